@@ -1,0 +1,1 @@
+"""Saving and finding training state. The only room that knows Orbax."""

@@ -1,0 +1,64 @@
+"""The `lmtrain` command: finds the verb, and imports only what that verb needs.
+
+Exit codes: 0 done; 2 the user's mistake, with one clear message; 75 stopped by a signal after saving; 1 anything else.
+"""
+
+import importlib
+import sys
+
+from lmtrain import __version__
+from lmtrain.config.errors import UserError
+
+# verb -> (module in lmtrain.commands, what it does)
+VERBS = {
+    "train": ("train", "train a model, or go on where the last run of the same config stopped"),
+    "preprocess": ("preprocess", "turn text into a token cache"),
+    "export-hf": ("export_hf", "write a checkpoint as a Hugging Face model folder"),
+    "generate": ("generate", "sample text from a checkpoint"),
+    "config": ("config", "check a config, or show it resolved"),
+    "tokenizer": ("tokenizer", "learn a tokenizer from text"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a verb and exit with its code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        sys.exit(0 if argv else 2)
+    if argv[0] in ("-V", "--version"):
+        print(f"lmtrain {__version__}")
+        sys.exit(0)
+    try:
+        sys.exit(_run(argv[0], argv[1:]))
+    except UserError as error:
+        print(f"lmtrain: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def _run(verb: str, argv: list[str]) -> int:
+    if verb not in VERBS:
+        from lmtrain.config.suggest import suggest_name
+
+        hint = suggest_name(verb, VERBS)
+        raise UserError(f"no verb {verb!r}; " + (f"did you mean {hint!r}?" if hint else f"one of: {', '.join(VERBS)}"))
+    command = importlib.import_module(f"lmtrain.commands.{VERBS[verb][0]}")
+    code: int = command.run(argv)
+    return code
+
+
+def usage() -> str:
+    lines = [f"  {verb:<12} {text}" for verb, (_, text) in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: lmtrain VERB [CONFIG] [--section.field VALUE ...]",
+            "",
+            *lines,
+            "",
+            "CONFIG is a YAML file, a URL, or the name of a shipped config such as gpt2_nano.",
+            "Any setting can be changed on the command line: --trainer.num_train_steps 100",
+            "`lmtrain VERB --help` says more.",
+        ]
+    )

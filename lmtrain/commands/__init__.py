@@ -1,0 +1,1 @@
+"""One short file per verb: put the parts together, call them, return the exit code."""

@@ -1,0 +1,40 @@
+"""Durations as people write them: `90s`, `20m`, `2h`, `1d`, `1h30m`."""
+
+import re
+from datetime import timedelta
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer
+from pydantic_core import PydanticCustomError
+
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_PATTERN = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+
+
+def parse_duration(value: Any) -> timedelta:
+    """`"1h30m"` -> 90 minutes. A bare number is refused, because its unit would be a guess."""
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, int | float) or (isinstance(value, str) and value.replace(".", "", 1).isdigit()):
+        raise PydanticCustomError("duration", "a duration needs a unit, for example 15m; null turns it off")
+    match = _PATTERN.fullmatch(value.replace(" ", "")) if isinstance(value, str) and value.strip() else None
+    if match is None or not any(match.groups()):
+        raise PydanticCustomError("duration", "expected a duration such as 90s, 20m, 2h, 1d or 1h30m")
+    numbers = [float(group or 0) for group in match.groups()]
+    return timedelta(seconds=sum(n * _SECONDS[unit] for n, unit in zip(numbers, "dhms", strict=True)))
+
+
+def format_duration(value: timedelta) -> str:
+    """The inverse of `parse_duration`: 5400 seconds -> `1h30m`."""
+    rest = value.total_seconds()
+    parts = []
+    for unit in "dhm":
+        count, rest = divmod(rest, _SECONDS[unit])
+        if count:
+            parts.append(f"{count:.0f}{unit}")
+    if rest or not parts:
+        parts.append(f"{rest:g}s")
+    return "".join(parts)
+
+
+Duration = Annotated[timedelta, BeforeValidator(parse_duration), PlainSerializer(format_duration, return_type=str)]

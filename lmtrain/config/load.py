@@ -1,0 +1,103 @@
+"""CONFIG and overrides -> one validated object, or one report of every problem with its place."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.layers import Layer, dotted, merge
+from lmtrain.config.overrides import overrides_layer
+from lmtrain.config.suggest import known_paths, suggest_name
+from lmtrain.config.yaml_loader import load_file
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[ConfigT]):
+    """A validated config, and where each of its values came from."""
+
+    config: ConfigT
+    layer: Layer
+    path: str
+
+    @property
+    def stem(self) -> str:
+        """The file's name without folder and extension: `configs/gpt2_nano.yaml` -> `gpt2_nano`."""
+        return os.path.splitext(os.path.basename(self.path.rstrip("/")))[0]
+
+
+def load_config(model: type[ConfigT], config: str, overrides: Sequence[tuple[str, str]] = ()) -> Loaded[ConfigT]:
+    """Find, load, merge and validate. Raises `UserError` with every problem found."""
+    path = find_config(config)
+    layer = merge(load_file(path), overrides_layer(overrides))
+    try:
+        return Loaded(model.model_validate(layer.data), layer, path)
+    except ValidationError as error:
+        problems = [_describe(model, layer, problem) for problem in error.errors(include_url=False)]
+        count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+        report = "\n".join(f"  {line}" for line in dict.fromkeys(problems))
+        raise UserError(f"{path}: {count} in the config\n{report}") from None
+
+
+def find_config(config: str) -> str:
+    """A path or URL as given, the same with `.yaml` or `.yml`, or the bare name of a config shipped with lmtrain."""
+    if "://" in config:
+        return config
+    names = [config, config + ".yaml", config + ".yml"]
+    for folder in ("", shipped_configs()):
+        for name in names:
+            path = os.path.join(folder, name) if folder else name
+            if os.path.isfile(path):
+                return path
+    shipped = sorted(name.removesuffix(".yaml") for name in os.listdir(shipped_configs()) if name.endswith(".yaml"))
+    hint = suggest_name(os.path.basename(config).removesuffix(".yaml"), shipped)
+    advice = f"did you mean {hint!r}?" if hint else "give a path, or one of: " + ", ".join(shipped)
+    raise UserError(f"{config}: no such config; {advice}")
+
+
+def shipped_configs() -> str:
+    """The folder of the configs that come with lmtrain: inside the installed package, or beside it in a checkout."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    installed = os.path.join(package, "configs")
+    return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "configs")
+
+
+def _describe(model: type[BaseModel], layer: Layer, problem: Any) -> str:
+    """One line: place, dotted path, what was expected, what was seen, and a better name if there is one."""
+    path = _written_path(layer, problem["loc"])
+    where = layer.origin_of(path)
+    place = f"{where}: " if where else ""
+    name = dotted(path)
+    kind = problem["type"]
+    if kind == "extra_forbidden":
+        hint = suggest_name(name, known_paths(model, layer.data))
+        return f"{place}{name}: no such setting" + (f"; did you mean {hint}?" if hint else "")
+    if kind == "missing":
+        return f"{place}{name}: this setting is required"
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    seen = problem["input"]
+    if problem["msg"].startswith("Input should be "):
+        message = f"expected {message}"
+    shown = "" if isinstance(seen, dict | list | BaseModel) else f", not {seen!r}"
+    return f"{place}{name}: {message}{shown}" if name else f"{place}{message}"
+
+
+def _written_path(layer: Layer, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Drop from pydantic's location the names of union members, which nobody wrote."""
+    path: list[str | int] = []
+    data: Any = layer.data
+    for index, part in enumerate(loc):
+        last = index == len(loc) - 1
+        inside = (isinstance(data, dict) and part in data) or (
+            isinstance(data, list) and isinstance(part, int) and part < len(data)
+        )
+        if inside:
+            data = data[part]
+            path.append(part)
+        elif last and isinstance(data, dict):
+            path.append(part)  # a missing setting has a name but no value
+    return tuple(path)

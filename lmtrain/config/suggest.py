@@ -1,0 +1,38 @@
+"""Finding the name a user meant."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+
+def suggest_name(wrong: str, known: Iterable[str]) -> str | None:
+    """The known name closest to `wrong`; a right last part under a wrong section counts as close."""
+    names = list(known)
+    leaf = wrong.rsplit(".", 1)[-1]
+    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.8)
+    elsewhere = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
+    loose = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
+    return next(iter(close + elsewhere + loose), None)
+
+
+def known_paths(model: type[BaseModel], data: Any) -> list[str]:
+    """Every dotted setting that `model` knows, taking the member of a choice that `data` names by `type`."""
+    paths: list[str] = []
+    for name, field in model.model_fields.items():
+        paths.append(name)
+        below = data.get(name) if isinstance(data, dict) else None
+        for section in _sections(field.annotation, below):
+            paths.extend(f"{name}.{path}" for path in known_paths(section, below))
+    return paths
+
+
+def _sections(annotation: Any, data: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    members = [section for arg in get_args(annotation) for section in _sections(arg, data)]
+    if isinstance(data, dict) and "type" in data:
+        chosen = [m for m in members if "type" in m.model_fields and m.model_fields["type"].default == data["type"]]
+        return chosen or members
+    return members

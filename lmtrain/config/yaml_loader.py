@@ -1,0 +1,185 @@
+"""YAML -> a `Layer`, remembering the line of every value, with `!include` on any value.
+
+`!include other.yaml` is resolved relative to the file it stands in, nests, works inside a `<<:` merge and on any URL
+that fsspec opens. Numbers follow YAML 1.2 where 1.1 surprises: `6E-4` is a float.
+"""
+
+import os
+import re
+from typing import Any
+
+import yaml
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.layers import Layer, Origin, Path, merge
+
+
+class _Loader(yaml.SafeLoader):
+    """`yaml.SafeLoader` with YAML 1.2 floats; it only composes nodes and scalars, `_Builder` does the rest."""
+
+
+# YAML 1.1 wants a dot in every float, so that plain SafeLoader reads 6E-4 as text.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def load_file(path: str) -> Layer:
+    """Load one YAML file and all it includes. Raises `UserError` with file and line for anything wrong."""
+    return _load(path, chain=())
+
+
+def parse_value(text: str, flag: str) -> Any:
+    """The value of a command-line override, read as YAML."""
+    try:
+        node = _Loader(text).get_single_node()
+    except yaml.YAMLError as error:
+        raise UserError(f"{flag}: {text!r} is not valid YAML: {_problem(error)}") from None
+    return None if node is None else _Builder(flag, ()).build(node, ()).value
+
+
+def include_value(path: str) -> Layer:
+    """A file named on the command line (`--data "include data/x.yaml"`), relative to the working directory."""
+    return _load(path, chain=())
+
+
+def _load(path: str, chain: tuple[str, ...]) -> Layer:
+    here = (*chain, path)
+    if path in chain:
+        raise UserError("!include goes in a circle: " + " -> ".join(here))
+    text = _read(path, chain)
+    try:
+        node = _Loader(text).get_single_node()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise UserError(f"{place}: this is not valid YAML: {_problem(error)}") from None
+    if node is None:
+        return Layer()
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path}:{node.start_mark.line + 1}: expected a map of settings at the top of the file")
+    built = _Builder(path, here).build(node, ())
+    return Layer(built.value, built.origins)
+
+
+def _read(path: str, chain: tuple[str, ...]) -> str:
+    included = f" (included from {' -> '.join(chain)})" if chain else ""
+    try:
+        if "://" in path:
+            import fsspec  # imports slowly, and most configs are local files
+
+            with fsspec.open(path, "r", encoding="utf-8") as file:
+                return file.read()
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file{included}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file in UTF-8 ({error.reason}){included}") from None
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"{path}: cannot be read: {error}{included}") from None
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    parts = (getattr(error, "problem", None), getattr(error, "context", None))
+    return ", ".join(part for part in parts if part) or str(error)
+
+
+class _Built:
+    def __init__(self, value: Any, origins: dict[Path, Origin]):
+        self.value = value
+        self.origins = origins
+
+
+class _Builder:
+    """Turns composed YAML nodes of one file into plain data and origins."""
+
+    def __init__(self, source: str, chain: tuple[str, ...]):
+        self.source = source
+        self.chain = chain
+        self.scalars = _Loader("")
+
+    def build(self, node: yaml.Node, at: Path) -> _Built:
+        if node.tag == "!include":
+            return self._include(node, at)
+        if isinstance(node, yaml.MappingNode):
+            return self._map(node, at)
+        if isinstance(node, yaml.SequenceNode):
+            values, origins = [], {}
+            for index, child in enumerate(node.value):
+                path = (*at, index)
+                built = self.build(child, path)
+                values.append(built.value)
+                origins[path] = self._origin(child)
+                origins.update(built.origins)
+            return _Built(values, origins)
+        try:
+            return _Built(self.scalars.construct_object(node), {})
+        except (yaml.YAMLError, ValueError) as error:
+            problem = _problem(error) if isinstance(error, yaml.YAMLError) else error
+            raise UserError(f"{self._origin(node)}: {problem}") from None
+
+    def _map(self, node: yaml.MappingNode, at: Path) -> _Built:
+        own = Layer()
+        merged = Layer()
+        for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                merged = merge(merged, self._merge_key(value_node, at))
+                continue
+            key = self.scalars.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+            if not isinstance(key, str):
+                raise UserError(f"{self._origin(key_node)}: a setting's name must be text, not {key_node.value!r}")
+            path = (*at, key)
+            if key in own.data:
+                first = own.origins[path]
+                raise UserError(f"{self._origin(key_node)}: {key!r} is given twice; the first is at {first}")
+            built = self.build(value_node, path)
+            own.data[key] = built.value
+            own.origins[path] = self._origin(key_node)
+            own.origins.update(built.origins)
+        if not merged.data:
+            return _Built(own.data, own.origins)
+        # `merge` works on whole trees, so lift both to the root and take the map out again
+        result = merge(_lift(merged, at), _lift(own, at))
+        value: Any = result.data
+        for part in at:
+            value = value[part]
+        return _Built(value, result.origins)
+
+    def _merge_key(self, node: yaml.Node, at: Path) -> Layer:
+        children = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        layer = Layer()
+        for child in reversed(children):  # in YAML the earlier entry of a merge list wins
+            built = self.build(child, at)
+            if not isinstance(built.value, dict):
+                raise UserError(f"{self._origin(child)}: '<<:' needs a map, or a list of maps")
+            layer = merge(layer, Layer(built.value, built.origins))
+        return layer
+
+    def _include(self, node: yaml.Node, at: Path) -> _Built:
+        if not isinstance(node, yaml.ScalarNode) or not node.value:
+            raise UserError(f"{self._origin(node)}: !include needs the path of a file")
+        if not self.chain:
+            raise UserError(f'{self.source}: write "include {node.value}" (without !) on the command line')
+        loaded = _load(_relative_to(self.chain[-1], node.value), self.chain)
+        return _Built(loaded.data, {(*at, *path): origin for path, origin in loaded.origins.items()})
+
+    def _origin(self, node: yaml.Node) -> Origin:
+        return Origin(self.source, node.start_mark.line + 1 if self.chain else None)
+
+
+def _lift(layer: Layer, at: Path) -> Layer:
+    data: Any = layer.data
+    for part in reversed(at):
+        data = {part: data}
+    return Layer(data, layer.origins)
+
+
+def _relative_to(including: str, path: str) -> str:
+    if "://" in path or os.path.isabs(path):
+        return path
+    if "://" in including:
+        return including.rsplit("/", 1)[0] + "/" + path
+    return os.path.normpath(os.path.join(os.path.dirname(including), path))

@@ -1,0 +1,94 @@
+"""What a token cache says about itself. `data/` reads it, `preprocess/` writes it.
+
+    <cache_dir>/<split>/manifest.json                      written last: its presence means complete
+    <cache_dir>/<split>/shard-00000-of-00008.arrayrecord   token blocks, then the ends of the documents
+    <cache_dir>/<split>/shard-00000-of-00008.json          written after its shard: this shard is finished
+
+A shard holds the documents of one input file. Its first `blocks` records are blocks of `block_tokens` token ids (the
+last one shorter), little-endian, uint16 or uint32; the records after them hold, 4096 at a time, the uint64 index one
+past the last token of each document.
+"""
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.files import read_json, write_json
+
+FORMAT = 1
+BLOCK_TOKENS = 16384
+ENDS_PER_RECORD = 4096
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One finished shard: where it came from and what it holds."""
+
+    file: str
+    source: dict[str, Any]
+    bytes: int
+    sha256: str
+    tokens: int
+    documents: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A finished split. `recipe` says how the tokens were made; the same recipe and sources give the same bytes."""
+
+    split: str
+    recipe: dict[str, Any]
+    urls: list[str]
+    dtype: str
+    shards: list[ShardInfo]
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must find unchanged: the tokens themselves, in their order."""
+        return {"recipe": self.recipe, "shards": [shard.sha256 for shard in self.shards]}
+
+
+def manifest_path(folder: str) -> str:
+    return os.path.join(folder, "manifest.json")
+
+
+def shard_name(index: int, count: int) -> str:
+    return f"shard-{index:05d}-of-{count:05d}"
+
+
+def save_manifest(folder: str, manifest: Manifest) -> None:
+    totals = {"format": FORMAT, "block_tokens": BLOCK_TOKENS, "tokens": manifest.tokens, "documents": manifest.documents}
+    write_json(manifest_path(folder), totals | asdict(manifest))
+
+
+def load_manifest(folder: str) -> Manifest | None:
+    """The manifest of a finished split, None if there is none. Raises `UserError` if it cannot be understood."""
+    path = manifest_path(folder)
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UserError(f"{path}: damaged: {error}; delete the folder to build the cache again") from None
+    if value.get("format") != FORMAT or value.get("block_tokens") != BLOCK_TOKENS:
+        raise UserError(
+            f"{path}: written in format {value.get('format')} by another version of lmtrain, this one reads {FORMAT}; "
+            "delete the folder to build the cache again"
+        )
+    return Manifest(
+        split=value["split"],
+        recipe=value["recipe"],
+        urls=value["urls"],
+        dtype=value["dtype"],
+        shards=[ShardInfo(**shard) for shard in value["shards"]],
+    )

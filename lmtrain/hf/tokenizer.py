@@ -1,0 +1,108 @@
+"""Tokenizer folders in the Hugging Face format: reading them without transformers, and writing them."""
+
+import functools
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.files import write_json
+
+if TYPE_CHECKING:
+    import tokenizers
+
+# The files that make up a tokenizer folder; an export copies those that exist.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer and what the rest of lmtrain needs to know of it."""
+
+    path: str
+    backend: "tokenizers.Tokenizer"
+    vocab_size: int
+    eos_id: int | None
+    bos_id: int | None
+    fingerprint: str
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for two tokenizers to give the same ids."""
+        return {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size}
+
+
+@functools.cache
+def load_tokenizer(path: str) -> Tokenizer:
+    """Load the folder `path`. Raises `UserError` if there is none, or if it is not a tokenizer."""
+    import tokenizers
+
+    folder = os.path.expanduser(path)
+    file = os.path.join(folder, "tokenizer.json")
+    if not os.path.isfile(file):
+        found = "the folder holds no tokenizer.json" if os.path.isdir(folder) else "no such folder"
+        raise UserError(
+            f"tokenizer {path!r}: {found}; make one with "
+            f"`lmtrain tokenizer train --output {path} FILES`, or set data.tokenizer to an existing folder"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(file)
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{file}: not a tokenizer: {error}") from None
+    config = _read_config(folder)
+    eos, bos = _token_text(config.get("eos_token")), _token_text(config.get("bos_token"))
+    with open(file, encoding="utf-8") as opened:
+        content = json.load(opened)
+    digest = hashlib.sha256(json.dumps([content, eos, bos], sort_keys=True).encode()).hexdigest()
+    return Tokenizer(
+        path=path,
+        backend=backend,
+        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        eos_id=_token_id(backend, eos, folder),
+        bos_id=_token_id(backend, bos, folder),
+        fingerprint=digest[:16],
+    )
+
+
+def save_tokenizer(backend: "tokenizers.Tokenizer", folder: str, eos: str, bos: str | None = None) -> None:
+    """Write a folder that `transformers.AutoTokenizer` loads, in versions 4 and 5."""
+    os.makedirs(folder, exist_ok=True)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos,
+        "clean_up_tokenization_spaces": False,
+    }
+    if bos is not None:
+        config["bos_token"] = bos
+    write_json(os.path.join(folder, "tokenizer_config.json"), config)
+    temporary = os.path.join(folder, f"tokenizer.json.tmp-{os.getpid()}")
+    backend.save(temporary)
+    os.replace(temporary, os.path.join(folder, "tokenizer.json"))  # last: its presence means complete
+
+
+def _read_config(folder: str) -> dict[str, Any]:
+    file = os.path.join(folder, "tokenizer_config.json")
+    if not os.path.isfile(file):
+        return {}
+    with open(file, encoding="utf-8") as opened:
+        try:
+            config = json.load(opened)
+        except ValueError as error:
+            raise UserError(f"{file}: not valid JSON: {error}") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _token_text(token: Any) -> str | None:
+    """Special tokens are written as text, or as a map with `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _token_id(backend: "tokenizers.Tokenizer", token: str | None, folder: str) -> int | None:
+    if token is None:
+        return None
+    number = backend.token_to_id(token)
+    if number is None:
+        raise UserError(f"{folder}: tokenizer_config.json names the token {token!r}, which tokenizer.json does not have")
+    return int(number)

@@ -1,0 +1,153 @@
+"""Building the token cache of a split: decide what is missing, build it, write the manifest last."""
+
+import os
+import time
+from dataclasses import asdict
+from typing import Any
+
+from lmtrain.config.compare import describe_differences
+from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
+from lmtrain.preprocess.local import Counts, build_locally
+from lmtrain.data.manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
+from lmtrain.preprocess.shard import ShardJob
+from lmtrain.preprocess.sources import FilesMissing, Source, describe_source, expand_urls
+from lmtrain.preprocess.tokenize import DocumentSettings, check_special_tokens, token_dtype
+from lmtrain.runtime.files import read_json, remove_temporaries
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.progress import Progress, format_seconds
+
+
+def build_cache(config: DataConfig, split: str) -> Manifest:
+    """The finished cache of `split`, built as far as it is not there yet.
+
+    Raises `UserError` if the cache at that place was made from other sources, with another tokenizer or settings,
+    or if an input file is missing or wrong.
+    """
+    if "://" in config.cache_dir:
+        raise UserError(f"data.cache_dir: {config.cache_dir} is a URL; caches are built in a local folder so far")
+    folder = split_folder(config, split)
+    tokenizer = load_tokenizer(config.tokenizer_path)
+    settings = DocumentSettings(config.text_key, config.enforce_eos, config.enforce_bos)
+    check_special_tokens(tokenizer, settings)
+    recipe = _recipe(tokenizer, settings)
+    finished = load_manifest(folder)
+    if finished is not None:
+        _check_recipe(folder, finished.recipe, recipe)
+    try:
+        sources = [describe_source(url) for url in expand_urls(config.urls(split))]
+    except FilesMissing as error:
+        if finished is None or finished.urls != config.urls(split):
+            raise
+        log.info(f"{folder}: using the finished cache, whose source files are no longer there ({error})")
+        return finished
+    if finished is not None:
+        _check_sources(folder, [shard.source for shard in finished.shards], sources)
+        return finished
+    os.makedirs(folder, exist_ok=True)
+    remove_temporaries(folder)
+    shards = _build_missing(config, split, folder, sources, settings, recipe)
+    manifest = Manifest(split, recipe, config.urls(split), token_dtype(tokenizer.vocab_size).str, shards)
+    save_manifest(folder, manifest)
+    return manifest
+
+
+def split_folder(config: DataConfig, split: str) -> str:
+    return os.path.join(os.path.expanduser(config.cache_dir), split)
+
+
+def _recipe(tokenizer: Tokenizer, settings: DocumentSettings) -> dict[str, Any]:
+    return {"tokenizer": tokenizer.identity, "documents": asdict(settings)}
+
+
+def _build_missing(
+    config: DataConfig,
+    split: str,
+    folder: str,
+    sources: list[Source],
+    settings: DocumentSettings,
+    recipe: dict[str, Any],
+) -> list[ShardInfo]:
+    """Every shard's info, in source order; those without a finished-marker are built."""
+    names = [shard_name(index, len(sources)) for index in range(len(sources))]
+    infos = {name: _finished_shard(folder, name, recipe, source) for name, source in zip(names, sources, strict=True)}
+    jobs = [
+        ShardJob(source, os.path.join(folder, name), config.tokenizer_path, settings, recipe)
+        for name, source in zip(names, sources, strict=True)
+        if infos[name] is None
+    ]
+    if jobs:
+        if len(jobs) < len(sources):
+            log.info(f"{folder}: {len(sources) - len(jobs)} of {len(sources)} shards are there, continuing")
+        for info in _with_progress(jobs, config.num_preprocess_workers, split):
+            infos[info.file.removesuffix(".arrayrecord")] = info
+    return [info for info in infos.values() if info is not None]
+
+
+def _with_progress(jobs: list[ShardJob], workers: int | None, split: str) -> list[ShardInfo]:
+    began = time.monotonic()
+    total = sum(job.source.bytes for job in jobs)
+    finished: list[ShardInfo] = []
+    counts: Counts = (0, 0, 0)
+
+    with Progress(f"preprocess {split}", total) as progress:
+
+        def show(now: Counts) -> None:
+            nonlocal counts
+            counts = now
+            seconds = max(time.monotonic() - began, 1e-9)
+            documents, tokens, read = counts
+            progress.update(
+                read,
+                f"{100 * read // max(total, 1)}%, {len(finished)}/{len(jobs)} shards, {documents:,} documents, "
+                f"{tokens:,} tokens, {tokens / seconds:,.0f} tokens/s, {read / 1e6 / seconds:.1f} MB/s read",
+            )
+
+        for info in build_locally(jobs, workers, show):
+            finished.append(info)
+    seconds = time.monotonic() - began
+    documents, tokens, _ = counts
+    log.info(
+        f"preprocess {split}: {documents:,} documents, {tokens:,} tokens in {len(jobs)} shards, "
+        f"{format_seconds(seconds)}, {tokens / seconds:,.0f} tokens/s"
+    )
+    return finished
+
+
+def _finished_shard(folder: str, name: str, recipe: dict[str, Any], source: Source) -> ShardInfo | None:
+    """The info in a shard's marker, None if it has none or its file is not whole."""
+    try:
+        marker = read_json(os.path.join(folder, f"{name}.json"))
+    except FileNotFoundError:
+        return None
+    info = ShardInfo(**marker["shard"])
+    _check_recipe(folder, marker["recipe"], recipe)
+    _check_sources(folder, [info.source], [source])
+    file = os.path.join(folder, info.file)
+    return info if os.path.isfile(file) and os.path.getsize(file) == info.bytes else None
+
+
+def _check_recipe(folder: str, cached: dict[str, Any], wanted: dict[str, Any]) -> None:
+    _refuse(folder, describe_differences(cached, wanted, "the cache", "this config"))
+
+
+def _check_sources(folder: str, cached: list[dict[str, Any]], wanted: list[Source]) -> None:
+    before = {source["url"]: source for source in cached}
+    now = {source.url: asdict(source) for source in wanted}
+    lines = [f"{url} is in the cache, but no source of this config" for url in before if url not in now]
+    lines += [f"{url} is a source of this config, but not in the cache" for url in now if url not in before]
+    lines += [f"{url} has changed since it was cached" for url in now if url in before and before[url] != now[url]]
+    if not lines and list(before) != list(now):
+        lines.append("the sources are the same, in another order")
+    _refuse(folder, lines)
+
+
+def _refuse(folder: str, differences: list[str]) -> None:
+    if differences:
+        shown = differences[:10] + ([f"and {len(differences) - 10} more"] if len(differences) > 10 else [])
+        report = "\n".join(f"  {line}" for line in shown)
+        raise UserError(
+            f"{folder}: this cache was built from something else\n{report}\n"
+            "  choose another data.cache_dir, or delete this folder to build it again"
+        )

@@ -1,0 +1,39 @@
+"""Making what a config with `data.demo` stands on: the demo corpus and the tokenizer learned from it."""
+
+import os
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.preprocess.demo import TooLittleText, file_names, write_demo_corpus
+from lmtrain.preprocess.sources import DocumentReader, expand_urls
+from lmtrain.runtime.logging import log
+
+VOCAB_SIZE = 8192
+
+
+def prepare_demo(config: DataConfig) -> None:
+    """Make whatever is missing of the demo; nothing if the config does not use it."""
+    if config.demo is None:
+        return
+    folder = os.path.expanduser(config.demo)
+    if not all(os.path.isfile(os.path.join(folder, name)) for name in file_names()):
+        try:
+            documents, size = write_demo_corpus(folder)
+        except TooLittleText as error:
+            raise UserError(str(error)) from None
+        log.info(f"{folder}: made the demo corpus, {documents:,} documents, {size / 1e6:.1f} MB of Python source")
+    tokenizer = os.path.expanduser(config.tokenizer_path)
+    if not os.path.isdir(tokenizer) and "tokenizer" not in config.model_fields_set:
+        count = learn_from_files(config.urls("train"), config.text_key, VOCAB_SIZE, tokenizer)
+        log.info(f"{tokenizer}: learned a tokenizer of {count:,} entries from it")
+
+
+def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: str) -> int:
+    """Learn a byte-level BPE from the documents of `urls` and save it in `folder`. Returns its vocabulary size."""
+    from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
+    from lmtrain.hf.tokenizer import save_tokenizer
+
+    texts = (text for url in expand_urls(urls) for _, text in DocumentReader(url, text_key))
+    backend = learn_bpe(texts, vocab_size)
+    save_tokenizer(backend, folder, eos=END_OF_TEXT, bos=END_OF_TEXT)
+    return backend.get_vocab_size()

@@ -1,0 +1,1 @@
+"""What a process needs from its machine: logging, signals, files."""

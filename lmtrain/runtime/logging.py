@@ -1,0 +1,31 @@
+"""The log of a run: messages go to the terminal and to `<log_dir>/<run_id>.log`, appended over restarts."""
+
+import logging
+import os
+import sys
+
+log = logging.getLogger("lmtrain")
+
+# These tell their users about every file and thread at INFO.
+_CHATTY = ("absl", "jax", "orbax", "tensorboardX", "urllib3", "asyncio", "grain")
+
+
+def start_console_log() -> None:
+    """Messages of lmtrain to stderr as plain lines; of libraries only from warnings up."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def start_file_log(log_dir: str, run: str) -> str:
+    """Also append everything to `<log_dir>/<run>.log`, with times. Returns the path."""
+    os.makedirs(log_dir, exist_ok=True)
+    path = os.path.join(log_dir, f"{run}.log")
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    log.addHandler(handler)
+    return path

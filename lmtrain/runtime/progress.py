@@ -1,0 +1,65 @@
+"""Progress of something long: a live bar on a terminal, a plain line every few seconds elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress:
+    """`update(done, text)` as often as you like; it draws at a bearable rate. Use as a context manager."""
+
+    def __init__(self, label: str, total: int, start: int = 0):
+        self.label = label
+        self.total = total
+        self._start = start
+        self._began = time.monotonic()
+        self._last_line = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> "Progress":
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
+            self._bar = Bar(*columns, console=Console(stderr=True), refresh_per_second=5)
+            self._task = self._bar.add_task(self.label, total=self.total, completed=self._start, text="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int, text: str, force: bool = False) -> None:
+        """`done` of `total`; `text` says the rest. `force` prints the plain line whatever the clock says."""
+        text = f"{text}{self._eta(done)}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, text=text)
+            return
+        now = time.monotonic()
+        if force or now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            print(f"{self.label} {text}", file=sys.stderr, flush=True)
+
+    def _eta(self, done: int) -> str:
+        gained = done - self._start
+        if gained <= 0 or done >= self.total:
+            return ""
+        seconds = (time.monotonic() - self._began) * (self.total - done) / gained
+        return f", {format_seconds(seconds)} left"
+
+
+def format_seconds(seconds: float) -> str:
+    """`75` -> `1m15s`, `7300` -> `2h01m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -1,0 +1,1 @@
+"""Where metrics go: JSON lines, TensorBoard, W&B, the terminal. A tracker that fails never stops training."""

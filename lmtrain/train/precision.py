@@ -1,0 +1,50 @@
+"""The `mp` setting: which number formats parameters, computation and output use."""
+
+from dataclasses import dataclass
+
+_DTYPES = {"f32": "float32", "float32": "float32", "full": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+_FP16 = {"f16", "float16", "half"}
+_PARTS = {"p": "params", "params": "params", "c": "compute", "compute": "compute", "o": "output", "output": "output"}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Names of number formats: parameters and optimizer state at rest, computation, and the model's output."""
+
+    params: str
+    compute: str
+    output: str
+
+    def __str__(self) -> str:
+        return f"params={self.params}, compute={self.compute}, output={self.output}"
+
+
+def parse_precision(text: str) -> Precision:
+    """`f32`, `bf16`, or a list such as `p=f32,c=bfloat16`.
+
+    What is missing follows: params f32, compute as params, output as compute. Raises ValueError for anything else.
+    """
+    if "=" not in text:
+        dtype = _dtype(text)
+        return Precision(dtype, dtype, dtype)
+    given: dict[str, str] = {}
+    for item in text.split(","):
+        name, _, dtype = item.partition("=")
+        part = _PARTS.get(name.strip())
+        if part is None:
+            raise ValueError(f"in {text!r}: {name.strip()!r} is none of p, c, o (params, compute, output)")
+        if part in given:
+            raise ValueError(f"in {text!r}: {part} is given twice")
+        given[part] = _dtype(dtype)
+    params = given.get("params", "float32")
+    compute = given.get("compute", params)
+    return Precision(params, compute, given.get("output", compute))
+
+
+def _dtype(name: str) -> str:
+    name = name.strip()
+    if name in _FP16:
+        raise ValueError("float16 needs loss scaling, which lmtrain does not have; use bf16 (p=f32,c=bfloat16)")
+    if name not in _DTYPES:
+        raise ValueError(f"no number format {name!r}; expected f32 or bf16, or a list such as p=f32,c=bfloat16")
+    return _DTYPES[name]
