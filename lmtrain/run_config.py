@@ -72,9 +72,3 @@ def run_id(config: RunConfig, stem: str, environment: Mapping[str, str] = os.env
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", chosen):
         raise UserError(f"the run id {chosen!r} cannot name a folder; use letters, digits, '.', '_' and '-'")
     return chosen
-
-
-def run_path(base: str, run: str) -> str:
-    """`<base>/<run id>`; a literal ${run_id} in `base` is replaced instead, and nothing is appended."""
-    base = os.path.expanduser(base)
-    return base.replace("${run_id}", run) if "${run_id}" in base else f"{base.rstrip('/')}/{run}"

@@ -44,3 +44,7 @@ class Gpt2Config(Section):
     @property
     def mlp_dim(self) -> int:
         return self.hidden_dim * self.mlp_scale
+
+    @property
+    def has_dropout(self) -> bool:
+        return max(self.embed_pdrop, self.resid_pdrop, self.attn_pdrop) > 0

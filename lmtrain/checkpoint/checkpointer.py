@@ -1,0 +1,100 @@
+"""Saving training state in the background, and loading it.
+
+A checkpoint is a folder `step-<N>` with three parts: `params` and `optimizer` (arrays, by Orbax) and `run` (JSON).
+Orbax writes it under another name and renames it when all is there, so a killed save leaves nothing that looks whole.
+`AsyncCheckpointer` is used rather than `CheckpointManager`: names, what to keep and when to save are ours to decide.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.discovery import Checkpoint, list_checkpoints, step_folder
+from lmtrain.checkpoint.policies import Kind, decide
+from lmtrain.runtime.logging import log
+
+
+class Checkpointer:
+    """Saves into one run's folder. `clock` gives seconds and never runs backwards."""
+
+    def __init__(self, folder: str, config: CheckpointerConfig, clock: Callable[[], float] = time.monotonic):
+        self.folder = os.path.abspath(folder)
+        self._config = config
+        self._clock = clock
+        self._last_save = clock()
+        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._saving: Checkpoint | None = None
+        self._temporary = [c for c in list_checkpoints(self.folder) if c.kind is Kind.TEMPORARY]
+        self._remove_leftovers()
+
+    def due(self, step: int, last: bool) -> Kind | None:
+        """The kind of checkpoint to save after `step` updates, None for no save."""
+        elapsed = self._clock() - self._last_save
+        return decide(step, self._config.keep, self._config.save_interval, elapsed, last)
+
+    def save(self, step: int, kind: Kind, params: Any, optimizer: Any, run_info: dict[str, Any]) -> None:
+        """Copy the arrays to the host, then write them in the background. Waits for the save before it."""
+        self.finish()
+        checkpoint = Checkpoint(step, step_folder(self.folder, step))
+        if os.path.isdir(checkpoint.path):
+            return  # a temporary checkpoint of this very step, from before a restart
+        self._orbax.save(
+            checkpoint.path,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(params),
+                optimizer=ocp.args.StandardSave(optimizer),
+                run=ocp.args.JsonSave(run_info | {"step": step, "kind": kind.value}),
+            ),
+        )
+        self._saving = checkpoint
+        if kind is Kind.TEMPORARY:
+            self._temporary.append(checkpoint)
+        self._last_save = self._clock()
+
+    def finish(self) -> None:
+        """Wait until the save under way is complete, then delete the temporary checkpoints before it."""
+        if self._saving is None:
+            return
+        self._orbax.wait_until_finished()
+        for old in [c for c in self._temporary if c.step < self._saving.step]:
+            _delete(old.path)
+            self._temporary.remove(old)
+        log.info(f"saved {self._saving.path}")
+        self._saving = None
+
+    def close(self) -> None:
+        self.finish()
+        self._orbax.close()
+
+    def _remove_leftovers(self) -> None:
+        """What a killed process was writing or deleting."""
+        for name in os.listdir(self.folder) if os.path.isdir(self.folder) else []:
+            if "orbax-checkpoint-tmp" in name or name.startswith("deleting-"):
+                shutil.rmtree(os.path.join(self.folder, name))
+
+
+def load_arrays(checkpoint: Checkpoint, part: str, like: Any) -> Any:
+    """`params` or `optimizer` of a checkpoint, with the shapes, types and shardings of the tree `like`."""
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as orbax:
+        args = ocp.args.Composite(**{part: ocp.args.StandardRestore(like)})
+        return orbax.restore(os.path.abspath(checkpoint.path), args=args)[part]
+
+
+def with_shardings(abstract: Any, shardings: Any) -> Any:
+    """A tree of `jax.ShapeDtypeStruct` that says where each array goes, for `load_arrays`."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
+    )
+
+
+def _delete(path: str) -> None:
+    """Rename first, so that a half-deleted checkpoint does not look like a whole one."""
+    doomed = os.path.join(os.path.dirname(path), f"deleting-{os.path.basename(path)}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)

@@ -1,0 +1,1 @@
+"""How well a model predicts text it was not trained on."""

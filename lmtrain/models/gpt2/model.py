@@ -1,0 +1,141 @@
+"""GPT-2: a stack of pre-norm blocks, each adding attention and then a GELU MLP to the residual stream.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Positions are learned, every linear layer
+has a bias, and the head is the embedding table itself.
+
+    B batch  S query position  T key position  D embed  H heads  C head dim  F mlp  V vocab  N layers
+
+Initial values (r = initializer_range, 0.02):
+
+    embeddings, qkv, up       normal(0, r)
+    out, down                 normal(0, r / sqrt(2 N)), since 2 N of them add up in the residual stream
+    biases                    0
+    norms                     scale 1, bias 0
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.nn.initializers import normal
+
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.interface import KvCache
+from lmtrain.models.layers.attention import attend
+from lmtrain.models.layers.linear import Embed, Linear
+from lmtrain.models.layers.norm import LayerNorm
+from lmtrain.models.layers.stack import stack
+from lmtrain.sharding.placement import constrain
+
+
+class Gpt2Attention(nn.Module):
+    config: Gpt2Config
+
+    def setup(self) -> None:
+        c = self.config
+        embed, heads, head_dim = ("embed", c.hidden_dim), ("heads", c.num_heads), ("head_dim", c.head_dim)
+        residual = normal(c.initializer_range / (2 * c.num_layers) ** 0.5)
+        self.qkv = Linear((embed,), (("qkv", 3), heads, head_dim), normal(c.initializer_range))
+        self.out = Linear((heads, head_dim), (embed,), residual)
+        self.drop_weights = nn.Dropout(c.attn_pdrop)
+
+    def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool) -> jax.Array:
+        q, k, v = self._project(x)
+        drop = None if deterministic else lambda weights: self.drop_weights(weights, deterministic=False)
+        return self._merge(attend(q, k, v, self._scale(layer), upcast=self.config.upcast_attn, drop=drop))
+
+    def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+        """Attention of new positions `start, start + 1, ...` to all before them and to themselves."""
+        q, k, v = self._project(x)
+        cache = cache.write(k, v, start)
+        mixed = attend(q, cache.k, cache.v, self._scale(layer), first_query=start, upcast=self.config.upcast_attn)
+        return self._merge(mixed), cache
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        qkv = self.qkv(x)  # [B, S, 3, H, C]
+        q, k, v = (
+            constrain(qkv[:, :, i].transpose(0, 2, 1, 3), "act_batch", "act_heads", "act_seq", None) for i in range(3)
+        )
+        return q, k, v
+
+    def _merge(self, mixed_BHSC: jax.Array) -> jax.Array:
+        return self.out(mixed_BHSC.transpose(0, 2, 1, 3))
+
+    def _scale(self, layer: jax.Array) -> jax.Array | float:
+        scale = self.config.head_dim**-0.5
+        return scale / (layer + 1) if self.config.scale_attn_by_inverse_layer_idx else scale
+
+
+class Gpt2Mlp(nn.Module):
+    config: Gpt2Config
+
+    def setup(self) -> None:
+        c = self.config
+        embed, mlp = ("embed", c.hidden_dim), ("mlp", c.mlp_dim)
+        self.up = Linear((embed,), (mlp,), normal(c.initializer_range))
+        self.down = Linear((mlp,), (embed,), normal(c.initializer_range / (2 * c.num_layers) ** 0.5))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = constrain(self.up(x), "act_batch", "act_seq", "act_mlp")
+        return self.down(nn.gelu(hidden, approximate=True))
+
+
+class Gpt2Block(nn.Module):
+    config: Gpt2Config
+
+    def setup(self) -> None:
+        c = self.config
+        self.norm_attn = LayerNorm(c.hidden_dim, c.layer_norm_epsilon)
+        self.attn = Gpt2Attention(c)
+        self.norm_mlp = LayerNorm(c.hidden_dim, c.layer_norm_epsilon)
+        self.mlp = Gpt2Mlp(c)
+        self.drop = nn.Dropout(c.resid_pdrop)
+
+    def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool) -> tuple[jax.Array, None]:
+        x = x + self.drop(self.attn(self.norm_attn(x), layer, deterministic), deterministic=deterministic)
+        x = x + self.drop(self.mlp(self.norm_mlp(x)), deterministic=deterministic)
+        return constrain(x, "act_batch", "act_seq", "act_embed"), None
+
+    def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+        mixed, cache = self.attn.extend(self.norm_attn(x), layer, cache, start)
+        x = x + mixed
+        return x + self.mlp(self.norm_mlp(x)), cache
+
+
+class Gpt2LM(nn.Module):
+    """The language model. See `lmtrain/models/interface.py` for what its methods promise."""
+
+    config: Gpt2Config
+    vocab_size: int
+
+    def setup(self) -> None:
+        c = self.config
+        init = normal(c.initializer_range)
+        self.tokens = Embed(("vocab", self.vocab_size), c.hidden_dim, init)
+        self.positions = Embed(("position", c.seq_len), c.hidden_dim, init)
+        self.drop = nn.Dropout(c.embed_pdrop)
+        self.blocks = stack(Gpt2Block, c.num_layers, c.scan_layers, c.gradient_checkpointing)(c)
+        self.norm_final = LayerNorm(c.hidden_dim, c.layer_norm_epsilon)
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        return self.logits(self.hidden(tokens_BS, deterministic=True))
+
+    def hidden(self, tokens_BS: jax.Array, deterministic: bool) -> jax.Array:
+        x = self.tokens(tokens_BS) + self.positions(jnp.arange(tokens_BS.shape[1]))
+        x = constrain(self.drop(x, deterministic=deterministic), "act_batch", "act_seq", "act_embed")
+        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic)
+        return self.norm_final(x)
+
+    def head(self) -> jax.Array:
+        return self.tokens.embedding
+
+    def logits(self, hidden_BSD: jax.Array) -> jax.Array:
+        return jnp.einsum("BSD,VD->BSV", hidden_BSD, self.head()).astype(jnp.float32)
+
+    def empty_cache(self, batch: int, length: int) -> KvCache:
+        c = self.config
+        return KvCache.empty(c.num_layers, batch, c.num_heads, length, c.head_dim, self.head().dtype)
+
+    def extend(self, tokens_BS: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+        x = self.tokens(tokens_BS) + self.positions(start + jnp.arange(tokens_BS.shape[1]))
+        x, cache = self.blocks.extend(x, jnp.arange(self.config.num_layers), cache, start)
+        return self.logits(self.norm_final(x)), cache

@@ -1,0 +1,44 @@
+"""What every language model offers, whatever its family: the training engine, evaluation and sampling use only this."""
+
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+class KvCache(struct.PyTreeNode):
+    """Keys and values of the positions so far, each [N, B, H, T, C] for the model and [B, H, T, C] for one block."""
+
+    k: jax.Array
+    v: jax.Array
+
+    @classmethod
+    def empty(cls, layers: int, batch: int, heads: int, length: int, head_dim: int, dtype: jnp.dtype) -> "KvCache":
+        shape = (layers, batch, heads, length, head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def write(self, k_BHSC: jax.Array, v_BHSC: jax.Array, start: jax.Array) -> "KvCache":
+        """One block's cache with the new positions `start, start + 1, ...` filled in."""
+        at = (0, 0, start, 0)
+        return KvCache(
+            jax.lax.dynamic_update_slice(self.k, k_BHSC, at), jax.lax.dynamic_update_slice(self.v, v_BHSC, at)
+        )
+
+
+class LanguageModel(Protocol):
+    """A Linen module with these methods, to be used through `apply(..., method=...)`."""
+
+    vocab_size: int
+
+    def hidden(self, tokens_BS: jax.Array, deterministic: bool) -> jax.Array:
+        """What the head turns into logits, [B, S, D]. Not deterministic needs a `dropout` key."""
+
+    def head(self) -> jax.Array:
+        """The head's matrix, [V, D]: logits are `hidden @ head.T`."""
+
+    def empty_cache(self, batch: int, length: int) -> KvCache:
+        """A cache for `length` positions, in the type of the parameters."""
+
+    def extend(self, tokens_BS: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+        """Float32 logits [B, S, V] of new tokens at positions `start, start + 1, ...`, and the cache with them in."""

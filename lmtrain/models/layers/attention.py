@@ -1,0 +1,30 @@
+"""Causal attention: softmax(q k^T * scale) v, the plain way."""
+
+import jax
+import jax.numpy as jnp
+
+# Far below any score, and finite, so that a row with nothing to attend to gives no NaN.
+_MASKED = -1e30
+
+
+def attend(
+    q_BHSC: jax.Array,
+    k_BHTC: jax.Array,
+    v_BHTC: jax.Array,
+    scale: jax.Array | float,
+    first_query: jax.Array | int = 0,
+    upcast: bool = False,
+    drop: "jax.tree_util.Partial | None" = None,
+) -> jax.Array:
+    """Each query sees the keys up to its own position; query s is at position `first_query + s`.
+
+    Softmax runs in float32; with `upcast` the scores do too. `drop` is applied to the attention weights. -> [B, H, S, C]
+    """
+    if upcast:
+        q_BHSC, k_BHTC = q_BHSC.astype(jnp.float32), k_BHTC.astype(jnp.float32)
+    scores = jnp.einsum("BHSC,BHTC->BHST", q_BHSC * scale, k_BHTC).astype(jnp.float32)
+    seen = jnp.arange(k_BHTC.shape[2]) <= first_query + jnp.arange(q_BHSC.shape[2])[:, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, _MASKED), axis=-1).astype(v_BHTC.dtype)
+    if drop is not None:
+        weights = drop(weights)
+    return jnp.einsum("BHST,BHTC->BHSC", weights, v_BHTC)

@@ -1,0 +1,27 @@
+"""Normalisation layers. Statistics are float32 whatever the precision of the rest."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lmtrain.models.layers.linear import declare
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(var + epsilon) * scale + bias over the last dimension (Ba, Kiros and Hinton 2016)."""
+
+    dim: int
+    epsilon: float
+
+    def setup(self) -> None:
+        dims = (("embed", self.dim),)
+        self.scale = self.param("scale", declare(nn.initializers.ones, dims), (self.dim,), jnp.float32)
+        self.bias = self.param("bias", declare(nn.initializers.zeros, dims), (self.dim,), jnp.float32)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        mean = wide.mean(-1, keepdims=True)
+        centred = wide - mean
+        variance = (centred * centred).mean(-1, keepdims=True)
+        normal = centred * jax.lax.rsqrt(variance + self.epsilon)
+        return (normal * self.scale + self.bias).astype(x.dtype)

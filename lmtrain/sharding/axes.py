@@ -1,0 +1,42 @@
+"""The closed vocabulary of logical axes. A word that is not here is a mistake, and raises.
+
+Parameters and activations have separate words, because FSDP splits the `embed` axis of parameters at rest while the
+residual stream keeps it whole.
+"""
+
+from lmtrain.config.errors import UserError
+
+PARAMETER_AXES = {
+    "embed": "width of the residual stream",
+    "heads": "attention heads",
+    "head_dim": "width of one head",
+    "qkv": "queries, keys and values, stacked",
+    "mlp": "width of the MLP",
+    "vocab": "entries of the vocabulary",
+    "position": "positions of a learned position table",
+    "layers": "blocks, stacked",
+}
+
+ACTIVATION_AXES = {
+    "act_batch": "sequences of the batch",
+    "act_seq": "positions in a sequence",
+    "act_embed": "width of the residual stream",
+    "act_heads": "attention heads",
+    "act_mlp": "width of the MLP",
+    "act_vocab": "entries of the vocabulary",
+}
+
+# What a user calls `mlp` governs the parameters' axis and the activation's; `batch` exists only in activations.
+ACTIVATION_OF = {"batch": "act_batch", "heads": "act_heads", "mlp": "act_mlp", "vocab": "act_vocab"}
+
+
+def check_axes(axes: tuple[str | None, ...], known: dict[str, str]) -> None:
+    """Assert that every word is in the vocabulary; only lmtrain's own code can break this."""
+    for axis in axes:
+        assert axis is None or axis in known, f"unknown logical axis {axis!r}; one of {sorted(known)}"
+
+
+def check_user_axis(axis: str, setting: str) -> None:
+    """Raise `UserError` if a config names an axis that parameters do not have."""
+    if axis not in PARAMETER_AXES:
+        raise UserError(f"{setting}: no logical axis {axis!r}; one of {', '.join(PARAMETER_AXES)}")

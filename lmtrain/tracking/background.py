@@ -1,0 +1,59 @@
+"""Keeps a tracker in a thread of its own, so that a slow or failing service costs training nothing."""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lmtrain.runtime.logging import log
+from lmtrain.tracking.tracker import Tracker
+
+_QUEUE_SIZE = 1000
+_FINISH_SECONDS = 30.0
+
+
+class BackgroundTracker:
+    """A tracker whose calls return at once. What it raises is reported once; after that it is left alone."""
+
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]):
+        self._name = name
+        self._open = open_tracker
+        self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(_QUEUE_SIZE)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def hyperparameters(self, config: Mapping[str, Any]) -> None:
+        self._put("hyperparameters", config)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._put("log", metrics, step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self._put("summary", values)
+
+    def finish(self) -> None:
+        """Wait for what is queued, at most 30 s in all."""
+        self._put("finish")
+        self._thread.join(_FINISH_SECONDS)
+        if self._thread.is_alive():
+            log.warning(f"tracker {self._name}: still busy after {_FINISH_SECONDS:.0f} s, leaving it behind")
+        if self._dropped:
+            log.warning(f"tracker {self._name}: too slow, {self._dropped} calls were dropped")
+
+    def _put(self, verb: str, *arguments: Any) -> None:
+        try:
+            self._calls.put_nowait((verb, arguments))
+        except queue.Full:
+            self._dropped += 1
+
+    def _work(self) -> None:
+        try:
+            tracker = self._open()
+            verb = ""
+            while verb != "finish":
+                verb, arguments = self._calls.get()
+                getattr(tracker, verb)(*arguments)
+        except Exception as error:
+            # whatever a tracker's library raises, training goes on; the metrics are in the JSON log
+            log.warning(f"tracker {self._name}: {type(error).__name__}: {error}; training goes on without it")

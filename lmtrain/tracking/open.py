@@ -1,0 +1,58 @@
+"""The trackers of a config, opened for a run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lmtrain.runtime.run_path import run_path
+from lmtrain.tracking.background import BackgroundTracker
+from lmtrain.tracking.config import TensorboardConfig, TrackerConfig, WandbConfig
+from lmtrain.tracking.json_log import JsonLog
+from lmtrain.tracking.tensorboard import TensorboardTracker
+from lmtrain.tracking.tracker import Tracker
+from lmtrain.tracking.wandb import WandbTracker
+
+
+class Trackers:
+    """The JSON log and every other tracker as one."""
+
+    def __init__(self, json_log: JsonLog, others: Sequence[Tracker]):
+        self._json = json_log
+        self._all: list[Tracker] = [json_log, *others]
+
+    def hyperparameters(self, config: Mapping[str, Any]) -> None:
+        for tracker in self._all:
+            tracker.hyperparameters(config)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for tracker in self._all:
+            tracker.log(metrics, step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        for tracker in self._all:
+            tracker.summary(values)
+
+    def sync(self) -> None:
+        self._json.sync()
+
+    def finish(self) -> None:
+        for tracker in self._all:
+            tracker.finish()
+
+
+def open_trackers(configs: Sequence[TrackerConfig], log_dir: str, run: str, step: int) -> Trackers:
+    """Open all for a run that has `step` updates behind it. Those that are slow to start do so in the background."""
+    others = []
+    for config in configs:
+        opener = _opener(config, log_dir, run, step)
+        if opener is not None:
+            others.append(BackgroundTracker(config.type, opener))
+    return Trackers(JsonLog(f"{log_dir.rstrip('/')}/{run}.metrics.jsonl", step), others)
+
+
+def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callable[[], Tracker] | None:
+    if isinstance(config, TensorboardConfig):
+        logdir = run_path(config.logdir, run)
+        return lambda: TensorboardTracker(logdir, step)
+    if isinstance(config, WandbConfig):
+        return lambda: WandbTracker(config, run, log_dir)
+    return None  # json is always on, noop is nothing more

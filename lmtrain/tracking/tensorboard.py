@@ -1,0 +1,29 @@
+"""TensorBoard event files, by tensorboardX."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+
+class TensorboardTracker:
+    """Writes to `logdir`. After a restart at `step`, TensorBoard forgets what was logged for later steps."""
+
+    def __init__(self, logdir: str, step: int):
+        from tensorboardX import SummaryWriter  # slow to import: only the tracker's thread waits for it
+
+        self._writer = SummaryWriter(logdir, purge_step=step + 1 if step else None)
+
+    def hyperparameters(self, config: Mapping[str, Any]) -> None:
+        self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(dict(config), sort_keys=False)}```")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self._writer.add_text(name, str(value))
+
+    def finish(self) -> None:
+        self._writer.close()

@@ -1,0 +1,20 @@
+"""What a tracker is: four verbs. Each backend is one file; `background.py` keeps its failures away from training."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Tracker(Protocol):
+    """Receives what a run reports. Methods may be slow or raise: the caller isolates them."""
+
+    def hyperparameters(self, config: Mapping[str, Any]) -> None:
+        """The resolved config, once, at the start."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics after `step` updates; steps never go down."""
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Facts about the whole run, such as its number of parameters."""
+
+    def finish(self) -> None:
+        """Flush and close."""

@@ -1,0 +1,104 @@
+"""The training loop, top to bottom."""
+
+import math
+from typing import Any
+
+import jax
+
+from lmtrain.evaluation.evaluate import evaluate
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.progress import Progress
+from lmtrain.runtime.signals import StopRequest
+from lmtrain.train.config import TrainerConfig
+from lmtrain.train.setup import Setup
+from lmtrain.train.throughput import Throughput
+
+
+class Diverged(RuntimeError):
+    """The loss is not a finite number. Nothing was saved since it was."""
+
+
+def train(setup: Setup, config: TrainerConfig, stop: StopRequest) -> bool:
+    """Train to the last step, or until a stop is requested. Returns whether the last step was reached.
+
+    The order within a step matters: metrics, then evaluation, then the checkpoint. What a checkpoint says is done has
+    been logged, so that a run killed anywhere has every metric exactly once after it continues.
+    """
+    state = setup.state
+    last_step = config.num_train_steps
+    throughput = Throughput(setup.tokens_per_step)
+    reporter = _Reporter(setup, config, throughput)
+    done = setup.first_step
+
+    with Progress("train", last_step, setup.first_step) as progress:
+        reporter.progress = progress
+        while done < last_step:
+            with throughput.loading:
+                batch = next(setup.train_batches)
+            state, metrics = setup.train_step(state, batch)
+            done += 1
+            # This step is running now; the one before it is finished or nearly so. Reading its metrics rather than
+            # this one's keeps the device busy.
+            reporter.report(keep=(done, metrics))
+
+            last = done == last_step or stop.requested
+            evaluating = setup.eval_batches is not None and (done % config.steps_per_eval == 0 or done == last_step)
+            kind = setup.checkpointer.due(done, last)
+            if evaluating or kind:
+                reporter.report()  # waits for this step: its loss is checked before anything is saved
+            if evaluating and setup.eval_batches is not None:
+                reporter.report_evaluation(done, evaluate(setup.eval_step, state.params, setup.eval_batches()))
+            if kind:
+                setup.trackers.sync()
+                setup.checkpointer.save(done, kind, state.params, state.optimizer, setup.run_info)
+            if evaluating or kind:
+                throughput.resume_clock()
+            if last:
+                break
+    setup.checkpointer.close()
+    setup.trackers.finish()
+    if throughput.summary:
+        log.info(throughput.summary)
+    return done == last_step
+
+
+class _Reporter:
+    """Hands a step's metrics to the trackers and the terminal, one step late."""
+
+    def __init__(self, setup: Setup, config: TrainerConfig, throughput: Throughput):
+        self._trackers = setup.trackers
+        self._config = config
+        self._throughput = throughput
+        self._waiting: tuple[int, Any] | None = None
+        self._evaluation = ""
+        self.progress: Progress | None = None
+
+    def report(self, keep: tuple[int, Any] | None = None) -> None:
+        """Report the step that is waiting, and let `keep` wait in its place."""
+        waiting, self._waiting = self._waiting, keep
+        if waiting is None:
+            return
+        step, on_device = waiting
+        metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        metrics |= self._throughput.step_done()
+        self._trackers.log(metrics, step)
+        self._check(step, metrics["train/loss"])
+        if self.progress is not None:
+            text = (
+                f"{step}/{self._config.num_train_steps}, loss {metrics['train/loss']:.3f}{self._evaluation}, "
+                f"lr {metrics['train/learning_rate']:.2e}, {metrics['throughput/tokens_per_second']:,.0f} tokens/s"
+            )
+            first_or_last = step in (1, self._config.num_train_steps)
+            self.progress.update(step, text, force=first_or_last)
+
+    def report_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self._trackers.log(metrics, step)
+        self._evaluation = f", eval {metrics['eval/loss']:.3f}"
+        log.info(f"step {step}: eval loss {metrics['eval/loss']:.4f} (perplexity {math.exp(metrics['eval/loss']):.1f})")
+
+    def _check(self, step: int, loss: float) -> None:
+        if (math.isnan(loss) and self._config.crash_on_nan) or (math.isinf(loss) and self._config.crash_on_inf):
+            raise Diverged(
+                f"the loss of step {step} is {loss}; nothing was saved since it was finite. Lower "
+                "optimizer.learning_rate or lengthen optimizer.warmup, and delete the last checkpoints if it happens again"
+            )

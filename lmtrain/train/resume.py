@@ -1,0 +1,31 @@
+"""Going on from a checkpoint: which one, and whether it belongs to this run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lmtrain.checkpoint.discovery import Checkpoint, list_checkpoints
+from lmtrain.config.compare import describe_differences
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.logging import log
+
+
+def newest_checkpoint(folder: str) -> Checkpoint | None:
+    """The newest complete checkpoint of a run, None for a run that has none."""
+    found = list_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:
+    """Raise `UserError` if model, tokenizer, data or seed differ; say what else has changed.
+
+    Steps, intervals, trackers, learning rate, mesh and accumulation may change from one start to the next.
+    """
+    saved = checkpoint.read_run_info()
+    differences = describe_differences(saved["identity"], run_info["identity"], "the checkpoint", "this config")
+    if differences:
+        report = "\n".join(f"  {line}" for line in differences)
+        raise UserError(
+            f"{checkpoint.path} is of another run\n{report}\n  give this run another trainer.id, or restore the config"
+        )
+    for line in describe_differences(saved["config"], run_info["config"], "the checkpoint", "this config"):
+        log.info(f"changed since {checkpoint.path}: {line}")

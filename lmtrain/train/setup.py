@@ -1,0 +1,175 @@
+"""Putting a run together, in the order things depend on one another; the result is one frozen record.
+
+1. devices and mesh, 2. batch sizes, 3. data, 4. model and optimizer, 5. the state: restored or fresh, 6. trackers.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.discovery import Checkpoint
+from lmtrain.config.errors import UserError
+from lmtrain.data.batches import EvalSource, TrainSource, iterate, open_store
+from lmtrain.data.manifest import Manifest
+from lmtrain.models.registry import build_model
+from lmtrain.optim.optimizer import build_optimizer
+from lmtrain.optim.schedules import build_schedule
+from lmtrain.run_config import RunConfig, identity
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.run_path import run_path
+from lmtrain.sharding.mesh import Layout, plan_layout
+from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.tracking.open import Trackers, open_trackers
+from lmtrain.train.batching import plan_batching
+from lmtrain.train.restore import restore_state
+from lmtrain.train.resume import check_same_run, newest_checkpoint
+from lmtrain.train.state import TrainState, init_state, state_shardings
+from lmtrain.train.step import build_eval_step, build_train_step
+
+# Batches read ahead of the step: enough to hide a slow read, little against the model in memory.
+_PREFETCH = 8
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything the loop needs."""
+
+    state: TrainState
+    first_step: int
+    train_step: Callable[[TrainState, Any], Any]
+    eval_step: Callable[[Any, Any], Any]
+    train_batches: Iterator[Any]
+    eval_batches: Callable[[], Iterator[Any]] | None
+    checkpointer: Checkpointer
+    trackers: Trackers
+    run_info: dict[str, Any]
+    tokens_per_step: int
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The token caches of a run: folder and manifest, of the validation split if there is one."""
+
+    train: tuple[str, Manifest]
+    validation: tuple[str, Manifest] | None
+
+
+def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, Any], caches: Caches) -> Setup:
+    """Build or restore everything. Raises `UserError` for a config that does not fit the machine or the checkpoint."""
+    trainer = config.trainer
+    _use_compilation_cache(trainer.jax_compilation_cache_dir)
+    layout = plan_layout(
+        trainer.model_axis_size, trainer.fsdp_axis, trainer.tensor_parallel_axes, trainer.batch_axis
+    )
+    log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
+    batching = plan_batching(trainer, layout.num_batch_shards)
+    seq_len = config.model.seq_len
+
+    model = build_model(config.model, vocab_size)
+    schedule = build_schedule(config.optimizer, trainer.num_train_steps)
+    optimizer = build_optimizer(config.optimizer, schedule)
+    abstract, shardings = state_shardings(model, optimizer, layout)
+    log.info(f"{config.model.type}, {_count(abstract.params):,} parameters, {trainer.precision}")
+
+    run_info = _run_info(config, run, tokenizer, caches.train[1])
+    folder = run_path(trainer.checkpointer.base_path, run)
+    if "://" in folder:
+        raise UserError(f"trainer.checkpointer.base_path: {folder} is a URL; checkpoints are saved locally so far")
+    checkpoint = newest_checkpoint(folder)
+    if checkpoint is not None:
+        check_same_run(checkpoint, run_info)
+        state = restore_state(checkpoint, abstract, shardings)
+        log.info(f"continuing after step {checkpoint.step:,} from {checkpoint.path}")
+    else:
+        state = init_state(
+            model, optimizer, layout, shardings, seed=trainer.seed, dtype=trainer.precision.params
+        )
+    first_step = checkpoint.step if checkpoint else 0
+
+    rows = local_rows(layout.batch, batching.train_batch)
+    store = open_store(*caches.train, seq_len)
+    source = TrainSource(store, seq_len, batching.train_batch, rows, trainer.num_train_steps)
+    log.info(f"one epoch is {store.tokens // (batching.train_batch * seq_len):,} steps; data: {caches.train[0]}")
+    train_batches = (
+        place_batch(batch, layout.batch, rows, batching.train_batch)
+        for batch in iterate(source, first_step, _PREFETCH)
+    )
+
+    trackers = open_trackers(trainer.tracker, os.path.expanduser(trainer.log_dir), run, first_step)
+    trackers.hyperparameters(run_info["config"])
+    trackers.summary({"parameter_count": _count(abstract.params)})
+
+    return Setup(
+        state=state,
+        first_step=first_step,
+        train_step=build_train_step(
+            model,
+            optimizer,
+            schedule,
+            layout,
+            shardings,
+            seed=trainer.seed,
+            compute_dtype=trainer.precision.compute,
+            num_microbatches=batching.num_microbatches,
+            dropout=config.model.has_dropout,
+        ),
+        eval_step=build_eval_step(model, layout, trainer.precision.compute),
+        train_batches=train_batches,
+        eval_batches=_eval_batches(config, layout, batching.eval_batch, caches.validation),
+        checkpointer=Checkpointer(folder, trainer.checkpointer),
+        trackers=trackers,
+        run_info=run_info,
+        tokens_per_step=batching.train_batch * seq_len,
+    )
+
+
+def finished_checkpoint(config: RunConfig, run: str) -> Checkpoint | None:
+    """The last checkpoint of a run that has nothing left to do; None if there is something to do."""
+    checkpoint = newest_checkpoint(run_path(config.trainer.checkpointer.base_path, run))
+    return checkpoint if checkpoint and checkpoint.step >= config.trainer.num_train_steps else None
+
+
+def _eval_batches(
+    config: RunConfig, layout: Layout, batch_size: int, cache: tuple[str, Manifest] | None
+) -> Callable[[], Iterator[Any]] | None:
+    if cache is None:
+        return None
+    rows = local_rows(layout.batch, batch_size)
+    seq_len = config.model.seq_len
+    store = open_store(*cache, seq_len)
+    source = EvalSource(store, seq_len, batch_size, rows, config.trainer.max_eval_batches)
+    return lambda: (place_batch(batch, layout.batch, rows, batch_size) for batch in iterate(source, 0, _PREFETCH))
+
+
+def _run_info(config: RunConfig, run: str, tokenizer: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
+    """What goes into every checkpoint beside the arrays."""
+    same = identity(config)
+    # other learning rates and decays continue the same state; another optimizer cannot
+    same["optimizer"] = {"type": config.optimizer.type}
+    data = hashlib.sha256(json.dumps(manifest.identity, sort_keys=True).encode()).hexdigest()[:16]
+    return {
+        "run_id": run,
+        "identity": same | {"tokenizer": tokenizer, "data_tokens": data, "params_dtype": config.trainer.precision.params},
+        "config": config.model_dump(mode="json"),
+        "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
+    }
+
+
+def _use_compilation_cache(folder: str | None) -> None:
+    """Keep compiled programs, so that the next start compiles nothing."""
+    if folder is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _count(params: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,0 +1,57 @@
+"""What training changes: parameters, optimizer state, and the number of updates done."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from lmtrain.models.interface import LanguageModel
+from lmtrain.sharding.mesh import Layout
+from lmtrain.sharding.placement import like_parameters, parameter_shardings
+
+
+class TrainState(struct.PyTreeNode):
+    """`step` int32 scalar; `params` and `optimizer` trees of arrays."""
+
+    step: jax.Array
+    params: Any
+    optimizer: Any
+
+
+def abstract_params(model: LanguageModel) -> Any:
+    """Shapes, types and logical names of the parameters, without computing any."""
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]  # type: ignore[attr-defined]
+
+
+def state_shardings(model: LanguageModel, optimizer: optax.GradientTransformation, layout: Layout) -> tuple[Any, Any]:
+    """The abstract `TrainState` of a model, and the sharding of each of its leaves."""
+    boxed = abstract_params(model)
+    params = nn.meta.unbox(boxed)
+    shardings = parameter_shardings(layout, boxed)
+    moments = jax.eval_shape(optimizer.init, params)
+    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments)
+    return state, TrainState(layout.replicated, shardings, like_parameters(layout, moments, params, shardings))
+
+
+def init_state(
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    shardings: Any,
+    *,
+    seed: int,
+    dtype: str,
+) -> TrainState:
+    """A fresh state, each array computed where it lives. The same seed gives the same values on any mesh."""
+
+    def init(key: jax.Array) -> TrainState:
+        boxed = model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]  # type: ignore[attr-defined]
+        params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(boxed))
+        return TrainState(jnp.int32(0), params, optimizer.init(params))
+
+    with layout.active():
+        return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
