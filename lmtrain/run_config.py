@@ -41,22 +41,24 @@ class RunConfig(Section):
     def _schedule_fits(self) -> "RunConfig":
         steps = self.trainer.num_train_steps
         warmup, decay = self.optimizer.warmup, self.optimizer.decay
-        lengths = [steps if part is None else part if isinstance(part, int) else int(part * steps) for part in (warmup, decay)]
+        lengths = [
+            steps if part is None else part if isinstance(part, int) else int(part * steps) for part in (warmup, decay)
+        ]
         if decay is not None and sum(lengths) > steps:
             raise ValueError(
                 f"optimizer.warmup ({lengths[0]} steps) and optimizer.decay ({lengths[1]} steps) "
                 f"are longer than trainer.num_train_steps ({steps})"
             )
         if decay is None and lengths[0] > steps:
-            raise ValueError(
-                f"optimizer.warmup ({lengths[0]} steps) is longer than trainer.num_train_steps ({steps})"
-            )
+            raise ValueError(f"optimizer.warmup ({lengths[0]} steps) is longer than trainer.num_train_steps ({steps})")
         return self
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
     """What makes two runs the same run: data, model, optimizer, seed and batch size; not steps, cadence or mesh."""
-    sections = {name: getattr(config, name).model_dump(mode="json", exclude=skip) for name, skip in _NOT_IDENTITY.items()}
+    sections = {
+        name: getattr(config, name).model_dump(mode="json", exclude=skip) for name, skip in _NOT_IDENTITY.items()
+    }
     return sections | {"seed": config.trainer.seed, "train_batch_size": config.trainer.train_batch_size}
 
 

@@ -1,6 +1,7 @@
 """Settings of checkpointing: where, how often, what to keep."""
 
 from datetime import timedelta
+from itertools import pairwise
 
 from pydantic import Field, field_validator
 
@@ -33,6 +34,6 @@ class CheckpointerConfig(Section):
         if None in ends[:-1]:
             raise ValueError("only the last entry may be without 'until'")
         bounded = [end for end in ends if end is not None]
-        if any(later <= earlier for earlier, later in zip(bounded, bounded[1:], strict=False)):
+        if any(later <= earlier for earlier, later in pairwise(bounded)):
             raise ValueError(f"'until' must grow from entry to entry, but is {bounded}")
         return keep

@@ -1,4 +1,4 @@
-"""Finding checkpoints on disk. A step folder is there only when it is complete; what is being written has other names."""
+"""Finding checkpoints on disk. A step folder is there only when it is complete: unfinished ones have other names."""
 
 import os
 import re

@@ -27,7 +27,9 @@ def run(argv: list[str]) -> int:
 def build_caches(config: DataConfig) -> dict[str, Manifest]:
     """The finished cache of every split the config has: `train`, and `validation` if given."""
     if not config.urls("train"):
-        raise UserError("data.train_urls: no training text; name your files, or set data.demo to a folder to try lmtrain")
+        raise UserError(
+            "data.train_urls: no training text; name your files, or set data.demo to a folder to try lmtrain"
+        )
     prepare_demo(config)
     splits = [split for split in ("train", "validation") if config.urls(split)]
     return {split: build_cache(config, split) for split in splits}

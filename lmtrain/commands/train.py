@@ -21,7 +21,7 @@ def run(argv: list[str]) -> int:
     manifests = build_caches(config.data)
 
     # JAX and what stands on it are imported only now: a mistake so far has cost no seconds
-    from lmtrain.train.loop import Diverged, train
+    from lmtrain.train.loop import DivergedError, train
     from lmtrain.train.setup import Caches, finished_checkpoint, set_up
 
     finished = finished_checkpoint(config, run.id)
@@ -36,7 +36,7 @@ def run(argv: list[str]) -> int:
         )
         try:
             complete = train(setup, config.trainer, stop)
-        except Diverged as error:
+        except DivergedError as error:
             log.error(f"lmtrain: error: {error}")
             return 1
     if not complete:

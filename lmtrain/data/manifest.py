@@ -67,7 +67,12 @@ def shard_name(index: int, count: int) -> str:
 
 
 def save_manifest(folder: str, manifest: Manifest) -> None:
-    totals = {"format": FORMAT, "block_tokens": BLOCK_TOKENS, "tokens": manifest.tokens, "documents": manifest.documents}
+    totals = {
+        "format": FORMAT,
+        "block_tokens": BLOCK_TOKENS,
+        "tokens": manifest.tokens,
+        "documents": manifest.documents,
+    }
     write_json(manifest_path(folder), totals | asdict(manifest))
 
 

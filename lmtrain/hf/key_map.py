@@ -76,7 +76,7 @@ def to_hf(table: Sequence[Row], params: Mapping[str, Any]) -> dict[str, np.ndarr
 def from_hf(
     table: Sequence[Row], tensors: Mapping[str, np.ndarray], shapes: Mapping[str, Any], num_layers: int
 ) -> dict[str, Any]:
-    """Their tensors as our parameters, with the shapes of the tree `shapes`. Raises ValueError for names that differ."""
+    """Their tensors as our parameters, in the shapes of the tree `shapes`. Raises ValueError for names that differ."""
     flat_shapes = flatten(shapes)
     names = {row: _names(row, num_layers) for row in table}
     _check_names({name for listed in names.values() for name in listed}, set(tensors), "tensors")

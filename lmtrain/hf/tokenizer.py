@@ -104,5 +104,7 @@ def _token_id(backend: "tokenizers.Tokenizer", token: str | None, folder: str) -
         return None
     number = backend.token_to_id(token)
     if number is None:
-        raise UserError(f"{folder}: tokenizer_config.json names the token {token!r}, which tokenizer.json does not have")
+        raise UserError(
+            f"{folder}: tokenizer_config.json names the token {token!r}, which tokenizer.json does not have"
+        )
     return int(number)

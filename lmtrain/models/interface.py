@@ -1,6 +1,6 @@
 """What every language model offers, whatever its family: the training engine, evaluation and sampling use only this."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,12 @@ class LanguageModel(Protocol):
     """A Linen module with these methods, to be used through `apply(..., method=...)`."""
 
     vocab_size: int
+
+    def init(self, key: jax.Array, tokens_BS: jax.Array) -> Any:
+        """Linen's: fresh variables, boxed with their logical names."""
+
+    def apply(self, variables: Any, *arguments: Any, **keywords: Any) -> Any:
+        """Linen's: call the method named by `method`."""
 
     def hidden(self, tokens_BS: jax.Array, deterministic: bool) -> jax.Array:
         """What the head turns into logits, [B, S, D]. Not deterministic needs a `dropout` key."""

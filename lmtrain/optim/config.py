@@ -27,7 +27,9 @@ class AdamConfig(Section):
     learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, applied to matrices only")
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a share of the peak")
-    warmup: FractionOrSteps = Field(0.01, description="Linear warmup from 0: steps (int) or fraction of the run (float)")
+    warmup: FractionOrSteps = Field(
+        0.01, description="Linear warmup from 0: steps (int) or fraction of the run (float)"
+    )
     decay: FractionOrSteps | None = Field(
         None, description="Length of the decay at the end: steps (int) or fraction (float); null: all after warmup"
     )

@@ -8,11 +8,11 @@ from typing import Any
 from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
+from lmtrain.data.manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
 from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
 from lmtrain.preprocess.local import Counts, build_locally
-from lmtrain.data.manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
 from lmtrain.preprocess.shard import ShardJob
-from lmtrain.preprocess.sources import FilesMissing, Source, describe_source, expand_urls
+from lmtrain.preprocess.sources import FilesMissingError, Source, describe_source, expand_urls
 from lmtrain.preprocess.tokenize import DocumentSettings, check_special_tokens, token_dtype
 from lmtrain.runtime.files import read_json, remove_temporaries
 from lmtrain.runtime.logging import log
@@ -37,7 +37,7 @@ def build_cache(config: DataConfig, split: str) -> Manifest:
         _check_recipe(folder, finished.recipe, recipe)
     try:
         sources = [describe_source(url) for url in expand_urls(config.urls(split))]
-    except FilesMissing as error:
+    except FilesMissingError as error:
         if finished is None or finished.urls != config.urls(split):
             raise
         log.info(f"{folder}: using the finished cache, whose source files are no longer there ({error})")

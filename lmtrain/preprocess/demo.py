@@ -15,7 +15,7 @@ _VALIDATION_SHARE = 20  # one document in so many
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
-class TooLittleText(ValueError):
+class TooLittleTextError(ValueError):
     """The standard library is not there, or not as source."""
 
 
@@ -34,7 +34,7 @@ def write_demo_corpus(folder: str) -> tuple[int, int]:
             parts[_part_of(path)].append(json.dumps({"text": text, "path": path}, ensure_ascii=False))
             size += len(text.encode())
     if size < MINIMUM_BYTES:
-        raise TooLittleText(
+        raise TooLittleTextError(
             f"the standard library at {library} holds {size / 1e6:.1f} MB of Python source, and the demo needs "
             f"{MINIMUM_BYTES / 1e6:.0f} MB; use a full Python installation, or your own text (data.train_urls)"
         )

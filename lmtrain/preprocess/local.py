@@ -24,7 +24,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def build_locally(jobs: list[ShardJob], max_workers: int | None, on_progress: Callable[[Counts], None]) -> Iterator[Any]:
+def build_locally(
+    jobs: list[ShardJob], max_workers: int | None, on_progress: Callable[[Counts], None]
+) -> Iterator[Any]:
     """Build all shards, yielding each `ShardInfo` when it is finished, in any order.
 
     Cores that have no shard of their own become threads of the tokenizer; processes times threads never exceed cores.
@@ -39,7 +41,7 @@ def build_locally(jobs: list[ShardJob], max_workers: int | None, on_progress: Ca
         pending = {pool.submit(_build, job) for job in jobs}
         while pending:
             done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-            on_progress(tuple(counters))
+            on_progress((counters[0], counters[1], counters[2]))
             for future in done:
                 yield future.result()
     except BrokenProcessPool:

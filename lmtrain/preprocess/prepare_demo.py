@@ -4,7 +4,7 @@ import os
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess.demo import TooLittleText, file_names, write_demo_corpus
+from lmtrain.preprocess.demo import TooLittleTextError, file_names, write_demo_corpus
 from lmtrain.preprocess.sources import DocumentReader, expand_urls
 from lmtrain.runtime.logging import log
 
@@ -19,7 +19,7 @@ def prepare_demo(config: DataConfig) -> None:
     if not all(os.path.isfile(os.path.join(folder, name)) for name in file_names()):
         try:
             documents, size = write_demo_corpus(folder)
-        except TooLittleText as error:
+        except TooLittleTextError as error:
             raise UserError(str(error)) from None
         log.info(f"{folder}: made the demo corpus, {documents:,} documents, {size / 1e6:.1f} MB of Python source")
     tokenizer = os.path.expanduser(config.tokenizer_path)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.data.manifest import BLOCK_TOKENS, ENDS_PER_RECORD, ShardInfo
+from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess.sources import DocumentReader, Source
 from lmtrain.preprocess.tokenize import DocumentSettings, token_dtype, tokenize_batch
 from lmtrain.runtime.files import write_json

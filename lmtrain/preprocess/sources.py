@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import fsspec
-from braceexpand import UnbalancedBracesError, braceexpand
+from braceexpand import braceexpand
 from fsspec.compression import compr
 
 from lmtrain.config.errors import UserError
@@ -35,7 +35,7 @@ def expand_urls(urls: list[str]) -> list[str]:
     for url in urls:
         try:
             names = list(braceexpand(os.path.expanduser(url)))
-        except UnbalancedBracesError:
+        except ValueError:  # UnbalancedBracesError, which the package does not export to type checkers
             raise UserError(f"{url}: the braces do not match") from None
         for name in names:
             matches = _matches(name)
@@ -43,7 +43,7 @@ def expand_urls(urls: list[str]) -> list[str]:
             if not matches:
                 missing.append(name)
     if missing:
-        raise FilesMissing("no such file: " + ", ".join(missing))
+        raise FilesMissingError("no such file: " + ", ".join(missing))
     repeated = sorted({name for name in found if found.count(name) > 1})
     if repeated:
         raise UserError("named more than once: " + ", ".join(repeated))
@@ -52,7 +52,7 @@ def expand_urls(urls: list[str]) -> list[str]:
     return found
 
 
-class FilesMissing(UserError):
+class FilesMissingError(UserError):
     """Input files that are not there; a finished cache can do without them."""
 
 
@@ -100,7 +100,7 @@ class DocumentReader:
             self._raw = raw
             lines = compr[compression](raw, mode="rb") if compression else raw
             try:
-                for number, line in enumerate(lines, start=1):  # noqa: B007  # named in the error below
+                for number, line in enumerate(lines, start=1):  # named in the error below
                     if line.strip():
                         yield number, self._text(number, line)
             except (EOFError, zlib.error, OSError) as error:

@@ -48,10 +48,10 @@ def like_parameters(layout: Layout, state: Any, params: Any, shardings: Any) -> 
 
     Subtrees with the structure of `params` get its shardings; everything else is replicated.
     """
-    structure = jax.tree.structure(params)
+    structure: Any = jax.tree.structure(params)
 
     def is_copy(node: Any) -> bool:
-        return jax.tree.structure(node) == structure
+        return bool(structure == jax.tree.structure(node))
 
     return jax.tree.map(lambda node: shardings if is_copy(node) else layout.replicated, state, is_leaf=is_copy)
 
@@ -69,7 +69,7 @@ def place_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding, rows: 
     """Global arrays [batch_size, ...] out of this process's `rows` of them."""
 
     def place(local: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             first, last, _ = index[0].indices(batch_size)
             begin = int(np.searchsorted(rows, first))
             return local[begin : begin + last - first]

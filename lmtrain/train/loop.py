@@ -14,7 +14,7 @@ from lmtrain.train.setup import Setup
 from lmtrain.train.throughput import Throughput
 
 
-class Diverged(RuntimeError):
+class DivergedError(RuntimeError):
     """The loss is not a finite number. Nothing was saved since it was."""
 
 
@@ -98,7 +98,7 @@ class _Reporter:
 
     def _check(self, step: int, loss: float) -> None:
         if (math.isnan(loss) and self._config.crash_on_nan) or (math.isinf(loss) and self._config.crash_on_inf):
-            raise Diverged(
+            raise DivergedError(
                 f"the loss of step {step} is {loss}; nothing was saved since it was finite. Lower "
-                "optimizer.learning_rate or lengthen optimizer.warmup, and delete the last checkpoints if it happens again"
+                "optimizer.learning_rate or lengthen optimizer.warmup; delete the last checkpoints if it happens again"
             )

@@ -12,7 +12,9 @@ def next_token_targets(tokens_BS: jax.Array) -> jax.Array:
     return jnp.roll(tokens_BS, -1, axis=1)
 
 
-def summed_cross_entropy(hidden_BSD: jax.Array, head_VD: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array) -> jax.Array:
+def summed_cross_entropy(
+    hidden_BSD: jax.Array, head_VD: jax.Array, targets_BS: jax.Array, mask_BS: jax.Array
+) -> jax.Array:
     """sum over masked-in positions of -log softmax(hidden @ head.T)[target], float32 scalar.
 
     The head's product runs in the inputs' precision; log-softmax and the sum in float32. Chunks of positions are

@@ -1,13 +1,18 @@
-"""Loading a `TrainState` from a checkpoint onto the shardings of this run."""
+"""Loading training state, or only the parameters, from a checkpoint onto the devices of this run."""
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from lmtrain.checkpoint.checkpointer import load_arrays, with_shardings
 from lmtrain.checkpoint.discovery import Checkpoint
-from lmtrain.train.state import TrainState
+from lmtrain.models.interface import LanguageModel
+from lmtrain.sharding.mesh import Layout
+from lmtrain.sharding.placement import parameter_shardings
+from lmtrain.train.precision import parse_precision
+from lmtrain.train.state import TrainState, abstract_params, with_dtype
 
 
 def restore_state(checkpoint: Checkpoint, abstract: Any, shardings: Any) -> TrainState:
@@ -16,3 +21,11 @@ def restore_state(checkpoint: Checkpoint, abstract: Any, shardings: Any) -> Trai
     optimizer = load_arrays(checkpoint, "optimizer", with_shardings(abstract.optimizer, shardings.optimizer))
     step = jax.device_put(jnp.int32(checkpoint.step), shardings.step)
     return TrainState(step, params, optimizer)
+
+
+def restore_params(checkpoint: Checkpoint, model: LanguageModel, layout: Layout) -> Any:
+    """The parameters alone, in the type they were saved in: all that sampling, evaluation and export need."""
+    boxed = abstract_params(model)
+    dtype = parse_precision(checkpoint.read_run_info()["config"]["trainer"]["mp"]).params
+    abstract = with_dtype(nn.meta.unbox(boxed), dtype)
+    return load_arrays(checkpoint, "params", with_shardings(abstract, parameter_shardings(layout, boxed)))

@@ -65,9 +65,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     """Build or restore everything. Raises `UserError` for a config that does not fit the machine or the checkpoint."""
     trainer = config.trainer
     _use_compilation_cache(trainer.jax_compilation_cache_dir)
-    layout = plan_layout(
-        trainer.model_axis_size, trainer.fsdp_axis, trainer.tensor_parallel_axes, trainer.batch_axis
-    )
+    layout = plan_layout(trainer.model_axis_size, trainer.fsdp_axis, trainer.tensor_parallel_axes, trainer.batch_axis)
     log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
     batching = plan_batching(trainer, layout.num_batch_shards)
     seq_len = config.model.seq_len
@@ -75,7 +73,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     model = build_model(config.model, vocab_size)
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     optimizer = build_optimizer(config.optimizer, schedule)
-    abstract, shardings = state_shardings(model, optimizer, layout)
+    abstract, shardings = state_shardings(model, optimizer, layout, trainer.precision.params)
     log.info(f"{config.model.type}, {_count(abstract.params):,} parameters, {trainer.precision}")
 
     run_info = _run_info(config, run, tokenizer, caches.train[1])
@@ -88,9 +86,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
         state = restore_state(checkpoint, abstract, shardings)
         log.info(f"continuing after step {checkpoint.step:,} from {checkpoint.path}")
     else:
-        state = init_state(
-            model, optimizer, layout, shardings, seed=trainer.seed, dtype=trainer.precision.params
-        )
+        state = init_state(model, optimizer, layout, shardings, seed=trainer.seed, dtype=trainer.precision.params)
     first_step = checkpoint.step if checkpoint else 0
 
     rows = local_rows(layout.batch, batching.train_batch)
@@ -98,8 +94,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     source = TrainSource(store, seq_len, batching.train_batch, rows, trainer.num_train_steps)
     log.info(f"one epoch is {store.tokens // (batching.train_batch * seq_len):,} steps; data: {caches.train[0]}")
     train_batches = (
-        place_batch(batch, layout.batch, rows, batching.train_batch)
-        for batch in iterate(source, first_step, _PREFETCH)
+        place_batch(batch, layout.batch, rows, batching.train_batch) for batch in iterate(source, first_step, _PREFETCH)
     )
 
     trackers = open_trackers(trainer.tracker, os.path.expanduser(trainer.log_dir), run, first_step)
@@ -156,7 +151,8 @@ def _run_info(config: RunConfig, run: str, tokenizer: dict[str, Any], manifest: 
     data = hashlib.sha256(json.dumps(manifest.identity, sort_keys=True).encode()).hexdigest()[:16]
     return {
         "run_id": run,
-        "identity": same | {"tokenizer": tokenizer, "data_tokens": data, "params_dtype": config.trainer.precision.params},
+        "identity": same
+        | {"tokenizer": tokenizer, "data_tokens": data, "params_dtype": config.trainer.precision.params},
         "config": config.model_dump(mode="json"),
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
     }

@@ -16,7 +16,7 @@ from lmtrain.sharding.placement import like_parameters, parameter_shardings
 class TrainState(struct.PyTreeNode):
     """`step` int32 scalar; `params` and `optimizer` trees of arrays."""
 
-    step: jax.Array
+    step: Any
     params: Any
     optimizer: Any
 
@@ -24,13 +24,15 @@ class TrainState(struct.PyTreeNode):
 def abstract_params(model: LanguageModel) -> Any:
     """Shapes, types and logical names of the parameters, without computing any."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]  # type: ignore[attr-defined]
+    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
 
-def state_shardings(model: LanguageModel, optimizer: optax.GradientTransformation, layout: Layout) -> tuple[Any, Any]:
-    """The abstract `TrainState` of a model, and the sharding of each of its leaves."""
+def state_shardings(
+    model: LanguageModel, optimizer: optax.GradientTransformation, layout: Layout, dtype: str
+) -> tuple[Any, Any]:
+    """The abstract `TrainState` of a model with parameters in `dtype`, and the sharding of each of its leaves."""
     boxed = abstract_params(model)
-    params = nn.meta.unbox(boxed)
+    params = with_dtype(nn.meta.unbox(boxed), dtype)
     shardings = parameter_shardings(layout, boxed)
     moments = jax.eval_shape(optimizer.init, params)
     state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments)
@@ -49,9 +51,14 @@ def init_state(
     """A fresh state, each array computed where it lives. The same seed gives the same values on any mesh."""
 
     def init(key: jax.Array) -> TrainState:
-        boxed = model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]  # type: ignore[attr-defined]
+        boxed = model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
         params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(boxed))
         return TrainState(jnp.int32(0), params, optimizer.init(params))
 
     with layout.active():
         return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+
+
+def with_dtype(abstract: Any, dtype: str) -> Any:
+    """The same shapes in another type."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)

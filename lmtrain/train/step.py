@@ -37,7 +37,7 @@ def build_train_step(
     def loss_sum(params: Any, tokens: jax.Array, mask: jax.Array, key: jax.Array) -> jax.Array:
         rngs = {"dropout": key} if dropout else {}
         variables = {"params": params}
-        apply = model.apply  # type: ignore[attr-defined]
+        apply = model.apply
         hidden = apply(variables, tokens, not dropout, method="hidden", rngs=rngs)
         head = apply(variables, method="head")
         return summed_cross_entropy(hidden, head, next_token_targets(tokens), mask)
@@ -65,7 +65,7 @@ def build_eval_step(model: LanguageModel, layout: Layout, compute_dtype: str) ->
 
     def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         variables = {"params": _cast(params, compute_dtype)}
-        apply = model.apply  # type: ignore[attr-defined]
+        apply = model.apply
         hidden = apply(variables, batch["tokens"], True, method="hidden")
         head = apply(variables, method="head")
         targets = next_token_targets(batch["tokens"])

@@ -59,6 +59,7 @@ class Throughput:
             return ""
         steps = self._steps - 2
         return (
-            f"{self._tokens * steps / self.step_seconds:,.0f} tokens/s, {1000 * self.step_seconds / steps:.0f} ms a step, "
+            f"{self._tokens * steps / self.step_seconds:,.0f} tokens/s, "
+            f"{1000 * self.step_seconds / steps:.0f} ms a step, "
             f"waiting for data {100 * self.loading_seconds / self.step_seconds:.2f} % of it"
         )

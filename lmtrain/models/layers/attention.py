@@ -1,5 +1,7 @@
 """Causal attention: softmax(q k^T * scale) v, the plain way."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -14,11 +16,11 @@ def attend(
     scale: jax.Array | float,
     first_query: jax.Array | int = 0,
     upcast: bool = False,
-    drop: "jax.tree_util.Partial | None" = None,
+    drop: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Each query sees the keys up to its own position; query s is at position `first_query + s`.
+    """Each query sees the keys up to its own position; query s is at position `first_query + s`. -> [B, H, S, C]
 
-    Softmax runs in float32; with `upcast` the scores do too. `drop` is applied to the attention weights. -> [B, H, S, C]
+    Softmax runs in float32; with `upcast` the scores do too. `drop` is applied to the attention weights.
     """
     if upcast:
         q_BHSC, k_BHTC = q_BHSC.astype(jnp.float32), k_BHTC.astype(jnp.float32)

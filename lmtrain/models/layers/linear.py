@@ -6,6 +6,7 @@ under a mesh, shorter ones mismatch without a word.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,7 +18,7 @@ from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
 Dims = tuple[tuple[str, int], ...]
 
 
-def declare(init: Initializer, dims: Dims) -> Callable[..., jax.Array]:
+def declare(init: Initializer, dims: Dims) -> Callable[..., Any]:
     """The initializer of a parameter whose dimensions carry the logical names of `dims`."""
     names = tuple(axis for axis, _ in dims)
     check_axes(names, PARAMETER_AXES)
@@ -37,12 +38,12 @@ class Linear(nn.Module):
 
     inputs: Dims
     outputs: Dims
-    init: Initializer
+    kernel_init: Initializer
     use_bias: bool = True
 
     def setup(self) -> None:
         dims = self.inputs + self.outputs
-        self.kernel = self.param("kernel", declare(self.init, dims), sizes(dims), jnp.float32)
+        self.kernel = self.param("kernel", declare(self.kernel_init, dims), sizes(dims), jnp.float32)
         if self.use_bias:
             zeros = declare(nn.initializers.zeros, self.outputs)
             self.bias = self.param("bias", zeros, sizes(self.outputs), jnp.float32)
@@ -63,11 +64,11 @@ class Embed(nn.Module):
 
     entries: tuple[str, int]
     embed: int
-    init: Initializer
+    kernel_init: Initializer
 
     def setup(self) -> None:
         dims = (self.entries, ("embed", self.embed))
-        self.embedding = self.param("embedding", declare(self.init, dims), sizes(dims), jnp.float32)
+        self.embedding = self.param("embedding", declare(self.kernel_init, dims), sizes(dims), jnp.float32)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         return jnp.take(self.embedding, ids, axis=0)

@@ -1,0 +1,51 @@
+"""The model of a checkpoint, for the verbs that use one: export-hf and generate."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lmtrain.checkpoint.discovery import Checkpoint, find_checkpoint
+from lmtrain.commands.arguments import Run
+from lmtrain.config.compare import describe_differences
+from lmtrain.config.errors import UserError
+from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
+from lmtrain.run_config import identity
+from lmtrain.runtime.run_path import run_path
+
+
+@dataclass(frozen=True)
+class CheckpointModel:
+    """A checkpoint that fits the config, with its tokenizer; `load` brings in JAX and the arrays."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    run: Run
+
+    def load(self) -> tuple[Any, Any]:
+        """The Linen module and its parameters, on the devices of this machine."""
+        from lmtrain.models.registry import build_model
+        from lmtrain.sharding.mesh import plan_layout
+        from lmtrain.train.restore import restore_params
+
+        trainer = self.run.config.trainer
+        layout = plan_layout(
+            trainer.model_axis_size, trainer.fsdp_axis, trainer.tensor_parallel_axes, trainer.batch_axis
+        )
+        model = build_model(self.run.config.model, self.tokenizer.vocab_size)
+        return model, restore_params(self.checkpoint, model, layout)
+
+
+def find_model(run: Run, path: str | None) -> CheckpointModel:
+    """The checkpoint at `path`, by default the newest of the config's own run.
+
+    Raises `UserError` if there is none, or if it is of another model or tokenizer than the config says.
+    """
+    folder = path or run_path(run.config.trainer.checkpointer.base_path, run.id)
+    checkpoint = find_checkpoint(folder)
+    tokenizer = load_tokenizer(run.config.data.tokenizer_path)
+    saved = checkpoint.read_run_info()["identity"]
+    now = {"model": identity(run.config)["model"], "tokenizer": tokenizer.identity}
+    differences = describe_differences({name: saved[name] for name in now}, now, "the checkpoint", "this config")
+    if differences:
+        report = "\n".join(f"  {line}" for line in differences)
+        raise UserError(f"{checkpoint.path} is not of this config's model\n{report}")
+    return CheckpointModel(checkpoint, tokenizer, run)

@@ -1,0 +1,48 @@
+"""`lmtrain generate CONFIG --prompt TEXT`: sample from a checkpoint."""
+
+from lmtrain.commands.arguments import Parser, parse_run
+from lmtrain.commands.checkpoint_model import find_model
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.logging import log, start_console_log
+
+
+def run(argv: list[str]) -> int:
+    parser = Parser("generate", "Sample text from a checkpoint; the text goes to standard output.")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--checkpoint", help="step folder, run folder or a parent (default: the config's own run)")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="most tokens to add (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    parser.add_argument("--top_k", type=int, default=50, help="choose among so many tokens, 0: all (default: 50)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    run = parse_run(parser, argv)
+    arguments = run.arguments
+    if arguments.max_new_tokens < 1:
+        raise UserError(f"--max_new_tokens {arguments.max_new_tokens}: expected 1 or more")
+    if arguments.temperature < 0 or arguments.top_k < 0 or arguments.seed < 0:
+        raise UserError("--temperature, --top_k and --seed cannot be negative")
+    start_console_log()
+    found = find_model(run, arguments.checkpoint)
+    tokenizer = found.tokenizer
+    ids = tokenizer.backend.encode(arguments.prompt, add_special_tokens=False).ids
+    if not ids:
+        first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        if first is None:
+            raise UserError("--prompt: an empty prompt needs a tokenizer with a bos or eos token")
+        ids = [first]
+    room = run.config.model.seq_len - len(ids)
+    if room < 1:
+        raise UserError(f"--prompt: {len(ids)} tokens fill the model's context of {run.config.model.seq_len}")
+    if arguments.max_new_tokens > room:
+        log.info(f"--max_new_tokens: {room} fit the model's context of {run.config.model.seq_len}")
+
+    import jax
+
+    from lmtrain.generation.sample import SamplingSettings, sample
+
+    settings = SamplingSettings(min(arguments.max_new_tokens, room), arguments.temperature, arguments.top_k)
+    model, params = found.load()
+    log.info(f"sampling from {found.checkpoint.path}")
+    prompt = jax.numpy.asarray(ids, jax.numpy.int32)
+    new = sample(model, params, prompt, jax.random.key(arguments.seed), settings, tokenizer.eos_id)
+    print(arguments.prompt + tokenizer.backend.decode(new))
+    return 0

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# The whole test suite. Arguments go to pytest: bash tools/test.sh tests/config -k include
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash tools/install.sh dev
+export HF_HUB_OFFLINE=1
+exec .venv/bin/python -m pytest "$@"
