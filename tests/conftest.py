@@ -1,0 +1,80 @@
+"""What all tests share: no network, one small corpus, one tiny config, one compilation cache."""
+
+import os
+
+# Before any import of huggingface_hub, which reads it once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["JAX_PLATFORMS"] = "cpu"
+for _name in ("RUN_ID", "WANDB_API_KEY", "XLA_FLAGS"):
+    os.environ.pop(_name, None)
+
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import yaml  # noqa: E402
+
+CORPUS = Path(__file__).parent / "corpus"
+TOKENIZER = CORPUS / "tokenizer"
+TRAIN_FILES = [str(CORPUS / name) for name in ("train.1.jsonl", "train.2.jsonl.gz", "train.3.jsonl")]
+VALIDATION_FILES = [str(CORPUS / "validation.jsonl")]
+
+
+def tiny_settings() -> dict:
+    """A whole config, as small as training can be: 2 layers of width 32, 12 steps, the test corpus."""
+    return {
+        "data": {
+            "train_urls": list(TRAIN_FILES),
+            "validation_urls": list(VALIDATION_FILES),
+            "cache_dir": "cache",
+            "tokenizer": str(TOKENIZER),
+        },
+        "model": {"type": "gpt2", "hidden_dim": 32, "num_heads": 2, "num_layers": 2, "seq_len": 32},
+        "trainer": {
+            "num_train_steps": 12,
+            "train_batch_size": 4,
+            "steps_per_eval": 6,
+            "max_eval_batches": 2,
+            "tracker": {"type": "json"},
+            "jax_compilation_cache_dir": os.environ["LMTRAIN_TEST_COMPILATION_CACHE"],
+            "checkpointer": {"save_interval": None, "keep": [{"every": 4}]},
+        },
+        "optimizer": {"learning_rate": 1.0e-2, "warmup": 2},
+    }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Processes of one test session share what they compile."""
+    os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture
+def settings() -> dict:
+    """A tiny config as plain data, to change and then write with `write_config`."""
+    return tiny_settings()
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    """`write_config(settings)` writes `tiny.yaml` in the test's folder and returns its path."""
+
+    def write(settings: dict, name: str = "tiny.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def lmtrain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """`lmtrain("train", "tiny.yaml")` runs the command in the test's folder, as a user would."""
+
+    def run(*arguments: object, **keywords: object) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "lmtrain", *map(str, arguments)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, **keywords)
+
+    return run
