@@ -14,10 +14,10 @@ from lmtrain.hf.tokenizer import save_tokenizer
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
-ADJECTIVES = "quiet green patient hollow bright narrow seventh wooden distant careful".split()
-NOUNS = "river engine garden letter window lantern harbour teacher mountain clock café naïve-robot".split()
-VERBS = "carries follows repairs remembers measures paints avoids answers lifts counts".split()
-PLACES = "under the bridge|behind the mill|before noon|in the north|after the rain|beside the 3rd gate".split("|")
+ADJECTIVES = ["quiet", "green", "patient", "hollow", "bright", "narrow", "seventh", "wooden", "distant", "careful"]
+NOUNS = ["river", "engine", "garden", "letter", "window", "lantern", "harbour", "teacher", "mountain", "clock", "café", "naïve-robot"]
+VERBS = ["carries", "follows", "repairs", "remembers", "measures", "paints", "avoids", "answers", "lifts", "counts"]
+PLACES = ["under the bridge", "behind the mill", "before noon", "in the north", "after the rain", "beside the 3rd gate"]
 
 
 def sentence(rng: random.Random) -> str:
@@ -36,7 +36,9 @@ def main() -> None:
     texts: list[str] = []
     for name, count in files.items():
         documents = [document(rng) for _ in range(count)]
-        lines = "".join(json.dumps({"text": text, "id": i}, ensure_ascii=False) + "\n" for i, text in enumerate(documents))
+        lines = "".join(
+            json.dumps({"text": text, "id": i}, ensure_ascii=False) + "\n" for i, text in enumerate(documents)
+        )
         content = lines.encode()
         with open(os.path.join(HERE, name), "wb") as file:
             file.write(gzip.compress(content, mtime=0) if name.endswith(".gz") else content)

@@ -20,7 +20,7 @@ from jax.nn.initializers import normal
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.interface import KvCache
-from lmtrain.models.layers.attention import attend
+from lmtrain.models.layers.attention import attend, self_attend
 from lmtrain.models.layers.linear import Embed, Linear
 from lmtrain.models.layers.norm import LayerNorm
 from lmtrain.models.layers.stack import stack
@@ -41,7 +41,7 @@ class Gpt2Attention(nn.Module):
     def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool) -> jax.Array:
         q, k, v = self._project(x)
         drop = None if deterministic else lambda weights: self.drop_weights(weights, deterministic=False)
-        return self._merge(attend(q, k, v, self._scale(layer), upcast=self.config.upcast_attn, drop=drop))
+        return self._merge(self_attend(q, k, v, self._scale(layer), self.config.upcast_attn, drop))
 
     def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         """Attention of new positions `start, start + 1, ...` to all before them and to themselves."""

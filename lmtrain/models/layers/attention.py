@@ -8,6 +8,8 @@ import jax.numpy as jnp
 # Far below any score, and finite, so that a row with nothing to attend to gives no NaN.
 _MASKED = -1e30
 
+Drop = Callable[[jax.Array], jax.Array]
+
 
 def attend(
     q_BHSC: jax.Array,
@@ -16,7 +18,7 @@ def attend(
     scale: jax.Array | float,
     first_query: jax.Array | int = 0,
     upcast: bool = False,
-    drop: Callable[[jax.Array], jax.Array] | None = None,
+    drop: Drop | None = None,
 ) -> jax.Array:
     """Each query sees the keys up to its own position; query s is at position `first_query + s`. -> [B, H, S, C]
 
@@ -30,3 +32,18 @@ def attend(
     if drop is not None:
         weights = drop(weights)
     return jnp.einsum("BHST,BHTC->BHSC", weights, v_BHTC)
+
+
+def self_attend(
+    q_BHSC: jax.Array,
+    k_BHSC: jax.Array,
+    v_BHSC: jax.Array,
+    scale: jax.Array | float,
+    upcast: bool = False,
+    drop: Drop | None = None,
+) -> jax.Array:
+    """Attention of a whole sequence to itself, in two halves: the first needs no keys of the second, a quarter of all."""
+    half = q_BHSC.shape[2] // 2
+    first = attend(q_BHSC[:, :, :half], k_BHSC[:, :, :half], v_BHSC[:, :, :half], scale, 0, upcast, drop)
+    second = attend(q_BHSC[:, :, half:], k_BHSC, v_BHSC, scale, half, upcast, drop)
+    return jnp.concatenate([first, second], axis=2)
