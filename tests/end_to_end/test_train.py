@@ -1,0 +1,165 @@
+"""`lmtrain train` as a user runs it: killed anywhere, it ends with the same bytes as a run that was left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from conftest import tiny_settings
+
+pytestmark = pytest.mark.end_to_end
+
+RUN = "one"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The folder of a run from start to end without a disturbance, and what it printed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return folder, train(folder)
+
+
+def write(folder: Path, settings: dict) -> Path:
+    path = folder / "tiny.json"  # JSON is YAML
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    config = write(folder, tiny_settings())
+    return [sys.executable, "-m", "lmtrain", "train", str(config), "--trainer.id", RUN, *overrides]
+
+
+def train(folder: Path, *overrides: str, code: int = 0) -> str:
+    done = subprocess.run(command(folder, *overrides), cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stderr
+    return done.stderr
+
+
+def arrays(folder: Path, step: int) -> dict[str, bytes]:
+    """Every array of a checkpoint as bytes, by name."""
+    tree = {}
+    for part in ("params", "optimizer"):
+        path = folder / "checkpoints" / RUN / f"step-{step}" / part
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it reads the shardings from the file, which is what is wanted
+            tree[part] = orbax.restore(path)
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(name): np.asarray(leaf).tobytes() for name, leaf in leaves}
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The metrics log without anything that depends on the clock."""
+    lines = (folder / "logs" / f"{RUN}.metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("throughput/")} for line in lines]
+
+
+def test_a_run_prints_its_id_first_and_saves_the_steps_it_should(undisturbed):
+    folder, printed = undisturbed
+    assert printed.splitlines()[0].startswith(f"run {RUN} (to start afresh")
+    assert sorted(os.listdir(folder / "checkpoints" / RUN)) == ["step-12", "step-4", "step-8"]
+
+
+def test_the_loss_falls(undisturbed):
+    losses = [m["train/loss"] for m in metrics(undisturbed[0]) if "train/loss" in m]
+    assert len(losses) == 12
+    assert losses[0] == pytest.approx(np.log(384), abs=0.05)  # a fresh model knows nothing
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_every_step_and_evaluation_is_logged_once_in_order(undisturbed):
+    lines = metrics(undisturbed[0])
+    assert [m["step"] for m in lines if "train/loss" in m] == list(range(1, 13))
+    assert [m["step"] for m in lines if "eval/loss" in m] == [6, 12]
+
+
+def test_training_twice_gives_the_same_bytes(undisturbed, tmp_path):
+    train(tmp_path)
+    assert arrays(tmp_path, 12) == arrays(undisturbed[0], 12)
+    assert metrics(tmp_path) == metrics(undisturbed[0])
+
+
+@pytest.mark.parametrize("after", ["step-4", "one.metrics.jsonl", "step-8"])
+def test_killed_and_continued_gives_the_same_bytes(undisturbed, tmp_path, after):
+    """kill -9 as soon as `after` appears: after the first checkpoint, before any, in the middle."""
+    process = subprocess.Popen(command(tmp_path), cwd=tmp_path, stderr=subprocess.DEVNULL)
+    watched = {"one.metrics.jsonl": tmp_path / "logs" / after}.get(after, tmp_path / "checkpoints" / RUN / after)
+    while not watched.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "checkpoints" / RUN / "step-12").exists(), "it was too late to kill anything"
+    printed = train(tmp_path)
+    if after.startswith("step"):
+        assert f"continuing after step {after.removeprefix('step-')}" in printed
+    assert arrays(tmp_path, 12) == arrays(undisturbed[0], 12)
+    assert metrics(tmp_path) == metrics(undisturbed[0])
+
+
+def test_sigterm_saves_the_last_finished_step_and_exits_75(undisturbed, tmp_path):
+    process = subprocess.Popen(command(tmp_path), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "checkpoints" / RUN / "step-4").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, printed = process.communicate(timeout=120)
+    assert process.returncode == 75, printed
+    newest = max(int(name.removeprefix("step-")) for name in os.listdir(tmp_path / "checkpoints" / RUN))
+    assert metrics(tmp_path)[-1]["step"] == newest
+    train(tmp_path)
+    assert arrays(tmp_path, 12) == arrays(undisturbed[0], 12)
+    assert metrics(tmp_path) == metrics(undisturbed[0])
+
+
+def test_a_finished_run_says_so_and_changes_nothing(undisturbed):
+    folder, _ = undisturbed
+    before = arrays(folder, 12), metrics(folder)
+    assert "nothing to do" in train(folder)
+    assert (arrays(folder, 12), metrics(folder)) == before
+
+
+def test_a_longer_run_goes_on_with_a_notice(undisturbed, tmp_path):
+    train(tmp_path)
+    printed = train(tmp_path, "--trainer.num_train_steps", "14")
+    assert "trainer.num_train_steps: the checkpoint has 12, this config has 14" in printed
+    assert metrics(tmp_path)[-1]["step"] == 14
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        (("--trainer.seed", "1"), "seed"),
+        (("--model.num_heads", "4"), "model.num_heads"),
+        (("--trainer.train_batch_size", "8"), "train_batch_size"),
+        (("--data.enforce_bos", "true", "--data.cache_dir", "cache2"), "data.enforce_bos"),
+    ],
+)
+def test_another_run_under_the_same_id_is_refused(undisturbed, override, field):
+    folder, _ = undisturbed
+    # 13 steps, so that there would be something to do
+    printed = train(folder, *override, "--trainer.num_train_steps", "13", code=2)
+    assert "is of another run" in printed
+    assert field in printed
+
+
+def test_accumulation_gives_the_same_losses(undisturbed, tmp_path):
+    train(tmp_path, "--trainer.per_device_parallelism", "1")
+    alone = [m["train/loss"] for m in metrics(undisturbed[0]) if "train/loss" in m]
+    accumulated = [m["train/loss"] for m in metrics(tmp_path) if "train/loss" in m]
+    np.testing.assert_allclose(accumulated, alone, rtol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_before_a_save(tmp_path):
+    printed = train(tmp_path, "--optimizer.learning_rate", "1e30", "--optimizer.max_grad_norm", "null", code=1)
+    assert "the loss of step" in printed
+    assert "Traceback" not in printed
+    for name in os.listdir(tmp_path / "checkpoints" / RUN) if (tmp_path / "checkpoints" / RUN).exists() else []:
+        step = int(name.removeprefix("step-"))
+        assert all(np.isfinite(m.get("train/loss", 0.0)) for m in metrics(tmp_path) if m["step"] <= step)
