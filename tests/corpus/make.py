@@ -15,22 +15,8 @@ from lmtrain.hf.tokenizer import save_tokenizer
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 ADJECTIVES = ["quiet", "green", "patient", "hollow", "bright", "narrow", "seventh", "wooden", "distant", "careful"]
-NOUNS = [
-    *("river", "engine", "garden", "letter", "window", "lantern"),
-    *("harbour", "teacher", "mountain", "café", "naïve-robot"),
-]
-    "river",
-    "engine",
-    "garden",
-    "letter",
-    "window",
-    "lantern",
-    "harbour",
-    "teacher",
-    "mountain",
-    "café",
-    "naïve-robot",
-]
+NOUNS = ["river", "engine", "garden", "letter", "window", "lantern", "harbour", "teacher", "mountain"]
+NOUNS += ["café", "naïve-robot"]
 VERBS = ["carries", "follows", "repairs", "remembers", "measures", "paints", "avoids", "answers", "lifts", "counts"]
 PLACES = ["under the bridge", "behind the mill", "before noon", "in the north", "after the rain", "beside the 3rd gate"]
 

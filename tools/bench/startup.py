@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from statistics import median
 
 LMTRAIN = [sys.executable, "-m", "lmtrain"]
@@ -26,10 +27,10 @@ def seconds_to_first_step(folder: str, run: str) -> float:
     """From starting the process to the first line of metrics, which is written when step 1 is finished."""
     command = [*LMTRAIN, "train", "gpt2_nano", "--trainer.id", run, "--trainer.num_train_steps", "1000"]
     command += ["--trainer.jax_compilation_cache_dir", os.path.join(folder, "compiled")]
-    log = os.path.join(folder, "logs", f"{run}.metrics.jsonl")
+    log = Path(folder, "logs", f"{run}.metrics.jsonl")
     began = time.perf_counter()
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
-    while not (os.path.exists(log) and '"train/loss"' in open(log).read()):
+    while not (log.exists() and '"train/loss"' in log.read_text()):
         assert process.poll() is None, "training ended before its first step"
         time.sleep(0.02)
     took = time.perf_counter() - began
