@@ -22,10 +22,12 @@ find_python() {
 }
 
 stamp="$venv/.installed"
-wanted=$(cat pyproject.toml tools/constraints.txt tools/install.sh | cksum)" extras:$extras"
-if [ "$(cat "$stamp" 2> /dev/null)" = "$wanted" ]; then
-    exit 0
-fi
+wanted=$(cat pyproject.toml tools/constraints.txt tools/install.sh | cksum)
+for done in "$extras" dev; do # dev holds all that a plain install has
+    if [ "$(cat "$stamp" 2> /dev/null)" = "$wanted extras:$done" ]; then
+        exit 0
+    fi
+done
 
 if [ ! -x "$venv/bin/python" ]; then
     "$(find_python)" -m venv "$venv"
@@ -43,4 +45,4 @@ if ! { "$venv/bin/python" -m pip install -q --disable-pip-version-check -c tools
     echo "install: uv could not do it, trying pip" >&2
     "$venv/bin/python" -m pip install -q --disable-pip-version-check -c tools/constraints.txt -e "$target"
 fi
-echo "$wanted" > "$stamp"
+echo "$wanted extras:$extras" > "$stamp"

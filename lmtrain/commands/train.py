@@ -1,13 +1,11 @@
 """`lmtrain train CONFIG`: train, or go on where the last run of the same config stopped."""
 
-import os
-
 from lmtrain.commands.arguments import Parser, Run, parse_run
 from lmtrain.commands.preprocess import build_caches
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess.build import split_folder
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
-from lmtrain.runtime.run_path import run_path
+from lmtrain.runtime.run_path import fill_run_id, run_path
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
 
 
@@ -16,7 +14,7 @@ def run(argv: list[str]) -> int:
     start_console_log()
     config = run.config
     log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {_checkpoints(run)})")
-    start_file_log(os.path.expanduser(config.trainer.log_dir), run.id)
+    start_file_log(fill_run_id(config.trainer.log_dir, run.id), run.id)
 
     manifests = build_caches(config.data)
 

@@ -32,6 +32,7 @@ def write_hf_folder(
         weights = os.path.join(temporary, "model.safetensors")
         save_file(cast, weights, metadata={"format": "pt"})
         _verify(weights, cast)
+        os.chmod(weights, os.stat(temporary).st_mode & 0o666)  # safetensors makes it readable by its owner only
         # `dtype` is what transformers 5 reads, `torch_dtype` what 4 does
         write_json(os.path.join(temporary, "config.json"), {**config, "dtype": dtype, "torch_dtype": dtype})
         special = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id}

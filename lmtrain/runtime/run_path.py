@@ -3,7 +3,12 @@
 import os
 
 
+def fill_run_id(path: str, run: str) -> str:
+    """`path` with `~` and a literal ${run_id} replaced."""
+    return os.path.expanduser(path).replace("${run_id}", run)
+
+
 def run_path(base: str, run: str) -> str:
     """`<base>/<run id>`; a literal ${run_id} in `base` is replaced instead, and nothing is appended."""
-    base = os.path.expanduser(base)
-    return base.replace("${run_id}", run) if "${run_id}" in base else f"{base.rstrip('/')}/{run}"
+    filled = fill_run_id(base, run)
+    return filled if "${run_id}" in base else f"{filled.rstrip('/')}/{run}"

@@ -21,12 +21,13 @@ class BackgroundTracker:
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(_QUEUE_SIZE)
         self._dropped = 0
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
-        self._thread.start()
+        self._started = False
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         self._put("hyperparameters", config)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._start()  # not before: the libraries behind trackers import slowly, and the first step has been made now
         self._put("log", metrics, step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -34,12 +35,18 @@ class BackgroundTracker:
 
     def finish(self) -> None:
         """Wait for what is queued, at most 30 s in all."""
+        self._start()
         self._put("finish")
         self._thread.join(_FINISH_SECONDS)
         if self._thread.is_alive():
             log.warning(f"tracker {self._name}: still busy after {_FINISH_SECONDS:.0f} s, leaving it behind")
         if self._dropped:
             log.warning(f"tracker {self._name}: too slow, {self._dropped} calls were dropped")
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            self._thread.start()
 
     def _put(self, verb: str, *arguments: Any) -> None:
         try:

@@ -27,5 +27,6 @@ def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:
         raise UserError(
             f"{checkpoint.path} is of another run\n{report}\n  give this run another trainer.id, or restore the config"
         )
-    for line in describe_differences(saved["config"], run_info["config"], "the checkpoint", "this config"):
-        log.info(f"changed since {checkpoint.path}: {line}")
+    for part in ("config", "machine", "versions"):
+        for line in describe_differences(saved[part], run_info[part], "the checkpoint", "this run"):
+            log.info(f"changed since {checkpoint.path}: {line}")

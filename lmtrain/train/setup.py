@@ -23,7 +23,7 @@ from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run_config import RunConfig, identity
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.run_path import run_path
+from lmtrain.runtime.run_path import fill_run_id, run_path
 from lmtrain.sharding.mesh import Layout, plan_layout
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.tracking.open import Trackers, open_trackers
@@ -69,6 +69,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
     batching = plan_batching(trainer, layout.num_batch_shards)
     seq_len = config.model.seq_len
+    store = open_store(*caches.train, seq_len)
 
     model = build_model(config.model, vocab_size)
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
@@ -76,7 +77,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     abstract, shardings = state_shardings(model, optimizer, layout, trainer.precision.params)
     log.info(f"{config.model.type}, {_count(abstract.params):,} parameters, {trainer.precision}")
 
-    run_info = _run_info(config, run, tokenizer, caches.train[1])
+    run_info = _run_info(config, run, tokenizer, caches.train[1], layout)
     folder = run_path(trainer.checkpointer.base_path, run)
     if "://" in folder:
         raise UserError(f"trainer.checkpointer.base_path: {folder} is a URL; checkpoints are saved locally so far")
@@ -90,14 +91,13 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     first_step = checkpoint.step if checkpoint else 0
 
     rows = local_rows(layout.batch, batching.train_batch)
-    store = open_store(*caches.train, seq_len)
     source = TrainSource(store, seq_len, batching.train_batch, rows, trainer.num_train_steps)
     log.info(f"one epoch is {store.tokens // (batching.train_batch * seq_len):,} steps; data: {caches.train[0]}")
     train_batches = (
         place_batch(batch, layout.batch, rows, batching.train_batch) for batch in iterate(source, first_step, _PREFETCH)
     )
 
-    trackers = open_trackers(trainer.tracker, os.path.expanduser(trainer.log_dir), run, first_step)
+    trackers = open_trackers(trainer.tracker, fill_run_id(trainer.log_dir, run), run, first_step)
     trackers.hyperparameters(run_info["config"])
     trackers.summary({"parameter_count": _count(abstract.params)})
 
@@ -143,7 +143,9 @@ def _eval_batches(
     return lambda: (place_batch(batch, layout.batch, rows, batch_size) for batch in iterate(source, 0, _PREFETCH))
 
 
-def _run_info(config: RunConfig, run: str, tokenizer: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
+def _run_info(
+    config: RunConfig, run: str, tokenizer: dict[str, Any], manifest: Manifest, layout: Layout
+) -> dict[str, Any]:
     """What goes into every checkpoint beside the arrays."""
     same = identity(config)
     # other learning rates and decays continue the same state; another optimizer cannot
@@ -154,6 +156,7 @@ def _run_info(config: RunConfig, run: str, tokenizer: dict[str, Any], manifest: 
         "identity": same
         | {"tokenizer": tokenizer, "data_tokens": data, "params_dtype": config.trainer.precision.params},
         "config": config.model_dump(mode="json"),
+        "machine": {"device": jax.devices()[0].device_kind, "mesh": dict(layout.mesh.shape)},
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
     }
 

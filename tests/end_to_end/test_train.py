@@ -128,7 +128,7 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed):
 def test_a_longer_run_goes_on_with_a_notice(undisturbed, tmp_path):
     train(tmp_path)
     printed = train(tmp_path, "--trainer.num_train_steps", "14")
-    assert "trainer.num_train_steps: the checkpoint has 12, this config has 14" in printed
+    assert "trainer.num_train_steps: the checkpoint has 12, this run has 14" in printed
     assert metrics(tmp_path)[-1]["step"] == 14
 
 

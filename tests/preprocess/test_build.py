@@ -1,0 +1,227 @@
+"""Building a split's cache: what is built, continued, used as it is, or refused."""
+
+import json
+import shutil
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.data.manifest import load_manifest
+from lmtrain.data.token_store import TokenStore
+from lmtrain.hf.learn_tokenizer import learn_bpe
+from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
+from lmtrain.preprocess.build import build_cache
+
+NAMES = ["a.jsonl", "b.jsonl", "c.jsonl"]
+
+
+def lines(*texts):
+    return "".join(json.dumps({"text": text, "body": text}) + "\n" for text in texts)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def mtimes(folder):
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """Sources, a tokenizer and a finished cache, never changed: tests get copies."""
+    root = tmp_path_factory.mktemp("original")
+    for name, repeat in zip(NAMES, (300, 3, 40), strict=True):
+        (root / name).write_text(lines(*(f"{name} has the line {i}" for i in range(repeat))))
+    save_tokenizer(learn_bpe(["the line has"], 270), str(root / "tok"), eos="<|endoftext|>", bos="<|endoftext|>")
+    return root
+
+
+@pytest.fixture
+def work(original, tmp_path, monkeypatch):
+    """A copy of `original`, as the working folder, so that the config's relative paths are those of the copy."""
+    folder = tmp_path / "work"
+    shutil.copytree(original, folder)
+    monkeypatch.chdir(folder)
+    load_tokenizer.cache_clear()  # its keys are paths, and these are relative
+    return folder
+
+
+def config(**changes):
+    return DataConfig(**{"train_urls": NAMES, "tokenizer": "tok", "num_preprocess_workers": 1, **changes})
+
+
+@pytest.fixture
+def cache(work, finished):
+    shutil.copytree(finished, work / "cache" / "train")
+    return work / "cache" / "train"
+
+
+@pytest.fixture(scope="module")
+def finished(original, tmp_path_factory):
+    """The files of an undisturbed build by one worker."""
+    copy = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(original)
+        load_tokenizer.cache_clear()
+        build_cache(config(cache_dir=str(copy)), "train")
+    return copy / "train"
+
+
+def refusal(wanted):
+    with pytest.raises(UserError) as error:
+        build_cache(wanted, "train")
+    message = str(error.value)
+    assert message.startswith("cache/train: this cache was built from something else\n")
+    assert message.endswith("choose another data.cache_dir, or delete this folder to build it again")
+    return message
+
+
+def test_tokens_are_those_of_all_files_in_order(work, cache):
+    manifest = load_manifest(str(cache))
+    tokenizer = load_tokenizer("tok")
+    documents = [json.loads(line)["text"] for name in NAMES for line in (work / name).read_text().splitlines()]
+    expected = [i for text in documents for i in [*tokenizer.backend.encode(text).ids, tokenizer.eos_id]]
+    assert (manifest.documents, manifest.tokens) == (343, len(expected))
+    assert TokenStore(str(cache), manifest).read(_first(), len(expected))[0].tolist() == expected
+
+
+def _first():
+    import numpy as np
+
+    return np.array([0])
+
+
+def test_two_workers_give_the_bytes_of_one(work, finished):
+    build_cache(config(num_preprocess_workers=2), "train")
+    assert contents(work / "cache" / "train") == contents(finished)
+
+
+def test_a_finished_cache_is_left_alone(cache):
+    before = mtimes(cache)
+    build_cache(config(), "train")
+    assert mtimes(cache) == before
+
+
+@pytest.mark.parametrize("lost", [["shard-00001-of-00003.json"], ["shard-00000-of-00003.arrayrecord"]], ids=str)
+def test_only_what_is_missing_is_built_again(cache, finished, lost):
+    for name in ["manifest.json", *lost]:
+        (cache / name).unlink()
+    (cache / "shard-00002-of-00003.arrayrecord.tmp-1").write_bytes(b"left by a killed worker")
+    before = mtimes(cache)
+    build_cache(config(), "train")
+    assert contents(cache) == contents(finished)
+    stem = lost[0].split(".")[0]
+    kept = [name for name in contents(finished) if name != "manifest.json" and not name.startswith(stem)]
+    assert {name: mtimes(cache)[name] for name in kept} == {name: before[name] for name in kept}
+
+
+def test_a_truncated_shard_is_built_again(cache, finished):
+    (cache / "manifest.json").unlink()
+    shard = cache / "shard-00000-of-00003.arrayrecord"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    build_cache(config(), "train")
+    assert contents(cache) == contents(finished)
+
+
+def test_a_marker_that_is_no_json_does_not_stop_the_build(cache, finished):
+    (cache / "manifest.json").unlink()
+    (cache / "shard-00000-of-00003.json").write_bytes(b"\x00\x00")
+    build_cache(config(), "train")
+    assert contents(cache) == contents(finished)
+
+
+def test_another_tokenizer_is_refused(work, cache):
+    save_tokenizer(learn_bpe(["other words"], 265), "other", eos="<|endoftext|>", bos="<|endoftext|>")
+    ours, theirs = load_tokenizer("tok"), load_tokenizer("other")
+    message = refusal(config(tokenizer="other"))
+    assert (
+        f"tokenizer.fingerprint: the cache has '{ours.fingerprint}', this config has '{theirs.fingerprint}'" in message
+    )
+    assert f"tokenizer.vocab_size: the cache has {ours.vocab_size}, this config has {theirs.vocab_size}" in message
+
+
+def test_the_same_tokenizer_in_another_folder_is_not_another_tokenizer(work, cache):
+    shutil.copytree("tok", "elsewhere")
+    before = mtimes(cache)
+    build_cache(config(tokenizer="elsewhere"), "train")
+    assert mtimes(cache) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"enforce_eos": False}, "documents.enforce_eos: the cache has True, this config has False"),
+        ({"enforce_bos": True}, "documents.enforce_bos: the cache has False, this config has True"),
+        ({"text_key": "body"}, "documents.text_key: the cache has 'text', this config has 'body'"),
+        ({"train_urls": NAMES[:2]}, "c.jsonl is in the cache, but no source of this config"),
+        ({"train_urls": [*NAMES, "d.jsonl"]}, "d.jsonl is a source of this config, but not in the cache"),
+        ({"train_urls": ["b.jsonl", "a.jsonl", "c.jsonl"]}, "the sources are the same, in another order"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "not complete"])
+def test_a_cache_of_other_settings_or_sources_is_refused(work, cache, change, line, complete):
+    (work / "d.jsonl").write_text(lines("more"))
+    if not complete:
+        (cache / "manifest.json").unlink()
+    before = contents(cache)
+    assert line in refusal(config(**change))
+    assert contents(cache) == before
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "not complete"])
+def test_a_changed_source_is_refused(work, cache, complete):
+    if not complete:
+        (cache / "manifest.json").unlink()
+    (work / "b.jsonl").write_text(lines("other text"))
+    assert "  b.jsonl has changed since it was cached\n" in refusal(config())
+
+
+def test_a_finished_cache_serves_when_its_sources_are_gone(work, cache):
+    for name in NAMES:
+        (work / name).unlink()
+    assert build_cache(config(), "train") == load_manifest(str(cache))
+    with pytest.raises(UserError, match=r"no such file: z\.jsonl"):
+        build_cache(config(train_urls=["z.jsonl"]), "train")
+    assert "enforce_eos" in refusal(config(enforce_eos=False))
+
+
+def test_an_unfinished_cache_needs_its_sources(work, cache):
+    (cache / "manifest.json").unlink()
+    (work / "b.jsonl").unlink()
+    with pytest.raises(UserError, match=r"no such file: b\.jsonl$"):
+        build_cache(config(), "train")
+
+
+def test_a_bad_line_is_named_and_mending_it_is_enough(work, finished):
+    good = (work / "c.jsonl").read_text()
+    (work / "c.jsonl").write_text(good + "not json\n")
+    folder = work / "cache" / "train"
+    with pytest.raises(UserError, match=r"^c\.jsonl:41: not JSON"):
+        build_cache(config(), "train")
+    assert not (folder / "manifest.json").exists()
+    assert not (folder / "shard-00002-of-00003.json").exists()
+    (work / "c.jsonl").write_text(good)
+    build_cache(config(), "train")
+    assert contents(folder) == contents(finished)
+
+
+@pytest.mark.parametrize("cache_dir", ["a.jsonl", "gs://bucket/cache"])
+def test_a_cache_dir_that_cannot_be_a_folder_is_the_users_mistake(work, cache_dir):
+    with pytest.raises(UserError, match=cache_dir):
+        build_cache(config(cache_dir=cache_dir), "train")
+
+
+def test_a_cache_in_the_home_folder_is_found(work, monkeypatch):
+    monkeypatch.setenv("HOME", str(work / "home"))
+    build_cache(config(cache_dir="~/cache", train_urls=["b.jsonl"]), "train")
+    assert (work / "home" / "cache" / "train" / "manifest.json").exists()
+
+
+def test_a_tokenizer_without_the_token_to_enforce_fails_before_anything_is_written(work):
+    (work / "tok" / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="no eos_token"):
+        build_cache(config(), "train")
+    assert not (work / "cache").exists()

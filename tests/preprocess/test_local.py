@@ -1,0 +1,127 @@
+"""Worker processes: what they import, and when they end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.preprocess.local import build_locally, usable_cores
+from lmtrain.preprocess.shard import ShardJob
+from lmtrain.preprocess.sources import Source, describe_source
+from lmtrain.preprocess.tokenize import DocumentSettings
+
+DEADLINE_SECONDS = 60
+
+PARENT = """
+import sys
+import jax  # what a training process has loaded must not be loaded by its workers
+
+from lmtrain.preprocess.local import build_locally
+from lmtrain.preprocess.shard import ShardJob
+from lmtrain.preprocess.sources import Source
+from lmtrain.preprocess.tokenize import DocumentSettings
+
+if __name__ == "__main__":
+    folder, tokenizer = sys.argv[1:]
+    settings = DocumentSettings("text", True, False)
+    jobs = [
+        ShardJob(Source(f"{folder}/{name}.jsonl", 0, ""), f"{folder}/{name}", tokenizer, settings, {}) for name in "ab"
+    ]
+    print(list(build_locally(jobs, 2, lambda counts: None)))
+"""
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def busy(tmp_path, settings):
+    """A process with two workers that wait for ever, as their input files are pipes that nobody writes to."""
+    for name in "ab":
+        os.mkfifo(tmp_path / f"{name}.jsonl")
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path), settings["data"]["tokenizer"]]
+    parent = subprocess.Popen(command)
+    workers = []
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("*.tmp-*"))) == 2 or parent.poll() is not None)
+        workers = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("*.tmp-*")]
+        assert len(set(workers)) == 2
+        yield parent, workers
+    finally:
+        parent.kill()
+        parent.wait()
+        for pid in workers:
+            if running(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_workers_load_no_jax_and_end_when_their_parent_is_killed(busy):
+    parent, workers = busy
+    for pid in workers:
+        loaded = Path(f"/proc/{pid}/maps").read_text()
+        assert "array_record" in loaded
+        assert "jaxlib" not in loaded
+    assert "jaxlib" in Path(f"/proc/{parent.pid}/maps").read_text()
+    assert all(map(running, workers))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_for(lambda: not any(map(running, workers)))
+
+
+def test_a_killed_worker_is_said_to_be_killed(busy):
+    parent, workers = busy
+    os.kill(workers[0], signal.SIGKILL)
+    assert parent.wait(DEADLINE_SECONDS) == 1
+    wait_for(lambda: not any(map(running, workers)))
+
+
+def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
+    documents = DocumentSettings("text", True, False)
+    jobs = []
+    for name in "abc":
+        source = tmp_path / f"{name}.jsonl"
+        source.write_text("".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(2000)))
+        described = describe_source(str(source))
+        jobs.append(ShardJob(described, str(tmp_path / name), settings["data"]["tokenizer"], documents, {}))
+    seen = []
+    infos = list(build_locally(jobs, 2, seen.append))
+    assert sorted(info.file for info in infos) == ["a.arrayrecord", "b.arrayrecord", "c.arrayrecord"]
+    assert seen == sorted(seen)
+    assert seen[-1] == (6000, sum(info.tokens for info in infos), sum(job.source.bytes for job in jobs))
+
+
+def test_an_error_in_a_worker_arrives_as_it_was_raised(tmp_path, settings):
+    source = tmp_path / "a.jsonl"
+    source.write_text("{}\n")
+    described = Source(str(source), 3, "")
+    documents = DocumentSettings("text", True, False)
+    job = ShardJob(described, str(tmp_path / "a"), settings["data"]["tokenizer"], documents, {})
+    with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
+        list(build_locally([job], 1, lambda counts: None))
+
+
+def test_usable_cores_are_those_the_process_may_run_on():
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -1,0 +1,96 @@
+"""Making the demo when a config asks for it, and only what is missing of it."""
+
+import json
+import sysconfig
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.preprocess import demo, prepare_demo
+from lmtrain.preprocess.demo import file_names
+from lmtrain.preprocess.prepare_demo import learn_from_files
+from lmtrain.preprocess.sources import expand_urls
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    folder = tmp_path / "library"
+    folder.mkdir()
+    for i in range(200):
+        (folder / f"m{i}.py").write_text(f"def function_{i}(argument):\n    return argument + {i}\n")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
+    monkeypatch.setattr(demo, "MINIMUM_BYTES", 1000)
+    return folder
+
+
+def mtimes(folder):
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["demo", "demo/", "folder [1]/demo", "{demo}"])
+def test_corpus_and_tokenizer_are_made_where_the_config_looks_for_them(library, tmp_path, name):
+    config = DataConfig(demo=str(tmp_path) + "/" + name)
+    prepare_demo.prepare_demo(config)
+    assert len(expand_urls(config.urls("train"))) == 8
+    assert len(expand_urls(config.urls("validation"))) == 1
+    tokenizer = load_tokenizer(config.tokenizer_path)
+    assert tokenizer.eos_id is not None
+    assert 256 < tokenizer.vocab_size <= prepare_demo.VOCAB_SIZE
+
+
+def test_what_is_there_is_left_alone(library, tmp_path):
+    config = DataConfig(demo=str(tmp_path / "demo"))
+    prepare_demo.prepare_demo(config)
+    before = mtimes(tmp_path / "demo")
+    prepare_demo.prepare_demo(config)
+    assert mtimes(tmp_path / "demo") == before
+    assert len(before) == 11
+
+
+@pytest.mark.parametrize("lost", ["validation.jsonl.gz", "train.3-of-8.jsonl.gz"])
+def test_a_missing_part_is_made_again_with_the_same_bytes(library, tmp_path, lost):
+    config = DataConfig(demo=str(tmp_path / "demo"))
+    prepare_demo.prepare_demo(config)
+    before = {name: (tmp_path / "demo" / name).read_bytes() for name in file_names()}
+    (tmp_path / "demo" / lost).unlink()
+    prepare_demo.prepare_demo(config)
+    assert {name: (tmp_path / "demo" / name).read_bytes() for name in file_names()} == before
+
+
+def test_a_tokenizer_folder_that_a_killed_run_left_unfinished_is_finished(library, tmp_path):
+    config = DataConfig(demo=str(tmp_path / "demo"))
+    prepare_demo.prepare_demo(config)
+    file = tmp_path / "demo" / "tokenizer" / "tokenizer.json"
+    content = file.read_bytes()
+    file.unlink()
+    prepare_demo.prepare_demo(config)
+    assert file.read_bytes() == content
+
+
+def test_a_config_that_names_its_own_tokenizer_gets_none_learned(library, tmp_path, settings):
+    prepare_demo.prepare_demo(DataConfig(demo=str(tmp_path / "demo"), tokenizer=settings["data"]["tokenizer"]))
+    assert not (tmp_path / "demo" / "tokenizer").exists()
+    assert (tmp_path / "demo" / "validation.jsonl.gz").exists()
+
+
+def test_a_config_without_the_demo_makes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare_demo.prepare_demo(DataConfig(train_urls=["a.jsonl"]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_small_a_library_is_the_users_error(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "MINIMUM_BYTES", 10**9)
+    with pytest.raises(UserError, match=r"holds 0\.0 MB of Python source, and the demo needs"):
+        prepare_demo.prepare_demo(DataConfig(demo=str(tmp_path / "demo")))
+
+
+def test_learning_from_files_follows_braces_and_the_text_key(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"body": f"{name}{name}{name} " * 50}) + "\n")
+    count = learn_from_files([f"{tmp_path}/{{a,b}}.jsonl"], "body", 300, str(tmp_path / "tok"))
+    tokenizer = load_tokenizer(str(tmp_path / "tok"))
+    assert tokenizer.vocab_size == count
+    assert len(tokenizer.backend.encode(" aaa bbb").ids) == 2

@@ -1,0 +1,108 @@
+"""One input file to one finished shard."""
+
+import hashlib
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import tokenizers
+from array_record.python.array_record_module import ArrayRecordReader
+
+from lmtrain.config.errors import UserError
+from lmtrain.preprocess import shard
+from lmtrain.preprocess.shard import ShardJob, build_shard
+from lmtrain.preprocess.sources import describe_source
+from lmtrain.preprocess.tokenize import DocumentSettings
+
+BLOCK = 16384  # the format on disk, which is not to change unnoticed
+ENDS = 4096
+
+
+@pytest.fixture
+def build(tmp_path, settings):
+    """Writes `texts` to a file and builds its shard under `name`; returns the info, its records, and the reports."""
+
+    def run(texts, name="shard", tail=b""):
+        source = tmp_path / "input.jsonl"
+        source.write_bytes("".join(json.dumps({"text": text}) + "\n" for text in texts).encode() + tail)
+        documents = DocumentSettings("text", True, False)
+        path = str(tmp_path / name)
+        job = ShardJob(describe_source(str(source)), path, settings["data"]["tokenizer"], documents, {"made": "so"})
+        reports = []
+        info = build_shard(job, lambda *increments: reports.append(increments))
+        return info, ArrayRecordReader(f"{path}.arrayrecord").read_all(), reports
+
+    return run
+
+
+def expected_tokens(texts, settings):
+    plain = tokenizers.Tokenizer.from_file(f"{settings['data']['tokenizer']}/tokenizer.json")
+    return [[*plain.encode(text, add_special_tokens=False).ids, 0] for text in texts]
+
+
+TEXTS = [f"the river {i} counts {i * i} windows" for i in range(4100)]
+
+
+def test_records_are_token_blocks_then_document_ends(build, settings):
+    info, records, _ = build(TEXTS)
+    documents = expected_tokens(TEXTS, settings)
+    flat = np.array(sum(documents, []), "<u2")
+    blocks = -(-len(flat) // BLOCK)
+    assert blocks > 1
+    assert [len(record) // 2 for record in records[: blocks - 1]] == [BLOCK] * (blocks - 1)
+    assert b"".join(records[:blocks]) == flat.tobytes()
+    ends = np.cumsum([len(document) for document in documents]).astype("<u8")
+    assert [len(record) // 8 for record in records[blocks:]] == [ENDS, len(TEXTS) - ENDS]
+    assert b"".join(records[blocks:]) == ends.tobytes()
+    assert (info.tokens, info.documents, info.blocks) == (len(flat), len(TEXTS), blocks)
+
+
+def test_a_shard_that_fills_its_blocks_exactly_has_no_empty_record(build):
+    info, records, _ = build(["\x00" * (BLOCK - 1)])
+    assert (info.tokens, info.blocks, len(records)) == (BLOCK, 1, 2)
+
+
+@pytest.mark.parametrize("texts", [[], [""]], ids=["empty file", "empty document"])
+def test_hardly_anything_is_a_shard_too(build, texts):
+    info, records, _ = build(texts)
+    assert (info.documents, info.tokens) == (len(texts), len(texts))
+    assert len(records) == 2 * len(texts)
+
+
+def test_built_twice_gives_identical_bytes(build, tmp_path):
+    build(TEXTS, "one")
+    build(TEXTS, "two")
+    assert (tmp_path / "one.arrayrecord").read_bytes() == (tmp_path / "two.arrayrecord").read_bytes()
+
+
+def test_how_documents_are_batched_never_changes_the_bytes(build, tmp_path, monkeypatch):
+    build(TEXTS, "one")
+    monkeypatch.setattr(shard, "_BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(shard, "_BATCH_CHARACTERS", 100)
+    build(TEXTS, "two")
+    assert (tmp_path / "one.arrayrecord").read_bytes() == (tmp_path / "two.arrayrecord").read_bytes()
+
+
+def test_marker_says_what_the_shard_is_and_how_it_was_made(build, tmp_path):
+    info, _, _ = build(TEXTS[:10])
+    content = (tmp_path / "shard.arrayrecord").read_bytes()
+    assert (info.bytes, info.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert info.source["url"] == str(tmp_path / "input.jsonl")
+    assert json.loads((tmp_path / "shard.json").read_text()) == {"recipe": {"made": "so"}, "shard": asdict(info)}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["input.jsonl", "shard.arrayrecord", "shard.json"]
+
+
+def test_reports_add_up_to_the_whole_file(build, tmp_path):
+    info, _, reports = build(TEXTS)
+    assert len(reports) > 1
+    totals = tuple(map(sum, zip(*reports, strict=True)))
+    assert totals == (info.documents, info.tokens, (tmp_path / "input.jsonl").stat().st_size)
+
+
+@pytest.mark.parametrize("line", [b'{"text": 3}\n', b'{"text": "half \\ud83d"}\n'], ids=["number", "half a pair"])
+def test_a_bad_line_leaves_no_marker(build, tmp_path, line):
+    with pytest.raises(UserError, match=r"input\.jsonl:4: "):
+        build(TEXTS[:3], tail=line)
+    assert not (tmp_path / "shard.json").exists()
+    assert not (tmp_path / "shard.arrayrecord").exists()

@@ -1,0 +1,85 @@
+"""The README is true: its commands run, and its tables and trees name what exists."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TRAIN_FILES, VALIDATION_FILES
+
+from lmtrain.cli import VERBS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+# The README trains a real model; the test trains one of the same kind that is over in seconds.
+SMALL = [
+    *("--model", "{hidden_dim: 32, num_heads: 2, num_layers: 2, seq_len: 32}"),
+    *("--trainer.train_batch_size", "4", "--trainer.checkpointer.keep", "[{every: 2}]"),
+]
+SHORT = ["--trainer.num_train_steps", "4"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_commands_on_own_text_run_as_written(tmp_path):
+    (tmp_path / "my_text").mkdir()
+    for name, source in (("train.jsonl", TRAIN_FILES[0]), ("validation.jsonl", VALIDATION_FILES[0])):
+        lines = [{"text": json.loads(line)["text"]} for line in Path(source).read_text().splitlines()]
+        (tmp_path / "my_text" / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "my.yaml").write_text(blocks("yaml")[0])
+    commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("lmtrain ")]
+    assert [command.split()[1] for command in commands] == ["tokenizer", "train", "config", "generate", "export-hf"]
+    for command in commands:
+        verb = command.split()[1]
+        extra = [] if verb == "tokenizer" else SMALL + SHORT
+        quoted = " ".join(f"'{word}'" for word in extra)
+        program = f"'{sys.executable}' -m lmtrain{command.removeprefix('lmtrain')} {quoted}"
+        done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, (command, done.stderr)
+    assert (tmp_path / "my_model" / "model.safetensors").exists()
+    assert any(name.name.startswith("events.") for name in (tmp_path / "tblogs").rglob("*"))
+
+
+def test_quickstart_goes_the_whole_way(tmp_path):
+    """The real script in a copy of the repository, with 4 steps instead of 300."""
+    if not (ROOT / ".venv").exists():
+        pytest.fail("tools/test.sh makes .venv, which the quickstart uses")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in files:
+        target = tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    command = ["bash", "tools/quickstart.sh", *SHORT, "--trainer.max_eval_batches", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert "train 4/4, loss" in done.stderr
+    assert "import os\n\ndef " in done.stdout
+    assert (tmp_path / "exports" / "gpt2_nano" / "config.json").exists()
+    assert len(os.listdir(tmp_path / "checkpoints")) == 1
+
+
+def test_the_table_of_commands_is_the_list_of_verbs():
+    table = re.findall(r"^\| `lmtrain (\S+)", README, re.MULTILINE)
+    assert list(dict.fromkeys(table)) == list(VERBS)
+
+
+def test_the_tree_names_every_room():
+    tree = next(block for block in blocks("text") if "lmtrain/\n" in block)
+    named = set(re.findall(r"^ {2}(\w+)/", tree, re.MULTILINE))
+    rooms = {path.name for path in (ROOT / "lmtrain").iterdir() if (path / "__init__.py").exists()}
+    assert named == rooms
+
+
+def test_the_files_to_read_exist():
+    listed = re.search(r"Read these six files.*", README)
+    assert listed
+    files = re.findall(r"`(lmtrain/[^`]+)`", listed[0])
+    assert len(files) == 6
+    assert all((ROOT / name).is_file() for name in files)

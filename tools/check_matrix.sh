@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Run the fast tests with other Pythons, and so with other versions of JAX (see tools/constraints.txt):
+#
+#     bash tools/check_matrix.sh [PYTHON ...]        default: python3.12 python3.13
+#
+# The suite proper (tools/test.sh) runs with one Python, whatever that is. Tests beside torch are left out here: its
+# CPU build is not to be had for every Python.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ $# -gt 0 ] || set -- python3.12 python3.13
+for python in "$@"; do
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    export VENV=".venv-$version" PYTHON="$python"
+    bash tools/install.sh
+    "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" -c tools/constraints.txt pytest
+    echo "check_matrix: Python $version, jax $("$VENV/bin/python" -c 'import jax; print(jax.__version__)')"
+    HF_HUB_OFFLINE=1 "$VENV/bin/python" -m pytest --ignore=tests/parity --ignore=tests/test_readme.py
+done
