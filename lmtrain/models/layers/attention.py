@@ -42,7 +42,7 @@ def self_attend(
     upcast: bool = False,
     drop: Drop | None = None,
 ) -> jax.Array:
-    """Attention of a whole sequence to itself, in two halves: the first needs no keys of the second, a quarter of all."""
+    """Attention of a whole sequence to itself, in two halves: the first needs none of the second's keys."""
     half = q_BHSC.shape[2] // 2
     first = attend(q_BHSC[:, :, :half], k_BHSC[:, :, :half], v_BHSC[:, :, :half], scale, 0, upcast, drop)
     second = attend(q_BHSC[:, :, half:], k_BHSC, v_BHSC, scale, half, upcast, drop)
