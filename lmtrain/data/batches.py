@@ -28,13 +28,14 @@ class TrainSource:
     batch_size: int
     rows: np.ndarray
     num_steps: int
+    shuffle_seed: int | None
 
     def __len__(self) -> int:
         return self.num_steps
 
     def __getitem__(self, step: int) -> Batch:
         windows = num_train_windows(self.store.tokens, self.seq_len)
-        starts = train_window(step, self.rows, self.batch_size, windows) * self.seq_len
+        starts = train_window(step, self.rows, self.batch_size, windows, self.shuffle_seed) * self.seq_len
         tokens = self.store.read(starts, self.seq_len)
         return Batch(tokens=tokens, loss_mask=_mask(starts, self.seq_len, self.store.tokens))
 

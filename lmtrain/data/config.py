@@ -22,6 +22,7 @@ class DataConfig(Section):
     text_key: str = Field("text", description="Key of the text in each JSON line", min_length=1)
     enforce_eos: bool = Field(True, description="End every document with the tokenizer's end-of-text token")
     enforce_bos: bool = Field(False, description="Begin every document with the tokenizer's begin-of-text token")
+    shuffle: bool = Field(False, description="Read the sequences of each epoch in an order of its own, by the seed")
     num_preprocess_workers: int | None = Field(
         None, ge=1, description="Processes that tokenize; null means one per core. Never changes the result"
     )

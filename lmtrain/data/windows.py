@@ -6,6 +6,8 @@ L - 1 targets: position p is asked for the token at p + 1.
 
 import numpy as np
 
+from lmtrain.data.permutation import permute
+
 
 def num_train_windows(tokens: int, seq_len: int) -> int:
     """Whole windows only; the tail of fewer than L tokens is dropped (and counted by the caller's message)."""
@@ -18,9 +20,12 @@ def num_eval_windows(tokens: int, seq_len: int) -> int:
     return whole + (tail >= 2)
 
 
-def train_window(step: int, rows: np.ndarray, batch_size: int, num_windows: int) -> np.ndarray:
-    """The windows of the given rows of the batch at `step`, int64 [rows].
+def train_window(
+    step: int, rows: np.ndarray, batch_size: int, num_windows: int, shuffle_seed: int | None = None
+) -> np.ndarray:
+    """The windows of the given rows of the batch at `step`, int64 [rows]: a pure function of its arguments.
 
-    A pure function of its arguments: the data is read in order, over and over.
+    The data is read over and over: in source order, or with a `shuffle_seed` in another order each epoch.
     """
-    return (np.int64(step) * batch_size + rows) % num_windows
+    epoch, index = np.divmod(np.int64(step) * batch_size + rows, num_windows)
+    return index if shuffle_seed is None else permute(index, num_windows, shuffle_seed, epoch)

@@ -91,7 +91,8 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     first_step = checkpoint.step if checkpoint else 0
 
     rows = local_rows(layout.batch, batching.train_batch)
-    source = TrainSource(store, seq_len, batching.train_batch, rows, trainer.num_train_steps)
+    shuffle_seed = trainer.seed if config.data.shuffle else None
+    source = TrainSource(store, seq_len, batching.train_batch, rows, trainer.num_train_steps, shuffle_seed)
     log.info(f"one epoch is {store.tokens // (batching.train_batch * seq_len):,} steps; data: {caches.train[0]}")
     train_batches = (
         place_batch(batch, layout.batch, rows, batching.train_batch) for batch in iterate(source, first_step, _PREFETCH)
