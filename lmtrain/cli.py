@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         print(f"lmtrain: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("lmtrain: interrupted; the same command goes on from what is finished", file=sys.stderr)
+        sys.exit(1)
     except BrokenPipeError:
         sys.exit(1)
 

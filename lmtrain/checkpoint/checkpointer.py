@@ -33,10 +33,14 @@ class Checkpointer:
         self._temporary = [c for c in list_checkpoints(self.folder) if c.kind is Kind.TEMPORARY]
         self._remove_leftovers()
 
-    def due(self, step: int, last: bool) -> Kind | None:
-        """The kind of checkpoint to save after `step` updates, None for no save."""
+    def due(self, step: int, last: bool, stopping: bool = False) -> Kind | None:
+        """The kind of checkpoint to save after `step` updates, None for no save.
+
+        A run that is stopping before its end saves at least a temporary one.
+        """
         elapsed = self._clock() - self._last_save
-        return decide(step, self._config.keep, self._config.save_interval, elapsed, last)
+        kind = decide(step, self._config.keep, self._config.save_interval, elapsed, last)
+        return Kind.TEMPORARY if kind is None and stopping else kind
 
     def save(self, step: int, kind: Kind, params: Any, optimizer: Any, run_info: dict[str, Any]) -> None:
         """Copy the arrays to the host, then write them in the background. Waits for the save before it."""

@@ -47,7 +47,11 @@ def build_cache(config: DataConfig, split: str) -> Manifest:
         return finished
     os.makedirs(folder, exist_ok=True)
     remove_temporaries(folder)
-    shards = _build_missing(config, split, folder, sources, settings, recipe)
+    try:
+        shards = _build_missing(config, split, folder, sources, settings, recipe)
+    except BaseException:
+        remove_temporaries(folder)  # finished shards stay: the next run goes on from them
+        raise
     manifest = Manifest(split, recipe, config.urls(split), token_dtype(tokenizer.vocab_size).str, shards)
     save_manifest(folder, manifest)
     return manifest

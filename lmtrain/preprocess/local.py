@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -50,14 +51,16 @@ def build_locally(
             "are kept. Run the same command again with a smaller data.num_preprocess_workers"
         ) from None
     finally:
-        for future in pending:
-            future.cancel()
+        if pending:  # an error, or Ctrl-C: nobody wants the rest of the shards under way
+            for child in multiprocessing.active_children():
+                child.terminate()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _start_worker(counters: Any, threads: int) -> None:
     global _counters  # a worker is one process with one job at a time
     _counters = counters
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     threading.Thread(target=_end_with_parent, daemon=True).start()

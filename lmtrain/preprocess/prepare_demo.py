@@ -23,7 +23,8 @@ def prepare_demo(config: DataConfig) -> None:
             raise UserError(str(error)) from None
         log.info(f"{folder}: made the demo corpus, {documents:,} documents, {size / 1e6:.1f} MB of Python source")
     tokenizer = os.path.expanduser(config.tokenizer_path)
-    if not os.path.isdir(tokenizer) and "tokenizer" not in config.model_fields_set:
+    learned = os.path.isfile(os.path.join(tokenizer, "tokenizer.json"))
+    if not learned and "tokenizer" not in config.model_fields_set:
         count = learn_from_files(config.urls("train"), config.text_key, VOCAB_SIZE, tokenizer)
         log.info(f"{tokenizer}: learned a tokenizer of {count:,} entries from it")
 

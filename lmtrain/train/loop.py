@@ -30,33 +30,36 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest) -> bool:
     reporter = _Reporter(setup, config, throughput)
     done = setup.first_step
 
-    with Progress("train", last_step, setup.first_step) as progress:
-        reporter.progress = progress
-        while done < last_step:
-            with throughput.loading:
-                batch = next(setup.train_batches)
-            state, metrics = setup.train_step(state, batch)
-            done += 1
-            # This step is running now; the one before it is finished or nearly so. Reading its metrics rather than
-            # this one's keeps the device busy.
-            reporter.report(keep=(done, metrics))
+    try:
+        with Progress("train", last_step, setup.first_step) as progress:
+            reporter.progress = progress
+            while done < last_step:
+                with throughput.loading:
+                    batch = next(setup.train_batches)
+                state, metrics = setup.train_step(state, batch)
+                done += 1
+                # This step is running now; the one before it is finished or nearly so. Reading its metrics rather than
+                # this one's keeps the device busy.
+                reporter.report(keep=(done, metrics))
 
-            last = done == last_step or stop.requested
-            evaluating = setup.eval_batches is not None and (done % config.steps_per_eval == 0 or done == last_step)
-            kind = setup.checkpointer.due(done, last)
-            if evaluating or kind:
-                reporter.report()  # waits for this step: its loss is checked before anything is saved
-            if evaluating and setup.eval_batches is not None:
-                reporter.report_evaluation(done, evaluate(setup.eval_step, state.params, setup.eval_batches()))
-            if kind:
-                setup.trackers.sync()
-                setup.checkpointer.save(done, kind, state.params, state.optimizer, setup.run_info)
-            if evaluating or kind:
-                throughput.resume_clock()
-            if last:
-                break
-    setup.checkpointer.close()
-    setup.trackers.finish()
+                last, stopping = done == last_step, stop.requested
+                evaluating = setup.eval_batches is not None and (last or done % config.steps_per_eval == 0)
+                kind = setup.checkpointer.due(done, last, stopping)
+                if evaluating or kind:
+                    reporter.report()  # waits for this step: its loss is checked before anything is saved
+                if evaluating and setup.eval_batches is not None:
+                    reporter.report_evaluation(done, evaluate(setup.eval_step, state.params, setup.eval_batches()))
+                if kind:
+                    setup.trackers.sync()
+                    setup.checkpointer.save(done, kind, state.params, state.optimizer, setup.run_info)
+                if evaluating or kind:
+                    throughput.resume_clock()
+                if stopping:
+                    break
+    finally:
+        # whatever happened: a save under way becomes complete, and what was logged is flushed
+        setup.checkpointer.close()
+        setup.trackers.finish()
     if throughput.summary:
         log.info(throughput.summary)
     return done == last_step
