@@ -1,6 +1,6 @@
 """Speed of `lmtrain preprocess` beside the bare tokenizer on the same text, in the same run.
 
-    .venv/bin/python tools/bench/tokenize.py [COPIES]
+    .venv/bin/python tools/bench/tokenizing.py [COPIES]
 
 The text is the demo corpus, COPIES times over (default 4), in as many files. The peer is one call of the `tokenizers`
 library's `encode_batch` with all cores, on text already in memory; lmtrain reads, decompresses, parses, tokenizes,

@@ -1,0 +1,56 @@
+"""Settings of checkpointing."""
+
+from datetime import timedelta
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.checkpoint.config import CheckpointerConfig
+
+
+def test_the_defaults_save_every_quarter_hour_and_keep_every_10000_steps():
+    config = CheckpointerConfig()
+    assert config.save_interval == timedelta(minutes=15)
+    assert [(entry.every, entry.until) for entry in config.keep] == [(10000, None)]
+
+
+def test_what_is_written_out_reads_back_equal():
+    config = CheckpointerConfig(save_interval="1h30m", keep=[{"every": 5, "until": 10}, {"every": 50}])
+    assert config.save_interval == timedelta(minutes=90)
+    assert CheckpointerConfig(**config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("keep", [[], [{"every": 1}], [{"every": 5, "until": 9}, {"every": 7, "until": 10}]])
+def test_rising_ends_are_accepted(keep):
+    assert len(CheckpointerConfig(keep=keep).keep) == len(keep)
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ([{"every": 1}, {"every": 2, "until": 5}], "only the last entry may be without 'until'"),
+        ([{"every": 1}, {"every": 2}], "only the last entry may be without 'until'"),
+        ([{"every": 1, "until": 5}, {"every": 2, "until": 5}], r"'until' must grow from entry to entry.*\[5, 5\]"),
+        ([{"every": 1, "until": 9}, {"every": 2, "until": 5}, {"every": 3}], r"must grow.*\[9, 5\]"),
+        ([{"every": 0}], "greater than or equal to 1"),
+        ([{"every": -10}], "greater than or equal to 1"),
+        ([{"every": 1, "until": 0}], "greater than or equal to 1"),
+        ([{"until": 5}], "every"),
+        ([{"every": True}], "expected a number"),
+        ([{"every": 1, "untill": 5}], "untill"),
+        (None, "valid list"),
+    ],
+)
+def test_entries_that_make_no_sense_are_refused(keep, message):
+    with pytest.raises(ValidationError, match=message):
+        CheckpointerConfig(keep=keep)
+
+
+@pytest.mark.parametrize("value", [15, "15", "", "m", "-5m", "1 fortnight", True])
+def test_an_interval_needs_a_number_and_a_unit(value):
+    with pytest.raises(ValidationError):
+        CheckpointerConfig(save_interval=value)
+
+
+def test_null_turns_temporary_checkpoints_off():
+    assert CheckpointerConfig(save_interval=None).save_interval is None

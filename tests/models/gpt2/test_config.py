@@ -1,0 +1,52 @@
+"""Settings of GPT-2: defaults, derived sizes, refusals."""
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.models.gpt2.config import Gpt2Config
+
+
+def test_the_defaults_are_the_124m_model():
+    c = Gpt2Config()
+    assert (c.hidden_dim, c.num_layers, c.num_heads, c.seq_len) == (768, 12, 12, 1024)
+    assert (c.head_dim, c.mlp_dim) == (64, 3072)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "hint"), [(768, 11, "12 or 8|8 or 12|10 or 12"), (7, 2, "1 or 7"), (4, 8, "2 or 4")]
+)
+def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(hidden, heads, hint):
+    with pytest.raises(ValidationError, match=f"not a multiple of num_heads {heads}; num_heads could be ({hint})"):
+        Gpt2Config(hidden_dim=hidden, num_heads=heads)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq_len": 1},
+        {"hidden_dim": 0},
+        {"num_layers": 0},
+        {"num_heads": 0},
+        {"num_heads": -1},
+        {"mlp_scale": 0},
+        {"mlp_scale": 2.5},
+        {"num_layers": True},
+        {"embed_pdrop": 1.0},
+        {"resid_pdrop": -0.1},
+        {"attn_pdrop": "much"},
+        {"initializer_range": 0.0},
+        {"initializer_range": float("nan")},
+        {"layer_norm_epsilon": 0},
+        {"type": "llama"},
+        {"hidden": 8},
+    ],
+)
+def test_impossible_values_and_unknown_names_are_refused(change):
+    with pytest.raises(ValidationError):
+        Gpt2Config(**change)
+
+
+@pytest.mark.parametrize("name", ["embed_pdrop", "resid_pdrop", "attn_pdrop"])
+def test_any_dropout_counts_as_dropout(name):
+    assert not Gpt2Config().has_dropout
+    assert Gpt2Config(**{name: 0.1}).has_dropout

@@ -1,0 +1,66 @@
+"""Causal attention against plain numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmtrain.models.layers.attention import attend, self_attend
+
+RNG = np.random.default_rng(0)
+
+
+def arrays(queries: int, keys: int):
+    shapes = [(2, 3, queries, 4), (2, 3, keys, 4), (2, 3, keys, 4)]
+    return [RNG.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def plain(q, k, v, scale: float, first: int = 0) -> np.ndarray:
+    out = np.zeros(q.shape)
+    for s in range(q.shape[2]):
+        seen = slice(0, first + s + 1)
+        scores = np.einsum("bhc,bhtc->bht", q[:, :, s], k[:, :, seen]) * scale
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out[:, :, s] = np.einsum("bht,bhtc->bhc", weights, v[:, :, seen])
+    return out
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 8])
+def test_self_attention_is_the_plain_formula_at_even_and_odd_lengths(length):
+    q, k, v = arrays(length, length)
+    np.testing.assert_allclose(self_attend(q, k, v, 0.3), plain(q, k, v, 0.3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("first", "queries"), [(0, 6), (2, 3), (5, 1)])
+def test_queries_at_a_later_position_see_the_keys_up_to_their_own(first, queries):
+    q, k, v = arrays(queries, 6)
+    np.testing.assert_allclose(attend(q, k, v, 0.5, first), plain(q, k, v, 0.5, first), rtol=1e-5, atol=1e-5)
+
+
+def test_later_keys_and_values_have_no_influence_at_all():
+    q, k, v = arrays(6, 6)
+    before = np.asarray(self_attend(q, k, v, 0.5))
+    k[:, :, 4:], v[:, :, 4:] = 1e6, -1e6
+    np.testing.assert_array_equal(np.asarray(self_attend(q, k, v, 0.5))[:, :, :4], before[:, :, :4])
+
+
+def test_huge_scores_give_no_nan():
+    q, k, v = arrays(4, 4)
+    assert np.isfinite(self_attend(q * 1e4, k * 1e4, v, 1.0)).all()
+
+
+def test_upcast_computes_bfloat16_scores_in_float32():
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(8, 8))
+    wide = [np.asarray(x, np.float32) for x in (q, k, v)]
+    exact = plain(*wide, 3.0)
+    upcast = np.asarray(attend(q, k, v, 3.0, upcast=True), np.float32)
+    narrow = np.asarray(attend(q, k, v, 3.0), np.float32)
+    assert np.abs(upcast - exact).max() < 0.03
+    assert np.abs(upcast - exact).mean() < np.abs(narrow - exact).mean()
+
+
+def test_drop_is_applied_to_the_weights_of_every_query():
+    q, k, v = arrays(5, 5)
+    np.testing.assert_allclose(
+        self_attend(q, k, v, 0.5, drop=lambda weights: 2 * weights), 2 * plain(q, k, v, 0.5), rtol=1e-5, atol=1e-5
+    )

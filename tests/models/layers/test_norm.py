@@ -1,0 +1,39 @@
+"""LayerNorm against plain numpy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmtrain.models.layers.norm import LayerNorm
+
+SCALE = np.linspace(0.5, 2.0, 8).astype(np.float32)
+BIAS = np.linspace(-1.0, 1.0, 8).astype(np.float32)
+
+
+def normalised(x: np.ndarray, epsilon: float) -> np.ndarray:
+    x = x.astype(np.float64)
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + epsilon) * SCALE + BIAS
+
+
+def apply(x, epsilon: float = 1e-5):
+    return LayerNorm(8, epsilon).apply({"params": {"scale": SCALE, "bias": BIAS}}, jnp.asarray(x))
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 0.5])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_it_is_the_formula_over_the_last_dimension(epsilon, offset):
+    x = (np.random.default_rng(0).normal(size=(2, 3, 8)) + offset).astype(np.float32)
+    np.testing.assert_allclose(apply(x, epsilon), normalised(x, epsilon), rtol=1e-4, atol=1e-4)
+
+
+def test_a_constant_row_gives_the_bias():
+    np.testing.assert_array_equal(apply(np.full((1, 8), 4.0, np.float32))[0], BIAS)
+
+
+def test_statistics_of_bfloat16_are_computed_in_float32():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)) * 3 + 20, jnp.bfloat16)
+    out = apply(x)
+    assert out.dtype == jnp.bfloat16
+    exact = jnp.asarray(normalised(np.asarray(x, np.float32), 1e-5), jnp.float32)
+    # only the last rounding may differ from the exact result
+    np.testing.assert_allclose(np.asarray(out, np.float32), exact, rtol=2**-8, atol=1e-3)

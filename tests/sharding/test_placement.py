@@ -1,0 +1,67 @@
+"""Shardings from names, and numpy rows into global arrays, on one device."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from lmtrain.config.errors import UserError
+from lmtrain.sharding.mesh import Layout, plan_layout
+from lmtrain.sharding.placement import constrain, like_parameters, local_rows, parameter_shardings, place_batch
+
+
+def boxed(shape, names):
+    return {"layer": {"kernel": nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)}}
+
+
+def on_many_devices() -> Layout:
+    """The mapping of a layout for 4 x 2 devices that need not exist."""
+    plan = plan_layout(1, "embed", ["mlp"])
+    return Layout(AbstractMesh((1, 4, 2), plan.mesh.axis_names), plan.parameter_rules, plan.compute_rules)
+
+
+def test_names_become_mesh_axes():
+    shardings = parameter_shardings(on_many_devices(), boxed((8, 6), ("embed", "mlp")))
+    assert shardings["layer"]["kernel"].spec == PartitionSpec("data", "model")
+
+
+@pytest.mark.parametrize(("shape", "size", "parts", "axis"), [((6, 6), 6, 4, "data"), ((8, 5), 5, 2, "model")])
+def test_a_size_that_does_not_divide_is_refused_by_name(shape, size, parts, axis):
+    message = rf"layer.*kernel.*dimension of {size} cannot be split over {parts} devices \(mesh axis {axis}\)"
+    with pytest.raises(UserError, match=message):
+        parameter_shardings(on_many_devices(), boxed(shape, ("embed", "mlp")))
+
+
+def test_copies_of_the_parameters_get_their_shardings_and_scalars_are_replicated():
+    layout = plan_layout(1, "embed", None)
+    params = {"a": jnp.zeros(4), "b": {"c": jnp.zeros((2, 4))}}
+    marked = {"a": NamedSharding(layout.mesh, PartitionSpec("data")), "b": {"c": layout.batch}}
+    state = optax.adam(0.1).init(params)
+    adam = like_parameters(layout, state, params, marked)[0]
+    assert adam.mu == marked
+    assert adam.nu == marked
+    assert adam.count == layout.replicated
+
+
+def test_one_process_holds_all_rows_and_places_them_unchanged():
+    layout = plan_layout(1, "embed", None)
+    rows = local_rows(layout.batch, 6)
+    np.testing.assert_array_equal(rows, np.arange(6))
+    batch = {"tokens": np.arange(18, dtype=np.int32).reshape(6, 3), "loss_mask": np.eye(6, 3, dtype=bool)}
+    placed = place_batch(batch, layout.batch, rows, 6)
+    assert placed.keys() == batch.keys()
+    for name, array in placed.items():
+        assert array.sharding == layout.batch
+        assert array.dtype == batch[name].dtype
+        np.testing.assert_array_equal(array, batch[name])
+
+
+def test_constrain_changes_no_values_and_knows_only_activations():
+    x = jnp.arange(6.0).reshape(2, 3)
+    with plan_layout(1, "embed", None).active():
+        np.testing.assert_array_equal(jax.jit(lambda x: constrain(x, "act_batch", None))(x), x)
+    with pytest.raises(AssertionError, match="unknown logical axis 'embed'"):
+        constrain(x, "act_batch", "embed")
