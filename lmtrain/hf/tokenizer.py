@@ -51,6 +51,8 @@ def load_tokenizer(path: str) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(file)
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{file}: not a tokenizer: {error}") from None
+    backend.no_truncation()  # some folders come with a limit, which would drop text
+    backend.no_padding()
     config = _read_config(folder)
     eos, bos = _token_text(config.get("eos_token")), _token_text(config.get("bos_token"))
     with open(file, encoding="utf-8") as opened:

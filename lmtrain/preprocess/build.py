@@ -32,7 +32,10 @@ def build_cache(config: DataConfig, split: str) -> Manifest:
     settings = DocumentSettings(config.text_key, config.enforce_eos, config.enforce_bos)
     check_special_tokens(tokenizer, settings)
     recipe = _recipe(tokenizer, settings)
-    finished = load_manifest(folder)
+    try:
+        finished = load_manifest(folder)
+    except NotADirectoryError:
+        raise UserError(f"data.cache_dir: {folder} cannot be made: there is a file in its way") from None
     if finished is not None:
         _check_recipe(folder, finished.recipe, recipe)
     try:
@@ -45,8 +48,12 @@ def build_cache(config: DataConfig, split: str) -> Manifest:
     if finished is not None:
         _check_sources(folder, [shard.source for shard in finished.shards], sources)
         return finished
-    os.makedirs(folder, exist_ok=True)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.cache_dir: {folder} cannot be made: {error.strerror}") from None
     remove_temporaries(folder)
+    _check_markers(folder, recipe, sources)
     try:
         shards = _build_missing(config, split, folder, sources, settings, recipe)
     except BaseException:
@@ -75,7 +82,7 @@ def _build_missing(
 ) -> list[ShardInfo]:
     """Every shard's info, in source order; those without a finished-marker are built."""
     names = [shard_name(index, len(sources)) for index in range(len(sources))]
-    infos = {name: _finished_shard(folder, name, recipe, source) for name, source in zip(names, sources, strict=True)}
+    infos = {name: _finished_shard(folder, name) for name in names}
     jobs = [
         ShardJob(source, os.path.join(folder, name), config.tokenizer_path, settings, recipe)
         for name, source in zip(names, sources, strict=True)
@@ -119,17 +126,37 @@ def _with_progress(jobs: list[ShardJob], workers: int | None, split: str) -> lis
     return finished
 
 
-def _finished_shard(folder: str, name: str, recipe: dict[str, Any], source: Source) -> ShardInfo | None:
+def _finished_shard(folder: str, name: str) -> ShardInfo | None:
     """The info in a shard's marker, None if it has none or its file is not whole."""
-    try:
-        marker = read_json(os.path.join(folder, f"{name}.json"))
-    except FileNotFoundError:
+    marker = _read_marker(folder, f"{name}.json")
+    if marker is None:
         return None
-    info = ShardInfo(**marker["shard"])
-    _check_recipe(folder, marker["recipe"], recipe)
-    _check_sources(folder, [info.source], [source])
-    file = os.path.join(folder, info.file)
-    return info if os.path.isfile(file) and os.path.getsize(file) == info.bytes else None
+    file = os.path.join(folder, marker[1].file)
+    return marker[1] if os.path.isfile(file) and os.path.getsize(file) == marker[1].bytes else None
+
+
+def _read_marker(folder: str, name: str) -> tuple[dict[str, Any], ShardInfo] | None:
+    """Recipe and info of a finished shard; a damaged marker is of no more use than a missing one."""
+    try:
+        marker = read_json(os.path.join(folder, name))
+        return marker["recipe"], ShardInfo(**marker["shard"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _check_markers(folder: str, recipe: dict[str, Any], sources: list[Source]) -> None:
+    """An unfinished cache must be of the same recipe, and its shards of the sources in the same places."""
+    markers = {name: _read_marker(folder, name) for name in os.listdir(folder) if name.endswith(".json")}
+    cached = {name: marker for name, marker in markers.items() if marker is not None}
+    for was, _ in cached.values():
+        _check_recipe(folder, was, recipe)
+    now = {source.url: asdict(source) for source in sources}
+    lines = _changed({info.source["url"]: info.source for _, info in cached.values()}, now)
+    expected = {f"{shard_name(i, len(sources))}.json": source.url for i, source in enumerate(sources)}
+    moved = [name for name, (_, info) in sorted(cached.items()) if expected.get(name) != info.source["url"]]
+    if moved and not lines:
+        lines.append(f"{moved[0]} is of another place in the list of sources, or of a list of another length")
+    _refuse(folder, lines)
 
 
 def _check_recipe(folder: str, cached: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -139,12 +166,16 @@ def _check_recipe(folder: str, cached: dict[str, Any], wanted: dict[str, Any]) -
 def _check_sources(folder: str, cached: list[dict[str, Any]], wanted: list[Source]) -> None:
     before = {source["url"]: source for source in cached}
     now = {source.url: asdict(source) for source in wanted}
-    lines = [f"{url} is in the cache, but no source of this config" for url in before if url not in now]
+    lines = _changed(before, now)
     lines += [f"{url} is a source of this config, but not in the cache" for url in now if url not in before]
-    lines += [f"{url} has changed since it was cached" for url in now if url in before and before[url] != now[url]]
     if not lines and list(before) != list(now):
         lines.append("the sources are the same, in another order")
     _refuse(folder, lines)
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    lines = [f"{url} is in the cache, but no source of this config" for url in before if url not in now]
+    return lines + [f"{url} has changed since it was cached" for url in now if before.get(url, now[url]) != now[url]]
 
 
 def _refuse(folder: str, differences: list[str]) -> None:

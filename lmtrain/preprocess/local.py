@@ -40,8 +40,13 @@ def build_locally(
     pending: set[Future[Any]] = set()
     try:
         pending = {pool.submit(_build, job) for job in jobs}
+        workers_seen: set[Any] = set()
         while pending:
             done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+            # the pool does not watch a worker that it started after it last looked, so look ourselves
+            workers_seen.update(multiprocessing.active_children())
+            if any(worker.exitcode for worker in workers_seen):
+                raise BrokenProcessPool
             on_progress((counters[0], counters[1], counters[2]))
             for future in done:
                 yield future.result()

@@ -1,7 +1,9 @@
 """Input files: finding them, and reading their documents one by one."""
 
 import hashlib
+import io
 import json
+import lzma
 import os
 import zlib
 from collections.abc import Iterator
@@ -9,10 +11,12 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 import fsspec
+import zstandard
 from braceexpand import braceexpand
 from fsspec.compression import compr
 
 from lmtrain.config.errors import UserError
+from lmtrain.preprocess.zstd import ZstdReader
 
 _EXTENSIONS = (".jsonl",)
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
@@ -59,9 +63,10 @@ class FilesMissingError(UserError):
 def _matches(name: str) -> list[str]:
     try:
         fs, path = fsspec.core.url_to_fs(name)
-        if any(sign in path for sign in "*?["):
-            return sorted(fs.unstrip_protocol(match) if "://" in name else match for match in fs.glob(path))
-        return [name] if fs.exists(path) else []
+        if fs.isfile(path):  # first, since a name may hold a glob's signs
+            return [name]
+        found = [match for match in fs.glob(path) if fs.isfile(match)] if any(sign in path for sign in "*?[") else []
+        return sorted(fs.unstrip_protocol(match) if "://" in name else match for match in found)
     except (ValueError, ImportError, OSError) as error:
         raise UserError(f"{name}: cannot be read: {error}") from None
 
@@ -98,12 +103,12 @@ class DocumentReader:
         self._size = int(fs.size(path))
         with fs.open(path, "rb") as raw:
             self._raw = raw
-            lines = compr[compression](raw, mode="rb") if compression else raw
+            lines = _decompress(raw, compression)
             try:
                 for number, line in enumerate(lines, start=1):  # named in the error below
                     if line.strip():
                         yield number, self._text(number, line)
-            except (EOFError, zlib.error, OSError) as error:
+            except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError) as error:
                 raise UserError(f"{self.url}: damaged after line {number}: {error}") from None
 
     def _text(self, number: int, line: bytes) -> str:
@@ -112,7 +117,7 @@ class DocumentReader:
             document = json.loads(line)
         except UnicodeDecodeError as error:
             raise UserError(f"{place}: not UTF-8: {error.reason} at byte {error.start}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: not JSON: {error}") from None
         if not isinstance(document, dict):
             raise UserError(f"{place}: expected a JSON object with the key {self.text_key!r}")
@@ -122,7 +127,19 @@ class DocumentReader:
         text = document[self.text_key]
         if not isinstance(text, str):
             raise UserError(f"{place}: {self.text_key!r} is {type(text).__name__}, not text")
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+                raise UserError(f"{place}: not UTF-8: {error.reason} at character {error.start}") from None
         return text
+
+
+def _decompress(raw: IO[Any], compression: str | None) -> IO[Any]:
+    """A binary stream to read lines from."""
+    if compression == "zstd":
+        return io.BufferedReader(ZstdReader(raw))
+    return compr[compression](raw, mode="rb") if compression else raw
 
 
 def _format_of(url: str) -> str | None:
