@@ -38,7 +38,8 @@ def list_checkpoints(run_folder: str) -> list[Checkpoint]:
     if not os.path.isdir(run_folder):
         return []
     matches = [(_STEP.fullmatch(name), name) for name in os.listdir(run_folder)]
-    found = [Checkpoint(int(match[1]), os.path.join(run_folder, name)) for match, name in matches if match]
+    steps = [Checkpoint(int(match[1]), os.path.join(run_folder, name)) for match, name in matches if match]
+    found = [checkpoint for checkpoint in steps if os.path.isdir(checkpoint.path)]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 

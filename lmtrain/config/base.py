@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 class Section(BaseModel):
     """A group of settings. Unknown names are errors, and values do not change after loading."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -35,12 +35,12 @@ def build_schedule(config: AdamConfig, num_train_steps: int) -> Schedule:
         now = jnp.asarray(step, jnp.float32)
         rising = peak * now / max(warmup, 1)
         progress = jnp.clip((now - begin) / max(decay, 1), 0.0, 1.0)
-        if config.lr_schedule == "cosine":
-            falling = end + (peak - end) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
-        elif config.lr_schedule == "linear":
-            falling = peak + (end - peak) * progress
-        else:
+        if config.lr_schedule == "constant" or decay == 0:
             falling = jnp.full_like(now, peak)
+        elif config.lr_schedule == "cosine":
+            falling = end + (peak - end) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+        else:
+            falling = peak + (end - peak) * progress
         return jnp.where(now < warmup, rising, falling)
 
     return rate

@@ -86,7 +86,9 @@ def test_what_is_saved_is_the_state_at_the_call_not_later(make, tmp_path):
     params["w"].delete()
     checkpointer.finish()
     (checkpoint,) = list_checkpoints(str(tmp_path / "run"))
-    like = {"w": jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
+    like = {
+        "w": jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    }
     np.testing.assert_array_equal(load_arrays(checkpoint, "params", like)["w"], np.arange(1000.0))
 
 

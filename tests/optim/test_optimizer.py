@@ -61,9 +61,7 @@ def test_gradients_are_clipped_to_the_global_norm_before_adam():
 @pytest.mark.parametrize("limit", [None, 0.0, 1e6])
 def test_null_zero_and_a_high_limit_clip_nothing(limit):
     one = run(AdamConfig(max_grad_norm=limit, epsilon=0.1), [GRADIENTS[0]])
-    expected = plain_adamw(
-        PARAMS["layer"]["kernel"], [GRADIENTS[0]["layer"]["kernel"]], [0.1], 0.9, 0.95, 0.1, 0.0
-    )
+    expected = plain_adamw(PARAMS["layer"]["kernel"], [GRADIENTS[0]["layer"]["kernel"]], [0.1], 0.9, 0.95, 0.1, 0.0)
     np.testing.assert_allclose(one["layer"]["kernel"], expected, rtol=1e-5)
 
 

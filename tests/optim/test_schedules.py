@@ -62,9 +62,3 @@ def test_a_traced_step_gives_the_same_rates():
 )
 def test_an_int_is_steps_and_a_float_a_fraction_rounded_down(length, whole, expected):
     assert num_steps(length, whole) == expected
-
-
-@pytest.mark.parametrize(("length", "expected"), [(0.07, 7), (0.29, 29), (0.57, 57), (0.58, 58)])
-def test_a_fraction_of_a_hundred_steps_is_that_percentage(length, expected):
-    """0.29 * 100 is 28.999999999999996 in floating point; nobody means 28."""
-    assert num_steps(length, 100) == expected

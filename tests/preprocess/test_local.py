@@ -20,7 +20,6 @@ DEADLINE_SECONDS = 60
 
 PARENT = """
 import sys
-import jax  # what a training process has loaded must not be loaded by its workers
 
 from lmtrain.preprocess.local import build_locally
 from lmtrain.preprocess.shard import ShardJob
@@ -28,6 +27,8 @@ from lmtrain.preprocess.sources import Source
 from lmtrain.preprocess.tokenize import DocumentSettings
 
 if __name__ == "__main__":
+    import jax  # what a training process has loaded must not be loaded by its workers
+
     folder, tokenizer = sys.argv[1:]
     settings = DocumentSettings("text", True, False)
     jobs = [

@@ -1,0 +1,79 @@
+"""Layers: merging, and origins that follow the values."""
+
+import copy
+
+import pytest
+
+from lmtrain.config.layers import Layer, Origin, dotted, merge, walk_leaves
+
+LOW, HIGH = Origin("low.yaml", 1), Origin("high.yaml", 2)
+
+
+@pytest.mark.parametrize(
+    ("under", "over", "merged"),
+    [
+        ({}, {}, {}),
+        ({"a": 1}, {}, {"a": 1}),
+        ({"a": {"b": 1, "c": 2}}, {"a": {"c": 3, "d": 4}}, {"a": {"b": 1, "c": 3, "d": 4}}),
+        ({"a": [1, 2, 3]}, {"a": [4]}, {"a": [4]}),
+        ({"a": {"b": 1}}, {"a": 2}, {"a": 2}),
+        ({"a": {"b": 1}}, {"a": None}, {"a": None}),
+        ({"a": 2}, {"a": {"b": 1}}, {"a": {"b": 1}}),
+        ({"a": None}, {"a": {"b": 1}}, {"a": {"b": 1}}),
+        ({"a": {"b": 1}}, {"a": {}}, {"a": {"b": 1}}),
+        ({"b": 1, "a": 2}, {"c": 3, "b": 4}, {"b": 4, "a": 2, "c": 3}),
+    ],
+)
+def test_maps_are_merged_and_all_else_is_replaced(under, over, merged):
+    result = merge(Layer(under), Layer(over)).data
+    assert result == merged
+    assert list(result) == list(merged)
+
+
+def test_merging_changes_neither_layer():
+    under = Layer({"a": {"b": {"c": 1}}}, {("a",): LOW, ("a", "b"): LOW, ("a", "b", "c"): LOW})
+    over = Layer({"a": {"b": {"c": 2}, "d": [1]}}, {("a",): HIGH})
+    before = copy.deepcopy((under, over))
+    merge(under, over)
+    assert (under, over) == before
+
+
+def test_a_value_keeps_its_origin_until_it_is_replaced():
+    under = Layer({"a": {"b": 1, "c": 1}}, {("a",): LOW, ("a", "b"): LOW, ("a", "c"): LOW})
+    over = Layer({"a": {"b": 2}}, {("a",): HIGH, ("a", "b"): HIGH})
+    merged = merge(under, over)
+    assert merged.origin_of(("a", "b")) == HIGH
+    assert merged.origin_of(("a", "c")) == LOW
+
+
+def test_what_stood_below_a_replaced_value_leaves_no_origin():
+    under = Layer({"a": [{"b": 1}]}, {("a",): LOW, ("a", 0): LOW, ("a", 0, "b"): LOW})
+    merged = merge(under, Layer({"a": [{"c": 1}]}, {("a",): HIGH}))
+    assert merged.origin_of(("a", 0, "b")) == HIGH
+
+
+def test_the_origin_of_an_unwritten_path_is_that_of_the_nearest_enclosing_value():
+    layer = Layer({}, {("a",): LOW, ("a", "b"): HIGH})
+    assert layer.origin_of(("a", "b", "c", 0)) == HIGH
+    assert layer.origin_of(("a", "x")) == LOW
+    assert layer.origin_of(("x",)) is None
+    assert layer.origin_of(()) is None
+
+
+def test_an_origin_reads_as_file_and_line_or_as_a_flag():
+    assert str(Origin("a.yaml", 3)) == "a.yaml:3"
+    assert str(Origin("--trainer.seed")) == "--trainer.seed"
+
+
+def test_leaves_are_walked_in_order_and_an_empty_map_is_a_leaf():
+    tree = {"b": {"x": 1, "y": {}}, "a": [{"c": 2}], "": None}
+    assert list(walk_leaves(tree)) == [(("b", "x"), 1), (("b", "y"), {}), (("a",), [{"c": 2}]), (("",), None)]
+    assert list(walk_leaves(7)) == [((), 7)]
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [((), ""), (("a",), "a"), (("trainer", "tracker", 0, "type"), "trainer.tracker[0].type"), (("a", 1, 2), "a[1][2]")],
+)
+def test_a_path_is_shown_dotted(path, text):
+    assert dotted(path) == text

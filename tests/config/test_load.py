@@ -1,0 +1,188 @@
+"""Loading a config: finding it, and one report of every problem with place, name, and a better name."""
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.load import find_config, load_config
+from lmtrain.run_config import RunConfig
+
+KEEP = "trainer:\n  checkpointer:\n    keep:\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def report(folder, text, overrides=()):
+    """The lines of the report on a broken `c.yaml`."""
+    (folder / "c.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_config(RunConfig, "c.yaml", overrides)
+    return str(caught.value).splitlines()
+
+
+# (the file, the exact line of the report)
+BROKEN = [
+    ("model:\n  sql_len: 4\n", "c.yaml:2: model.sql_len: no such setting; did you mean model.seq_len?"),
+    ("modle: {}\n", "c.yaml:1: modle: no such setting; did you mean model?"),
+    ("zzzz: 4\n", "c.yaml:1: zzzz: no such setting"),
+    (
+        "\n\nmodel:\n  learning_rate: 4\n",
+        "4: model.learning_rate: no such setting; did you mean optimizer.learning_rate?",
+    ),
+    ("seq_len: 4\n", "c.yaml:1: seq_len: no such setting; did you mean model.seq_len?"),
+    (
+        "trainer:\n  tracker:\n    type: tensorboard\n    logdirr: x\n",
+        "c.yaml:4: trainer.tracker.logdirr: no such setting; did you mean trainer.tracker.logdir?",
+    ),
+    (
+        "trainer:\n  tracker:\n    - type: json\n    - projct: x\n",
+        "c.yaml:4: trainer.tracker[1].projct: no such setting",
+    ),
+    (KEEP + "      - evry: 3\n", "c.yaml:4: trainer.checkpointer.keep[0].every: this setting is required"),
+    (KEEP + "      - until: 3\n", "c.yaml:4: trainer.checkpointer.keep[0].every: this setting is required"),
+    (
+        KEEP + "      - {every: 3, until: 9}\n      - {every: 4, until: 9}\n",
+        "c.yaml:3: trainer.checkpointer.keep: 'until'",
+    ),
+    (KEEP + "      - every: 3\n      - every: 4\n", "only the last entry may be without 'until'"),
+    ("model:\n  seq_len: abc\n", "c.yaml:2: model.seq_len: expected a valid integer, unable to parse"),
+    ("model:\n  seq_len: 64.5\n", "c.yaml:2: model.seq_len: expected a valid integer"),
+    ("model:\n  seq_len: true\n", "c.yaml:2: model.seq_len: expected a number, not true or false"),
+    ("model:\n  seq_len: 1\n", "c.yaml:2: model.seq_len: expected greater than or equal to 2, not 1"),
+    ("model:\n  seq_len: {a: 3}\n", "c.yaml:2: model.seq_len: expected a valid integer"),
+    ("model:\n  scan_layers: 'maybe'\n", "c.yaml:2: model.scan_layers: expected a valid boolean"),
+    ("model:\n  num_heads: 5\n", "hidden_dim 768 is not a multiple of num_heads 5; num_heads could be 4 or 6"),
+    ("model:\n  type: llama\n", "c.yaml:2: model.type: expected 'gpt2', not 'llama'"),
+    ("optimizer:\n  type: sgd\n", "c.yaml:2: optimizer.type: expected 'adam', not 'sgd'"),
+    (
+        "optimizer:\n  lr_schedule: cosin\n",
+        "2: optimizer.lr_schedule: expected 'constant', 'linear' or 'cosine', not 'cosin'",
+    ),
+    ("optimizer:\n  learning_rate: .nan\n", "c.yaml:2: optimizer.learning_rate: expected"),
+    ("optimizer:\n  learning_rate: .inf\n", "c.yaml:2: optimizer.learning_rate: expected"),
+    ("optimizer:\n  beta1: 1.0\n", "c.yaml:2: optimizer.beta1: expected less than 1, not 1.0"),
+    (
+        "optimizer:\n  warmup: 1.5\n",
+        "c.yaml:2: optimizer.warmup: expected a fraction from 0.0 to 1.0, or a whole number",
+    ),
+    ("optimizer:\n  warmup: -1\n", "c.yaml:2: optimizer.warmup: expected a whole number of steps, 0 or more, not -1"),
+    ("data:\n  train_urls: a.jsonl\n", "c.yaml:2: data.train_urls: expected a valid list, not 'a.jsonl'"),
+    ("data:\n  train_urls:\n    - a\n    - 3\n", "c.yaml:4: data.train_urls[1]: expected a valid string, not 3"),
+    ("data:\n  demo: d\n  train_urls: [a]\n", "c.yaml:1: data: demo and train_urls/validation_urls are both set"),
+    (
+        "trainer:\n  checkpointer:\n    save_interval: 15\n",
+        "3: trainer.checkpointer.save_interval: a duration needs a unit",
+    ),
+    ("trainer:\n  mp: f16\n", "c.yaml:2: trainer.mp: float16 needs loss scaling"),
+    ("trainer:\n  per_device_parallelism: 0\n", "per_device_parallelism: expected -1 (automatic), or 1 or more, not 0"),
+    (
+        "trainer:\n  tracker: {type: foo}\n",
+        "no such tracker; expected a map with type: wandb, tensorboard, json or noop",
+    ),
+    ("trainer:\n  tracker: {mode: offlin}\n", "tracker.mode: expected 'online', 'offline' or 'disabled', not 'offlin'"),
+    ("trainer:\n  seed: 99999999999999999999999\n", "c.yaml:2: trainer.seed: expected"),
+    ("trainer:\n  log_dir: ''\n", "c.yaml:2: trainer.log_dir: "),
+    ("data:\n  cache_dir: ''\n", "c.yaml:2: data.cache_dir: "),
+    ("trainer:\n  checkpointer:\n    base_path: ''\n", "c.yaml:3: trainer.checkpointer.base_path: "),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BROKEN)
+def test_a_broken_config_is_reported_with_place_name_and_advice(folder, text, expected):
+    first, *lines = report(folder, text)
+    assert first.startswith("c.yaml: ")
+    assert any(expected in line for line in lines), lines
+
+
+def test_all_problems_are_reported_at_once_each_with_its_line(folder):
+    assert report(folder, "model:\n  seq_len: x\n  num_heads: 0\ntrainer:\n  sed: 3\n") == [
+        "c.yaml: 3 problems in the config",
+        "  c.yaml:2: model.seq_len: expected a valid integer, unable to parse string as an integer, not 'x'",
+        "  c.yaml:3: model.num_heads: expected greater than or equal to 1, not 0",
+        "  c.yaml:5: trainer.sed: no such setting; did you mean trainer.seed?",
+    ]
+
+
+@pytest.mark.parametrize("text", ["optimizer:\n  warmup: '0.1'\n", "trainer:\n  fsdp_axis: 3\n"])
+def test_one_mistake_is_one_problem_however_many_types_a_setting_takes(folder, text):
+    assert len(report(folder, text)) == 2
+
+
+@pytest.mark.parametrize("text", ["model:\n", "model: gpt2\n", "model: [1]\n", "trainer:\n  tracker: json\n"])
+def test_a_section_that_is_no_map_is_told_in_words_of_yaml_not_of_python(folder, text):
+    message = "\n".join(report(folder, text))
+    assert "map" in message
+    assert "Config" not in message
+
+
+def test_a_dotted_name_in_a_file_is_not_advised_to_be_itself(folder):
+    assert "did you mean trainer.seed?" not in report(folder, "trainer.seed: 3\n")[1]
+
+
+def test_a_problem_in_an_included_file_has_its_place(folder):
+    (folder / "m.yaml").write_text("num_layers: 2\nseq_len: x\n")
+    assert report(folder, "model: !include m.yaml\n")[1].startswith("  m.yaml:2: model.seq_len: ")
+
+
+def test_a_problem_in_an_override_has_its_flag(folder):
+    lines = report(folder, "model:\n  seq_len: 32\n", [("model.seq_len", "x"), ("trainer.sed", "1")])
+    assert lines[1].startswith("  --model.seq_len: model.seq_len: expected a valid integer")
+    assert lines[2] == "  --trainer.sed: trainer.sed: no such setting; did you mean trainer.seed?"
+
+
+def test_a_long_value_does_not_flood_the_terminal(folder):
+    assert len("\n".join(report(folder, f"model:\n  seq_len: {'x' * 5000}\n"))) < 1000
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(folder):
+    (folder / "c.yaml").write_text("model: {seq_len: 32, num_layers: 2}\n")
+    model = load_config(RunConfig, "c.yaml", [("model.num_layers", "3")]).config.model
+    assert (model.seq_len, model.num_layers, model.num_heads) == (32, 3, 12)
+
+
+def test_an_empty_config_is_all_defaults(folder):
+    (folder / "c.yaml").write_text("")
+    assert load_config(RunConfig, "c.yaml").config == RunConfig()
+
+
+@pytest.mark.parametrize("written", ["dir/c.yaml", "dir/c", "./dir/c"])
+def test_a_config_is_found_with_or_without_its_ending(folder, written):
+    (folder / "dir").mkdir()
+    (folder / "dir" / "c.yaml").write_text("")
+    assert load_config(RunConfig, written).stem == "c"
+    assert find_config(written).endswith("dir/c.yaml")
+
+
+def test_a_file_of_the_working_folder_wins_over_a_shipped_config(folder):
+    assert find_config("gpt2_nano") != "gpt2_nano.yaml"
+    (folder / "gpt2_nano.yaml").write_text("")
+    assert find_config("gpt2_nano") == "gpt2_nano.yaml"
+
+
+@pytest.mark.parametrize(("config", "stem"), [("memory://d/run.v2.yaml", "run.v2"), ("memory://d/x", "x")])
+def test_a_url_is_taken_as_given(config, stem):
+    import fsspec
+
+    with fsspec.open(config, "w") as file:
+        file.write("trainer: {seed: 3}\n")
+    loaded = load_config(RunConfig, config)
+    assert (loaded.config.trainer.seed, loaded.stem, loaded.path) == (3, stem, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("gpt2_nan", "gpt2_nan: no such config; did you mean 'gpt2_nano'?"),
+        ("gpt2_nan.yaml", "gpt2_nan.yaml: no such config; did you mean 'gpt2_nano'?"),
+        ("zzz", "zzz: no such config; give a path, or one of: gpt2_nano"),
+        ("", ": no such config; give a path, or one of: "),
+        (".", ".: no such config; give a path, or one of: "),
+    ],
+)
+def test_a_config_that_is_not_there(folder, config, message):
+    with pytest.raises(UserError) as caught:
+        find_config(config)
+    assert str(caught.value).startswith(message)

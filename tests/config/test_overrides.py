@@ -1,0 +1,103 @@
+"""Overrides: splitting the command line, values in YAML, later flags win."""
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.layers import Origin
+from lmtrain.config.overrides import overrides_layer, split_overrides
+
+
+@pytest.mark.parametrize(
+    ("argv", "rest", "overrides"),
+    [
+        ([], [], []),
+        (["c.yaml"], ["c.yaml"], []),
+        (["c.yaml", "--a.b", "1"], ["c.yaml"], [("a.b", "1")]),
+        (["--a.b=1", "c.yaml"], ["c.yaml"], [("a.b", "1")]),
+        (["--a.b=", "c.yaml"], ["c.yaml"], [("a.b", "")]),
+        (["--a.b=x=y"], [], [("a.b", "x=y")]),
+        (["--a.b", "-5", "c.yaml"], ["c.yaml"], [("a.b", "-5")]),
+        (["--a.b", "", "c.yaml"], ["c.yaml"], [("a.b", "")]),
+        (["--a", "1", "--a", "2"], [], [("a", "1"), ("a", "2")]),
+        (["c.yaml", "--output", "d", "--a", "1"], ["c.yaml", "--output", "d"], [("a", "1")]),
+        (["c.yaml", "--output=d", "-h"], ["c.yaml", "--output=d", "-h"], []),
+        (["--", "--a"[2:]], ["--", "a"], []),
+        (["--a.b", "çode ü"], [], [("a.b", "çode ü")]),
+    ],
+)
+def test_overrides_are_separated_from_the_verbs_own_arguments(argv, rest, overrides):
+    assert split_overrides(argv, ["--output", "-h"]) == (rest, overrides)
+
+
+@pytest.mark.parametrize("argv", [["--trainer.seed"], ["--trainer.seed", "--output", "x"], ["--trainer.seed", "--"]])
+def test_an_override_without_a_value_says_so(argv):
+    with pytest.raises(UserError, match=r"^--trainer\.seed needs a value, for example --trainer\.seed VALUE$"):
+        split_overrides(argv, ["--output"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("100", 100),
+        ("6E-4", 6e-4),
+        ("1e-4", 1e-4),
+        ("true", True),
+        ("null", None),
+        ("", None),
+        ("a b", "a b"),
+        ('["a","b"]', ["a", "b"]),
+        ("{c: [1, 2.5]}", {"c": [1, 2.5]}),
+        ("'100'", "100"),
+        ("gs://bucket/x", "gs://bucket/x"),
+        ("data/{1..8}.jsonl", "data/{1..8}.jsonl"),
+        ("ü", "ü"),
+    ],
+)
+def test_values_are_read_as_yaml(text, value):
+    data = overrides_layer([("a.b", text)]).data
+    assert data == {"a": {"b": value}}
+    assert type(data["a"]["b"]) is type(value)
+
+
+def test_a_later_override_wins_and_the_others_stay():
+    layer = overrides_layer([("a.b", "1"), ("a.c", "2"), ("a.b", "3"), ("d", "[1]"), ("d", "[2]")])
+    assert layer.data == {"a": {"b": 3, "c": 2}, "d": [2]}
+
+
+def test_the_origin_of_every_value_is_its_flag():
+    layer = overrides_layer([("a.b", "{c: [1]}"), ("a.d", "2")])
+    assert layer.origin_of(("a", "b", "c", 0)) == Origin("--a.b")
+    assert layer.origin_of(("a", "d")) == Origin("--a.d")
+
+
+def test_a_section_can_be_read_from_a_file_and_changed_by_a_later_flag(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.yaml").write_text("x: 1\ny: 2\n")
+    layer = overrides_layer([("model", "include m.yaml"), ("model.y", "3")])
+    assert layer.data == {"model": {"x": 1, "y": 3}}
+    assert str(layer.origin_of(("model", "x"))) == "m.yaml:1"
+    assert str(layer.origin_of(("model", "y"))) == "--model.y"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("", "1", "--: expected a dotted name such as --trainer.num_train_steps"),
+        ("a..b", "1", "--a..b: expected a dotted name"),
+        (".", "1", "--.: expected a dotted name"),
+        ("a.", "1", "--a.: expected a dotted name"),
+        ("a", "{", "--a: '{' is not valid YAML"),
+        ("a", "[1, 2", "--a: '[1, 2' is not valid YAML"),
+        ("a", "{b: 1, b: 2}", "--a: 'b' is given twice"),
+        ("a", "!include x.yaml", '--a: write "include x.yaml" (without !) on the command line'),
+        ("a", "include gone.yaml", "gone.yaml: no such file"),
+        ("a", "include ", "--a: "),
+        ("a", "a\0b", "--a: 'a\\x00b' is not valid YAML"),
+        ("a", "2026-99-99", "--a: month must be in 1..12"),
+    ],
+)
+def test_a_bad_override_names_its_flag(name, text, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        overrides_layer([(name, text)])
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,75 @@
+"""Suggestions: the name that was meant, and none rather than a silly one."""
+
+from typing import Literal
+
+import pytest
+
+from lmtrain.config.base import Section
+from lmtrain.config.suggest import known_paths, suggest_name
+from lmtrain.run_config import RunConfig
+
+PATHS = known_paths(RunConfig, {})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("trainer.sed", "trainer.seed"),
+        ("modle", "model"),
+        ("trainer.num_train_step", "trainer.num_train_steps"),
+        ("optimiser.learning_rate", "optimizer.learning_rate"),
+        ("trainer.checkpointer.save_intervall", "trainer.checkpointer.save_interval"),
+        ("trainer.learning_rate", "optimizer.learning_rate"),
+        ("seq_len", "model.seq_len"),
+        ("trainer.save_interval", "trainer.checkpointer.save_interval"),
+        ("zzzz", None),
+        ("ünï", None),
+        ("", None),
+    ],
+)
+def test_the_setting_that_was_meant(wrong, right):
+    assert suggest_name(wrong, PATHS) == right
+
+
+def test_a_near_spelling_beats_the_same_name_elsewhere():
+    assert suggest_name("optimizer.sed", ["optimizer.seed", "trainer.sed"]) == "optimizer.seed"
+
+
+def test_nothing_is_suggested_from_nothing():
+    assert suggest_name("train", []) is None
+
+
+@pytest.mark.parametrize("wrong", ["model.a", "trainer.tracker.foo"])
+def test_the_section_that_the_wrong_name_stands_in_is_no_suggestion(wrong):
+    assert suggest_name(wrong, PATHS) not in ("model", "trainer.tracker")
+
+
+class Left(Section):
+    type: Literal["left"] = "left"
+    reach: int = 0
+
+
+class Right(Section):
+    type: Literal["right"] = "right"
+    grip: int = 0
+
+
+class Whole(Section):
+    hand: Left | Right = Left()
+    hands: list[Left] | None = None
+
+
+def test_known_paths_list_sections_and_settings_through_unions_and_lists():
+    assert known_paths(Whole, {}) == [
+        *("hand", "hand.type", "hand.reach", "hand.type", "hand.grip"),
+        *("hands", "hands.type", "hands.reach"),
+    ]
+
+
+def test_known_paths_follow_the_member_that_type_names():
+    assert known_paths(Whole, {"hand": {"type": "right"}})[:3] == ["hand", "hand.type", "hand.grip"]
+
+
+@pytest.mark.parametrize("data", [None, 3, [], {"hand": 3}, {"hand": [1]}, {"hand": {"type": "neither"}}])
+def test_known_paths_take_any_data_that_a_broken_config_has(data):
+    assert {"hand.reach", "hand.grip"} <= set(known_paths(Whole, data))

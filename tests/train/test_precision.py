@@ -1,0 +1,55 @@
+"""The `mp` setting."""
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.train.config import TrainerConfig
+from lmtrain.train.precision import Precision, parse_precision
+
+F32, BF16 = "float32", "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("f32", (F32, F32, F32)),
+        ("full", (F32, F32, F32)),
+        ("bf16", (BF16, BF16, BF16)),
+        ("bfloat16", (BF16, BF16, BF16)),
+        ("p=f32,c=bfloat16", (F32, BF16, BF16)),
+        ("c=bf16", (F32, BF16, BF16)),
+        ("p=bf16", (BF16, BF16, BF16)),
+        ("p=bf16,c=f32", (BF16, F32, F32)),
+        ("o=f32,c=bf16", (F32, BF16, F32)),
+        (" params = float32 , compute = bf16 , output = f32 ", (F32, BF16, F32)),
+    ],
+)
+def test_what_is_missing_follows(text, expected):
+    assert parse_precision(text) == Precision(*expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("f16", "float16 needs loss scaling"),
+        ("p=f32,c=half", "float16 needs loss scaling"),
+        ("f64", "no number format 'f64'"),
+        ("", "no number format ''"),
+        ("p=", "no number format ''"),
+        ("p=f32,c", "no number format ''"),
+        ("x=f32", "'x' is none of p, c, o"),
+        ("p=f32,", "'' is none of p, c, o"),
+        ("p=f32,params=bf16", "params is given twice"),
+        ("p=f32=bf16", "no number format 'f32=bf16'"),
+    ],
+)
+def test_anything_else_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_precision(text)
+    with pytest.raises(ValidationError, match=message):
+        TrainerConfig(mp=text)
+
+
+def test_a_config_gives_its_precision_and_a_log_line():
+    precision = TrainerConfig(mp="p=f32,c=bf16").precision
+    assert str(precision) == "params=float32, compute=bfloat16, output=bfloat16"

@@ -1,0 +1,119 @@
+"""Setting a run up: what is already finished, what is put together, and what is refused before anything is saved."""
+
+import json
+import os
+import re
+
+import jax
+import pytest
+
+from lmtrain.commands.preprocess import build_caches
+from lmtrain.config.errors import UserError
+from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.preprocess.build import split_folder
+from lmtrain.run_config import RunConfig
+from lmtrain.train.setup import Caches, finished_checkpoint, set_up
+
+
+@pytest.fixture
+def config(settings, tmp_path, monkeypatch):
+    """`config(seq_len=8)(...)`: a tiny run in the test's folder; sections are changed by name."""
+    monkeypatch.chdir(tmp_path)
+    settings["data"] |= {"num_preprocess_workers": 1}
+    settings["trainer"] |= {"jax_compilation_cache_dir": None, "tracker": {"type": "noop"}}
+
+    def make(**sections) -> RunConfig:
+        return RunConfig(**{name: part | sections.get(name, {}) for name, part in settings.items()})
+
+    return make
+
+
+def start(config: RunConfig):
+    """Set the run up as `lmtrain train` does."""
+    manifests = build_caches(config.data)
+    caches = {split: (split_folder(config.data, split), manifest) for split, manifest in manifests.items()}
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return set_up(
+        config, "run", tokenizer.vocab_size, tokenizer.identity, Caches(caches["train"], caches.get("validation"))
+    )
+
+
+def write_checkpoint(step: int, info: dict) -> None:
+    os.makedirs(f"checkpoints/run/step-{step}/run")
+    with open(f"checkpoints/run/step-{step}/run/metadata", "w") as file:
+        json.dump(info, file)
+
+
+@pytest.mark.parametrize(("step", "finished"), [(None, False), (11, False), (12, True), (15, True)])
+def test_a_run_is_finished_when_its_last_step_is_saved(config, step, finished):
+    if step is not None:
+        write_checkpoint(step, {})
+    found = finished_checkpoint(config(), "run")
+    assert (found is not None) == finished
+    if finished:
+        assert found.step == step
+    assert finished_checkpoint(config(), "another") is None
+
+
+def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_config(config):
+    setup = start(config())
+    assert setup.first_step == int(setup.state.step) == 0
+    assert setup.tokens_per_step == 4 * 32
+    batch = next(setup.train_batches)
+    assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 32)
+    assert len(list(setup.eval_batches())) == 2
+    assert len(list(setup.eval_batches())) == 2  # each evaluation reads them anew
+    assert setup.run_info["identity"]["seed"] == 0
+    assert setup.run_info["machine"]["mesh"] == {"replica": 1, "data": jax.device_count(), "model": 1}
+    json.dumps(setup.run_info)
+    assert not os.path.exists("checkpoints/run")
+
+
+def test_without_validation_files_there_is_nothing_to_evaluate(config):
+    assert start(config(data={"validation_urls": None})).eval_batches is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer": {"model_axis_size": 3}}, "trainer.model_axis_size: 1 devices do not divide by 3"),
+        ({"trainer": {"fsdp_axis": "width"}}, "trainer.fsdp_axis: no logical axis 'width'"),
+        ({"trainer": {"batch_axis": "rows"}}, "trainer.batch_axis"),
+        ({"trainer": {"per_device_parallelism": 3}}, "trainer.per_device_parallelism: each device has 4"),
+        (
+            {"trainer": {"checkpointer": {"base_path": "gs://bucket/c"}}},
+            "trainer.checkpointer.base_path: gs://bucket/c",
+        ),
+        ({"model": {"seq_len": 1_000_000}}, "tokens are less than one sequence of 1,000,000"),
+    ],
+)
+def test_what_does_not_fit_is_refused(config, changes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        start(config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"trainer": {"seed": 5}}, "seed: the checkpoint has 0, this config has 5"),
+        ({"trainer": {"train_batch_size": 8}}, "train_batch_size: the checkpoint has 4, this config has 8"),
+        ({"model": {"num_layers": 1}}, "model.num_layers: the checkpoint has 2, this config has 1"),
+        ({"trainer": {"mp": "bf16"}}, "params_dtype: the checkpoint has 'float32', this config has 'bfloat16'"),
+    ],
+)
+def test_the_checkpoint_of_another_run_is_refused(config, changes, line):
+    write_checkpoint(4, start(config()).run_info)
+    with pytest.raises(UserError, match=re.escape(line)):
+        start(config(**changes))
+
+
+def test_a_run_goes_on_after_its_checkpoint_even_with_another_learning_rate(config):
+    from lmtrain.checkpoint.policies import Kind
+
+    setup = start(config())
+    batches = [next(setup.train_batches) for _ in range(4)]
+    setup.checkpointer.save(3, Kind.PERMANENT, setup.state.params, setup.state.optimizer, setup.run_info)
+    setup.checkpointer.close()
+    later = start(config(optimizer={"learning_rate": 0.5}))
+    assert later.first_step == int(later.state.step) == 3
+    assert (next(later.train_batches)["tokens"] == batches[3]["tokens"]).all()
