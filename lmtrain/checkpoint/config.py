@@ -19,7 +19,9 @@ class KeepInterval(Section):
 class CheckpointerConfig(Section):
     """Time-based checkpoints are temporary and replaced; step-based ones are permanent."""
 
-    base_path: str = Field("checkpoints/", description="Folder of all runs' checkpoints; the run id is appended")
+    base_path: str = Field(
+        "checkpoints/", min_length=1, description="Folder of all runs' checkpoints; the run id is appended"
+    )
     save_interval: Duration | None = Field(
         timedelta(minutes=15), description="Time between temporary checkpoints, e.g. 15m; null: none"
     )

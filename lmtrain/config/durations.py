@@ -21,7 +21,10 @@ def parse_duration(value: Any) -> timedelta:
     if match is None or not any(match.groups()):
         raise PydanticCustomError("duration", "expected a duration such as 90s, 20m, 2h, 1d or 1h30m")
     numbers = [float(group or 0) for group in match.groups()]
-    return timedelta(seconds=sum(n * _SECONDS[unit] for n, unit in zip(numbers, "dhms", strict=True)))
+    try:
+        return timedelta(seconds=sum(n * _SECONDS[unit] for n, unit in zip(numbers, "dhms", strict=True)))
+    except OverflowError:
+        raise PydanticCustomError("duration", "longer than any clock runs; null turns it off") from None
 
 
 def format_duration(value: timedelta) -> str:
@@ -33,7 +36,8 @@ def format_duration(value: timedelta) -> str:
         if count:
             parts.append(f"{count:.0f}{unit}")
     if rest or not parts:
-        parts.append(f"{rest:g}s")
+        text = f"{rest:.6f}".rstrip("0").rstrip(".")
+        parts.append(f"{text}s")
     return "".join(parts)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Layer, dotted, merge
+from lmtrain.config.layers import Layer, Path, dotted, merge
 from lmtrain.config.overrides import overrides_layer
 from lmtrain.config.suggest import known_paths, suggest_name
 from lmtrain.config.yaml_loader import load_file
@@ -37,9 +37,9 @@ def load_config(model: type[ConfigT], config: str, overrides: Sequence[tuple[str
     try:
         return Loaded(model.model_validate(layer.data), layer, path)
     except ValidationError as error:
-        problems = [_describe(model, layer, problem) for problem in error.errors(include_url=False)]
+        problems = _describe_all(model, layer, error)
         count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
-        report = "\n".join(f"  {line}" for line in dict.fromkeys(problems))
+        report = "\n".join(f"  {line}" for line in problems)
         raise UserError(f"{path}: {count} in the config\n{report}") from None
 
 
@@ -66,27 +66,43 @@ def shipped_configs() -> str:
     return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "configs")
 
 
-def _describe(model: type[BaseModel], layer: Layer, problem: Any) -> str:
-    """One line: place, dotted path, what was expected, what was seen, and a better name if there is one."""
-    path = _written_path(layer, problem["loc"])
+_EXPECTED = "Input should be "
+_SHOWN_CHARACTERS = 60
+
+
+def _describe_all(model: type[BaseModel], layer: Layer, error: ValidationError) -> list[str]:
+    """One line for each value that is wrong, even if pydantic has one problem for each type it might have had."""
+    by_path: dict[Path, list[Any]] = {}
+    for problem in error.errors(include_url=False):
+        by_path.setdefault(_written_path(layer, problem["loc"]), []).append(problem)
+    return [_describe(model, layer, path, problems) for path, problems in by_path.items()]
+
+
+def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[Any]) -> str:
+    """Place, dotted path, what was expected, what was seen, and a better name if there is one."""
     where = layer.origin_of(path)
     place = f"{where}: " if where else ""
     name = dotted(path)
-    kind = problem["type"]
+    kind, seen = problems[0]["type"], problems[0]["input"]
     if kind == "extra_forbidden":
         hint = suggest_name(name, known_paths(model, layer.data))
+        if hint == name:  # written with its dots in a file
+            return f"{place}{name}: no such setting; in a file, {path[-1]!r} is nested: one name a line, indented"
         return f"{place}{name}: no such setting" + (f"; did you mean {hint}?" if hint else "")
     if kind == "missing":
         return f"{place}{name}: this setting is required"
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    seen = problem["input"]
-    if problem["msg"].startswith("Input should be "):
-        message = f"expected {message}"
-    shown = "" if isinstance(seen, dict | list | BaseModel) else f", not {seen!r}"
+    message = problems[0]["msg"].removeprefix("Value error, ")
+    if message.startswith(_EXPECTED):
+        expected = [p["msg"].removeprefix(_EXPECTED) for p in problems if p["msg"].startswith(_EXPECTED)]
+        message = "expected " + " or ".join(dict.fromkeys(expected))
+    if kind in ("model_type", "dict_type"):
+        message = "expected a map of settings"
+    text = repr(seen) if len(repr(seen)) <= _SHOWN_CHARACTERS else repr(seen)[:_SHOWN_CHARACTERS] + "..."
+    shown = "" if isinstance(seen, dict | list | BaseModel) else f", not {text}"
     return f"{place}{name}: {message}{shown}" if name else f"{place}{message}"
 
 
-def _written_path(layer: Layer, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+def _written_path(layer: Layer, loc: Path) -> Path:
     """Drop from pydantic's location the names of union members, which nobody wrote."""
     path: list[str | int] = []
     data: Any = layer.data

@@ -42,7 +42,7 @@ def overrides_layer(overrides: Sequence[tuple[str, str]]) -> Layer:
         if not all(path):
             raise UserError(f"{flag}: expected a dotted name such as --trainer.num_train_steps")
         if text.startswith("include "):
-            included = include_value(text.removeprefix("include ").strip())
+            included = include_value(text.removeprefix("include ").strip(), flag)
             value: Any = included.data
             origins = {(*path, *below): origin for below, origin in included.origins.items()}
         else:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 def suggest_name(wrong: str, known: Iterable[str]) -> str | None:
     """The known name closest to `wrong`; a right last part under a wrong section counts as close."""
-    names = list(known)
+    names = [name for name in known if not wrong.startswith(f"{name}.")]
     leaf = wrong.rsplit(".", 1)[-1]
     close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.8)
     elsewhere = [name for name in names if name.rsplit(".", 1)[-1] == leaf]

@@ -17,7 +17,9 @@ class DataConfig(Section):
         description="Folder of the built-in demo, made on first use: the running Python's standard library as "
         "train and validation files, and an 8k tokenizer learned from it. Stands in for the two url settings",
     )
-    cache_dir: str = Field("cache/", description="Folder of the tokenized data; <cache_dir>/<split>/ for each split")
+    cache_dir: str = Field(
+        "cache/", min_length=1, description="Folder of the tokenized data; <cache_dir>/<split>/ for each split"
+    )
     tokenizer: str = Field("gpt2", description="Folder with a tokenizer.json (Hugging Face format)")
     text_key: str = Field("text", description="Key of the text in each JSON line", min_length=1)
     enforce_eos: bool = Field(True, description="End every document with the tokenizer's end-of-text token")

@@ -17,7 +17,7 @@ def _as_list(value: Any) -> Any:
 class TrainerConfig(Section):
     """How a run goes; what it learns from and with is in `data`, `model` and `optimizer`."""
 
-    seed: int = Field(0, ge=0, description="Seed of the parameters' initial values and of dropout")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the parameters' initial values and of dropout")
     num_train_steps: int = Field(400_000, ge=1, description="Optimizer updates in the whole run")
     train_batch_size: int = Field(32, ge=1, description="Sequences per update, over all devices")
     per_device_parallelism: int = Field(
@@ -29,7 +29,7 @@ class TrainerConfig(Section):
     steps_per_eval: int = Field(1000, ge=1, description="Evaluate every so many steps, and after the last")
     max_eval_batches: int | None = Field(None, ge=1, description="Batches per evaluation; null: the whole set")
     mp: str = Field("f32", description="Number formats: f32, bf16, or p=f32,c=bfloat16 (parameters, computation)")
-    log_dir: str = Field("logs/", description="Folder of logs and metrics, named by the run id")
+    log_dir: str = Field("logs/", min_length=1, description="Folder of logs and metrics, named by the run id")
     id: str | None = Field(None, description="Run id; null: RUN_ID, the W&B id, or made from the config")
     tracker: Annotated[list[TrackerConfig], BeforeValidator(_as_list)] = Field(
         [WandbConfig()], description="One tracker or a list of them; type: wandb, tensorboard, json or noop"

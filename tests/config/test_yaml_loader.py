@@ -182,7 +182,7 @@ def test_an_error_in_an_included_file_names_that_file(load):
 
 def test_an_include_in_a_circle_shows_the_circle(load):
     message = problem(load, "a: !include one.yaml\n", one="b: !include main.yaml\n")
-    assert message == "!include goes in a circle: main.yaml -> one.yaml -> main.yaml"
+    assert message == "!include goes in a circle: main.yaml:1 -> one.yaml:1 -> main.yaml"
 
 
 @pytest.mark.parametrize("path", ["gone.yaml", ".", "foo://x.yaml", "memory://gone.yaml"])

@@ -7,6 +7,7 @@ import re
 import jax
 import pytest
 
+from lmtrain.checkpoint.policies import Kind
 from lmtrain.commands.preprocess import build_caches
 from lmtrain.config.errors import UserError
 from lmtrain.hf.tokenizer import load_tokenizer
@@ -15,12 +16,22 @@ from lmtrain.run_config import RunConfig
 from lmtrain.train.setup import Caches, finished_checkpoint, set_up
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compiles():
+    """Tiny programs run for microseconds; what takes time is optimizing them."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture
 def config(settings, tmp_path, monkeypatch):
     """`config(seq_len=8)(...)`: a tiny run in the test's folder; sections are changed by name."""
     monkeypatch.chdir(tmp_path)
     settings["data"] |= {"num_preprocess_workers": 1}
     settings["trainer"] |= {"jax_compilation_cache_dir": None, "tracker": {"type": "noop"}}
+    settings["model"] |= {"num_layers": 1, "gradient_checkpointing": False}
 
     def make(**sections) -> RunConfig:
         return RunConfig(**{name: part | sections.get(name, {}) for name, part in settings.items()})
@@ -28,8 +39,22 @@ def config(settings, tmp_path, monkeypatch):
     return make
 
 
-def start(config: RunConfig):
-    """Set the run up as `lmtrain train` does."""
+@pytest.fixture
+def start():
+    """`start(config)` sets the run up as `lmtrain train` does; all are closed in the end."""
+    opened = []
+
+    def begin(config: RunConfig):
+        opened.append(set_up_run(config))
+        return opened[-1]
+
+    yield begin
+    for setup in opened:
+        setup.checkpointer.close()
+        setup.trackers.finish()
+
+
+def set_up_run(config: RunConfig):
     manifests = build_caches(config.data)
     caches = {split: (split_folder(config.data, split), manifest) for split, manifest in manifests.items()}
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -55,7 +80,7 @@ def test_a_run_is_finished_when_its_last_step_is_saved(config, step, finished):
     assert finished_checkpoint(config(), "another") is None
 
 
-def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_config(config):
+def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_config(config, start):
     setup = start(config())
     assert setup.first_step == int(setup.state.step) == 0
     assert setup.tokens_per_step == 4 * 32
@@ -69,7 +94,7 @@ def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_c
     assert not os.path.exists("checkpoints/run")
 
 
-def test_without_validation_files_there_is_nothing_to_evaluate(config):
+def test_without_validation_files_there_is_nothing_to_evaluate(config, start):
     assert start(config(data={"validation_urls": None})).eval_batches is None
 
 
@@ -87,7 +112,7 @@ def test_without_validation_files_there_is_nothing_to_evaluate(config):
         ({"model": {"seq_len": 1_000_000}}, "tokens are less than one sequence of 1,000,000"),
     ],
 )
-def test_what_does_not_fit_is_refused(config, changes, message):
+def test_what_does_not_fit_is_refused(config, start, changes, message):
     with pytest.raises(UserError, match=re.escape(message)):
         start(config(**changes))
 
@@ -97,19 +122,17 @@ def test_what_does_not_fit_is_refused(config, changes, message):
     [
         ({"trainer": {"seed": 5}}, "seed: the checkpoint has 0, this config has 5"),
         ({"trainer": {"train_batch_size": 8}}, "train_batch_size: the checkpoint has 4, this config has 8"),
-        ({"model": {"num_layers": 1}}, "model.num_layers: the checkpoint has 2, this config has 1"),
+        ({"model": {"num_layers": 2}}, "model.num_layers: the checkpoint has 1, this config has 2"),
         ({"trainer": {"mp": "bf16"}}, "params_dtype: the checkpoint has 'float32', this config has 'bfloat16'"),
     ],
 )
-def test_the_checkpoint_of_another_run_is_refused(config, changes, line):
+def test_the_checkpoint_of_another_run_is_refused(config, start, changes, line):
     write_checkpoint(4, start(config()).run_info)
     with pytest.raises(UserError, match=re.escape(line)):
         start(config(**changes))
 
 
 def test_a_run_goes_on_after_its_checkpoint_even_with_another_learning_rate(config):
-    from lmtrain.checkpoint.policies import Kind
-
     setup = start(config())
     batches = [next(setup.train_batches) for _ in range(4)]
     setup.checkpointer.save(3, Kind.PERMANENT, setup.state.params, setup.state.optimizer, setup.run_info)

@@ -43,6 +43,15 @@ def values() -> dict:
 VALUES = values()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compiles():
+    """Tiny programs run for microseconds; what takes time is optimizing them."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def fresh(step: int = 0) -> TrainState:
     """A state of its own for each call: the step takes it over."""
     params = jax.tree.map(jax.numpy.array, VALUES)
@@ -125,7 +134,8 @@ def test_steps_count_and_the_logged_rate_is_that_of_the_update(whole):
 
 
 def test_the_step_compiles_once(caplog):
-    step, state = build(), fresh()
+    _, shardings = state_shardings(MODEL, OPTIMIZER, LAYOUT, "float32")
+    step, state = build(), jax.device_put(fresh(), shardings)  # placed as a restored or fresh state is
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for _ in range(4):
             state, _ = step(state, BATCH)
