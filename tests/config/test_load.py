@@ -83,7 +83,7 @@ BROKEN = [
         "no such tracker; expected a map with type: wandb, tensorboard, json or noop",
     ),
     ("trainer:\n  tracker: {mode: offlin}\n", "tracker.mode: expected 'online', 'offline' or 'disabled', not 'offlin'"),
-    ("trainer:\n  seed: 99999999999999999999999\n", "c.yaml:2: trainer.seed: expected"),
+    ("trainer:\n  seed: 4294967296\n", "c.yaml:2: trainer.seed: expected"),
     ("trainer:\n  log_dir: ''\n", "c.yaml:2: trainer.log_dir: "),
     ("data:\n  cache_dir: ''\n", "c.yaml:2: data.cache_dir: "),
     ("trainer:\n  checkpointer:\n    base_path: ''\n", "c.yaml:3: trainer.checkpointer.base_path: "),

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from flax.linen.meta import unbox
+from flax.core.meta import unbox
 
 from lmtrain.evaluation.evaluate import evaluate
 from lmtrain.models.gpt2.config import Gpt2Config

@@ -1,11 +1,10 @@
-"""GPT-2 with all parameters random is the same function, loss and gradient in transformers and torch."""
+"""A GPT-2 with every parameter random is the same function in transformers: logits, loss and gradients."""
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
 import torch
-from conftest import TOKENIZER
-from flax.linen.meta import unbox
 from transformers import GPT2LMHeadModel
 
 from lmtrain.hf.export import write_hf_folder
@@ -13,93 +12,78 @@ from lmtrain.hf.key_map import to_hf
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.hf import TABLE, to_hf_config
-from lmtrain.models.registry import build_model
+from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.train.loss import next_token_targets, summed_cross_entropy
 
+SIZES = {"hidden_dim": 32, "num_heads": 4, "num_layers": 3, "seq_len": 24}
 VOCAB = 384
-TINY = {"seq_len": 17, "hidden_dim": 24, "num_heads": 3, "num_layers": 3}
-VARIANTS = {
-    "plain": {},
-    "inverse_layer": {"scale_attn_by_inverse_layer_idx": True},
-    "mlp_scale_2": {"mlp_scale": 2},
-    "both_and_epsilon": {"scale_attn_by_inverse_layer_idx": True, "mlp_scale": 2, "layer_norm_epsilon": 0.1},
-    "upcast": {"upcast_attn": True, "num_heads": 1},
-}
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 17), dtype=np.int32)
 
 
-def randomised(model):
-    """Every parameter random, norms and biases included, of a size that makes logits of order 1 to 10."""
-    random = np.random.default_rng(1)
-    shapes = unbox(jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"])
-    return jax.tree.map(lambda leaf: random.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
+@pytest.fixture
+def tokenizer(settings):
+    return load_tokenizer(settings["data"]["tokenizer"])
 
 
-@pytest.fixture(scope="module", params=list(VARIANTS))
-def pair(request, tmp_path_factory):
-    """Our model and parameters, and transformers' model of the exported folder."""
-    config = Gpt2Config(**(TINY | VARIANTS[request.param]))
-    model = build_model(config, VOCAB)
-    params = randomised(model)
-    tokenizer = load_tokenizer(str(TOKENIZER))
-    folder = str(tmp_path_factory.mktemp("export") / "model")
-    hf_config = to_hf_config(config, VOCAB, tokenizer.eos_id, tokenizer.bos_id)
-    write_hf_folder(folder, to_hf(TABLE, params), hf_config, tokenizer, "float32")
-    theirs, loading = GPT2LMHeadModel.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(loading.values()), loading
-    return model, params, theirs.eval()
+@pytest.fixture
+def both(tmp_path, tokenizer):
+    """`both(mlp_scale=2)` gives our model, its parameters, and the torch model loaded from their export."""
+
+    def make(**changes):
+        config = Gpt2Config(**SIZES | changes)
+        lm = Gpt2LM(config, VOCAB)
+        shapes = nn.meta.unbox(jax.eval_shape(lm.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32)))
+        rng = np.random.default_rng(7)
+        params = jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.3).astype(np.float32), shapes["params"])
+        hf_config = to_hf_config(config, VOCAB, tokenizer.eos_id, tokenizer.bos_id)
+        write_hf_folder(str(tmp_path / "hf"), to_hf(TABLE, params), hf_config, tokenizer, "float32")
+        theirs, loading = GPT2LMHeadModel.from_pretrained(
+            tmp_path / "hf", dtype=torch.float32, output_loading_info=True
+        )
+        assert not any(loading.values()), loading
+        return lm, params, theirs.eval()
+
+    return make
 
 
-def test_logits_agree(pair):
-    model, params, theirs = pair
-    ours = np.asarray(model.apply({"params": params}, TOKENS))
+def tokens() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, VOCAB, (2, 24))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scale_attn_by_inverse_layer_idx": True, "mlp_scale": 2},
+        {"upcast_attn": True, "scale_attn_by_inverse_layer_idx": True},
+        {"layer_norm_epsilon": 0.1},
+    ],
+)
+def test_logits_agree(both, changes):
+    lm, params, theirs = both(**changes)
+    ours = np.asarray(lm.apply({"params": params}, tokens()))
     with torch.no_grad():
-        expected = theirs(torch.from_numpy(TOKENS).long()).logits.numpy()
-    assert np.abs(expected).max() > 1  # large enough for the comparison to mean something
+        expected = theirs(torch.from_numpy(tokens())).logits.numpy()
+    assert np.abs(expected).max() > 1
     assert np.abs(ours - expected).max() < 1e-4
 
 
-def test_loss_and_every_gradient_agree(pair):
-    model, params, theirs = pair
-    mask = np.arange(17) < np.array([[16], [9], [1]])  # the last position is never a target
+def test_loss_and_every_gradient_agree(both):
+    lm, params, theirs = both()
+    ids = tokens()
+    mask = np.broadcast_to(np.arange(24) < 23, ids.shape)
 
-    def loss(params):
-        hidden = model.apply({"params": params}, TOKENS, True, method="hidden")
-        head = model.apply({"params": params}, method="head")
-        return summed_cross_entropy(hidden, head, next_token_targets(TOKENS), mask)
+    def loss(p):
+        hidden = lm.apply({"params": p}, ids, True, method="hidden")
+        head = lm.apply({"params": p}, method="head")
+        return summed_cross_entropy(hidden, head, next_token_targets(ids), mask) / mask.sum()
 
     ours, gradients = jax.jit(jax.value_and_grad(loss))(params)
-
-    ids = torch.from_numpy(TOKENS).long()
-    labels = torch.where(torch.from_numpy(mask), ids.roll(-1, 1), -100)
-    theirs.zero_grad()
-    logits = theirs(ids).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected = theirs(torch.from_numpy(ids), labels=torch.from_numpy(ids)).loss
     expected.backward()
     assert float(ours) == pytest.approx(expected.item(), rel=1e-5)
-
-    by_name = dict(theirs.named_parameters())
-    got = to_hf(TABLE, gradients)
-    assert got.keys() == by_name.keys()
-    for name, gradient in got.items():
-        reference = by_name[name].grad.numpy()
-        scale = np.abs(reference).max()
-        assert scale > 1e-3, name
-        assert np.abs(gradient - reference).max() < 1e-4 * max(scale, 1), name
-
-
-def test_cached_logits_agree(pair):
-    """Six tokens first, then three more at once: both sides with their caches."""
-    model, params, theirs = pair
-    cache = model.apply({"params": params}, 3, 17, method="empty_cache")
-    extend = jax.jit(
-        lambda tokens, cache, start: model.apply({"params": params}, tokens, cache, start, method="extend")
-    )
-    _, cache = extend(TOKENS[:, :6], cache, 0)
-    last, _ = extend(TOKENS[:, 6:9], cache, 6)
-    with torch.no_grad():
-        first = theirs(torch.from_numpy(TOKENS[:, :6]).long(), use_cache=True)
-        second = theirs(torch.from_numpy(TOKENS[:, 6:9]).long(), past_key_values=first.past_key_values)
-    assert np.abs(np.asarray(last) - second.logits.numpy()).max() < 1e-4
+    named = dict(theirs.named_parameters())
+    mapped = to_hf(TABLE, gradients)
+    assert mapped.keys() == named.keys()
+    for name, gradient in mapped.items():
+        reference = named[name].grad.numpy()
+        assert np.abs(gradient - reference).max() < 1e-4 * max(1, np.abs(reference).max()), name

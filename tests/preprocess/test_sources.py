@@ -63,7 +63,7 @@ def test_a_name_that_cannot_be_read_says_why(tmp_path, name, message):
 
 
 def test_an_unknown_protocol_is_the_users_mistake():
-    with pytest.raises(UserError, match="nonsense://a.jsonl"):
+    with pytest.raises(UserError, match=r"nonsense://a.jsonl"):
         expand_urls(["nonsense://a.jsonl"])
 
 

@@ -19,7 +19,7 @@ from lmtrain.train.setup import Caches, finished_checkpoint, set_up
 @pytest.fixture(autouse=True, scope="module")
 def _quick_compiles():
     """Tiny programs run for microseconds; what takes time is optimizing them."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
@@ -132,7 +132,7 @@ def test_the_checkpoint_of_another_run_is_refused(config, start, changes, line):
         start(config(**changes))
 
 
-def test_a_run_goes_on_after_its_checkpoint_even_with_another_learning_rate(config):
+def test_a_run_goes_on_after_its_checkpoint_even_with_another_learning_rate(config, start):
     setup = start(config())
     batches = [next(setup.train_batches) for _ in range(4)]
     setup.checkpointer.save(3, Kind.PERMANENT, setup.state.params, setup.state.optimizer, setup.run_info)

@@ -19,7 +19,7 @@ OPTIMIZER = optax.adam(0.1)
 @pytest.fixture(autouse=True, scope="module")
 def _quick_compiles():
     """Tiny programs run for microseconds; what takes time is optimizing them."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

@@ -46,7 +46,7 @@ VALUES = values()
 @pytest.fixture(autouse=True, scope="module")
 def _quick_compiles():
     """Tiny programs run for microseconds; what takes time is optimizing them."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

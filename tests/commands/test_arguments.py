@@ -1,0 +1,84 @@
+"""What all verbs' command lines share: CONFIG, own flags and overrides in any order, errors as UserError."""
+
+import pytest
+
+from lmtrain.commands.arguments import Parser, parse_run
+from lmtrain.config.errors import UserError
+
+
+@pytest.fixture
+def parse(settings, write_config, tmp_path, monkeypatch):
+    """Parse a command line of a verb with one flag of its own, beside a tiny config."""
+    monkeypatch.chdir(tmp_path)
+    write_config(settings)
+
+    def run(*argv):
+        parser = Parser("verb", "Does a thing.")
+        parser.add_argument("--count", type=int, default=1)
+        return parse_run(parser, list(argv))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["tiny.yaml", "--count", "3", "--trainer.seed", "7"],
+        ["--trainer.seed", "7", "--count", "3", "tiny.yaml"],
+        ["--count=3", "--trainer.seed=7", "tiny"],
+        ["--trainer.seed", "1", "tiny.yaml", "--trainer.seed", "7", "--count", "3"],
+    ],
+)
+def test_config_flags_and_overrides_come_in_any_order(parse, argv):
+    run = parse(*argv)
+    assert (run.arguments.count, run.config.trainer.seed, run.config.model.hidden_dim) == (3, 7, 32)
+    assert run.config is run.loaded.config
+
+
+def test_the_id_of_the_run_is_made_from_the_name_of_the_config(parse, monkeypatch):
+    assert parse("tiny.yaml").id.startswith("tiny-")
+    monkeypatch.setenv("RUN_ID", "from-env")
+    assert parse("tiny.yaml").id == "from-env"
+    assert parse("tiny.yaml", "--trainer.id", "mine").id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: CONFIG"),
+        (["tiny.yaml", "extra"], "unrecognized arguments: extra"),
+        (["tiny.yaml", "-x"], "unrecognized arguments: -x"),
+        (["tiny.yaml", "--count", "many"], "argument --count: invalid int value: 'many'"),
+        (["tiny.yaml", "--count"], "argument --count: expected one argument"),
+        (["tiny.yaml", "--trainer.seed"], "--trainer.seed needs a value"),
+        (["tiny.yaml", "--trainer.sed", "1"], "did you mean trainer.seed?"),
+        (["tiny.yaml", "--cou", "1"], "--cou: cou: no such setting"),
+        (["gone.yaml"], "gone.yaml: no such config"),
+        (["tiny.yaml", "--trainer.id", "../x"], "cannot name a folder"),
+    ],
+)
+def test_a_mistake_is_a_user_error(parse, argv, message):
+    with pytest.raises(UserError) as caught:
+        parse(*argv)
+    assert message in str(caught.value)
+
+
+def test_a_misspelt_flag_of_the_verb_suggests_the_flag(parse):
+    with pytest.raises(UserError, match="did you mean --count"):
+        parse("tiny.yaml", "--cuont", "1")
+
+
+def test_a_mistake_in_arguments_shows_the_usage_with_the_overrides(parse):
+    with pytest.raises(UserError) as caught:
+        parse()
+    assert str(caught.value).endswith("usage: lmtrain verb [-h] [--count COUNT] CONFIG [--section.field VALUE ...]")
+
+
+def test_help_shows_config_flags_and_overrides(parse, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(
+        "usage: lmtrain verb [-h] [--count COUNT] CONFIG [--section.field VALUE ...]\n\nDoes a thing."
+    )

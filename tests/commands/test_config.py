@@ -1,0 +1,82 @@
+"""`config check` says that a config is good; `config show` prints a config that is the same run."""
+
+import pytest
+import yaml
+
+from lmtrain.commands import config
+from lmtrain.config.errors import UserError
+from lmtrain.config.load import load_config
+from lmtrain.run_config import RunConfig, run_id
+
+
+@pytest.fixture(autouse=True)
+def _folder(settings, write_config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_config(settings)
+
+
+def test_check_names_the_file_and_the_run(capsys):
+    assert config.run(["check", "tiny.yaml", "--trainer.id", "mine"]) == 0
+    assert capsys.readouterr().out == "tiny.yaml: ok, run id mine\n"
+
+
+def test_check_writes_nothing(tmp_path):
+    config.run(["check", "tiny.yaml"])
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_show_prints_defaults_and_overrides(capsys):
+    assert config.run(["show", "tiny.yaml", "--trainer.seed", "7", "--trainer.checkpointer.save_interval", "90m"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["trainer"]["seed"] == 7
+    assert shown["trainer"]["checkpointer"]["save_interval"] == "1h30m"
+    assert shown["optimizer"]["beta2"] == 0.95
+    assert shown["model"]["hidden_dim"] == 32
+
+
+def test_show_prints_every_setting(capsys):
+    config.run(["show", "tiny.yaml"])
+    shown = yaml.safe_load(capsys.readouterr().out)
+    for name, field in RunConfig.model_fields.items():
+        assert list(shown[name]) == list(field.annotation.model_fields)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["tiny.yaml"],
+        ["tiny.yaml", "--data.cache_dir", "çache ü", "--trainer.tracker", "[{type: wandb, tags: [a]}, {type: noop}]"],
+        ["tiny.yaml", "--trainer.checkpointer.keep", "[{every: 2, until: 4}, {every: 8}]", "--optimizer.decay", "0.25"],
+        ["gpt2_nano"],
+    ],
+)
+def test_what_is_shown_loads_as_the_same_run(argv, capsys, tmp_path):
+    config.run(["show", *argv])
+    (tmp_path / "shown.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
+    shown = load_config(RunConfig, "shown.yaml")
+    overrides = [(name.removeprefix("--"), value) for name, value in zip(argv[1::2], argv[2::2], strict=True)]
+    original = load_config(RunConfig, argv[0], overrides)
+    assert shown.config == original.config
+    assert run_id(shown.config, "x", {}) == run_id(original.config, "x", {})
+    assert shown.config.data.tokenizer_path == original.config.data.tokenizer_path
+    assert [shown.config.data.urls(split) for split in ("train", "validation")] == [
+        original.config.data.urls(split) for split in ("train", "validation")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "lmtrain config: expected one of: check, show"),
+        (["chek", "tiny.yaml"], "lmtrain config: expected one of: check, show"),
+        (["check"], "the following arguments are required: CONFIG"),
+        (["show", "gone.yaml"], "gone.yaml: no such config"),
+        (["check", "tiny.yaml", "--model.num_heads", "0"], "--model.num_heads: model.num_heads: expected greater than"),
+        (["check", "tiny.yaml", "--trainer.fsdp_axis", "embd"], "no logical axis 'embd'"),
+        (["check", "tiny.yaml", "--trainer.batch_axis", "foo"], "only 'batch' is an axis of the data, not 'foo'"),
+    ],
+)
+def test_a_mistake_is_a_user_error(argv, message):
+    with pytest.raises(UserError) as caught:
+        config.run(argv)
+    assert message in str(caught.value)

@@ -1,0 +1,68 @@
+"""Batches out of a real cache."""
+
+import numpy as np
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.batches import EvalSource, TrainSource, iterate, open_store
+from lmtrain.data.config import DataConfig
+from lmtrain.preprocess.build import build_cache, split_folder
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    from conftest import TOKENIZER, VALIDATION_FILES
+
+    config = DataConfig(
+        train_urls=VALIDATION_FILES, tokenizer=str(TOKENIZER), cache_dir=str(tmp_path_factory.mktemp("cache"))
+    )
+    manifest = build_cache(config, "train")
+    return open_store(split_folder(config, "train"), manifest, 16)
+
+
+def test_every_row_has_one_target_less_than_tokens(store):
+    batch = TrainSource(store, 16, 4, np.arange(4), 100, None)[3]
+    assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 16)
+    assert batch["loss_mask"].sum(axis=1).tolist() == [15] * 4
+    assert not batch["loss_mask"][:, -1].any()
+
+
+def test_training_windows_are_the_text_in_order(store):
+    rows = [TrainSource(store, 16, 4, np.arange(4), 100, None)[step]["tokens"] for step in range(3)]
+    expected = store.read(np.array([0]), 3 * 4 * 16)
+    np.testing.assert_array_equal(np.concatenate(rows).ravel(), expected[0])
+
+
+def test_evaluation_counts_every_target_once_and_nothing_else(store):
+    source = EvalSource(store, 16, 7, np.arange(7), None)
+    whole, tail = divmod(store.tokens, 16)
+    counted = sum(int(source[i]["loss_mask"].sum()) for i in range(len(source)))
+    assert counted == whole * 15 + max(tail - 1, 0)
+    assert len(EvalSource(store, 16, 7, np.arange(7), 2)) == 2
+
+
+@pytest.mark.parametrize("shuffle_seed", [None, 5])
+def test_starting_later_gives_the_same_batches(store, shuffle_seed):
+    source = TrainSource(store, 16, 4, np.arange(4), 30, shuffle_seed)
+    later = list(iterate(source, 26, 3))
+    assert len(later) == 4
+    for step, batch in enumerate(later, start=26):
+        assert batch["tokens"].tobytes() == source[step]["tokens"].tobytes()
+        assert batch["loss_mask"].tobytes() == source[step]["loss_mask"].tobytes()
+
+
+def test_processes_share_a_batch_without_changing_it(store):
+    whole = TrainSource(store, 16, 4, np.arange(4), 30, 5)[9]["tokens"]
+    parts = [TrainSource(store, 16, 4, np.array(rows), 30, 5)[9]["tokens"] for rows in ([0, 3], [1, 2])]
+    np.testing.assert_array_equal(np.concatenate(parts), whole[[0, 3, 1, 2]])
+
+
+def test_less_than_one_sequence_is_the_users_mistake(store):
+    from dataclasses import replace
+
+    from lmtrain.data.manifest import load_manifest
+
+    manifest = load_manifest(store._folder)
+    assert manifest is not None
+    with pytest.raises(UserError, match="less than one sequence of 1,000,000"):
+        open_store(store._folder, replace(manifest), 1_000_000)

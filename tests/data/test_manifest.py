@@ -1,0 +1,46 @@
+"""What a cache says about itself."""
+
+import json
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.manifest import Manifest, ShardInfo, load_manifest, manifest_path, save_manifest
+
+SHARD = ShardInfo("shard-00000-of-00001.arrayrecord", {"url": "a"}, 100, "abc", 40, 3, 1)
+MANIFEST = Manifest("train", {"tokenizer": {"fingerprint": "f"}}, ["a"], "<u2", [SHARD, SHARD])
+
+
+def test_it_reads_back_as_written(tmp_path):
+    save_manifest(str(tmp_path), MANIFEST)
+    assert load_manifest(str(tmp_path)) == MANIFEST
+    assert (MANIFEST.tokens, MANIFEST.documents) == (80, 6)
+
+
+def test_no_manifest_means_not_complete(tmp_path):
+    assert load_manifest(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("change", [{"format": 99}, {"block_tokens": 5}])
+def test_another_format_is_refused(tmp_path, change):
+    save_manifest(str(tmp_path), MANIFEST)
+    path = manifest_path(str(tmp_path))
+    with open(path) as file:
+        value = json.load(file)
+    with open(path, "w") as file:
+        json.dump(value | change, file)
+    with pytest.raises(UserError, match=r"manifest\.json: written in format .* by another version"):
+        load_manifest(str(tmp_path))
+
+
+def test_a_torn_manifest_is_refused_with_advice(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"format": 1,')
+    with pytest.raises(UserError, match=r"manifest\.json: damaged: .*delete the folder"):
+        load_manifest(str(tmp_path))
+
+
+def test_its_identity_is_the_tokens_and_not_where_they_came_from():
+    moved = Manifest("train", MANIFEST.recipe, ["b"], "<u2", [SHARD, SHARD])
+    assert moved.identity == MANIFEST.identity
+    other = Manifest("train", MANIFEST.recipe, ["a"], "<u2", [SHARD])
+    assert other.identity != MANIFEST.identity

@@ -1,0 +1,80 @@
+"""Tokenizer folders: learning, saving, loading."""
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoTokenizer
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
+from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
+
+TEXT = "def f(x):\n\treturn x  # naïve — 東京 🚀\r\n\x00 end "
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_tokenizer(learn_bpe(["some text to learn from, some text"], 300), str(tmp_path / "a"), eos=END_OF_TEXT)
+    return tmp_path / "a"
+
+
+def test_any_text_comes_back_exactly(folder):
+    backend = load_tokenizer(str(folder)).backend
+    assert backend.decode(backend.encode(TEXT).ids, skip_special_tokens=False) == TEXT
+
+
+def test_learning_twice_gives_the_same_tokenizer():
+    texts = ["one two three two", "two three"] * 50
+    assert learn_bpe(texts, 280).to_str() == learn_bpe(texts, 280).to_str()
+
+
+def test_transformers_loads_the_folder_and_agrees(folder):
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(str(folder))
+    assert theirs.encode(TEXT) == ours.backend.encode(TEXT).ids
+    assert theirs.decode(theirs.encode(TEXT)) == TEXT
+    assert (theirs.eos_token, theirs.eos_token_id) == (END_OF_TEXT, ours.eos_id)
+    assert len(theirs) == ours.vocab_size
+
+
+def test_the_fingerprint_is_of_the_content_not_of_the_path(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    assert load_tokenizer(str(tmp_path / "copy")).identity == load_tokenizer(str(folder)).identity
+    config = json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text())
+    shutil.copytree(tmp_path / "copy", tmp_path / "other")
+    (tmp_path / "other" / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "a"}))
+    assert load_tokenizer(str(tmp_path / "other")).fingerprint != load_tokenizer(str(folder)).fingerprint
+
+
+def test_special_tokens_may_be_written_as_maps(folder):
+    config = {"eos_token": {"content": END_OF_TEXT, "lstrip": False}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(folder))
+    assert (tokenizer.eos_id, tokenizer.bos_id) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", None, "the folder holds no tokenizer.json; make one with `lmtrain tokenizer train"),
+        ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "<end>"}',
+            "names the token '<end>', which tokenizer.json does not have",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_the_users_mistake(folder, file, content, message):
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        load_tokenizer(str(folder))
+
+
+def test_a_missing_folder_is_the_users_mistake():
+    with pytest.raises(UserError, match="tokenizer 'no/such': no such folder"):
+        load_tokenizer("no/such")

@@ -1,0 +1,167 @@
+"""Trackers in the background: failures and slowness stay away from training, and nothing queued is lost."""
+
+import logging
+import threading
+
+import pytest
+
+from lmtrain.tracking import background
+from lmtrain.tracking.background import BackgroundTracker
+
+
+class Recorder:
+    """Remembers its calls; `log` waits for `gate`, and raises at the step that is `broken`."""
+
+    def __init__(self, broken=None):
+        self.calls = []
+        self.broken = broken
+        self.gate = threading.Event()
+        self.gate.set()
+        self.busy = threading.Event()
+        self.finished = threading.Event()
+
+    def hyperparameters(self, config):
+        self.calls.append(("hyperparameters", config))
+
+    def log(self, metrics, step):
+        self.busy.set()
+        self.gate.wait(60)
+        if step == self.broken:
+            raise ConnectionError("the service is gone")
+        self.calls.append(("log", metrics, step))
+
+    def summary(self, values):
+        self.calls.append(("summary", values))
+
+    def finish(self):
+        self.calls.append(("finish",))
+        self.finished.set()
+
+
+@pytest.fixture
+def warnings(caplog):
+    """`warnings()` gives the warnings so far."""
+    caplog.set_level(logging.WARNING, "lmtrain")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "lmtrain"]
+
+
+def test_calls_arrive_in_order_and_finish_waits_for_all_of_them(warnings):
+    recorder = Recorder()
+    tracker = BackgroundTracker("x", lambda: recorder)
+    tracker.hyperparameters({"a": 1})
+    tracker.summary({"b": 2})
+    for step in range(100):
+        tracker.log({"c": 3.0}, step)
+    tracker.finish()
+    logs = [("log", {"c": 3.0}, step) for step in range(100)]
+    assert recorder.calls == [("hyperparameters", {"a": 1}), ("summary", {"b": 2}), *logs, ("finish",)]
+    assert warnings() == []
+
+
+def test_the_tracker_is_opened_by_the_first_log_and_in_its_own_thread():
+    opened = threading.Event()
+    threads = []
+
+    def open_tracker():
+        threads.append(threading.current_thread())
+        opened.set()
+        return Recorder()
+
+    tracker = BackgroundTracker("x", open_tracker)
+    tracker.hyperparameters({})
+    assert threads == []
+    tracker.log({}, 1)
+    assert opened.wait(60)
+    assert threads != [threading.current_thread()]
+    tracker.finish()
+
+
+def test_a_run_that_logged_nothing_still_delivers_its_summary():
+    recorder = Recorder()
+    tracker = BackgroundTracker("x", lambda: recorder)
+    tracker.summary({"a": 1})
+    tracker.finish()
+    assert recorder.calls == [("summary", {"a": 1}), ("finish",)]
+
+
+@pytest.mark.parametrize("error", [ImportError("no such library"), ValueError(""), OSError(28, "disk full")])
+def test_a_tracker_that_raises_when_opened_is_reported_once(warnings, error):
+    def open_tracker():
+        raise error
+
+    tracker = BackgroundTracker("x", open_tracker)
+    tracker.hyperparameters({})
+    for step in range(10):
+        tracker.log({}, step)
+    tracker.finish()
+    (warning,) = warnings()
+    assert warning == f"tracker x: {type(error).__name__}: {error}; training goes on without it"
+
+
+def test_a_tracker_that_raises_at_a_log_is_reported_once_and_left_alone(warnings):
+    recorder = Recorder(broken=3)
+    tracker = BackgroundTracker("x", lambda: recorder)
+    for step in range(10):
+        tracker.log({}, step)
+    tracker.finish()
+    assert [call[2] for call in recorder.calls] == [0, 1, 2]
+    assert warnings() == ["tracker x: ConnectionError: the service is gone; training goes on without it"]
+
+
+def test_a_dead_tracker_is_not_called_slow_however_long_the_run_goes_on(warnings):
+    def open_tracker():
+        raise ImportError("no such library")
+
+    tracker = BackgroundTracker("x", open_tracker)
+    for step in range(3000):
+        tracker.log({}, step)
+    tracker.finish()
+    assert warnings() == ["tracker x: ImportError: no such library; training goes on without it"]
+
+
+def fill(recorder):
+    """A tracker whose thread is held up in its first log, and whose queue is full."""
+    recorder.gate.clear()
+    tracker = BackgroundTracker("x", lambda: recorder)
+    tracker.log({}, 0)
+    assert recorder.busy.wait(60)
+    for step in range(1, 5):
+        tracker.log({}, step)
+    return tracker
+
+
+def test_a_full_queue_drops_what_comes_and_reports_how_much(warnings, monkeypatch):
+    monkeypatch.setattr(background, "_QUEUE_SIZE", 5)
+    recorder = Recorder()
+    tracker = fill(recorder)  # one free place is left
+    for step in range(5, 9):
+        tracker.log({}, step)
+    recorder.gate.set()
+    tracker.finish()
+    assert any("too slow, 3 calls were dropped" in warning for warning in warnings())
+    assert [call[2] for call in recorder.calls if call[0] == "log"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_finish_closes_a_tracker_whose_queue_was_full(monkeypatch):
+    monkeypatch.setattr(background, "_QUEUE_SIZE", 4)
+    monkeypatch.setattr(background, "_FINISH_SECONDS", 3.0)
+    recorder = Recorder()
+    tracker = fill(recorder)
+    ending = threading.Thread(target=tracker.finish)
+    ending.start()
+    ending.join(0.2)  # it waits for the queue by now; if it does not, this test is only weaker
+    recorder.gate.set()
+    ending.join(60)
+    assert recorder.finished.wait(1), "the call to finish was dropped, so nothing was flushed"
+
+
+def test_a_tracker_that_never_ends_is_left_behind_with_a_warning(warnings, monkeypatch):
+    monkeypatch.setattr(background, "_FINISH_SECONDS", 0.05)
+    recorder = Recorder()
+    recorder.gate.clear()
+    tracker = BackgroundTracker("x", lambda: recorder)
+    tracker.log({}, 0)
+    tracker.finish()
+    assert [warning for warning in warnings() if "still busy" in warning]
+    recorder.gate.set()
+    assert recorder.finished.wait(60)

@@ -1,0 +1,83 @@
+"""All trackers of a config as one: the JSON log always, the others beside it."""
+
+import json
+import threading
+
+import pytest
+
+from lmtrain.tracking.config import JsonConfig, NoopConfig, TensorboardConfig
+from lmtrain.tracking.json_log import JsonLog
+from lmtrain.tracking.open import Trackers, open_trackers
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def use(trackers):
+    trackers.hyperparameters({"a": {"b": 1}})
+    trackers.summary({"parameters": 7})
+    trackers.log({"train/loss": 1.5}, 1)
+    trackers.sync()
+    trackers.finish()
+
+
+@pytest.mark.parametrize("configs", [[], [JsonConfig()], [NoopConfig()], [JsonConfig(), JsonConfig(), NoopConfig()]])
+def test_the_json_log_is_always_written_and_once(tmp_path, configs):
+    use(open_trackers(configs, str(tmp_path / "logs"), "run-1", 0))
+    assert read(tmp_path / "logs" / "run-1.metrics.jsonl") == [
+        {"step": 0, "parameters": 7},
+        {"step": 1, "train/loss": 1.5},
+    ]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["run-1.metrics.jsonl"]
+
+
+@pytest.mark.parametrize("ending", ["", "/", "//"])
+def test_a_slash_at_the_end_of_the_folder_does_not_matter(tmp_path, ending):
+    use(open_trackers([], f"{tmp_path}{ending}", "run-1", 0))
+    assert (tmp_path / "run-1.metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("logdir", "folder"), [("tb", "tb/run-1"), ("tb/${run_id}/x", "tb/run-1/x")])
+def test_tensorboard_writes_into_the_folder_of_the_run(tmp_path, logdir, folder):
+    use(open_trackers([TensorboardConfig(logdir=f"{tmp_path}/{logdir}")], str(tmp_path), "run-1", 0))
+    (path,) = (tmp_path / folder).iterdir()
+    assert b"train/loss" in path.read_bytes()
+
+
+def test_a_restarted_run_cuts_its_json_log(tmp_path):
+    for restored in (0, 1):
+        trackers = open_trackers([], str(tmp_path), "run-1", restored)
+        for step in (restored + 1, restored + 2):
+            trackers.log({}, step)
+        trackers.finish()
+    assert [line["step"] for line in read(tmp_path / "run-1.metrics.jsonl")] == [1, 2, 3]
+
+
+def test_opening_starts_no_thread_and_writes_no_file_of_a_slow_tracker(tmp_path):
+    before = threading.active_count()
+    trackers = open_trackers([TensorboardConfig(logdir=str(tmp_path / "tb"))], str(tmp_path), "run-1", 0)
+    trackers.hyperparameters({})
+    assert threading.active_count() == before
+    assert not (tmp_path / "tb").exists()
+    trackers.finish()
+
+
+class Recorder:
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, verb):
+        return lambda *arguments: self.calls.append((verb, *arguments))
+
+
+def test_every_tracker_gets_every_call(tmp_path):
+    recorders = [Recorder(), Recorder()]
+    use(Trackers(JsonLog(str(tmp_path / "a.jsonl"), 0), recorders))
+    expected = [
+        ("hyperparameters", {"a": {"b": 1}}),
+        ("summary", {"parameters": 7}),
+        ("log", {"train/loss": 1.5}, 1),
+        ("finish",),
+    ]
+    assert [recorder.calls for recorder in recorders] == [expected, expected]
