@@ -122,7 +122,7 @@ def test_a_step_and_the_whole_run_are_different_warmups():
 def test_the_demos_own_tokenizer_and_another_are_different_runs():
     demo = RunConfig.model_validate({"data": {"demo": "d"}})
     other = RunConfig.model_validate({"data": {"demo": "d", "tokenizer": "gpt2"}})
-    assert demo.data.tokenizer_path != other.data.tokenizer_path
+    assert demo.data.tokenizer != other.data.tokenizer
     assert run_id(demo, "stem", {}) != run_id(other, "stem", {})
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import Loaded, load_config
 from lmtrain.config.overrides import split_overrides
+from lmtrain.config.suggest import suggest_name
 from lmtrain.run_config import RunConfig, run_id
 
 
@@ -38,6 +39,10 @@ def parse_run(parser: Parser, argv: list[str]) -> Run:
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--section.field VALUE ...]"
     own_flags = [flag for action in parser._actions for flag in action.option_strings]
     rest, overrides = split_overrides(argv, own_flags)
+    for name, _ in overrides:
+        hint = None if "." in name or name in RunConfig.model_fields else suggest_name(f"--{name}", own_flags)
+        if hint:
+            raise UserError(f"--{name}: no such flag; did you mean {hint}?")
     arguments = parser.parse_args(rest)
     loaded = load_config(RunConfig, arguments.config, overrides)
     return Run(arguments, loaded, run_id(loaded.config, loaded.stem))

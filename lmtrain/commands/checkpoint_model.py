@@ -41,7 +41,7 @@ def find_model(run: Run, path: str | None) -> CheckpointModel:
     """
     folder = path or run_path(run.config.trainer.checkpointer.base_path, run.id)
     checkpoint = find_checkpoint(folder)
-    tokenizer = load_tokenizer(run.config.data.tokenizer_path)
+    tokenizer = load_tokenizer(run.config.data.tokenizer)
     saved = checkpoint.read_run_info()["identity"]
     now = {"model": identity(run.config)["model"], "tokenizer": tokenizer.identity}
     differences = describe_differences({name: saved[name] for name in now}, now, "the checkpoint", "this config")

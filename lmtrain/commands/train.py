@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
         log.info(f"nothing to do: {finished.path} has all {config.trainer.num_train_steps:,} steps")
         return 0
     caches = {split: (split_folder(config.data, split), manifest) for split, manifest in manifests.items()}
-    tokenizer = load_tokenizer(config.data.tokenizer_path)
+    tokenizer = load_tokenizer(config.data.tokenizer)
     with StopRequest() as stop:
         setup = set_up(
             config, run.id, tokenizer.vocab_size, tokenizer.identity, Caches(caches["train"], caches.get("validation"))

@@ -1,8 +1,15 @@
 """Settings of the data: where the text is, how it becomes tokens, where the tokens are kept."""
 
+from typing import Any
+
 from pydantic import Field, model_validator
 
 from lmtrain.config.base import Section
+
+
+def demo_tokenizer(demo: str) -> str:
+    """Where the demo keeps the tokenizer it learns."""
+    return f"{demo.rstrip('/')}/tokenizer"
 
 
 class DataConfig(Section):
@@ -29,18 +36,18 @@ class DataConfig(Section):
         None, ge=1, description="Processes that tokenize; null means one per core. Never changes the result"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _demo_brings_its_tokenizer(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("demo"), str) and "tokenizer" not in value:
+            return value | {"tokenizer": demo_tokenizer(value["demo"])}
+        return value
+
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":
         if self.demo is not None and (self.train_urls or self.validation_urls):
             raise ValueError("demo and train_urls/validation_urls are both set; remove one (`demo: null` turns it off)")
         return self
-
-    @property
-    def tokenizer_path(self) -> str:
-        """The tokenizer's folder; the demo brings its own unless `tokenizer` is set."""
-        if self.demo is not None and "tokenizer" not in self.model_fields_set:
-            return f"{self.demo.rstrip('/')}/tokenizer"
-        return self.tokenizer
 
     def urls(self, split: str) -> list[str]:
         """The urls of a split (`train` or `validation`) as written, before braces and globs; empty if it has none."""

@@ -28,7 +28,7 @@ def build_cache(config: DataConfig, split: str) -> Manifest:
     if "://" in config.cache_dir:
         raise UserError(f"data.cache_dir: {config.cache_dir} is a URL; caches are built in a local folder so far")
     folder = split_folder(config, split)
-    tokenizer = load_tokenizer(config.tokenizer_path)
+    tokenizer = load_tokenizer(config.tokenizer)
     settings = DocumentSettings(config.text_key, config.enforce_eos, config.enforce_bos)
     check_special_tokens(tokenizer, settings)
     recipe = _recipe(tokenizer, settings)
@@ -84,7 +84,7 @@ def _build_missing(
     names = [shard_name(index, len(sources)) for index in range(len(sources))]
     infos = {name: _finished_shard(folder, name) for name in names}
     jobs = [
-        ShardJob(source, os.path.join(folder, name), config.tokenizer_path, settings, recipe)
+        ShardJob(source, os.path.join(folder, name), config.tokenizer, settings, recipe)
         for name, source in zip(names, sources, strict=True)
         if infos[name] is None
     ]

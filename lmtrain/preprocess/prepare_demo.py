@@ -3,7 +3,7 @@
 import os
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.config import DataConfig
+from lmtrain.data.config import DataConfig, demo_tokenizer
 from lmtrain.preprocess.demo import TooLittleTextError, file_names, write_demo_corpus
 from lmtrain.preprocess.sources import DocumentReader, expand_urls
 from lmtrain.runtime.logging import log
@@ -22,9 +22,9 @@ def prepare_demo(config: DataConfig) -> None:
         except TooLittleTextError as error:
             raise UserError(str(error)) from None
         log.info(f"{folder}: made the demo corpus, {documents:,} documents, {size / 1e6:.1f} MB of Python source")
-    tokenizer = os.path.expanduser(config.tokenizer_path)
+    tokenizer = os.path.expanduser(config.tokenizer)
     learned = os.path.isfile(os.path.join(tokenizer, "tokenizer.json"))
-    if not learned and "tokenizer" not in config.model_fields_set:
+    if not learned and config.tokenizer == demo_tokenizer(config.demo):
         count = learn_from_files(config.urls("train"), config.text_key, VOCAB_SIZE, tokenizer)
         log.info(f"{tokenizer}: learned a tokenizer of {count:,} entries from it")
 

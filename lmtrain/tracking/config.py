@@ -10,7 +10,7 @@ from lmtrain.config.base import Section
 class WandbConfig(Section):
     """Weights & Biases. Works offline when there is no key or no network."""
 
-    type: Literal["wandb"] = "wandb"
+    type: Literal["wandb"] = Field("wandb", description="The kind of tracker")
     entity: str | None = Field(None, description="W&B entity; null: your default")
     project: str | None = Field(None, description="W&B project; null: W&B's default")
     name: str | None = Field(None, description="Display name; null: the run id")
@@ -25,20 +25,20 @@ class WandbConfig(Section):
 class TensorboardConfig(Section):
     """TensorBoard event files, by tensorboardX."""
 
-    type: Literal["tensorboard"] = "tensorboard"
+    type: Literal["tensorboard"] = Field("tensorboard", description="The kind of tracker")
     logdir: str = Field("tblogs", description="Folder of all runs' event files; the run id is appended")
 
 
 class JsonConfig(Section):
     """Only the JSON lines that every run writes anyway: <log_dir>/<run_id>.metrics.jsonl."""
 
-    type: Literal["json"] = "json"
+    type: Literal["json"] = Field("json", description="The kind of tracker")
 
 
 class NoopConfig(Section):
     """No tracker beside the JSON lines."""
 
-    type: Literal["noop"] = "noop"
+    type: Literal["noop"] = Field("noop", description="The kind of tracker")
 
 
 def _type_of(value: Any) -> str:

@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.config.base import Section
+from lmtrain.sharding.axes import PARAMETER_AXES
 from lmtrain.tracking.config import TrackerConfig, WandbConfig
 from lmtrain.train.precision import Precision, parse_precision
 
@@ -50,6 +51,21 @@ class TrainerConfig(Section):
     def _positive_or_auto(cls, value: int) -> int:
         if value != -1 and value < 1:
             raise ValueError("expected -1 (automatic), or 1 or more")
+        return value
+
+    @field_validator("fsdp_axis", "tensor_parallel_axes")
+    @classmethod
+    def _known_axes(cls, value: str | list[str] | None) -> str | list[str] | None:
+        for axis in [value] if isinstance(value, str) else value or []:
+            if axis not in PARAMETER_AXES:
+                raise ValueError(f"no logical axis {axis!r}; one of {', '.join(PARAMETER_AXES)}")
+        return value
+
+    @field_validator("batch_axis")
+    @classmethod
+    def _batch_is_batch(cls, value: str) -> str:
+        if value != "batch":
+            raise ValueError(f"only 'batch' is an axis of the data, not {value!r}")
         return value
 
     @field_validator("mp")

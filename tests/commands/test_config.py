@@ -58,7 +58,7 @@ def test_what_is_shown_loads_as_the_same_run(argv, capsys, tmp_path):
     original = load_config(RunConfig, argv[0], overrides)
     assert shown.config == original.config
     assert run_id(shown.config, "x", {}) == run_id(original.config, "x", {})
-    assert shown.config.data.tokenizer_path == original.config.data.tokenizer_path
+    assert shown.config.data.tokenizer == original.config.data.tokenizer
     assert [shown.config.data.urls(split) for split in ("train", "validation")] == [
         original.config.data.urls(split) for split in ("train", "validation")
     ]

@@ -35,7 +35,7 @@ def test_corpus_and_tokenizer_are_made_where_the_config_looks_for_them(library, 
     prepare_demo.prepare_demo(config)
     assert len(expand_urls(config.urls("train"))) == 8
     assert len(expand_urls(config.urls("validation"))) == 1
-    tokenizer = load_tokenizer(config.tokenizer_path)
+    tokenizer = load_tokenizer(config.tokenizer)
     assert tokenizer.eos_id is not None
     assert 256 < tokenizer.vocab_size <= prepare_demo.VOCAB_SIZE
 

@@ -39,10 +39,10 @@ def main() -> None:
                 shutil.copyfile(file, file.replace("train.", f"train.copy{copy}."))
         config = DataConfig(
             train_urls=[os.path.join(folder, "demo", "train.*.jsonl.gz")],
-            tokenizer=demo.tokenizer_path,
+            tokenizer=demo.tokenizer,
             cache_dir=os.path.join(folder, "cache"),
         )
-        raw = tokenizers.Tokenizer.from_file(os.path.join(demo.tokenizer_path, "tokenizer.json"))
+        raw = tokenizers.Tokenizer.from_file(os.path.join(demo.tokenizer, "tokenizer.json"))
         ours, peer = [], []
         for _ in range(ROUNDS):
             began = time.perf_counter()

@@ -1,0 +1,100 @@
+"""Files are there whole or not at all, and the same value makes the same bytes."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lmtrain.runtime.files import read_json, remove_temporaries, write_atomically, write_json
+
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from lmtrain.runtime import files
+
+def die(number):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+files.os.fsync = die
+files.write_atomically(sys.argv[1], b"new" * 1000)
+"""
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff", b"x" * 3_000_000], ids=len)
+def test_the_bytes_are_written_and_nothing_beside_them(tmp_path, content):
+    path = tmp_path / "ü file"
+    path.write_bytes(b"old")
+    write_atomically(str(path), content)
+    assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == ["ü file"]
+
+
+def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"old")
+    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(path)], timeout=60)
+    assert done.returncode == -9
+    assert path.read_bytes() == b"old"
+    assert len(os.listdir(tmp_path)) == 2
+    remove_temporaries(str(tmp_path))
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    path, stop, seen = tmp_path / "a", threading.Event(), set()
+    write_atomically(str(path), b"0" * 500_000)
+
+    def read():
+        while not stop.is_set():
+            content = path.read_bytes()
+            seen.add((len(content), len(set(content))))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for turn in range(40):
+        write_atomically(str(path), b"%d" % (turn % 10) * 500_000)
+    stop.set()
+    reader.join()
+    assert seen == {(500_000, 1)}
+
+
+def test_a_write_into_a_missing_folder_fails(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_atomically(str(tmp_path / "gone" / "a"), b"")
+
+
+def test_json_is_sorted_indented_and_in_utf8(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(str(path), {"b": [1, 2.5, None], "a": {"ü": True}})
+    text = '{\n  "a": {\n    "ü": true\n  },\n  "b": [\n    1,\n    2.5,\n    null\n  ]\n}\n'
+    assert path.read_bytes() == text.encode()
+
+
+def test_the_same_value_makes_the_same_bytes(tmp_path):
+    write_json(str(tmp_path / "a"), {"x": 1, "y": 2})
+    write_json(str(tmp_path / "b"), {"y": 2, "x": 1})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("value", [None, 0.1, "ü\n☃", [], {"a": [{"b": 2**60}]}])
+def test_json_reads_back_as_it_was(tmp_path, value):
+    path = str(tmp_path / "a")
+    write_json(path, value)
+    assert read_json(path) == value
+
+
+def test_a_value_that_is_no_json_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a"
+    write_json(str(path), 1)
+    with pytest.raises(TypeError):
+        write_json(str(path), {"a": object()})
+    assert read_json(str(path)) == 1
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_only_temporaries_are_removed(tmp_path):
+    for name in ("a.json", "a.json.tmp-123", "b.tmp", "shard.arrayrecord.tmp-9", "tmp-1"):
+        (tmp_path / name).write_bytes(b"")
+    remove_temporaries(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.tmp", "tmp-1"]

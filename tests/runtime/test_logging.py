@@ -1,0 +1,54 @@
+"""The log of a run: plain on the terminal, with times in the file, appended over restarts."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+RUN = """
+import logging, sys
+from lmtrain.runtime.logging import log, start_console_log, start_file_log
+
+start_console_log()
+print(start_file_log(sys.argv[1], "run-1"))
+log.info(f"{sys.argv[2]} ☃")
+log.debug("too much")
+log.warning("careful")
+for name in ("absl", "jax", "jax._src.dispatch", "orbax", "tensorboardX", "grain"):
+    logging.getLogger(name).info("chatter")
+logging.getLogger("jax").warning("important")
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    def start(message, folder="logs/deep"):
+        command = [sys.executable, "-c", RUN, folder, message]
+        environment = {"PYTHONIOENCODING": "utf-8"}
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return start
+
+
+def test_the_terminal_gets_plain_lines_and_no_chatter_of_libraries(run):
+    assert run("hello").stderr == "hello ☃\ncareful\nimportant\n"
+
+
+def test_the_file_gets_times_and_levels(run, tmp_path):
+    done = run("hello")
+    assert done.stdout == "logs/deep/run-1.log\n"
+    lines = (tmp_path / "logs" / "deep" / "run-1.log").read_text(encoding="utf-8").splitlines()
+    assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", "", line) for line in lines] == [
+        "INFO lmtrain: hello ☃",
+        "WARNING lmtrain: careful",
+    ]
+
+
+def test_the_file_is_appended_to_over_restarts(run, tmp_path):
+    run("first")
+    run("second")
+    text = (tmp_path / "logs" / "deep" / "run-1.log").read_text(encoding="utf-8")
+    assert re.findall(r"lmtrain: (\w+) ☃", text) == ["first", "second"]

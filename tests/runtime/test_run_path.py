@@ -1,0 +1,38 @@
+"""Where a run keeps its things: the id is appended, or put where the path names it."""
+
+import pytest
+
+from lmtrain.runtime.run_path import fill_run_id, run_path
+
+
+@pytest.mark.parametrize(
+    ("base", "path"),
+    [
+        ("checkpoints", "checkpoints/r-1"),
+        ("checkpoints/", "checkpoints/r-1"),
+        ("checkpoints//", "checkpoints/r-1"),
+        (".", "./r-1"),
+        ("/", "/r-1"),
+        ("gs://bucket/x/", "gs://bucket/x/r-1"),
+        ("a b/ü", "a b/ü/r-1"),
+        ("x/${run_id}", "x/r-1"),
+        ("x/${run_id}/y/", "x/r-1/y/"),
+        ("${run_id}/${run_id}", "r-1/r-1"),
+        ("x/$run_id", "x/$run_id/r-1"),
+        ("~/x", "/home/me/x/r-1"),
+        ("~/${run_id}", "/home/me/r-1"),
+        ("x/~", "x/~/r-1"),
+    ],
+)
+def test_the_path_of_a_run(base, path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert run_path(base, "r-1") == path
+
+
+@pytest.mark.parametrize(
+    ("path", "filled"),
+    [("logs/", "logs/"), ("~/logs", "/home/me/logs"), ("${run_id}.d", "r-1.d"), ("", ""), ("$HOME", "$HOME")],
+)
+def test_filling_in_appends_nothing(path, filled, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert fill_run_id(path, "r-1") == filled
