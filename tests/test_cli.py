@@ -72,6 +72,15 @@ def test_a_users_mistake_is_one_message_without_traceback_and_exits_with_2(lmtra
     assert done.stderr == "lmtrain: error: gpt2_nan: no such config; did you mean 'gpt2_nano'?\n"
 
 
+@pytest.mark.parametrize("folder", ["tiny.yaml", "tiny.yaml/logs"])
+def test_a_log_folder_that_cannot_be_made_is_the_users_mistake(lmtrain, settings, write_config, folder):
+    write_config(settings)
+    done = lmtrain("train", "tiny.yaml", "--trainer.log_dir", folder)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert f"trainer.log_dir: {folder}" in done.stderr
+
+
 def test_a_good_config_exits_with_0(lmtrain):
     assert lmtrain("config", "check", "gpt2_nano").returncode == 0
 

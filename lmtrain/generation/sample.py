@@ -59,6 +59,6 @@ def choose(logits_V: jax.Array, key: jax.Array, settings: SamplingSettings) -> j
     if settings.temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
     if 0 < settings.top_k < logits_V.shape[0]:
-        threshold = jax.lax.top_k(logits_V, settings.top_k)[0][-1]
-        logits_V = jnp.where(logits_V < threshold, -jnp.inf, logits_V)
+        best, ids = jax.lax.top_k(logits_V, settings.top_k)
+        return ids[jax.random.categorical(key, best / settings.temperature)].astype(jnp.int32)
     return jax.random.categorical(key, logits_V / settings.temperature).astype(jnp.int32)

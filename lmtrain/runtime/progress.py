@@ -26,7 +26,11 @@ class Progress:
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"))
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[text]}", markup=False),
+            )
             self._bar = Bar(*columns, console=Console(stderr=True), refresh_per_second=5)
             self._task = self._bar.add_task(self.label, total=self.total, completed=self._start, text="")
             self._bar.start()

@@ -18,7 +18,7 @@ def _as_list(value: Any) -> Any:
 class TrainerConfig(Section):
     """How a run goes; what it learns from and with is in `data`, `model` and `optimizer`."""
 
-    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the parameters' initial values and of dropout")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of the parameters' initial values and of dropout")
     num_train_steps: int = Field(400_000, ge=1, description="Optimizer updates in the whole run")
     train_batch_size: int = Field(32, ge=1, description="Sequences per update, over all devices")
     per_device_parallelism: int = Field(

@@ -23,6 +23,8 @@ PATHS = known_paths(RunConfig, {})
         ("seq_len", "model.seq_len"),
         ("trainer.save_interval", "trainer.checkpointer.save_interval"),
         ("zzzz", None),
+        ("model.zzz", None),
+        ("trainer.zzz", None),
         ("ünï", None),
         ("", None),
     ],

@@ -1,10 +1,9 @@
-"""AdamW against plain numpy: two updates, what decays, clipping; settings that are refused."""
+"""AdamW against plain numpy: two updates, what decays, clipping."""
 
 import jax
 import numpy as np
 import optax
 import pytest
-from pydantic import ValidationError
 
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.optimizer import build_optimizer, decay_mask
@@ -72,34 +71,3 @@ def test_the_mask_selects_leaves_named_kernel():
         "layer": {"kernel": True, "bias": False},
         "norm": {"scale": False},
     }
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"warmup": 1.5},
-        {"warmup": -1},
-        {"warmup": -0.1},
-        {"warmup": float("nan")},
-        {"warmup": "10%"},
-        {"warmup": True},
-        {"warmup": None},
-        {"decay": 2.0},
-        {"decay": -3},
-        {"learning_rate": 0},
-        {"learning_rate": float("nan")},
-        {"learning_rate": float("inf")},
-        {"min_lr_ratio": 1.1},
-        {"beta1": 1.0},
-        {"beta2": -0.1},
-        {"epsilon": 0},
-        {"max_grad_norm": -1},
-        {"weight_decay": -0.1},
-        {"lr_schedule": "inv"},
-        {"type": "sgd"},
-        {"lr": 0.1},
-    ],
-)
-def test_impossible_settings_are_refused(change):
-    with pytest.raises(ValidationError):
-        AdamConfig(**change)

@@ -102,8 +102,6 @@ def test_without_validation_files_there_is_nothing_to_evaluate(config, start):
     ("changes", "message"),
     [
         ({"trainer": {"model_axis_size": 3}}, "trainer.model_axis_size: 1 devices do not divide by 3"),
-        ({"trainer": {"fsdp_axis": "width"}}, "trainer.fsdp_axis: no logical axis 'width'"),
-        ({"trainer": {"batch_axis": "rows"}}, "trainer.batch_axis"),
         ({"trainer": {"per_device_parallelism": 3}}, "trainer.per_device_parallelism: each device has 4"),
         (
             {"trainer": {"checkpointer": {"base_path": "gs://bucket/c"}}},

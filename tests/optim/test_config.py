@@ -1,0 +1,58 @@
+"""Settings of the optimizer: an int is steps and a float a fraction; what makes no sense is refused."""
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.optim.config import AdamConfig
+
+
+@pytest.mark.parametrize("name", ["warmup", "decay"])
+@pytest.mark.parametrize("value", [0, 1, 5000, 0.0, 0.25, 1.0])
+def test_a_length_keeps_its_type(name, value):
+    """`1` is one step and `1.0` the whole run, so neither may turn into the other, nor when written out."""
+    config = AdamConfig(**{name: value})
+    again = AdamConfig.model_validate_json(config.model_dump_json())
+    for one in (config, again):
+        assert (getattr(one, name), type(getattr(one, name))) == (value, type(value))
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, 2.0, float("nan"), float("inf")])
+def test_a_float_that_is_no_fraction_is_refused_with_what_was_expected(value):
+    with pytest.raises(ValidationError, match=r"fraction from 0\.0 to 1\.0, or a whole number of steps"):
+        AdamConfig(warmup=value)
+
+
+def test_a_decay_may_be_left_to_fill_the_run_and_clipping_may_be_off():
+    config = AdamConfig(decay=None, max_grad_norm=None)
+    assert config.decay is None
+    assert config.max_grad_norm is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"warmup": -1},
+        {"warmup": "10%"},
+        {"warmup": True},
+        {"warmup": None},
+        {"decay": 2.0},
+        {"decay": -3},
+        {"learning_rate": 0},
+        {"learning_rate": float("nan")},
+        {"learning_rate": float("inf")},
+        {"min_lr_ratio": 1.1},
+        {"beta1": 1.0},
+        {"beta2": -0.1},
+        {"epsilon": 0},
+        {"max_grad_norm": -1},
+        {"weight_decay": -0.1},
+        {"lr_schedule": "inv"},
+        {"type": "sgd"},
+        {"lr": 0.1},
+    ],
+)
+def test_impossible_settings_are_refused(change):
+    (name,) = change
+    with pytest.raises(ValidationError) as caught:
+        AdamConfig(**change)
+    assert {problem["loc"][0] for problem in caught.value.errors()} == {name}
