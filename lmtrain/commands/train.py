@@ -2,6 +2,7 @@
 
 from lmtrain.commands.arguments import Parser, Run, parse_run
 from lmtrain.commands.preprocess import build_caches
+from lmtrain.config.errors import UserError
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess.build import split_folder
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
@@ -14,7 +15,10 @@ def run(argv: list[str]) -> int:
     start_console_log()
     config = run.config
     log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {_checkpoints(run)})")
-    start_file_log(fill_run_id(config.trainer.log_dir, run.id), run.id)
+    try:
+        start_file_log(fill_run_id(config.trainer.log_dir, run.id), run.id)
+    except OSError as error:
+        raise UserError(f"trainer.log_dir: {config.trainer.log_dir} cannot be made: {error.strerror}") from None
 
     manifests = build_caches(config.data)
 

@@ -11,10 +11,14 @@ def suggest_name(wrong: str, known: Iterable[str]) -> str | None:
     """The known name closest to `wrong`; a right last part under a wrong section counts as close."""
     names = [name for name in known if not wrong.startswith(f"{name}.")]
     leaf = wrong.rsplit(".", 1)[-1]
-    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.8)
+    section = wrong[: len(wrong) - len(leaf)]
+    # within the right section only the last part counts: the section is alike in any case
+    siblings = {name[len(section) :]: name for name in names if name.startswith(section)}
+    close, near = ([siblings[m] for m in difflib.get_close_matches(leaf, siblings, 1, cutoff)] for cutoff in (0.8, 0.6))
     elsewhere = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
-    loose = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
-    return next(iter(close + elsewhere + loose), None)
+    others = [name for name in names if not (section and name.startswith(section))]
+    loose = difflib.get_close_matches(wrong, others, n=1, cutoff=0.7)
+    return next(iter(close + elsewhere + near + loose), None)
 
 
 def known_paths(model: type[BaseModel], data: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ class BackgroundTracker:
         self._dropped = 0
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._started = False
+        self._failed = False
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         self._put("hyperparameters", config)
@@ -36,8 +38,14 @@ class BackgroundTracker:
     def finish(self) -> None:
         """Wait for what is queued, at most 30 s in all."""
         self._start()
-        self._put("finish")
-        self._thread.join(_FINISH_SECONDS)
+        deadline = time.monotonic() + _FINISH_SECONDS
+        while not self._failed and time.monotonic() < deadline:
+            try:
+                self._calls.put(("finish", ()), timeout=0.1)  # the queue may be full: wait, but not for a dead tracker
+                break
+            except queue.Full:
+                continue
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             log.warning(f"tracker {self._name}: still busy after {_FINISH_SECONDS:.0f} s, leaving it behind")
         if self._dropped:
@@ -49,6 +57,8 @@ class BackgroundTracker:
             self._thread.start()
 
     def _put(self, verb: str, *arguments: Any) -> None:
+        if self._failed:
+            return
         try:
             self._calls.put_nowait((verb, arguments))
         except queue.Full:
@@ -62,5 +72,6 @@ class BackgroundTracker:
                 verb, arguments = self._calls.get()
                 getattr(tracker, verb)(*arguments)
         except Exception as error:
+            self._failed = True
             # whatever a tracker's library raises, training goes on; the metrics are in the JSON log
             log.warning(f"tracker {self._name}: {type(error).__name__}: {error}; training goes on without it")

@@ -1,6 +1,7 @@
 """The metrics of a run as JSON lines, `<log_dir>/<run_id>.metrics.jsonl`: always written, whatever tracker is set."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +28,12 @@ class JsonLog:
         """Not metrics: the config is kept in the checkpoints and given to the other trackers."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        # JSON has no word for a number that is none
+        line = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.items()
+        }
+        self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
         self._file.flush()
 
     def summary(self, values: Mapping[str, Any]) -> None:

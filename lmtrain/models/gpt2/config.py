@@ -1,5 +1,6 @@
 """Settings of the GPT-2 family."""
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -29,8 +30,9 @@ class Gpt2Config(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> "Gpt2Config":
         if self.hidden_dim % self.num_heads:
-            fits = [n for n in range(1, self.hidden_dim + 1) if self.hidden_dim % n == 0]
-            nearest = sorted(sorted(fits, key=lambda n: abs(n - self.num_heads))[:2])
+            small = [n for n in range(1, math.isqrt(self.hidden_dim) + 1) if self.hidden_dim % n == 0]
+            fits = small + [self.hidden_dim // n for n in small]
+            nearest = sorted(sorted(set(fits), key=lambda n: abs(n - self.num_heads))[:2])
             raise ValueError(
                 f"hidden_dim {self.hidden_dim} is not a multiple of num_heads {self.num_heads}; "
                 f"num_heads could be {' or '.join(map(str, nearest))}"
