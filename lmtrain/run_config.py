@@ -28,6 +28,9 @@ _NOT_IDENTITY = {
     "optimizer": set[str](),
 }
 
+# File systems allow names of 255 bytes, and `<run id>.metrics.jsonl` is one.
+_LONGEST_STEM = 100
+
 
 class RunConfig(Section):
     """The settings of a run."""
@@ -69,8 +72,12 @@ def run_id(config: RunConfig, stem: str, environment: Mapping[str, str] = os.env
     """
     wandb_ids = [t.id for t in config.trainer.tracker if isinstance(t, WandbConfig) and t.id]
     text = json.dumps(identity(config), sort_keys=True)
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:_LONGEST_STEM] or "run"
     made = f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     chosen = config.trainer.id or environment.get("RUN_ID") or next(iter(wandb_ids), None) or made
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", chosen):
-        raise UserError(f"the run id {chosen!r} cannot name a folder; use letters, digits, '.', '_' and '-'")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", chosen):
+        raise UserError(
+            f"the run id {chosen!r} (trainer.id, RUN_ID or the W&B id) cannot name files and folders; "
+            "use at most 200 letters, digits, '.', '_' and '-', the first a letter or digit"
+        )
     return chosen

@@ -48,7 +48,9 @@ def tiny_settings() -> dict:
 @pytest.fixture(scope="session", autouse=True)
 def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Processes of one test session share what they compile."""
-    os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = str(tmp_path_factory.mktemp("compiled"))
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = str(shared / "compiled")
 
 
 @pytest.fixture

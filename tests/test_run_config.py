@@ -56,11 +56,21 @@ def test_a_name_for_a_folder_is_a_run_id(name):
     assert run_id(build(trainer__id=name), "stem", {}) == name
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", ".", "..", ".x", "-x", " a", "a b", "ü", "a\n", "${run_id}", "a:b"])
+@pytest.mark.parametrize(
+    ("stem", "expected"),
+    [("my run (2)", "my-run-2-"), (".hidden", "hidden"), ("größe", "gr-e"), ("", "run"), ("x" * 300, "x" * 100)],
+)
+def test_any_name_of_a_config_file_makes_a_run_id(stem, expected):
+    assert run_id(build(), stem, {}) == MADE.replace("stem", expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", ".", "..", ".x", "-x", " a", "a b", "ü", "a\n", "${run_id}", "a:b", "A" * 201]
+)
 @pytest.mark.parametrize("source", ["setting", "environment", "wandb"])
 def test_what_cannot_name_a_folder_is_refused_wherever_it_came_from(name, source):
     changes = {"setting": {"trainer__id": name}, "wandb": {"trainer__tracker": {"id": name}}}.get(source, {})
-    with pytest.raises(UserError, match="cannot name a folder; use letters, digits"):
+    with pytest.raises(UserError, match="cannot name files and folders; use at most 200 letters"):
         run_id(build(**changes), "stem", {"RUN_ID": name} if source == "environment" else {})
 
 

@@ -17,14 +17,22 @@ import orbax.checkpoint as ocp
 from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.checkpoint.discovery import Checkpoint, list_checkpoints, step_folder
 from lmtrain.checkpoint.policies import Kind, decide
+from lmtrain.config.errors import UserError
 from lmtrain.runtime.logging import log
 
 
 class Checkpointer:
-    """Saves into one run's folder. `clock` gives seconds and never runs backwards."""
+    """Saves into one run's folder, which is made. `clock` gives seconds and never runs backwards.
+
+    Raises `UserError` if the folder cannot be made: better now than at the first save.
+    """
 
     def __init__(self, folder: str, config: CheckpointerConfig, clock: Callable[[], float] = time.monotonic):
         self.folder = os.path.abspath(folder)
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"trainer.checkpointer.base_path: {folder} cannot be made: {error.strerror}") from None
         self._config = config
         self._clock = clock
         self._last_save = clock()
@@ -78,7 +86,7 @@ class Checkpointer:
 
     def _remove_leftovers(self) -> None:
         """What a killed process was writing or deleting."""
-        for name in os.listdir(self.folder) if os.path.isdir(self.folder) else []:
+        for name in os.listdir(self.folder):
             if "orbax-checkpoint-tmp" in name or name.startswith("deleting-"):
                 shutil.rmtree(os.path.join(self.folder, name))
 

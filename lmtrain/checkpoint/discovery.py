@@ -48,7 +48,7 @@ def find_checkpoint(path: str) -> Checkpoint:
 
     Raises `UserError` if there is none.
     """
-    path = os.path.expanduser(path).rstrip("/")
+    path = os.path.expanduser(path).rstrip("/") or "/"
     match = _STEP.fullmatch(os.path.basename(path))
     if match and os.path.isdir(path):
         return Checkpoint(int(match[1]), path)

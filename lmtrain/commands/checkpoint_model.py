@@ -27,9 +27,7 @@ class CheckpointModel:
         from lmtrain.train.restore import restore_params
 
         trainer = self.run.config.trainer
-        layout = plan_layout(
-            trainer.model_axis_size, trainer.fsdp_axis, trainer.tensor_parallel_axes, trainer.batch_axis
-        )
+        layout = plan_layout(trainer.model_axis_size, trainer.fsdp_axis, trainer.tensor_parallel_axes)
         model = build_model(self.run.config.model, self.tokenizer.vocab_size)
         return model, restore_params(self.checkpoint, model, layout)
 

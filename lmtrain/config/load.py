@@ -1,5 +1,6 @@
 """CONFIG and overrides -> one validated object, or one report of every problem with its place."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,9 +98,14 @@ def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[A
         message = "expected " + " or ".join(dict.fromkeys(expected))
     if kind in ("model_type", "dict_type"):
         message = "expected a map of settings"
-    text = repr(seen) if len(repr(seen)) <= _SHOWN_CHARACTERS else repr(seen)[:_SHOWN_CHARACTERS] + "..."
-    shown = "" if isinstance(seen, dict | list | BaseModel) else f", not {text}"
+    shown = "" if isinstance(seen, dict | list | BaseModel) else f", not {_as_written(seen)}"
     return f"{place}{name}: {message}{shown}" if name else f"{place}{message}"
+
+
+def _as_written(value: Any) -> str:
+    """A scalar as a config has it: `null` and `true`, where Python says None and True."""
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 def _written_path(layer: Layer, loc: Path) -> Path:

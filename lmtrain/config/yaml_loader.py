@@ -13,6 +13,9 @@ import yaml
 from lmtrain.config.errors import UserError
 from lmtrain.config.layers import Layer, Origin, Path, merge
 
+# A config has a few hundred; without a limit ten short lines of aliases to aliases fill the memory.
+_MOST_VALUES = 100_000
+
 # The places of the !include tags that led to a file, outermost first.
 Chain = tuple[Origin, ...]
 
@@ -99,8 +102,10 @@ def _read(path: str, chain: Chain) -> str:
                 return file.read()
         with open(path, encoding="utf-8") as file:
             return file.read()
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file{included}") from None
+    except FileNotFoundError as error:
+        cause = error.__cause__  # over HTTP fsspec calls every failure a missing file
+        missing = cause is None or getattr(cause, "status", None) == 404
+        raise UserError(f"{path}: {'no such file' if missing else f'cannot be read: {cause}'}{included}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8 ({error.reason}){included}") from None
     except (OSError, ValueError, ImportError) as error:
@@ -127,8 +132,12 @@ class _Builder:
         self.is_file = is_file
         self.scalars = _Loader("")
         self.open: list[yaml.Node] = []  # the nodes around the one being built
+        self.count = 0  # values built so far: aliases of aliases multiply
 
     def build(self, node: yaml.Node, at: Path) -> _Built:
+        self.count += 1
+        if self.count > _MOST_VALUES:
+            raise UserError(f"{self._origin(node)}: with its aliases this file has more than {_MOST_VALUES:,} values")
         if node.tag == "!include":
             return self._include(node, at)
         if isinstance(node, yaml.ScalarNode):

@@ -4,8 +4,6 @@ Parameters and activations have separate words, because FSDP splits the `embed` 
 residual stream keeps it whole.
 """
 
-from lmtrain.config.errors import UserError
-
 PARAMETER_AXES = {
     "embed": "width of the residual stream",
     "heads": "attention heads",
@@ -34,9 +32,3 @@ def check_axes(axes: tuple[str | None, ...], known: dict[str, str]) -> None:
     """Assert that every word is in the vocabulary; only lmtrain's own code can break this."""
     for axis in axes:
         assert axis is None or axis in known, f"unknown logical axis {axis!r}; one of {sorted(known)}"
-
-
-def check_user_axis(axis: str, setting: str) -> None:
-    """Raise `UserError` if a config names an axis that parameters do not have."""
-    if axis not in PARAMETER_AXES:
-        raise UserError(f"{setting}: no logical axis {axis!r}; one of {', '.join(PARAMETER_AXES)}")

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lmtrain.config.errors import UserError
-from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, PARAMETER_AXES, check_user_axis
+from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, PARAMETER_AXES, check_axes
 
 MESH_AXES = ("replica", "data", "model")
 BATCH_MESH_AXES = ("replica", "data")
@@ -51,9 +51,8 @@ def plan_layout(
     model_axis_size: int,
     fsdp_axis: str | Sequence[str] | None,
     tensor_parallel_axes: Sequence[str] | None,
-    batch_axis: str = "batch",
 ) -> Layout:
-    """The layout over all devices of the run. Raises `UserError` if the devices do not divide or an axis is unknown."""
+    """The layout over all devices of the run. Raises `UserError` if the devices do not divide."""
     devices = jax.devices()
     if len(devices) % model_axis_size:
         fits = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
@@ -67,14 +66,7 @@ def plan_layout(
 
     fsdp = [fsdp_axis] if isinstance(fsdp_axis, str) else list(fsdp_axis or [])
     tensor = list(tensor_parallel_axes or [])
-    for setting, axes in (("fsdp_axis", fsdp), ("tensor_parallel_axes", tensor)):
-        for axis in axes:
-            check_user_axis(axis, f"trainer.{setting}")
-    both = set(fsdp) & set(tensor)
-    if both:
-        raise UserError(f"trainer.fsdp_axis and trainer.tensor_parallel_axes both name {sorted(both)[0]!r}")
-    if batch_axis != "batch":
-        raise UserError(f"trainer.batch_axis: only 'batch' is an axis of the data, not {batch_axis!r}")
+    check_axes((*fsdp, *tensor), PARAMETER_AXES)
 
     parameters: dict[str, str | tuple[str, ...] | None] = dict.fromkeys(PARAMETER_AXES)
     compute: dict[str, str | tuple[str, ...] | None] = dict.fromkeys(ACTIVATION_AXES)

@@ -6,7 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lmtrain.config.errors import UserError
 from lmtrain.sharding.axes import ACTIVATION_AXES, check_axes
@@ -22,13 +22,29 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def parameter_shardings(layout: Layout, boxed: Any) -> Any:
     """The shardings of a tree of (abstract) parameters that carry logical names.
 
-    Raises `UserError` naming the parameter if one of its sizes does not divide by the mesh axis it is split over.
+    Raises `UserError` naming the parameter if one of its sizes does not divide by the mesh axis it is split over, or
+    if two of its dimensions would be split over the same one.
     """
     specs = nn.get_partition_spec(boxed)
+    rules = dict(layout.parameter_rules)
+    jax.tree_util.tree_map_with_path(lambda path, spec: _check_once(path, spec, rules), specs)
     shardings = nn.logical_to_mesh_sharding(specs, layout.mesh, list(layout.parameter_rules))
     shapes = nn.meta.unbox(boxed)
     jax.tree_util.tree_map_with_path(_check_divides, shapes, shardings)
     return shardings
+
+
+def _check_once(path: Any, spec: PartitionSpec, rules: Mapping[str, Any]) -> None:
+    """Flax would split the first dimension and leave the second whole, without a word."""
+    split: dict[Any, str] = {}
+    for axis in spec:
+        mesh_axis = rules.get(axis)
+        if mesh_axis is not None and mesh_axis in split:
+            raise UserError(
+                f"{jax.tree_util.keystr(path)}: {split[mesh_axis]!r} and {axis!r} cannot both be split over the "
+                f"{mesh_axis} devices; take one out of trainer.fsdp_axis or trainer.tensor_parallel_axes"
+            )
+        split[mesh_axis] = axis
 
 
 def _check_divides(path: Any, shape: Any, sharding: NamedSharding) -> None:

@@ -1,5 +1,6 @@
 """TensorBoard event files, by tensorboardX."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,9 @@ class TensorboardTracker:
     def __init__(self, logdir: str, step: int):
         from tensorboardX import SummaryWriter  # slow to import: only the tracker's thread waits for it
 
-        self._writer = SummaryWriter(logdir, purge_step=step + 1 if step else None)
+        # event files are named by second and host: two starts within one second would share a file
+        suffix = f".{os.getpid()}"
+        self._writer = SummaryWriter(logdir, purge_step=step + 1 if step else None, filename_suffix=suffix)
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(dict(config), sort_keys=False)}```")

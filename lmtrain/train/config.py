@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.config.base import Section
@@ -19,7 +19,7 @@ class TrainerConfig(Section):
     """How a run goes; what it learns from and with is in `data`, `model` and `optimizer`."""
 
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of the parameters' initial values and of dropout")
-    num_train_steps: int = Field(400_000, ge=1, description="Optimizer updates in the whole run")
+    num_train_steps: int = Field(400_000, ge=1, lt=2**31, description="Optimizer updates in the whole run")
     train_batch_size: int = Field(32, ge=1, description="Sequences per update, over all devices")
     per_device_parallelism: int = Field(
         -1, description="Sequences a device computes at once; the rest is accumulated. -1: all, no accumulation"
@@ -60,6 +60,16 @@ class TrainerConfig(Section):
             if axis not in PARAMETER_AXES:
                 raise ValueError(f"no logical axis {axis!r}; one of {', '.join(PARAMETER_AXES)}")
         return value
+
+    @model_validator(mode="after")
+    def _axis_split_once(self) -> "TrainerConfig":
+        fsdp = [self.fsdp_axis] if isinstance(self.fsdp_axis, str) else self.fsdp_axis or []
+        both = sorted(set(fsdp) & set(self.tensor_parallel_axes or []))
+        if both:
+            raise ValueError(
+                f"fsdp_axis and tensor_parallel_axes both name {both[0]!r}, which can be split over one mesh axis only"
+            )
+        return self
 
     @field_validator("batch_axis")
     @classmethod

@@ -29,7 +29,9 @@ def parse_precision(text: str) -> Precision:
         return Precision(dtype, dtype, dtype)
     given: dict[str, str] = {}
     for item in text.split(","):
-        name, _, dtype = item.partition("=")
+        name, equals, dtype = item.partition("=")
+        if not equals:
+            raise ValueError(f"in {text!r}: {item.strip()!r} names no format; write it like c=bfloat16")
         part = _PARTS.get(name.strip())
         if part is None:
             raise ValueError(f"in {text!r}: {name.strip()!r} is none of p, c, o (params, compute, output)")

@@ -65,7 +65,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     """Build or restore everything. Raises `UserError` for a config that does not fit the machine or the checkpoint."""
     trainer = config.trainer
     _use_compilation_cache(trainer.jax_compilation_cache_dir)
-    layout = plan_layout(trainer.model_axis_size, trainer.fsdp_axis, trainer.tensor_parallel_axes, trainer.batch_axis)
+    layout = plan_layout(trainer.model_axis_size, trainer.fsdp_axis, trainer.tensor_parallel_axes)
     log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
     batching = plan_batching(trainer, layout.num_batch_shards)
     seq_len = config.model.seq_len

@@ -15,6 +15,7 @@ from lmtrain.checkpoint.checkpointer import Checkpointer, load_arrays, with_shar
 from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.checkpoint.discovery import list_checkpoints
 from lmtrain.checkpoint.policies import Kind
+from lmtrain.config.errors import UserError
 
 CONFIG = CheckpointerConfig(save_interval="60s", keep=[{"every": 10}])
 PARAMS = {"a": {"kernel": jnp.arange(6.0).reshape(2, 3)}, "half": jnp.arange(5, dtype=jnp.bfloat16) / 3}
@@ -53,6 +54,12 @@ def save(checkpointer: Checkpointer, step: int, kind: Kind) -> None:
 
 def steps(tmp_path) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(str(tmp_path / "run"))]
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_there_is_anything_to_save(make, tmp_path):
+    (tmp_path / "run").write_text("a file in the way")
+    with pytest.raises(UserError, match=r"trainer.checkpointer.base_path: .*run cannot be made: File exists"):
+        make()
 
 
 def test_arrays_load_bit_by_bit_as_they_were_saved(make, tmp_path):

@@ -84,6 +84,8 @@ BROKEN = [
     ),
     ("trainer:\n  tracker: {mode: offlin}\n", "tracker.mode: expected 'online', 'offline' or 'disabled', not 'offlin'"),
     ("trainer:\n  seed: 4294967296\n", "c.yaml:2: trainer.seed: expected"),
+    ("trainer:\n  seed: null\n", "c.yaml:2: trainer.seed: expected a valid integer, not null"),
+    ("trainer:\n  seed: true\n", "c.yaml:2: trainer.seed: expected a number, not true or false"),
     ("trainer:\n  log_dir: ''\n", "c.yaml:2: trainer.log_dir: "),
     ("data:\n  cache_dir: ''\n", "c.yaml:2: data.cache_dir: "),
     ("trainer:\n  checkpointer:\n    base_path: ''\n", "c.yaml:3: trainer.checkpointer.base_path: "),

@@ -1,5 +1,9 @@
 """YAML files: values, lines, includes, merges, and a clear error for whatever is wrong."""
 
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import fsspec
 import pytest
 
@@ -161,6 +165,12 @@ def test_a_broken_file_is_a_user_error_with_its_line(load, text, message):
     assert problem(load, text).startswith(message)
 
 
+def test_aliases_of_aliases_do_not_fill_the_memory(load):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)]
+    assert "main.yaml:1: with its aliases this file has more than 100,000 values" in problem(load, "".join(lines))
+
+
 def test_a_key_that_is_a_list_is_shown_as_written(load):
     assert "ScalarNode" not in problem(load, "? [a]\n: 1\n")
 
@@ -191,3 +201,34 @@ def test_a_file_that_cannot_be_read_is_a_user_error(path, tmp_path, monkeypatch)
     with pytest.raises(UserError) as caught:
         load_file(path)
     assert str(caught.value).startswith(f"{path}: ")
+
+
+class _Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(int(self.path.strip("/").removesuffix(".yaml")))
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(("status", "message"), [(404, "no such file"), (403, "cannot be read: 403"), (500, "500")])
+def test_what_a_server_answers_is_told(status, message):
+    with HTTPServer(("127.0.0.1", 0), _Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/{status}.yaml"
+        with pytest.raises(UserError) as caught:
+            load_file(url)
+        server.shutdown()
+    assert str(caught.value).startswith(f"{url}: ")
+    assert message in str(caught.value)
+
+
+def test_a_server_that_is_not_there_is_no_missing_file():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(UserError, match="cannot be read: Cannot connect to host"):
+        load_file(f"http://127.0.0.1:{port}/a.yaml")

@@ -2,8 +2,7 @@
 
 import pytest
 
-from lmtrain.config.errors import UserError
-from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, PARAMETER_AXES, check_axes, check_user_axis
+from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, PARAMETER_AXES, check_axes
 
 
 def test_parameters_and_activations_share_no_word():
@@ -23,9 +22,3 @@ def test_known_words_and_none_pass(axes):
 def test_any_other_word_raises(axes):
     with pytest.raises(AssertionError, match="unknown logical axis"):
         check_axes(axes, PARAMETER_AXES)
-
-
-@pytest.mark.parametrize("axis", ["batch", "act_mlp", "MLP", "", "größe"])
-def test_a_users_unknown_axis_is_named_with_the_known_ones(axis):
-    with pytest.raises(UserError, match=rf"trainer.fsdp_axis: no logical axis '{axis}'; one of embed, heads"):
-        check_user_axis(axis, "trainer.fsdp_axis")

@@ -35,6 +35,13 @@ def test_a_size_that_does_not_divide_is_refused_by_name(shape, size, parts, axis
         parameter_shardings(on_many_devices(), boxed(shape, ("embed", "mlp")))
 
 
+def test_two_dimensions_over_the_same_devices_are_refused_by_name():
+    plan = plan_layout(1, ["embed", "mlp"], None)
+    message = r"layer.*kernel.*'embed' and 'mlp' cannot both be split over the data devices; take one out of"
+    with pytest.raises(UserError, match=message):
+        parameter_shardings(plan, boxed((8, 6), ("embed", "mlp")))
+
+
 def test_copies_of_the_parameters_get_their_shardings_and_scalars_are_replicated():
     layout = plan_layout(1, "embed", None)
     params = {"a": jnp.zeros(4), "b": {"c": jnp.zeros((2, 4))}}

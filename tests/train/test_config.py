@@ -54,6 +54,7 @@ def test_a_parallelism_is_kept_as_given(value):
         {"seed": 2**32},
         {"seed": None},
         {"num_train_steps": 0},
+        {"num_train_steps": 2**31},
         {"num_train_steps": 1.5},
         {"num_train_steps": True},
         {"train_batch_size": 0},
@@ -80,6 +81,11 @@ def test_impossible_settings_are_refused(change):
     with pytest.raises(ValidationError) as caught:
         TrainerConfig(**change)
     assert {problem["loc"][0] for problem in caught.value.errors()} == {name}
+
+
+def test_an_axis_cannot_be_split_over_two_mesh_axes():
+    with pytest.raises(ValidationError, match="fsdp_axis and tensor_parallel_axes both name 'embed'"):
+        TrainerConfig(tensor_parallel_axes=["mlp", "embed"])
 
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
