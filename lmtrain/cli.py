@@ -13,6 +13,7 @@ from lmtrain.config.errors import UserError
 VERBS = {
     "train": ("train", "train a model, or go on where the last run of the same config stopped"),
     "preprocess": ("preprocess", "turn text into a token cache"),
+    "eval": ("eval", "validation loss of a checkpoint"),
     "export-hf": ("export_hf", "write a checkpoint as a Hugging Face model folder"),
     "generate": ("generate", "sample text from a checkpoint"),
     "config": ("config", "check a config, or show it resolved"),

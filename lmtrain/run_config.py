@@ -11,13 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from lmtrain.config.base import Section
-from lmtrain.config.errors import UserError
+from lmtrain.config.base import planned
+from lmtrain.config.errors import UserError, field_error
+from lmtrain.config.redact import redact
+from lmtrain.config.suggest import nearest_divisors
 from lmtrain.data.config import DataConfig
+from lmtrain.hf.config import HuggingFaceConfig
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.optim.config import AdamConfig, OptimizerConfig
+from lmtrain.optim.cycles import plan_cycles
 from lmtrain.tracking.config import WandbConfig
 from lmtrain.train.config import TrainerConfig
 
@@ -32,37 +37,61 @@ _NOT_IDENTITY = {
 _LONGEST_STEM = 100
 
 
-class RunConfig(Section):
+class RunConfig(HuggingFaceConfig):
     """The settings of a run."""
 
     data: DataConfig = Field(default_factory=DataConfig, description="Text sources, tokenizer, token cache")
     model: ModelConfig = Field(default_factory=Gpt2Config, description="The model; type names its family")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Steps, batch, precision, mesh, logs")
     optimizer: OptimizerConfig = Field(default_factory=AdamConfig, description="The optimizer and its schedule")
+    initialize_from_checkpoint_path: str | None = planned(
+        None, description="Begin with the parameters and optimizer state of this checkpoint, at step 0"
+    )
+    epoch: int = planned(0, ge=0, description="End training after so many passes over the data; 0: at num_train_steps")
+    data_seed: int | None = planned(
+        None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed"
+    )
+    z_loss_weight: float = planned(0.0, ge=0, description="Weight of logsumexp(logits)^2, added to the training loss")
 
     @model_validator(mode="after")
-    def _schedule_fits(self) -> "RunConfig":
-        steps = self.trainer.num_train_steps
-        warmup, decay = self.optimizer.warmup, self.optimizer.decay
-        lengths = [
-            steps if part is None else part if isinstance(part, int) else int(part * steps) for part in (warmup, decay)
-        ]
-        if decay is not None and sum(lengths) > steps:
-            raise ValueError(
-                f"optimizer.warmup ({lengths[0]} steps) and optimizer.decay ({lengths[1]} steps) "
-                f"are longer than trainer.num_train_steps ({steps})"
+    def _parts_fit(self) -> "RunConfig":
+        try:
+            plan_cycles(self.optimizer, self.trainer.num_train_steps)
+        except PydanticCustomError as error:
+            context = error.context or {}
+            raise field_error(f"optimizer.{context['field']}", context["message"]) from None
+        if self.initialize_from_hf and self.trainer.initialize_from:
+            raise field_error("initialize_from_hf", "set together with trainer.initialize_from; remove one of them")
+        if self.use_hf_model_config and not self.initialize_from_hf:
+            raise field_error("use_hf_model_config", "is about initialize_from_hf, which is not set")
+        per_device = self.trainer.per_device_parallelism
+        batch = self.trainer.train_batch_size
+        if per_device != -1 and batch % per_device:
+            near = " or ".join(map(str, nearest_divisors(batch, per_device)))
+            raise field_error(
+                "trainer.per_device_parallelism",
+                f"{per_device} does not divide trainer.train_batch_size {batch}; it could be {near}",
             )
-        if decay is None and lengths[0] > steps:
-            raise ValueError(f"optimizer.warmup ({lengths[0]} steps) is longer than trainer.num_train_steps ({steps})")
         return self
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What makes two runs the same run: data, model, optimizer, seed and batch size; not steps, cadence or mesh."""
-    sections = {
-        name: getattr(config, name).model_dump(mode="json", exclude=skip) for name, skip in _NOT_IDENTITY.items()
-    }
+    """What makes two runs the same run: data, model, optimizer, seed and batch size; not steps, cadence or mesh.
+
+    Only what differs from the defaults, so that settings which a later version adds do not change it.
+    """
+    sections = {}
+    for name, skip in _NOT_IDENTITY.items():
+        section = getattr(config, name)
+        kind = {"type": section.type} if hasattr(section, "type") else {}
+        sections[name] = kind | redact(section.model_dump(mode="json", exclude=skip, exclude_defaults=True))
     return sections | {"seed": config.trainer.seed, "train_batch_size": config.trainer.train_batch_size}
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """The whole config as plain data, without secrets: what is kept beside checkpoints and logs."""
+    plain: dict[str, Any] = redact(config.model_dump(mode="json"))
+    return plain
 
 
 def run_id(config: RunConfig, stem: str, environment: Mapping[str, str] = os.environ) -> str:

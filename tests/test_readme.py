@@ -60,7 +60,7 @@ def test_quickstart_goes_the_whole_way(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert "train 4/4, loss" in done.stderr
-    assert "import os\n\ndef " in done.stdout
+    assert "    def test_read(self):" in done.stdout
     assert (tmp_path / "exports" / "gpt2_nano" / "config.json").exists()
     assert len(os.listdir(tmp_path / "checkpoints")) == 1
 

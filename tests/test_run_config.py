@@ -1,12 +1,13 @@
 """The run's config: its id, its identity, its schedule, and a description for every setting."""
 
+import json
 from typing import get_args
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from lmtrain.config.errors import UserError
-from lmtrain.run_config import RunConfig, identity, run_id
+from lmtrain.run_config import RunConfig, identity, resolved, run_id
 
 BASE = {
     "data": {"train_urls": ["a.jsonl"], "tokenizer": "t"},
@@ -137,32 +138,31 @@ def test_the_demos_own_tokenizer_and_another_are_different_runs():
 
 
 @pytest.mark.parametrize(
-    ("warmup", "decay", "problem"),
+    ("changes", "field", "problem"),
     [
-        (100, None, None),
-        (1.0, None, None),
-        (0, 0, None),
-        (50, 50, None),
-        (0.5, 0.5, None),
-        (0, 100, None),
-        (101, None, r"optimizer\.warmup \(101 steps\) is longer than trainer\.num_train_steps \(100\)"),
-        (
-            50,
-            51,
-            r"warmup \(50 steps\) and optimizer\.decay \(51 steps\) are longer than trainer\.num_train_steps \(100\)",
-        ),
-        (0.5, 0.6, r"warmup \(50 steps\) and optimizer\.decay \(60 steps\)"),
-        (0, 101, r"optimizer\.decay \(101 steps\)"),
-        (1, 1.0, r"warmup \(1 steps\) and optimizer\.decay \(100 steps\)"),
+        ({"optimizer__warmup": 101}, "optimizer.warmup", "101 steps are longer than the run"),
+        ({"optimizer__warmup": 0.5, "optimizer__decay": 0.6}, "optimizer.decay", "60 steps, with 50 of warmup"),
+        ({"trainer__per_device_parallelism": 3}, "trainer.per_device_parallelism", "3 does not divide"),
     ],
 )
-def test_the_schedule_fits_the_run(warmup, decay, problem):
-    changes = {"optimizer__warmup": warmup, "optimizer__decay": decay}
-    if problem is None:
-        assert build(**changes).optimizer.decay == decay
-    else:
-        with pytest.raises(ValidationError, match=problem):
-            build(**changes)
+def test_sections_that_do_not_fit_one_another_name_the_setting(changes, field, problem):
+    with pytest.raises(ValidationError, match=problem) as caught:
+        build(**changes)
+    assert [error["ctx"]["field"] for error in caught.value.errors()] == [field]
+
+
+def test_there_is_one_thing_to_begin_from():
+    with pytest.raises(ValidationError, match=r"set together with trainer\.initialize_from"):
+        RunConfig(initialize_from_hf="a/b", trainer={"initialize_from": "c"})
+    with pytest.raises(ValidationError, match="is about initialize_from_hf, which is not set"):
+        RunConfig(use_hf_model_config=True)
+
+
+def test_secrets_in_urls_are_neither_kept_nor_part_of_the_identity():
+    url = "https://me:secret@host/a.jsonl?signature=secret"
+    config = RunConfig(data={"train_urls": [url]})
+    assert "secret" not in json.dumps([resolved(config), identity(config)])
+    assert run_id(config, "x", {}) == run_id(RunConfig(data={"train_urls": [url.replace("secret", "other")]}), "x", {})
 
 
 def sections(annotation):

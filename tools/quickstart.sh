@@ -25,7 +25,7 @@ $lmtrain train configs/gpt2_nano.yaml "$@"
 show lmtrain export-hf configs/gpt2_nano.yaml --output exports/gpt2_nano
 $lmtrain export-hf configs/gpt2_nano.yaml --output exports/gpt2_nano
 
-show lmtrain generate configs/gpt2_nano.yaml --prompt "'import os'"
-$lmtrain generate configs/gpt2_nano.yaml --prompt $'import os\n\ndef '
+show lmtrain generate configs/gpt2_nano.yaml --prompt "'class TestFile(unittest.TestCase): ...'"
+$lmtrain generate configs/gpt2_nano.yaml --prompt $'class TestFile(unittest.TestCase):\n    def test_read(self):'
 
 printf '\nCheckpoints: checkpoints/   Hugging Face model: exports/gpt2_nano/   Metrics: logs/\n'

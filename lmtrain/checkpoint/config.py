@@ -1,12 +1,14 @@
-"""Settings of checkpointing: where, how often, what to keep."""
+"""Settings of checkpointing: where, how often, what to keep, what to begin from."""
 
 from datetime import timedelta
 from itertools import pairwise
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from lmtrain.config.base import Section
+from lmtrain.config.base import Section, planned
 from lmtrain.config.durations import Duration
+from lmtrain.config.errors import field_error
+from lmtrain.runtime.run_path import fill_run_id, run_path
 
 
 class KeepInterval(Section):
@@ -20,14 +22,19 @@ class CheckpointerConfig(Section):
     """Time-based checkpoints are temporary and replaced; step-based ones are permanent."""
 
     base_path: str = Field(
-        "checkpoints/", min_length=1, description="Folder of all runs' checkpoints; the run id is appended"
+        "checkpoints/", min_length=1, description="Folder of checkpoints; the run id is appended, or put for ${run_id}"
     )
+    append_run_id_to_base_path: bool = Field(True, description="Whether base_path is the folder of all runs or of one")
     save_interval: Duration | None = Field(
         timedelta(minutes=15), description="Time between temporary checkpoints, e.g. 15m; null: none"
     )
     keep: list[KeepInterval] = Field(
         [KeepInterval(every=10000)], description="Permanent checkpoints: entries of {every, until}, until ascending"
     )
+
+    def run_folder(self, run: str) -> str:
+        """Where a run's checkpoints are."""
+        return run_path(self.base_path, run) if self.append_run_id_to_base_path else fill_run_id(self.base_path, run)
 
     @field_validator("keep")
     @classmethod
@@ -39,3 +46,26 @@ class CheckpointerConfig(Section):
         if any(later <= earlier for earlier, later in pairwise(bounded)):
             raise ValueError(f"'until' must grow from entry to entry, but is {bounded}")
         return keep
+
+
+class InitializationConfig(Section):
+    """What a run begins from. A run that has checkpoints of its own goes on from them."""
+
+    load_checkpoint: bool | None = planned(
+        None, description="Go on from the run's checkpoint: null: if there is one; true: there must be; false: never"
+    )
+    load_checkpoint_path: str | None = planned(
+        None, description="Where to look for it: a checkpoint, run folder or parent; null: the run's own folder"
+    )
+    initialize_from: str | None = planned(
+        None, description="Begin from this checkpoint's whole state: a checkpoint, run folder or parent"
+    )
+    allow_partial_checkpoint: bool = planned(
+        False, description="Give parameters that a checkpoint lacks fresh values instead of refusing it"
+    )
+
+    @model_validator(mode="after")
+    def _load_or_not(self) -> "InitializationConfig":
+        if self.load_checkpoint is False and self.load_checkpoint_path is not None:
+            raise field_error("load_checkpoint_path", "set, while load_checkpoint is false; remove one of them")
+        return self

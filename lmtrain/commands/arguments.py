@@ -1,20 +1,41 @@
 """What the verbs' command lines have in common: CONFIG, overrides, and the loaded run."""
 
 import argparse
+import sys
 from dataclasses import dataclass
 
+from lmtrain.config.base import find_planned
+from lmtrain.config.describe import describe, format_settings
 from lmtrain.config.errors import UserError
+from lmtrain.config.layers import Path, dotted
 from lmtrain.config.load import Loaded, load_config
 from lmtrain.config.overrides import split_overrides
 from lmtrain.config.suggest import suggest_name
 from lmtrain.run_config import RunConfig, run_id
 
+# Flags of the reference's programs that are settings here.
+_SYNONYMS = {name: f"trainer.ray.{name}" for name in ("address", "start_workers", "auto_start_cluster")}
+
+# Without what they stand for, a run would be another one than the config asks for.
+_CANNOT_DO_WITHOUT = {("data", "id"), ("data", "configs"), ("model", "type"), ("optimizer", "type")}
+
 
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is a `UserError` like any other."""
 
-    def __init__(self, verb: str, description: str):
-        super().__init__(prog=f"lmtrain {verb}", description=description, allow_abbrev=False)
+    def __init__(self, verb: str, description: str, lists_settings: bool = False):
+        self._lists_settings = lists_settings
+        super().__init__(
+            prog=f"lmtrain {verb}",
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def format_help(self) -> str:
+        """With every setting there is, for the verbs that use them all."""
+        text = super().format_help()
+        return f"{text}\n{format_settings(describe(RunConfig))}" if self._lists_settings else text
 
     def error(self, message: str) -> None:  # type: ignore[override]  # argparse says NoReturn, and so do we: it raises
         raise UserError(f"{message}\n{self.format_usage().rstrip()}")
@@ -32,17 +53,50 @@ class Run:
     def config(self) -> RunConfig:
         return self.loaded.config
 
+    def refuse_planned(self) -> None:
+        """Raise `UserError` if the config needs something that this version does not have yet."""
+        for path in find_planned(self.config):
+            if path in _CANNOT_DO_WITHOUT:
+                raise UserError(f"{self._place(path)}: {self._name(path)} is not there yet in this version")
+
+    def notices(self) -> list[str]:
+        """What the user should know of the config, one line each."""
+        planned = [
+            f"{self._place(path)}: {self._name(path)} is checked, but not in force yet in this version"
+            for path in find_planned(self.config)
+        ]
+        return [*self.loaded.layer.notices, *planned]
+
+    def _place(self, path: Path) -> str:
+        return str(self.loaded.layer.origin_of(path) or self.loaded.path)
+
+    def _name(self, path: Path) -> str:
+        value: object = self.config
+        for part in path:
+            value = value[part] if isinstance(value, list) and isinstance(part, int) else getattr(value, str(part))
+        return f"{dotted(path)} {value}" if path[-1] in ("type", "id") else dotted(path)
+
 
 def parse_run(parser: Parser, argv: list[str]) -> Run:
-    """Parse `CONFIG`, the verb's own flags, and `--section.field VALUE` overrides in any order."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, URL, or name of a shipped config")
+    """Parse CONFIG, the verb's own flags, and `--section.field VALUE` overrides in any order; print notices."""
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file, URL, or name of a shipped config")
+    parser.add_argument("--config_path", "--config", dest="config_flag", metavar="CONFIG", help="the same, as a flag")
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--section.field VALUE ...]"
     own_flags = [flag for action in parser._actions for flag in action.option_strings]
     rest, overrides = split_overrides(argv, own_flags)
+    overrides = [(_SYNONYMS.get(name, name), value) for name, value in overrides]
     for name, _ in overrides:
         hint = None if "." in name or name in RunConfig.model_fields else suggest_name(f"--{name}", own_flags)
         if hint:
             raise UserError(f"--{name}: no such flag; did you mean {hint}?")
     arguments = parser.parse_args(rest)
-    loaded = load_config(RunConfig, arguments.config, overrides)
-    return Run(arguments, loaded, run_id(loaded.config, loaded.stem))
+    if arguments.config and arguments.config_flag:
+        raise UserError(f"two configs: {arguments.config} and {arguments.config_flag}; name one")
+    path = arguments.config or arguments.config_flag
+    if path is None:
+        parser.error("the following arguments are required: CONFIG")
+    loaded = load_config(RunConfig, path, overrides)
+    run = Run(arguments, loaded, run_id(loaded.config, loaded.stem))
+    for notice in run.notices():
+        print(f"note: {notice}", file=sys.stderr)
+    return run

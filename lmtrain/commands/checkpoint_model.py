@@ -1,15 +1,18 @@
 """The model of a checkpoint, for the verbs that use one: export-hf and generate."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmtrain.checkpoint.discovery import Checkpoint, find_checkpoint
-from lmtrain.commands.arguments import Run
+from lmtrain.commands.arguments import Parser, Run
 from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
 from lmtrain.run_config import identity
-from lmtrain.runtime.run_path import run_path
+
+if TYPE_CHECKING:
+    from lmtrain.models.interface import LanguageModel
+    from lmtrain.sharding.mesh import Layout
 
 
 @dataclass(frozen=True)
@@ -20,16 +23,32 @@ class CheckpointModel:
     tokenizer: Tokenizer
     run: Run
 
-    def load(self) -> tuple[Any, Any]:
-        """The Linen module and its parameters, on the devices of this machine."""
+    def load(self) -> "Loaded":
+        """The model with its parameters, on the devices of this machine."""
         from lmtrain.models.registry import build_model
         from lmtrain.sharding.mesh import plan_layout
         from lmtrain.train.restore import restore_params
 
-        trainer = self.run.config.trainer
-        layout = plan_layout(trainer.model_axis_size, trainer.fsdp_axis, trainer.tensor_parallel_axes)
+        layout = plan_layout(self.run.config.trainer)
         model = build_model(self.run.config.model, self.tokenizer.vocab_size)
-        return model, restore_params(self.checkpoint, model, layout)
+        return Loaded(model, restore_params(self.checkpoint, model, layout), layout)
+
+
+class Loaded(NamedTuple):
+    """A Linen module, its parameters, and the layout they are on."""
+
+    model: "LanguageModel"
+    params: Any
+    layout: "Layout"
+
+
+def add_checkpoint_flag(parser: Parser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        "--checkpoint_path",
+        metavar="PATH",
+        help="step folder, run folder or a parent (default: the config's own run)",
+    )
 
 
 def find_model(run: Run, path: str | None) -> CheckpointModel:
@@ -37,7 +56,8 @@ def find_model(run: Run, path: str | None) -> CheckpointModel:
 
     Raises `UserError` if there is none, or if it is of another model or tokenizer than the config says.
     """
-    folder = path or run_path(run.config.trainer.checkpointer.base_path, run.id)
+    run.refuse_planned()
+    folder = path or run.config.trainer.checkpointer.run_folder(run.id)
     checkpoint = find_checkpoint(folder)
     tokenizer = load_tokenizer(run.config.data.tokenizer)
     saved = checkpoint.read_run_info()["identity"]

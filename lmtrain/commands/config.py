@@ -1,15 +1,18 @@
-"""`lmtrain config check|show CONFIG`: validate a config, or print it resolved."""
+"""`lmtrain config check|show|schema`: validate a config, print it resolved, or print what all settings are."""
 
-import yaml
+import json
 
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.errors import UserError
+from lmtrain.config.schema import build_schema
+from lmtrain.config.show import show
+from lmtrain.run_config import RunConfig, resolved
 
 
 def run(argv: list[str]) -> int:
-    actions = {"check": _check, "show": _show}
+    actions = {"check": _check, "show": _show, "schema": _schema}
     if argv and argv[0] in ("-h", "--help"):
-        print("usage: lmtrain config check|show CONFIG [--section.field VALUE ...]")
+        print("usage: lmtrain config check|show CONFIG [--section.field VALUE ...]\n       lmtrain config schema")
         return 0
     if not argv or argv[0] not in actions:
         raise UserError(f"lmtrain config: expected one of: {', '.join(actions)}")
@@ -23,6 +26,12 @@ def _check(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    run = parse_run(Parser("config show", "Print a config with includes, overrides and defaults resolved."), argv)
-    print(yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), end="")
+    run = parse_run(Parser("config show", "Print a config resolved, each value with where it came from."), argv)
+    print(show(resolved(run.config), run.loaded.layer), end="")
+    return 0
+
+
+def _schema(argv: list[str]) -> int:
+    Parser("config schema", "Print a JSON Schema of the config, for editors.").parse_args(argv)
+    print(json.dumps(build_schema(RunConfig, "An lmtrain config"), indent=2, ensure_ascii=False))
     return 0

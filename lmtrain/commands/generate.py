@@ -1,7 +1,7 @@
 """`lmtrain generate CONFIG --prompt TEXT`: sample from a checkpoint."""
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.checkpoint_model import find_model
+from lmtrain.commands.checkpoint_model import add_checkpoint_flag, find_model
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.logging import log, start_console_log
 
@@ -9,7 +9,7 @@ from lmtrain.runtime.logging import log, start_console_log
 def run(argv: list[str]) -> int:
     parser = Parser("generate", "Sample text from a checkpoint; the text goes to standard output.")
     parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--checkpoint", help="step folder, run folder or a parent (default: the config's own run)")
+    add_checkpoint_flag(parser)
     parser.add_argument("--max_new_tokens", type=int, default=128, help="most tokens to add (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     parser.add_argument("--top_k", type=int, default=50, help="choose among so many tokens, 0: all (default: 50)")
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     from lmtrain.generation.sample import SamplingSettings, sample
 
     settings = SamplingSettings(min(arguments.max_new_tokens, room), arguments.temperature, arguments.top_k)
-    model, params = found.load()
+    model, params, _ = found.load()
     log.info(f"sampling from {found.checkpoint.path}")
     prompt = jax.numpy.asarray(ids, jax.numpy.int32)
     new = sample(model, params, prompt, jax.random.key(arguments.seed), settings, tokenizer.eos_id)

@@ -10,26 +10,34 @@ from lmtrain.runtime.logging import log, start_console_log
 
 
 def run(argv: list[str]) -> int:
-    run = parse_run(Parser("preprocess", "Tokenize the config's text into a cache of ArrayRecord shards."), argv)
+    description = "Tokenize the config's text into a cache of ArrayRecord shards."
+    run = parse_run(Parser("preprocess", description, lists_settings=True), argv)
+    run.refuse_planned()
     start_console_log()
     caches = build_caches(run.config.data)
     batch = run.config.trainer.train_batch_size
-    for split, manifest in caches.items():
+    for folder, manifest in caches.values():
         log.info(
-            f"{split_folder(run.config.data, split)}: complete, {manifest.documents:,} documents, "
+            f"{folder}: complete, {manifest.documents:,} documents, "
             f"{manifest.tokens:,} tokens in {len(manifest.shards)} shards"
         )
-    steps = caches["train"].tokens // (batch * run.config.model.seq_len)
+    steps = caches["train"][1].tokens // (batch * run.config.model.seq_len)
     log.info(f"one epoch is {steps:,} steps of {batch} sequences of {run.config.model.seq_len} tokens")
     return 0
 
 
-def build_caches(config: DataConfig) -> dict[str, Manifest]:
-    """The finished cache of every split the config has: `train`, and `validation` if given."""
-    if not config.urls("train"):
+def build_caches(config: DataConfig) -> dict[str, tuple[str, Manifest]]:
+    """Folder and manifest of the finished cache of every split the config has: `train`, and `validation` if given."""
+    splits = ["train", *(["validation"] if config.urls("validation") else [])]
+    return {split: build_cache_of(config, split) for split in splits}
+
+
+def build_cache_of(config: DataConfig, split: str) -> tuple[str, Manifest]:
+    """Folder and manifest of the finished cache of one split. Raises `UserError` if the config has no text for it."""
+    if not config.urls(split):
         raise UserError(
-            "data.train_urls: no training text; name your files, or set data.demo to a folder to try lmtrain"
+            f"data.{split}_urls: no text for {'training' if split == 'train' else 'validation'}; name your files, "
+            "or set data.demo to a folder to try lmtrain"
         )
     prepare_demo(config)
-    splits = [split for split in ("train", "validation") if config.urls(split)]
-    return {split: build_cache(config, split) for split in splits}
+    return split_folder(config, split), build_cache(config, split)

@@ -1,26 +1,36 @@
 """`lmtrain train CONFIG`: train, or go on where the last run of the same config stopped."""
 
+import os
+
 from lmtrain.commands.arguments import Parser, Run, parse_run
 from lmtrain.commands.preprocess import build_caches
 from lmtrain.config.errors import UserError
+from lmtrain.config.show import show
 from lmtrain.hf.tokenizer import load_tokenizer
-from lmtrain.preprocess.build import split_folder
+from lmtrain.run_config import resolved
+from lmtrain.runtime.files import write_atomically
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
-from lmtrain.runtime.run_path import fill_run_id, run_path
+from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
 
 
 def run(argv: list[str]) -> int:
-    run = parse_run(Parser("train", "Train a model, or go on where the last run of the same config stopped."), argv)
+    description = "Train a model, or go on where the last run of the same config stopped."
+    run = parse_run(Parser("train", description, lists_settings=True), argv)
+    run.refuse_planned()
     start_console_log()
     config = run.config
     log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {_checkpoints(run)})")
     try:
-        start_file_log(fill_run_id(config.trainer.log_dir, run.id), run.id)
+        log_dir = fill_run_id(config.trainer.log_dir, run.id)
+        start_file_log(log_dir, run.id)
+        os.makedirs(os.path.join(log_dir, run.id), exist_ok=True)
+        config_text = show(resolved(config), run.loaded.layer).encode()
+        write_atomically(os.path.join(log_dir, run.id, "config.yaml"), config_text)
     except OSError as error:
         raise UserError(f"trainer.log_dir: {config.trainer.log_dir} cannot be made: {error.strerror}") from None
 
-    manifests = build_caches(config.data)
+    caches = build_caches(config.data)
 
     # JAX and what stands on it are imported only now: a mistake so far has cost no seconds
     from lmtrain.train.loop import DivergedError, train
@@ -30,7 +40,6 @@ def run(argv: list[str]) -> int:
     if finished is not None:
         log.info(f"nothing to do: {finished.path} has all {config.trainer.num_train_steps:,} steps")
         return 0
-    caches = {split: (split_folder(config.data, split), manifest) for split, manifest in manifests.items()}
     tokenizer = load_tokenizer(config.data.tokenizer)
     with StopRequest() as stop:
         setup = set_up(
@@ -49,4 +58,4 @@ def run(argv: list[str]) -> int:
 
 
 def _checkpoints(run: Run) -> str:
-    return run_path(run.config.trainer.checkpointer.base_path, run.id)
+    return run.config.trainer.checkpointer.run_folder(run.id)

@@ -1,13 +1,18 @@
 """The base of every settings section: immutable, strict about names, documented field by field."""
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
+
+from lmtrain.config.layers import Path
 
 
 class Section(BaseModel):
     """A group of settings. Unknown names are errors, and values do not change after loading."""
+
+    is_planned: ClassVar[bool] = False  # whether a kind of section has settings, but nothing behind them yet
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -20,3 +25,44 @@ class Section(BaseModel):
             if "bool" not in annotation and ("int" in annotation or "float" in annotation):
                 raise PydanticCustomError("bool_as_number", "expected a number, not true or false")
         return value
+
+
+class _ByType(Discriminator):
+    """A discriminator that may stand in a union: its context is a map, which has no hash."""
+
+    def __hash__(self) -> int:
+        return hash(self.custom_error_type)
+
+
+def by_type(what: str, default: str, known: Sequence[str]) -> Discriminator:
+    """How a section that is one of several kinds is told apart: by its `type`, `default` if it has none."""
+
+    def type_of(value: Any) -> str:
+        return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", value))
+
+    context: dict[str, str | int | float] = {"what": what, "known": " ".join(known)}
+    return _ByType(
+        type_of, custom_error_type="unknown_type", custom_error_message="no such {what}", custom_error_context=context
+    )
+
+
+def planned(default: Any, *, description: str, **constraints: Any) -> Any:
+    """A setting that is checked like any other, but not in force yet; using it is told (see `find_planned`)."""
+    return Field(default, description=description, json_schema_extra={"planned": True}, **constraints)
+
+
+def find_planned(section: BaseModel, at: Path = ()) -> Iterator[Path]:
+    """The settings and sections below `section` that are not in force yet, and are used: not as by default."""
+    if isinstance(section, Section) and section.is_planned:
+        yield (*at, "type")
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.get("planned"):
+            if value != field.get_default(call_default_factory=True):
+                yield (*at, name)
+            continue
+        members = enumerate(value) if isinstance(value, list | tuple) else [(None, value)]
+        for index, member in members:
+            if isinstance(member, BaseModel):
+                yield from find_planned(member, (*at, name) if index is None else (*at, name, index))

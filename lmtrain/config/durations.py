@@ -41,4 +41,8 @@ def format_duration(value: timedelta) -> str:
     return "".join(parts)
 
 
-Duration = Annotated[timedelta, BeforeValidator(parse_duration), PlainSerializer(format_duration, return_type=str)]
+Duration = Annotated[
+    timedelta,
+    BeforeValidator(parse_duration, json_schema_input_type=str),
+    PlainSerializer(format_duration, return_type=str),
+]

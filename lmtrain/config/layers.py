@@ -24,10 +24,14 @@ class Origin:
 
 @dataclass
 class Layer:
-    """`data` is what YAML gives (maps, lists, scalars); `origins` has an entry for every map entry and list item."""
+    """`data` is what YAML gives (maps, lists, scalars); `origins` has an entry for every map entry and list item.
+
+    `notices` are for the user, one line each.
+    """
 
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[Path, Origin] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
 
     def origin_of(self, path: Path) -> Origin | None:
         """The origin of `path`, or of the nearest enclosing value that has one."""
@@ -42,7 +46,7 @@ def merge(under: Layer, over: Layer) -> Layer:
     origins = dict(under.origins)
     data = _merge_maps(under.data, over.data, (), origins)
     origins.update(over.origins)
-    return Layer(data, origins)
+    return Layer(data, origins, [*under.notices, *over.notices])
 
 
 def _merge_maps(under: dict[str, Any], over: dict[str, Any], at: Path, origins: dict[Path, Origin]) -> dict[str, Any]:
@@ -57,6 +61,14 @@ def _merge_maps(under: dict[str, Any], over: dict[str, Any], at: Path, origins: 
                 del origins[stale]
             merged[key] = value
     return merged
+
+
+def lift(layer: Layer, at: Path) -> Layer:
+    """The tree that has the layer's data at `at`; its origins are those of that tree already."""
+    data: Any = layer.data
+    for part in reversed(at):
+        data = {part: data}
+    return Layer(data, layer.origins, layer.notices)
 
 
 def walk_leaves(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -2,17 +2,20 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Layer, Path, dotted, merge
-from lmtrain.config.overrides import overrides_layer
+from lmtrain.config.kinds import without_foreign
+from lmtrain.config.layers import Layer, Path, dotted
+from lmtrain.config.overrides import apply_overrides
 from lmtrain.config.suggest import known_paths, suggest_name
-from lmtrain.config.yaml_loader import load_file
+from lmtrain.config.yaml_loader import load_file, shipped_configs
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
@@ -34,7 +37,7 @@ class Loaded(Generic[ConfigT]):
 def load_config(model: type[ConfigT], config: str, overrides: Sequence[tuple[str, str]] = ()) -> Loaded[ConfigT]:
     """Find, load, merge and validate. Raises `UserError` with every problem found."""
     path = find_config(config)
-    layer = merge(load_file(path), overrides_layer(overrides))
+    layer = apply_overrides(load_file(path), overrides, partial(without_foreign, model))
     try:
         return Loaded(model.model_validate(layer.data), layer, path)
     except ValidationError as error:
@@ -49,6 +52,8 @@ def find_config(config: str) -> str:
     if "://" in config:
         return config
     names = [config, config + ".yaml", config + ".yml"]
+    if os.path.dirname(config) in ("config", "configs"):  # as from a checkout's root, wherever one is
+        names += [os.path.basename(name) for name in names]
     for folder in ("", shipped_configs()):
         for name in names:
             path = os.path.join(folder, name) if folder else name
@@ -60,13 +65,6 @@ def find_config(config: str) -> str:
     raise UserError(f"{config}: no such config; {advice}")
 
 
-def shipped_configs() -> str:
-    """The folder of the configs that come with lmtrain: inside the installed package, or beside it in a checkout."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    installed = os.path.join(package, "configs")
-    return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "configs")
-
-
 _EXPECTED = "Input should be "
 _SHOWN_CHARACTERS = 60
 
@@ -75,16 +73,21 @@ def _describe_all(model: type[BaseModel], layer: Layer, error: ValidationError) 
     """One line for each value that is wrong, even if pydantic has one problem for each type it might have had."""
     by_path: dict[Path, list[Any]] = {}
     for problem in error.errors(include_url=False):
-        by_path.setdefault(_written_path(layer, problem["loc"]), []).append(problem)
+        path = _written_path(layer, problem["loc"], problem["type"] == "missing")
+        by_path.setdefault(path, []).append(problem)
     return [_describe(model, layer, path, problems) for path, problems in by_path.items()]
 
 
 def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[Any]) -> str:
     """Place, dotted path, what was expected, what was seen, and a better name if there is one."""
+    kind, seen, context = problems[0]["type"], problems[0]["input"], problems[0].get("ctx", {})
+    if kind == "unknown_type":
+        return _describe_type(layer, path, seen, context)
+    if kind == "field":  # a check of a whole section, which says what setting it is about
+        path = (*path, *context["field"].split("."))
     where = layer.origin_of(path)
     place = f"{where}: " if where else ""
     name = dotted(path)
-    kind, seen = problems[0]["type"], problems[0]["input"]
     if kind == "extra_forbidden":
         hint = suggest_name(name, known_paths(model, layer.data))
         if hint == name:  # written with its dots in a file
@@ -96,10 +99,30 @@ def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[A
     if message.startswith(_EXPECTED):
         expected = [p["msg"].removeprefix(_EXPECTED) for p in problems if p["msg"].startswith(_EXPECTED)]
         message = "expected " + " or ".join(dict.fromkeys(expected))
+    if kind == "literal_error" and isinstance(seen, str):
+        hint = suggest_name(seen, re.findall(r"'([^']*)'", message))
+        message += f", not {_as_written(seen)}; did you mean {hint!r}?" if hint else f", not {_as_written(seen)}"
+        return f"{place}{name}: {message}"
     if kind in ("model_type", "dict_type"):
         message = "expected a map of settings"
     shown = "" if isinstance(seen, dict | list | BaseModel) else f", not {_as_written(seen)}"
     return f"{place}{name}: {message}{shown}" if name else f"{place}{message}"
+
+
+def _describe_type(layer: Layer, path: Path, seen: Any, context: dict[str, str]) -> str:
+    """A section that is one of several kinds and says another, or is no map."""
+    known = context["known"].split()
+    if not isinstance(seen, dict):
+        where = layer.origin_of(path)
+        return f"{where}: {dotted(path)}: expected a map with type: {_or(known)}, not {_as_written(seen)}"
+    path = (*path, "type")
+    hint = suggest_name(str(seen["type"]), known)
+    advice = f"did you mean {hint!r}?" if hint else f"expected {_or(known)}"
+    return f"{layer.origin_of(path)}: {dotted(path)}: no such {context['what']} {_as_written(seen['type'])}; {advice}"
+
+
+def _or(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _as_written(value: Any) -> str:
@@ -108,18 +131,17 @@ def _as_written(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
-def _written_path(layer: Layer, loc: Path) -> Path:
-    """Drop from pydantic's location the names of union members, which nobody wrote."""
+def _written_path(layer: Layer, loc: Path, is_missing: bool) -> Path:
+    """Drop from pydantic's location what nobody wrote: names of union members, the index of a list of one."""
     path: list[str | int] = []
     data: Any = layer.data
     for index, part in enumerate(loc):
-        last = index == len(loc) - 1
         inside = (isinstance(data, dict) and part in data) or (
             isinstance(data, list) and isinstance(part, int) and part < len(data)
         )
         if inside:
             data = data[part]
             path.append(part)
-        elif last and isinstance(data, dict):
+        elif is_missing and index == len(loc) - 1:
             path.append(part)  # a missing setting has a name but no value
     return tuple(path)

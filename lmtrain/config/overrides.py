@@ -1,10 +1,10 @@
 """Command-line overrides: `--trainer.num_train_steps 100` or `--trainer.num_train_steps=100`, values in YAML."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Layer, Origin, Path, merge
+from lmtrain.config.layers import Layer, Origin, Path, lift
+from lmtrain.config.spellings import combine
 from lmtrain.config.yaml_loader import include_value, parse_value
 
 
@@ -33,23 +33,26 @@ def split_overrides(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[list
     return rest, overrides
 
 
-def overrides_layer(overrides: Sequence[tuple[str, str]]) -> Layer:
-    """One layer out of all overrides; a later one wins over an earlier one."""
-    layer = Layer()
+def apply_overrides(
+    layer: Layer,
+    overrides: Sequence[tuple[str, str]],
+    make_room: Callable[[Layer, Layer], Layer] = lambda under, over: under,
+) -> Layer:
+    """The overrides over `layer`, one after the other: a later one wins over an earlier one.
+
+    `make_room` takes out of what is below an override what cannot stay with it.
+    """
     for name, text in overrides:
         flag = f"--{name}"
+        if "," in name:
+            raise UserError(f"{flag}: no such setting; did you mean --{name.replace(',', '.')}?")
         path: Path = tuple(name.split("."))
         if not all(path):
             raise UserError(f"{flag}: expected a dotted name such as --trainer.num_train_steps")
         if text.startswith("include "):
-            included = include_value(text.removeprefix("include ").strip(), flag)
-            value: Any = included.data
-            origins = {(*path, *below): origin for below, origin in included.origins.items()}
+            new = include_value(text.removeprefix("include ").strip(), flag, path)
         else:
-            value, origins = parse_value(text, flag), {}
-        data: Any = value
-        for part in reversed(path):
-            data = {part: data}
-        origins |= {path[: end + 1]: Origin(flag) for end in range(len(path))}
-        layer = merge(layer, Layer(data, origins))
+            new = lift(Layer(parse_value(text, flag)), path)
+        new.origins |= {path[: end + 1]: Origin(flag) for end in range(len(path))}
+        layer = combine(make_room(layer, new), new)
     return layer

@@ -1,6 +1,7 @@
-"""Finding the name a user meant."""
+"""Finding the name or the number a user may have meant."""
 
 import difflib
+import math
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -40,3 +41,10 @@ def _sections(annotation: Any, data: Any) -> list[type[BaseModel]]:
         chosen = [m for m in members if "type" in m.model_fields and m.model_fields["type"].default == data["type"]]
         return chosen or members
     return members
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The two divisors of `number` nearest to `wanted`, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    divisors = {*small, *(number // n for n in small)}
+    return sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:2])

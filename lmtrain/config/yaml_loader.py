@@ -1,95 +1,134 @@
-"""YAML -> a `Layer`, remembering the line of every value, with `!include` on any value.
+"""YAML -> a `Layer`, remembering the line of every value, with `!include` on any value and at the top of a file.
 
 `!include other.yaml` is resolved relative to the file it stands in, nests, works inside a `<<:` merge and on any URL
-that fsspec opens. Numbers follow YAML 1.2 where 1.1 surprises: `6E-4` is a float.
+that fsspec opens. As a line of its own at the top of a file it puts the other file's settings under this file's.
+Numbers follow YAML 1.2 where 1.1 surprises: `6E-4` is a float.
 """
 
 import os
 import re
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Layer, Origin, Path, merge
+from lmtrain.config.layers import Layer, Origin, Path, lift
+from lmtrain.config.spellings import combine
+from lmtrain.config.yaml_scalars import Loader
 
 # A config has a few hundred; without a limit ten short lines of aliases to aliases fill the memory.
 _MOST_VALUES = 100_000
+
+# An include at the left margin stands for a whole file; YAML itself has no words for that.
+_TOP_INCLUDE = re.compile(r"^!include[ \t]+(?P<path>[^\s#][^#\n]*?)[ \t]*(?:#.*)?$", re.MULTILINE)
 
 # The places of the !include tags that led to a file, outermost first.
 Chain = tuple[Origin, ...]
 
 
-class _Loader(yaml.SafeLoader):
-    """`yaml.SafeLoader` with YAML 1.2 numbers; it only composes nodes and scalars, `_Builder` does the rest."""
-
-
-def _use_yaml_1_2_numbers() -> None:
-    """YAML 1.1, which PyYAML reads, takes 6E-4 for text, 010 for 8 and 1:30 for 90."""
-    int_tag, float_tag = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-    _Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in (int_tag, float_tag)]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    numbers = {
-        int_tag: r"[-+]?\d[\d_]*|0o[0-7]+|0x[\da-fA-F]+",
-        float_tag: r"[-+]?(\.\d+|\d[\d_]*(\.[\d_]*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-    }
-    for tag, pattern in numbers.items():  # in this order: what is an int is not tried as a float
-        _Loader.add_implicit_resolver(tag, re.compile(f"^({pattern})$"), list("-+.0123456789"))
-
-    def construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-        text = node.value.replace("_", "")
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-
-    _Loader.add_constructor(int_tag, construct_int)
-
-
-_use_yaml_1_2_numbers()
-
-
 def load_file(path: str) -> Layer:
     """Load one YAML file and all it includes. Raises `UserError` with file and line for anything wrong."""
-    return _load(path, chain=())
+    built = _load_map(path, (), ())
+    return combine(Layer(), Layer(built.value, built.origins, built.notices))
 
 
 def parse_value(text: str, flag: str) -> Any:
     """The value of a command-line override, read as YAML."""
     try:
-        node = _Loader(text).get_single_node()
+        node = Loader(text).get_single_node()
     except yaml.YAMLError as error:
         raise UserError(f"{flag}: {text!r} is not valid YAML: {_problem(error)}") from None
     return None if node is None else _Builder(flag).build(node, ()).value
 
 
-def include_value(path: str, flag: str) -> Layer:
-    """A file named on the command line (`--data "include data/x.yaml"`), relative to the working directory."""
+def include_value(path: str, flag: str, at: Path) -> Layer:
+    """A file named on the command line (`--data "include data/x.yaml"`), as a whole tree that has it at `at`.
+
+    `path` is relative to the working directory, else to the shipped configs.
+    """
     if not path:
         raise UserError(f"{flag}: include needs the path of a file")
-    return _load(path, chain=())
+    shipped = os.path.join(shipped_configs(), path)
+    if "://" not in path and not os.path.exists(path) and os.path.isfile(shipped):
+        path = shipped
+    built = _load_map(path, (), at)
+    return lift(Layer(built.value, built.origins, built.notices), at)
 
 
-def _load(path: str, chain: Chain) -> Layer:
+def shipped_configs() -> str:
+    """The folder of the configs that come with lmtrain: inside the installed package, or beside it in a checkout."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    installed = os.path.join(package, "configs")
+    return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "configs")
+
+
+@dataclass
+class _Built:
+    """A value, the origins of all in it (by their paths from the root of the config), notices, and its line."""
+
+    value: Any
+    origins: dict[Path, Origin] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+    line: int = 1
+
+
+def _load_map(path: str, chain: Chain, at: Path) -> _Built:
+    """A file that must hold a map of settings."""
+    built = _load(path, chain, at)
+    if built.value is None:
+        return _Built({})
+    if not isinstance(built.value, dict):
+        raise UserError(f"{path}:{built.line}: expected a map of settings at the top of the file")
+    return built
+
+
+def _load(path: str, chain: Chain, at: Path) -> _Built:
+    """Any file, which will stand at `at` in the config."""
     if path in (origin.source for origin in chain):
         raise UserError(f"!include goes in a circle: {' -> '.join([*map(str, chain), path])}")
     text = _read(path, chain)
+    own_text, below = _split_top_includes(path, text, chain, at)
     try:
-        return _layer(path, chain, _Loader(text).get_single_node())
+        node = Loader(own_text).get_single_node()
+        built = _Built(None) if node is None else _Builder(path, chain, is_file=True).build(node, at)
+        built.line = 1 if node is None else node.start_mark.line + 1
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
         raise UserError(f"{place}: this is not valid YAML: {_problem(error)}") from None
+    if below is None:
+        return built
+    if built.value is None:
+        built.value = {}
+    if not isinstance(built.value, dict):
+        raise UserError(f"{path}: with !include at its top, a file holds a map of settings or nothing")
+    return _under(below, built, at)
 
 
-def _layer(path: str, chain: Chain, node: yaml.Node | None) -> Layer:
-    if node is None or node.tag == "tag:yaml.org,2002:null":
-        return Layer()
-    if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path}:{node.start_mark.line + 1}: expected a map of settings at the top of the file")
-    built = _Builder(path, chain, is_file=True).build(node, ())
-    return Layer(built.value, built.origins)
+def _split_top_includes(path: str, text: str, chain: Chain, at: Path) -> tuple[str, _Built | None]:
+    """The text without its includes at the left margin, and those combined, a later one over an earlier."""
+    below: _Built | None = None
+    for match in _TOP_INCLUDE.finditer(text):
+        origin = Origin(path, text.count("\n", 0, match.start()) + 1)
+        loaded = _load_map(_relative_to(path, match["path"]), (*chain, origin), at)
+        below = loaded if below is None else _under(below, loaded, at)
+    return _TOP_INCLUDE.sub("", text), below
+
+
+def _under(below: _Built, above: _Built, at: Path) -> _Built:
+    """Both at `at`, `above` winning."""
+    layers = (lift(Layer(built.value, built.origins, built.notices), at) for built in (below, above))
+    result = combine(*layers)
+    return _Built(_value_at(result.data, at), result.origins, result.notices)
+
+
+def _value_at(data: Any, at: Path) -> Any:
+    for part in at:
+        data = data[part]
+    return data
 
 
 def _read(path: str, chain: Chain) -> str:
@@ -117,12 +156,6 @@ def _problem(error: yaml.YAMLError) -> str:
     return ", ".join(part for part in parts if part) or str(error)
 
 
-class _Built:
-    def __init__(self, value: Any, origins: dict[Path, Origin]):
-        self.value = value
-        self.origins = origins
-
-
 class _Builder:
     """Turns composed YAML nodes of one file into plain data and origins."""
 
@@ -130,7 +163,7 @@ class _Builder:
         self.source = source
         self.chain = chain
         self.is_file = is_file
-        self.scalars = _Loader("")
+        self.scalars = Loader("")
         self.open: list[yaml.Node] = []  # the nodes around the one being built
         self.count = 0  # values built so far: aliases of aliases multiply
 
@@ -141,7 +174,7 @@ class _Builder:
         if node.tag == "!include":
             return self._include(node, at)
         if isinstance(node, yaml.ScalarNode):
-            return _Built(self._scalar(node), {})
+            return _Built(self._scalar(node))
         if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
             raise UserError(f"{self._origin(node)}: no such tag {node.tag!r}; only !include is known")
         if node in self.open:
@@ -159,70 +192,59 @@ class _Builder:
             raise UserError(f"{self._origin(node)}: {problem}") from None
 
     def _list(self, node: yaml.Node, at: Path) -> _Built:
-        values, origins = [], {}
+        result = _Built([])
         for index, child in enumerate(node.value):
             path = (*at, index)
             built = self.build(child, path)
-            values.append(built.value)
-            origins[path] = self._origin(child)
-            origins.update(built.origins)
-        return _Built(values, origins)
+            result.value.append(built.value)
+            result.origins[path] = self._origin(child)
+            result.origins.update(built.origins)
+            result.notices += built.notices
+        return result
 
     def _map(self, node: yaml.MappingNode, at: Path) -> _Built:
-        own = Layer()
-        merged = Layer()
+        own = _Built({})
+        merged: _Built | None = None
         for key_node, value_node in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
-                merged = merge(merged, self._merge_key(value_node, at))
+                new = self._merge_key(value_node, at)
+                merged = new if merged is None else _under(merged, new, at)
                 continue
             key = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
             if not isinstance(key, str):
                 shown = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "a map or a list"
                 raise UserError(f"{self._origin(key_node)}: a setting's name must be text, not {shown}")
             path = (*at, key)
-            if key in own.data:
+            if key in own.value:
                 first = own.origins[path]
                 raise UserError(f"{self._origin(key_node)}: {key!r} is given twice; the first is at {first}")
             built = self.build(value_node, path)
-            own.data[key] = built.value
+            own.value[key] = built.value
             own.origins[path] = self._origin(key_node)
             own.origins.update(built.origins)
-        if not merged.data:
-            return _Built(own.data, own.origins)
-        result = merge(merged, _lift(own, at))
-        value: Any = result.data
-        for part in at:
-            value = value[part]
-        return _Built(value, result.origins)
+            own.notices += built.notices
+        return own if merged is None else _under(merged, own, at)
 
-    def _merge_key(self, node: yaml.Node, at: Path) -> Layer:
-        """The maps of a `<<:`, merged, in a tree that has them at `at`: `merge` works on whole trees."""
+    def _merge_key(self, node: yaml.Node, at: Path) -> _Built:
+        """The maps of a `<<:`, merged."""
         children = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        layer = Layer()
+        result: _Built | None = None
         for child in reversed(children):  # in YAML the earlier entry of a merge list wins
             built = self.build(child, at)
             if not isinstance(built.value, dict):
                 raise UserError(f"{self._origin(child)}: '<<:' needs a map, or a list of maps")
-            layer = merge(layer, _lift(Layer(built.value, built.origins), at))
-        return layer
+            result = built if result is None else _under(result, built, at)
+        return result or _Built({})
 
     def _include(self, node: yaml.Node, at: Path) -> _Built:
         if not isinstance(node, yaml.ScalarNode) or not node.value:
             raise UserError(f"{self._origin(node)}: !include needs the path of a file")
         if not self.is_file:
             raise UserError(f'{self.source}: write "include {node.value}" (without !) on the command line')
-        loaded = _load(_relative_to(self.source, node.value), (*self.chain, self._origin(node)))
-        return _Built(loaded.data, {(*at, *path): origin for path, origin in loaded.origins.items()})
+        return _load(_relative_to(self.source, node.value), (*self.chain, self._origin(node)), at)
 
     def _origin(self, node: yaml.Node) -> Origin:
         return Origin(self.source, node.start_mark.line + 1 if self.is_file else None)
-
-
-def _lift(layer: Layer, at: Path) -> Layer:
-    data: Any = layer.data
-    for part in reversed(at):
-        data = {part: data}
-    return Layer(data, layer.origins)
 
 
 def _relative_to(including: str, path: str) -> str:

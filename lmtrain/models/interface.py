@@ -31,6 +31,10 @@ class LanguageModel(Protocol):
 
     vocab_size: int
 
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training needs a `dropout` key."""
+
     def init(self, key: jax.Array, tokens_BS: jax.Array) -> Any:
         """Linen's: fresh variables, boxed with their logical names."""
 

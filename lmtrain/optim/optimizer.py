@@ -5,11 +5,17 @@ from typing import Any
 import jax
 import optax
 
-from lmtrain.optim.config import AdamConfig
+from lmtrain.optim.config import AdamConfig, OptimizerConfig
 from lmtrain.optim.schedules import Schedule
 
 
-def build_optimizer(config: AdamConfig, schedule: Schedule) -> optax.GradientTransformation:
+def build_optimizer(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
+    """The optimizer of a config, with its learning rate."""
+    assert isinstance(config, AdamConfig), "commands refuse what is only planned"
+    return _adamw(config, schedule)
+
+
+def _adamw(config: AdamConfig, schedule: Schedule) -> optax.GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019): clip by global norm, Adam, add weight decay, scale by minus the rate."""
     clip = [optax.clip_by_global_norm(config.max_grad_norm)] if config.max_grad_norm else []
     return optax.chain(

@@ -5,42 +5,59 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from lmtrain.optim.config import AdamConfig, FractionOrSteps
+from lmtrain.optim.config import ScheduleConfig
+from lmtrain.optim.cycles import plan_cycles
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
-
-def num_steps(length: FractionOrSteps, whole: int) -> int:
-    """An int is a number of steps, a float a fraction of `whole`, rounded down."""
-    return length if isinstance(length, int) else int(length * whole)
+# inv_sqrt stays at the peak until so many steps of its cycle have passed.
+_INV_SQRT_STEPS = 10_000
 
 
-def build_schedule(config: AdamConfig, num_train_steps: int) -> Schedule:
-    """Warmup, a stable part, decay. With peak P, end m = P * min_lr_ratio, warmup w, decay d, t steps into the decay:
+def build_schedule(config: ScheduleConfig, num_train_steps: int) -> Schedule:
+    """The rate of each update. With peak P and end m = P * min_lr_ratio, and in a cycle of warmup w and decay d:
 
-    warmup    P * step / w, so that the first update has rate 0
+    warmup    from 0, in later cycles from where the cycle before ended, to P in w steps, linearly
+    stable    P, until d steps before the end of the cycle
+
+    and t steps into the decay:
+
     constant  P
     linear    P + (m - P) * t / d
     cosine    m + (P - m) * (1 + cos(pi * t / d)) / 2
+    inv       P / (1 + (P / m - 1) * max(t, 1) / d)
+    inv_sqrt  P * min(1, sqrt(10000 / (t + w))), at least m, whatever d is
 
-    The decay is the last d steps, all that follow the warmup unless `decay` is set. After the last step the rate stays
-    at its final value.
+    Without `decay` it begins right after the warmup. After the last step the rate stays where it is. The first update
+    of a run with warmup has rate 0.
     """
+    cycles = plan_cycles(config, num_train_steps)
     peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio
-    warmup = num_steps(config.warmup, num_train_steps)
-    decay = num_train_steps - warmup if config.decay is None else num_steps(config.decay, num_train_steps)
-    begin = num_train_steps - decay
+
+    def decayed(t: jax.Array, w: jax.Array, d: jax.Array) -> jax.Array:
+        progress = jnp.where(d > 0, t / jnp.maximum(d, 1), 0.0)
+        match config.lr_schedule:
+            case "linear":
+                return peak + (end - peak) * progress
+            case "cosine":
+                return end + (peak - end) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+            case "inv":
+                return peak / (1.0 + (peak / end - 1.0) * jnp.maximum(t, 1) / jnp.maximum(d, 1))
+            case "inv_sqrt":
+                return jnp.maximum(end, peak * jnp.minimum(1.0, jnp.sqrt(_INV_SQRT_STEPS / jnp.maximum(t + w, 1))))
+        return jnp.full_like(progress, peak)
+
+    starts, ends, warmups, decays = (
+        jnp.array([getattr(cycle, name) for cycle in cycles], jnp.int32) for name in ("start", "end", "warmup", "decay")
+    )
+    before = jnp.concatenate([jnp.zeros(1), decayed(decays, warmups, decays)[:-1]])
 
     def rate(step: jax.Array | int) -> jax.Array:
-        now = jnp.asarray(step, jnp.float32)
-        rising = peak * now / max(warmup, 1)
-        progress = jnp.clip((now - begin) / max(decay, 1), 0.0, 1.0)
-        if config.lr_schedule == "constant" or decay == 0:
-            falling = jnp.full_like(now, peak)
-        elif config.lr_schedule == "cosine":
-            falling = end + (peak - end) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
-        else:
-            falling = peak + (end - peak) * progress
-        return jnp.where(now < warmup, rising, falling)
+        step = jnp.asarray(step, jnp.int32)
+        k = jnp.searchsorted(starts, step, side="right") - 1
+        now, w, d = step - starts[k], warmups[k], decays[k]
+        rising = before[k] + (peak - before[k]) * now / jnp.maximum(w, 1)
+        t = jnp.clip(step - (ends[k] - d), 0, d)
+        return jnp.where(now < w, rising, decayed(t, w, d)).astype(jnp.float32)
 
     return rate

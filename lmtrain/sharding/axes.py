@@ -7,6 +7,8 @@ residual stream keeps it whole.
 PARAMETER_AXES = {
     "embed": "width of the residual stream",
     "heads": "attention heads",
+    "kv_heads": "heads of keys and values",
+    "senses": "senses of a Backpack",
     "head_dim": "width of one head",
     "qkv": "queries, keys and values, stacked",
     "mlp": "width of the MLP",
@@ -26,6 +28,15 @@ ACTIVATION_AXES = {
 
 # What a user calls `mlp` governs the parameters' axis and the activation's; `batch` exists only in activations.
 ACTIVATION_OF = {"batch": "act_batch", "heads": "act_heads", "mlp": "act_mlp", "vocab": "act_vocab"}
+
+# The words a user writes in mappings.
+USER_AXES = {"batch": "sequences of the batch"} | PARAMETER_AXES
+
+MESH_AXES = {
+    "replica": "copies of the model",
+    "data": "parts of the batch, and of parameters with FSDP",
+    "model": "parts of the model (tensor parallelism)",
+}
 
 
 def check_axes(axes: tuple[str | None, ...], known: dict[str, str]) -> None:

@@ -1,6 +1,6 @@
 """The device mesh (replica, data, model) and the two mappings from logical axes to it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lmtrain.config.errors import UserError
-from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, PARAMETER_AXES, check_axes
+from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, MESH_AXES, PARAMETER_AXES
+from lmtrain.sharding.config import PartitioningConfig, names
 
-MESH_AXES = ("replica", "data", "model")
 BATCH_MESH_AXES = ("replica", "data")
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
@@ -47,12 +47,9 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(BATCH_MESH_AXES))
 
 
-def plan_layout(
-    model_axis_size: int,
-    fsdp_axis: str | Sequence[str] | None,
-    tensor_parallel_axes: Sequence[str] | None,
-) -> Layout:
+def plan_layout(config: PartitioningConfig) -> Layout:
     """The layout over all devices of the run. Raises `UserError` if the devices do not divide."""
+    model_axis_size = config.model_axis_size
     devices = jax.devices()
     if len(devices) % model_axis_size:
         fits = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
@@ -62,11 +59,9 @@ def plan_layout(
         )
     shape = (1, len(devices) // model_axis_size, model_axis_size)
     # Explicit axis types, recent JAX's default, reject ordinary contractions over a sharded dimension.
-    mesh = jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)
+    mesh = jax.make_mesh(shape, tuple(MESH_AXES), axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)
 
-    fsdp = [fsdp_axis] if isinstance(fsdp_axis, str) else list(fsdp_axis or [])
-    tensor = list(tensor_parallel_axes or [])
-    check_axes((*fsdp, *tensor), PARAMETER_AXES)
+    fsdp, tensor = names(config.fsdp_axis), names(config.tensor_parallel_axes)
 
     parameters: dict[str, str | tuple[str, ...] | None] = dict.fromkeys(PARAMETER_AXES)
     compute: dict[str, str | tuple[str, ...] | None] = dict.fromkeys(ACTIVATION_AXES)

@@ -1,10 +1,10 @@
 """Settings of the trackers."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
-from lmtrain.config.base import Section
+from lmtrain.config.base import Section, by_type, planned
 
 
 class WandbConfig(Section):
@@ -20,6 +20,11 @@ class WandbConfig(Section):
     mode: Literal["online", "offline", "disabled"] | None = Field(
         None, description="null: online if a key is found, else offline"
     )
+    resume: bool | Literal["allow", "never", "must", "auto"] | None = Field(
+        "allow", description="What W&B does if it has a run of this id: as wandb.init(resume=...)"
+    )
+    save_code: bool = planned(True, description="Keep the git repository of the main script with the run")
+    save_xla_dumps: bool = planned(False, description="Keep what XLA_FLAGS --xla_dump_to writes with the run")
 
 
 class TensorboardConfig(Section):
@@ -41,19 +46,10 @@ class NoopConfig(Section):
     type: Literal["noop"] = Field("noop", description="The kind of tracker")
 
 
-def _type_of(value: Any) -> str:
-    """A tracker without `type` is W&B."""
-    return str(value.get("type", "wandb") if isinstance(value, dict) else getattr(value, "type", value))
-
-
 TrackerConfig = Annotated[
     Annotated[WandbConfig, Tag("wandb")]
     | Annotated[TensorboardConfig, Tag("tensorboard")]
     | Annotated[JsonConfig, Tag("json")]
     | Annotated[NoopConfig, Tag("noop")],
-    Discriminator(
-        _type_of,
-        custom_error_type="tracker_type",
-        custom_error_message="no such tracker; expected a map with type: wandb, tensorboard, json or noop",
-    ),
+    by_type("tracker", "wandb", ["wandb", "tensorboard", "json", "noop"]),  # a tracker without `type` is W&B
 ]

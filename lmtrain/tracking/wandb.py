@@ -28,7 +28,7 @@ class WandbTracker:
             group=config.group,
             mode=mode,
             dir=log_dir,
-            resume="allow",
+            resume=config.resume,
             settings=wandb.Settings(silent=True),
         )
 

@@ -1,12 +1,13 @@
-"""Settings of a training run: steps, batch, precision, mesh, evaluation, logs."""
+"""Settings of a training run: steps, batch, precision, evaluation, logs; and the sections of other rooms below it."""
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.config import CheckpointerConfig, InitializationConfig
 from lmtrain.config.base import Section
-from lmtrain.sharding.axes import PARAMETER_AXES
+from lmtrain.runtime.config import DistributedConfig, RayConfig
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.tracking.config import TrackerConfig, WandbConfig
 from lmtrain.train.precision import Precision, parse_precision
 
@@ -15,14 +16,16 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-class TrainerConfig(Section):
-    """How a run goes; what it learns from and with is in `data`, `model` and `optimizer`."""
+class LoopConfig(Section):
+    """The training loop."""
 
-    seed: int = Field(0, ge=0, lt=2**32, description="Seed of the parameters' initial values and of dropout")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of the parameters' initial values, dropout and shuffling")
     num_train_steps: int = Field(400_000, ge=1, lt=2**31, description="Optimizer updates in the whole run")
     train_batch_size: int = Field(32, ge=1, description="Sequences per update, over all devices")
     per_device_parallelism: int = Field(
-        -1, description="Sequences a device computes at once; the rest is accumulated. -1: all, no accumulation"
+        -1,
+        description="Sequences a device computes at once, also written per_device_train_parallelism; the rest of the "
+        "batch is accumulated. -1: train_batch_size * model_axis_size / devices, no accumulation",
     )
     per_device_eval_parallelism: int = Field(
         -1, description="Sequences a device evaluates at once. -1: as per_device_parallelism"
@@ -30,16 +33,6 @@ class TrainerConfig(Section):
     steps_per_eval: int = Field(1000, ge=1, description="Evaluate every so many steps, and after the last")
     max_eval_batches: int | None = Field(None, ge=1, description="Batches per evaluation; null: the whole set")
     mp: str = Field("f32", description="Number formats: f32, bf16, or p=f32,c=bfloat16 (parameters, computation)")
-    log_dir: str = Field("logs/", min_length=1, description="Folder of logs and metrics, named by the run id")
-    id: str | None = Field(None, description="Run id; null: RUN_ID, the W&B id, or made from the config")
-    tracker: Annotated[list[TrackerConfig], BeforeValidator(_as_list)] = Field(
-        [WandbConfig()], description="One tracker or a list of them; type: wandb, tensorboard, json or noop"
-    )
-    checkpointer: CheckpointerConfig = Field(default_factory=CheckpointerConfig, description="Saving and keeping")
-    batch_axis: str = Field("batch", description="Logical axis split over the replica and data axes of the mesh")
-    fsdp_axis: str | list[str] | None = Field("embed", description="Axes of parameters split over the data axis")
-    tensor_parallel_axes: list[str] | None = Field(None, description="Logical axes split over the model axis")
-    model_axis_size: int = Field(1, ge=1, description="Devices of the model axis (tensor parallelism)")
     crash_on_nan: bool = Field(True, description="Stop when the loss is not a number, before anything is saved")
     crash_on_inf: bool = Field(True, description="Stop when the loss is infinite, before anything is saved")
     jax_compilation_cache_dir: str | None = Field(
@@ -53,31 +46,6 @@ class TrainerConfig(Section):
             raise ValueError("expected -1 (automatic), or 1 or more")
         return value
 
-    @field_validator("fsdp_axis", "tensor_parallel_axes")
-    @classmethod
-    def _known_axes(cls, value: str | list[str] | None) -> str | list[str] | None:
-        for axis in [value] if isinstance(value, str) else value or []:
-            if axis not in PARAMETER_AXES:
-                raise ValueError(f"no logical axis {axis!r}; one of {', '.join(PARAMETER_AXES)}")
-        return value
-
-    @model_validator(mode="after")
-    def _axis_split_once(self) -> "TrainerConfig":
-        fsdp = [self.fsdp_axis] if isinstance(self.fsdp_axis, str) else self.fsdp_axis or []
-        both = sorted(set(fsdp) & set(self.tensor_parallel_axes or []))
-        if both:
-            raise ValueError(
-                f"fsdp_axis and tensor_parallel_axes both name {both[0]!r}, which can be split over one mesh axis only"
-            )
-        return self
-
-    @field_validator("batch_axis")
-    @classmethod
-    def _batch_is_batch(cls, value: str) -> str:
-        if value != "batch":
-            raise ValueError(f"only 'batch' is an axis of the data, not {value!r}")
-        return value
-
     @field_validator("mp")
     @classmethod
     def _known_precision(cls, value: str) -> str:
@@ -87,3 +55,21 @@ class TrainerConfig(Section):
     @property
     def precision(self) -> Precision:
         return parse_precision(self.mp)
+
+
+class LoggingConfig(Section):
+    """Logs and trackers."""
+
+    id: str | None = Field(None, description="Run id; null: RUN_ID, the W&B id, or made from the config")
+    log_dir: str = Field("logs/", min_length=1, description="Folder of logs and metrics, named by the run id")
+    tracker: Annotated[
+        list[TrackerConfig], BeforeValidator(_as_list, json_schema_input_type=TrackerConfig | list[TrackerConfig])
+    ] = Field([WandbConfig()], description="One tracker or a list of them; type: wandb, tensorboard, json or noop")
+
+
+class TrainerConfig(InitializationConfig, PartitioningConfig, LoggingConfig, LoopConfig):  # the last comes first
+    """How a run goes; what it learns from and with is in `data`, `model` and `optimizer`."""
+
+    checkpointer: CheckpointerConfig = Field(default_factory=CheckpointerConfig, description="Saving and keeping")
+    ray: RayConfig = Field(default_factory=RayConfig, description="Preprocessing on a Ray cluster")
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="Processes of a run")

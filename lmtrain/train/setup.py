@@ -21,9 +21,9 @@ from lmtrain.data.manifest import Manifest
 from lmtrain.models.registry import build_model
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
-from lmtrain.run_config import RunConfig, identity
+from lmtrain.run_config import RunConfig, identity, resolved
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.run_path import fill_run_id, run_path
+from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.sharding.mesh import Layout, plan_layout
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.tracking.open import Trackers, open_trackers
@@ -65,7 +65,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     """Build or restore everything. Raises `UserError` for a config that does not fit the machine or the checkpoint."""
     trainer = config.trainer
     _use_compilation_cache(trainer.jax_compilation_cache_dir)
-    layout = plan_layout(trainer.model_axis_size, trainer.fsdp_axis, trainer.tensor_parallel_axes)
+    layout = plan_layout(trainer)
     log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
     batching = plan_batching(trainer, layout.num_batch_shards)
     seq_len = config.model.seq_len
@@ -78,7 +78,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     log.info(f"{config.model.type}, {_count(abstract.params):,} parameters, {trainer.precision}")
 
     run_info = _run_info(config, run, tokenizer, caches.train[1], layout)
-    folder = run_path(trainer.checkpointer.base_path, run)
+    folder = trainer.checkpointer.run_folder(run)
     if "://" in folder:
         raise UserError(f"trainer.checkpointer.base_path: {folder} is a URL; checkpoints are saved locally so far")
     checkpoint = newest_checkpoint(folder)
@@ -114,11 +114,11 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
             seed=trainer.seed,
             compute_dtype=trainer.precision.compute,
             num_microbatches=batching.num_microbatches,
-            dropout=config.model.has_dropout,
+            dropout=model.has_dropout,
         ),
         eval_step=build_eval_step(model, layout, trainer.precision.compute),
         train_batches=train_batches,
-        eval_batches=_eval_batches(config, layout, batching.eval_batch, caches.validation),
+        eval_batches=caches.validation and open_eval_batches(config, layout, batching.eval_batch, caches.validation),
         checkpointer=Checkpointer(folder, trainer.checkpointer),
         trackers=trackers,
         run_info=run_info,
@@ -128,15 +128,14 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
 
 def finished_checkpoint(config: RunConfig, run: str) -> Checkpoint | None:
     """The last checkpoint of a run that has nothing left to do; None if there is something to do."""
-    checkpoint = newest_checkpoint(run_path(config.trainer.checkpointer.base_path, run))
+    checkpoint = newest_checkpoint(config.trainer.checkpointer.run_folder(run))
     return checkpoint if checkpoint and checkpoint.step >= config.trainer.num_train_steps else None
 
 
-def _eval_batches(
-    config: RunConfig, layout: Layout, batch_size: int, cache: tuple[str, Manifest] | None
-) -> Callable[[], Iterator[Any]] | None:
-    if cache is None:
-        return None
+def open_eval_batches(
+    config: RunConfig, layout: Layout, batch_size: int, cache: tuple[str, Manifest]
+) -> Callable[[], Iterator[Any]]:
+    """A function that reads the validation set from its beginning, in global batches."""
     rows = local_rows(layout.batch, batch_size)
     seq_len = config.model.seq_len
     store = open_store(*cache, seq_len)
@@ -156,7 +155,7 @@ def _run_info(
         "run_id": run,
         "identity": same
         | {"tokenizer": tokenizer, "data_tokens": data, "params_dtype": config.trainer.precision.params},
-        "config": config.model_dump(mode="json"),
+        "config": resolved(config),
         "machine": {"device": jax.devices()[0].device_kind, "mesh": dict(layout.mesh.shape)},
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
     }

@@ -5,6 +5,8 @@ import pytest
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.errors import UserError
 
+USAGE = "usage: lmtrain verb [-h] [--count COUNT] [--config_path CONFIG] [CONFIG] [--section.field VALUE ...]"
+
 
 @pytest.fixture
 def parse(settings, write_config, tmp_path, monkeypatch):
@@ -71,7 +73,7 @@ def test_a_misspelt_flag_of_the_verb_suggests_the_flag(parse):
 def test_a_mistake_in_arguments_shows_the_usage_with_the_overrides(parse):
     with pytest.raises(UserError) as caught:
         parse()
-    assert str(caught.value).endswith("usage: lmtrain verb [-h] [--count COUNT] CONFIG [--section.field VALUE ...]")
+    assert str(caught.value).endswith(USAGE)
 
 
 def test_help_shows_config_flags_and_overrides(parse, capsys):
@@ -79,6 +81,4 @@ def test_help_shows_config_flags_and_overrides(parse, capsys):
         parse("--help")
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    assert shown.startswith(
-        "usage: lmtrain verb [-h] [--count COUNT] CONFIG [--section.field VALUE ...]\n\nDoes a thing."
-    )
+    assert shown.startswith(f"{USAGE}\n\nDoes a thing.")

@@ -54,12 +54,18 @@ BROKEN = [
     ("model:\n  seq_len: 1\n", "c.yaml:2: model.seq_len: expected greater than or equal to 2, not 1"),
     ("model:\n  seq_len: {a: 3}\n", "c.yaml:2: model.seq_len: expected a valid integer"),
     ("model:\n  scan_layers: 'maybe'\n", "c.yaml:2: model.scan_layers: expected a valid boolean"),
-    ("model:\n  num_heads: 5\n", "hidden_dim 768 is not a multiple of num_heads 5; num_heads could be 4 or 6"),
-    ("model:\n  type: llama\n", "c.yaml:2: model.type: expected 'gpt2', not 'llama'"),
-    ("optimizer:\n  type: sgd\n", "c.yaml:2: optimizer.type: expected 'adam', not 'sgd'"),
+    (
+        "model:\n  num_heads: 5\n",
+        "c.yaml:2: model.num_heads: 5 does not divide hidden_dim 768; num_heads could be 4 or 6",
+    ),
+    ("model:\n  type: lama\n", "c.yaml:2: model.type: no such model 'lama'; did you mean 'llama'?"),
+    (
+        "optimizer:\n  type: sgd\n",
+        "c.yaml:2: optimizer.type: no such optimizer 'sgd'; expected adam, sophia-h or sophia-g",
+    ),
     (
         "optimizer:\n  lr_schedule: cosin\n",
-        "2: optimizer.lr_schedule: expected 'constant', 'linear' or 'cosine', not 'cosin'",
+        "'cosine', 'inv_sqrt' or 'inv', not 'cosin'; did you mean 'cosine'?",
     ),
     ("optimizer:\n  learning_rate: .nan\n", "c.yaml:2: optimizer.learning_rate: expected"),
     ("optimizer:\n  learning_rate: .inf\n", "c.yaml:2: optimizer.learning_rate: expected"),
@@ -71,19 +77,62 @@ BROKEN = [
     ("optimizer:\n  warmup: -1\n", "c.yaml:2: optimizer.warmup: expected a whole number of steps, 0 or more, not -1"),
     ("data:\n  train_urls: a.jsonl\n", "c.yaml:2: data.train_urls: expected a valid list, not 'a.jsonl'"),
     ("data:\n  train_urls:\n    - a\n    - 3\n", "c.yaml:4: data.train_urls[1]: expected a valid string, not 3"),
-    ("data:\n  demo: d\n  train_urls: [a]\n", "c.yaml:1: data: demo and train_urls/validation_urls are both set"),
+    (
+        "data:\n  demo: d\n  train_urls: [a]\n",
+        "c.yaml:2: data.demo: set together with train_urls; remove one (demo: null turns it off)",
+    ),
     (
         "trainer:\n  checkpointer:\n    save_interval: 15\n",
         "3: trainer.checkpointer.save_interval: a duration needs a unit",
     ),
     ("trainer:\n  mp: f16\n", "c.yaml:2: trainer.mp: float16 needs loss scaling"),
-    ("trainer:\n  per_device_parallelism: 0\n", "per_device_parallelism: expected -1 (automatic), or 1 or more, not 0"),
+    (
+        "trainer:\n  per_device_parallelism: 0\n",
+        "c.yaml:2: trainer.per_device_parallelism: expected -1 (automatic), or 1 or more, not 0",
+    ),
     (
         "trainer:\n  tracker: {type: foo}\n",
-        "no such tracker; expected a map with type: wandb, tensorboard, json or noop",
+        "c.yaml:2: trainer.tracker.type: no such tracker 'foo'; expected wandb, tensorboard, json or noop",
     ),
     ("trainer:\n  tracker: {mode: offlin}\n", "tracker.mode: expected 'online', 'offline' or 'disabled', not 'offlin'"),
     ("trainer:\n  seed: 4294967296\n", "c.yaml:2: trainer.seed: expected"),
+    (
+        "optimizer:\n  warmup: 0.6\n  decay: 0.6\n",
+        "c.yaml:3: optimizer.decay: 240000 steps, with 240000 of warmup, are",
+    ),
+    ("optimizer:\n  cycles: 2\n  cycle_length: 5\n", "c.yaml:3: optimizer.cycle_length: set together with cycles"),
+    ("optimizer:\n  cycles: [20, 10]\n", "c.yaml:2: optimizer.cycles: the steps where cycles end must grow"),
+    ("trainer:\n  num_train_steps: 9\noptimizer:\n  warmup: 10\n", "c.yaml:4: optimizer.warmup: 10 steps are longer"),
+    (
+        "trainer:\n  initialize_from: a\ninitialize_from_hf: b\n",
+        "c.yaml:3: initialize_from_hf: set together with trainer.initialize_from; remove one of them",
+    ),
+    (
+        "trainer:\n  per_device_parallelism: 5\n",
+        "c.yaml:2: trainer.per_device_parallelism: 5 does not divide trainer.train_batch_size 32",
+    ),
+    ("trainer:\n  fsdp_axis: embd\n", "c.yaml:2: trainer.fsdp_axis: no logical axis 'embd'; did you mean 'embed'?"),
+    (
+        "trainer:\n  axis_resources: {mlp: modle}\n",
+        "c.yaml:2: trainer.axis_resources: no mesh axis 'modle'; did you mean 'model'?",
+    ),
+    (
+        "trainer:\n  load_checkpoint: false\n  load_checkpoint_path: a\n",
+        "c.yaml:3: trainer.load_checkpoint_path: set, while load_checkpoint is false",
+    ),
+    ("trainer:\n  distributed:\n    process_id: 1\n", "c.yaml:3: trainer.distributed.process_id: needs num_processes"),
+    ("data:\n  name: x\n", "c.yaml:2: data.name: is about a Hugging Face dataset, and no id is set"),
+    ("data:\n  train_weights: {a: 1}\n", "c.yaml:2: data.train_weights: 'a' is none of the sources in configs"),
+    (
+        "model:\n  type: llama\n  num_kv_heads: 5\n",
+        "c.yaml:3: model.num_kv_heads: 5 does not divide num_heads 32; num_kv_heads could be 2 or 4",
+    ),
+    (
+        "model:\n  type: llama\n  rope: {type: yarn}\n",
+        "c.yaml:3: model.rope.original_seq_len: rope type yarn needs it",
+    ),
+    ("model:\n  type: backpack\n  num_senses: 5\n", "c.yaml:3: model.num_senses: 5 does not divide hidden_dim 768"),
+    ("model:\n  type: llama\n  mlp_scale: 4\n", "c.yaml:3: model.mlp_scale: no such setting"),
     ("trainer:\n  seed: null\n", "c.yaml:2: trainer.seed: expected a valid integer, not null"),
     ("trainer:\n  seed: true\n", "c.yaml:2: trainer.seed: expected a number, not true or false"),
     ("trainer:\n  log_dir: ''\n", "c.yaml:2: trainer.log_dir: "),
@@ -179,7 +228,7 @@ def test_a_url_is_taken_as_given(config, stem):
     [
         ("gpt2_nan", "gpt2_nan: no such config; did you mean 'gpt2_nano'?"),
         ("gpt2_nan.yaml", "gpt2_nan.yaml: no such config; did you mean 'gpt2_nano'?"),
-        ("zzz", "zzz: no such config; give a path, or one of: gpt2_nano"),
+        ("zzz", "zzz: no such config; give a path, or one of: backpack_nano, "),
         ("", ": no such config; give a path, or one of: "),
         (".", ".: no such config; give a path, or one of: "),
     ],
@@ -188,3 +237,25 @@ def test_a_config_that_is_not_there(folder, config, message):
     with pytest.raises(UserError) as caught:
         find_config(config)
     assert str(caught.value).startswith(message)
+
+
+def test_another_kind_on_the_command_line_leaves_out_what_it_does_not_have(folder):
+    (folder / "c.yaml").write_text(
+        "trainer:\n  tracker:\n    project: p\noptimizer:\n  learning_rate: 2E-4\n  max_grad_norm: 2\n"
+        "model:\n  num_layers: 3\n  mlp_scale: 2\n"
+    )
+    flags = [("trainer.tracker", "{type: json}"), ("optimizer.type", "sophia-h"), ("model.type", "llama")]
+    loaded = load_config(RunConfig, "c.yaml", flags)
+    config = loaded.config
+    assert [tracker.type for tracker in config.trainer.tracker] == ["json"]
+    assert (config.optimizer.type, config.optimizer.learning_rate) == ("sophia-h", 2e-4)
+    assert (config.model.type, config.model.num_layers) == ("llama", 3)
+    assert loaded.layer.notices == [
+        "--trainer.tracker: leaves out trainer.tracker.project of c.yaml:3, which json does not have",
+        "--optimizer.type: leaves out optimizer.max_grad_norm of c.yaml:6, which sophia-h does not have",
+        "--model.type: leaves out model.mlp_scale of c.yaml:9, which llama does not have",
+    ]
+
+
+def test_the_same_kind_again_leaves_out_nothing(folder):
+    assert "no such setting" in report(folder, "model: {num_layer: 2}\n", [("model.type", "gpt2")])[1]

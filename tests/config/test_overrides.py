@@ -3,8 +3,8 @@
 import pytest
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Origin
-from lmtrain.config.overrides import overrides_layer, split_overrides
+from lmtrain.config.layers import Layer, Origin
+from lmtrain.config.overrides import apply_overrides, split_overrides
 
 
 @pytest.mark.parametrize(
@@ -54,18 +54,18 @@ def test_an_override_without_a_value_says_so(argv):
     ],
 )
 def test_values_are_read_as_yaml(text, value):
-    data = overrides_layer([("a.b", text)]).data
+    data = apply_overrides(Layer(), [("a.b", text)]).data
     assert data == {"a": {"b": value}}
     assert type(data["a"]["b"]) is type(value)
 
 
 def test_a_later_override_wins_and_the_others_stay():
-    layer = overrides_layer([("a.b", "1"), ("a.c", "2"), ("a.b", "3"), ("d", "[1]"), ("d", "[2]")])
+    layer = apply_overrides(Layer(), [("a.b", "1"), ("a.c", "2"), ("a.b", "3"), ("d", "[1]"), ("d", "[2]")])
     assert layer.data == {"a": {"b": 3, "c": 2}, "d": [2]}
 
 
 def test_the_origin_of_every_value_is_its_flag():
-    layer = overrides_layer([("a.b", "{c: [1]}"), ("a.d", "2")])
+    layer = apply_overrides(Layer(), [("a.b", "{c: [1]}"), ("a.d", "2")])
     assert layer.origin_of(("a", "b", "c", 0)) == Origin("--a.b")
     assert layer.origin_of(("a", "d")) == Origin("--a.d")
 
@@ -73,7 +73,7 @@ def test_the_origin_of_every_value_is_its_flag():
 def test_a_section_can_be_read_from_a_file_and_changed_by_a_later_flag(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m.yaml").write_text("x: 1\ny: 2\n")
-    layer = overrides_layer([("model", "include m.yaml"), ("model.y", "3")])
+    layer = apply_overrides(Layer(), [("model", "include m.yaml"), ("model.y", "3")])
     assert layer.data == {"model": {"x": 1, "y": 3}}
     assert str(layer.origin_of(("model", "x"))) == "m.yaml:1"
     assert str(layer.origin_of(("model", "y"))) == "--model.y"
@@ -86,6 +86,7 @@ def test_a_section_can_be_read_from_a_file_and_changed_by_a_later_flag(tmp_path,
         ("a..b", "1", "--a..b: expected a dotted name"),
         (".", "1", "--.: expected a dotted name"),
         ("a.", "1", "--a.: expected a dotted name"),
+        ("trainer.wandb,group", "g", "--trainer.wandb,group: no such setting; did you mean --trainer.wandb.group?"),
         ("a", "{", "--a: '{' is not valid YAML"),
         ("a", "[1, 2", "--a: '[1, 2' is not valid YAML"),
         ("a", "{b: 1, b: 2}", "--a: 'b' is given twice"),
@@ -99,5 +100,14 @@ def test_a_section_can_be_read_from_a_file_and_changed_by_a_later_flag(tmp_path,
 def test_a_bad_override_names_its_flag(name, text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
-        overrides_layer([(name, text)])
+        apply_overrides(Layer(), [(name, text)])
     assert str(caught.value).startswith(message)
+
+
+def test_an_include_is_found_among_the_shipped_configs_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layer = apply_overrides(Layer(), [("data", "include data/wikitext103.yaml")])
+    assert layer.data["data"]["id"] == "Salesforce/wikitext"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "wikitext103.yaml").write_text("id: mine\n")
+    assert apply_overrides(Layer(), [("data", "include data/wikitext103.yaml")]).data == {"data": {"id": "mine"}}

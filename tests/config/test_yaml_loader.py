@@ -208,7 +208,8 @@ class _Answer(BaseHTTPRequestHandler):
         self.send_response(int(self.path.strip("/").removesuffix(".yaml")))
         self.end_headers()
 
-    do_HEAD = do_GET
+    def do_HEAD(self):
+        self.do_GET()
 
     def log_message(self, *_):
         pass

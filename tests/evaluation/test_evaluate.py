@@ -8,6 +8,7 @@ from flax.core.meta import unbox
 from lmtrain.evaluation.evaluate import evaluate
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.step import build_eval_step
 
@@ -87,6 +88,8 @@ def test_with_a_model_it_is_the_mean_negative_log_probability_without_dropout():
         for row, position in zip(*np.nonzero(batch["loss_mask"]), strict=True):
             losses.append(-log_probs[row, position, batch["tokens"][row, position + 1]])
 
-    result = evaluate(build_eval_step(model, plan_layout(1, None, None), "float32"), params, batches)
+    result = evaluate(
+        build_eval_step(model, plan_layout(PartitioningConfig(fsdp_axis=None)), "float32"), params, batches
+    )
     assert result["eval/tokens"] == len(losses) == 21
     assert result["eval/loss"] == pytest.approx(np.mean(losses), rel=1e-5)

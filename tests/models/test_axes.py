@@ -17,6 +17,7 @@ from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.registry import build_model
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.optimizer import build_optimizer
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.state import abstract_params, init_state, state_shardings
 
@@ -32,9 +33,9 @@ def shards(layout):
         path: [list(leaf.shape), list(leaf.addressable_shards[0].data.shape)] for path, leaf in flatten(params).items()
     }
 
-result["fsdp"] = shards(plan_layout(1, "embed", None))
-result["tensor"] = shards(plan_layout(4, "embed", ["mlp", "heads"]))
-result["none"] = shards(plan_layout(1, None, None))
+result["fsdp"] = shards(plan_layout(PartitioningConfig()))
+result["tensor"] = shards(plan_layout(PartitioningConfig(model_axis_size=4, tensor_parallel_axes=["mlp", "heads"])))
+result["none"] = shards(plan_layout(PartitioningConfig(fsdp_axis=None)))
 print(json.dumps(result))
 """
 

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from lmtrain.optim.config import AdamConfig
+from lmtrain.optim.config import AdamConfig, SkipStepConfig, SophiaGConfig, SophiaHConfig
 
 
 @pytest.mark.parametrize("name", ["warmup", "decay"])
@@ -46,7 +46,14 @@ def test_a_decay_may_be_left_to_fill_the_run_and_clipping_may_be_off():
         {"epsilon": 0},
         {"max_grad_norm": -1},
         {"weight_decay": -0.1},
-        {"lr_schedule": "inv"},
+        {"lr_schedule": "exponential"},
+        {"cycles": 0},
+        {"cycles": []},
+        {"cycles": 2.0},
+        {"cycle_length": 1.5},
+        {"cycle_length": [10, 0]},
+        {"rewarmup": -1},
+        {"skip_bad_steps": 3.5},
         {"type": "sgd"},
         {"lr": 0.1},
     ],
@@ -56,3 +63,28 @@ def test_impossible_settings_are_refused(change):
     with pytest.raises(ValidationError) as caught:
         AdamConfig(**change)
     assert {problem["loc"][0] for problem in caught.value.errors()} == {name}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cycles": 2, "cycle_length": 10}, "set together with cycles, which says the same"),
+        ({"cycles": [20, 10]}, r"must grow, but are \[20, 10\]"),
+        ({"cycles": [10, 10]}, r"must grow, but are \[10, 10\]"),
+        ({"lr_schedule": "inv", "min_lr_ratio": 0}, "inv never reaches 0"),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        AdamConfig(**settings)
+
+
+@pytest.mark.parametrize("config", [SophiaHConfig(), SophiaGConfig()])
+def test_sophia_has_the_references_defaults(config):
+    found = (config.beta1, config.beta2, config.epsilon, config.gamma, config.clip_threshold, config.update_interval)
+    assert found == (0.96, 0.99, 1e-12, 0.01, 1.0, 10)
+
+
+def test_skipping_steps_is_off_on_or_a_map():
+    assert AdamConfig(skip_bad_steps=True).skip_bad_steps is True
+    assert AdamConfig(skip_bad_steps={"sigma_factor": 3}).skip_bad_steps == SkipStepConfig(sigma_factor=3.0)

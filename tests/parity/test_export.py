@@ -14,6 +14,7 @@ from lmtrain.checkpoint.discovery import find_checkpoint
 from lmtrain.config.load import load_config
 from lmtrain.models.registry import build_model
 from lmtrain.run_config import RunConfig
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.restore import restore_params
 
@@ -43,7 +44,7 @@ def our_logits(folder, ids: np.ndarray) -> np.ndarray:
     """What lmtrain computes from the checkpoint itself."""
     config = load_config(RunConfig, str(folder / "tiny.yaml")).config
     model = build_model(config.model, 384)
-    params = restore_params(find_checkpoint(str(folder / "checkpoints")), model, plan_layout(1, "embed", None))
+    params = restore_params(find_checkpoint(str(folder / "checkpoints")), model, plan_layout(PartitioningConfig()))
     return np.asarray(model.apply({"params": params}, ids))
 
 

@@ -5,11 +5,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from lmtrain.config.errors import UserError
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 
 
 def test_the_mesh_has_the_axes_replica_data_model_and_all_devices():
-    layout = plan_layout(1, "embed", None)
+    layout = plan_layout(PartitioningConfig())
     assert dict(layout.mesh.shape) == {"replica": 1, "data": jax.device_count(), "model": 1}
     assert layout.num_batch_shards == jax.device_count()
     assert layout.batch.spec == PartitionSpec(("replica", "data"))
@@ -27,13 +28,13 @@ def test_the_mesh_has_the_axes_replica_data_model_and_all_devices():
     ],
 )
 def test_parameters_are_split_as_asked_and_nothing_else(fsdp, tensor, expected):
-    rules = dict(plan_layout(1, fsdp, tensor).parameter_rules)
+    rules = dict(plan_layout(PartitioningConfig(fsdp_axis=fsdp, tensor_parallel_axes=tensor)).parameter_rules)
     assert {axis: where for axis, where in rules.items() if where} == expected
     assert {"embed", "mlp", "heads", "vocab", "layers"} <= set(rules)
 
 
 def test_activations_follow_tensor_parallel_axes_but_keep_the_residual_stream_whole():
-    rules = dict(plan_layout(1, "embed", ["mlp", "heads", "vocab"]).compute_rules)
+    rules = dict(plan_layout(PartitioningConfig(tensor_parallel_axes=["mlp", "heads", "vocab"])).compute_rules)
     split = {axis: where for axis, where in rules.items() if where}
     assert split == {
         "act_batch": ("replica", "data"),
@@ -44,5 +45,5 @@ def test_activations_follow_tensor_parallel_axes_but_keep_the_residual_stream_wh
 
 
 def test_a_number_of_devices_that_does_not_divide_is_refused():
-    with pytest.raises(UserError, match="trainer.model_axis_size: 1 devices do not divide by 3; it could be 1"):
-        plan_layout(3, "embed", None)
+    with pytest.raises(UserError, match=r"trainer.model_axis_size: 1 devices do not divide by 3; it could be 1"):
+        plan_layout(PartitioningConfig(model_axis_size=3))

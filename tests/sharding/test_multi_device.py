@@ -20,6 +20,7 @@ from lmtrain.models.registry import build_model
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.train.state import init_state, state_shardings
@@ -60,13 +61,14 @@ def rows_by_device(layout):
     shards = [[shard.device.id, np.asarray(shard.data).tolist()] for shard in placed.addressable_shards]
     return {"shards": shards, "whole": np.asarray(placed).tolist()}
 
-fsdp, tensor = plan_layout(1, "embed", None), plan_layout(2, "embed", ["mlp", "heads"])
+fsdp = plan_layout(PartitioningConfig())
+tensor = plan_layout(PartitioningConfig(model_axis_size=2, tensor_parallel_axes=["mlp", "heads"]))
 result = {
     "rows": {"8x1": rows_by_device(fsdp), "4x2": rows_by_device(tensor)},
     "8x1": train(fsdp), "8x1 micro": train(fsdp, 2), "4x2": train(tensor),
 }
 jax.devices = lambda: devices[:1]
-result["one"] = train(plan_layout(1, "embed", None))
+result["one"] = train(plan_layout(PartitioningConfig()))
 print(json.dumps(result))
 """
 

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from lmtrain.config.errors import UserError
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import Layout, plan_layout
 from lmtrain.sharding.placement import constrain, like_parameters, local_rows, parameter_shardings, place_batch
 
@@ -19,7 +20,7 @@ def boxed(shape, names):
 
 def on_many_devices() -> Layout:
     """The mapping of a layout for 4 x 2 devices that need not exist."""
-    plan = plan_layout(1, "embed", ["mlp"])
+    plan = plan_layout(PartitioningConfig(tensor_parallel_axes=["mlp"]))
     return Layout(AbstractMesh((1, 4, 2), plan.mesh.axis_names), plan.parameter_rules, plan.compute_rules)
 
 
@@ -36,14 +37,14 @@ def test_a_size_that_does_not_divide_is_refused_by_name(shape, size, parts, axis
 
 
 def test_two_dimensions_over_the_same_devices_are_refused_by_name():
-    plan = plan_layout(1, ["embed", "mlp"], None)
+    plan = plan_layout(PartitioningConfig(fsdp_axis=["embed", "mlp"]))
     message = r"layer.*kernel.*'embed' and 'mlp' cannot both be split over the data devices; take one out of"
     with pytest.raises(UserError, match=message):
         parameter_shardings(plan, boxed((8, 6), ("embed", "mlp")))
 
 
 def test_copies_of_the_parameters_get_their_shardings_and_scalars_are_replicated():
-    layout = plan_layout(1, "embed", None)
+    layout = plan_layout(PartitioningConfig())
     params = {"a": jnp.zeros(4), "b": {"c": jnp.zeros((2, 4))}}
     marked = {"a": NamedSharding(layout.mesh, PartitionSpec("data")), "b": {"c": layout.batch}}
     state = optax.adam(0.1).init(params)
@@ -54,7 +55,7 @@ def test_copies_of_the_parameters_get_their_shardings_and_scalars_are_replicated
 
 
 def test_one_process_holds_all_rows_and_places_them_unchanged():
-    layout = plan_layout(1, "embed", None)
+    layout = plan_layout(PartitioningConfig())
     rows = local_rows(layout.batch, 6)
     np.testing.assert_array_equal(rows, np.arange(6))
     batch = {"tokens": np.arange(18, dtype=np.int32).reshape(6, 3), "loss_mask": np.eye(6, 3, dtype=bool)}
@@ -68,7 +69,7 @@ def test_one_process_holds_all_rows_and_places_them_unchanged():
 
 def test_constrain_changes_no_values_and_knows_only_activations():
     x = jnp.arange(6.0).reshape(2, 3)
-    with plan_layout(1, "embed", None).active():
+    with plan_layout(PartitioningConfig()).active():
         np.testing.assert_array_equal(jax.jit(lambda x: constrain(x, "act_batch", None))(x), x)
     with pytest.raises(AssertionError, match="unknown logical axis 'embed'"):
         constrain(x, "act_batch", "embed")

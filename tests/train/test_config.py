@@ -66,7 +66,7 @@ def test_a_parallelism_is_kept_as_given(value):
         {"fsdp_axis": ["embed", "act_mlp"]},
         {"tensor_parallel_axes": ["mpl"]},
         {"batch_axis": "rows"},
-        {"tensor_parallel_axes": "mlp"},
+        {"tensor_parallel_axes": "mpl"},
         {"tracker": {"type": "mlflow"}},
         {"tracker": ["wandb", "nonsense"]},
         {"tracker": None},
@@ -84,7 +84,7 @@ def test_impossible_settings_are_refused(change):
 
 
 def test_an_axis_cannot_be_split_over_two_mesh_axes():
-    with pytest.raises(ValidationError, match="fsdp_axis and tensor_parallel_axes both name 'embed'"):
+    with pytest.raises(ValidationError, match="names 'embed', which fsdp_axis splits already"):
         TrainerConfig(tensor_parallel_axes=["mlp", "embed"])
 
 

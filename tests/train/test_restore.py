@@ -12,13 +12,14 @@ from lmtrain.checkpoint.discovery import find_checkpoint
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.restore import restore_params, restore_state
 from lmtrain.train.state import TrainState, state_shardings
 
 MODEL = Gpt2LM(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=2, seq_len=8), 12)
 OPTIMIZER = optax.adam(0.1)
-LAYOUT = plan_layout(1, "embed", None)
+LAYOUT = plan_layout(PartitioningConfig())
 
 
 def random_like(abstract):

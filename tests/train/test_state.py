@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.state import abstract_params, init_state, state_shardings, with_dtype
 
@@ -27,7 +28,7 @@ def _quick_compiles():
 
 @pytest.fixture(scope="module")
 def layout():
-    return plan_layout(1, "embed", None)
+    return plan_layout(PartitioningConfig())
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.state import TrainState, state_shardings
 from lmtrain.train.step import build_eval_step, build_train_step
@@ -25,7 +26,7 @@ SIZES = {
 VOCAB = 24
 MODEL = Gpt2LM(Gpt2Config(**SIZES), VOCAB)
 DROPPING = Gpt2LM(Gpt2Config(**SIZES, resid_pdrop=0.3), VOCAB)
-LAYOUT = plan_layout(1, "embed", None)
+LAYOUT = plan_layout(PartitioningConfig())
 OPTIMIZER = optax.sgd(0.5)
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, VOCAB, (4, 8)).astype(np.int32)
@@ -69,7 +70,7 @@ def build(model=MODEL, microbatches: int = 1, seed: int = 0, compute: str = "flo
         seed=seed,
         compute_dtype=compute,
         num_microbatches=microbatches,
-        dropout=model.config.has_dropout,
+        dropout=model.has_dropout,
     )
 
 

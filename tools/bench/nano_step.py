@@ -27,6 +27,7 @@ from lmtrain.models.registry import build_model
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
+from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.state import init_state, state_shardings
 from lmtrain.train.step import build_train_step
@@ -38,7 +39,7 @@ PRODUCT = 2048
 def lmtrain_step(tokens: np.ndarray, **execution: bool) -> Callable[[], float]:
     config = Gpt2Config(num_layers=LAYERS, hidden_dim=DIM, num_heads=HEADS, seq_len=LENGTH, **execution)
     adam = AdamConfig(learning_rate=1e-3, weight_decay=0.1)
-    layout = plan_layout(1, "embed", None)
+    layout = plan_layout(PartitioningConfig())
     model = build_model(config, VOCAB)
     schedule = build_schedule(adam, 1000)
     optimizer = build_optimizer(adam, schedule)

@@ -116,6 +116,10 @@ class Gpt2LM(nn.Module):
         self.blocks = stack(Gpt2Block, c.num_layers, c.scan_layers, c.gradient_checkpointing)(c)
         self.norm_final = LayerNorm(c.hidden_dim, c.layer_norm_epsilon)
 
+    @property
+    def has_dropout(self) -> bool:
+        return max(self.config.embed_pdrop, self.config.resid_pdrop, self.config.attn_pdrop) > 0
+
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         return self.logits(self.hidden(tokens_BS, deterministic=True))
 

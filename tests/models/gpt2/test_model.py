@@ -73,6 +73,7 @@ def test_each_dropout_changes_training_and_not_evaluation(params, name):
         rngs = {"dropout": jax.random.key(0)}
         return np.asarray(lm.apply({"params": params}, TOKENS, deterministic, method="hidden", rngs=rngs))
 
+    assert (lm.has_dropout, model().has_dropout) == (True, False)
     plain = hidden(model(), True)
     np.testing.assert_array_equal(hidden(lm, True), plain)
     assert np.abs(hidden(lm, False) - plain).max() > 0.01

@@ -1,0 +1,165 @@
+"""What settings there are, read off the models: for `--help`, for configs/README.md, for a list of known names."""
+
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from lmtrain.config.durations import format_duration
+
+_WORDS = {int: "int", float: "float", str: "text", bool: "true/false", timedelta: "duration", type(None): "null"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: its dotted name, its type and default as one writes them, and what it means."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+    planned: bool
+
+
+@dataclass(frozen=True)
+class Group:
+    """Settings that belong together: those of one class. `section` is where they stand, "" for the top level."""
+
+    section: str
+    kind: str | None
+    doc: str
+    planned: bool
+    settings: list[Setting]
+
+    @property
+    def title(self) -> str:
+        """`optimizer (type: adam)`."""
+        section = self.section or "top level"
+        return f"{section} (type: {self.kind})" if self.kind else section
+
+
+def describe(model: type[BaseModel], at: str = "") -> list[Group]:
+    """All groups below `model`; what several kinds of a section share comes once, before what each has of its own."""
+    groups: dict[tuple[str, type], Group] = {}
+    for key, group in _groups(model, at, None):
+        groups.setdefault(key, group)
+    return [group for group in groups.values() if group.settings]
+
+
+def format_settings(groups: list[Group]) -> str:
+    """The groups as text for a terminal; `*` marks what is not in force yet."""
+    lines = ["settings, as --section.field VALUE or in a file (* checked, but not in force yet in this version):"]
+    for group in groups:
+        lines += ["", f"{group.title}: {group.doc}"]
+        lines += [
+            f"  --{setting.name}{' *' if setting.planned or group.planned else ''}\n"
+            f"        {setting.description}\n        {setting.type}, default {setting.default}"
+            for setting in group.settings
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _groups(model: type[BaseModel], at: str, kind: str | None) -> Iterator[tuple[tuple[str, type], Group]]:
+    by_class: dict[type, list[Setting]] = {}
+    below: list[tuple[str, type[BaseModel]]] = []
+    for name, field in model.model_fields.items():
+        path = f"{at}.{name}" if at else name
+        sections = sections_of(field.annotation)
+        if name == "type" and kind is not None:
+            continue  # it is what the group is named by
+        if not sections or not _only_sections(field.annotation):
+            by_class.setdefault(_defined_in(model, name), []).append(_setting(path, field))
+        listed = "[]" if _is_list(field.annotation) else ".<name>" if _is_map(field.annotation) else ""
+        below += [(path + listed, section) for section in sections]
+    for cls, settings in by_class.items():
+        own = kind if cls is model else None
+        yield (at, cls), Group(at, own, _doc(cls), getattr(cls, "is_planned", False), settings)
+    for path, section in below:
+        yield from _groups(section, path, _kind(section))
+
+
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes in an annotation, whatever lists, maps, unions and choices are around them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
+
+
+def type_name(annotation: Any) -> str:
+    """`int`, `text | null`, `list of text`, `"cosine" | "linear"`: a type as a user would say it."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_name(parts[0])
+    if origin is Literal:
+        return " | ".join(map(str, parts))
+    if origin in (Union, types.UnionType):
+        return " | ".join(dict.fromkeys(type_name(part) for part in parts))
+    if origin is list:
+        return f"list of {type_name(parts[0])}"
+    if origin is tuple:
+        return f"[{', '.join(map(type_name, parts))}]"
+    if origin is dict:
+        return f"map of {type_name(parts[0])} to {type_name(parts[1])}"
+    return _WORDS.get(annotation, "map")
+
+
+def written(value: Any) -> str:
+    """A default as one would write it in YAML."""
+    if isinstance(value, timedelta):
+        return format_duration(value)
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_none=True)
+    if isinstance(value, list):
+        value = [
+            item.model_dump(mode="json", exclude_none=True) if isinstance(item, BaseModel) else item for item in value
+        ]
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10_000)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _without_defaults(section: BaseModel) -> dict[str, Any]:
+    """What one would write for a section, beginning with its type."""
+    kind = {"type": section.type} if hasattr(section, "type") else {}
+    return kind | section.model_dump(mode="json", exclude_defaults=True)
+
+
+def _setting(path: str, field: FieldInfo) -> Setting:
+    extra = field.json_schema_extra
+    planned = isinstance(extra, dict) and bool(extra.get("planned"))
+    default = "required" if field.is_required() else written(field.get_default(call_default_factory=True))
+    return Setting(path, type_name(field.annotation), default, field.description or "", planned)
+
+
+def _defined_in(model: type[BaseModel], name: str) -> type:
+    return next(cls for cls in model.__mro__ if name in inspect.get_annotations(cls))
+
+
+def _only_sections(annotation: Any) -> bool:
+    """Whether the value is always a section: one that may also be a scalar, a list or a map is a setting too."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Annotated, Union, types.UnionType):
+        return all(_only_sections(part) for part in (parts[:1] if origin is Annotated else parts))
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is list or any(_is_list(part) for part in get_args(annotation)[:1])
+
+
+def _is_map(annotation: Any) -> bool:
+    return get_origin(annotation) is dict or any(get_origin(part) is dict for part in get_args(annotation))
+
+
+def _kind(section: type[BaseModel]) -> str | None:
+    field = section.model_fields.get("type")
+    return field.default if field is not None and len(get_args(field.annotation)) == 1 else None
+
+
+def _doc(cls: type) -> str:
+    return " ".join((cls.__doc__ or "").split())

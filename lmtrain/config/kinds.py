@@ -1,0 +1,56 @@
+"""Changing the kind of a section on the command line: what the new kind does not know must not stand in its way."""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+from pydantic import BaseModel
+
+from lmtrain.config.describe import sections_of
+from lmtrain.config.layers import Layer, Path, dotted
+
+
+def without_foreign(model: type[BaseModel], under: Layer, over: Layer) -> Layer:
+    """`under` without settings of kinds that `over` changes to another `type` which has no such setting; with notes.
+
+    `--trainer.tracker.type json` over a W&B tracker with a project is a JSON tracker, and not an unknown `project`.
+    """
+    result = under
+    for path, kind in _changed_kinds(model, under.data, over.data, ()):
+        below = _at(under.data, path)
+        for name in [name for name in below if name not in kind.model_fields]:
+            if result is under:
+                result = Layer(deepcopy(under.data), dict(under.origins), list(under.notices))
+            type_name = kind.model_fields["type"].default
+            place, by = under.origin_of((*path, name)), over.origin_of((*path, "type"))
+            result.notices.append(
+                f"{by}: leaves out {dotted((*path, name))} of {place}, which {type_name} does not have"
+            )
+            del _at(result.data, path)[name]
+            for stale in [p for p in result.origins if p[: len(path) + 1] == (*path, name)]:
+                del result.origins[stale]
+    return result
+
+
+def _changed_kinds(model: type[BaseModel], under: Any, over: Any, at: Path) -> Iterator[tuple[Path, type[BaseModel]]]:
+    for name, field in model.model_fields.items():
+        below, above = under.get(name), over.get(name)
+        if not isinstance(below, dict) or not isinstance(above, dict):
+            continue
+        sections = sections_of(field.annotation)
+        kinds = {
+            section.model_fields["type"].default: section for section in sections if "type" in section.model_fields
+        }
+        if len(kinds) > 1:
+            default = next(iter(kinds))
+            if "type" in above and above["type"] in kinds and above["type"] != below.get("type", default):
+                yield (*at, name), kinds[above["type"]]
+        else:
+            for section in sections[:1]:
+                yield from _changed_kinds(section, below, above, (*at, name))
+
+
+def _at(data: Any, path: Path) -> Any:
+    for part in path:
+        data = data[part]
+    return data

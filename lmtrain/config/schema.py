@@ -1,0 +1,46 @@
+"""A JSON Schema of the config, for editors that complete and check YAML while one types."""
+
+from copy import deepcopy
+from typing import Any
+
+from pydantic import BaseModel
+
+# Where a map of settings may stand, so may the name of a file that holds it.
+_INCLUDE = {
+    "type": "string",
+    "pattern": r"\.ya?ml$",
+    "description": "With the tag !include: a file that holds this section, relative to the one it stands in",
+}
+
+
+def build_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
+    """Draft 2020-12, with descriptions and defaults. Every section may also be an `!include`."""
+    schema = model.model_json_schema(mode="validation")
+    definitions = schema.get("$defs", {})
+    for definition in [schema, *definitions.values()]:
+        settings = definition.get("properties", {})
+        for name, setting in settings.items():
+            settings[name] = _allow_include(_any_kind(setting), definitions)
+        settings["<<"] = {"description": "Settings to put under these: an !include, an alias, or a list of them"}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": title}
+
+
+def _any_kind(value: Any) -> Any:
+    """A section without `type` fits several kinds, which `oneOf` would refuse."""
+    if isinstance(value, dict):
+        return {("anyOf" if key == "oneOf" else key): _any_kind(item) for key, item in value.items()}
+    return [_any_kind(item) for item in value] if isinstance(value, list) else value
+
+
+def _allow_include(setting: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    if not _holds_section(setting, definitions):
+        return setting
+    about = {key: setting[key] for key in ("description", "default", "title") if key in setting}
+    rest = {key: deepcopy(value) for key, value in setting.items() if key not in about}
+    return about | {"anyOf": [rest, _INCLUDE]}
+
+
+def _holds_section(setting: dict[str, Any], definitions: dict[str, Any]) -> bool:
+    parts = [setting, *setting.get("anyOf", [])]
+    names = [part["$ref"].removeprefix("#/$defs/") for part in parts if "$ref" in part]
+    return any(definitions[name].get("type") == "object" for name in names)

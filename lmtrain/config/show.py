@@ -1,0 +1,45 @@
+"""A resolved config as YAML, each value with the place it came from."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from lmtrain.config.describe import written
+from lmtrain.config.layers import Layer, Path
+
+_WIDEST = 60
+
+
+def show(resolved: dict[str, Any], layer: Layer) -> str:
+    """YAML that loads as the same config; comments say file and line, the flag, or `default`."""
+    lines = list(_lines(resolved, layer, (), ""))
+    width = min(max((len(text) for text, _ in lines), default=0), _WIDEST)
+    return "".join(f"{text:<{width}}  # {place}\n" if place else f"{text}\n" for text, place in lines)
+
+
+def _lines(value: dict[str, Any], layer: Layer, at: Path, indent: str) -> Iterator[tuple[str, str]]:
+    """Text and place of each line; a section's `type` comes first."""
+    for name in sorted(value, key=lambda name: name != "type"):
+        path, item = (*at, name), value[name]
+        if isinstance(item, dict) and item:
+            yield f"{indent}{written(name)}:", ""
+            yield from _lines(item, layer, path, indent + "  ")
+        elif isinstance(item, list) and item and all(isinstance(entry, dict) and entry for entry in item):
+            yield f"{indent}{written(name)}:", ""
+            for index, entry in enumerate(item):
+                for number, (text, place) in enumerate(_lines(entry, layer, (*path, index), "")):
+                    yield f"{indent}{'- ' if number == 0 else '  '}{text}", place
+        else:
+            yield f"{indent}{written(name)}: {written(item)}", _place(layer, path)
+
+
+def _place(layer: Layer, path: Path) -> str:
+    """Where the value at `path` was written; `default` for one that nobody wrote."""
+    data: Any = layer.data
+    for part in path:
+        if isinstance(data, dict) and part == 0:
+            continue  # a list of one may be written as its one item
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return "default"
+    return str(layer.origin_of(path) or "default")

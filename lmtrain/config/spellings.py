@@ -1,0 +1,147 @@
+"""Other ways to write a setting, brought into today's form before layers are merged.
+
+Short forms of today are taken silently; names from older guides with a notice that tells the new one. Working on each
+layer (a file, an include, the command line) before merging is what lets `--trainer.wandb.name x` reach a tracker that
+the file has in a list.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.layers import Layer, Path, dotted, merge
+
+# section -> other name -> name
+_SHORT = {"trainer": {"per_device_train_parallelism": "per_device_parallelism"}}
+_OLD = {
+    "trainer": {"batch_size": "train_batch_size", "eval_per_device_parallelism": "per_device_eval_parallelism"},
+}
+_OLD_MODELS = ("gpt2", "llama", "mpt", "backpack")
+
+# The settings that name a source of text, by kind; a layer that names one replaces the kinds below it.
+_SOURCES = {
+    "demo": ("demo",),
+    "urls": ("train_urls", "validation_urls"),
+    "id": ("id",),
+    "configs": ("configs",),
+}
+_BELONGS_TO = {"id": ("name", "stream"), "configs": ("train_weights",)}
+
+
+def combine(under: Layer, over: Layer) -> Layer:
+    """`over` in today's spelling, merged over `under`. Raises `UserError` if a setting is given under two names."""
+    under = _modernise(under, Layer())
+    over = _modernise(over, under)
+    return merge(_without_replaced_sources(under, over), over)
+
+
+def _modernise(layer: Layer, under: Layer) -> Layer:
+    """The layer in today's spelling; `under` is what it will be merged over."""
+    layer = Layer(deepcopy(layer.data), dict(layer.origins), list(layer.notices))
+    for renames, is_old in ((_SHORT, False), (_OLD, True)):
+        for section, names in renames.items():
+            for other, name in names.items():
+                _rename(layer, (section, other), (section, name), is_old)
+    _unwrap_model(layer)
+    _wandb_to_tracker(layer, under)
+    return layer
+
+
+def _rename(layer: Layer, old: Path, new: Path, is_old: bool) -> None:
+    section = layer.data.get(str(old[0]))
+    if not isinstance(section, dict) or old[1] not in section:
+        return
+    place = layer.origin_of(old)
+    if new[1] in section:
+        raise UserError(f"{place}: {dotted(old)}: the same as {dotted(new)} at {layer.origin_of(new)}; remove one")
+    if is_old:
+        layer.notices.append(f"{place}: {dotted(old)} is now called {dotted(new)}")
+    section[new[1]] = section.pop(old[1])
+    _move_origins(layer, old, new)
+
+
+def _unwrap_model(layer: Layer) -> None:
+    """`model: {gpt2: {...}}` -> `model: {type: gpt2, ...}`."""
+    model = layer.data.get("model")
+    family = next(iter(model)) if isinstance(model, dict) and len(model) == 1 else None
+    if not isinstance(model, dict) or family not in _OLD_MODELS or not isinstance(model[family], dict):
+        return
+    place = layer.origin_of(("model", family))
+    layer.notices.append(f"{place}: 'model: {{{family}: ...}}' is now written 'model: {{type: {family}, ...}}'")
+    layer.data["model"] = {"type": family, **model[family]}
+    _move_origins(layer, ("model", family), ("model",))
+    if place is not None:
+        layer.origins["model", "type"] = place
+
+
+def _wandb_to_tracker(layer: Layer, under: Layer) -> None:
+    """`trainer.wandb` -> the W&B tracker: the one that is there, or one more."""
+    trainer = layer.data.get("trainer")
+    if not isinstance(trainer, dict) or "wandb" not in trainer:
+        return
+    old: Path = ("trainer", "wandb")
+    place = layer.origin_of(old)
+    if "tracker" in trainer:
+        other = layer.origin_of(("trainer", "tracker"))
+        raise UserError(f"{place}: trainer.wandb: an older name of trainer.tracker, set at {other}; remove one")
+    wandb = trainer["wandb"]
+    if wandb is not None and not isinstance(wandb, dict):
+        raise UserError(f"{place}: trainer.wandb: expected a map of settings; it is now called trainer.tracker")
+    layer.notices.append(f"{place}: trainer.wandb is now called trainer.tracker, with type: wandb")
+    del trainer["wandb"]
+    if wandb is None:
+        return
+    below: Any = under.data.get("trainer")
+    there = below.get("tracker") if isinstance(below, dict) else None
+    if isinstance(there, dict) and there.get("type", "wandb") != "wandb":
+        there = [there]
+        _copy_origins(under, ("trainer", "tracker"), layer, ("trainer", "tracker", 0))
+    elif isinstance(there, list):
+        _copy_origins(under, ("trainer", "tracker"), layer, ("trainer", "tracker"))
+    if isinstance(there, list):
+        is_wandb = [isinstance(entry, dict) and entry.get("type", "wandb") == "wandb" for entry in there]
+        index = is_wandb.index(True) if True in is_wandb else len(there)
+        entry = deepcopy(there[index]) if index < len(there) else {}
+        entry = {"type": "wandb"} | entry | (wandb or {})
+        trainer["tracker"] = [*deepcopy(there[:index]), entry, *deepcopy(there[index + 1 :])]
+        _move_origins(layer, old, ("trainer", "tracker", index))
+    else:
+        trainer["tracker"] = {"type": "wandb"} | (wandb or {})
+        _move_origins(layer, old, ("trainer", "tracker"))
+    if place is not None:
+        layer.origins.setdefault(("trainer", "tracker"), place)
+
+
+def _without_replaced_sources(under: Layer, over: Layer) -> Layer:
+    """`under` without the text sources of other kinds than the one `over` names, and a notice for each."""
+    below, above = under.data.get("data"), over.data.get("data")
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return under
+    named = [kind for kind, settings in _SOURCES.items() if any(above.get(name) for name in settings)]
+    if not named:
+        return under
+    replaced = [name for kind, names in _SOURCES.items() if kind not in named for name in names]
+    # what goes with a source goes when its source does; another id is another data set, while maps of configs merge
+    replaced += [name for kind, names in _BELONGS_TO.items() if kind not in named or kind == "id" for name in names]
+    gone = [name for name in replaced if below.get(name) and name not in above]
+    if not gone:
+        return under
+    left = Layer(deepcopy(under.data), dict(under.origins), list(under.notices))
+    by = next(over.origin_of(("data", name)) for kind in named for name in _SOURCES[kind] if above.get(name))
+    for name in gone:
+        left.notices.append(f"{by}: replaces data.{name} of {under.origin_of(('data', name))}")
+        del left.data["data"][name]
+        for stale in [path for path in left.origins if path[:2] == ("data", name)]:
+            del left.origins[stale]
+    return left
+
+
+def _move_origins(layer: Layer, old: Path, new: Path) -> None:
+    for path in [path for path in layer.origins if path[: len(old)] == old]:
+        layer.origins[(*new, *path[len(old) :])] = layer.origins.pop(path)
+
+
+def _copy_origins(source: Layer, old: Path, target: Layer, new: Path) -> None:
+    for path, origin in source.origins.items():
+        if path[: len(old)] == old:
+            target.origins[(*new, *path[len(old) :])] = origin

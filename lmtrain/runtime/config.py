@@ -1,0 +1,33 @@
+"""Settings of a run over several processes and machines."""
+
+from pydantic import model_validator
+
+from lmtrain.config.base import Section, planned
+from lmtrain.config.errors import field_error
+
+
+class DistributedConfig(Section):
+    """How processes find one another. Leave it alone on TPU and Slurm, which JAX detects by itself."""
+
+    coordinator_address: str | None = planned(None, description="host:port of process 0; null: detected")
+    num_processes: int | None = planned(None, ge=1, description="Processes of the run; null: detected")
+    process_id: int | None = planned(None, ge=0, description="Number of this process, from 0; null: detected")
+    local_device_ids: int | list[int] | None = planned(
+        None, description="Devices of this process; null: those of CUDA_VISIBLE_DEVICES, or all"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "DistributedConfig":
+        if self.process_id is not None and self.num_processes is None:
+            raise field_error("process_id", "needs num_processes too")
+        if self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
+            raise field_error("process_id", f"processes are numbered 0 to {self.num_processes - 1}")
+        return self
+
+
+class RayConfig(Section):
+    """Where `lmtrain preprocess` finds other machines to tokenize on."""
+
+    address: str | None = planned(None, description="Address of an existing Ray cluster; null: RAY_ADDRESS, else none")
+    start_workers: bool = planned(True, description="Join the hosts of this run to the cluster as workers")
+    auto_start_cluster: bool = planned(True, description="Start a cluster on the hosts of this run if there is none")

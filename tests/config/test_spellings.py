@@ -1,0 +1,183 @@
+"""Older and shorter names reach today's setting from wherever they are written, with a note for the older ones."""
+
+import pytest
+import yaml
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.layers import Layer
+from lmtrain.config.load import load_config
+from lmtrain.config.spellings import combine
+from lmtrain.run_config import RunConfig
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """`load(text, *overrides, name=text)` loads main.yaml with `--name value` pairs over it; (config, layer)."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_and_load(text, *overrides, **others):
+        for name, content in {"main": text, **others}.items():
+            (tmp_path / f"{name}.yaml").write_text(content)
+        loaded = load_config(RunConfig, "main.yaml", overrides)
+        return loaded.config, loaded.layer
+
+    return write_and_load
+
+
+def test_the_short_form_of_a_parallelism_is_taken_without_a_note(load):
+    config, layer = load("trainer:\n  per_device_train_parallelism: 4\n")
+    assert config.trainer.per_device_parallelism == 4
+    assert layer.notices == []
+    assert str(layer.origin_of(("trainer", "per_device_parallelism"))) == "main.yaml:2"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("batch_size", "train_batch_size"), ("eval_per_device_parallelism", "per_device_eval_parallelism")],
+)
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_an_older_name_sets_todays_setting_with_a_note(load, old, new, by_flag):
+    text, overrides = ("", [(f"trainer.{old}", "8")]) if by_flag else (f"trainer:\n  {old}: 8\n", [])
+    config, layer = load(text, *overrides)
+    place = f"--trainer.{old}" if by_flag else "main.yaml:2"
+    assert getattr(config.trainer, new) == 8
+    assert layer.notices == [f"{place}: trainer.{old} is now called trainer.{new}"]
+    assert str(layer.origin_of(("trainer", new))) == place
+
+
+@pytest.mark.parametrize("by_flag", ["train_batch_size", "batch_size"])
+@pytest.mark.parametrize("in_file", ["train_batch_size", "batch_size"])
+def test_the_command_line_wins_whichever_name_it_uses(load, in_file, by_flag):
+    config, _ = load(f"trainer: {{{in_file}: 8}}\n", (f"trainer.{by_flag}", "16"))
+    assert config.trainer.train_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "include"),
+    [
+        ("!include other.yaml\ntrainer: {train_batch_size: 4}\n", "trainer: {batch_size: 8}\n"),
+        ("<<: !include other.yaml\ntrainer: {batch_size: 4}\n", "trainer: {train_batch_size: 8}\n"),
+        ("trainer: {<<: !include other.yaml, train_batch_size: 4}\n", "batch_size: 8\n"),
+        ("trainer:\n  <<: [!include other.yaml]\n  batch_size: 4\n", "train_batch_size: 8\n"),
+    ],
+)
+def test_a_file_wins_over_its_includes_whichever_names_they_use(load, text, include):
+    config, _ = load(text, other=include)
+    assert config.trainer.train_batch_size == 4
+
+
+def test_both_names_in_one_file_are_an_error_with_both_places(load):
+    with pytest.raises(UserError) as caught:
+        load("trainer:\n  batch_size: 8\n  train_batch_size: 8\n")
+    message = "main.yaml:2: trainer.batch_size: the same as trainer.train_batch_size at main.yaml:3; remove one"
+    assert str(caught.value) == message
+
+
+def test_a_model_below_its_familys_name_is_unwrapped(load):
+    config, layer = load("model:\n  gpt2:\n    num_layers: 2\n", ("model.num_heads", "6"))
+    assert (config.model.type, config.model.num_layers, config.model.num_heads) == ("gpt2", 2, 6)
+    assert layer.notices == ["main.yaml:2: 'model: {gpt2: ...}' is now written 'model: {type: gpt2, ...}'"]
+    assert str(layer.origin_of(("model", "num_layers"))) == "main.yaml:3"
+
+
+def test_a_flag_below_the_familys_name_reaches_a_model_written_either_way(load):
+    for text in ("model: {gpt2: {num_layers: 2}}\n", "model: {type: gpt2, num_layers: 2}\n"):
+        config, _ = load(text, ("model.gpt2.num_layers", "3"))
+        assert config.model.num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("tracker", "types"),
+    [
+        ("", ["wandb"]),
+        ("tracker: {project: p}", ["wandb"]),
+        ("tracker: {type: wandb, project: p}", ["wandb"]),
+        ("tracker: {type: json}", ["json", "wandb"]),
+        ("tracker: [{type: json}, {project: p}, {type: noop}]", ["json", "wandb", "noop"]),
+        ("tracker: [{type: json}]", ["json", "wandb"]),
+        ("wandb: {project: p}", ["wandb"]),
+    ],
+)
+def test_wandb_flags_reach_the_wandb_tracker_wherever_it_is(load, tracker, types):
+    config, layer = load(f"trainer: {{{tracker}}}\n", ("trainer.wandb.name", "n"), ("trainer.wandb.group", "g"))
+    trackers = config.trainer.tracker
+    assert [one.type for one in trackers] == types
+    wandb = next(one for one in trackers if one.type == "wandb")
+    assert (wandb.name, wandb.group, wandb.project) == ("n", "g", "p" if "project" in tracker else None)
+    assert "--trainer.wandb.name: trainer.wandb is now called trainer.tracker, with type: wandb" in layer.notices
+
+
+def test_a_wandb_section_in_a_file_is_the_tracker(load):
+    config, layer = load("trainer:\n  wandb:\n    project: p\n    tags: [a]\n")
+    (wandb,) = config.trainer.tracker
+    assert (wandb.type, wandb.project, wandb.tags) == ("wandb", "p", ["a"])
+    assert str(layer.origin_of(("trainer", "tracker", "project"))) == "main.yaml:3"
+
+
+def test_an_empty_wandb_section_changes_nothing(load):
+    config, _ = load("trainer:\n  wandb: null\n")
+    assert config == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "trainer:\n  wandb: {}\n  tracker: {}\n",
+            "main.yaml:2: trainer.wandb: an older name of trainer.tracker, set at",
+        ),
+        ("trainer:\n  wandb: true\n", "main.yaml:2: trainer.wandb: expected a map of settings"),
+    ],
+)
+def test_a_wandb_section_that_cannot_be_meant_is_an_error(load, text, message):
+    with pytest.raises(UserError) as caught:
+        load(text)
+    assert str(caught.value).startswith(message)
+
+
+DATA = {
+    "demo": "data: {demo: d}\n",
+    "urls": "data: {train_urls: [a], validation_urls: [b]}\n",
+    "id": "data: {id: i, name: n, stream: true}\n",
+    "configs": "data: {configs: {x: {id: y}}, train_weights: {x: 1.0}}\n",
+}
+FLAGS = {
+    "demo": ("data.demo", "e"),
+    "urls": ("data.train_urls", "[c]"),
+    "id": ("data.id", "j"),
+    "configs": ("data.configs", "{z: {id: y}}"),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("kind", DATA)
+def test_a_source_on_the_command_line_replaces_one_of_another_kind_with_a_note(load, kind, flag):
+    _, layer = load(DATA[kind], FLAGS[flag])
+    (written,) = yaml.safe_load(DATA[kind]).values()
+    name, value = FLAGS[flag]
+    added = yaml.safe_load(value)
+    merged = written["configs"] | added if kind == flag == "configs" else added
+    assert layer.data["data"][name.removeprefix("data.")] == merged
+    kept = {"urls": {"validation_urls"}, "configs": {"train_weights"}}.get(kind, set()) if kind == flag else set()
+    for setting in set(written) - {name.removeprefix("data.")}:
+        assert (setting in layer.data["data"]) == (setting in kept)
+        assert (f"--{name}: replaces data.{setting} of main.yaml:1" in layer.notices) == (setting not in kept)
+
+
+def test_a_file_replaces_the_source_of_its_include(load):
+    config, layer = load("!include other.yaml\ndata: {id: i}\n", other="data: {demo: d, shuffle: true}\n")
+    assert (config.data.id, config.data.demo, config.data.shuffle) == ("i", None, True)
+    assert layer.notices == ["main.yaml:2: replaces data.demo of other.yaml:1"]
+
+
+def test_two_kinds_in_one_file_are_an_error(load):
+    with pytest.raises(UserError, match=r"main.yaml:3: data.id: set together with train_urls"):
+        load("data:\n  train_urls: [a]\n  id: i\n")
+
+
+def test_layers_that_are_combined_are_left_as_they_were():
+    under = Layer({"data": {"demo": "d"}, "trainer": {"tracker": [{"type": "json"}]}})
+    over = Layer({"data": {"id": "i"}, "trainer": {"wandb": {"name": "n"}, "batch_size": 3}})
+    combine(under, over)
+    assert under.data == {"data": {"demo": "d"}, "trainer": {"tracker": [{"type": "json"}]}}
+    assert over.data == {"data": {"id": "i"}, "trainer": {"wandb": {"name": "n"}, "batch_size": 3}}

@@ -1,0 +1,150 @@
+"""Write configs/README.md from the models of the settings, and tests/golden/configs/ from the shipped configs.
+
+    .venv/bin/python tools/config_guide.py            writes both
+    .venv/bin/python tools/config_guide.py --check    exits with 1 if what is there differs
+
+Review what changes: a changed default shows up here.
+"""
+
+import os
+import sys
+
+import yaml
+
+from lmtrain.config.describe import Group, Setting, describe
+from lmtrain.config.load import load_config
+from lmtrain.run_config import RunConfig, resolved
+from lmtrain.sharding.axes import MESH_AXES, USER_AXES
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+CONFIGS = os.path.join(ROOT, "configs")
+
+INTRO = """\
+# Configs
+
+A run is one YAML file. `lmtrain train FILE` takes a path, a URL that fsspec opens (`gs://`, `s3://`, `https://`) or the
+name of a config in this folder, which an installed lmtrain brings along.
+
+*This page is made by `tools/config_guide.py` from the settings' own descriptions.*
+
+## Shipped configs
+
+{configs}
+
+`data/`, `optim/` and `trainer/` hold fragments to include.
+
+## Writing one
+
+```yaml
+!include gpt2_small.yaml        # at the left margin: everything of that file, under what follows
+data: !include data/own.yaml    # as a value: relative to this file, nested as deep as you like, from any URL
+trainer:
+  num_train_steps: 10000        # maps merge key by key, lists are replaced
+optimizer:
+  learning_rate: 6E-4           # YAML 1.2 numbers
+  warmup: 1000                  # an int is steps; a float from 0.0 to 1.0 a fraction
+```
+
+The command line wins over the file, and the file over defaults: `--optimizer.learning_rate 3e-4`,
+`--trainer.fsdp_axis=null`, `--data.train_urls '["a.jsonl", "b.jsonl"]'`, `--data "include data/wikitext103.yaml"`. A
+source of text named on the command line replaces one of another kind in the file.
+
+* `lmtrain config check FILE` finds every mistake at once, each with file and line.
+* `lmtrain config show FILE` prints all settings and where each value came from.
+* `lmtrain config schema > lmtrain.schema.json` makes an editor complete and check what you type: begin the file with
+  `# yaml-language-server: $schema=lmtrain.schema.json` and tell the editor of `"yaml.customTags": ["!include scalar"]`.
+
+Durations are written `90s`, `20m`, `2h`, `1d` or `1h30m`. `${{run_id}}` in `base_path`, `log_dir` or `logdir` stands
+for the run's id. Older names still load, with a note: `trainer.wandb` (now `trainer.tracker`), `trainer.batch_size`
+(now `train_batch_size`), `trainer.eval_per_device_parallelism` (now `per_device_eval_parallelism`),
+`model: {{gpt2: {{...}}}}` (now `model: {{type: gpt2, ...}}`).
+
+Settings marked with * are checked, but not in force yet in this version; using one is told.
+
+## Settings
+"""
+
+AXES = """\
+## Axes
+
+Logical axes, for `fsdp_axis`, `tensor_parallel_axes` and the `axis_resources`:
+
+{logical}
+
+Axes of the mesh:
+
+{mesh}
+"""
+
+
+def main() -> int:
+    pages = {os.path.join("configs", "README.md"): guide()}
+    for name in shipped():
+        path = os.path.join("tests", "golden", "configs", f"{name}.yaml")
+        config = load_config(RunConfig, os.path.join(CONFIGS, f"{name}.yaml")).config
+        pages[path] = yaml.safe_dump(resolved(config), sort_keys=False, allow_unicode=True)
+    stale = [path for path, text in pages.items() if _read(os.path.join(ROOT, path)) != text]
+    if "--check" in sys.argv[1:]:
+        print("\n".join(f"{path}: out of date, run tools/config_guide.py" for path in stale) or "up to date")
+        return 1 if stale else 0
+    for path in stale:
+        with open(os.path.join(ROOT, path), "w", encoding="utf-8") as file:
+            file.write(pages[path])
+        print(f"wrote {path}")
+    return 0
+
+
+def guide() -> str:
+    rows = [f"| [`{name}`]({name}.yaml) | {_about(name)} |" for name in shipped()]
+    configs = "\n".join(["| config | what it costs and gives |", "| --- | --- |", *rows])
+    parts = [INTRO.format(configs=configs)]
+    parts += [_section(group) for group in describe(RunConfig)]
+    parts.append(AXES.format(logical=_list(USER_AXES), mesh=_list(MESH_AXES)))
+    return "\n".join(parts)
+
+
+def shipped() -> list[str]:
+    return sorted(name.removesuffix(".yaml") for name in os.listdir(CONFIGS) if name.endswith(".yaml"))
+
+
+def _about(name: str) -> str:
+    """The comment a config begins with."""
+    lines = []
+    with open(os.path.join(CONFIGS, f"{name}.yaml"), encoding="utf-8") as file:
+        for line in file:
+            if not line.startswith("#"):
+                break
+            lines.append(line.lstrip("# ").strip())
+    return " ".join(lines)
+
+
+def _section(group: Group) -> str:
+    star = " *" if group.planned else ""
+    rows = [_row(setting) for setting in group.settings]
+    table = "\n".join(["| setting | meaning | type | default |", "| --- | --- | --- | --- |", *rows])
+    return f"### {group.title}{star}\n\n{_escape(group.doc)}\n\n{table}\n"
+
+
+def _row(setting: Setting) -> str:
+    star = " *" if setting.planned else ""
+    cells = (f"`{setting.name}`{star}", _escape(setting.description), _escape(setting.type), f"`{setting.default}`")
+    return f"| {' | '.join(cells)} |"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def _list(words: dict[str, str]) -> str:
+    return "\n".join(f"* `{word}`: {meaning}" for word, meaning in words.items())
+
+
+def _read(path: str) -> str | None:
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
