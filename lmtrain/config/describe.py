@@ -113,12 +113,8 @@ def written(value: Any) -> str:
     """A default as one would write it in YAML."""
     if isinstance(value, timedelta):
         return format_duration(value)
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, list):
-        value = [
-            item.model_dump(mode="json", exclude_none=True) if isinstance(item, BaseModel) else item for item in value
-        ]
+        value = [_without_defaults(item) if isinstance(item, BaseModel) else item for item in value]
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 

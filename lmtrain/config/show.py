@@ -35,6 +35,7 @@ def _lines(value: dict[str, Any], layer: Layer, at: Path, indent: str) -> Iterat
 def _place(layer: Layer, path: Path) -> str:
     """Where the value at `path` was written; `default` for one that nobody wrote."""
     data: Any = layer.data
+    written_at: list[str | int] = []
     for part in path:
         if isinstance(data, dict) and part == 0:
             continue  # a list of one may be written as its one item
@@ -42,4 +43,5 @@ def _place(layer: Layer, path: Path) -> str:
             data = data[part]
         except (KeyError, IndexError, TypeError):
             return "default"
-    return str(layer.origin_of(path) or "default")
+        written_at.append(part)
+    return str(layer.origin_of(tuple(written_at)) or "default")

@@ -16,7 +16,7 @@ class WandbConfig(Section):
     name: str | None = Field(None, description="Display name; null: the run id")
     tags: list[str] = Field([], description="Tags of the run")
     id: str | None = Field(None, description="Run id; also the id of the lmtrain run if trainer.id is not set")
-    group: str | None = Field(None, description="W&B group")
+    group: str | None = Field(None, description="W&B group the run belongs to")
     mode: Literal["online", "offline", "disabled"] | None = Field(
         None, description="null: online if a key is found, else offline"
     )

@@ -1,0 +1,69 @@
+"""Settings of the data: one kind of source, whose parts fit one another."""
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.data.config import DataConfig
+
+MIX = {"configs": {"a": {"id": "x"}, "b": {"train_urls": ["y"]}}}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"demo": "d"},
+        {"train_urls": ["a"], "validation_urls": ["b"]},
+        {"id": "x", "name": "y", "stream": True},
+        MIX,
+        MIX | {"train_weights": {"a": 0.5, "b": 1}},
+        MIX | {"train_weights": [[0, {"a": 1}], [100, {"b": 1}]]},
+    ],
+)
+def test_every_kind_of_source_reads_back_what_it_writes(data):
+    config = DataConfig(**data)
+    assert DataConfig(**config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"demo": "d", "id": "x"}, "set together with id; remove one"),
+        ({"demo": "d", "validation_urls": ["a"]}, "set together with validation_urls"),
+        (MIX | {"train_urls": ["a"]}, "set together with train_urls"),
+        (MIX | {"demo": "d"}, "set together with configs"),
+        ({"id": "x", "train_urls": ["a"]}, "set together with train_urls or validation_urls"),
+        ({"name": "x"}, "is about a Hugging Face dataset"),
+        ({"stream": True}, "is about a Hugging Face dataset"),
+        ({"configs": {"a": {"name": "x"}}}, "is about a Hugging Face dataset"),
+        ({"train_weights": {"a": 1}}, "'a' is none of the sources in configs"),
+        (MIX | {"train_weights": {"c": 1}}, "'c' is none of the sources in configs"),
+        (MIX | {"train_weights": {"a": -1}}, "greater than or equal to 0"),
+        (MIX | {"train_weights": [[5, {"a": 1}]]}, r"the first at step 0, ascending, not \[5\]"),
+        (MIX | {"train_weights": [[0, {"a": 1}], [9, {"a": 1}], [9, {"b": 1}]]}, r"ascending, not \[0, 9, 9\]"),
+        (MIX | {"train_weights": [[0, {"c": 1}]]}, "'c' is none of the sources in configs"),
+    ],
+)
+def test_sources_that_do_not_fit_are_refused(data, message):
+    with pytest.raises(ValidationError, match=message):
+        DataConfig(**data)
+
+
+def test_the_demo_brings_files_and_a_tokenizer_unless_one_is_named():
+    config = DataConfig(demo="some/where/")
+    assert config.tokenizer == "some/where/tokenizer"
+    assert config.urls("train") == ["some/where/train.{1..8}-of-8.jsonl.gz"]
+    assert config.urls("validation") == ["some/where/validation.jsonl.gz"]
+    assert DataConfig(demo="d", tokenizer="mine").tokenizer == "mine"
+
+
+def test_urls_are_those_of_the_split_and_none_where_there_are_none():
+    config = DataConfig(train_urls=["a", "b"])
+    assert (config.urls("train"), config.urls("validation")) == (["a", "b"], [])
+    assert DataConfig().urls("train") == []
+
+
+def test_the_references_defaults():
+    c = DataConfig()
+    assert (c.tokenizer, c.cache_dir, c.text_key, c.stream) == ("gpt2", "cache/", "text", False)
+    assert (c.enforce_eos, c.enforce_bos, c.shuffle) == (True, False, False)

@@ -1,0 +1,24 @@
+"""Settings of the MPT family."""
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.models.mpt.config import MptConfig
+
+
+def test_the_defaults_are_those_of_the_published_models():
+    c = MptConfig()
+    assert (c.seq_len, c.mlp_scale, c.use_bias, c.alibi_bias_max, c.clip_qkv, c.softmax_scale) == (
+        2048,
+        4,
+        False,
+        8.0,
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize("change", [{"clip_qkv": 0}, {"softmax_scale": -1}, {"alibi_bias_max": 0}, {"attn_pdrop": 1}])
+def test_impossible_values_are_refused(change):
+    with pytest.raises(ValidationError):
+        MptConfig(**change)

@@ -1,0 +1,58 @@
+"""Settings of partitioning: words from the closed vocabularies, each axis split once."""
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.sharding.axes import MESH_AXES, USER_AXES
+from lmtrain.sharding.config import PartitioningConfig, names
+
+MAPPINGS = ["axis_resources", "parameter_axis_resources", "compute_axis_resources"]
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_mappings_take_every_word_and_one_mesh_axis_several_or_none(mapping):
+    value = dict.fromkeys(USER_AXES, "model") | {"batch": list(MESH_AXES), "mlp": None}
+    assert getattr(PartitioningConfig(**{mapping: value}), mapping) == value
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"mpl": "model"}, "no logical axis 'mpl'; did you mean 'mlp'"),
+        ({"act_mlp": "model"}, "no logical axis 'act_mlp'"),
+        ({"mlp": "modle"}, "no mesh axis 'modle'; did you mean 'model'"),
+        ({"mlp": ["data", "zzz"]}, "no mesh axis 'zzz'; one of replica, data, model"),
+        ({"mlp": []}, "at least 1 item"),
+        (["mlp"], "valid dictionary"),
+    ],
+)
+def test_unknown_words_in_a_mapping_are_refused(mapping, value, message):
+    with pytest.raises(ValidationError, match=message):
+        PartitioningConfig(**{mapping: value})
+
+
+@pytest.mark.parametrize("setting", ["fsdp_axis", "tensor_parallel_axes"])
+def test_an_axis_may_be_one_several_or_none_and_a_misspelt_one_has_a_suggestion(setting):
+    other = {"fsdp_axis": None} if setting == "tensor_parallel_axes" else {}
+    for value in ("vocab", ["vocab", "mlp"], [], None):
+        assert getattr(PartitioningConfig(**other | {setting: value}), setting) == value
+    with pytest.raises(ValidationError, match="no logical axis 'vocap'; did you mean 'vocab'"):
+        PartitioningConfig(**{setting: ["mlp", "vocap"]})
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])
+def test_one_several_or_none_are_a_list(value, expected):
+    assert names(value) == expected
+
+
+def test_an_axis_of_both_kinds_of_parallelism_is_refused():
+    with pytest.raises(ValidationError, match="names 'vocab', which fsdp_axis splits already"):
+        PartitioningConfig(fsdp_axis=["embed", "vocab"], tensor_parallel_axes="vocab")
+
+
+@pytest.mark.parametrize("value", [0, -2])
+def test_copies_over_slices_are_counted_or_left_to_the_slices(value):
+    assert PartitioningConfig(replica_dcn_axis_size=-1).replica_dcn_axis_size == -1
+    with pytest.raises(ValidationError):
+        PartitioningConfig(replica_dcn_axis_size=value)
