@@ -80,7 +80,9 @@ class Run:
 def parse_run(parser: Parser, argv: list[str]) -> Run:
     """Parse CONFIG, the verb's own flags, and `--section.field VALUE` overrides in any order; print notices."""
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file, URL, or name of a shipped config")
-    parser.add_argument("--config_path", "--config", dest="config_flag", metavar="CONFIG", help="the same, as a flag")
+    parser.add_argument(
+        "--config_path", "--config", dest="config_flags", action="append", metavar="CONFIG", help="as a flag"
+    )
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--section.field VALUE ...]"
     own_flags = [flag for action in parser._actions for flag in action.option_strings]
     rest, overrides = split_overrides(argv, own_flags)
@@ -90,11 +92,12 @@ def parse_run(parser: Parser, argv: list[str]) -> Run:
         if hint:
             raise UserError(f"--{name}: no such flag; did you mean {hint}?")
     arguments = parser.parse_args(rest)
-    if arguments.config and arguments.config_flag:
-        raise UserError(f"two configs: {arguments.config} and {arguments.config_flag}; name one")
-    path = arguments.config or arguments.config_flag
-    if path is None:
+    configs = [path for path in [arguments.config, *(arguments.config_flags or [])] if path]
+    if not configs:
         parser.error("the following arguments are required: CONFIG")
+    if len(configs) > 1:
+        raise UserError(f"one config makes a run, not {' and '.join(configs)}; files can !include one another")
+    path = configs[0]
     loaded = load_config(RunConfig, path, overrides)
     run = Run(arguments, loaded, run_id(loaded.config, loaded.stem))
     for notice in run.notices():

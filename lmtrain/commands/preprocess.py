@@ -34,10 +34,15 @@ def build_caches(config: DataConfig) -> dict[str, tuple[str, Manifest]]:
 
 def build_cache_of(config: DataConfig, split: str) -> tuple[str, Manifest]:
     """Folder and manifest of the finished cache of one split. Raises `UserError` if the config has no text for it."""
+    require_text(config, split)
+    prepare_demo(config)
+    return split_folder(config, split), build_cache(config, split)
+
+
+def require_text(config: DataConfig, split: str) -> None:
+    """Raise `UserError` if a config, which may be without data, has no text for `split`."""
     if not config.urls(split):
         raise UserError(
             f"data.{split}_urls: no text for {'training' if split == 'train' else 'validation'}; name your files, "
             "or set data.demo to a folder to try lmtrain"
         )
-    prepare_demo(config)
-    return split_folder(config, split), build_cache(config, split)

@@ -3,7 +3,7 @@
 import os
 
 from lmtrain.commands.arguments import Parser, Run, parse_run
-from lmtrain.commands.preprocess import build_caches
+from lmtrain.commands.preprocess import build_caches, require_text
 from lmtrain.config.errors import UserError
 from lmtrain.config.show import show
 from lmtrain.hf.tokenizer import load_tokenizer
@@ -18,6 +18,7 @@ def run(argv: list[str]) -> int:
     description = "Train a model, or go on where the last run of the same config stopped."
     run = parse_run(Parser("train", description, lists_settings=True), argv)
     run.refuse_planned()
+    require_text(run.config.data, "train")
     start_console_log()
     config = run.config
     log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {_checkpoints(run)})")

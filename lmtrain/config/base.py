@@ -38,7 +38,7 @@ def by_type(what: str, default: str, known: Sequence[str]) -> Discriminator:
     """How a section that is one of several kinds is told apart: by its `type`, `default` if it has none."""
 
     def type_of(value: Any) -> str:
-        return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", value))
+        return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None))
 
     context: dict[str, str | int | float] = {"what": what, "known": " ".join(known)}
     return _ByType(

@@ -49,6 +49,8 @@ def test_the_id_of_the_run_is_made_from_the_name_of_the_config(parse, monkeypatc
     [
         ([], "the following arguments are required: CONFIG"),
         (["tiny.yaml", "extra"], "unrecognized arguments: extra"),
+        (["tiny.yaml", "--config_path", "b"], "one config makes a run, not tiny.yaml and b; files can !include"),
+        (["--config", "a", "--config_path=b"], "one config makes a run, not a and b"),
         (["tiny.yaml", "-x"], "unrecognized arguments: -x"),
         (["tiny.yaml", "--count", "many"], "argument --count: invalid int value: 'many'"),
         (["tiny.yaml", "--count"], "argument --count: expected one argument"),
@@ -82,3 +84,39 @@ def test_help_shows_config_flags_and_overrides(parse, capsys):
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{USAGE}\n\nDoes a thing.")
+
+
+def test_a_flag_may_name_the_config_and_flags_of_the_references_programs_are_settings(parse):
+    run = parse("--config_path", "tiny.yaml", "--address", "auto", "--start_workers", "false")
+    assert (run.config.trainer.ray.address, run.config.trainer.ray.start_workers) == ("auto", False)
+
+
+def test_what_is_not_in_force_yet_is_told_with_its_place(parse, capsys):
+    run = parse("tiny.yaml", "--epoch", "3", "--trainer.load_checkpoint", "true")
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"note: {notice}" for notice in run.notices()]
+    assert sorted(told, reverse=True) == [
+        "note: --trainer.load_checkpoint: trainer.load_checkpoint is checked, but not in force yet in this version",
+        "note: --epoch: epoch is checked, but not in force yet in this version",
+    ]
+    run.refuse_planned()
+
+
+def test_the_config_of_tests_uses_nothing_that_is_not_in_force(parse, capsys):
+    parse("tiny.yaml")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--data", "{train_urls: null, validation_urls: null, id: x}"),
+        ("--data", "{train_urls: null, validation_urls: null, configs: {a: {id: x}}}"),
+        ("--model.type", "mpt"),
+        ("--optimizer.type", "sophia-g"),
+    ],
+)
+def test_what_a_run_cannot_do_without_is_refused_by_verbs_that_use_it(parse, flags):
+    run = parse("tiny.yaml", *flags)
+    with pytest.raises(UserError, match=r"is not there yet in this version"):
+        run.refuse_planned()

@@ -133,6 +133,11 @@ BROKEN = [
     ),
     ("model:\n  type: backpack\n  num_senses: 5\n", "c.yaml:3: model.num_senses: 5 does not divide hidden_dim 768"),
     ("model:\n  type: llama\n  mlp_scale: 4\n", "c.yaml:3: model.mlp_scale: no such setting"),
+    (
+        "trainer:\n  tracker: tensorboard\n",
+        "c.yaml:2: trainer.tracker: expected a map with type: wandb, tensorboard, json or noop, not 'tensorboard'",
+    ),
+    ("model: gpt2\n", "c.yaml:1: model: expected a map with type: gpt2, llama, mpt or backpack, not 'gpt2'"),
     ("trainer:\n  seed: null\n", "c.yaml:2: trainer.seed: expected a valid integer, not null"),
     ("trainer:\n  seed: true\n", "c.yaml:2: trainer.seed: expected a number, not true or false"),
     ("trainer:\n  log_dir: ''\n", "c.yaml:2: trainer.log_dir: "),

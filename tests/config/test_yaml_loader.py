@@ -233,3 +233,49 @@ def test_a_server_that_is_not_there_is_no_missing_file():
         port = free.getsockname()[1]
     with pytest.raises(UserError, match="cannot be read: Cannot connect to host"):
         load_file(f"http://127.0.0.1:{port}/a.yaml")
+
+
+def test_an_include_at_the_left_margin_lies_under_the_files_own_settings(load):
+    layer = load("!include o.yaml  # the base\na: {b: 10}\n", o="a: {b: 1, c: 2}\nd: 3\n")
+    assert layer.data == {"a": {"b": 10, "c": 2}, "d": 3}
+    assert str(layer.origin_of(("a", "b"))) == "main.yaml:2"
+    assert str(layer.origin_of(("a", "c"))) == "o.yaml:1"
+
+
+@pytest.mark.parametrize("own", ["", "# nothing of its own\n", "---\n"])
+def test_a_file_may_be_nothing_but_includes_of_which_the_last_wins(load, own):
+    layer = load(f"!include o.yaml\n!include p.yaml\n{own}", o="a: 1\nb: 1\n", p="b: 2\n")
+    assert layer.data == {"a": 1, "b": 2}
+
+
+def test_includes_at_the_left_margin_nest_and_work_in_a_section(load):
+    layer = load("s: !include one.yaml\n", one="!include two.yaml\na: 1\n", two="a: 2\nb: {c: 3}\n")
+    assert layer.data == {"s": {"a": 1, "b": {"c": 3}}}
+    assert str(layer.origin_of(("s", "b", "c"))) == "two.yaml:2"
+
+
+def test_lines_below_an_include_at_the_left_margin_keep_their_numbers(load):
+    assert problem(load, "!include o.yaml\na: 1\na: 2\n", o="").startswith("main.yaml:3: 'a' is given twice")
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "message"),
+    [
+        ("!include gone.yaml\n", "", "gone.yaml: no such file (included from main.yaml:1)"),
+        ("a: 1\n!include main.yaml\n", "", "!include goes in a circle: main.yaml:2 -> main.yaml"),
+        ("!include o.yaml\na: 1\n", "- 1\n", "o.yaml:1: expected a map of settings"),
+        ("!include o.yaml\n- a\n", "b: 1\n", "main.yaml: with !include at its top, a file holds a map of settings"),
+    ],
+)
+def test_an_include_at_the_left_margin_that_cannot_be_is_an_error(load, text, other, message):
+    assert problem(load, text, o=other).startswith(message)
+
+
+def test_any_value_can_be_included(load):
+    layer = load("urls: !include urls.yaml\nn: [1, !include n.yaml]\n", urls="- a\n- b\n", n="7\n")
+    assert layer.data == {"urls": ["a", "b"], "n": [1, 7]}
+    assert str(layer.origin_of(("urls", 1))) == "urls.yaml:2"
+
+
+def test_an_indented_include_is_not_one_at_the_left_margin(load):
+    assert load("a: |\n  !include o.yaml\n").data == {"a": "!include o.yaml\n"}
