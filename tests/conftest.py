@@ -51,6 +51,9 @@ def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = str(shared / "compiled")
+    os.environ["XDG_CACHE_HOME"] = str(
+        base / "user cache"
+    )  # what a hub library or lmtrain keeps of the user's stays out
 
 
 @pytest.fixture

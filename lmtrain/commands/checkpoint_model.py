@@ -7,7 +7,8 @@ from lmtrain.checkpoint.discovery import Checkpoint, find_checkpoint
 from lmtrain.commands.arguments import Parser, Run
 from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
-from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.run_config import identity
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def find_model(run: Run, path: str | None) -> CheckpointModel:
     run.refuse_planned()
     folder = path or run.config.trainer.checkpointer.run_folder(run.id)
     checkpoint = find_checkpoint(folder)
-    tokenizer = load_tokenizer(run.config.data.tokenizer)
+    tokenizer = open_tokenizer(run.config.data.tokenizer)
     saved = checkpoint.read_run_info()["identity"]
     now = {"model": identity(run.config)["model"], "tokenizer": tokenizer.identity}
     differences = describe_differences({name: saved[name] for name in now}, now, "the checkpoint", "this config")

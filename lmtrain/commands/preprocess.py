@@ -3,9 +3,10 @@
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
-from lmtrain.data.manifest import Manifest
+from lmtrain.data.manifest import Manifest, load_manifest
 from lmtrain.preprocess.build import build_cache, split_folder
 from lmtrain.preprocess.prepare_demo import prepare_demo
+from lmtrain.preprocess.sources import has_text
 from lmtrain.runtime.logging import log, start_console_log
 
 
@@ -28,7 +29,10 @@ def run(argv: list[str]) -> int:
 
 def build_caches(config: DataConfig) -> dict[str, tuple[str, Manifest]]:
     """Folder and manifest of the finished cache of every split the config has: `train`, and `validation` if given."""
-    splits = ["train", *(["validation"] if config.urls("validation") else [])]
+    require_text(config, "train")
+    # looking into a data set takes seconds, and is needed only once
+    validates = load_manifest(split_folder(config, "validation")) is not None or has_text(config, "validation")
+    splits = ["train", *(["validation"] if validates else [])]
     return {split: build_cache_of(config, split) for split in splits}
 
 
@@ -41,7 +45,7 @@ def build_cache_of(config: DataConfig, split: str) -> tuple[str, Manifest]:
 
 def require_text(config: DataConfig, split: str) -> None:
     """Raise `UserError` if a config, which may be without data, has no text for `split`."""
-    if not config.urls(split):
+    if config.id is None and not config.urls(split):
         raise UserError(
             f"data.{split}_urls: no text for {'training' if split == 'train' else 'validation'}; name your files, "
             "or set data.demo to a folder to try lmtrain"

@@ -6,7 +6,7 @@ from lmtrain.commands.arguments import Parser, Run, parse_run
 from lmtrain.commands.preprocess import build_caches, require_text
 from lmtrain.config.errors import UserError
 from lmtrain.config.show import show
-from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.run_config import resolved
 from lmtrain.runtime.files import write_atomically
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     if finished is not None:
         log.info(f"nothing to do: {finished.path} has all {config.trainer.num_train_steps:,} steps")
         return 0
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = open_tokenizer(config.data.tokenizer)
     with StopRequest() as stop:
         setup = set_up(
             config, run.id, tokenizer.vocab_size, tokenizer.identity, Caches(caches["train"], caches.get("validation"))

@@ -1,6 +1,6 @@
 """Settings of the data: where the text is, how it becomes tokens, where the tokens are kept."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -17,12 +17,14 @@ class SourceConfig(Section):
     """One source of text: files, or a Hugging Face dataset."""
 
     train_urls: list[str] | None = Field(
-        None, description="Training files (.jsonl, .jsonl.gz): paths with braces ({1..8}) and globs (*), in this order"
+        None,
+        description="Training files (.jsonl .json .txt .parquet, plain or .gz .zst .bz2 .xz): paths and URLs with "
+        "braces ({1..8}) and globs (*), in this order; a line of a .txt is a document",
     )
     validation_urls: list[str] | None = Field(None, description="Validation files, written like train_urls")
-    id: str | None = planned(None, min_length=1, description="Hugging Face dataset: a hub id or a local folder")
-    name: str | None = planned(None, description="Configuration of the dataset `id`; null: its default")
-    stream: bool = planned(False, description="Read the dataset `id` as a stream instead of downloading it first")
+    id: str | None = Field(None, min_length=1, description="Hugging Face dataset: a hub id or a local folder")
+    name: str | None = Field(None, description="Configuration of the dataset `id`; null: its default")
+    stream: bool = Field(False, description="Read the dataset `id` as a stream instead of downloading it first")
     text_key: str = Field("text", description="Key of the text in each JSON line", min_length=1)
 
     @model_validator(mode="after")
@@ -61,13 +63,29 @@ class DataConfig(SourceConfig):
     train_weights: Weights | Annotated[list[tuple[int, Weights]], BeforeValidator(_sorted_steps)] | None = planned(
         None, description="Share of each of `configs`; or a list of [step, shares] where the shares change; null: equal"
     )
-    tokenizer: str = Field("gpt2", description="Folder with a tokenizer.json (Hugging Face format)")
+    tokenizer: str = Field(
+        "gpt2",
+        min_length=1,
+        description="A folder or URL with a tokenizer.json, a hub id (owner/name@revision), a sentencepiece .model, or "
+        "byte (256 bytes, built in)",
+    )
     cache_dir: str = Field(
         "cache/", min_length=1, description="Folder of the tokenized data; <cache_dir>/<split>/ for each split"
     )
     enforce_eos: bool = Field(True, description="End every document with the tokenizer's end-of-text token")
     enforce_bos: bool = Field(False, description="Begin every document with the tokenizer's begin-of-text token")
     shuffle: bool = Field(False, description="Read the sequences of each epoch in an order of its own, by the seed")
+    on_bad_record: Literal["error", "skip"] = Field(
+        "error", description="A record that is not JSON, lacks the key or holds no text: stop, or count it and go on"
+    )
+    max_bad_fraction: float = Field(
+        0.01, ge=0, le=1, description="With on_bad_record skip: more bad records than this share of a file are an error"
+    )
+    max_document_bytes: int = Field(
+        10_000_000,
+        ge=1,
+        description="Longer documents are an error, unless the tokenizer can split them safely",
+    )
     num_preprocess_workers: int | None = Field(
         None, ge=1, description="Processes that tokenize; null means one per core. Never changes the result"
     )

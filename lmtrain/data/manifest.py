@@ -10,7 +10,7 @@ past the last token of each document.
 """
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lmtrain.config.errors import UserError
@@ -32,6 +32,8 @@ class ShardInfo:
     tokens: int
     documents: int
     blocks: int
+    skipped: int = 0
+    bad_records: list[str] = field(default_factory=list)  # the first of the skipped ones, each with its place
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class Manifest:
     @property
     def documents(self) -> int:
         return sum(shard.documents for shard in self.shards)
+
+    @property
+    def skipped(self) -> int:
+        return sum(shard.skipped for shard in self.shards)
 
     @property
     def identity(self) -> dict[str, Any]:

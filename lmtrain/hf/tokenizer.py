@@ -68,16 +68,11 @@ def load_tokenizer(path: str) -> Tokenizer:
     )
 
 
-def save_tokenizer(backend: "tokenizers.Tokenizer", folder: str, eos: str, bos: str | None = None) -> None:
+def save_tokenizer(backend: "tokenizers.Tokenizer", folder: str, eos: str | None, bos: str | None = None) -> None:
     """Write a folder that `transformers.AutoTokenizer` loads, in versions 4 and 5."""
     os.makedirs(folder, exist_ok=True)
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eos,
-        "clean_up_tokenization_spaces": False,
-    }
-    if bos is not None:
-        config["bos_token"] = bos
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {name: token for name, token in (("eos_token", eos), ("bos_token", bos)) if token is not None}
     write_json(os.path.join(folder, "tokenizer_config.json"), config)
     temporary = os.path.join(folder, f"tokenizer.json.tmp-{os.getpid()}")
     backend.save(temporary)

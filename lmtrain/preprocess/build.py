@@ -9,10 +9,11 @@ from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.data.manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
-from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.local import Counts, build_locally
 from lmtrain.preprocess.shard import ShardJob
-from lmtrain.preprocess.sources import FilesMissingError, Source, describe_source, expand_urls
+from lmtrain.preprocess.sources import AnySource, FilesMissingError, describe_urls, list_sources
 from lmtrain.preprocess.tokenize import DocumentSettings, check_special_tokens, token_dtype
 from lmtrain.runtime.files import read_json, remove_temporaries
 from lmtrain.runtime.logging import log
@@ -28,20 +29,23 @@ def build_cache(config: DataConfig, split: str) -> Manifest:
     if "://" in config.cache_dir:
         raise UserError(f"data.cache_dir: {config.cache_dir} is a URL; caches are built in a local folder so far")
     folder = split_folder(config, split)
-    tokenizer = load_tokenizer(config.tokenizer)
-    settings = DocumentSettings(config.text_key, config.enforce_eos, config.enforce_bos)
+    tokenizer = open_tokenizer(config.tokenizer)
+    settings = DocumentSettings(config.text_key, config.enforce_eos, config.enforce_bos, config.on_bad_record)
     check_special_tokens(tokenizer, settings)
     recipe = _recipe(tokenizer, settings)
     try:
         finished = load_manifest(folder)
     except NotADirectoryError:
         raise UserError(f"data.cache_dir: {folder} cannot be made: there is a file in its way") from None
+    urls = describe_urls(config, split)
     if finished is not None:
         _check_recipe(folder, finished.recipe, recipe)
+        if config.id is not None and finished.urls == urls:
+            return finished  # a data set is not fetched again to see whether it has changed
     try:
-        sources = [describe_source(url) for url in expand_urls(config.urls(split))]
+        sources = list_sources(config, split)
     except FilesMissingError as error:
-        if finished is None or finished.urls != config.urls(split):
+        if finished is None or finished.urls != urls:
             raise
         log.info(f"{folder}: using the finished cache, whose source files are no longer there ({error})")
         return finished
@@ -55,13 +59,22 @@ def build_cache(config: DataConfig, split: str) -> Manifest:
     remove_temporaries(folder)
     _check_markers(folder, recipe, sources)
     try:
-        shards = _build_missing(config, split, folder, sources, settings, recipe)
+        shards = _build_missing(config, split, folder, sources, tokenizer.path, settings, recipe)
     except BaseException:
         remove_temporaries(folder)  # finished shards stay: the next run goes on from them
         raise
-    manifest = Manifest(split, recipe, config.urls(split), token_dtype(tokenizer.vocab_size).str, shards)
+    manifest = Manifest(split, recipe, urls, token_dtype(tokenizer.vocab_size).str, shards)
     save_manifest(folder, manifest)
+    _tell_skipped(manifest)
     return manifest
+
+
+def _tell_skipped(manifest: Manifest) -> None:
+    if manifest.skipped:
+        told = [record for shard in manifest.shards for record in shard.bad_records]
+        more = [f"and {manifest.skipped - len(told):,} more"] if manifest.skipped > len(told) else []
+        report = "\n".join(f"  {line}" for line in [*told[:20], *more])
+        log.warning(f"preprocess {manifest.split}: skipped {manifest.skipped:,} bad records\n{report}")
 
 
 def split_folder(config: DataConfig, split: str) -> str:
@@ -69,14 +82,18 @@ def split_folder(config: DataConfig, split: str) -> str:
 
 
 def _recipe(tokenizer: Tokenizer, settings: DocumentSettings) -> dict[str, Any]:
-    return {"tokenizer": tokenizer.identity, "documents": asdict(settings)}
+    documents = asdict(settings)
+    if settings.on_bad_record == "error":
+        del documents["on_bad_record"]  # as in caches from before there was a choice
+    return {"tokenizer": tokenizer.identity, "documents": documents}
 
 
 def _build_missing(
     config: DataConfig,
     split: str,
     folder: str,
-    sources: list[Source],
+    sources: list[AnySource],
+    tokenizer: str,
     settings: DocumentSettings,
     recipe: dict[str, Any],
 ) -> list[ShardInfo]:
@@ -84,7 +101,15 @@ def _build_missing(
     names = [shard_name(index, len(sources)) for index in range(len(sources))]
     infos = {name: _finished_shard(folder, name) for name in names}
     jobs = [
-        ShardJob(source, os.path.join(folder, name), config.tokenizer, settings, recipe)
+        ShardJob(
+            source,
+            os.path.join(folder, name),
+            tokenizer,
+            settings,
+            recipe,
+            config.max_document_bytes,
+            config.max_bad_fraction,
+        )
         for name, source in zip(names, sources, strict=True)
         if infos[name] is None
     ]
@@ -144,7 +169,7 @@ def _read_marker(folder: str, name: str) -> tuple[dict[str, Any], ShardInfo] | N
         return None
 
 
-def _check_markers(folder: str, recipe: dict[str, Any], sources: list[Source]) -> None:
+def _check_markers(folder: str, recipe: dict[str, Any], sources: list[AnySource]) -> None:
     """An unfinished cache must be of the same recipe, and its shards of the sources in the same places."""
     markers = {name: _read_marker(folder, name) for name in os.listdir(folder) if name.endswith(".json")}
     cached = {name: marker for name, marker in markers.items() if marker is not None}
@@ -163,7 +188,7 @@ def _check_recipe(folder: str, cached: dict[str, Any], wanted: dict[str, Any]) -
     _refuse(folder, describe_differences(cached, wanted, "the cache", "this config"))
 
 
-def _check_sources(folder: str, cached: list[dict[str, Any]], wanted: list[Source]) -> None:
+def _check_sources(folder: str, cached: list[dict[str, Any]], wanted: list[AnySource]) -> None:
     before = {source["url"]: source for source in cached}
     now = {source.url: asdict(source) for source in wanted}
     lines = _changed(before, now)

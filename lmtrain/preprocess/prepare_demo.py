@@ -5,7 +5,8 @@ import os
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig, demo_tokenizer
 from lmtrain.preprocess.demo import TooLittleTextError, file_names, write_demo_corpus
-from lmtrain.preprocess.sources import DocumentReader, expand_urls
+from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.sources import expand_urls
 from lmtrain.runtime.logging import log
 
 VOCAB_SIZE = 8192

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from lmtrain.config.errors import UserError
 from lmtrain.data.manifest import BLOCK_TOKENS, ENDS_PER_RECORD, ShardInfo
 from lmtrain.hf.tokenizer import load_tokenizer
-from lmtrain.preprocess.sources import DocumentReader, Source
+from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.long_documents import can_split
+from lmtrain.preprocess.sources import AnySource
 from lmtrain.preprocess.tokenize import DocumentSettings, token_dtype, tokenize_batch
 from lmtrain.runtime.files import write_json
 
@@ -27,13 +30,15 @@ Report = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class ShardJob:
-    """All that determines a shard. `path` is without extension."""
+    """All that determines a shard. `path` is without extension, `tokenizer` a folder."""
 
-    source: Source
+    source: AnySource
     path: str
     tokenizer: str
     settings: DocumentSettings
     recipe: dict[str, Any]
+    max_document_bytes: int = 10_000_000
+    max_bad_fraction: float = 0.01
 
 
 def build_shard(job: ShardJob, report: Report) -> ShardInfo:
@@ -45,13 +50,16 @@ def build_shard(job: ShardJob, report: Report) -> ShardInfo:
     temporary = f"{job.path}.arrayrecord.tmp-{os.getpid()}"
     writer = ArrayRecordWriter(temporary, _WRITER_OPTIONS)
     blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size))
-    reader = DocumentReader(job.source.url, job.settings.text_key)
+    reader = DocumentReader(job.source, job.settings.text_key, skip_bad=job.settings.on_bad_record == "skip")
+    split_long = can_split(tokenizer.backend)
+    longest = None if split_long else job.max_document_bytes
     position = 0
-    for texts in _batches(reader):
-        tokens, lengths = tokenize_batch(texts, tokenizer, job.settings)
+    for texts in _batches(reader, job.source.url, longest):
+        tokens, lengths = tokenize_batch(texts, tokenizer, job.settings, split_long)
         blocks.add(tokens, lengths)
         report(len(texts), len(tokens), reader.position - position)
         position = reader.position
+    _check_bad_share(reader, blocks.documents, job)
     blocks.finish()
     writer.close()
     file = f"{job.path}.arrayrecord"
@@ -65,15 +73,32 @@ def build_shard(job: ShardJob, report: Report) -> ShardInfo:
         tokens=blocks.tokens,
         documents=blocks.documents,
         blocks=blocks.blocks,
+        skipped=reader.skipped,
+        bad_records=reader.bad_records,
     )
     write_json(f"{job.path}.json", {"recipe": job.recipe, "shard": asdict(info)})
     return info
 
 
-def _batches(reader: DocumentReader) -> Iterator[list[str]]:
+def _check_bad_share(reader: DocumentReader, documents: int, job: ShardJob) -> None:
+    if reader.skipped > job.max_bad_fraction * (reader.skipped + documents):
+        told = "\n".join(f"  {record}" for record in reader.bad_records)
+        raise UserError(
+            f"{job.source.url}: {reader.skipped:,} of {reader.skipped + documents:,} records are bad, more than "
+            f"data.max_bad_fraction {job.max_bad_fraction}; the first are\n{told}"
+        )
+
+
+def _batches(reader: DocumentReader, url: str, longest: int | None) -> Iterator[list[str]]:
+    """Texts to tokenize in one call. Raises `UserError` for one of more than `longest` bytes."""
     texts: list[str] = []
     characters = 0
-    for _, text in reader:
+    for number, text in reader:
+        if longest is not None and len(text) * 4 > longest and len(text.encode()) > longest:
+            raise UserError(
+                f"{url}:{number}: a document of {len(text.encode()):,} bytes is longer than data.max_document_bytes "
+                f"{longest:,}; its tokenizer needs a hundred times that in memory, and cannot split it safely"
+            )
         texts.append(text)
         characters += len(text)
         if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_DOCUMENTS:

@@ -1,25 +1,18 @@
-"""Input files: finding them, and reading their documents one by one."""
+"""Where the text of a split is: files, found by braces and globs, or the shards of a Hugging Face dataset."""
 
 import hashlib
-import io
-import json
-import lzma
 import os
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO, Any
 
 import fsspec
-import zstandard
 from braceexpand import braceexpand
-from fsspec.compression import compr
 
 from lmtrain.config.errors import UserError
-from lmtrain.preprocess.zstd import ZstdReader
+from lmtrain.data.config import DataConfig
+from lmtrain.preprocess.formats import READERS
+from lmtrain.preprocess.hf_dataset import DatasetShard, dataset_splits, list_dataset_shards
 
-_EXTENSIONS = (".jsonl",)
-_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
 _SAMPLE_BYTES = 65536
 
 
@@ -30,6 +23,30 @@ class Source:
     url: str
     bytes: int
     fingerprint: str
+
+
+AnySource = Source | DatasetShard
+
+
+def list_sources(config: DataConfig, split: str) -> list[AnySource]:
+    """The sources of a split in their order. Raises `UserError` if any is not to be had."""
+    if config.id is not None:
+        return list(list_dataset_shards(config, split))
+    return [describe_source(url) for url in expand_urls(config.urls(split))]
+
+
+def describe_urls(config: DataConfig, split: str) -> list[str]:
+    """What the config says of a split's sources, as written: what a finished cache remembers."""
+    if config.id is not None:
+        return [f"dataset {config.id} {config.name or ''} {split}{' (stream)' if config.stream else ''}"]
+    return config.urls(split)
+
+
+def has_text(config: DataConfig, split: str) -> bool:
+    """Whether the config has text for a split. A dataset may lack `validation`."""
+    if config.id is not None:
+        return split == "train" or split in dataset_splits(config)
+    return bool(config.urls(split))
 
 
 def expand_urls(urls: list[str]) -> list[str]:
@@ -52,7 +69,7 @@ def expand_urls(urls: list[str]) -> list[str]:
     if repeated:
         raise UserError("named more than once: " + ", ".join(repeated))
     for name in found:
-        _format_of(name)
+        format_of(name)
     return found
 
 
@@ -83,72 +100,13 @@ def describe_source(url: str) -> Source:
     return Source(url, size, digest.hexdigest()[:16])
 
 
-class DocumentReader:
-    """Iterates over (line number, text) of a JSONL file. `position` is how many bytes of the file have been read."""
-
-    def __init__(self, url: str, text_key: str):
-        self.url = url
-        self.text_key = text_key
-        self._raw: IO[Any] | None = None
-
-    @property
-    def position(self) -> int:
-        return 0 if self._raw is None else self._size if self._raw.closed else self._raw.tell()
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        """Blank lines are no documents. Anything else that is not an object with the key is a `UserError`."""
-        compression = _format_of(self.url)
-        fs, path = fsspec.core.url_to_fs(self.url)
-        number = 0
-        self._size = int(fs.size(path))
-        with fs.open(path, "rb") as raw:
-            self._raw = raw
-            lines = _decompress(raw, compression)
-            try:
-                for number, line in enumerate(lines, start=1):  # named in the error below
-                    if line.strip():
-                        yield number, self._text(number, line)
-            except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError) as error:
-                raise UserError(f"{self.url}: damaged after line {number}: {error}") from None
-
-    def _text(self, number: int, line: bytes) -> str:
-        place = f"{self.url}:{number}"
-        try:
-            document = json.loads(line)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{place}: not UTF-8: {error.reason} at byte {error.start}") from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{place}: not JSON: {error}") from None
-        if not isinstance(document, dict):
-            raise UserError(f"{place}: expected a JSON object with the key {self.text_key!r}")
-        if self.text_key not in document:
-            keys = ", ".join(map(repr, list(document)[:8])) or "none"
-            raise UserError(f"{place}: no key {self.text_key!r} (it has {keys}); data.text_key names the key")
-        text = document[self.text_key]
-        if not isinstance(text, str):
-            raise UserError(f"{place}: {self.text_key!r} is {type(text).__name__}, not text")
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-                raise UserError(f"{place}: not UTF-8: {error.reason} at character {error.start}") from None
-        return text
-
-
-def _decompress(raw: IO[Any], compression: str | None) -> IO[Any]:
-    """A binary stream to read lines from."""
-    if compression == "zstd":
-        return io.BufferedReader(ZstdReader(raw))
-    return compr[compression](raw, mode="rb") if compression else raw
-
-
-def _format_of(url: str) -> str | None:
-    """The compression of a readable file, None if plain. Raises `UserError` for a format lmtrain does not read."""
+def format_of(url: str) -> tuple[str, str | None]:
+    """Extension and compression of a readable file. Raises `UserError` for a format lmtrain does not read."""
     stem, extension = os.path.splitext(url)
-    compression = _COMPRESSIONS.get(extension)
+    compression = COMPRESSIONS.get(extension)
     if compression:
         extension = os.path.splitext(stem)[1]
-    if extension not in _EXTENSIONS:
-        readable = ", ".join([*_EXTENSIONS, *(f".jsonl{end}" for end in _COMPRESSIONS)])
+    if extension not in READERS or (compression and extension == ".parquet"):
+        readable = f"{' '.join(READERS)}, and all but .parquet with {' '.join(COMPRESSIONS)} after it"
         raise UserError(f"{url}: not a format lmtrain reads ({readable})")
-    return compression
+    return extension, compression

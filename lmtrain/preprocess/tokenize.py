@@ -1,12 +1,14 @@
 """Documents -> token ids. Pure: the same documents and settings always give the same tokens."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.preprocess.long_documents import split_document
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class DocumentSettings:
     text_key: str
     enforce_eos: bool
     enforce_bos: bool
+    on_bad_record: str = "error"
 
 
 def check_special_tokens(tokenizer: Tokenizer, settings: DocumentSettings) -> None:
@@ -36,18 +39,21 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
 
-def tokenize_batch(texts: list[str], tokenizer: Tokenizer, settings: DocumentSettings) -> tuple[np.ndarray, np.ndarray]:
+def tokenize_batch(
+    texts: list[str], tokenizer: Tokenizer, settings: DocumentSettings, split_long: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of all texts one after the other, [tokens], and the length of each document, int64 [documents].
 
     Special tokens are added as ids, never as text, so that text that spells one stays text only if the tokenizer
-    says so.
+    says so. `split_long` encodes long texts in pieces, for tokenizers that give the same tokens then.
     """
-    encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
-    lengths = np.array([len(encoding) for encoding in encodings], dtype=np.int64)
-    ids = (encoding.ids for encoding in encodings)
-    before = [tokenizer.bos_id] if settings.enforce_bos else []
-    after = [tokenizer.eos_id] if settings.enforce_eos else []
-    lengths += len(before) + len(after)
-    flat = chain.from_iterable(chain(before, document, after) for document in ids)
+    pieces = [split_document(text) if split_long else [text] for text in texts]
+    encodings = tokenizer.backend.encode_batch_fast(list(chain.from_iterable(pieces)), add_special_tokens=False)
+    ids: Iterator[list[int]] = iter([encoding.ids for encoding in encodings])
+    before = [tokenizer.bos_id] if settings.enforce_bos and tokenizer.bos_id is not None else []
+    after = [tokenizer.eos_id] if settings.enforce_eos and tokenizer.eos_id is not None else []
+    documents = [[before, *islice(ids, len(parts)), after] for parts in pieces]
+    lengths = np.array([sum(map(len, parts)) for parts in documents], dtype=np.int64)
+    flat = chain.from_iterable(chain.from_iterable(documents))
     tokens = np.fromiter(flat, dtype=token_dtype(tokenizer.vocab_size), count=int(lengths.sum()))
     return tokens, lengths

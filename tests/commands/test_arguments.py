@@ -110,7 +110,6 @@ def test_the_config_of_tests_uses_nothing_that_is_not_in_force(parse, capsys):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--data", "{train_urls: null, validation_urls: null, id: x}"),
         ("--data", "{train_urls: null, validation_urls: null, configs: {a: {id: x}}}"),
         ("--model.type", "mpt"),
         ("--optimizer.type", "sophia-g"),

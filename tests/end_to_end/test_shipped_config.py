@@ -1,6 +1,7 @@
 """A shipped config with its data, sizes and steps changed on the command line, as a user tries it out first."""
 
 import json
+from pathlib import Path
 
 from conftest import TOKENIZER, TRAIN_FILES, VALIDATION_FILES
 
@@ -32,7 +33,6 @@ def test_gpt2_small_trains_on_other_text_and_is_evaluated(lmtrain, tmp_path):
 
 def test_what_a_config_needs_and_this_version_lacks_is_told_before_anything_is_made(lmtrain, tmp_path):
     for config, what in (
-        ("gpt2_small", "openwebtext.yaml:3: data.id Skylion007/openwebtext is not there yet"),
         ("llama_nano", "llama_nano.yaml:4: model.type llama is not there yet"),
         ("gpt2_nano_sophia", "sophia_h.yaml:2: optimizer.type sophia-h is not there yet"),
     ):
@@ -40,3 +40,31 @@ def test_what_a_config_needs_and_this_version_lacks_is_told_before_anything_is_m
         assert refused.returncode == 2
         assert what in refused.stderr.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_network_a_hub_name_is_an_error_with_advice_at_once(lmtrain, tmp_path):
+    for flags, what in (
+        (DATA[:2], "tokenizer 'gpt2': no such folder, and not to be had from the Hugging Face hub"),
+        ([], "data.id: Skylion007/openwebtext: no such folder, and not to be had from"),
+    ):
+        refused = lmtrain("train", "gpt2_small", "--data.cache_dir", "cache", *flags)
+        assert refused.returncode == 2
+        assert f"lmtrain: error: {what}" in refused.stderr
+        assert "without a network, " in refused.stderr.splitlines()[-1]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_first_config_trains_on_a_data_set_named_by_a_shipped_fragment(lmtrain, tmp_path):
+    """`--data "include data/wikitext103.yaml"`, with a local folder in the place of the hub's data set."""
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for name, file in (("train", TRAIN_FILES[0]), ("validation", VALIDATION_FILES[0])):
+        (folder / f"{name}.jsonl").write_bytes(Path(file).read_bytes())
+    data = ["--data", "include data/wikitext103.yaml", "--data.id", folder, "--data.tokenizer", TOKENIZER]
+    trained = lmtrain("train", "gpt2_nano", *data, *SMALL, "--data.cache_dir", "cache")
+    assert trained.returncode == 0, trained.stderr
+    assert "wikitext103.yaml:2: replaces data.demo of " in trained.stderr
+    assert "step 2: eval loss" in trained.stderr
+    again = lmtrain("train", "gpt2_nano", *data, *SMALL, "--data.cache_dir", "cache", "--trainer.num_train_steps", 3)
+    assert again.returncode == 0, again.stderr
+    assert "continuing after step 2" in again.stderr

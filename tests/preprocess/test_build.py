@@ -227,3 +227,70 @@ def test_a_tokenizer_without_the_token_to_enforce_fails_before_anything_is_writt
     with pytest.raises(UserError, match="no eos_token"):
         build_cache(config(), "train")
     assert not (work / "cache").exists()
+
+
+def test_skipped_records_are_counted_told_and_change_nothing_else(work, finished, caplog):
+    (work / "b.jsonl").write_text("{broken\n" + (work / "b.jsonl").read_text() + '{"txt": 1}\n')
+    manifest = build_cache(config(on_bad_record="skip", max_bad_fraction=0.5), "train")
+    assert (manifest.skipped, [shard.skipped for shard in manifest.shards]) == (2, [0, 2, 0])
+    (told,) = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
+    assert told.startswith("preprocess train: skipped 2 bad records\n  b.jsonl:1: not JSON")
+    assert "  b.jsonl:5: no key 'text'" in told
+    for shard in manifest.shards:
+        assert (work / "cache" / "train" / shard.file).read_bytes() == (finished / shard.file).read_bytes()
+
+
+def test_too_many_bad_records_are_an_error_that_shows_the_first(work):
+    (work / "b.jsonl").write_text("{broken\n" * 50 + lines("a", "b"))
+    with pytest.raises(UserError) as caught:
+        build_cache(config(on_bad_record="skip", max_bad_fraction=0.9), "train")
+    first, *rest = str(caught.value).splitlines()
+    assert first == ("b.jsonl: 50 of 52 records are bad, more than data.max_bad_fraction 0.9; the first are")
+    assert len(rest) == 10
+    assert rest[0].startswith("  b.jsonl:1: not JSON")
+    assert load_manifest("cache/train") is None
+
+
+def test_skipping_and_stopping_are_different_recipes(cache):
+    with pytest.raises(UserError, match=r"documents.on_bad_record: the cache has nothing, this config has 'skip'"):
+        build_cache(config(on_bad_record="skip"), "train")
+
+
+def test_a_document_too_long_for_a_tokenizer_that_cannot_split_is_an_error_with_its_place(work):
+    tokenizer = json.loads((work / "tok" / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "NFC"}
+    (work / "tok" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (work / "b.jsonl").write_text(lines("short", "ü " * 300))
+    with pytest.raises(
+        UserError, match=r"b\.jsonl:2: a document of 900 bytes is longer than data\.max_document_bytes 500"
+    ):
+        build_cache(config(max_document_bytes=500), "train")
+    assert build_cache(config(max_document_bytes=900), "train").documents == 342
+
+
+def test_every_format_and_compression_gives_the_same_tokens(work, finished):
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = [[json.loads(line)["text"] for line in (work / name).read_text().splitlines()] for name in NAMES]
+    (work / "a.txt").write_text("\n".join(texts[0]))
+    (work / "b.json").write_text(json.dumps([{"text": text} for text in texts[1]], indent=2))
+    parquet.write_table(pyarrow.table({"text": texts[2]}), work / "c.parquet")
+    manifest = build_cache(config(train_urls=["a.txt", "b.json", "c.parquet"]), "train")
+    whole = load_manifest(str(finished))
+    assert [shard.sha256 for shard in manifest.shards] == [shard.sha256 for shard in whole.shards]
+
+
+def test_a_finished_cache_of_a_data_set_is_used_without_looking_into_it(work):
+    (work / "data").mkdir()
+    for name in NAMES:
+        shutil.copyfile(work / name, work / "data" / f"train-{name}")
+    settings = {"train_urls": None, "id": str(work / "data"), "stream": True}
+    built = build_cache(config(**settings), "train")
+    whole = load_manifest("cache/train")
+    assert built == whole
+    assert [shard.documents for shard in built.shards] == [300, 3, 40]
+    shutil.rmtree(work / "data")
+    assert build_cache(config(**settings), "train") == built
+    with pytest.raises(UserError, match="not to be had"):
+        build_cache(config(**settings | {"stream": False}), "train")

@@ -9,7 +9,8 @@ import pytest
 import zstandard
 
 from lmtrain.config.errors import UserError
-from lmtrain.preprocess.sources import DocumentReader, FilesMissingError, describe_source, expand_urls
+from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.sources import FilesMissingError, describe_source, expand_urls
 
 COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
 # too varied to compress into nothing, so that half a file holds something
@@ -50,7 +51,8 @@ def test_a_file_named_twice_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a.txt", "not a format lmtrain reads"),
+        ("a.docx", "not a format lmtrain reads"),
+        ("a.parquet.gz", "not a format lmtrain reads"),
         ("a.jsonl.lz4", "not a format lmtrain reads"),
         ("a.gz", "not a format lmtrain reads"),
         ("{a.jsonl", "the braces do not match"),

@@ -18,9 +18,10 @@ import tokenizers
 
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.build import build_cache
+from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.local import usable_cores
 from lmtrain.preprocess.prepare_demo import prepare_demo
-from lmtrain.preprocess.sources import DocumentReader, expand_urls
+from lmtrain.preprocess.sources import expand_urls
 from lmtrain.runtime.logging import start_console_log
 
 ROUNDS = 3

@@ -1,0 +1,157 @@
+"""From what a config calls its tokenizer to a local folder with a `tokenizer.json`, which is all that the rest reads.
+
+    a folder, or one at a URL that fsspec opens     as it is; a URL is copied once
+    a Hugging Face id, `owner/name[@revision]`      from the hub, once
+    a sentencepiece file, `*.model`                 converted
+    `byte`                                          256 bytes and an end-of-text token
+
+Copies and conversions lie in the user's cache folder, under a name made from what they were made from.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf.hub import prepare_hub
+from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, save_tokenizer
+
+_HUB_ID = re.compile(r"(?:[\w.-]+/)?[\w.-]+(?:@[\w./-]+)?")
+
+
+def find_tokenizer(name: str) -> str:
+    """The folder of the tokenizer `name`. Raises `UserError` if there is none, or if it cannot be had from here."""
+    folder = os.path.expanduser(name)
+    if os.path.isdir(folder):
+        return name
+    if name == "byte":
+        return _once("byte", _write_byte_tokenizer)
+    if name.endswith(".model"):
+        return _from_sentencepiece(name)
+    if "://" in name:
+        return _from_url(name)
+    if _HUB_ID.fullmatch(name):
+        return _from_hub(name)
+    raise UserError(
+        f"tokenizer {name!r}: no such folder; make one with `lmtrain tokenizer train --output {name} FILES`, "
+        "or set data.tokenizer to an existing folder"
+    )
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """Find the tokenizer `name` and load it."""
+    return load_tokenizer(find_tokenizer(name))
+
+
+def cache_folder() -> str:
+    """Where converted tokenizers are kept; XDG_CACHE_HOME moves it."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(root, "lmtrain", "tokenizers")
+
+
+def _once(name: str, make: Callable[[str], None]) -> str:
+    """The folder `name` in the cache, made by `make(folder)` if it is not there; never there by halves."""
+    folder = os.path.join(cache_folder(), name)
+    if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        temporary = f"{folder}.tmp-{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.makedirs(temporary)
+        try:
+            make(temporary)
+            try:
+                os.rename(temporary, folder)
+            except OSError:  # another process was faster, with the same content
+                if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+                    raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _write_byte_tokenizer(folder: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    end = "<|endoftext|>"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
+    backend = Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([end])
+    save_tokenizer(backend, folder, eos=end, bos=end)
+
+
+def _byte_of(letter: str) -> int:
+    """The byte that a letter of GPT-2's alphabet stands for: printable ones for themselves, the rest from 256 on."""
+    if ord(letter) < 256:
+        return ord(letter)
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    return [byte for byte in range(256) if byte not in printable][ord(letter) - 256]
+
+
+def _from_url(url: str) -> str:
+    import fsspec
+
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+        found = [file for file in TOKENIZER_FILES if fs.isfile(f"{path.rstrip('/')}/{file}")]
+        contents = {file: fs.cat_file(f"{path.rstrip('/')}/{file}") for file in found}
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"tokenizer {url!r}: cannot be read: {error}") from None
+    if "tokenizer.json" not in contents:
+        raise UserError(f"tokenizer {url!r}: there is no tokenizer.json")
+    digest = hashlib.sha256(b"".join(name.encode() + contents[name] for name in sorted(contents))).hexdigest()[:16]
+
+    def write(folder: str) -> None:
+        for name, content in contents.items():
+            with open(os.path.join(folder, name), "wb") as file:
+                file.write(content)
+
+    return _once(f"url-{digest}", write)
+
+
+def _from_hub(name: str) -> str:
+    """Through transformers, which knows what older repositories leave unsaid, such as GPT-2's end-of-text token."""
+    repository, _, revision = name.partition("@")
+    safe = re.sub(r"[^\w.-]", "--", name)
+    folder = os.path.join(cache_folder(), f"hub-{safe}")
+    if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        return folder
+
+    def convert(folder: str) -> None:
+        prepare_hub()
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(repository, revision=revision or None, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"tokenizer {name!r}: no such folder, and not to be had from the Hugging Face hub: "
+                f"{str(error).splitlines()[0]}\n  without a network, set data.tokenizer to a folder: a copy of one, or "
+                f"one made by `lmtrain tokenizer train --output {name} FILES`; a gated repository needs HF_TOKEN"
+            ) from None
+        if not tokenizer.is_fast:
+            raise UserError(f"tokenizer {name!r}: has no fast form, which is the only one lmtrain uses")
+        save_tokenizer(tokenizer.backend_tokenizer, folder, eos=tokenizer.eos_token, bos=tokenizer.bos_token)
+
+    return _once(f"hub-{safe}", convert)
+
+
+def _from_sentencepiece(name: str) -> str:
+    """The tokenizers-library form of a sentencepiece model: the same object tokenizes here and is exported."""
+    import fsspec
+
+    try:
+        with fsspec.open(os.path.expanduser(name), "rb") as file:
+            content = file.read()
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(f"tokenizer {name!r}: cannot be read: {error}") from None
+
+    def convert(folder: str) -> None:
+        from lmtrain.hf.sentencepiece import convert_sentencepiece
+
+        backend, eos, bos = convert_sentencepiece(content, name)
+        save_tokenizer(backend, folder, eos=eos, bos=bos)
+
+    return _once(f"sentencepiece-{hashlib.sha256(content).hexdigest()[:16]}", convert)

@@ -1,0 +1,109 @@
+"""The formats of text files: each a function from an open file to numbered records.
+
+    .jsonl    one JSON object a line, numbered by line; blank lines are none
+    .json     the same, or one JSON document: an object, or an array of objects, numbered from 1
+    .txt      one document a line, without its line break, numbered by line; blank lines are none
+    .parquet  one document a row, numbered from 1
+
+A record that cannot be read is an error given instead of its text, and numbers go on after it.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import IO, Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.preprocess.text import Record, text_of, text_of_json
+
+_CHUNK_BYTES = 1 << 20
+_PARQUET_ROWS = 256
+
+
+def read_jsonl(file: Iterable[bytes], key: str, name: str) -> Iterator[Record]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            yield number, text_of_json(line, key, f"{name}:{number}")
+
+
+def read_txt(file: Iterable[bytes], key: str, name: str) -> Iterator[Record]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            try:
+                yield number, line.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                yield number, UserError(f"{name}:{number}: not UTF-8: {error.reason} at byte {error.start}")
+
+
+def read_json(file: IO[Any], key: str, name: str) -> Iterator[Record]:
+    """Looks at the first line; an array is read piece by piece, so that its size does not matter."""
+    first = next((line for line in file if line.strip()), b"")
+    if first.lstrip().startswith(b"["):
+        for number, document in enumerate(_array_items(first, file, name), start=1):
+            yield number, text_of(document, key, f"{name}:{number}")
+        return
+    try:
+        json.loads(first or b"{}")
+    except ValueError:  # not whole: one object over several lines
+        yield 1, text_of_json(first + file.read(), key, name)
+    else:
+        yield from read_jsonl(chain([first], file), key, name)
+
+
+def read_parquet(file: IO[Any], key: str, name: str) -> Iterator[Record]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(file)
+        if key not in table.schema_arrow.names:
+            names = ", ".join(map(repr, table.schema_arrow.names[:8]))
+            raise UserError(f"{name}: no column {key!r} (it has {names}); data.text_key names the column")
+        batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=[key])
+        texts = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for number, text in enumerate(texts, start=1):
+            yield number, text_of({key: text}, key, f"{name}:{number}")
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{name}: damaged, or not Parquet: {error}") from None
+
+
+READERS: dict[str, Callable[[IO[Any], str, str], Iterator[Record]]] = {
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".txt": read_txt,
+    ".parquet": read_parquet,
+}
+
+
+def _array_items(first: bytes, file: IO[Any], name: str) -> Iterator[Any]:
+    """The items of a JSON array whose beginning has been read, holding one item and a chunk at a time."""
+    decoder = json.JSONDecoder()
+    number, text, pending = 0, "", first.lstrip()[1:]
+    ended = False
+    while True:
+        try:  # a chunk may end inside a character
+            text += pending.decode()
+            pending = b""
+        except UnicodeDecodeError as error:
+            if len(pending) - error.start > 3 or ended:
+                raise UserError(f"{name}:{number + 1}: not UTF-8: {error.reason}") from None
+            text += pending[: error.start].decode()
+            pending = pending[error.start :]
+        while True:
+            text = text.lstrip(" \t\r\n").removeprefix(",").lstrip(" \t\r\n") if number else text.lstrip(" \t\r\n")
+            if text.startswith("]"):
+                return
+            try:
+                item, end = decoder.raw_decode(text)
+            except ValueError as error:
+                if ended:
+                    raise UserError(f"{name}:{number + 1}: not JSON: {error}") from None
+                break
+            if end == len(text) and not ended:
+                break  # a number may go on in the next chunk
+            number += 1
+            text = text[end:]
+            yield item
+        chunk = file.read(_CHUNK_BYTES)
+        ended = not chunk
+        pending += chunk

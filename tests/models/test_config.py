@@ -1,0 +1,77 @@
+"""The `model` section: one of the families, told apart by its type."""
+
+import json
+from typing import get_args
+
+import pytest
+from pydantic import Tag, TypeAdapter, ValidationError
+
+from lmtrain.config.spellings import _OLD_MODELS
+from lmtrain.models.config import FAMILY_NAMES, ModelConfig
+from lmtrain.models.gpt2.config import Gpt2Config
+
+MODEL = TypeAdapter(ModelConfig)
+MEMBERS = [get_args(member) for member in get_args(get_args(ModelConfig)[0])]
+
+SIZES = {"seq_len": 8, "hidden_dim": 24, "num_layers": 3, "num_heads": 4, "scan_layers": False}
+CHANGED = {
+    "gpt2": {"mlp_scale": 2, "attn_pdrop": 0.25, "upcast_attn": True},
+    "llama": {
+        "num_kv_heads": 2,
+        "head_dim": 5,
+        "activation_function": "gelu",
+        "rope": {"type": "yarn", "factor": 4, "original_seq_len": 4},
+    },
+    "mpt": {"use_bias": True, "clip_qkv": 6.5, "softmax_scale": 0.125},
+    "backpack": {"num_senses": 6, "divide_by_num_senses": True, "scale_attn_by_inverse_layer_idx": False},
+}
+
+
+def test_the_names_of_families_are_the_types_of_the_members_and_those_of_the_older_spelling():
+    types = tuple(config.model_fields["type"].default for config, _ in MEMBERS)
+    assert types == FAMILY_NAMES == _OLD_MODELS
+
+
+def test_each_member_is_chosen_by_the_type_it_has():
+    assert [tag for _, tag in MEMBERS] == [Tag(config.model_fields["type"].default) for config, _ in MEMBERS]
+    assert [type(MODEL.validate_python({"type": name})) for name in FAMILY_NAMES] == [config for config, _ in MEMBERS]
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_layers": 3, "mlp_scale": 2}])
+def test_a_model_without_a_type_is_gpt2(settings):
+    assert MODEL.validate_python(settings) == Gpt2Config(**settings)
+
+
+def test_a_model_without_a_type_has_no_settings_of_other_families():
+    with pytest.raises(ValidationError, match=r"rope\n *Extra inputs"):
+        MODEL.validate_python({"rope": {}})
+
+
+@pytest.mark.parametrize("settings", [{}, SIZES], ids=["defaults", "other sizes"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_family_reads_back_what_it_writes(family, settings):
+    config = MODEL.validate_python({"type": family} | settings | (CHANGED[family] if settings else {}))
+    dumped = json.loads(json.dumps(config.model_dump(mode="json")))
+    assert dumped.items() >= {"type": family, **settings}.items()
+    again = MODEL.validate_python(dumped)
+    assert type(again) is type(config)
+    assert again == config
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_what_differs_from_the_defaults_is_what_is_kept(family):
+    written = SIZES | CHANGED[family]
+    config = MODEL.validate_python({"type": family} | written)
+    assert config.model_dump(mode="json", exclude_defaults=True) == written
+
+
+@pytest.mark.parametrize("wrong", ["gpt3", "GPT2", "", None, 2, ["gpt2"]])
+def test_a_type_that_is_no_family_is_refused(wrong):
+    with pytest.raises(ValidationError, match="no such model"):
+        MODEL.validate_python({"type": wrong})
+
+
+@pytest.mark.parametrize("wrong", ["gpt2", None, 3, [], [{"type": "gpt2"}]])
+def test_a_model_is_a_map(wrong):
+    with pytest.raises(ValidationError):
+        MODEL.validate_python(wrong)

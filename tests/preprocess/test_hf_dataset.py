@@ -1,0 +1,83 @@
+"""Hugging Face datasets from a local folder: the same shards and documents for everyone who reads them."""
+
+import json
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.config import SourceConfig
+from lmtrain.preprocess import hf_dataset
+from lmtrain.preprocess.hf_dataset import DatasetReader, dataset_splits, list_dataset_shards
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three training files and one for validation, 5 rows each."""
+    for name in ("train-00000", "train-00001", "train-00002", "validation"):
+        rows = [json.dumps({"text": f"{name} {row}", "n": row}) for row in range(5)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    return str(tmp_path)
+
+
+def texts(config, split):
+    return [text for shard in list_dataset_shards(config, split) for _, text in DatasetReader(shard, "text")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_rows_come_in_the_order_of_their_files(folder, stream):
+    config = SourceConfig(id=folder, stream=stream)
+    assert dataset_splits(config) == ["train", "validation"]
+    assert texts(config, "train") == [f"train-0000{file} {row}" for file in range(3) for row in range(5)]
+    assert texts(config, "validation") == [f"validation {row}" for row in range(5)]
+
+
+def test_a_stream_has_the_shards_its_files_make_and_a_table_shards_by_size(folder, monkeypatch):
+    assert [shard.count for shard in list_dataset_shards(SourceConfig(id=folder, stream=True), "train")] == [3, 3, 3]
+    table = SourceConfig(id=folder)
+    assert [shard.count for shard in list_dataset_shards(table, "train")] == [1]
+    monkeypatch.setattr(hf_dataset, "_SHARD_BYTES", 100)
+    shards = list_dataset_shards(table, "train")
+    assert len(shards) > 1
+    assert [shard.index for shard in shards] == list(range(len(shards)))
+    assert texts(table, "train") == [f"train-0000{file} {row}" for file in range(3) for row in range(5)]
+
+
+def test_progress_reaches_the_size_of_the_shard(folder):
+    (shard,) = list_dataset_shards(SourceConfig(id=folder), "validation")
+    reader = DatasetReader(shard, "text")
+    seen = [reader.position for _ in reader]
+    assert seen == sorted(seen)
+    assert reader.position == shard.bytes > 0
+
+
+def test_the_fingerprint_follows_the_rows(folder, tmp_path):
+    (before,) = list_dataset_shards(SourceConfig(id=folder), "train")
+    hf_dataset._load.cache_clear()
+    assert list_dataset_shards(SourceConfig(id=folder), "train") == [before]
+    hf_dataset._load.cache_clear()
+    (tmp_path / "train-00002.jsonl").write_text(json.dumps({"text": "other", "n": 1}))
+    (after,) = list_dataset_shards(SourceConfig(id=folder), "train")
+    assert after.fingerprint != before.fingerprint
+
+
+def test_rows_without_text_are_errors_in_their_place(folder):
+    (shard,) = list_dataset_shards(SourceConfig(id=folder), "validation")
+    records = list(DatasetReader(shard, "n"))
+    assert [number for number, _ in records] == [1, 2, 3, 4, 5]
+    assert str(records[1][1]) == f"dataset {folder} validation:2: 'n' is int, not text"
+    assert "no key 'body' (it has 'text', 'n')" in str(next(iter(DatasetReader(shard, "body")))[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "split", "message"),
+    [
+        ({}, "test", "no such split; it has train, validation"),
+        ({"name": "other"}, "train", "BuilderConfig 'other' not found"),
+        ({"id": "/no/such/folder"}, "train", "no such folder, and not to be had from the Hugging Face hub"),
+        ({"id": "acme/none"}, "train", "a gated data set needs HF_TOKEN"),
+        ({"id": "acme/none", "stream": True}, "train", "without a network, name a local folder"),
+    ],
+)
+def test_what_is_not_to_be_had_says_why(folder, change, split, message):
+    with pytest.raises(UserError, match=message):
+        list_dataset_shards(SourceConfig(**{"id": folder} | change), split)

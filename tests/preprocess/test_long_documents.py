@@ -1,0 +1,70 @@
+"""Long documents are cut only where their tokens are the same as uncut."""
+
+import json
+
+import pytest
+from conftest import TOKENIZER, TRAIN_FILES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.long_documents import can_split, split_document
+from lmtrain.preprocess.tokenize import DocumentSettings, tokenize_batch
+
+TOKENIZER_JSON = json.loads((TOKENIZER / "tokenizer.json").read_text())
+TEXT = "\n".join(text for _, text in DocumentReader(TRAIN_FILES[0], "text"))
+
+
+def ids(backend, texts):
+    return [id for encoding in backend.encode_batch(texts, add_special_tokens=False) for id in encoding.ids]
+
+
+@pytest.mark.parametrize("piece", [1, 10, 1000])
+def test_real_text_in_pieces_has_the_tokens_of_the_whole(piece):
+    backend = open_tokenizer(str(TOKENIZER)).backend
+    pieces = split_document(TEXT, piece)
+    assert len(pieces) > len(TEXT) / piece / 20
+    assert "".join(pieces) == TEXT
+    assert ids(backend, pieces) == ids(backend, [TEXT])
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text(st.sampled_from("ab1_ \n\t'.ü\u00a0\u2003\u3000日s\x1c\u180e\u200b"), max_size=40))
+def test_any_text_in_pieces_has_the_tokens_of_the_whole(text):
+    backend = open_tokenizer(str(TOKENIZER)).backend
+    assert ids(backend, split_document(text, 1)) == ids(backend, [text])
+
+
+def test_text_without_spaces_between_words_stays_whole():
+    assert split_document("x" * 100, 10) == ["x" * 100]
+    assert split_document("", 10) == [""]
+
+
+def test_tokenizers_that_may_look_across_a_cut_are_not_trusted():
+    def changed(**parts):
+        backend = Tokenizer.from_str(json.dumps(TOKENIZER_JSON))
+        for name, part in parts.items():
+            setattr(backend, name, part)
+        return backend
+
+    assert can_split(changed())
+    assert can_split(open_tokenizer("byte").backend)
+    assert not can_split(changed(normalizer=normalizers.NFC()))
+    assert not can_split(changed(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)))
+    assert not can_split(changed(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)))
+    assert not can_split(changed(pre_tokenizer=pre_tokenizers.Whitespace()))
+    with_space = changed()
+    with_space.add_special_tokens(["<a b>"])
+    assert not can_split(with_space)
+
+
+def test_a_batch_with_a_long_document_is_the_same_split_or_not(monkeypatch):
+    tokenizer = open_tokenizer(str(TOKENIZER))
+    documents = DocumentSettings("text", True, True)
+    texts = ["short", TEXT * 20, "", "end"]
+    assert len(split_document(texts[1])) > 1
+    whole, split = (tokenize_batch(texts, tokenizer, documents, split_long) for split_long in (False, True))
+    for one, other in zip(whole, split, strict=True):
+        assert one.tobytes() == other.tobytes()
