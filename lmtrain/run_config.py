@@ -47,10 +47,8 @@ class RunConfig(HuggingFaceConfig):
     initialize_from_checkpoint_path: str | None = planned(
         None, description="Begin with the parameters and optimizer state of this checkpoint, at step 0"
     )
-    epoch: int = planned(0, ge=0, description="End training after so many passes over the data; 0: at num_train_steps")
-    data_seed: int | None = planned(
-        None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed"
-    )
+    epoch: int = Field(0, ge=0, description="End training after so many passes over the data; 0: at num_train_steps")
+    data_seed: int | None = Field(None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed")
     z_loss_weight: float = planned(0.0, ge=0, description="Weight of logsumexp(logits)^2, added to the training loss")
 
     @model_validator(mode="after")
@@ -65,6 +63,8 @@ class RunConfig(HuggingFaceConfig):
         if self.use_hf_model_config and not self.initialize_from_hf:
             raise field_error("use_hf_model_config", "is about initialize_from_hf, which is not set")
         per_device = self.trainer.per_device_parallelism
+        if self.epoch and self.data.configs is not None:
+            raise field_error("epoch", "is about one source; for a mixture, set data.stop_strategy: first_exhausted")
         batch = self.trainer.train_batch_size
         if per_device != -1 and batch % per_device:
             near = " or ".join(map(str, nearest_divisors(batch, per_device)))
@@ -73,6 +73,11 @@ class RunConfig(HuggingFaceConfig):
                 f"{per_device} does not divide trainer.train_batch_size {batch}; it could be {near}",
             )
         return self
+
+
+def data_seed(config: RunConfig) -> int:
+    """The seed of the order of the data."""
+    return config.trainer.seed if config.data_seed is None else config.data_seed
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
@@ -85,7 +90,8 @@ def identity(config: RunConfig) -> dict[str, Any]:
         section = getattr(config, name)
         kind = {"type": section.type} if hasattr(section, "type") else {}
         sections[name] = kind | redact(section.model_dump(mode="json", exclude=skip, exclude_defaults=True))
-    return sections | {"seed": config.trainer.seed, "train_batch_size": config.trainer.train_batch_size}
+    order = {} if config.data_seed is None else {"data_seed": config.data_seed}
+    return sections | order | {"seed": config.trainer.seed, "train_batch_size": config.trainer.train_batch_size}
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:

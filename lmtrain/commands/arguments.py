@@ -17,7 +17,7 @@ from lmtrain.run_config import RunConfig, run_id
 _SYNONYMS = {name: f"trainer.ray.{name}" for name in ("address", "start_workers", "auto_start_cluster")}
 
 # Without what they stand for, a run would be another one than the config asks for.
-_CANNOT_DO_WITHOUT = {("data", "configs"), ("model", "type"), ("optimizer", "type")}
+_CANNOT_DO_WITHOUT = {("model", "type"), ("optimizer", "type")}
 
 
 class Parser(argparse.ArgumentParser):

@@ -2,12 +2,15 @@
 
 import os
 
+from pydantic import ValidationError
+
 from lmtrain.commands.arguments import Parser, Run, parse_run
 from lmtrain.commands.preprocess import build_caches, require_text
 from lmtrain.config.errors import UserError
 from lmtrain.config.show import show
+from lmtrain.data.caches import Caches, plan_steps
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.run_config import resolved
+from lmtrain.run_config import RunConfig, data_seed, resolved
 from lmtrain.runtime.files import write_atomically
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
 from lmtrain.runtime.run_path import fill_run_id
@@ -32,10 +35,11 @@ def run(argv: list[str]) -> int:
         raise UserError(f"trainer.log_dir: {config.trainer.log_dir} cannot be made: {error.strerror}") from None
 
     caches = build_caches(config.data)
+    config = _end_with_data(config, caches)
 
     # JAX and what stands on it are imported only now: a mistake so far has cost no seconds
     from lmtrain.train.loop import DivergedError, train
-    from lmtrain.train.setup import Caches, finished_checkpoint, set_up
+    from lmtrain.train.setup import finished_checkpoint, set_up
 
     finished = finished_checkpoint(config, run.id)
     if finished is not None:
@@ -43,9 +47,7 @@ def run(argv: list[str]) -> int:
         return 0
     tokenizer = open_tokenizer(config.data.tokenizer)
     with StopRequest() as stop:
-        setup = set_up(
-            config, run.id, tokenizer.vocab_size, tokenizer.identity, Caches(caches["train"], caches.get("validation"))
-        )
+        setup = set_up(config, run.id, tokenizer.vocab_size, tokenizer.identity, caches)
         try:
             complete = train(setup, config.trainer, stop)
         except DivergedError as error:
@@ -60,3 +62,29 @@ def run(argv: list[str]) -> int:
 
 def _checkpoints(run: Run) -> str:
     return run.config.trainer.checkpointer.run_folder(run.id)
+
+
+def _end_with_data(config: RunConfig, caches: Caches) -> RunConfig:
+    """The config with as many steps as the data gives, if that is to end the run; schedules follow."""
+    trainer = config.trainer
+    steps = plan_steps(
+        config.data,
+        caches,
+        config.model.seq_len,
+        trainer.train_batch_size,
+        trainer.num_train_steps,
+        config.epoch,
+        data_seed(config),
+    )
+    if steps == trainer.num_train_steps:
+        return config
+    if steps < 1:
+        raise UserError("the data is less than one batch; lower trainer.train_batch_size or model.seq_len")
+    why = f"epoch {config.epoch}" if config.epoch else "data.stop_strategy first_exhausted"
+    log.info(f"{why}: the data ends the run after {steps:,} steps")
+    values = config.model_dump()
+    values["trainer"]["num_train_steps"] = steps
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{why} makes {steps:,} steps: {error.errors()[0]['msg']}") from None

@@ -1,5 +1,6 @@
 """The base of every settings section: immutable, strict about names, documented field by field."""
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -20,11 +21,21 @@ class Section(BaseModel):
     @classmethod
     def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """`true` is not the number 1, though Python thinks so."""
-        if isinstance(value, bool) and info.field_name is not None:
+        if info.field_name is not None and _holds_bool(value):
             annotation = str(cls.model_fields[info.field_name].annotation)
-            if "bool" not in annotation and ("int" in annotation or "float" in annotation):
+            if "bool" not in annotation and "Config" not in annotation and _NUMBER.search(annotation):
                 raise PydanticCustomError("bool_as_number", "expected a number, not true or false")
         return value
+
+
+_NUMBER = re.compile(r"\b(int|float)\b")
+
+
+def _holds_bool(value: Any) -> bool:
+    """Whether it is true or false, or a list or map with one in it."""
+    if isinstance(value, dict | list | tuple):
+        return any(map(_holds_bool, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bool)
 
 
 class _ByType(Discriminator):

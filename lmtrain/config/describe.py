@@ -47,7 +47,7 @@ class Group:
 def describe(model: type[BaseModel], at: str = "") -> list[Group]:
     """All groups below `model`; what several kinds of a section share comes once, before what each has of its own."""
     groups: dict[tuple[str, type], Group] = {}
-    for key, group in _groups(model, at, None):
+    for key, group in _groups(model, at, None, False):
         groups.setdefault(key, group)
     return [group for group in groups.values() if group.settings]
 
@@ -65,9 +65,12 @@ def format_settings(groups: list[Group]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _groups(model: type[BaseModel], at: str, kind: str | None) -> Iterator[tuple[tuple[str, type], Group]]:
+def _groups(
+    model: type[BaseModel], at: str, kind: str | None, planned: bool
+) -> Iterator[tuple[tuple[str, type], Group]]:
     by_class: dict[type, list[Setting]] = {}
-    below: list[tuple[str, type[BaseModel]]] = []
+    below: list[tuple[str, type[BaseModel], bool]] = []
+    planned = planned or getattr(model, "is_planned", False)
     for name, field in model.model_fields.items():
         path = f"{at}.{name}" if at else name
         sections = sections_of(field.annotation)
@@ -76,12 +79,17 @@ def _groups(model: type[BaseModel], at: str, kind: str | None) -> Iterator[tuple
         if not sections or not _only_sections(field.annotation):
             by_class.setdefault(_defined_in(model, name), []).append(_setting(path, field))
         listed = "[]" if _is_list(field.annotation) else ".<name>" if _is_map(field.annotation) else ""
-        below += [(path + listed, section) for section in sections]
+        below += [(path + listed, section, planned or _is_planned(field)) for section in sections]
     for cls, settings in by_class.items():
         own = kind if cls is model else None
-        yield (at, cls), Group(at, own, _doc(cls), getattr(cls, "is_planned", False), settings)
-    for path, section in below:
-        yield from _groups(section, path, _kind(section))
+        yield (at, cls), Group(at, own, _doc(cls), _all_planned(cls, planned, model), settings)
+    for path, section, is_planned in below:
+        yield from _groups(section, path, _kind(section), is_planned)
+
+
+def _all_planned(cls: type, planned: bool, model: type) -> bool:
+    """What a planned kind shares with kinds in force is not planned."""
+    return getattr(cls, "is_planned", False) or (planned and not getattr(model, "is_planned", False))
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
@@ -92,7 +100,7 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def type_name(annotation: Any) -> str:
-    """`int`, `text | null`, `list of text`, `"cosine" | "linear"`: a type as a user would say it."""
+    """`int`, `text | null`, `list of text`, `cosine | linear`: a type as a user would say it."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_name(parts[0])
@@ -115,7 +123,8 @@ def written(value: Any) -> str:
         return format_duration(value)
     if isinstance(value, list):
         value = [_without_defaults(item) if isinstance(item, BaseModel) else item for item in value]
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10_000)
+    readable = "\x85" not in str(value)  # which YAML takes for a line break, and PyYAML prints as it is
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=readable, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -126,10 +135,13 @@ def _without_defaults(section: BaseModel) -> dict[str, Any]:
 
 
 def _setting(path: str, field: FieldInfo) -> Setting:
-    extra = field.json_schema_extra
-    planned = isinstance(extra, dict) and bool(extra.get("planned"))
     default = "required" if field.is_required() else written(field.get_default(call_default_factory=True))
-    return Setting(path, type_name(field.annotation), default, field.description or "", planned)
+    return Setting(path, type_name(field.annotation), default, field.description or "", _is_planned(field))
+
+
+def _is_planned(field: FieldInfo) -> bool:
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("planned"))
 
 
 def _defined_in(model: type[BaseModel], name: str) -> type:

@@ -105,7 +105,7 @@ def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[A
         return f"{place}{name}: {message}"
     if kind in ("model_type", "dict_type"):
         message = "expected a map of settings"
-    shown = "" if isinstance(seen, dict | list | BaseModel) else f", not {_as_written(seen)}"
+    shown = "" if isinstance(seen, dict | list | BaseModel) or message.endswith("?") else f", not {_as_written(seen)}"
     return f"{place}{name}: {message}{shown}" if name else f"{place}{message}"
 
 

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 # user:password@ after the scheme, and everything after the ? of a URL (signatures, tokens)
-_PASSWORD = re.compile(r"(?<=://)[^/@\s]+@")
+_PASSWORD = re.compile(r"(?<=://)[^/\s]+@")
 _QUERY = re.compile(r"(://[^?\s]*)\?\S+")
 
 

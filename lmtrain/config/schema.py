@@ -5,6 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from lmtrain.config.spellings import SHORT_NAMES
+
 # Where a map of settings may stand, so may the name of a file that holds it.
 _INCLUDE = {
     "type": "string",
@@ -22,6 +24,9 @@ def build_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
         for name, setting in settings.items():
             settings[name] = _allow_include(_any_kind(setting), definitions)
         settings["<<"] = {"description": "Settings to put under these: an !include, an alias, or a list of them"}
+    for section, names in SHORT_NAMES.items():
+        definition = definitions[schema["properties"][section]["anyOf"][0]["$ref"].removeprefix("#/$defs/")]
+        definition["properties"] |= {short: definition["properties"][name] for short, name in names.items()}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": title}
 
 
@@ -33,14 +38,23 @@ def _any_kind(value: Any) -> Any:
 
 
 def _allow_include(setting: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """The setting, or wherever a section may stand in it, an `!include` of one."""
     if not _holds_section(setting, definitions):
         return setting
     about = {key: setting[key] for key in ("description", "default", "title") if key in setting}
     rest = {key: deepcopy(value) for key, value in setting.items() if key not in about}
+    for key in ("items", "additionalProperties"):
+        if isinstance(rest.get(key), dict):
+            rest[key] = _allow_include(rest[key], definitions)
+    rest = {
+        key: [_allow_include(p, definitions) for p in value] if key == "anyOf" else value for key, value in rest.items()
+    }
     return about | {"anyOf": [rest, _INCLUDE]}
 
 
 def _holds_section(setting: dict[str, Any], definitions: dict[str, Any]) -> bool:
-    parts = [setting, *setting.get("anyOf", [])]
-    names = [part["$ref"].removeprefix("#/$defs/") for part in parts if "$ref" in part]
-    return any(definitions[name].get("type") == "object" for name in names)
+    """Whether it is a section, a list or map of them, or a choice that has one."""
+    if "$ref" in setting:
+        return bool(definitions[setting["$ref"].removeprefix("#/$defs/")].get("type") == "object")
+    parts = [*setting.get("anyOf", []), setting.get("items"), setting.get("additionalProperties")]
+    return any(_holds_section(part, definitions) for part in parts if isinstance(part, dict))

@@ -12,7 +12,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.layers import Layer, Path, dotted, merge
 
 # section -> other name -> name
-_SHORT = {"trainer": {"per_device_train_parallelism": "per_device_parallelism"}}
+SHORT_NAMES = {"trainer": {"per_device_train_parallelism": "per_device_parallelism"}}
 _OLD = {
     "trainer": {"batch_size": "train_batch_size", "eval_per_device_parallelism": "per_device_eval_parallelism"},
 }
@@ -38,7 +38,7 @@ def combine(under: Layer, over: Layer) -> Layer:
 def _modernise(layer: Layer, under: Layer) -> Layer:
     """The layer in today's spelling; `under` is what it will be merged over."""
     layer = Layer(deepcopy(layer.data), dict(layer.origins), list(layer.notices))
-    for renames, is_old in ((_SHORT, False), (_OLD, True)):
+    for renames, is_old in ((SHORT_NAMES, False), (_OLD, True)):
         for section, names in renames.items():
             for other, name in names.items():
                 _rename(layer, (section, other), (section, name), is_old)

@@ -1,5 +1,6 @@
 """Batches as numpy arrays: one item of a Grain source is this process's part of one global batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -8,8 +9,9 @@ import numpy as np
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.manifest import Manifest
+from lmtrain.data.mixture import Mixture
 from lmtrain.data.token_store import TokenStore
-from lmtrain.data.windows import num_eval_windows, num_train_windows, train_window
+from lmtrain.data.windows import Shuffle, num_eval_windows, num_train_windows, train_windows
 
 
 class Batch(TypedDict):
@@ -21,23 +23,41 @@ class Batch(TypedDict):
 
 @dataclass(frozen=True)
 class TrainSource:
-    """Item t is the batch of step t: random access, so resuming is asking for the next step."""
+    """Item t is the batch of step t: random access, so resuming is asking for the next step.
 
-    store: TokenStore
+    With a `mixture` it says which of the `stores` each example is from; without, there is one store.
+    """
+
+    stores: Sequence[TokenStore]
+    mixture: Mixture | None
     seq_len: int
     batch_size: int
     rows: np.ndarray
     num_steps: int
-    shuffle_seed: int | None
+    shuffle: Shuffle
+    seed: int
 
     def __len__(self) -> int:
         return self.num_steps
 
     def __getitem__(self, step: int) -> Batch:
-        windows = num_train_windows(self.store.tokens, self.seq_len)
-        starts = train_window(step, self.rows, self.batch_size, windows, self.shuffle_seed) * self.seq_len
-        tokens = self.store.read(starts, self.seq_len)
-        return Batch(tokens=tokens, loss_mask=_mask(starts, self.seq_len, self.store.tokens))
+        examples = np.int64(step) * self.batch_size + self.rows
+        if self.mixture is None:
+            tokens = self._read(0, examples)
+        else:
+            sources, numbers = self.mixture.source_of(examples)
+            tokens = np.empty((len(examples), self.seq_len), np.int32)
+            for source in np.unique(sources).tolist():
+                tokens[sources == source] = self._read(source, numbers[sources == source])
+        mask = np.broadcast_to(np.arange(self.seq_len) < self.seq_len - 1, tokens.shape)
+        return Batch(tokens=tokens, loss_mask=mask.copy())
+
+    def _read(self, source: int, examples: np.ndarray) -> np.ndarray:
+        store = self.stores[source]
+        windows = num_train_windows(store.tokens, self.seq_len)
+        # sources of equal size must not be shuffled alike
+        chosen = train_windows(examples, windows, self.shuffle, self.seed + source * 2**32)
+        return store.read(chosen * self.seq_len, self.seq_len)
 
 
 @dataclass(frozen=True)
@@ -57,13 +77,9 @@ class EvalSource:
     def __getitem__(self, index: int) -> Batch:
         starts = (np.int64(index) * self.batch_size + self.rows) * self.seq_len
         tokens = self.store.read(starts, self.seq_len)
-        return Batch(tokens=tokens, loss_mask=_mask(starts, self.seq_len, self.store.tokens))
-
-
-def _mask(starts: np.ndarray, seq_len: int, total: int) -> np.ndarray:
-    """True at positions whose next token is in the same window and in the data, bool [rows, L]."""
-    positions = np.arange(seq_len)
-    return (positions < seq_len - 1) & (starts[:, None] + positions + 1 < total)
+        positions = np.arange(self.seq_len)
+        mask = (positions < self.seq_len - 1) & (starts[:, None] + positions + 1 < self.store.tokens)
+        return Batch(tokens=tokens, loss_mask=mask)
 
 
 def open_store(folder: str, manifest: Manifest, seq_len: int) -> TokenStore:

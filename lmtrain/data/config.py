@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, StrictInt, model_validator
 
-from lmtrain.config.base import Section, planned
+from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
 
 
@@ -37,17 +37,8 @@ class SourceConfig(Section):
         return self
 
 
-def _sorted_steps(value: Any) -> Any:
-    steps = [entry[0] for entry in value] if isinstance(value, list) and all(map(_is_pair, value)) else None
-    if steps is not None and (steps[:1] != [0] or steps != sorted(set(steps))):
-        raise ValueError(f"weights that change are entries of [step, map], the first at step 0, ascending, not {steps}")
-    return value
-
-
-def _is_pair(entry: Any) -> bool:
-    return isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], int)
-
-
+# Names folders and metrics.
+SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Weights = dict[str, Annotated[float, Field(ge=0)]]
 
 
@@ -56,11 +47,14 @@ class DataConfig(SourceConfig):
 
     demo: str | None = Field(
         None,
+        min_length=1,
         description="Folder of the built-in demo, made on first use: the running Python's standard library as "
         "train and validation files, and an 8k tokenizer learned from it. Stands in for the two url settings",
     )
-    configs: dict[str, SourceConfig] | None = planned(None, description="Sources to mix, by name")
-    train_weights: Weights | Annotated[list[tuple[int, Weights]], BeforeValidator(_sorted_steps)] | None = planned(
+    configs: dict[SourceName, SourceConfig] | None = Field(
+        None, description="Sources to mix, by name; each has its cache in cache_dir/<name>, and is evaluated by name"
+    )
+    train_weights: Weights | list[tuple[StrictInt, Weights]] | None = Field(
         None, description="Share of each of `configs`; or a list of [step, shares] where the shares change; null: equal"
     )
     tokenizer: str = Field(
@@ -74,7 +68,14 @@ class DataConfig(SourceConfig):
     )
     enforce_eos: bool = Field(True, description="End every document with the tokenizer's end-of-text token")
     enforce_bos: bool = Field(False, description="Begin every document with the tokenizer's begin-of-text token")
-    shuffle: bool = Field(False, description="Read the sequences of each epoch in an order of its own, by the seed")
+    stop_strategy: Literal["restart", "first_exhausted"] = Field(
+        "restart", description="When a source of a mixture is used up: begin it again, or end the run"
+    )
+    shuffle: bool | Annotated[int, Field(ge=2)] = Field(
+        False,
+        description="Read the sequences of each epoch in an order of its own, by the seed; a number shuffles within "
+        "stretches of so many sequences",
+    )
     on_bad_record: Literal["error", "skip"] = Field(
         "error", description="A record that is not JSON, lacks the key or holds no text: stop, or count it and go on"
     )
@@ -103,8 +104,15 @@ class DataConfig(SourceConfig):
         others = [*kinds, *(kind for kind in ("train_urls", "validation_urls", "id") if getattr(self, kind))]
         if kinds and len(others) > 1:
             raise field_error(kinds[0], f"set together with {others[1]}; remove one ({kinds[0]}: null turns it off)")
-        mixed = self.train_weights or {}
+        mixed = {} if self.train_weights is None else self.train_weights
+        steps = [] if isinstance(mixed, dict) else [step for step, _ in mixed]
+        if not isinstance(mixed, dict) and (steps[:1] != [0] or steps != sorted(set(steps))):
+            raise field_error(
+                "train_weights", f"entries of [step, map] begin at step 0 and ascend, but are at steps {steps}"
+            )
         shares = [mixed] if isinstance(mixed, dict) else [shares for _, shares in mixed]
+        if any(not sum(share.values()) for share in shares if self.train_weights is not None):
+            raise field_error("train_weights", "give no source any weight")
         for name in {name for share in shares for name in share}:
             if name not in (self.configs or {}):
                 raise field_error("train_weights", f"{name!r} is none of the sources in configs")
@@ -116,3 +124,15 @@ class DataConfig(SourceConfig):
             root = self.demo.rstrip("/")
             return [f"{root}/train.{{1..8}}-of-8.jsonl.gz" if split == "train" else f"{root}/validation.jsonl.gz"]
         return list((self.train_urls if split == "train" else self.validation_urls) or [])
+
+    def sources(self) -> dict[str, "DataConfig"]:
+        """Each source as a config of its own, by name; a config without `configs` is its own only source, named ""."""
+        if self.configs is None:
+            return {"": self}
+        cache_dir = self.cache_dir.rstrip("/")
+        return {
+            name: self.model_copy(
+                update=dict(source) | {"cache_dir": f"{cache_dir}/{name}", "configs": None, "train_weights": None}
+            )
+            for name, source in self.configs.items()
+        }

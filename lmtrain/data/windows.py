@@ -1,4 +1,4 @@
-"""The order of training: which window of tokens each row of each batch is.
+"""The order of training: which window of tokens each example is.
 
 Window i of a split is tokens [iL, (i+1)L) of its documents' concatenation, L being the sequence length. A window has
 L - 1 targets: position p is asked for the token at p + 1.
@@ -7,6 +7,8 @@ L - 1 targets: position p is asked for the token at p + 1.
 import numpy as np
 
 from lmtrain.data.permutation import permute
+
+Shuffle = bool | int
 
 
 def num_train_windows(tokens: int, seq_len: int) -> int:
@@ -20,12 +22,23 @@ def num_eval_windows(tokens: int, seq_len: int) -> int:
     return whole + (tail >= 2)
 
 
-def train_window(
-    step: int, rows: np.ndarray, batch_size: int, num_windows: int, shuffle_seed: int | None = None
-) -> np.ndarray:
-    """The windows of the given rows of the batch at `step`, int64 [rows]: a pure function of its arguments.
+def train_windows(examples: np.ndarray, num_windows: int, shuffle: Shuffle = False, seed: int = 0) -> np.ndarray:
+    """The windows of examples 0, 1, 2, ... of a source, int64 [rows]: a pure function of its arguments.
 
-    The data is read over and over: in source order, or with a `shuffle_seed` in another order each epoch.
+    The data is read over and over. `shuffle` false reads in source order, true in another order each epoch, and a
+    number shuffles within stretches of so many windows: windows stay near their place, and the first stretch can be
+    read before the rest of the data is there.
     """
-    epoch, index = np.divmod(np.int64(step) * batch_size + rows, num_windows)
-    return index if shuffle_seed is None else permute(index, num_windows, shuffle_seed, epoch)
+    epoch, index = np.divmod(examples, num_windows)
+    if shuffle is False:
+        return index
+    if shuffle is True or shuffle >= num_windows:
+        return permute(index, num_windows, seed, epoch)
+    stretches = -(-num_windows // shuffle)
+    stretch, place = np.divmod(index, shuffle)
+    key = epoch * stretches + stretch
+    last = stretch == stretches - 1  # and may be shorter
+    moved = np.empty_like(index)
+    moved[~last] = permute(place[~last], shuffle, seed, key[~last])
+    moved[last] = permute(place[last], num_windows - (stretches - 1) * shuffle, seed, key[last])
+    return stretch * shuffle + moved

@@ -1,9 +1,13 @@
 """Settings of a run over several processes and machines."""
 
-from pydantic import model_validator
+from typing import Annotated
+
+from pydantic import Field, model_validator
 
 from lmtrain.config.base import Section, planned
 from lmtrain.config.errors import field_error
+
+DeviceId = Annotated[int, Field(ge=0)]
 
 
 class DistributedConfig(Section):
@@ -12,7 +16,7 @@ class DistributedConfig(Section):
     coordinator_address: str | None = planned(None, description="host:port of process 0; null: detected")
     num_processes: int | None = planned(None, ge=1, description="Processes of the run; null: detected")
     process_id: int | None = planned(None, ge=0, description="Number of this process, from 0; null: detected")
-    local_device_ids: int | list[int] | None = planned(
+    local_device_ids: DeviceId | list[DeviceId] | None = planned(
         None, description="Devices of this process; null: those of CUDA_VISIBLE_DEVICES, or all"
     )
 

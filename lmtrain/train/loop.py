@@ -43,12 +43,12 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest) -> bool:
                 reporter.report(keep=(done, metrics))
 
                 last, stopping = done == last_step, stop.requested
-                evaluating = setup.eval_batches is not None and (last or done % config.steps_per_eval == 0)
+                evaluating = bool(setup.eval_batches) and (last or done % config.steps_per_eval == 0)
                 kind = setup.checkpointer.due(done, last, stopping)
                 if evaluating or kind:
                     reporter.report()  # waits for this step: its loss is checked before anything is saved
-                if evaluating and setup.eval_batches is not None:
-                    reporter.report_evaluation(done, evaluate(setup.eval_step, state.params, setup.eval_batches()))
+                if evaluating:
+                    reporter.report_evaluation(done, evaluate(setup.eval_step, state.params, setup.eval_batches))
                 if kind:
                     setup.trackers.sync()
                     setup.checkpointer.save(done, kind, state.params, state.optimizer, setup.run_info)

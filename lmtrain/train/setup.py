@@ -3,10 +3,8 @@
 1. devices and mesh, 2. batch sizes, 3. data, 4. model and optimizer, 5. the state: restored or fresh, 6. trackers.
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -17,11 +15,11 @@ from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.config.errors import UserError
 from lmtrain.data.batches import EvalSource, TrainSource, iterate, open_store
-from lmtrain.data.manifest import Manifest
+from lmtrain.data.caches import Cache, Caches, plan_mixture
 from lmtrain.models.registry import build_model
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
-from lmtrain.run_config import RunConfig, identity, resolved
+from lmtrain.run_config import RunConfig, data_seed, identity, resolved
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.sharding.mesh import Layout, plan_layout
@@ -46,19 +44,11 @@ class Setup:
     train_step: Callable[[TrainState, Any], Any]
     eval_step: Callable[[Any, Any], Any]
     train_batches: Iterator[Any]
-    eval_batches: Callable[[], Iterator[Any]] | None
+    eval_batches: dict[str, Callable[[], Iterator[Any]]]
     checkpointer: Checkpointer
     trackers: Trackers
     run_info: dict[str, Any]
     tokens_per_step: int
-
-
-@dataclass(frozen=True)
-class Caches:
-    """The token caches of a run: folder and manifest, of the validation split if there is one."""
-
-    train: tuple[str, Manifest]
-    validation: tuple[str, Manifest] | None
 
 
 def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, Any], caches: Caches) -> Setup:
@@ -69,7 +59,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
     batching = plan_batching(trainer, layout.num_batch_shards)
     seq_len = config.model.seq_len
-    store = open_store(*caches.train, seq_len)
+    stores = [open_store(cache.folder, cache.manifest, seq_len) for cache in caches.train.values()]
 
     model = build_model(config.model, vocab_size)
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
@@ -77,7 +67,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     abstract, shardings = state_shardings(model, optimizer, layout, trainer.precision.params)
     log.info(f"{config.model.type}, {_count(abstract.params):,} parameters, {trainer.precision}")
 
-    run_info = _run_info(config, run, tokenizer, caches.train[1], layout)
+    run_info = _run_info(config, run, tokenizer, caches, layout)
     folder = trainer.checkpointer.run_folder(run)
     if "://" in folder:
         raise UserError(f"trainer.checkpointer.base_path: {folder} is a URL; checkpoints are saved locally so far")
@@ -91,9 +81,14 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     first_step = checkpoint.step if checkpoint else 0
 
     rows = local_rows(layout.batch, batching.train_batch)
-    shuffle_seed = trainer.seed if config.data.shuffle else None
-    source = TrainSource(store, seq_len, batching.train_batch, rows, trainer.num_train_steps, shuffle_seed)
-    log.info(f"one epoch is {store.tokens // (batching.train_batch * seq_len):,} steps; data: {caches.train[0]}")
+    seed = data_seed(config)
+    mixture = plan_mixture(config.data, list(caches.train), batching.train_batch, seed)
+    source = TrainSource(
+        stores, mixture, seq_len, batching.train_batch, rows, trainer.num_train_steps, config.data.shuffle, seed
+    )
+    for (name, cache), store in zip(caches.train.items(), stores, strict=True):
+        steps = store.tokens // (batching.train_batch * seq_len)
+        log.info(f"one epoch{f' of {name}' if name else ''} is {steps:,} steps; data: {cache.folder}")
     train_batches = (
         place_batch(batch, layout.batch, rows, batching.train_batch) for batch in iterate(source, first_step, _PREFETCH)
     )
@@ -118,7 +113,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
         ),
         eval_step=build_eval_step(model, layout, trainer.precision.compute),
         train_batches=train_batches,
-        eval_batches=caches.validation and open_eval_batches(config, layout, batching.eval_batch, caches.validation),
+        eval_batches=open_eval_batches(config, layout, batching.eval_batch, caches.validation),
         checkpointer=Checkpointer(folder, trainer.checkpointer),
         trackers=trackers,
         run_info=run_info,
@@ -133,28 +128,29 @@ def finished_checkpoint(config: RunConfig, run: str) -> Checkpoint | None:
 
 
 def open_eval_batches(
-    config: RunConfig, layout: Layout, batch_size: int, cache: tuple[str, Manifest]
-) -> Callable[[], Iterator[Any]]:
-    """A function that reads the validation set from its beginning, in global batches."""
+    config: RunConfig, layout: Layout, batch_size: int, caches: Mapping[str, Cache]
+) -> dict[str, Callable[[], Iterator[Any]]]:
+    """For each validation set a function that reads it from its beginning, in global batches."""
     rows = local_rows(layout.batch, batch_size)
     seq_len = config.model.seq_len
-    store = open_store(*cache, seq_len)
-    source = EvalSource(store, seq_len, batch_size, rows, config.trainer.max_eval_batches)
-    return lambda: (place_batch(batch, layout.batch, rows, batch_size) for batch in iterate(source, 0, _PREFETCH))
+
+    def reader(cache: Cache) -> Callable[[], Iterator[Any]]:
+        store = open_store(cache.folder, cache.manifest, seq_len)
+        source = EvalSource(store, seq_len, batch_size, rows, config.trainer.max_eval_batches)
+        return lambda: (place_batch(batch, layout.batch, rows, batch_size) for batch in iterate(source, 0, _PREFETCH))
+
+    return {name: reader(cache) for name, cache in caches.items()}
 
 
-def _run_info(
-    config: RunConfig, run: str, tokenizer: dict[str, Any], manifest: Manifest, layout: Layout
-) -> dict[str, Any]:
+def _run_info(config: RunConfig, run: str, tokenizer: dict[str, Any], caches: Caches, layout: Layout) -> dict[str, Any]:
     """What goes into every checkpoint beside the arrays."""
     same = identity(config)
     # other learning rates and decays continue the same state; another optimizer cannot
     same["optimizer"] = {"type": config.optimizer.type}
-    data = hashlib.sha256(json.dumps(manifest.identity, sort_keys=True).encode()).hexdigest()[:16]
     return {
         "run_id": run,
         "identity": same
-        | {"tokenizer": tokenizer, "data_tokens": data, "params_dtype": config.trainer.precision.params},
+        | {"tokenizer": tokenizer, "data_tokens": caches.identity, "params_dtype": config.trainer.precision.params},
         "config": resolved(config),
         "machine": {"device": jax.devices()[0].device_kind, "mesh": dict(layout.mesh.shape)},
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},

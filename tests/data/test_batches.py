@@ -6,6 +6,7 @@ import pytest
 from lmtrain.config.errors import UserError
 from lmtrain.data.batches import EvalSource, TrainSource, iterate, open_store
 from lmtrain.data.config import DataConfig
+from lmtrain.data.mixture import Mixture, Phase
 from lmtrain.preprocess.build import build_cache, split_folder
 
 
@@ -20,15 +21,21 @@ def store(tmp_path_factory):
     return open_store(split_folder(config, "train"), manifest, 16)
 
 
+def source_of(*stores, rows=(0, 1, 2, 3), mixture=None, shuffle=False):
+    if isinstance(stores[-1], list):
+        *stores, rows = stores
+    return TrainSource(stores, mixture, 16, 4, np.array(rows), 30, shuffle, 5)
+
+
 def test_every_row_has_one_target_less_than_tokens(store):
-    batch = TrainSource(store, 16, 4, np.arange(4), 100, None)[3]
+    batch = source_of(store)[3]
     assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 16)
     assert batch["loss_mask"].sum(axis=1).tolist() == [15] * 4
     assert not batch["loss_mask"][:, -1].any()
 
 
 def test_training_windows_are_the_text_in_order(store):
-    rows = [TrainSource(store, 16, 4, np.arange(4), 100, None)[step]["tokens"] for step in range(3)]
+    rows = [source_of(store)[step]["tokens"] for step in range(3)]
     expected = store.read(np.array([0]), 3 * 4 * 16)
     np.testing.assert_array_equal(np.concatenate(rows).ravel(), expected[0])
 
@@ -41,9 +48,9 @@ def test_evaluation_counts_every_target_once_and_nothing_else(store):
     assert len(EvalSource(store, 16, 7, np.arange(7), 2)) == 2
 
 
-@pytest.mark.parametrize("shuffle_seed", [None, 5])
-def test_starting_later_gives_the_same_batches(store, shuffle_seed):
-    source = TrainSource(store, 16, 4, np.arange(4), 30, shuffle_seed)
+@pytest.mark.parametrize("shuffle", [False, True, 7])
+def test_starting_later_gives_the_same_batches(store, shuffle):
+    source = source_of(store, shuffle=shuffle)
     later = list(iterate(source, 26, 3))
     assert len(later) == 4
     for step, batch in enumerate(later, start=26):
@@ -52,8 +59,8 @@ def test_starting_later_gives_the_same_batches(store, shuffle_seed):
 
 
 def test_processes_share_a_batch_without_changing_it(store):
-    whole = TrainSource(store, 16, 4, np.arange(4), 30, 5)[9]["tokens"]
-    parts = [TrainSource(store, 16, 4, np.array(rows), 30, 5)[9]["tokens"] for rows in ([0, 3], [1, 2])]
+    whole = source_of(store, shuffle=True)[9]["tokens"]
+    parts = [source_of(store, rows, shuffle=True)[9]["tokens"] for rows in ([0, 3], [1, 2])]
     np.testing.assert_array_equal(np.concatenate(parts), whole[[0, 3, 1, 2]])
 
 
@@ -66,3 +73,33 @@ def test_less_than_one_sequence_is_the_users_mistake(store):
     assert manifest is not None
     with pytest.raises(UserError, match="less than one sequence of 1,000,000"):
         open_store(store._folder, replace(manifest), 1_000_000)
+
+
+def test_a_mixture_reads_each_example_from_its_source(store):
+    mixture = Mixture([Phase(0, (1.0, 3.0))], seed=5)
+    reversed_store = _Reversed(store)
+    source = source_of(store, reversed_store, mixture=mixture)
+    alone = [source_of(one) for one in (store, reversed_store)]
+    taken = [0, 0]
+    for step in range(6):
+        sources, numbers = mixture.source_of(np.arange(4 * step, 4 * step + 4))
+        batch = source[step]
+        for row, (which, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True)):
+            assert number == taken[which]
+            taken[which] += 1
+            expected = alone[which]._read(0, np.array([number]))[0]
+            np.testing.assert_array_equal(batch["tokens"][row], expected)
+        assert batch["loss_mask"].tolist() == [[True] * 15 + [False]] * 4
+    assert taken[0] + taken[1] == 24
+    assert taken[1] > taken[0] > 0
+
+
+class _Reversed:
+    """A store of the same tokens backwards."""
+
+    def __init__(self, store):
+        self.tokens = store.tokens
+        self._all = store.read(np.array([0]), store.tokens)[0][::-1]
+
+    def read(self, starts, length):
+        return np.stack([self._all[start : start + length] for start in starts])

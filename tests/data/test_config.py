@@ -39,8 +39,11 @@ def test_every_kind_of_source_reads_back_what_it_writes(data):
         ({"train_weights": {"a": 1}}, "'a' is none of the sources in configs"),
         (MIX | {"train_weights": {"c": 1}}, "'c' is none of the sources in configs"),
         (MIX | {"train_weights": {"a": -1}}, "greater than or equal to 0"),
-        (MIX | {"train_weights": [[5, {"a": 1}]]}, r"the first at step 0, ascending, not \[5\]"),
-        (MIX | {"train_weights": [[0, {"a": 1}], [9, {"a": 1}], [9, {"b": 1}]]}, r"ascending, not \[0, 9, 9\]"),
+        (MIX | {"train_weights": [[5, {"a": 1}]]}, r"begin at step 0 and ascend, but are at steps \[5\]"),
+        (
+            MIX | {"train_weights": [[0, {"a": 1}], [9, {"a": 1}], [9, {"b": 1}]]},
+            r"ascend, but are at steps \[0, 9, 9\]",
+        ),
         (MIX | {"train_weights": [[0, {"c": 1}]]}, "'c' is none of the sources in configs"),
     ],
 )

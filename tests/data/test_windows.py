@@ -1,9 +1,10 @@
 """Which window each row of each batch is."""
 
 import numpy as np
+import pytest
 
 from lmtrain.data.permutation import permute
-from lmtrain.data.windows import num_eval_windows, num_train_windows, train_window
+from lmtrain.data.windows import num_eval_windows, num_train_windows, train_windows
 
 
 def test_training_drops_the_tail_and_evaluation_keeps_what_has_a_target():
@@ -12,28 +13,37 @@ def test_training_drops_the_tail_and_evaluation_keeps_what_has_a_target():
     assert [num_eval_windows(tokens, 4) for tokens in (0, 1, 2, 4, 5, 6, 8)] == [0, 0, 1, 1, 1, 2, 2]
 
 
-def test_in_order_batches_follow_one_another_and_start_again():
-    rows = np.arange(3)
-    assert [train_window(step, rows, 3, 4).tolist() for step in range(3)] == [[0, 1, 2], [3, 0, 1], [2, 3, 0]]
+def test_in_order_examples_follow_one_another_and_start_again():
+    assert train_windows(np.arange(9), 4).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
 
-def test_shuffled_every_epoch_has_every_window_once_in_another_order():
-    batches = [train_window(step, np.arange(5), 5, 10, shuffle_seed=7) for step in range(6)]
-    epochs = [np.concatenate(batches[start : start + 2]).tolist() for start in (0, 2, 4)]
+@pytest.mark.parametrize("shuffle", [True, 3, 4, 7, 10, 50])
+def test_shuffled_every_epoch_has_every_window_once_in_another_order(shuffle):
+    epochs = train_windows(np.arange(30), 10, shuffle, seed=7).reshape(3, 10).tolist()
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_an_epoch_may_end_inside_a_batch():
-    windows = np.concatenate([train_window(step, np.arange(4), 4, 6, shuffle_seed=1) for step in range(3)])
-    assert sorted(windows[:6]) == list(range(6))
-    assert sorted(windows[6:]) == list(range(6))
+def test_a_number_shuffles_within_stretches_of_so_many():
+    epochs = train_windows(np.arange(20), 10, 4, seed=1).reshape(2, 10)
+    for epoch in epochs.tolist():
+        assert [sorted(epoch[start : start + 4]) for start in (0, 4, 8)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    stretches = train_windows(np.arange(4000), 4000, 400, seed=1).reshape(10, 400) % 400
+    assert len({tuple(stretch) for stretch in stretches.tolist()}) == 10
 
 
-def test_rows_do_not_depend_on_who_asks_for_them():
-    whole = train_window(11, np.arange(8), 8, 1000, shuffle_seed=3)
-    parts = [train_window(11, np.array(rows), 8, 1000, shuffle_seed=3) for rows in ([0, 1, 2], [3], [4, 5, 6, 7])]
+@pytest.mark.parametrize("shuffle", [False, True, 64])
+def test_windows_do_not_depend_on_what_else_is_asked_for(shuffle):
+    whole = train_windows(np.arange(88, 96), 1000, shuffle, seed=3)
+    parts = [
+        train_windows(np.array(examples), 1000, shuffle, seed=3) for examples in ([88, 89, 90], [91], [92, 93, 94, 95])
+    ]
     assert np.concatenate(parts).tolist() == whole.tolist()
+
+
+def test_the_order_follows_the_seed():
+    orders = {tuple(train_windows(np.arange(50), 50, True, seed=seed).tolist()) for seed in range(20)}
+    assert len(orders) == 20
 
 
 def test_permutation_is_one_for_every_size():

@@ -45,7 +45,7 @@ def test_what_a_config_needs_and_this_version_lacks_is_told_before_anything_is_m
 def test_without_a_network_a_hub_name_is_an_error_with_advice_at_once(lmtrain, tmp_path):
     for flags, what in (
         (DATA[:2], "tokenizer 'gpt2': no such folder, and not to be had from the Hugging Face hub"),
-        ([], "data.id: Skylion007/openwebtext: no such folder, and not to be had from"),
+        (DATA[-2:], "data.id: Skylion007/openwebtext: no such folder, and not to be had from"),
     ):
         refused = lmtrain("train", "gpt2_small", "--data.cache_dir", "cache", *flags)
         assert refused.returncode == 2

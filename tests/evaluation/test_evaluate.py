@@ -32,26 +32,26 @@ def already_summed(_, batch):
     ],
 )
 def test_the_mean_is_over_tokens(batches, loss, tokens):
-    assert evaluate(already_summed, None, iter(batches)) == {"eval/loss": loss, "eval/tokens": tokens}
+    assert evaluate(already_summed, None, {"": lambda: iter(batches)}) == {"eval/loss": loss, "eval/tokens": tokens}
 
 
 def test_sums_are_kept_in_float64():
     # in float32 the ones vanish beside 2^24
     batches = [(2.0**24, 1)] + [(1.0, 1)] * 7
-    assert evaluate(already_summed, None, batches)["eval/loss"] == (2**24 + 7) / 8
+    assert evaluate(already_summed, None, {"": lambda: batches})["eval/loss"] == (2**24 + 7) / 8
 
 
 def test_token_counts_beyond_int32_are_exact():
-    assert evaluate(already_summed, None, [(1.0, 2**31 - 1)] * 3)["eval/tokens"] == 3.0 * (2**31 - 1)
+    assert evaluate(already_summed, None, {"": lambda: [(1.0, 2**31 - 1)] * 3})["eval/tokens"] == 3.0 * (2**31 - 1)
 
 
 def test_results_are_plain_floats():
-    result = evaluate(already_summed, None, [(6.0, 2)])
+    result = evaluate(already_summed, None, {"": lambda: [(6.0, 2)]})
     assert {type(value) for value in result.values()} == {float}
 
 
 def test_nan_is_reported_not_hidden():
-    assert np.isnan(evaluate(already_summed, None, [(1.0, 1), (np.nan, 1)])["eval/loss"])
+    assert np.isnan(evaluate(already_summed, None, {"": lambda: [(1.0, 1), (np.nan, 1)]})["eval/loss"])
 
 
 def test_all_batches_are_dispatched_before_any_result_is_awaited():
@@ -66,7 +66,7 @@ def test_all_batches_are_dispatched_before_any_result_is_awaited():
             events.append(f"await {self.name}")
             return 1.0
 
-    evaluate(lambda _, name: (Result(name), 1), None, ["a", "b", "c"])
+    evaluate(lambda _, name: (Result(name), 1), None, {"": lambda: ["a", "b", "c"]})
     assert events == ["dispatch a", "dispatch b", "dispatch c", "await a", "await b", "await c"]
 
 
@@ -89,7 +89,21 @@ def test_with_a_model_it_is_the_mean_negative_log_probability_without_dropout():
             losses.append(-log_probs[row, position, batch["tokens"][row, position + 1]])
 
     result = evaluate(
-        build_eval_step(model, plan_layout(PartitioningConfig(fsdp_axis=None)), "float32"), params, batches
+        build_eval_step(model, plan_layout(PartitioningConfig(fsdp_axis=None)), "float32"),
+        params,
+        {"": lambda: batches},
     )
     assert result["eval/tokens"] == len(losses) == 21
     assert result["eval/loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_several_sets_have_losses_of_their_own_and_two_kinds_of_mean():
+    sets = {"web": lambda: [(6.0, 2), (2.0, 2)], "wiki": lambda: [(6.0, 6)]}
+    assert evaluate(already_summed, None, sets) == {
+        "eval/loss": 1.4,
+        "eval/tokens": 10.0,
+        "eval/web/loss": 2.0,
+        "eval/wiki/loss": 1.0,
+        "eval/macro_loss": 1.5,
+    }
+    assert evaluate(already_summed, None, {}) == {"eval/loss": 0.0, "eval/tokens": 0.0}

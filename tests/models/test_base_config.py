@@ -3,30 +3,9 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from lmtrain.config.describe import sections_of
-from lmtrain.config.spellings import _OLD_MODELS
 from lmtrain.models.config import FAMILY_NAMES, ModelConfig
 
 MODEL = TypeAdapter(ModelConfig)
-
-
-def test_the_names_of_families_are_the_types_of_their_configs_everywhere():
-    types = tuple(
-        section.model_fields["type"].default
-        for section in sections_of(ModelConfig)
-        if "seq_len" in section.model_fields
-    )
-    assert types == FAMILY_NAMES == _OLD_MODELS
-
-
-def test_a_model_without_a_type_is_gpt2():
-    assert MODEL.validate_python({"num_layers": 3}).type == "gpt2"
-
-
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_every_family_reads_back_what_it_writes(family):
-    config = MODEL.validate_python({"type": family, "num_layers": 3})
-    assert MODEL.validate_python(config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -12,7 +12,7 @@ from lmtrain.commands.preprocess import build_caches
 from lmtrain.config.errors import UserError
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.run_config import RunConfig
-from lmtrain.train.setup import Caches, finished_checkpoint, set_up
+from lmtrain.train.setup import finished_checkpoint, set_up
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,9 +56,7 @@ def start():
 def set_up_run(config: RunConfig):
     caches = build_caches(config.data)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    return set_up(
-        config, "run", tokenizer.vocab_size, tokenizer.identity, Caches(caches["train"], caches.get("validation"))
-    )
+    return set_up(config, "run", tokenizer.vocab_size, tokenizer.identity, caches)
 
 
 def write_checkpoint(step: int, info: dict) -> None:
@@ -84,8 +82,8 @@ def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_c
     assert setup.tokens_per_step == 4 * 32
     batch = next(setup.train_batches)
     assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 32)
-    assert len(list(setup.eval_batches())) == 2
-    assert len(list(setup.eval_batches())) == 2  # each evaluation reads them anew
+    assert len(list(setup.eval_batches[""]())) == 2
+    assert len(list(setup.eval_batches[""]())) == 2  # each evaluation reads them anew
     assert setup.run_info["identity"]["seed"] == 0
     assert setup.run_info["machine"]["mesh"] == {"replica": 1, "data": jax.device_count(), "model": 1}
     json.dumps(setup.run_info)
@@ -93,7 +91,7 @@ def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_c
 
 
 def test_without_validation_files_there_is_nothing_to_evaluate(config, start):
-    assert start(config(data={"validation_urls": None})).eval_batches is None
+    assert start(config(data={"validation_urls": None})).eval_batches == {}
 
 
 @pytest.mark.parametrize(

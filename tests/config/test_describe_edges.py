@@ -1,0 +1,137 @@
+"""Additions to tests/config/test_describe.py."""
+
+from collections import Counter
+from datetime import timedelta
+from typing import Annotated, ClassVar, Literal
+
+import pytest
+from pydantic import Field
+
+from lmtrain.config.base import Section, planned
+from lmtrain.config.describe import describe, format_settings, type_name, written
+from lmtrain.run_config import RunConfig
+
+GROUPS = describe(RunConfig)
+
+
+class Small(Section):
+    """A small part."""
+
+    size: int = Field(description="How large it is")
+
+
+class Left(Section):
+    """The left kind."""
+
+    type: Literal["left"] = Field("left", description="The kind of side")
+    reach: int = Field(3, description="How far it reaches")
+
+
+class Right(Section):
+    """The right kind."""
+
+    is_planned: ClassVar[bool] = True
+
+    type: Literal["right"] = Field("right", description="The kind of side")
+    grip: bool = Field(False, description="Whether it holds")
+
+
+class Whole(Section):
+    """All of it."""
+
+    name: str | None = Field(None, description="What it is called")
+    later: float = planned(0.5, description="What is to come")
+    side: Left | Right = Field(Left(), description="One of two")
+    parts: list[Small] = Field([Small(size=2)], description="Several parts")
+    named: dict[str, Small] = Field({}, description="Parts with names")
+
+
+def test_groups_are_titled_by_section_and_kind_and_come_in_order():
+    assert [(group.title, [setting.name for setting in group.settings]) for group in describe(Whole)] == [
+        ("top level", ["name", "later", "parts", "named"]),
+        ("side (type: left)", ["side.reach"]),
+        ("side (type: right)", ["side.grip"]),
+        ("parts[]", ["parts[].size"]),
+        ("named.<name>", ["named.<name>.size"]),
+    ]
+
+
+def test_settings_stand_below_the_section_they_are_described_at():
+    assert [setting.name for setting in describe(Small, "a.b")[0].settings] == ["a.b.size"]
+
+
+def test_the_terminals_list_is_this():
+    assert format_settings(describe(Whole)) == (
+        "settings, as --section.field VALUE or in a file (* checked, but not in force yet in this version):\n"
+        "\ntop level: All of it.\n"
+        "  --name\n        What it is called\n        text | null, default null\n"
+        "  --later *\n        What is to come\n        float, default 0.5\n"
+        "  --parts\n        Several parts\n        list of map, default [{size: 2}]\n"
+        "  --named\n        Parts with names\n        map of text to map, default {}\n"
+        "\nside (type: left): The left kind.\n"
+        "  --side.reach\n        How far it reaches\n        int, default 3\n"
+        "\nside (type: right): The right kind.\n"
+        "  --side.grip *\n        Whether it holds\n        true/false, default false\n"
+        "\nparts[]: A small part.\n"
+        "  --parts[].size\n        How large it is\n        int, default required\n"
+        "\nnamed.<name>: A small part.\n"
+        "  --named.<name>.size\n        How large it is\n        int, default required\n"
+    )
+
+
+def test_each_setting_of_a_class_comes_once_at_each_place():
+    described = [(group.doc, setting.name) for group in GROUPS for setting in group.settings]
+    assert not [key for key, count in Counter(described).items() if count > 1]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.title)
+def test_the_mark_stands_at_what_is_planned_and_nowhere_else(group):
+    lines = [line for line in format_settings([group]).splitlines() if line.startswith("  --")]
+    marked = [group.planned or setting.planned for setting in group.settings]
+    assert [line.endswith(" *") for line in lines] == marked
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        (float, "float"),
+        (bool, "true/false"),
+        (type(None), "null"),
+        (timedelta, "duration"),
+        (Annotated[Annotated[str, Field(min_length=1)], Field(max_length=3)], "text"),
+        (int | float | None, "int | float | null"),
+        (Annotated[int, Field(ge=1)] | int, "int"),
+        (Small, "map"),
+        (Left | Right, "map"),
+        (list[list[int]], "list of list of int"),
+        (dict[str, list[str] | None], "map of text to list of text | null"),
+        (tuple[int, dict[str, float]], "[int, map of text to float]"),
+        (Literal["a"] | bool, "a | true/false"),
+    ],
+)
+def test_types_are_named_as_a_user_would(annotation, expected):
+    assert type_name(annotation) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0, "0"),
+        (0.1, "0.1"),
+        ("", "''"),
+        ("null", "'null'"),
+        ("true", "'true'"),
+        ("a: b", "'a: b'"),
+        ("#a", "'#a'"),
+        ("ü", "ü"),
+        ([], "[]"),
+        ({}, "{}"),
+        ({"b": 1, "a": [2]}, "{b: 1, a: [2]}"),
+        (timedelta(0), "0s"),
+        ([Left(), Right(grip=True)], "[{type: left}, {type: right, grip: true}]"),
+        ([Small(size=4), 3], "[{size: 4}, 3]"),
+        ("word " * 100 + "end", "word " * 100 + "end"),
+    ],
+)
+def test_defaults_are_written_as_in_a_file(value, expected):
+    assert written(value) == expected

@@ -1,0 +1,82 @@
+"""A mixture: exact shares, each source in order without gaps, and the same example for the same number for ever."""
+
+import numpy as np
+import pytest
+
+from lmtrain.data.mixture import BLOCK, Mixture, Phase, block_counts
+
+
+def given(mixture, examples):
+    return mixture.source_of(np.arange(examples))
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        ((1,), [2048]),
+        ((1, 1), [1024, 1024]),
+        ((0.75, 0.25), [1536, 512]),
+        ((3, 1), [1536, 512]),
+        ((1, 1, 1), [683, 683, 682]),
+        ((1, 0), [2048, 0]),
+        ((1e-9, 1), [0, 2048]),
+        ((0.1, 0.2, 0.7), [205, 410, 1433]),
+    ],
+)
+def test_a_block_has_the_shares_rounded_by_largest_remainder(weights, counts):
+    assert block_counts(weights).tolist() == counts
+    sources, _ = given(Mixture([Phase(0, weights)], 1), 3 * BLOCK)
+    for block in sources.reshape(3, BLOCK):
+        assert np.bincount(block, minlength=len(weights)).tolist() == counts
+
+
+def test_every_source_is_taken_in_order_without_gaps():
+    sources, numbers = given(Mixture([Phase(0, (0.5, 0.3, 0.2))], 3), 3 * BLOCK + 100)
+    for source in range(3):
+        taken = numbers[sources == source]
+        assert taken.tolist() == list(range(len(taken)))
+
+
+def test_sources_are_spread_over_a_block_in_an_order_of_its_own():
+    sources, _ = given(Mixture([Phase(0, (1, 1))], 3), 2 * BLOCK)
+    first, second = sources.reshape(2, BLOCK)
+    assert abs(first[:200].mean() - 0.5) < 0.15
+    assert (first != second).any()
+    assert (given(Mixture([Phase(0, (1, 1))], 4), BLOCK)[0] != first).any()
+
+
+@pytest.mark.parametrize("change", [1, 100, BLOCK, BLOCK + 1, 5000])
+def test_weights_change_where_they_should_and_sources_go_on_without_gaps(change):
+    mixture = Mixture([Phase(0, (1, 0, 1)), Phase(change, (0, 1, 3))], 3)
+    sources, numbers = given(mixture, change + 3 * BLOCK)
+    assert 1 not in sources[:change]
+    assert 0 not in sources[change:]
+    for source in range(3):
+        taken = numbers[sources == source]
+        assert taken.tolist() == list(range(len(taken)))
+
+
+def test_an_example_is_the_same_whoever_asks_and_in_whatever_order():
+    phases = [Phase(0, (1, 2)), Phase(3000, (2, 1))]
+    index = np.random.default_rng(0).integers(0, 20_000, 500)
+    whole = given(Mixture(phases, 9), 20_000)
+    asked = Mixture(phases, 9).source_of(index)
+    for all_of_them, some in zip(whole, asked, strict=True):
+        assert some.tolist() == all_of_them[index].tolist()
+
+
+def test_the_order_is_the_same_for_ever():
+    """Another order here would change the data of every mixed run that is under way."""
+    sources, numbers = Mixture([Phase(0, (1, 2, 1))], 7).source_of(np.arange(2040, 2056))
+    assert sources.tolist() == [1, 2, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0]
+    assert numbers.tolist() == [1020, 511, 1021, 1022, 509, 1023, 510, 511, 1024, 1025, 512, 1026, 1027, 1028, 513, 514]
+
+
+@pytest.mark.parametrize("limits", [(10, 10), (1000, 10_000), (10**6, 300), (0, 5)])
+def test_examples_end_before_a_source_would_begin_again(limits):
+    mixture = Mixture([Phase(0, (1, 3)), Phase(500, (3, 1))], 2)
+    within = mixture.examples_within(limits, 20_000)
+    sources, _ = given(mixture, 20_000)
+    counts = [np.bincount(sources[:n], minlength=2) for n in (within, within + 1)]
+    assert (counts[0] <= limits).all()
+    assert within == 20_000 or (counts[1] > limits).any()

@@ -1,0 +1,91 @@
+"""Mixtures, epochs and several validation sets, from the command line."""
+
+import json
+
+import pytest
+from conftest import TRAIN_FILES, VALIDATION_FILES
+
+
+def metrics(tmp_path, name="tiny"):
+    return [json.loads(line) for line in (tmp_path / "logs" / f"{name}.metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def mixed(settings, write_config):
+    """`mixed(**data)` writes a config that mixes two sources of the corpus, the second with a validation set too."""
+
+    def write(**data):
+        del settings["data"]["train_urls"], settings["data"]["validation_urls"]
+        settings["data"] |= {
+            "configs": {
+                "first": {"train_urls": TRAIN_FILES[:1], "validation_urls": VALIDATION_FILES},
+                "second": {"train_urls": TRAIN_FILES[1:], "validation_urls": TRAIN_FILES[:1]},
+            },
+            "train_weights": {"first": 1, "second": 3},
+            "shuffle": True,
+        } | data
+        settings["trainer"] |= {"id": "tiny", "num_train_steps": 6, "steps_per_eval": 3}
+        return write_config(settings)
+
+    return write
+
+
+def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mixed, lmtrain, tmp_path):
+    mixed()
+    whole = lmtrain("train", "tiny.yaml")
+    assert whole.returncode == 0, whole.stderr
+    assert "one epoch of first is " in whole.stderr
+    lines = metrics(tmp_path)
+    (last,) = [line for line in lines if line["step"] == 6 and "eval/loss" in line]
+    assert last["eval/macro_loss"] == pytest.approx((last["eval/first/loss"] + last["eval/second/loss"]) / 2)
+    assert min(last["eval/first/loss"], last["eval/second/loss"]) < last["eval/loss"]
+
+    half = ["--trainer.id", "again", "--trainer.checkpointer.keep", "[{every: 3}]"]
+    assert lmtrain("train", "tiny.yaml", *half, "--trainer.num_train_steps", 3).returncode == 0
+    assert lmtrain("train", "tiny.yaml", *half).returncode == 0
+    kept = ("step", "eval/loss", "eval/first/loss")
+    again = [{name: line[name] for name in kept} for line in metrics(tmp_path, "again") if "eval/loss" in line]
+    # the first half of it ended with another learning rate, so only what came before that is the same
+    assert [line["step"] for line in again] == [3, 6]
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {"first", "second"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"train_weights": {"first": 1, "third": 1}}, "'third' is none of the sources in configs"),
+        ({"train_weights": {"first": 0, "second": 0}}, "give no source any weight"),
+        ({"train_urls": ["a"]}, "set together with train_urls"),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused(mixed, lmtrain, data, message):
+    mixed(**data)
+    refused = lmtrain("config", "check", "tiny.yaml")
+    assert refused.returncode == 2
+    assert message in refused.stderr
+
+
+def test_a_run_may_end_with_the_first_source_used_up(mixed, lmtrain):
+    mixed(stop_strategy="first_exhausted", train_weights={"first": 1, "second": 1})
+    done = lmtrain("train", "tiny.yaml", "--trainer.num_train_steps", 100000, "--trainer.train_batch_size", 512)
+    assert done.returncode == 0, done.stderr
+    assert "data.stop_strategy first_exhausted: the data ends the run after " in done.stderr
+
+
+def test_a_run_may_end_after_so_many_epochs(settings, write_config, lmtrain, tmp_path):
+    settings["trainer"] |= {
+        "id": "tiny",
+        "num_train_steps": 100_000,
+        "train_batch_size": 256,
+        "per_device_parallelism": 64,
+    }
+    settings["data"]["shuffle"] = 64
+    write_config(settings)
+    done = lmtrain("train", "tiny.yaml", "--epoch", 2)
+    assert done.returncode == 0, done.stderr
+    tokens = json.loads((tmp_path / "cache" / "train" / "manifest.json").read_text())["tokens"]
+    steps = 2 * (tokens // 32) // 256
+    assert f"epoch 2: the data ends the run after {steps:,} steps" in done.stderr
+    assert max(line["step"] for line in metrics(tmp_path)) == steps
+    again = lmtrain("train", "tiny.yaml", "--epoch", 2)
+    assert (again.returncode, "nothing to do" in again.stderr) == (0, True)
