@@ -28,7 +28,7 @@ from lmtrain.train.config import TrainerConfig
 
 # Where things are kept and how they are computed; changing these continues the same run.
 _NOT_IDENTITY = {
-    "data": {"cache_dir", "num_preprocess_workers"},
+    "data": {"cache_dir", "num_preprocess_workers", "mirror_dir", "max_mirror_bytes", "max_document_bytes"},
     "model": {"gradient_checkpointing", "scan_layers"},
     "optimizer": set[str](),
 }

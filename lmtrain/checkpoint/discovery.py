@@ -7,7 +7,7 @@ from typing import Any
 
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.config.errors import UserError
-from lmtrain.runtime.files import read_json
+from lmtrain.runtime.storage import read_json
 
 _STEP = re.compile(r"step-(\d+)")
 

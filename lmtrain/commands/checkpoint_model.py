@@ -60,7 +60,7 @@ def find_model(run: Run, path: str | None) -> CheckpointModel:
     run.refuse_planned()
     folder = path or run.config.trainer.checkpointer.run_folder(run.id)
     checkpoint = find_checkpoint(folder)
-    tokenizer = open_tokenizer(run.config.data.tokenizer)
+    tokenizer = open_tokenizer(run.config.data.tokenizer, run.config.data.vocab_size)
     saved = checkpoint.read_run_info()["identity"]
     now = {"model": identity(run.config)["model"], "tokenizer": tokenizer.identity}
     differences = describe_differences({name: saved[name] for name in now}, now, "the checkpoint", "this config")

@@ -1,67 +1,80 @@
-"""`lmtrain preprocess CONFIG`: build the token caches of all splits, continuing where a killed build stopped."""
+"""`lmtrain preprocess CONFIG`: build the token caches of all splits, continuing where a stopped build was."""
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.config.errors import UserError
-from lmtrain.data.caches import Cache, Caches
+from lmtrain.commands.caches import Plans, plan_caches, require_text, start_build, wait
 from lmtrain.data.config import DataConfig
-from lmtrain.data.manifest import load_manifest
-from lmtrain.preprocess.build import build_cache, split_folder
-from lmtrain.preprocess.prepare_demo import prepare_demo
-from lmtrain.preprocess.sources import has_text
+from lmtrain.preprocess.executor import choose_executor
+from lmtrain.preprocess.plan import CachePlan
+from lmtrain.preprocess.prepare_demo import missing_demo
+from lmtrain.run_config import RunConfig
+from lmtrain.runtime.distributed import start_processes
 from lmtrain.runtime.logging import log, start_console_log
+from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 
 
 def run(argv: list[str]) -> int:
-    description = "Tokenize the config's text into a cache of ArrayRecord shards."
-    run = parse_run(Parser("preprocess", description, lists_settings=True), argv)
+    parser = Parser("preprocess", "Tokenize the config's text into a cache of ArrayRecord shards.", lists_settings=True)
+    parser.add_argument("--dry-run", action="store_true", help="list what would be done, and do nothing")
+    run = parse_run(parser, argv)
     run.refuse_planned()
-    start_console_log()
     config = run.config
-    caches = build_caches(config.data)
-    batch, seq_len = config.trainer.train_batch_size, config.model.seq_len
-    for cache in [*caches.train.values(), *caches.validation.values()]:
-        log.info(
-            f"{cache.folder}: complete, {cache.manifest.documents:,} documents, "
-            f"{cache.manifest.tokens:,} tokens in {len(cache.manifest.shards)} shards"
-        )
-    for name, cache in caches.train.items():
-        steps = cache.manifest.tokens // (batch * seq_len)
-        log.info(
-            f"one epoch{f' of {name}' if name else ''} is {steps:,} steps of {batch} sequences of {seq_len} tokens"
-        )
+    if run.arguments.dry_run:
+        _print_plan(config)
+        return 0
+    processes = start_processes(config.trainer.distributed)
+    start_console_log(processes)
+    with StopRequest("discarding unfinished shards") as stop:
+        plans = plan_caches(config.data)
+        build = start_build(config, plans, processes)
+        try:
+            wait(build, stop)
+        except StoppedError:
+            log.info("stopped; finished shards are kept: run the same command again to go on")
+            return STOPPED_BY_SIGNAL
+        finally:
+            build.stop()
+    _tell(config, plans)
     return 0
 
 
-def build_caches(config: DataConfig) -> Caches:
-    """The finished caches of every split of every source the config has, `validation` only where there is text."""
-    require_text(config, "train")
-    return Caches(train=_build_split(config, "train"), validation=_build_split(config, "validation"))
-
-
-def build_validation(config: DataConfig) -> dict[str, Cache]:
-    """The finished validation caches. Raises `UserError` if the config has no validation text."""
-    caches = _build_split(config, "validation")
-    if not caches:
-        require_text(config, "validation")
-        raise UserError("data: there is no validation text in it")
-    return caches
-
-
-def require_text(config: DataConfig, split: str) -> None:
-    """Raise `UserError` if a config, which may be without data, has no text for `split`."""
-    if not any(source.id is not None or source.urls(split) for source in config.sources().values()):
-        raise UserError(
-            f"data.{split}_urls: no text for {'training' if split == 'train' else 'validation'}; name your files, "
-            "or set data.demo to a folder to try lmtrain"
+def _tell(config: RunConfig, plans: Plans) -> None:
+    for plan in plans.all:
+        shards = plan.shards.infos
+        documents = sum(shard.documents for shard in shards)
+        log.info(
+            f"{plan.folder}: complete, {documents:,} documents, {plan.shards.tokens:,} tokens in {len(shards)} shards"
         )
+    batch, seq_len = config.trainer.train_batch_size, config.model.seq_len
+    for name, plan in plans.train.items():
+        steps = plan.shards.tokens // (batch * seq_len)
+        of = f" of {name}" if name else ""
+        log.info(f"one epoch{of} is {steps:,} steps of {batch} sequences of {seq_len} tokens")
 
 
-def _build_split(config: DataConfig, split: str) -> dict[str, Cache]:
-    caches = {}
-    for name, source in config.sources().items():
-        folder = split_folder(source, split)
-        # looking into a data set takes seconds, and is needed only once
-        if load_manifest(folder) is not None or has_text(source, split):
-            prepare_demo(source)
-            caches[name] = Cache(folder, build_cache(source, split))
-    return caches
+def _print_plan(config: RunConfig) -> None:
+    missing = _missing_demo(config.data)
+    if missing:
+        print(f"{missing}: the demo corpus and its tokenizer would be made; what follows from them is not known yet")
+        return
+    plans = plan_caches(config.data)
+    for plan in plans.all:
+        _print_split(plan)
+    if any(plan.missing for plan in plans.all):
+        processes = Processes()  # those of a job are known only within it
+        print(f"on {choose_executor(config.trainer.ray, config.data.num_preprocess_workers, processes).label}")
+
+
+def _missing_demo(config: DataConfig) -> str | None:
+    require_text(config, "train")
+    return missing_demo(config)
+
+
+def _print_split(plan: CachePlan) -> None:
+    if plan.manifest is not None:
+        print(f"{plan.folder}: complete, nothing to do")
+        return
+    size = sum(job.source.bytes for job in plan.missing)
+    print(f"{plan.folder}: {len(plan.missing)} of {len(plan.jobs)} shards to build, {size:,} bytes to read")
+    for job in plan.missing:
+        print(f"  {job.path.rpartition('/')[2]} <- {job.source.label} ({job.source.bytes:,} bytes)")

@@ -5,16 +5,19 @@ import os
 from pydantic import ValidationError
 
 from lmtrain.commands.arguments import Parser, Run, parse_run
-from lmtrain.commands.preprocess import build_caches, require_text
+from lmtrain.commands.caches import Plans, plan_caches, require_text, start_build, wait
 from lmtrain.config.errors import UserError
 from lmtrain.config.show import show
-from lmtrain.data.caches import Caches, plan_steps
+from lmtrain.data.caches import Caches, needs_all, plan_steps
 from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.preprocess.build import Build
 from lmtrain.run_config import RunConfig, data_seed, resolved
+from lmtrain.runtime.distributed import start_processes
 from lmtrain.runtime.files import write_atomically
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
+from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.run_path import fill_run_id
-from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
+from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 
 
 def run(argv: list[str]) -> int:
@@ -22,8 +25,9 @@ def run(argv: list[str]) -> int:
     run = parse_run(Parser("train", description, lists_settings=True), argv)
     run.refuse_planned()
     require_text(run.config.data, "train")
-    start_console_log()
     config = run.config
+    processes = start_processes(config.trainer.distributed)
+    start_console_log(processes)
     log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {_checkpoints(run)})")
     try:
         log_dir = fill_run_id(config.trainer.log_dir, run.id)
@@ -34,9 +38,20 @@ def run(argv: list[str]) -> int:
     except OSError as error:
         raise UserError(f"trainer.log_dir: {config.trainer.log_dir} cannot be made: {error.strerror}") from None
 
-    caches = build_caches(config.data)
-    config = _end_with_data(config, caches)
+    with StopRequest() as stop:
+        plans = plan_caches(config.data)
+        build = start_build(config, plans, processes, background=True)
+        try:
+            _wait_for_data(config, plans, build, stop)
+            return _train(run, _end_with_data(config, plans.caches), plans.caches, build, processes, stop)
+        except StoppedError:
+            log.info("stopped before training began; run the same command again to go on")
+            return STOPPED_BY_SIGNAL
+        finally:
+            build.stop()
 
+
+def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes: Processes, stop: StopRequest) -> int:
     # JAX and what stands on it are imported only now: a mistake so far has cost no seconds
     from lmtrain.train.loop import DivergedError, train
     from lmtrain.train.setup import finished_checkpoint, set_up
@@ -45,19 +60,38 @@ def run(argv: list[str]) -> int:
     if finished is not None:
         log.info(f"nothing to do: {finished.path} has all {config.trainer.num_train_steps:,} steps")
         return 0
-    tokenizer = open_tokenizer(config.data.tokenizer)
-    with StopRequest() as stop:
-        setup = set_up(config, run.id, tokenizer.vocab_size, tokenizer.identity, caches)
-        try:
-            complete = train(setup, config.trainer, stop)
-        except DivergedError as error:
-            log.error(f"lmtrain: error: {error}")
-            return 1
+    tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
+    setup = set_up(config, run.id, tokenizer.vocab_size, tokenizer.identity, caches)
+    try:
+        complete = train(setup, config.trainer, stop, lambda: f", cache {build.text}" if build.running else "")
+    except DivergedError as error:
+        log.error(f"lmtrain: error: {error}")
+        return 1
     if not complete:
         log.info(f"stopped after saving to {_checkpoints(run)}; run the same command again to go on")
         return STOPPED_BY_SIGNAL
     log.info(f"done: checkpoints in {_checkpoints(run)}")
+    if build.running:
+        log.info("the cache is not complete yet; training again, or `lmtrain preprocess`, goes on from its shards")
     return 0
+
+
+def _wait_for_data(config: RunConfig, plans: Plans, build: Build, stop: StopRequest) -> None:
+    """Until there is enough to begin with: the validation caches, and the first shard with tokens of each source."""
+    reason = needs_all(config.data, config.epoch)
+    if reason is not None:
+        if any(not plan.complete for plan in plans.train.values()):
+            log.info(f"waiting for the data: {reason}")
+        wait(build, stop)
+        return
+
+    def enough() -> bool:
+        begun = all(plan.complete or plan.shards.tokens > config.model.seq_len for plan in plans.train.values())
+        return begun and all(plan.complete for plan in plans.validation.values())
+
+    wait(build, stop, enough)
+    if build.running:
+        log.info("training begins while the rest of the data is tokenized")
 
 
 def _checkpoints(run: Run) -> str:

@@ -2,23 +2,27 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import grain
 import numpy as np
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.manifest import Manifest
 from lmtrain.data.mixture import Mixture
 from lmtrain.data.token_store import TokenStore
-from lmtrain.data.windows import Shuffle, num_eval_windows, num_train_windows, train_windows
+from lmtrain.data.windows import Shuffle, num_eval_windows, train_windows, wait_for_windows
 
 
 class Batch(TypedDict):
-    """`tokens` int32 [rows, L]; `loss_mask` bool [rows, L], true where the next token is a target."""
+    """`tokens` int32 [rows, L]; `loss_mask` bool [rows, L], true where the next token is a target.
+
+    With `mask_across_documents` also `segments` int32 [rows, L]: tokens attend to those of their own segment, which are
+    the documents of a window, or their parts in it, counted from 0.
+    """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
+    segments: NotRequired[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class TrainSource:
     num_steps: int
     shuffle: Shuffle
     seed: int
+    mask_across_documents: bool
 
     def __len__(self) -> int:
         return self.num_steps
@@ -43,18 +48,22 @@ class TrainSource:
     def __getitem__(self, step: int) -> Batch:
         examples = np.int64(step) * self.batch_size + self.rows
         if self.mixture is None:
-            tokens = self._read(0, examples)
+            tokens, begins = self._read(0, examples)
         else:
             sources, numbers = self.mixture.source_of(examples)
             tokens = np.empty((len(examples), self.seq_len), np.int32)
+            begins = np.empty(tokens.shape, bool)
             for source in np.unique(sources).tolist():
-                tokens[sources == source] = self._read(source, numbers[sources == source])
+                chosen = sources == source
+                tokens[chosen], begins[chosen] = self._read(source, numbers[chosen])
         mask = np.broadcast_to(np.arange(self.seq_len) < self.seq_len - 1, tokens.shape)
-        return Batch(tokens=tokens, loss_mask=mask.copy())
+        return make_batch(tokens, mask.copy(), begins if self.mask_across_documents else None)
 
-    def _read(self, source: int, examples: np.ndarray) -> np.ndarray:
+    def _read(self, source: int, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         store = self.stores[source]
-        windows = num_train_windows(store.tokens, self.seq_len)
+        windows = wait_for_windows(store.shards, examples, self.seq_len, self.shuffle)
+        if windows == 0:
+            raise too_little(store, self.seq_len)
         # sources of equal size must not be shuffled alike
         chosen = train_windows(examples, windows, self.shuffle, self.seed + source * 2**32)
         return store.read(chosen * self.seq_len, self.seq_len)
@@ -69,26 +78,30 @@ class EvalSource:
     batch_size: int
     rows: np.ndarray
     max_batches: int | None
+    mask_across_documents: bool
 
     def __len__(self) -> int:
-        whole = -(-num_eval_windows(self.store.tokens, self.seq_len) // self.batch_size)
+        whole = -(-num_eval_windows(self.store.shards.tokens, self.seq_len) // self.batch_size)
         return whole if self.max_batches is None else min(whole, self.max_batches)
 
     def __getitem__(self, index: int) -> Batch:
         starts = (np.int64(index) * self.batch_size + self.rows) * self.seq_len
-        tokens = self.store.read(starts, self.seq_len)
+        tokens, begins = self.store.read(starts, self.seq_len)
         positions = np.arange(self.seq_len)
-        mask = (positions < self.seq_len - 1) & (starts[:, None] + positions + 1 < self.store.tokens)
-        return Batch(tokens=tokens, loss_mask=mask)
+        mask = (positions < self.seq_len - 1) & (starts[:, None] + positions + 1 < self.store.shards.tokens)
+        return make_batch(tokens, mask, begins if self.mask_across_documents else None)
 
 
-def open_store(folder: str, manifest: Manifest, seq_len: int) -> TokenStore:
-    """The tokens of a finished split; raises `UserError` if files are missing or there is not one whole window."""
-    store = TokenStore(folder, manifest)
-    store.check_files()
-    if store.tokens < seq_len:
-        raise UserError(f"{folder}: {store.tokens:,} tokens are less than one sequence of {seq_len:,} (model.seq_len)")
-    return store
+def make_batch(tokens: np.ndarray, loss_mask: np.ndarray, begins: np.ndarray | None) -> Batch:
+    batch = Batch(tokens=tokens, loss_mask=loss_mask)
+    if begins is not None:
+        batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32)
+    return batch
+
+
+def too_little(store: TokenStore, seq_len: int) -> UserError:
+    tokens = store.shards.tokens
+    return UserError(f"{store.name}: {tokens:,} tokens are less than one sequence of {seq_len:,} (model.seq_len)")
 
 
 def iterate(source: TrainSource | EvalSource, start: int, prefetch: int) -> grain.DatasetIterator[Batch]:

@@ -1,24 +1,37 @@
-"""The finished token caches of a run, and how far they carry it."""
+"""The token caches of a run, and how far they carry it."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
-from lmtrain.data.manifest import Manifest
+from lmtrain.data.mirror import Mirror, warn_if_small
 from lmtrain.data.mixture import Mixture, Phase
+from lmtrain.data.shards import Shards
+from lmtrain.data.token_store import TokenStore, check_file
 from lmtrain.data.windows import num_train_windows
+from lmtrain.runtime.storage import is_url
 
 
 @dataclass(frozen=True)
 class Cache:
-    """One finished split of one source."""
+    """One split of one source, complete or being built. `sources` is what each shard is made of."""
 
     folder: str
-    manifest: Manifest
+    recipe: Mapping[str, Any]
+    sources: Sequence[Mapping[str, Any]]
+    dtype: str
+    shards: Shards
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the tokens and their order follow from; known before there are any. Where the text lies is not in it."""
+        parts = [{name: value for name, value in s.items() if name not in ("url", "id")} for s in self.sources]
+        return {"recipe": self.recipe, "sources": parts}
 
 
 @dataclass(frozen=True)
@@ -30,10 +43,33 @@ class Caches:
 
     @property
     def identity(self) -> str:
-        """A hash of the training tokens, which a resumed run must find unchanged."""
-        parts = {name: cache.manifest.identity for name, cache in self.train.items()}
-        value: Any = parts[""] if parts.keys() == {""} else parts
-        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+        """A hash of what the training tokens follow from, which a resumed run must find unchanged."""
+        parts = {name: cache.identity for name, cache in self.train.items()}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def open_store(config: DataConfig, cache: Cache) -> TokenStore:
+    """The tokens of a cache. Raises `UserError` if shards of it are missing or damaged."""
+    if is_url(cache.folder):
+        mirror = Mirror(cache.folder, config.mirror_dir, config.max_mirror_bytes)
+        mirror.fetch_ahead(cache.shards)
+        if config.shuffle is True:
+            warn_if_small(cache.folder, cache.shards, config.max_mirror_bytes)
+        return TokenStore(cache.folder, cache.shards, cache.dtype, mirror.locate)
+    for info in list(cache.shards.infos):
+        check_file(os.path.join(cache.folder, info.file), info)
+    return TokenStore(cache.folder, cache.shards, cache.dtype, lambda info: os.path.join(cache.folder, info.file))
+
+
+def needs_all(config: DataConfig, epoch: int) -> str | None:
+    """Why the order of the data cannot be known before the training caches are complete; None if it can."""
+    if config.shuffle is True:
+        return "data.shuffle true needs the whole cache (a number shuffles within stretches, and starts early)"
+    if epoch:
+        return "epoch needs to know how much data there is"
+    if config.configs is not None and config.stop_strategy == "first_exhausted":
+        return "data.stop_strategy first_exhausted needs to know how much data there is"
+    return None
 
 
 def plan_mixture(config: DataConfig, names: list[str], batch_size: int, seed: int) -> Mixture | None:
@@ -57,7 +93,9 @@ def plan_steps(
     config: DataConfig, caches: Caches, seq_len: int, batch_size: int, num_train_steps: int, epoch: int, seed: int
 ) -> int:
     """Steps of the run: `num_train_steps`, or fewer if the data is to end it."""
-    windows = [num_train_windows(cache.manifest.tokens, seq_len) for cache in caches.train.values()]
+    if needs_all(config, epoch) is None:
+        return num_train_steps
+    windows = [num_train_windows(cache.shards.tokens, seq_len) for cache in caches.train.values()]
     mixture = plan_mixture(config, list(caches.train), batch_size, seed)
     if mixture is None:
         return min(num_train_steps, epoch * windows[0] // batch_size) if epoch else num_train_steps

@@ -60,14 +60,20 @@ class DataConfig(SourceConfig):
     tokenizer: str = Field(
         "gpt2",
         min_length=1,
-        description="A folder or URL with a tokenizer.json, a hub id (owner/name@revision), a sentencepiece .model, or "
-        "byte (256 bytes, built in)",
+        description="A folder or URL with a tokenizer.json, a hub id (owner/name@revision), a sentencepiece .model, "
+        "byte (256 bytes, built in), or passthrough (documents are lists of token ids)",
+    )
+    vocab_size: int | None = Field(
+        None, ge=1, le=2**32, description="Number of token ids there are, for the tokenizer passthrough only"
     )
     cache_dir: str = Field(
         "cache/", min_length=1, description="Folder of the tokenized data; <cache_dir>/<split>/ for each split"
     )
     enforce_eos: bool = Field(True, description="End every document with the tokenizer's end-of-text token")
     enforce_bos: bool = Field(False, description="Begin every document with the tokenizer's begin-of-text token")
+    mask_across_documents: bool = Field(
+        True, description="Tokens attend only to their own document, where a sequence holds several"
+    )
     stop_strategy: Literal["restart", "first_exhausted"] = Field(
         "restart", description="When a source of a mixture is used up: begin it again, or end the run"
     )
@@ -87,6 +93,20 @@ class DataConfig(SourceConfig):
         ge=1,
         description="Longer documents are an error, unless the tokenizer can split them safely",
     )
+    split_bytes: int = Field(
+        256_000_000,
+        ge=1,
+        description="Larger .jsonl and .txt files that are not compressed are read in parts of so many bytes, each a "
+        "shard of its own",
+    )
+    mirror_dir: str = Field(
+        "~/.cache/lmtrain/mirror",
+        min_length=1,
+        description="Folder for copies of shards, of a cache_dir that is a URL",
+    )
+    max_mirror_bytes: int = Field(
+        100_000_000_000, ge=1, description="The copies in mirror_dir take about so much; the longest unused go first"
+    )
     num_preprocess_workers: int | None = Field(
         None, ge=1, description="Processes that tokenize; null means one per core. Never changes the result"
     )
@@ -104,6 +124,10 @@ class DataConfig(SourceConfig):
         others = [*kinds, *(kind for kind in ("train_urls", "validation_urls", "id") if getattr(self, kind))]
         if kinds and len(others) > 1:
             raise field_error(kinds[0], f"set together with {others[1]}; remove one ({kinds[0]}: null turns it off)")
+        if (self.tokenizer == "passthrough") != (self.vocab_size is not None):
+            needed = "needed by the tokenizer passthrough, which cannot know it"
+            known = f"the tokenizer {self.tokenizer} has its own; remove it"
+            raise field_error("vocab_size", needed if self.vocab_size is None else known)
         mixed = {} if self.train_weights is None else self.train_weights
         steps = [] if isinstance(mixed, dict) else [step for step, _ in mixed]
         if not isinstance(mixed, dict) and (steps[:1] != [0] or steps != sorted(set(steps))):

@@ -1,24 +1,22 @@
 """What a token cache says about itself. `data/` reads it, `preprocess/` writes it.
 
     <cache_dir>/<split>/manifest.json                      written last: its presence means complete
-    <cache_dir>/<split>/shard-00000-of-00008.arrayrecord   token blocks, then the ends of the documents
+    <cache_dir>/<split>/shard-00000-of-00008.arrayrecord   blocks of tokens
     <cache_dir>/<split>/shard-00000-of-00008.json          written after its shard: this shard is finished
 
-A shard holds the documents of one input file. Its first `blocks` records are blocks of `block_tokens` token ids (the
-last one shorter), little-endian, uint16 or uint32; the records after them hold, 4096 at a time, the uint64 index one
-past the last token of each document.
+A shard holds the documents of one source, in records of `block_tokens` tokens (the last one shorter). A record is its
+token ids, uint16 or uint32 as `dtype` says, and after them, uint16, how many of these tokens lie before the end of
+each document that ends among them: whoever reads a block knows its documents too. All numbers are little-endian.
 """
 
-import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lmtrain.config.errors import UserError
-from lmtrain.runtime.files import read_json, write_json
+from lmtrain.runtime.storage import join, read_json, write_json
 
-FORMAT = 1
+FORMAT = 2
 BLOCK_TOKENS = 16384
-ENDS_PER_RECORD = 4096
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class ShardInfo:
     sha256: str
     tokens: int
     documents: int
-    blocks: int
     skipped: int = 0
     bad_records: list[str] = field(default_factory=list)  # the first of the skipped ones, each with its place
 
@@ -58,14 +55,9 @@ class Manifest:
     def skipped(self) -> int:
         return sum(shard.skipped for shard in self.shards)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a resumed run must find unchanged: the tokens themselves, in their order."""
-        return {"recipe": self.recipe, "shards": [shard.sha256 for shard in self.shards]}
-
 
 def manifest_path(folder: str) -> str:
-    return os.path.join(folder, "manifest.json")
+    return join(folder, "manifest.json")
 
 
 def shard_name(index: int, count: int) -> str:

@@ -7,6 +7,7 @@ L - 1 targets: position p is asked for the token at p + 1.
 import numpy as np
 
 from lmtrain.data.permutation import permute
+from lmtrain.data.shards import Shards
 
 Shuffle = bool | int
 
@@ -20,6 +21,18 @@ def num_eval_windows(tokens: int, seq_len: int) -> int:
     """All windows that have at least one target; the tail is padded and masked."""
     whole, tail = divmod(tokens, seq_len)
     return whole + (tail >= 2)
+
+
+def wait_for_windows(shards: Shards, examples: np.ndarray, seq_len: int, shuffle: Shuffle) -> int:
+    """How many windows there are, once there are enough that more would not change which ones `examples` are.
+
+    Source order needs what lies before, a shuffle within stretches the rest of the stretch, a full shuffle everything.
+    """
+    if shards.complete or shuffle is True:
+        return num_train_windows(shards.wait_for(None), seq_len)
+    stretch = 1 if shuffle is False else shuffle
+    needed = -(-(int(examples.max()) + 1) // stretch) * stretch
+    return min(needed, num_train_windows(shards.wait_for(needed * seq_len), seq_len))
 
 
 def train_windows(examples: np.ndarray, num_windows: int, shuffle: Shuffle = False, seed: int = 0) -> np.ndarray:

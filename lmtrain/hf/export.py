@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer
-from lmtrain.runtime.files import write_json
+from lmtrain.runtime.storage import write_json
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 

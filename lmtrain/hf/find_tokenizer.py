@@ -5,6 +5,8 @@
     a sentencepiece file, `*.model`                 converted
     `byte`                                          256 bytes and an end-of-text token
 
+`passthrough` has no folder: its documents are token ids already.
+
 Copies and conversions lie in the user's cache folder, under a name made from what they were made from.
 """
 
@@ -17,6 +19,8 @@ from collections.abc import Callable
 from lmtrain.config.errors import UserError
 from lmtrain.hf.hub import prepare_hub
 from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, save_tokenizer
+
+PASSTHROUGH = "passthrough"
 
 _HUB_ID = re.compile(r"(?:[\w.-]+/)?[\w.-]+(?:@[\w./-]+)?")
 
@@ -40,8 +44,11 @@ def find_tokenizer(name: str) -> str:
     )
 
 
-def open_tokenizer(name: str) -> Tokenizer:
-    """Find the tokenizer `name` and load it."""
+def open_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
+    """Find the tokenizer `name` and load it. `vocab_size` is that of passthrough, which cannot know."""
+    if name == PASSTHROUGH:
+        assert vocab_size is not None
+        return Tokenizer(PASSTHROUGH, None, vocab_size, eos_id=None, bos_id=None, fingerprint=PASSTHROUGH)
     return load_tokenizer(find_tokenizer(name))
 
 

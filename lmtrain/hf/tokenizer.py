@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.config.errors import UserError
-from lmtrain.runtime.files import write_json
+from lmtrain.runtime.storage import write_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -19,14 +19,21 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer and what the rest of lmtrain needs to know of it."""
+    """A tokenizer and what the rest of lmtrain needs to know of it; `library` is None for passthrough."""
 
     path: str
-    backend: "tokenizers.Tokenizer"
+    library: "tokenizers.Tokenizer | None"
     vocab_size: int
     eos_id: int | None
     bos_id: int | None
     fingerprint: str
+
+    @property
+    def backend(self) -> "tokenizers.Tokenizer":
+        """What turns text into ids and back. Raises `UserError` if there is no text."""
+        if self.library is None:
+            raise UserError(f"tokenizer {self.path!r}: takes token ids as they are, and knows nothing of text")
+        return self.library
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -60,7 +67,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     digest = hashlib.sha256(json.dumps([content, eos, bos], sort_keys=True).encode()).hexdigest()
     return Tokenizer(
         path=path,
-        backend=backend,
+        library=backend,
         vocab_size=backend.get_vocab_size(with_added_tokens=True),
         eos_id=_token_id(backend, eos, folder),
         bos_id=_token_id(backend, bos, folder),

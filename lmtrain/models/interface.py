@@ -41,8 +41,11 @@ class LanguageModel(Protocol):
     def apply(self, variables: Any, *arguments: Any, **keywords: Any) -> Any:
         """Linen's: call the method named by `method`."""
 
-    def hidden(self, tokens_BS: jax.Array, deterministic: bool) -> jax.Array:
-        """What the head turns into logits, [B, S, D]. Not deterministic needs a `dropout` key."""
+    def hidden(self, tokens_BS: jax.Array, deterministic: bool, segments_BS: jax.Array | None = None) -> jax.Array:
+        """What the head turns into logits, [B, S, D]. Not deterministic needs a `dropout` key.
+
+        With `segments_BS`, tokens attend to those of their own segment only; positions go on through the sequence.
+        """
 
     def head(self) -> jax.Array:
         """The head's matrix, [V, D]: logits are `hidden @ head.T`."""

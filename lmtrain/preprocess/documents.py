@@ -1,79 +1,125 @@
 """Reading the documents of a source one by one."""
 
+import functools
 import io
 import lzma
 import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
-import fsspec
 import zstandard
 from fsspec.compression import compr
 
 from lmtrain.config.errors import UserError
 from lmtrain.preprocess.formats import READERS
 from lmtrain.preprocess.hf_dataset import DatasetReader, DatasetShard
-from lmtrain.preprocess.sources import AnySource, format_of
-from lmtrain.preprocess.text import Record
+from lmtrain.preprocess.sources import AnySource, Source, describe_source, format_of
+from lmtrain.preprocess.text import Field, Record, Text
 from lmtrain.preprocess.zstd import ZstdReader
+from lmtrain.runtime.storage import is_url, open_fs, told
 
 _BAD_RECORDS_TOLD = 10
+_CHUNK_BYTES = 1 << 22
 
 
 class DocumentReader:
     """Iterates over (number, text) of a source; `position` is how many bytes of it have been read.
 
+    With `vocab_size` the documents are lists of token ids.
+
     A record that cannot be read is a `UserError` with its place, or with `skip_bad` counted in `skipped`, the first few
     described in `bad_records`. A file that is damaged is an error in any case.
     """
 
-    def __init__(self, source: AnySource | str, text_key: str, skip_bad: bool = False):
+    def __init__(self, source: AnySource | str, text_key: str, skip_bad: bool = False, vocab_size: int | None = None):
         self.skipped = 0
         self.bad_records: list[str] = []
-        self._source = source
-        self._text_key = text_key
+        self._source = describe_source(source) if isinstance(source, str) else source
+        self._field = Field(text_key, vocab_size)
         self._skip_bad = skip_bad
         self._dataset: DatasetReader | None = None
         self._raw: IO[Any] | None = None
+        self._start = 0
         self._size = 0
 
     @property
     def position(self) -> int:
         if self._dataset is not None:
             return self._dataset.position
-        return 0 if self._raw is None else self._size if self._raw.closed else self._raw.tell()
+        return 0 if self._raw is None else self._size if self._raw.closed else self._raw.tell() - self._start
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
+    def place(self, number: int) -> str:
+        """`file:line` of a record, or as much of it as can be had cheaply."""
+        source = self._source
+        if isinstance(source, Source) and source.start and not is_url(source.url):
+            return f"{source.url}:{number + self._lines_before}"
+        return f"{source.label}:{number}"
+
+    @functools.cached_property
+    def _lines_before(self) -> int:
+        """Lines of the file before this part of it."""
+        assert isinstance(self._source, Source)
+        left, lines = (self._source.start or 0) - 1, 1  # the line across the border belongs to the part before
+        with open(self._source.url, "rb") as file:
+            while left > 0 and (chunk := file.read(min(_CHUNK_BYTES, left))):
+                lines += chunk.count(b"\n")
+                left -= len(chunk)
+        return lines
+
+    def __iter__(self) -> Iterator[tuple[int, Text]]:
         for number, text in self._records():
-            if isinstance(text, str):
+            if not isinstance(text, UserError):
                 yield number, text
             elif self._skip_bad:
                 self.skipped += 1
                 if len(self.bad_records) < _BAD_RECORDS_TOLD:
-                    self.bad_records.append(str(text))
+                    self.bad_records.append(self._with_place(text, number))
             else:
-                raise text
+                raise UserError(self._with_place(text, number))
+
+    def _with_place(self, error: UserError, number: int) -> str:
+        return str(error).replace(f"{self._source.label}:{number}", self.place(number), 1)
 
     def _records(self) -> Iterator[Record]:
         if isinstance(self._source, DatasetShard):
-            self._dataset = DatasetReader(self._source, self._text_key)
+            self._dataset = DatasetReader(self._source, self._field)
             yield from self._dataset
             return
-        url = self._source if isinstance(self._source, str) else self._source.url
+        url, label = self._source.url, self._source.label
         extension, compression = format_of(url)
-        fs, path = fsspec.core.url_to_fs(url)
-        self._size = int(fs.size(path))
         number = 0
-        with fs.open(path, "rb") as raw:
+        with told(url, "read"):
+            raw = _open(url)
+        with raw:
             self._raw = raw
+            self._start = self._source.start or 0
+            self._size = self._source.bytes
+            lines = raw if self._source.start is None else _lines_of_part(raw, self._start, self._size)
             try:
-                for number, text in READERS[extension](_decompress(raw, compression), self._text_key, url):
+                for number, text in READERS[extension](_decompress(lines, compression), self._field, label):
                     yield number, text  # named in the error below
             except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError) as error:
-                raise UserError(f"{url}: damaged after line {number}: {error}") from None
+                raise UserError(f"{label}: damaged after line {number}: {error}") from None
 
 
-def _decompress(raw: IO[Any], compression: str | None) -> IO[Any]:
+def _open(url: str) -> IO[Any]:
+    if not is_url(url):
+        return open(url, "rb")
+    fs, path = open_fs(url)
+    opened: IO[Any] = fs.open(path, "rb")
+    return opened
+
+
+def _lines_of_part(raw: IO[Any], start: int, size: int) -> Any:
+    """The lines that begin among the `size` bytes from `start`."""
+    if start:
+        raw.seek(start - 1)
+        raw.readline()
+    while raw.tell() < start + size and (line := raw.readline()):
+        yield line
+
+
+def _decompress(raw: Any, compression: str | None) -> Any:
     """A binary stream to read lines from."""
     if compression == "zstd":
         return io.BufferedReader(ZstdReader(raw))

@@ -14,19 +14,21 @@ from itertools import chain
 from typing import IO, Any
 
 from lmtrain.config.errors import UserError
-from lmtrain.preprocess.text import Record, text_of, text_of_json
+from lmtrain.preprocess.text import Field, Record
 
 _CHUNK_BYTES = 1 << 20
 _PARQUET_ROWS = 256
 
 
-def read_jsonl(file: Iterable[bytes], key: str, name: str) -> Iterator[Record]:
+def read_jsonl(file: Iterable[bytes], field: Field, name: str) -> Iterator[Record]:
     for number, line in enumerate(file, start=1):
         if line.strip():
-            yield number, text_of_json(line, key, f"{name}:{number}")
+            yield number, field.read_json(line, f"{name}:{number}")
 
 
-def read_txt(file: Iterable[bytes], key: str, name: str) -> Iterator[Record]:
+def read_txt(file: Iterable[bytes], field: Field, name: str) -> Iterator[Record]:
+    if field.vocab_size is not None:
+        raise UserError(f"{name}: a .txt holds text, and the passthrough tokenizer takes token ids")
     for number, line in enumerate(file, start=1):
         if line.strip():
             try:
@@ -35,39 +37,39 @@ def read_txt(file: Iterable[bytes], key: str, name: str) -> Iterator[Record]:
                 yield number, UserError(f"{name}:{number}: not UTF-8: {error.reason} at byte {error.start}")
 
 
-def read_json(file: IO[Any], key: str, name: str) -> Iterator[Record]:
+def read_json(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
     """Looks at the first line; an array is read piece by piece, so that its size does not matter."""
     first = next((line for line in file if line.strip()), b"")
     if first.lstrip().startswith(b"["):
         for number, document in enumerate(_array_items(first, file, name), start=1):
-            yield number, text_of(document, key, f"{name}:{number}")
+            yield number, field.read(document, f"{name}:{number}")
         return
     try:
         json.loads(first or b"{}")
     except ValueError:  # not whole: one object over several lines
-        yield 1, text_of_json(first + file.read(), key, name)
+        yield 1, field.read_json(first + file.read(), name)
     else:
-        yield from read_jsonl(chain([first], file), key, name)
+        yield from read_jsonl(chain([first], file), field, name)
 
 
-def read_parquet(file: IO[Any], key: str, name: str) -> Iterator[Record]:
+def read_parquet(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
 
     try:
         table = parquet.ParquetFile(file)
-        if key not in table.schema_arrow.names:
+        if field.key not in table.schema_arrow.names:
             names = ", ".join(map(repr, table.schema_arrow.names[:8]))
-            raise UserError(f"{name}: no column {key!r} (it has {names}); data.text_key names the column")
-        batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=[key])
+            raise UserError(f"{name}: no column {field.key!r} (it has {names}); data.text_key names the column")
+        batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=[field.key])
         texts = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
         for number, text in enumerate(texts, start=1):
-            yield number, text_of({key: text}, key, f"{name}:{number}")
+            yield number, field.read({field.key: text}, f"{name}:{number}")
     except pyarrow.ArrowException as error:
         raise UserError(f"{name}: damaged, or not Parquet: {error}") from None
 
 
-READERS: dict[str, Callable[[IO[Any], str, str], Iterator[Record]]] = {
+READERS: dict[str, Callable[[IO[Any], Field, str], Iterator[Record]]] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
     ".txt": read_txt,

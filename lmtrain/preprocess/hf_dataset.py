@@ -10,7 +10,7 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import SourceConfig
 from lmtrain.hf.hub import prepare_hub
-from lmtrain.preprocess.text import Record, text_of
+from lmtrain.preprocess.text import Field, Record
 
 # Rows of a downloaded data set are cut into shards of about this size; a stream has the shards its files make.
 _SHARD_BYTES = 256_000_000
@@ -29,6 +29,11 @@ class DatasetShard:
     stream: bool
     index: int
     count: int
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.url
 
 
 def dataset_splits(config: SourceConfig) -> list[str]:
@@ -71,17 +76,17 @@ def list_dataset_shards(config: SourceConfig, split: str) -> list[DatasetShard]:
 class DatasetReader:
     """Iterates over the records of a shard, rows counted from 1 within it. `position` is in bytes of the shard."""
 
-    def __init__(self, shard: DatasetShard, text_key: str):
+    def __init__(self, shard: DatasetShard, field: Field):
         self.position = 0
         self._shard = shard
-        self._text_key = text_key
+        self._field = field
 
     def __iter__(self) -> Iterator[Record]:
         shard = self._shard
         dataset = _load(shard.id, shard.name, shard.stream)[shard.split].shard(shard.count, shard.index)
         rows = 0 if shard.stream else len(dataset)
         for number, row in enumerate(dataset, start=1):
-            yield number, text_of(row, self._text_key, f"{shard.url}:{number}")
+            yield number, self._field.read(row, f"{shard.url}:{number}")
             self.position = shard.bytes * number // max(rows, 1)
 
 

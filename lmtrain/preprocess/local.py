@@ -1,5 +1,6 @@
 """Building shards on this machine, one process per core. Workers are spawned, so that they import no JAX."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -9,14 +10,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+import numpy as np
+
 from lmtrain.config.errors import UserError
+from lmtrain.data.manifest import ShardInfo
 from lmtrain.preprocess.shard import ShardJob, build_shard
+from lmtrain.runtime.signals import StoppedError
 
 _POLL_SECONDS = 0.2
 
-Counts = tuple[int, int, int]
-
-# In a worker: documents, tokens and input bytes done by all workers, shared with the parent.
+# In a worker: documents, tokens and input bytes of each job, shared with the parent.
 _counters: Any = None
 
 
@@ -26,48 +29,59 @@ def usable_cores() -> int:
 
 
 def build_locally(
-    jobs: list[ShardJob], max_workers: int | None, on_progress: Callable[[Counts], None]
-) -> Iterator[Any]:
-    """Build all shards, yielding each `ShardInfo` when it is finished, in any order.
+    jobs: list[ShardJob],
+    on_counts: Callable[[np.ndarray], None],
+    stopped: Callable[[], bool],
+    max_workers: int | None = None,
+    background: bool = False,
+) -> Iterator[tuple[int, ShardInfo]]:
+    """Build all shards, yielding (number of the job, shard) when one is finished, in any order.
 
     Cores that have no shard of their own become threads of the tokenizer; processes times threads never exceed cores.
     """
     cores = max_workers or usable_cores()
     workers = min(cores, len(jobs))
     context = multiprocessing.get_context("spawn")
-    counters = context.Array("q", 3)
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (counters, cores // workers))
+    # each row has one writer, and is only looked at while it is written: no lock
+    counters = context.RawArray(ctypes.c_int64, 3 * len(jobs))
+    counts = np.frombuffer(counters, np.int64).reshape(-1, 3)
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (counters, cores // workers, background))
     pending: set[Future[Any]] = set()
     try:
-        pending = {pool.submit(_build, job) for job in jobs}
+        numbers = {pool.submit(_build, number, job): number for number, job in enumerate(jobs)}
+        pending = set(numbers)
         workers_seen: set[Any] = set()
         while pending:
             done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
             # the pool does not watch a worker that it started after it last looked, so look ourselves
-            workers_seen.update(multiprocessing.active_children())
+            workers_seen.update((pool._processes or {}).values())
             if any(worker.exitcode for worker in workers_seen):
                 raise BrokenProcessPool
-            on_progress((counters[0], counters[1], counters[2]))
+            on_counts(counts)
             for future in done:
-                yield future.result()
+                yield numbers[future], future.result()
+            if stopped() and pending:
+                raise StoppedError
     except BrokenProcessPool:
         raise UserError(
             "a tokenizing process died without an error, most likely killed for using too much memory; finished shards "
             "are kept. Run the same command again with a smaller data.num_preprocess_workers"
         ) from None
     finally:
-        if pending:  # an error, or Ctrl-C: nobody wants the rest of the shards under way
-            for child in multiprocessing.active_children():
+        if pending:  # an error, or a request to stop: nobody wants the rest of the shards under way
+            for child in list((pool._processes or {}).values()):
                 child.terminate()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start_worker(counters: Any, threads: int) -> None:
+def _start_worker(counters: Any, threads: int, background: bool) -> None:
     global _counters  # a worker is one process with one job at a time
-    _counters = counters
+    _counters = np.frombuffer(counters, np.int64).reshape(-1, 3)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    if background:
+        os.nice(10)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -79,10 +93,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _build(job: ShardJob) -> Any:
+def _build(number: int, job: ShardJob) -> ShardInfo:
     def report(*increments: int) -> None:
-        with _counters.get_lock():
-            for index, increment in enumerate(increments):
-                _counters[index] += increment
+        _counters[number] += increments
 
     return build_shard(job, report)

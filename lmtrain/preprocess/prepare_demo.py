@@ -12,22 +12,39 @@ from lmtrain.runtime.logging import log
 VOCAB_SIZE = 8192
 
 
+def missing_demo(config: DataConfig) -> str | None:
+    """The folder of the demo if the config uses one that is not all there."""
+    if config.demo is None:
+        return None
+    return None if _corpus_is_there(config.demo) and _tokenizer_is_there(config) else config.demo
+
+
 def prepare_demo(config: DataConfig) -> None:
     """Make whatever is missing of the demo; nothing if the config does not use it."""
     if config.demo is None:
         return
     folder = os.path.expanduser(config.demo)
-    if not all(os.path.isfile(os.path.join(folder, name)) for name in file_names()):
+    if not _corpus_is_there(config.demo):
         try:
             documents, size = write_demo_corpus(folder)
         except TooLittleTextError as error:
             raise UserError(str(error)) from None
         log.info(f"{folder}: made the demo corpus, {documents:,} documents, {size / 1e6:.1f} MB of Python source")
-    tokenizer = os.path.expanduser(config.tokenizer)
-    learned = os.path.isfile(os.path.join(tokenizer, "tokenizer.json"))
-    if not learned and config.tokenizer == demo_tokenizer(config.demo):
+    if not _tokenizer_is_there(config):
+        tokenizer = os.path.expanduser(config.tokenizer)
         count = learn_from_files(config.urls("train"), config.text_key, VOCAB_SIZE, tokenizer)
         log.info(f"{tokenizer}: learned a tokenizer of {count:,} entries from it")
+
+
+def _corpus_is_there(demo: str) -> bool:
+    return all(os.path.isfile(os.path.join(os.path.expanduser(demo), name)) for name in file_names())
+
+
+def _tokenizer_is_there(config: DataConfig) -> bool:
+    """Also true of a tokenizer that is not the demo's to make."""
+    assert config.demo is not None
+    made = config.tokenizer == demo_tokenizer(config.demo)
+    return not made or os.path.isfile(os.path.join(os.path.expanduser(config.tokenizer), "tokenizer.json"))
 
 
 def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: str) -> int:
@@ -35,7 +52,7 @@ def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: st
     from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
     from lmtrain.hf.tokenizer import save_tokenizer
 
-    texts = (text for url in expand_urls(urls) for _, text in DocumentReader(url, text_key))
+    texts = (str(text) for url in expand_urls(urls) for _, text in DocumentReader(url, text_key))
     backend = learn_bpe(texts, vocab_size)
     save_tokenizer(backend, folder, eos=END_OF_TEXT, bos=END_OF_TEXT)
     return backend.get_vocab_size()

@@ -1,8 +1,9 @@
-"""One input file -> one finished shard. Runs in a worker process; imports no JAX."""
+"""One source -> one finished shard. Runs in a worker process; imports no JAX."""
 
-import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,13 +11,16 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.manifest import BLOCK_TOKENS, ENDS_PER_RECORD, ShardInfo
-from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.data.manifest import BLOCK_TOKENS, ShardInfo
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.documents import DocumentReader
-from lmtrain.preprocess.long_documents import can_split
+from lmtrain.preprocess.long_documents import can_split, split_document
 from lmtrain.preprocess.sources import AnySource
+from lmtrain.preprocess.text import Text
 from lmtrain.preprocess.tokenize import DocumentSettings, token_dtype, tokenize_batch
-from lmtrain.runtime.files import write_json
+from lmtrain.runtime.files import file_sha256
+from lmtrain.runtime.storage import is_url, upload, write_json
 
 # Enough text to keep the tokenizer's threads busy, little enough to hold many times over.
 _BATCH_CHARACTERS = 2_000_000
@@ -30,7 +34,7 @@ Report = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class ShardJob:
-    """All that determines a shard. `path` is without extension, `tokenizer` a folder."""
+    """All that determines a shard. `path` is without extension; `vocab_size` only for the tokenizer passthrough."""
 
     source: AnySource
     path: str
@@ -39,43 +43,43 @@ class ShardJob:
     recipe: dict[str, Any]
     max_document_bytes: int = 10_000_000
     max_bad_fraction: float = 0.01
+    vocab_size: int | None = None
 
 
 def build_shard(job: ShardJob, report: Report) -> ShardInfo:
-    """Tokenize the file and write the shard, then its marker. `report(documents, tokens, input bytes)` gets increments.
+    """Tokenize the source and write the shard, then its marker. `report(documents, tokens, input bytes)` gets
+    increments.
 
     A killed build leaves a temporary file and no marker; a finished one always has the same bytes.
     """
-    tokenizer = load_tokenizer(job.tokenizer)
-    temporary = f"{job.path}.arrayrecord.tmp-{os.getpid()}"
-    writer = ArrayRecordWriter(temporary, _WRITER_OPTIONS)
-    blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size))
-    reader = DocumentReader(job.source, job.settings.text_key, skip_bad=job.settings.on_bad_record == "skip")
-    split_long = can_split(tokenizer.backend)
-    longest = None if split_long else job.max_document_bytes
-    position = 0
-    for texts in _batches(reader, job.source.url, longest):
-        tokens, lengths = tokenize_batch(texts, tokenizer, job.settings, split_long)
-        blocks.add(tokens, lengths)
-        report(len(texts), len(tokens), reader.position - position)
-        position = reader.position
-    _check_bad_share(reader, blocks.documents, job)
-    blocks.finish()
-    writer.close()
+    tokenizer = open_tokenizer(job.tokenizer, job.vocab_size)
+    split_long = tokenizer.library is not None and can_split(tokenizer.library)
     file = f"{job.path}.arrayrecord"
-    _flush(temporary)
-    os.replace(temporary, file)
-    info = ShardInfo(
-        file=os.path.basename(file),
-        source=asdict(job.source),
-        bytes=os.path.getsize(file),
-        sha256=_sha256(file),
-        tokens=blocks.tokens,
-        documents=blocks.documents,
-        blocks=blocks.blocks,
-        skipped=reader.skipped,
-        bad_records=reader.bad_records,
-    )
+    with _temporary(file) as temporary:
+        writer = ArrayRecordWriter(temporary, _WRITER_OPTIONS)
+        blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size))
+        skip_bad = job.settings.on_bad_record == "skip"
+        reader = DocumentReader(job.source, job.settings.text_key, skip_bad, job.vocab_size)
+        position = 0
+        for texts in _batches(reader, tokenizer, split_long, job.max_document_bytes):
+            tokens, lengths = tokenize_batch(texts, tokenizer, job.settings, split_long)
+            blocks.add(tokens, lengths)
+            report(len(texts), len(tokens), reader.position - position)
+            position = reader.position
+        _check_bad_share(reader, blocks.documents, job)
+        blocks.finish()
+        writer.close()
+        info = ShardInfo(
+            file=file.rpartition("/")[2],
+            source=asdict(job.source),
+            bytes=os.path.getsize(temporary),
+            sha256=file_sha256(temporary),
+            tokens=blocks.tokens,
+            documents=blocks.documents,
+            skipped=reader.skipped,
+            bad_records=reader.bad_records,
+        )
+        _publish(temporary, file)
     write_json(f"{job.path}.json", {"recipe": job.recipe, "shard": asdict(info)})
     return info
 
@@ -84,21 +88,26 @@ def _check_bad_share(reader: DocumentReader, documents: int, job: ShardJob) -> N
     if reader.skipped > job.max_bad_fraction * (reader.skipped + documents):
         told = "\n".join(f"  {record}" for record in reader.bad_records)
         raise UserError(
-            f"{job.source.url}: {reader.skipped:,} of {reader.skipped + documents:,} records are bad, more than "
+            f"{job.source.label}: {reader.skipped:,} of {reader.skipped + documents:,} records are bad, more than "
             f"data.max_bad_fraction {job.max_bad_fraction}; the first are\n{told}"
         )
 
 
-def _batches(reader: DocumentReader, url: str, longest: int | None) -> Iterator[list[str]]:
-    """Texts to tokenize in one call. Raises `UserError` for one of more than `longest` bytes."""
-    texts: list[str] = []
+def _batches(reader: DocumentReader, tokenizer: Tokenizer, split_long: bool, longest: int) -> Iterator[list[Text]]:
+    """Documents to tokenize in one call. Raises `UserError` for one of more than `longest` bytes that stays whole."""
+    texts: list[Text] = []
     characters = 0
     for number, text in reader:
-        if longest is not None and len(text) * 4 > longest and len(text.encode()) > longest:
-            raise UserError(
-                f"{url}:{number}: a document of {len(text.encode()):,} bytes is longer than data.max_document_bytes "
-                f"{longest:,}; its tokenizer needs a hundred times that in memory, and cannot split it safely"
-            )
+        if isinstance(text, str) and len(text) * 4 > longest:
+            pieces = split_document(text) if split_long else [text]
+            size = max(len(piece.encode()) for piece in pieces)
+            if size > longest:
+                whole = f"a document of {len(text.encode()):,} bytes"
+                part = f"{whole} has a stretch of {size:,} bytes without spaces, which" if split_long else whole
+                raise UserError(
+                    f"{reader.place(number)}: {part} is longer than data.max_document_bytes {longest:,}; its tokenizer "
+                    "needs a hundred times that in memory, and cannot split it safely"
+                )
         texts.append(text)
         characters += len(text)
         if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_DOCUMENTS:
@@ -108,45 +117,57 @@ def _batches(reader: DocumentReader, url: str, longest: int | None) -> Iterator[
         yield texts
 
 
+@contextmanager
+def _temporary(file: str) -> Iterator[str]:
+    """Where to write what is to become `file`: beside it, or for a URL in a folder of its own on this machine."""
+    if is_url(file):
+        with tempfile.TemporaryDirectory(prefix="lmtrain-") as folder:
+            yield f"{folder}/shard"
+    else:
+        yield f"{file}.tmp-{os.getpid()}"
+
+
+def _publish(temporary: str, file: str) -> None:
+    """Make a whole shard visible under its name."""
+    if is_url(file):
+        upload(temporary, file)
+        return
+    with open(temporary, "rb") as opened:
+        os.fsync(opened.fileno())  # the data is on disk before its name is
+    os.replace(temporary, file)
+
+
 class _BlockWriter:
-    """Cuts a stream of tokens into records of `BLOCK_TOKENS`, and remembers where documents end."""
+    """Cuts a stream of tokens into records of `BLOCK_TOKENS`, each with the ends of the documents in it.
+
+    A document ends in the block of its last token; one without tokens in the block where the next token goes.
+    """
 
     def __init__(self, writer: Any, dtype: np.dtype):
         self._writer = writer
-        self._pending = np.zeros(0, dtype)
-        self._ends: list[np.ndarray] = []
+        self._pending = np.zeros(0, dtype)  # tokens after the last whole block
+        self._ends = np.zeros(0, np.int64)  # the same documents' ends, counted from there
         self.tokens = 0
         self.documents = 0
-        self.blocks = 0
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        self._ends.append(self.tokens + np.cumsum(lengths).astype("<u8"))
+        ends = len(self._pending) + np.cumsum(lengths)
+        blocks = np.where(lengths > 0, ends - 1, ends) // BLOCK_TOKENS
         self.tokens += len(tokens)
         self.documents += len(lengths)
         waiting = np.concatenate([self._pending, tokens])
-        whole = len(waiting) - len(waiting) % BLOCK_TOKENS
-        for start in range(0, whole, BLOCK_TOKENS):
-            self._write_block(waiting[start : start + BLOCK_TOKENS])
-        self._pending = waiting[whole:]
+        whole = len(waiting) // BLOCK_TOKENS
+        for block in range(whole):
+            start = block * BLOCK_TOKENS
+            inside = ends[blocks == block] - start
+            self._write(waiting[start : start + BLOCK_TOKENS], np.append(self._ends, inside))
+            self._ends = self._ends[:0]
+        self._pending = waiting[whole * BLOCK_TOKENS :]
+        self._ends = np.append(self._ends, ends[blocks >= whole] - whole * BLOCK_TOKENS)
 
     def finish(self) -> None:
-        if len(self._pending):
-            self._write_block(self._pending)
-        ends = np.concatenate(self._ends) if self._ends else np.zeros(0, "<u8")
-        for start in range(0, len(ends), ENDS_PER_RECORD):
-            self._writer.write(ends[start : start + ENDS_PER_RECORD].tobytes())
+        if len(self._pending) or len(self._ends):
+            self._write(self._pending, self._ends)
 
-    def _write_block(self, tokens: np.ndarray) -> None:
-        self._writer.write(tokens.tobytes())
-        self.blocks += 1
-
-
-def _flush(path: str) -> None:
-    """Make sure the data is on disk before its name is."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sha256(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    def _write(self, tokens: np.ndarray, ends: np.ndarray) -> None:
+        self._writer.write(tokens.tobytes() + ends.astype("<u2").tobytes())

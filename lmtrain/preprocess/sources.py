@@ -2,27 +2,42 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
-import fsspec
 from braceexpand import braceexpand
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.formats import READERS
 from lmtrain.preprocess.hf_dataset import DatasetShard, dataset_splits, list_dataset_shards
+from lmtrain.runtime.storage import is_url, open_fs, told
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
-_SAMPLE_BYTES = 65536
+_SAMPLE_BYTES = 4096
+_THREADS = 32
+
+# Formats of which a part can be read: a line that begins in it belongs to it.
+_BY_LINES = (".jsonl", ".txt")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input file. `fingerprint` covers its size and its first and last 64 KB: enough to notice a change."""
+    """One input file, or its part from byte `start`. `bytes` are those of the part.
+
+    `fingerprint` covers the file's size and its first and last 4 KB: enough to notice a change.
+    """
 
     url: str
     bytes: int
     fingerprint: str
+    start: int | None = None
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.url if self.start is None else f"{self.url} from byte {self.start:,}"
 
 
 AnySource = Source | DatasetShard
@@ -32,7 +47,22 @@ def list_sources(config: DataConfig, split: str) -> list[AnySource]:
     """The sources of a split in their order. Raises `UserError` if any is not to be had."""
     if config.id is not None:
         return list(list_dataset_shards(config, split))
-    return [describe_source(url) for url in expand_urls(config.urls(split))]
+    urls = expand_urls(config.urls(split))
+    if any(map(is_url, urls)):
+        with ThreadPoolExecutor(_THREADS) as pool:
+            files = list(pool.map(describe_source, urls))
+    else:
+        files = [describe_source(url) for url in urls]
+    return [part for file in files for part in split_source(file, config.split_bytes)]
+
+
+def split_source(file: Source, part_bytes: int) -> list[Source]:
+    """Parts of a large file that can be read in parts; they depend on nothing but its size and `part_bytes`."""
+    extension, compression = format_of(file.url)
+    if compression or extension not in _BY_LINES or file.bytes <= part_bytes:
+        return [file]
+    starts = range(0, file.bytes, part_bytes)
+    return [replace(file, start=start, bytes=min(part_bytes, file.bytes - start)) for start in starts]
 
 
 def describe_urls(config: DataConfig, split: str) -> list[str]:
@@ -65,7 +95,7 @@ def expand_urls(urls: list[str]) -> list[str]:
                 missing.append(name)
     if missing:
         raise FilesMissingError("no such file: " + ", ".join(missing))
-    repeated = sorted({name for name in found if found.count(name) > 1})
+    repeated = sorted(name for name, count in Counter(found).items() if count > 1)
     if repeated:
         raise UserError("named more than once: " + ", ".join(repeated))
     for name in found:
@@ -78,26 +108,36 @@ class FilesMissingError(UserError):
 
 
 def _matches(name: str) -> list[str]:
-    try:
-        fs, path = fsspec.core.url_to_fs(name)
+    if not is_url(name) and os.path.isfile(name):
+        return [name]
+    with told(name, "read"):
+        fs, path = open_fs(name)
         if fs.isfile(path):  # first, since a name may hold a glob's signs
             return [name]
-        found = [match for match in fs.glob(path) if fs.isfile(match)] if any(sign in path for sign in "*?[") else []
-        return sorted(fs.unstrip_protocol(match) if "://" in name else match for match in found)
-    except (ValueError, ImportError, OSError) as error:
-        raise UserError(f"{name}: cannot be read: {error}") from None
+        if not any(sign in path for sign in "*?["):
+            return []
+        found = [entry for entry, info in fs.glob(path, detail=True).items() if info["type"] == "file"]
+        return sorted(fs.unstrip_protocol(match) if is_url(name) else match for match in found)
 
 
 def describe_source(url: str) -> Source:
-    """Size and fingerprint of one file, reading at most 128 KB of it."""
-    fs, path = fsspec.core.url_to_fs(url)
-    size = int(fs.size(path))
-    digest = hashlib.sha256(str(size).encode())
-    with fs.open(path, "rb") as file:
-        digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(0, size - _SAMPLE_BYTES))
-        digest.update(file.read(_SAMPLE_BYTES))
-    return Source(url, size, digest.hexdigest()[:16])
+    """Size and fingerprint of one file, reading its two ends."""
+    with told(url, "read"):
+        if is_url(url):
+            fs, path = open_fs(url)
+            size = fs.info(path)["size"]
+            opened = fs.open(path, "rb")
+        else:
+            size = os.path.getsize(url)
+            opened = open(url, "rb")  # noqa: SIM115  # closed below, where both kinds of file are
+        if size is None:
+            raise UserError(f"{url}: its server does not say how large it is; download it, and name the local file")
+        digest = hashlib.sha256(str(size).encode())
+        with opened as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return Source(url, int(size), digest.hexdigest()[:16])
 
 
 def format_of(url: str) -> tuple[str, str | None]:

@@ -1,38 +1,57 @@
 """What a document must be, whatever it was read from."""
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from lmtrain.config.errors import UserError
 
-# A record's text; or the error it would be, as a value: what to do about it is decided by whoever reads records.
-Text = str | UserError
-Record = tuple[int, Text]
+# A document's text, or its token ids where the tokenizer is passthrough.
+Text = str | list[int]
+
+# A record's document; or the error it would be, as a value: what to do about it is decided by whoever reads records.
+Record = tuple[int, Text | UserError]
 
 
-def text_of(document: Any, key: str, place: str) -> Text:
-    """The text of a document; errors begin with `place`."""
-    if not isinstance(document, dict):
-        return UserError(f"{place}: expected a JSON object with the key {key!r}")
-    if key not in document:
-        keys = ", ".join(map(repr, list(document)[:8])) or "none"
-        return UserError(f"{place}: no key {key!r} (it has {keys}); data.text_key names the key")
-    text = document[key]
-    if not isinstance(text, str):
-        return UserError(f"{place}: {key!r} is {type(text).__name__}, not text")
-    if not text.isascii():
+@dataclass(frozen=True)
+class Field:
+    """Where a record holds its document: text under `key`, or with `vocab_size` a list of token ids below it."""
+
+    key: str
+    vocab_size: int | None = None
+
+    def read(self, document: Any, place: str) -> Text | UserError:
+        """The document in a record; errors begin with `place`."""
+        if not isinstance(document, dict):
+            return UserError(f"{place}: expected a JSON object with the key {self.key!r}")
+        if self.key not in document:
+            keys = ", ".join(map(repr, list(document)[:8])) or "none"
+            return UserError(f"{place}: no key {self.key!r} (it has {keys}); data.text_key names the key")
+        value = document[self.key]
+        if self.vocab_size is not None:
+            return self._check_ids(value, self.vocab_size, place)
+        if not isinstance(value, str):
+            return UserError(f"{place}: {self.key!r} is {type(value).__name__}, not text")
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+                return UserError(f"{place}: not UTF-8: {error.reason} at character {error.start}")
+        return value
+
+    def read_json(self, content: bytes, place: str) -> Text | UserError:
+        """The document in a record written as JSON."""
         try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-            return UserError(f"{place}: not UTF-8: {error.reason} at character {error.start}")
-    return text
+            return self.read(json.loads(content), place)
+        except UnicodeDecodeError as error:
+            return UserError(f"{place}: not UTF-8: {error.reason} at byte {error.start}")
+        except (ValueError, RecursionError) as error:
+            return UserError(f"{place}: not JSON: {error}")
 
-
-def text_of_json(content: bytes, key: str, place: str) -> Text:
-    """The text of a document written as JSON."""
-    try:
-        return text_of(json.loads(content), key, place)
-    except UnicodeDecodeError as error:
-        return UserError(f"{place}: not UTF-8: {error.reason} at byte {error.start}")
-    except (ValueError, RecursionError) as error:
-        return UserError(f"{place}: not JSON: {error}")
+    def _check_ids(self, value: Any, vocab_size: int, place: str) -> list[int] | UserError:
+        if not isinstance(value, list) or not all(type(number) is int for number in value):
+            return UserError(f"{place}: {self.key!r} is not a list of token ids, which the passthrough tokenizer takes")
+        wrong = next((number for number in value if not 0 <= number < vocab_size), None)
+        if wrong is not None:
+            return UserError(f"{place}: token id {wrong} is not below data.vocab_size {vocab_size}")
+        return value

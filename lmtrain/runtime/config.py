@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from lmtrain.config.base import Section, planned
+from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
 
 DeviceId = Annotated[int, Field(ge=0)]
@@ -13,10 +13,10 @@ DeviceId = Annotated[int, Field(ge=0)]
 class DistributedConfig(Section):
     """How processes find one another. Leave it alone on TPU and Slurm, which JAX detects by itself."""
 
-    coordinator_address: str | None = planned(None, description="host:port of process 0; null: detected")
-    num_processes: int | None = planned(None, ge=1, description="Processes of the run; null: detected")
-    process_id: int | None = planned(None, ge=0, description="Number of this process, from 0; null: detected")
-    local_device_ids: DeviceId | list[DeviceId] | None = planned(
+    coordinator_address: str | None = Field(None, description="host:port of process 0; null: detected")
+    num_processes: int | None = Field(None, ge=1, description="Processes of the run; null: detected")
+    process_id: int | None = Field(None, ge=0, description="Number of this process, from 0; null: detected")
+    local_device_ids: DeviceId | list[DeviceId] | None = Field(
         None, description="Devices of this process; null: those of CUDA_VISIBLE_DEVICES, or all"
     )
 
@@ -32,6 +32,6 @@ class DistributedConfig(Section):
 class RayConfig(Section):
     """Where `lmtrain preprocess` finds other machines to tokenize on."""
 
-    address: str | None = planned(None, description="Address of an existing Ray cluster; null: RAY_ADDRESS, else none")
-    start_workers: bool = planned(True, description="Join the hosts of this run to the cluster as workers")
-    auto_start_cluster: bool = planned(True, description="Start a cluster on the hosts of this run if there is none")
+    address: str | None = Field(None, description="Address of an existing Ray cluster; null: RAY_ADDRESS, else none")
+    start_workers: bool = Field(True, description="Join the hosts of this run to the cluster as workers")
+    auto_start_cluster: bool = Field(True, description="Start a cluster on the hosts of this run if there is none")

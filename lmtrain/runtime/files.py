@@ -1,8 +1,7 @@
 """Files that are there whole or not at all."""
 
-import json
+import hashlib
 import os
-from typing import Any
 
 
 def write_atomically(path: str, content: bytes) -> None:
@@ -15,14 +14,9 @@ def write_atomically(path: str, content: bytes) -> None:
     os.replace(temporary, path)
 
 
-def write_json(path: str, value: Any) -> None:
-    """Indented JSON with sorted keys, written atomically: same value, same bytes."""
-    write_atomically(path, (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode())
-
-
-def read_json(path: str) -> Any:
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+def file_sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_temporaries(folder: str) -> None:

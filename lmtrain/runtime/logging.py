@@ -4,16 +4,24 @@ import logging
 import os
 import sys
 
+from lmtrain.runtime.processes import Processes
+
 log = logging.getLogger("lmtrain")
 
 # These tell their users about every file and thread at INFO.
 _CHATTY = ("absl", "jax", "orbax", "tensorboardX", "urllib3", "asyncio", "grain")
 
 
-def start_console_log() -> None:
-    """Messages of lmtrain to stderr as plain lines; of libraries only from warnings up."""
+def start_console_log(processes: Processes | None = None) -> None:
+    """Messages of lmtrain to stderr as plain lines; of libraries only from warnings up.
+
+    Of several processes only the first tells what all would, and the others say who they are.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
+    if processes is not None and not processes.is_first:
+        handler.setFormatter(logging.Formatter(f"[process {processes.index}] %(message)s"))
+        handler.setLevel(logging.WARNING)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

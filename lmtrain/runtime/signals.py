@@ -9,11 +9,16 @@ from lmtrain.runtime.logging import log
 STOPPED_BY_SIGNAL = 75  # EX_TEMPFAIL: run the same command again
 
 
-class StopRequest:
-    """While entered, SIGTERM and SIGINT set `requested` instead of ending the process."""
+class StoppedError(Exception):
+    """Something was ended because the process was asked to stop."""
 
-    def __init__(self) -> None:
+
+class StopRequest:
+    """While entered, SIGTERM and SIGINT set `requested` instead of ending the process. `doing` says what follows."""
+
+    def __init__(self, doing: str = "finishing this step and saving") -> None:
         self.requested = False
+        self.doing = doing
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -30,4 +35,4 @@ class StopRequest:
             # no clean-up on purpose: a second signal means now, and what is on disk is complete or invisible
             os._exit(STOPPED_BY_SIGNAL)
         self.requested = True
-        log.info(f"{signal.Signals(number).name}: finishing this step and saving; once more ends at once")
+        log.info(f"{signal.Signals(number).name}: {self.doing}; once more ends at once")

@@ -1,14 +1,16 @@
 """The training loop, top to bottom."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from lmtrain.checkpoint.policies import Kind
 from lmtrain.evaluation.evaluate import evaluate
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import Progress
-from lmtrain.runtime.signals import StopRequest
+from lmtrain.runtime.signals import StoppedError, StopRequest
 from lmtrain.train.config import TrainerConfig
 from lmtrain.train.setup import Setup
 from lmtrain.train.throughput import Throughput
@@ -18,8 +20,10 @@ class DivergedError(RuntimeError):
     """The loss is not a finite number. Nothing was saved since it was."""
 
 
-def train(setup: Setup, config: TrainerConfig, stop: StopRequest) -> bool:
+def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callable[[], str] = lambda: "") -> bool:
     """Train to the last step, or until a stop is requested. Returns whether the last step was reached.
+
+    `beside` gives what else the line of progress should say.
 
     The order within a step matters: metrics, then evaluation, then the checkpoint. What a checkpoint says is done has
     been logged, so that a run killed anywhere has every metric exactly once after it continues.
@@ -27,15 +31,21 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest) -> bool:
     state = setup.state
     last_step = config.num_train_steps
     throughput = Throughput(setup.tokens_per_step)
-    reporter = _Reporter(setup, config, throughput)
+    reporter = _Reporter(setup, config, throughput, beside)
     done = setup.first_step
 
     try:
         with Progress("train", last_step, setup.first_step) as progress:
             reporter.progress = progress
             while done < last_step:
-                with throughput.loading:
-                    batch = next(setup.train_batches)
+                try:
+                    with throughput.loading:
+                        batch = next(setup.train_batches)
+                except StoppedError:  # while waiting for data that is not there yet
+                    reporter.report()
+                    if done > setup.first_step:
+                        setup.checkpointer.save(done, Kind.TEMPORARY, state.params, state.optimizer, setup.run_info)
+                    break
                 state, metrics = setup.train_step(state, batch)
                 done += 1
                 # This step is running now; the one before it is finished or nearly so. Reading its metrics rather than
@@ -68,7 +78,8 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest) -> bool:
 class _Reporter:
     """Hands a step's metrics to the trackers and the terminal, one step late."""
 
-    def __init__(self, setup: Setup, config: TrainerConfig, throughput: Throughput):
+    def __init__(self, setup: Setup, config: TrainerConfig, throughput: Throughput, beside: Callable[[], str]):
+        self._beside = beside
         self._trackers = setup.trackers
         self._config = config
         self._throughput = throughput
@@ -90,6 +101,7 @@ class _Reporter:
             text = (
                 f"{step}/{self._config.num_train_steps}, loss {metrics['train/loss']:.3f}{self._evaluation}, "
                 f"lr {metrics['train/learning_rate']:.2e}, {metrics['throughput/tokens_per_second']:,.0f} tokens/s"
+                f"{self._beside()}"
             )
             first_or_last = step in (1, self._config.num_train_steps)
             self.progress.update(step, text, force=first_or_last)

@@ -14,8 +14,9 @@ import jax
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.config.errors import UserError
-from lmtrain.data.batches import EvalSource, TrainSource, iterate, open_store
-from lmtrain.data.caches import Cache, Caches, plan_mixture
+from lmtrain.data.batches import EvalSource, TrainSource, iterate, too_little
+from lmtrain.data.caches import Cache, Caches, open_store, plan_mixture
+from lmtrain.data.token_store import TokenStore
 from lmtrain.models.registry import build_model
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
@@ -59,7 +60,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
     batching = plan_batching(trainer, layout.num_batch_shards)
     seq_len = config.model.seq_len
-    stores = [open_store(cache.folder, cache.manifest, seq_len) for cache in caches.train.values()]
+    stores = [_open_store(config, cache) for cache in caches.train.values()]
 
     model = build_model(config.model, vocab_size)
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
@@ -84,11 +85,20 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
     seed = data_seed(config)
     mixture = plan_mixture(config.data, list(caches.train), batching.train_batch, seed)
     source = TrainSource(
-        stores, mixture, seq_len, batching.train_batch, rows, trainer.num_train_steps, config.data.shuffle, seed
+        stores,
+        mixture,
+        seq_len,
+        batching.train_batch,
+        rows,
+        trainer.num_train_steps,
+        config.data.shuffle,
+        seed,
+        config.data.mask_across_documents,
     )
     for (name, cache), store in zip(caches.train.items(), stores, strict=True):
-        steps = store.tokens // (batching.train_batch * seq_len)
-        log.info(f"one epoch{f' of {name}' if name else ''} is {steps:,} steps; data: {cache.folder}")
+        steps = f"{store.shards.tokens // (batching.train_batch * seq_len):,} steps"
+        known = steps if store.shards.complete else f"not known yet, {steps} so far"
+        log.info(f"one epoch{f' of {name}' if name else ''} is {known}; data: {cache.folder}")
     train_batches = (
         place_batch(batch, layout.batch, rows, batching.train_batch) for batch in iterate(source, first_step, _PREFETCH)
     )
@@ -135,11 +145,20 @@ def open_eval_batches(
     seq_len = config.model.seq_len
 
     def reader(cache: Cache) -> Callable[[], Iterator[Any]]:
-        store = open_store(cache.folder, cache.manifest, seq_len)
-        source = EvalSource(store, seq_len, batch_size, rows, config.trainer.max_eval_batches)
+        store = _open_store(config, cache)
+        separate = config.data.mask_across_documents
+        source = EvalSource(store, seq_len, batch_size, rows, config.trainer.max_eval_batches, separate)
         return lambda: (place_batch(batch, layout.batch, rows, batch_size) for batch in iterate(source, 0, _PREFETCH))
 
     return {name: reader(cache) for name, cache in caches.items()}
+
+
+def _open_store(config: RunConfig, cache: Cache) -> TokenStore:
+    """Raises `UserError` if it will never hold one sequence."""
+    store = open_store(config.data, cache)
+    if store.shards.complete and store.shards.tokens < config.model.seq_len:
+        raise too_little(store, config.model.seq_len)
+    return store
 
 
 def _run_info(config: RunConfig, run: str, tokenizer: dict[str, Any], caches: Caches, layout: Layout) -> dict[str, Any]:

@@ -34,13 +34,8 @@ def build_train_step(
     of (seed, step, microbatch).
     """
 
-    def loss_sum(params: Any, tokens: jax.Array, mask: jax.Array, key: jax.Array) -> jax.Array:
-        rngs = {"dropout": key} if dropout else {}
-        variables = {"params": params}
-        apply = model.apply
-        hidden = apply(variables, tokens, not dropout, method="hidden", rngs=rngs)
-        head = apply(variables, method="head")
-        return summed_cross_entropy(hidden, head, next_token_targets(tokens), mask)
+    def loss_sum(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+        return _loss_sum(model, params, batch, not dropout, {"dropout": key} if dropout else {})
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -64,14 +59,18 @@ def build_eval_step(model: LanguageModel, layout: Layout, compute_dtype: str) ->
     """The jitted (params, batch) -> (summed loss, number of targets), without dropout."""
 
     def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        variables = {"params": _cast(params, compute_dtype)}
-        apply = model.apply
-        hidden = apply(variables, batch["tokens"], True, method="hidden")
-        head = apply(variables, method="head")
-        targets = next_token_targets(batch["tokens"])
-        return summed_cross_entropy(hidden, head, targets, batch["loss_mask"]), batch["loss_mask"].sum()
+        return _loss_sum(model, _cast(params, compute_dtype), batch, True, {}), batch["loss_mask"].sum()
 
     return _within(layout, jax.jit(evaluate, out_shardings=layout.replicated))
+
+
+def _loss_sum(model: LanguageModel, params: Any, batch: Any, deterministic: bool, rngs: Any) -> jax.Array:
+    """Cross entropy summed over the targets of a batch; documents are kept apart if it has `segments`."""
+    variables = {"params": params}
+    apply = model.apply
+    hidden = apply(variables, batch["tokens"], deterministic, batch.get("segments"), method="hidden", rngs=rngs)
+    head = apply(variables, method="head")
+    return summed_cross_entropy(hidden, head, next_token_targets(batch["tokens"]), batch["loss_mask"])
 
 
 def _within(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,13 +84,13 @@ def _within(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
 def _accumulate(value_and_grad: Any, params: Any, batch: Any, key: jax.Array, num_microbatches: int) -> tuple[Any, Any]:
     """Sums of loss and gradients over microbatches, one after the other."""
     if num_microbatches == 1:
-        return value_and_grad(params, batch["tokens"], batch["loss_mask"], jax.random.fold_in(key, 0))
+        return value_and_grad(params, batch, jax.random.fold_in(key, 0))
     # microbatch i takes rows i, i + n, ...: each then spans all devices, where halves of the batch would not
     split = jax.tree.map(lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
     def one(sums: Any, indexed: Any) -> tuple[Any, None]:
         index, micro = indexed
-        loss, gradients = value_and_grad(params, micro["tokens"], micro["loss_mask"], jax.random.fold_in(key, index))
+        loss, gradients = value_and_grad(params, micro, jax.random.fold_in(key, index))
         return jax.tree.map(lambda total, new: total + new.astype(total.dtype), sums, (loss, gradients)), None
 
     zeros = (jnp.float32(0), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))

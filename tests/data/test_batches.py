@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.batches import EvalSource, TrainSource, iterate, open_store
+from lmtrain.data.batches import EvalSource, TrainSource, iterate
+from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.mixture import Mixture, Phase
-from lmtrain.preprocess.build import build_cache, split_folder
+from lmtrain.data.shards import Shards
+from lmtrain.preprocess.build import build_cache
+from lmtrain.preprocess.plan import split_folder
 
 
 @pytest.fixture(scope="module")
@@ -18,13 +21,14 @@ def store(tmp_path_factory):
         train_urls=VALIDATION_FILES, tokenizer=str(TOKENIZER), cache_dir=str(tmp_path_factory.mktemp("cache"))
     )
     manifest = build_cache(config, "train")
-    return open_store(split_folder(config, "train"), manifest, 16)
+    cache = Cache(split_folder(config, "train"), manifest.recipe, [], manifest.dtype, Shards.of(manifest))
+    return open_store(config, cache)
 
 
-def source_of(*stores, rows=(0, 1, 2, 3), mixture=None, shuffle=False):
+def source_of(*stores, rows=(0, 1, 2, 3), mixture=None, shuffle=False, separate=True):
     if isinstance(stores[-1], list):
         *stores, rows = stores
-    return TrainSource(stores, mixture, 16, 4, np.array(rows), 30, shuffle, 5)
+    return TrainSource(stores, mixture, 16, 4, np.array(rows), 30, shuffle, 5, separate)
 
 
 def test_every_row_has_one_target_less_than_tokens(store):
@@ -36,16 +40,26 @@ def test_every_row_has_one_target_less_than_tokens(store):
 
 def test_training_windows_are_the_text_in_order(store):
     rows = [source_of(store)[step]["tokens"] for step in range(3)]
-    expected = store.read(np.array([0]), 3 * 4 * 16)
+    expected, _ = store.read(np.array([0]), 3 * 4 * 16)
     np.testing.assert_array_equal(np.concatenate(rows).ravel(), expected[0])
 
 
+def test_segments_count_the_documents_of_each_row(store):
+    batches = [source_of(store)[step] for step in range(30)]
+    tokens, segments = (np.concatenate([batch[name] for batch in batches]) for name in ("tokens", "segments"))
+    ends = tokens == 0  # the end-of-text token, with which every document ends
+    expected = np.cumsum(np.pad(ends, ((0, 0), (1, 0)))[:, :-1], axis=1)
+    np.testing.assert_array_equal(segments - segments[:, :1], expected)
+    assert expected.max() > 0
+    assert "segments" not in source_of(store, separate=False)[1]
+
+
 def test_evaluation_counts_every_target_once_and_nothing_else(store):
-    source = EvalSource(store, 16, 7, np.arange(7), None)
-    whole, tail = divmod(store.tokens, 16)
+    source = EvalSource(store, 16, 7, np.arange(7), None, True)
+    whole, tail = divmod(store.shards.tokens, 16)
     counted = sum(int(source[i]["loss_mask"].sum()) for i in range(len(source)))
     assert counted == whole * 15 + max(tail - 1, 0)
-    assert len(EvalSource(store, 16, 7, np.arange(7), 2)) == 2
+    assert len(EvalSource(store, 16, 7, np.arange(7), 2, True)) == 2
 
 
 @pytest.mark.parametrize("shuffle", [False, True, 7])
@@ -65,14 +79,9 @@ def test_processes_share_a_batch_without_changing_it(store):
 
 
 def test_less_than_one_sequence_is_the_users_mistake(store):
-    from dataclasses import replace
-
-    from lmtrain.data.manifest import load_manifest
-
-    manifest = load_manifest(store._folder)
-    assert manifest is not None
-    with pytest.raises(UserError, match="less than one sequence of 1,000,000"):
-        open_store(store._folder, replace(manifest), 1_000_000)
+    source = TrainSource([store], None, 10**6, 4, np.arange(4), 30, False, 5, True)
+    with pytest.raises(UserError, match=r"less than one sequence of 1,000,000 \(model.seq_len\)"):
+        source[0]
 
 
 def test_a_mixture_reads_each_example_from_its_source(store):
@@ -87,7 +96,7 @@ def test_a_mixture_reads_each_example_from_its_source(store):
         for row, (which, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True)):
             assert number == taken[which]
             taken[which] += 1
-            expected = alone[which]._read(0, np.array([number]))[0]
+            expected = alone[which]._read(0, np.array([number]))[0][0]
             np.testing.assert_array_equal(batch["tokens"][row], expected)
         assert batch["loss_mask"].tolist() == [[True] * 15 + [False]] * 4
     assert taken[0] + taken[1] == 24
@@ -98,8 +107,9 @@ class _Reversed:
     """A store of the same tokens backwards."""
 
     def __init__(self, store):
-        self.tokens = store.tokens
-        self._all = store.read(np.array([0]), store.tokens)[0][::-1]
+        self.shards = store.shards
+        self._all = store.read(np.array([0]), store.shards.tokens)[0][0][::-1]
 
     def read(self, starts, length):
-        return np.stack([self._all[start : start + length] for start in starts])
+        tokens = np.stack([self._all[start : start + length] for start in starts])
+        return tokens, np.zeros(tokens.shape, bool)

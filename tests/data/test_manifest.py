@@ -7,7 +7,7 @@ import pytest
 from lmtrain.config.errors import UserError
 from lmtrain.data.manifest import Manifest, ShardInfo, load_manifest, manifest_path, save_manifest
 
-SHARD = ShardInfo("shard-00000-of-00001.arrayrecord", {"url": "a"}, 100, "abc", 40, 3, 1)
+SHARD = ShardInfo("shard-00000-of-00001.arrayrecord", {"url": "a"}, 100, "abc", 40, 3)
 MANIFEST = Manifest("train", {"tokenizer": {"fingerprint": "f"}}, ["a"], "<u2", [SHARD, SHARD])
 
 
@@ -37,10 +37,3 @@ def test_a_torn_manifest_is_refused_with_advice(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": 1,')
     with pytest.raises(UserError, match=r"manifest\.json: damaged: .*delete the folder"):
         load_manifest(str(tmp_path))
-
-
-def test_its_identity_is_the_tokens_and_not_where_they_came_from():
-    moved = Manifest("train", MANIFEST.recipe, ["b"], "<u2", [SHARD, SHARD])
-    assert moved.identity == MANIFEST.identity
-    other = Manifest("train", MANIFEST.recipe, ["a"], "<u2", [SHARD])
-    assert other.identity != MANIFEST.identity

@@ -10,6 +10,7 @@ from pyarrow import parquet
 from lmtrain.config.errors import UserError
 from lmtrain.preprocess import formats
 from lmtrain.preprocess.formats import READERS
+from lmtrain.preprocess.text import Field
 
 TEXTS = ["one", "zwei äöü 🙂", "", " three\t", 'quote " and \\ and ]', "a" * 5000]
 
@@ -30,7 +31,7 @@ WRITTEN = {
 
 
 def read(extension, content, key="text"):
-    return list(READERS[extension](io.BytesIO(content), key, "name"))
+    return list(READERS[extension](io.BytesIO(content), Field(key), "name"))
 
 
 @pytest.mark.parametrize("written", WRITTEN)

@@ -8,6 +8,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.data.config import SourceConfig
 from lmtrain.preprocess import hf_dataset
 from lmtrain.preprocess.hf_dataset import DatasetReader, dataset_splits, list_dataset_shards
+from lmtrain.preprocess.text import Field
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def folder(tmp_path):
 
 
 def texts(config, split):
-    return [text for shard in list_dataset_shards(config, split) for _, text in DatasetReader(shard, "text")]
+    return [text for shard in list_dataset_shards(config, split) for _, text in DatasetReader(shard, Field("text"))]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -44,7 +45,7 @@ def test_a_stream_has_the_shards_its_files_make_and_a_table_shards_by_size(folde
 
 def test_progress_reaches_the_size_of_the_shard(folder):
     (shard,) = list_dataset_shards(SourceConfig(id=folder), "validation")
-    reader = DatasetReader(shard, "text")
+    reader = DatasetReader(shard, Field("text"))
     seen = [reader.position for _ in reader]
     assert seen == sorted(seen)
     assert reader.position == shard.bytes > 0
@@ -62,10 +63,10 @@ def test_the_fingerprint_follows_the_rows(folder, tmp_path):
 
 def test_rows_without_text_are_errors_in_their_place(folder):
     (shard,) = list_dataset_shards(SourceConfig(id=folder), "validation")
-    records = list(DatasetReader(shard, "n"))
+    records = list(DatasetReader(shard, Field("n")))
     assert [number for number, _ in records] == [1, 2, 3, 4, 5]
     assert str(records[1][1]) == f"dataset {folder} validation:2: 'n' is int, not text"
-    assert "no key 'body' (it has 'text', 'n')" in str(next(iter(DatasetReader(shard, "body")))[1])
+    assert "no key 'body' (it has 'text', 'n')" in str(next(iter(DatasetReader(shard, Field("body"))))[1])
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ if __name__ == "__main__":
     jobs = [
         ShardJob(Source(f"{folder}/{name}.jsonl", 0, ""), f"{folder}/{name}", tokenizer, settings, {}) for name in "ab"
     ]
-    print(list(build_locally(jobs, 2, lambda counts: None)))
+    print(list(build_locally(jobs, lambda counts: None, lambda: False, 2)))
 """
 
 
@@ -103,10 +103,13 @@ def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
         described = describe_source(str(source))
         jobs.append(ShardJob(described, str(tmp_path / name), settings["data"]["tokenizer"], documents, {}))
     seen = []
-    infos = list(build_locally(jobs, 2, seen.append))
-    assert sorted(info.file for info in infos) == ["a.arrayrecord", "b.arrayrecord", "c.arrayrecord"]
-    assert seen == sorted(seen)
-    assert seen[-1] == (6000, sum(info.tokens for info in infos), sum(job.source.bytes for job in jobs))
+    built = list(build_locally(jobs, lambda counts: seen.append(counts.tolist()), lambda: False, 2))
+    assert sorted((number, info.file) for number, info in built) == [
+        (i, f"{c}.arrayrecord") for i, c in enumerate("abc")
+    ]
+    assert [sum(map(sum, counts)) for counts in seen] == sorted(sum(map(sum, counts)) for counts in seen)
+    tokens = {number: info.tokens for number, info in built}
+    assert seen[-1] == [[2000, tokens[number], job.source.bytes] for number, job in enumerate(jobs)]
 
 
 def test_an_error_in_a_worker_arrives_as_it_was_raised(tmp_path, settings):
@@ -116,7 +119,7 @@ def test_an_error_in_a_worker_arrives_as_it_was_raised(tmp_path, settings):
     documents = DocumentSettings("text", True, False)
     job = ShardJob(described, str(tmp_path / "a"), settings["data"]["tokenizer"], documents, {})
     with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
-        list(build_locally([job], 1, lambda counts: None))
+        list(build_locally([job], lambda counts: None, lambda: False, 1))
 
 
 def test_usable_cores_are_those_the_process_may_run_on():

@@ -164,7 +164,7 @@ def test_position_ends_at_the_size_of_the_file(tmp_path, kind):
     assert reader.position == len(content)
 
 
-@pytest.mark.parametrize("place", [0, 65535, 400_000, -65536, -1], ids=str)
+@pytest.mark.parametrize("place", [0, 4095, 400_000, -4096, -1], ids=str)
 def test_fingerprint_notices_a_change_at_either_end(tmp_path, place):
     # `place` in the middle is not read: that change is noticed by the size alone
     content = bytearray(b"x" * 500_000)

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from lmtrain.runtime.files import read_json, remove_temporaries, write_atomically, write_json
+from lmtrain.runtime.files import remove_temporaries, write_atomically
+from lmtrain.runtime.storage import read_json, write_json
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys

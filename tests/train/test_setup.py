@@ -3,15 +3,20 @@
 import json
 import os
 import re
+import time
 
 import jax
 import pytest
 
 from lmtrain.checkpoint.policies import Kind
-from lmtrain.commands.preprocess import build_caches
+from lmtrain.commands.caches import plan_caches
 from lmtrain.config.errors import UserError
 from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.preprocess.build import Build
+from lmtrain.preprocess.executor import choose_executor
 from lmtrain.run_config import RunConfig
+from lmtrain.runtime.config import RayConfig
+from lmtrain.runtime.processes import Processes
 from lmtrain.train.setup import finished_checkpoint, set_up
 
 
@@ -54,7 +59,14 @@ def start():
 
 
 def set_up_run(config: RunConfig):
-    caches = build_caches(config.data)
+    plans = plan_caches(config.data)
+    for plan in plans.all:
+        if plan.manifest is None:
+            build = Build([plan], choose_executor(RayConfig(), 1, Processes())).start()
+            while build.running:
+                time.sleep(0.02)
+            build.check()
+    caches = plans.caches
     tokenizer = load_tokenizer(config.data.tokenizer)
     return set_up(config, "run", tokenizer.vocab_size, tokenizer.identity, caches)
 

@@ -38,10 +38,10 @@ class Gpt2Attention(nn.Module):
         self.out = Linear((heads, head_dim), (embed,), residual)
         self.drop_weights = nn.Dropout(c.attn_pdrop)
 
-    def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool) -> jax.Array:
+    def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool, segments_BS: jax.Array | None) -> jax.Array:
         q, k, v = self._project(x)
         drop = None if deterministic else lambda weights: self.drop_weights(weights, deterministic=False)
-        return self._merge(self_attend(q, k, v, self._scale(layer), self.config.upcast_attn, drop))
+        return self._merge(self_attend(q, k, v, self._scale(layer), self.config.upcast_attn, drop, segments_BS))
 
     def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         """Attention of new positions `start, start + 1, ...` to all before them and to themselves."""
@@ -90,8 +90,11 @@ class Gpt2Block(nn.Module):
         self.mlp = Gpt2Mlp(c)
         self.drop = nn.Dropout(c.resid_pdrop)
 
-    def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool) -> tuple[jax.Array, None]:
-        x = x + self.drop(self.attn(self.norm_attn(x), layer, deterministic), deterministic=deterministic)
+    def __call__(
+        self, x: jax.Array, layer: jax.Array, deterministic: bool, segments_BS: jax.Array | None
+    ) -> tuple[jax.Array, None]:
+        mixed = self.attn(self.norm_attn(x), layer, deterministic, segments_BS)
+        x = x + self.drop(mixed, deterministic=deterministic)
         x = x + self.drop(self.mlp(self.norm_mlp(x)), deterministic=deterministic)
         return constrain(x, "act_batch", "act_seq", "act_embed"), None
 
@@ -123,10 +126,10 @@ class Gpt2LM(nn.Module):
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         return self.logits(self.hidden(tokens_BS, deterministic=True))
 
-    def hidden(self, tokens_BS: jax.Array, deterministic: bool) -> jax.Array:
+    def hidden(self, tokens_BS: jax.Array, deterministic: bool, segments_BS: jax.Array | None = None) -> jax.Array:
         x = self.tokens(tokens_BS) + self.positions(jnp.arange(tokens_BS.shape[1]))
         x = constrain(self.drop(x, deterministic=deterministic), "act_batch", "act_seq", "act_embed")
-        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic)
+        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, segments_BS)
         return self.norm_final(x)
 
     def head(self) -> jax.Array:

@@ -19,15 +19,19 @@ def attend(
     first_query: jax.Array | int = 0,
     upcast: bool = False,
     drop: Drop | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Each query sees the keys up to its own position; query s is at position `first_query + s`. -> [B, H, S, C]
 
-    Softmax runs in float32; with `upcast` the scores do too. `drop` is applied to the attention weights.
+    With `segments`, those of the queries [B, S] and of the keys [B, T], it sees only keys of its own segment. Softmax
+    runs in float32; with `upcast` the scores do too. `drop` is applied to the attention weights.
     """
     if upcast:
         q_BHSC, k_BHTC = q_BHSC.astype(jnp.float32), k_BHTC.astype(jnp.float32)
     scores = jnp.einsum("BHSC,BHTC->BHST", q_BHSC * scale, k_BHTC).astype(jnp.float32)
     seen = jnp.arange(k_BHTC.shape[2]) <= first_query + jnp.arange(q_BHSC.shape[2])[:, None]
+    if segments is not None:
+        seen &= segments[0][:, None, :, None] == segments[1][:, None, None, :]
     weights = jax.nn.softmax(jnp.where(seen, scores, _MASKED), axis=-1).astype(v_BHTC.dtype)
     if drop is not None:
         weights = drop(weights)
@@ -41,9 +45,12 @@ def self_attend(
     scale: jax.Array | float,
     upcast: bool = False,
     drop: Drop | None = None,
+    segments_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of a whole sequence to itself, in two halves: the first needs none of the second's keys."""
     half = q_BHSC.shape[2] // 2
-    first = attend(q_BHSC[:, :, :half], k_BHSC[:, :, :half], v_BHSC[:, :, :half], scale, 0, upcast, drop)
-    second = attend(q_BHSC[:, :, half:], k_BHSC, v_BHSC, scale, half, upcast, drop)
+    s = segments_BS
+    early, late = (None, None) if s is None else ((s[:, :half], s[:, :half]), (s[:, half:], s))
+    first = attend(q_BHSC[:, :, :half], k_BHSC[:, :, :half], v_BHSC[:, :, :half], scale, 0, upcast, drop, early)
+    second = attend(q_BHSC[:, :, half:], k_BHSC, v_BHSC, scale, half, upcast, drop, late)
     return jnp.concatenate([first, second], axis=2)

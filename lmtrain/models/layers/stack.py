@@ -13,8 +13,9 @@ import flax.linen as nn
 def stack(block: type[nn.Module], num_layers: int, scan: bool, remat: bool) -> Callable[..., Any]:
     """`block` repeated `num_layers` times.
 
-    The block has `__call__(x, layer, deterministic) -> (x, None)` and `extend(x, layer, cache, start) -> (x, cache)`;
-    `layer` and `cache` have a leading layer dimension outside, and none inside.
+    The block has `__call__(x, layer, deterministic, segments) -> (x, None)` and
+    `extend(x, layer, cache, start) -> (x, cache)`; `layer` and `cache` have a leading layer dimension outside, and
+    none inside.
     """
     if remat:
         # prevent_cse is for unrolled code; in a scan it costs and gives nothing
@@ -29,7 +30,7 @@ def stack(block: type[nn.Module], num_layers: int, scan: bool, remat: bool) -> C
     return nn.scan(
         block,
         methods={
-            "__call__": {"in_axes": (0, nn.broadcast), **shared},
+            "__call__": {"in_axes": (0, nn.broadcast, nn.broadcast), **shared},
             "extend": {"in_axes": (0, 0, nn.broadcast), "out_axes": 0, **shared},
         },
     )

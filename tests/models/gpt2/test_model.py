@@ -87,8 +87,25 @@ def test_the_layers_draw_different_dropout(params):
     rngs = {"dropout": jax.random.key(0)}
     x = jnp.zeros((2, 8, 16))
     bound = lm.bind({"params": zero}, rngs=rngs)
-    total, _ = bound.blocks(x, jnp.arange(3), False)
+    total, _ = bound.blocks(x, jnp.arange(3), False, None)
     assert set(np.unique(np.asarray(total))) == {0.0, 2.0, 4.0, 6.0}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_documents_in_one_sequence_know_nothing_of_one_another(params, remat):
+    """With segments, a document's gradient by another's embeddings is zero; without, it is not."""
+    lm = model(gradient_checkpointing=remat)
+    segments = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 5, 6, 6, 6]])
+
+    def gradient(segments):
+        def second(params):
+            hidden = lm.apply({"params": params}, np.arange(16).reshape(2, 8), True, segments, method="hidden")
+            return (hidden[0, 3:7] ** 3).sum()  # of the first row's document 1, tokens 3 to 6
+
+        return np.abs(np.asarray(jax.grad(second)(params)["tokens"]["embedding"])).sum(axis=1)
+
+    assert np.flatnonzero(gradient(segments)).tolist() == [3, 4, 5, 6]
+    assert np.flatnonzero(gradient(None)).tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("pieces", [[8], [1] * 8, [3, 1, 4]])

@@ -1,5 +1,7 @@
 """Causal attention against plain numpy."""
 
+from itertools import pairwise
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -64,3 +66,15 @@ def test_drop_is_applied_to_the_weights_of_every_query():
     np.testing.assert_allclose(
         self_attend(q, k, v, 0.5, drop=lambda weights: 2 * weights), 2 * plain(q, k, v, 0.5), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("length", [1, 5, 8])
+def test_segments_are_sequences_of_their_own(length):
+    q, k, v = arrays(length, length)
+    cuts = [0, (length + 1) // 3, length]
+    segments = np.repeat([4, 9], np.diff(cuts))[None].repeat(2, axis=0)
+    found = np.asarray(self_attend(q, k, v, 0.5, segments_BS=jnp.asarray(segments)))
+    for start, end in pairwise(cuts):
+        part = slice(start, end)
+        expected = plain(q[:, :, part], k[:, :, part], v[:, :, part], 0.5)
+        np.testing.assert_allclose(found[:, :, part], expected, rtol=1e-5, atol=1e-5)

@@ -18,7 +18,7 @@ class Block(nn.Module):
         dims = (("embed", 4),)
         self.linear = Linear(dims, dims, nn.initializers.normal(1.0), use_bias=False)
 
-    def __call__(self, x, layer, deterministic):
+    def __call__(self, x, layer, deterministic, segments):
         return jnp.tanh(self.linear(x)) * (layer + 1), None
 
     def extend(self, x, layer, cache, start):
@@ -33,7 +33,7 @@ class Stack(nn.Module):
         self.blocks = stack(Block, 3, self.scan, self.remat)()
 
     def __call__(self, x):
-        return self.blocks(x, jnp.arange(3), True)[0]
+        return self.blocks(x, jnp.arange(3), True, None)[0]
 
     def extend(self, x, cache, start):
         return self.blocks.extend(x, jnp.arange(3), cache, start)

@@ -1,0 +1,92 @@
+"""What the verbs that read data have in common: planning, building and waiting for token caches."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.caches import Cache, Caches
+from lmtrain.data.config import DataConfig
+from lmtrain.data.manifest import load_manifest
+from lmtrain.preprocess.build import Build
+from lmtrain.preprocess.executor import choose_executor
+from lmtrain.preprocess.plan import CachePlan, plan_cache, split_folder
+from lmtrain.preprocess.prepare_demo import prepare_demo
+from lmtrain.preprocess.sources import has_text
+from lmtrain.run_config import RunConfig
+from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.progress import Progress
+from lmtrain.runtime.signals import StoppedError, StopRequest
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What is to be done for each source of each split, by the sources' names."""
+
+    train: Mapping[str, CachePlan]
+    validation: Mapping[str, CachePlan]
+
+    @property
+    def all(self) -> list[CachePlan]:
+        return [*self.train.values(), *self.validation.values()]
+
+    @property
+    def caches(self) -> Caches:
+        return Caches(train=_caches(self.train), validation=_caches(self.validation))
+
+
+def plan_caches(config: DataConfig, train: bool = True) -> Plans:
+    """Plans for every split of every source, `validation` only where there is text; without `train` for it alone."""
+    require_text(config, "train" if train else "validation")
+    plans = Plans(_plan(config, "train") if train else {}, _plan(config, "validation"))
+    if not train and not plans.validation:
+        raise UserError("data: there is no validation text in it")
+    return plans
+
+
+def start_build(config: RunConfig, plans: Plans, processes: Processes, background: bool = False) -> Build:
+    """Begin to build what is missing. Of several processes the first builds, and the others follow."""
+    executor = choose_executor(config.trainer.ray, config.data.num_preprocess_workers, processes, background)
+    return Build(plans.all, executor, follows=not processes.is_first).start()
+
+
+def wait(build: Build, stop: StopRequest, enough: Callable[[], bool] = lambda: False) -> None:
+    """Show the progress of a build until it has ended, or there is `enough`.
+
+    Raises what it failed with, and `StoppedError` once it is stopped.
+    """
+    with Progress("preprocess", build.total_bytes) as progress:
+        while build.running and not enough():
+            progress.update(build.done_bytes, build.text)
+            if stop.requested:
+                build.stop()
+                raise StoppedError
+            time.sleep(_POLL_SECONDS)
+    build.check()
+
+
+def require_text(config: DataConfig, split: str) -> None:
+    """Raise `UserError` if a config, which may be without data, has no text for `split`."""
+    if not any(source.id is not None or source.urls(split) for source in config.sources().values()):
+        raise UserError(
+            f"data.{split}_urls: no text for {'training' if split == 'train' else 'validation'}; name your files, "
+            "or set data.demo to a folder to try lmtrain"
+        )
+
+
+def _plan(config: DataConfig, split: str) -> dict[str, CachePlan]:
+    plans = {}
+    for name, source in config.sources().items():
+        # looking into a data set takes seconds, and is needed only once
+        if load_manifest(split_folder(source, split)) is not None or has_text(source, split):
+            prepare_demo(source)
+            plans[name] = plan_cache(source, split)
+    return plans
+
+
+def _caches(plans: Mapping[str, CachePlan]) -> dict[str, Cache]:
+    return {
+        name: Cache(plan.folder, plan.recipe, plan.sources, plan.dtype, plan.shards) for name, plan in plans.items()
+    }

@@ -1,0 +1,100 @@
+"""Local copies of the shards of a cache at a URL, so that reading them is as fast as reading a local cache."""
+
+import os
+import threading
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.manifest import ShardInfo
+from lmtrain.data.shards import Shards
+from lmtrain.runtime.files import file_sha256
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import download, join
+
+# The copies just asked for stay, whatever the limit: they are being read.
+_KEPT = 8
+
+
+class Mirror:
+    """Copies of shards in `folder`, named by checksum; about `max_bytes` of them, the longest unused go first."""
+
+    def __init__(self, url: str, folder: str, max_bytes: int):
+        self.url = url
+        self._folder = os.path.expanduser(folder)
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._one_at_a_time: dict[str, threading.Lock] = {}
+        self._recent: list[str] = []
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"data.mirror_dir: {folder} cannot be made: {error.strerror}") from None
+
+    def locate(self, info: ShardInfo) -> str:
+        """The local copy of a shard, made if there is none. Raises `UserError` if it cannot be had, or is damaged."""
+        path = os.path.join(self._folder, f"{info.sha256}.arrayrecord")
+        with self._lock:
+            alone = self._one_at_a_time.setdefault(path, threading.Lock())
+            self._recent = [*(name for name in self._recent if name != path), path][-_KEPT:]
+        with alone:
+            if os.path.isfile(path) and os.path.getsize(path) == info.bytes:
+                os.utime(path)  # the last use, by which copies are chosen to go
+            else:
+                self._make_room(info.bytes)
+                self._copy(info, path)
+        return path
+
+    def fetch_ahead(self, shards: Shards) -> None:
+        """In the background, copy shards in their order while there is room for them."""
+        threading.Thread(target=self._fetch, args=(shards,), name="mirror", daemon=True).start()
+
+    def _fetch(self, shards: Shards) -> None:
+        taken = 0
+        try:
+            for info in shards.follow():
+                taken += info.bytes
+                if taken > self._max_bytes:
+                    return
+                self.locate(info)
+        except Exception:
+            return  # whoever needs the shard gets the error
+
+    def _copy(self, info: ShardInfo, path: str) -> None:
+        source = join(self.url, info.file)
+        temporary = f"{path}.tmp-{os.getpid()}"
+        try:
+            download(source, temporary)
+            if os.path.getsize(temporary) != info.bytes or file_sha256(temporary) != info.sha256:
+                raise UserError(
+                    f"{source}: is not what the cache's manifest says: the cache is damaged; delete that shard, its "
+                    f".json and {join(self.url, 'manifest.json')}, and run `lmtrain preprocess` again"
+                )
+            os.replace(temporary, path)
+        except FileNotFoundError:
+            raise UserError(f"{source} is missing: the cache is damaged; run `lmtrain preprocess` again") from None
+        except OSError as error:
+            raise UserError(f"data.mirror_dir: {path} cannot be written: {error.strerror}") from None
+        finally:
+            if os.path.exists(temporary):
+                os.remove(temporary)
+
+    def _make_room(self, size: int) -> None:
+        with self._lock:
+            entries = [entry for entry in os.scandir(self._folder) if entry.name.endswith(".arrayrecord")]
+            used = sum(entry.stat().st_size for entry in entries)
+            for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime):
+                if used + size <= self._max_bytes:
+                    return
+                if entry.path not in self._recent:
+                    used -= entry.stat().st_size
+                    os.remove(entry.path)  # a reader that has it open keeps it
+
+
+def warn_if_small(url: str, shards: Shards, max_bytes: int) -> None:
+    """A full shuffle reads everywhere: say so where the copies of a complete cache do not fit."""
+    size = sum(info.bytes for info in shards.infos)
+    if size > max_bytes:
+        log.warning(
+            f"{url}: {size / 1e9:.1f} GB of shards do not fit data.max_mirror_bytes ({max_bytes / 1e9:.1f} GB), and "
+            "data.shuffle true reads all over them: they will be fetched again and again. Shuffle within stretches "
+            "(data.shuffle: a number), or give more room"
+        )

@@ -1,0 +1,61 @@
+"""Where shards are built: on this machine, or on a Ray cluster. The result is the same."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.manifest import ShardInfo
+from lmtrain.preprocess.local import build_locally, usable_cores
+from lmtrain.preprocess.shard import ShardJob
+from lmtrain.runtime.config import RayConfig
+from lmtrain.runtime.processes import Processes
+
+# Documents, tokens and input bytes done of each job, int64 [jobs, 3].
+Counts = np.ndarray
+OnCounts = Callable[[Counts], None]
+Stopped = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Executor:
+    """`run(jobs, on_counts, stopped)` yields (number of the job, its shard) in any order.
+
+    It reports counts every now and then, and raises `StoppedError` soon after `stopped()` is true.
+    """
+
+    label: str
+    run: Callable[[list[ShardJob], OnCounts, Stopped], Iterator[tuple[int, ShardInfo]]]
+
+
+def choose_executor(ray: RayConfig, workers: int | None, processes: Processes, background: bool = False) -> Executor:
+    """Ray if an address is given, or if the run has several hosts; else this machine.
+
+    In the `background` of training, local workers step back behind it.
+    """
+    address = ray.address or os.environ.get("RAY_ADDRESS")
+    if address is None and processes.count == 1:
+        label = f"{workers or usable_cores()} local processes"
+        return Executor(label, partial(build_locally, max_workers=workers, background=background))
+    _check_ray(f"ray at {address}" if address else f"a run of {processes.count} processes")
+    from lmtrain.preprocess.ray_cluster import build_on_ray, join_cluster
+
+    label = f"the Ray cluster at {address}" if address else f"a Ray cluster on the {processes.count} hosts of the run"
+
+    def run(jobs: list[ShardJob], on_counts: OnCounts, stopped: Stopped) -> Iterator[tuple[int, ShardInfo]]:
+        return build_on_ray(jobs, on_counts, stopped, join_cluster(ray, address, processes), workers)
+
+    return Executor(label, run)
+
+
+def _check_ray(why: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(
+            f"{why} preprocesses on Ray, which is not installed: pip install 'lmtrain[ray]', or build the cache "
+            "beforehand with `lmtrain preprocess` on one machine"
+        )

@@ -1,0 +1,243 @@
+"""What there is to do for one split: which shards it will have, which are there, and whether they belong together."""
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+from lmtrain.config.compare import describe_differences
+from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.data.manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
+from lmtrain.data.shards import Shards
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.preprocess.shard import ShardJob
+from lmtrain.preprocess.sources import AnySource, FilesMissingError, describe_urls, list_sources
+from lmtrain.preprocess.tokenize import DocumentSettings, check_special_tokens, token_dtype
+from lmtrain.runtime.files import remove_temporaries
+from lmtrain.runtime.lock import FileLock
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import file_size, is_url, join, list_names, read_json
+
+
+class CachePlan:
+    """One split's cache, finished or to be built. `shards` are those that are there, and grow with the cache."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        split: str,
+        recipe: dict[str, Any],
+        dtype: str,
+        sources: list[AnySource],
+        finished: Manifest | None,
+    ):
+        self.folder = split_folder(config, split)
+        self.split = split
+        self.recipe = recipe
+        self.dtype = dtype
+        self.sources = [shard.source for shard in finished.shards] if finished else [asdict(s) for s in sources]
+        self.manifest = finished
+        self.shards = Shards.of(finished) if finished is not None else Shards()
+        self.jobs = [] if finished else self._jobs(config, sources)
+        self._urls = describe_urls(config, split)
+        self._infos: list[ShardInfo | None] = [None] * len(self.jobs)
+        self._lock = None if is_url(self.folder) or finished else FileLock(os.path.join(self.folder, ".building"))
+
+    def _jobs(self, config: DataConfig, sources: list[AnySource]) -> list[ShardJob]:
+        settings = document_settings(config)
+        return [
+            ShardJob(
+                source,
+                join(self.folder, shard_name(index, len(sources))),
+                config.tokenizer,
+                settings,
+                self.recipe,
+                config.max_document_bytes,
+                config.max_bad_fraction,
+                config.vocab_size,
+            )
+            for index, source in enumerate(sources)
+        ]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shard is there."""
+        return self.shards.complete
+
+    @property
+    def missing(self) -> list[ShardJob]:
+        """The jobs of the shards that are not there yet."""
+        return [job for job, info in zip(self.jobs, self._infos, strict=True) if info is None]
+
+    def make_folder(self) -> None:
+        """Raises `UserError` if it cannot be made."""
+        if not is_url(self.folder):
+            try:
+                os.makedirs(self.folder, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"data.cache_dir: {self.folder} cannot be made: {error.strerror}") from None
+
+    def acquire(self) -> bool:
+        """Become the one process that builds this cache; what a killed one left behind is cleaned up.
+
+        A cache at a URL has no lock: two who build it write the same objects, each whole.
+        """
+        if self._lock is None or not self._lock.acquire():
+            return self._lock is None
+        remove_temporaries(self.folder)
+        return True
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def holder(self) -> str:
+        """Who builds it instead."""
+        return "another process" if self._lock is None else self._lock.holder()
+
+    def find_finished(self) -> None:
+        """Take over the shards that are there by now.
+
+        Raises `UserError` if they were made otherwise, or from other sources.
+        """
+        names = set(list_names(self.folder))
+        found = {}
+        for index, job in enumerate(self.jobs):
+            name = f"{job.path.rpartition('/')[2]}.json"
+            if self._infos[index] is None and name in names:
+                found[name] = (index, _read_marker(join(self.folder, name)))
+        others = {name for name in names if name.startswith("shard-") and name.endswith(".json")}
+        expected = {f"{job.path.rpartition('/')[2]}.json": job.source for job in self.jobs}
+        self._check(found, {name: _read_marker(join(self.folder, name)) for name in others - expected.keys()})
+        for index, marker in found.values():
+            if marker is not None and file_size(join(self.folder, marker[1].file)) == marker[1].bytes:
+                self.add(index, marker[1])
+
+    def add(self, index: int, info: ShardInfo) -> None:
+        """Shard `index` is finished."""
+        self._infos[index] = info
+        while len(self.shards.infos) < len(self._infos):
+            following = self._infos[len(self.shards.infos)]
+            if following is None:
+                return
+            self.shards.add(following)
+        self.shards.finish()
+
+    def write_manifest(self) -> Manifest:
+        """Say that the cache is complete."""
+        if self.manifest is None:
+            self.manifest = Manifest(self.split, self.recipe, self._urls, self.dtype, list(self.shards.infos))
+            save_manifest(self.folder, self.manifest)
+        return self.manifest
+
+    def _check(self, found: dict[str, Any], others: dict[str, Any]) -> None:
+        markers = {name: marker for name, (_, marker) in found.items()} | others
+        cached = {name: marker for name, marker in markers.items() if marker is not None}
+        for was, _ in cached.values():
+            check_recipe(self.folder, was, self.recipe)
+        lines = _changed({_key(info.source): info.source for _, info in cached.values()}, self.sources)
+        expected = {f"{shard_name(i, len(self.jobs))}.json": _key(source) for i, source in enumerate(self.sources)}
+        moved = [name for name, (_, info) in sorted(cached.items()) if expected.get(name) != _key(info.source)]
+        if moved and not lines:
+            lines.append(f"{moved[0]} is of another place in the list of sources, or of a list of another length")
+        _refuse(self.folder, lines)
+
+
+def plan_cache(config: DataConfig, split: str) -> CachePlan:
+    """What is to be done for `split`. Writes nothing.
+
+    Raises `UserError` if the cache at that place was made from other sources, with another tokenizer or settings,
+    or if an input file is missing.
+    """
+    folder = split_folder(config, split)
+    tokenizer = open_tokenizer(config.tokenizer, config.vocab_size)
+    settings = document_settings(config)
+    check_special_tokens(tokenizer, settings)
+    recipe, dtype = _recipe(tokenizer, settings), token_dtype(tokenizer.vocab_size).str
+    try:
+        finished = load_manifest(folder)
+    except NotADirectoryError:
+        raise UserError(f"data.cache_dir: {folder} cannot be made: there is a file in its way") from None
+    if finished is not None:
+        check_recipe(folder, finished.recipe, recipe)
+        sources = _sources_of_finished(config, split, folder, finished)
+    else:
+        sources = list_sources(config, split)
+    plan = CachePlan(config, split, recipe, dtype, sources, finished)
+    if finished is None:
+        plan.find_finished()
+    return plan
+
+
+def split_folder(config: DataConfig, split: str) -> str:
+    return join(config.cache_dir, split)
+
+
+def document_settings(config: DataConfig) -> DocumentSettings:
+    return DocumentSettings(config.text_key, config.enforce_eos, config.enforce_bos, config.on_bad_record)
+
+
+def _sources_of_finished(config: DataConfig, split: str, folder: str, finished: Manifest) -> list[AnySource]:
+    """The sources a finished cache was made of, where they can be looked at; none where they cannot."""
+    same_urls = finished.urls == describe_urls(config, split)
+    if config.id is not None and same_urls:
+        return []  # a data set is not fetched again to see whether it has changed
+    try:
+        sources = list_sources(config, split)
+    except FilesMissingError as error:
+        if not same_urls:
+            raise
+        log.info(f"{folder}: using the finished cache, whose source files are no longer there ({error})")
+        return []
+    cached = {_key(shard.source): shard.source for shard in finished.shards}
+    wanted = [asdict(source) for source in sources]
+    lines = _changed(cached, wanted)
+    lines += [f"{_name(s)} is a source of this config, but not in the cache" for s in wanted if _key(s) not in cached]
+    if not lines and list(cached) != list(map(_key, wanted)):
+        lines.append("the sources are the same, in another order")
+    _refuse(folder, lines)
+    return sources
+
+
+def _recipe(tokenizer: Tokenizer, settings: DocumentSettings) -> dict[str, Any]:
+    return {"tokenizer": tokenizer.identity, "documents": asdict(settings)}
+
+
+def _read_marker(path: str) -> tuple[dict[str, Any], ShardInfo] | None:
+    """Recipe and info of a finished shard; a damaged marker is of no more use than a missing one."""
+    try:
+        marker = read_json(path)
+        return marker["recipe"], ShardInfo(**marker["shard"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def check_recipe(folder: str, cached: dict[str, Any], wanted: dict[str, Any]) -> None:
+    _refuse(folder, describe_differences(cached, wanted, "the cache", "this config"))
+
+
+def _key(source: dict[str, Any]) -> tuple[str, int | None]:
+    return source["url"], source.get("start")
+
+
+def _name(source: dict[str, Any]) -> str:
+    start = source.get("start")
+    return str(source["url"]) if start is None else f"{source['url']} from byte {start:,}"
+
+
+def _changed(before: dict[Any, Any], wanted: list[dict[str, Any]]) -> list[str]:
+    now = {_key(source): source for source in wanted}
+    lines = [f"{_name(s)} is in the cache, but no source of this config" for key, s in before.items() if key not in now]
+    different = [s for key, s in now.items() if before.get(key, s) != s]
+    return lines + [f"{_name(source)} has changed since it was cached" for source in different]
+
+
+def _refuse(folder: str, differences: list[str]) -> None:
+    if differences:
+        shown = differences[:10] + ([f"and {len(differences) - 10} more"] if len(differences) > 10 else [])
+        report = "\n".join(f"  {line}" for line in shown)
+        raise UserError(
+            f"{folder}: this cache was built from something else\n{report}\n"
+            "  choose another data.cache_dir, or delete this folder to build it again"
+        )
