@@ -1,5 +1,6 @@
 """Batches as numpy arrays: one item of a Grain source is this process's part of one global batch."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
@@ -10,7 +11,7 @@ import numpy as np
 from lmtrain.config.errors import UserError
 from lmtrain.data.mixture import Mixture
 from lmtrain.data.token_store import TokenStore
-from lmtrain.data.windows import Shuffle, num_eval_windows, train_windows, wait_for_windows
+from lmtrain.data.windows import Shuffle, WindowOrder, num_eval_windows, wait_for_windows
 
 
 class Batch(TypedDict):
@@ -42,6 +43,11 @@ class TrainSource:
     seed: int
     mask_across_documents: bool
 
+    @functools.cached_property
+    def orders(self) -> list[WindowOrder]:
+        # sources of equal size must not be shuffled alike
+        return [WindowOrder(self.shuffle, self.seed + number * 2**32) for number in range(len(self.stores))]
+
     def __len__(self) -> int:
         return self.num_steps
 
@@ -64,9 +70,7 @@ class TrainSource:
         windows = wait_for_windows(store.shards, examples, self.seq_len, self.shuffle)
         if windows == 0:
             raise too_little(store, self.seq_len)
-        # sources of equal size must not be shuffled alike
-        chosen = train_windows(examples, windows, self.shuffle, self.seed + source * 2**32)
-        return store.read(chosen * self.seq_len, self.seq_len)
+        return store.read(self.orders[source](examples, windows) * self.seq_len, self.seq_len)
 
 
 @dataclass(frozen=True)

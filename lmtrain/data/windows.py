@@ -4,12 +4,16 @@ Window i of a split is tokens [iL, (i+1)L) of its documents' concatenation, L be
 L - 1 targets: position p is asked for the token at p + 1.
 """
 
+import functools
+
 import numpy as np
 
 from lmtrain.data.permutation import permute
 from lmtrain.data.shards import Shards
 
 Shuffle = bool | int
+
+_STRETCH = 8192
 
 
 def num_train_windows(tokens: int, seq_len: int) -> int:
@@ -21,6 +25,33 @@ def num_eval_windows(tokens: int, seq_len: int) -> int:
     """All windows that have at least one target; the tail is padded and masked."""
     whole, tail = divmod(tokens, seq_len)
     return whole + (tail >= 2)
+
+
+class WindowOrder:
+    """`train_windows` of a source, for callers that ask for few examples at a time.
+
+    The arithmetic of a shuffle costs the same for one example as for thousands, so it is done for a stretch of
+    consecutive ones and remembered.
+    """
+
+    def __init__(self, shuffle: Shuffle, seed: int):
+        self._shuffle = shuffle
+        self._seed = seed
+        self._stretch = functools.lru_cache(8)(self._compute)
+
+    def __call__(self, examples: np.ndarray, num_windows: int) -> np.ndarray:
+        if self._shuffle is False:
+            return train_windows(examples, num_windows)
+        numbers = examples // _STRETCH
+        found = np.empty_like(examples)
+        for number in np.unique(numbers).tolist():
+            chosen = numbers == number
+            found[chosen] = self._stretch(number, num_windows)[examples[chosen] - number * _STRETCH]
+        return found
+
+    def _compute(self, number: int, num_windows: int) -> np.ndarray:
+        examples = np.arange(number * _STRETCH, (number + 1) * _STRETCH)
+        return train_windows(examples, num_windows, self._shuffle, self._seed)
 
 
 def wait_for_windows(shards: Shards, examples: np.ndarray, seq_len: int, shuffle: Shuffle) -> int:
