@@ -59,7 +59,8 @@ class TokenStore:
 
     def _pieces(self, starts: np.ndarray, length: int) -> dict[int, list[Piece]]:
         """The pieces of each shard that the windows need."""
-        before, total = self.shards.starts, self.shards.tokens
+        before = self.shards.starts  # once, as it may grow meanwhile
+        total = int(before[-1])
         pieces: dict[int, list[Piece]] = {}
         first = np.searchsorted(before, starts, side="right") - 1
         for row, (start, shard) in enumerate(zip(starts.tolist(), first.tolist(), strict=True)):

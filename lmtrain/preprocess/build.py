@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from lmtrain.runtime.storage import is_url
 
 _POLL_SECONDS = 0.5
 _SHARDS_SHOWN = 4
+_SHARED_SECONDS = 60
 
 
 class Build:
@@ -63,43 +65,52 @@ class Build:
 
     def _run(self) -> None:
         try:
-            waiting = list(self._plans)
-            told = False
-            while waiting and not self._stopped.is_set():
-                mine = [] if self._follows else [plan for plan in waiting if plan.acquire()]
-                try:
-                    for plan in waiting:
-                        plan.find_finished()
-                    if mine:
-                        self._build(mine)
-                finally:
-                    for plan in mine:
-                        plan.release()
-                waiting = [plan for plan in waiting if plan not in mine and not plan.complete]
-                if waiting:
-                    if not told and not self._follows:
-                        log.info(f"{waiting[0].folder}: {waiting[0].holder()} is building it; using its shards")
-                    told = True
-                    self.text = "built by another process"
-                    self._stopped.wait(_POLL_SECONDS)
-            if waiting:
-                raise StoppedError
+            with self._executor.helping() if self._follows and self._plans else nullcontext():
+                self._until_complete()
         except BaseException as error:
             self._error = error
             for plan in self._plans:
                 if not plan.complete:
                     plan.shards.fail(error)
 
+    def _until_complete(self) -> None:
+        """Build what nobody else builds, and take over what others do."""
+        waiting = list(self._plans)
+        told, began = False, time.monotonic()
+        while waiting and not self._stopped.is_set():
+            mine = [] if self._follows else [plan for plan in waiting if plan.acquire()]
+            try:
+                for plan in waiting:
+                    plan.find_finished()
+                if mine:
+                    self._build(mine)
+            finally:
+                for plan in mine:
+                    plan.release()
+            waiting = [plan for plan in waiting if plan not in mine and not plan.complete]
+            if waiting:
+                if not self._follows and not told:
+                    log.info(f"{waiting[0].folder}: {waiting[0].holder()} is building it; using its shards")
+                if self._follows and not told and time.monotonic() - began > _SHARED_SECONDS:
+                    log.warning(
+                        f"{waiting[0].folder}: waiting for process 0 to build it; it must be a folder that all hosts "
+                        "share, or a URL"
+                    )
+                told = not self._follows or time.monotonic() - began > _SHARED_SECONDS
+                self.text = "built by another process"
+                self._stopped.wait(_POLL_SECONDS)
+        if waiting:
+            raise StoppedError
+
     def _build(self, plans: list[CachePlan]) -> None:
         work = _interleave(plans)
         if work:
             try:
                 self._build_shards(work)
-            except BaseException:
+            finally:  # also a build that went well may have lost a worker
                 for plan in plans:
                     if not is_url(plan.folder):
-                        remove_temporaries(plan.folder)  # finished shards stay: the next build goes on from them
-                raise
+                        remove_temporaries(plan.folder)
         for plan in plans:
             _tell_skipped(plan.write_manifest())
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,11 +25,13 @@ Stopped = Callable[[], bool]
 class Executor:
     """`run(jobs, on_counts, stopped)` yields (number of the job, its shard) in any order.
 
-    It reports counts every now and then, and raises `StoppedError` soon after `stopped()` is true.
+    It reports counts every now and then, and raises `StoppedError` soon after `stopped()` is true. A process that does
+    not call it itself lends a hand while it is within `helping()`.
     """
 
     label: str
     run: Callable[[list[ShardJob], OnCounts, Stopped], Iterator[tuple[int, ShardInfo]]]
+    helping: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def choose_executor(ray: RayConfig, workers: int | None, processes: Processes, background: bool = False) -> Executor:
@@ -41,14 +44,17 @@ def choose_executor(ray: RayConfig, workers: int | None, processes: Processes, b
         label = f"{workers or usable_cores()} local processes"
         return Executor(label, partial(build_locally, max_workers=workers, background=background))
     _check_ray(f"ray at {address}" if address else f"a run of {processes.count} processes")
-    from lmtrain.preprocess.ray_cluster import build_on_ray, join_cluster
+    from lmtrain.preprocess.ray_cluster import build_on_ray, cluster
 
     label = f"the Ray cluster at {address}" if address else f"a Ray cluster on the {processes.count} hosts of the run"
 
-    def run(jobs: list[ShardJob], on_counts: OnCounts, stopped: Stopped) -> Iterator[tuple[int, ShardInfo]]:
-        return build_on_ray(jobs, on_counts, stopped, join_cluster(ray, address, processes), workers)
+    joined = partial(cluster, ray, address, processes)
 
-    return Executor(label, run)
+    def run(jobs: list[ShardJob], on_counts: OnCounts, stopped: Stopped) -> Iterator[tuple[int, ShardInfo]]:
+        with joined() as found:
+            yield from build_on_ray(jobs, on_counts, stopped, found, workers)
+
+    return Executor(label, run, joined)
 
 
 def _check_ray(why: str) -> None:

@@ -70,14 +70,15 @@ def build_locally(
     finally:
         if pending:  # an error, or a request to stop: nobody wants the rest of the shards under way
             for child in list((pool._processes or {}).values()):
-                child.terminate()
+                child.kill()
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _start_worker(counters: Any, threads: int, background: bool) -> None:
     global _counters  # a worker is one process with one job at a time
     _counters = np.frombuffer(counters, np.int64).reshape(-1, 3)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # which go to the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     if background:

@@ -5,10 +5,15 @@ The machines of a cluster must see the same files: inputs and `data.cache_dir` o
 
 import logging
 import os
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,47 +30,78 @@ from lmtrain.runtime.storage import file_size
 
 _POLL_SECONDS = 0.5
 _REPORT_SECONDS = 1.0
-_JOIN_SECONDS = 120
+_CONNECT_SECONDS = 60
+_END_SECONDS = 5
 
 # The port of a cluster that a run starts for itself lies so far above that of its coordinator.
 _PORT_ABOVE = 1000
 
 
-def join_cluster(config: RayConfig, address: str | None, processes: Processes) -> str:
-    """The address of the cluster to use, started on the hosts of the run if it is to be.
+@contextmanager
+def cluster(config: RayConfig, address: str | None, processes: Processes) -> Iterator[str]:
+    """The address of the cluster to use; every process of a run enters this.
 
-    Every process of a run calls this: the first starts the head, the others join it as workers.
+    What is started for the run ends with it: this host's part of an existing cluster, or of one of the run's own, whose
+    head is with the first process.
     """
-    if address is not None:
-        if config.start_workers and processes.count > 1:
-            _start_node(["--address", address], "join")
-        return address
-    if not config.auto_start_cluster or processes.coordinator is None:
-        raise UserError(
-            f"trainer.ray: a run of {processes.count} processes preprocesses on Ray, but trainer.ray.address is not "
-            "set and auto_start_cluster is false; set one, or build the cache with `lmtrain preprocess` first"
-        )
-    host, port = processes.coordinator.rsplit(":", 1)
-    number = int(port) + _PORT_ABOVE if int(port) + _PORT_ABOVE < 65536 else int(port) - _PORT_ABOVE
-    if processes.is_first:
-        _start_node(["--head", "--port", str(number), "--include-dashboard", "false"], "start")
-    elif config.start_workers:
-        _start_node(["--address", f"{host}:{number}"], "join")
-    return f"{host}:{number}"
-
-
-def _start_node(arguments: list[str], what: str) -> None:
-    """Run `ray start`; a host that is in the cluster already stays as it is."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, "--disable-usage-stats"]
-    deadline = time.monotonic() + _JOIN_SECONDS
-    while True:
-        result = subprocess.run(command, capture_output=True, text=True)
-        output = result.stdout + result.stderr
-        if result.returncode == 0 or "already running" in output or "already been started" in output:
+    if address is None:
+        if not config.auto_start_cluster or processes.coordinator is None:
+            raise UserError(
+                f"trainer.ray: a run of {processes.count} processes preprocesses on Ray, but no address is set and "
+                "auto_start_cluster is false; set one, or build the cache with `lmtrain preprocess` first"
+            )
+        host, port = processes.coordinator.rsplit(":", 1)
+        own = int(port) + _PORT_ABOVE if int(port) + _PORT_ABOVE < 65536 else int(port) - _PORT_ABOVE
+        address = f"{host}:{own}"
+        if processes.is_first:
+            with _node(["--head", "--port", str(own), "--include-dashboard", "false"]):
+                yield address
             return
-        if what == "start" or time.monotonic() > deadline:
-            raise UserError(f"trainer.ray: `ray start {' '.join(arguments)}` failed: {output.strip()[-500:]}")
-        time.sleep(1)  # the head may not be there yet
+    if config.start_workers and processes.count > 1:
+        with _node(["--address", address]):
+            yield address
+    else:
+        yield address
+
+
+@contextmanager
+def _node(arguments: list[str]) -> Iterator[None]:
+    """This host as a node of a cluster, in a process that is ended with it."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, "--block", "--disable-usage-stats"]
+    stop = threading.Event()
+
+    def keep() -> None:
+        """Start it again while it does not stay: the head may not be there yet."""
+        while not stop.is_set():
+            with tempfile.TemporaryFile() as output:
+                process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+                while process.poll() is None and not stop.wait(_POLL_SECONDS):
+                    pass
+                if process.poll() is None:
+                    _end(process)
+                    return
+                output.seek(0)
+                told = output.read().decode(errors="replace").strip()
+            log.warning(f"`ray {' '.join(command[3:])}` ended: {told[-300:]}")
+            stop.wait(2)
+
+    keeper = threading.Thread(target=keep, name="ray node", daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        keeper.join()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a node and all it started. A node whose head has gone before it would take a minute."""
+    process.terminate()
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def build_on_ray(
@@ -103,11 +139,31 @@ def build_on_ray(
 
 
 def _connect(address: str) -> None:
+    """A cluster that is just being started is waited for."""
+    _wait_for_port(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="lmtrain")
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-        raise UserError(f"trainer.ray.address: {address}: no Ray cluster there: {str(error).splitlines()[0]}") from None
+        raise _unreachable(address, str(error).splitlines()[0]) from None
     log.info(f"Ray cluster at {address}: {int(ray.cluster_resources().get('CPU', 0))} cores")
+
+
+def _wait_for_port(address: str) -> None:
+    """Ray itself tries for seven minutes, and then says little. `auto` has no port to look at."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise _unreachable(address, str(error)) from None
+            time.sleep(0.5)
+
+
+def _unreachable(address: str, reason: str) -> UserError:
+    return UserError(f"trainer.ray.address: {address}: no Ray cluster there: {reason}")
 
 
 def _result(reference: Any, job: ShardJob) -> ShardInfo:

@@ -55,20 +55,19 @@ def build_shard(job: ShardJob, report: Report) -> ShardInfo:
     tokenizer = open_tokenizer(job.tokenizer, job.vocab_size)
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
     file = f"{job.path}.arrayrecord"
+    skip_bad = job.settings.on_bad_record == "skip"
+    reader = DocumentReader(job.source, job.settings.text_key, skip_bad, job.vocab_size)
     with _temporary(file) as temporary:
-        writer = ArrayRecordWriter(temporary, _WRITER_OPTIONS)
-        blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size))
-        skip_bad = job.settings.on_bad_record == "skip"
-        reader = DocumentReader(job.source, job.settings.text_key, skip_bad, job.vocab_size)
-        position = 0
-        for texts in _batches(reader, tokenizer, split_long, job.max_document_bytes):
-            tokens, lengths = tokenize_batch(texts, tokenizer, job.settings, split_long)
-            blocks.add(tokens, lengths)
-            report(len(texts), len(tokens), reader.position - position)
-            position = reader.position
-        _check_bad_share(reader, blocks.documents, job)
-        blocks.finish()
-        writer.close()
+        with _written(temporary) as writer:
+            blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size))
+            position = 0
+            for texts in _batches(reader, tokenizer, split_long, job.max_document_bytes):
+                tokens, lengths = tokenize_batch(texts, tokenizer, job.settings, split_long)
+                blocks.add(tokens, lengths)
+                report(len(texts), len(tokens), reader.position - position)
+                position = reader.position
+            _check_bad_share(reader, blocks.documents, job)
+            blocks.finish()
         info = ShardInfo(
             file=file.rpartition("/")[2],
             source=asdict(job.source),
@@ -125,6 +124,20 @@ def _temporary(file: str) -> Iterator[str]:
             yield f"{folder}/shard"
     else:
         yield f"{file}.tmp-{os.getpid()}"
+
+
+@contextmanager
+def _written(path: str) -> Iterator[Any]:
+    """An ArrayRecord writer, closed at the end. Raises `UserError` if the disk is full."""
+    try:
+        writer = ArrayRecordWriter(path, _WRITER_OPTIONS)
+        yield writer
+        writer.close()
+    except RuntimeError as error:  # the only kind it knows; it may come long after the write that failed
+        if path not in str(error):
+            raise
+        reason = str(error).splitlines()[0].partition(";")[0].removeprefix("write() failed: ")
+        raise UserError(f"{path}: cannot be written: {reason}; finished shards are kept") from None
 
 
 def _publish(temporary: str, file: str) -> None:

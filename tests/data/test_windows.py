@@ -1,10 +1,22 @@
 """Which window each row of each batch is."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
+from lmtrain.data import windows
+from lmtrain.data.manifest import ShardInfo
 from lmtrain.data.permutation import permute
-from lmtrain.data.windows import num_eval_windows, num_train_windows, train_windows
+from lmtrain.data.shards import Shards
+from lmtrain.data.windows import (
+    WindowOrder,
+    num_eval_windows,
+    num_train_windows,
+    train_windows,
+    wait_for_windows,
+)
 
 
 def test_training_drops_the_tail_and_evaluation_keeps_what_has_a_target():
@@ -62,3 +74,47 @@ def test_permutation_scatters_neighbours():
     order = permute(np.arange(50_000), 50_000, 0, np.zeros(50_000, np.int64))
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.02
     assert abs(np.corrcoef(order, np.arange(50_000))[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("shuffle", [False, True, 7, 5000])
+def test_orders_asked_for_piece_by_piece_are_those_asked_for_at_once(shuffle, monkeypatch):
+    monkeypatch.setattr(windows, "_STRETCH", 64)
+    rng = np.random.default_rng(0)
+    order = WindowOrder(shuffle, 3)
+    for count in (1, 50, 333):
+        for _ in range(20):
+            examples = np.sort(rng.integers(0, 1000, 9))
+            np.testing.assert_array_equal(order(examples, count), train_windows(examples, count, shuffle, 3))
+
+
+@pytest.mark.parametrize("shuffle", [False, 4])
+def test_the_order_while_the_cache_grows_is_that_of_the_finished_cache(shuffle):
+    """Windows of 10 tokens; the cache ends at 95 tokens, and grows by 5."""
+    finished, growing = Shards(), Shards()
+    finished.add(ShardInfo("f", {}, 1, "", 95, 1))
+    finished.finish()
+    with ThreadPoolExecutor(1) as pool:
+        for first in range(0, 30, 2):  # into the fourth epoch
+            examples = np.array([first, first + 1])
+            asked = pool.submit(wait_for_windows, growing, examples, 10, shuffle)
+            while not asked.done() and not growing.complete:
+                growing.add(ShardInfo("f", {}, 1, "", 5, 1))
+                time.sleep(0.002)
+                if growing.tokens == 95:
+                    growing.finish()
+            now, then = asked.result(10), wait_for_windows(finished, examples, 10, shuffle)
+            expected = train_windows(examples, then, shuffle, 1)
+            np.testing.assert_array_equal(train_windows(examples, now, shuffle, 1), expected)
+            if first == 0:
+                assert growing.tokens < 60  # it began long before the end
+
+
+def test_a_full_shuffle_waits_for_everything():
+    growing = Shards()
+    growing.add(ShardInfo("f", {}, 1, "", 95, 1))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(wait_for_windows, growing, np.array([0]), 10, True)
+        time.sleep(0.05)
+        assert not asked.done()
+        growing.finish()
+        assert asked.result(10) == 9

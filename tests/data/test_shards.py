@@ -1,0 +1,102 @@
+"""Shards that come one after the other: readers wait for what they need, and for no more."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from lmtrain.data.manifest import Manifest, ShardInfo
+from lmtrain.data.shards import Shards
+
+
+def info(tokens):
+    return ShardInfo("f", {}, 1, "", tokens, 1)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def still_waiting(future):
+    time.sleep(0.05)
+    return not future.done()
+
+
+def test_those_of_a_manifest_are_complete():
+    shards = Shards.of(Manifest("train", {}, [], "<u2", [info(3), info(0), info(4)]))
+    assert (shards.tokens, shards.complete, shards.starts.tolist()) == (7, True, [0, 3, 3, 7])
+    assert shards.wait_for(10**9) == shards.wait_for(None) == 7
+    assert [shard.tokens for shard in shards.follow()] == [3, 0, 4]
+
+
+def test_waiting_ends_when_there_are_enough_tokens(pool):
+    shards = Shards()
+    shards.add(info(5))
+    assert shards.wait_for(5) == 5
+    waiting = pool.submit(shards.wait_for, 6)
+    assert still_waiting(waiting)
+    shards.add(info(2))
+    assert waiting.result(10) == 7
+
+
+def test_waiting_ends_when_no_more_will_come(pool):
+    shards = Shards()
+    few, everything = pool.submit(shards.wait_for, 100), pool.submit(shards.wait_for, None)
+    shards.add(info(5))
+    assert still_waiting(few)
+    assert still_waiting(everything)
+    shards.finish()
+    assert few.result(10) == everything.result(10) == 5
+
+
+def test_a_failed_build_is_every_readers_error_even_of_what_is_there(pool):
+    shards = Shards()
+    shards.add(info(5))
+    waiting, following = pool.submit(shards.wait_for, 6), pool.submit(list, shards.follow())
+    assert still_waiting(waiting)
+    shards.fail(RuntimeError("broken"))
+    for call in (waiting.result, following.result, lambda timeout: shards.wait_for(1)):
+        with pytest.raises(RuntimeError, match="broken"):
+            call(10)
+
+
+def test_following_gives_each_shard_when_it_comes(pool):
+    shards = Shards()
+    seen = []
+
+    def follow():
+        for shard in shards.follow():
+            seen.append(shard.tokens)
+
+    following = pool.submit(follow)
+    for tokens in range(20):
+        shards.add(info(tokens))
+    shards.finish()
+    following.result(10)
+    assert seen == list(range(20))
+
+
+def test_readers_never_see_starts_that_do_not_belong_to_the_shards():
+    shards, wrong, stop = Shards(), [], threading.Event()
+
+    def read():
+        while not stop.is_set():
+            tokens = shards.tokens
+            starts = shards.starts
+            count = int(np.searchsorted(starts, tokens - 1, side="right"))
+            if tokens and count > len(shards.infos):
+                wrong.append(count)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for _ in range(2000):
+        shards.add(info(7))
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong

@@ -1,0 +1,155 @@
+"""Training beside tokenizing: it begins early, sees what it would see later, and gets the builder's errors."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+DEADLINE_SECONDS = 120
+FILES = 6
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Files that take a worker about half a second each."""
+    folder = tmp_path_factory.mktemp("texts")
+    words = [f"{letter}{number}" for letter in "abcdefgh" for number in range(99)]
+    for number in range(FILES):
+        chosen = random.Random(number)
+        lines = (json.dumps({"text": " ".join(chosen.choices(words, k=200))}) + "\n" for _ in range(1200))
+        (folder / f"{number}.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def config(settings, write_config, texts):
+    settings["data"] |= {"train_urls": [f"{texts}/{{0..5}}.jsonl"], "num_preprocess_workers": 1, "shuffle": 64}
+    settings["trainer"] |= {"steps_per_eval": 100}
+
+    def write(name="online", train_urls=None, **trainer):
+        data = settings["data"] | ({"train_urls": train_urls} if train_urls else {})
+        written = {**settings, "data": data, "trainer": settings["trainer"] | {"id": name} | trainer}
+        return write_config(written, f"{name}.yaml")
+
+    return write
+
+
+def losses(folder, run):
+    lines = (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return {entry["step"]: entry["train/loss"] for entry in found if "train/loss" in entry}
+
+
+def markers(folder):
+    return sorted(path.name for path in (folder / "cache" / "train").glob("shard-*.json"))
+
+
+def test_batches_are_those_of_the_finished_cache(config, lmtrain, tmp_path):
+    online = lmtrain("train", config("online"))
+    assert online.returncode == 0, online.stderr
+    assert "training begins while the rest of the data is tokenized" in online.stderr
+    assert "one epoch is not known yet" in online.stderr
+    finished = lmtrain("preprocess", config("online"))
+    assert finished.returncode == 0, finished.stderr
+    later = lmtrain("train", config("later"))
+    assert later.returncode == 0, later.stderr
+    assert "preprocess" not in later.stderr
+    assert len(losses(tmp_path, "online")) == 12
+    assert losses(tmp_path, "online") == losses(tmp_path, "later")
+
+
+def test_a_run_that_ends_before_its_cache_leaves_whole_shards_for_the_next(config, lmtrain, tmp_path):
+    first = lmtrain("train", config(num_train_steps=2))
+    assert first.returncode == 0, first.stderr
+    assert not (tmp_path / "cache" / "train" / "manifest.json").exists()
+    before = markers(tmp_path)
+    assert 1 <= len(before) < FILES
+    assert not list((tmp_path / "cache" / "train").glob("*.tmp-*"))
+    resumed = lmtrain("train", config(num_train_steps=4))
+    assert resumed.returncode == 0, resumed.stderr
+    assert "continuing after step 2" in resumed.stderr
+    assert set(before) <= set(markers(tmp_path))
+
+
+def test_an_error_of_the_builder_ends_training_with_it(config, lmtrain, texts, tmp_path):
+    (tmp_path / "broken.jsonl").write_text((texts / "1.jsonl").read_text() + "{broken\n")
+    urls = [f"{texts}/0.jsonl", str(tmp_path / "broken.jsonl")]
+    failed = lmtrain("train", config(train_urls=urls, num_train_steps=10**6))
+    assert failed.returncode == 2
+    assert "training begins while the rest of the data is tokenized" in failed.stderr
+    assert failed.stderr.splitlines()[-1].startswith(f"lmtrain: error: {tmp_path}/broken.jsonl:1201: not JSON")
+    assert "Traceback" not in failed.stderr
+    assert markers(tmp_path) == ["shard-00000-of-00002.json"]
+
+
+def start(folder, *arguments):
+    command = [sys.executable, "-m", "lmtrain", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for(found, process):
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not found():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_preprocess_asked_to_stop_keeps_what_is_finished_and_exits_75(config, lmtrain, tmp_path):
+    path = config()
+    process = start(tmp_path, "preprocess", path)
+    wait_for(lambda: markers(tmp_path), process)
+    os.killpg(process.pid, signal.SIGTERM)  # as a scheduler does, workers and all
+    _, told = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 75, told
+    assert "finished shards are kept: run the same command again to go on" in told
+    kept = markers(tmp_path)
+    assert 1 <= len(kept) < FILES
+    names = {path.name for path in (tmp_path / "cache" / "train").iterdir()}
+    assert names == {*kept, *(name.replace(".json", ".arrayrecord") for name in kept)}
+    again = lmtrain("preprocess", path)
+    assert again.returncode == 0, again.stderr
+    assert f"preprocess: {len(kept)} of {FILES} shards are there, continuing" in again.stderr
+
+
+def test_two_who_build_one_cache_build_it_once(config, tmp_path):
+    path = config()
+    first = start(tmp_path, "preprocess", path)
+    wait_for(lambda: (tmp_path / "cache" / "train" / ".building").exists(), first)
+    second = start(tmp_path, "preprocess", path)
+    told = [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), told
+    assert f"process {first.pid} on" in told[1]
+    assert "is building it; using its shards" in told[1]
+    assert "shards to build" not in told[1]
+    assert not (tmp_path / "cache" / "train" / ".building").exists()
+
+
+def test_a_builder_takes_over_from_one_that_is_killed(config, tmp_path):
+    path = config()
+    first = start(tmp_path, "preprocess", path)
+    wait_for(lambda: markers(tmp_path), first)
+    second = start(tmp_path, "preprocess", path)
+    time.sleep(1.5)
+    first.kill()
+    first.communicate()
+    _, told = second.communicate(timeout=DEADLINE_SECONDS)
+    assert second.returncode == 0, told
+    assert "is building it; using its shards" in told
+    assert len(markers(tmp_path)) == FILES
+
+
+def test_a_dry_run_lists_the_shards_and_writes_nothing(config, lmtrain, texts, tmp_path):
+    path = config()
+    before = sorted(tmp_path.rglob("*"))
+    dry = lmtrain("preprocess", path, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert f"cache/train: {FILES} of {FILES} shards to build" in dry.stdout
+    assert f"  shard-00003-of-00006 <- {texts}/3.jsonl (" in dry.stdout
+    assert "on 1 local processes" in dry.stdout
+    assert sorted(tmp_path.rglob("*")) == before

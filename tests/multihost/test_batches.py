@@ -1,0 +1,85 @@
+"""The batches of a run are the same for 1, 2 and 4 processes, each of which reads only its rows."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("read_batches.py")
+DEVICES = 4
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A mixture of two sources, shuffled, over 4 devices in a mesh of 2 x 2 or 4 x 1; caches are built once."""
+    from conftest import TRAIN_FILES, VALIDATION_FILES, tiny_settings
+
+    from lmtrain.data.config import DataConfig
+    from lmtrain.preprocess.build import build_cache
+
+    folder = tmp_path_factory.mktemp("multihost")
+    settings = tiny_settings()
+    settings["data"] = {
+        "tokenizer": settings["data"]["tokenizer"],
+        "cache_dir": str(folder / "cache"),
+        "shuffle": True,
+        "configs": {"large": {"train_urls": TRAIN_FILES}, "small": {"train_urls": VALIDATION_FILES}},
+        "train_weights": [[0, {"large": 0.7, "small": 0.3}], [40, {"large": 0.2, "small": 0.8}]],
+    }
+    for source in DataConfig(**settings["data"]).sources().values():
+        build_cache(source, "train")
+
+    def write(model_axis_size):
+        settings["trainer"] |= {"model_axis_size": model_axis_size, "train_batch_size": 8}
+        path = folder / f"{model_axis_size}.json"
+        path.write_text(json.dumps(settings))
+        return path
+
+    return write
+
+
+def read(config, count, folder):
+    """What each of `count` processes held."""
+    port = free_port()
+    outputs = [folder / f"{count}-{number}.json" for number in range(count)]
+    flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    commands = [[sys.executable, SCRIPT, output, number, count, port, config] for number, output in enumerate(outputs)]
+    running = [
+        subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    try:
+        told = [process.communicate(timeout=120)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0] * count, told
+    return [json.loads(output.read_text()) for output in outputs]
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize("model_axis_size", [1, 2])
+def test_one_hundred_global_batches_are_the_same_for_1_2_and_4_processes(config, model_axis_size, tmp_path):
+    path = config(model_axis_size)
+    (alone,) = read(path, 1, tmp_path)
+    assert alone["rows"] == list(range(8))
+    assert len(alone["held"]) == 100 * 3 * 8  # tokens, loss_mask and segments of every row
+    assert len(set(alone["held"].values())) > 400  # rows differ, though epochs repeat the small corpus
+    for count in (2, 4):
+        parts = read(path, count, tmp_path)
+        # each row is read by those whose devices hold it: with 4 processes on a mesh of 2 x 2, by two of them
+        readers = max(1, model_axis_size * count // DEVICES)
+        assert sorted(row for part in parts for row in part["rows"]) == sorted(list(range(8)) * readers)
+        together = {place: value for part in parts for place, value in part["held"].items()}
+        assert together == alone["held"]

@@ -1,0 +1,130 @@
+"""Building on Ray, on a real cluster of this machine: the same bytes, the same errors."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+DEADLINE_SECONDS = 120
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def address():
+    """A cluster of one node with two cores."""
+    port = free_port()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port", str(port), "--block"]
+    options = ["--num-cpus", "2", "--include-dashboard", "false", "--disable-usage-stats"]
+    options += ["--object-store-memory", "80000000", "--node-ip-address", "127.0.0.1"]
+    node = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    yield f"127.0.0.1:{port}"
+    node.terminate()
+    node.wait(60)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for number, count in enumerate((30, 4000, 0, 4000)):
+        lines = (json.dumps({"text": f"the river {number} counts {i * 7919 % 10007} and {i}"}) for i in range(count))
+        (folder / f"{number}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def config(settings, write_config, texts):
+    settings["data"] |= {"train_urls": [f"{texts}/{{0..3}}.jsonl"], "validation_urls": None}
+    return write_config(settings)
+
+
+def contents(folder: Path):
+    return {path.name: path.read_bytes() for path in (folder / "cache" / "train").iterdir()}
+
+
+@pytest.fixture
+def undisturbed(config, lmtrain, tmp_path):
+    built = lmtrain("preprocess", config)
+    assert built.returncode == 0, built.stderr
+    (tmp_path / "cache").rename(tmp_path / "local")
+    return {path.name: path.read_bytes() for path in (tmp_path / "local" / "train").iterdir()}
+
+
+def test_a_cluster_gives_the_bytes_of_this_machine(config, lmtrain, undisturbed, address, tmp_path):
+    told = lmtrain("preprocess", config, "--address", address)
+    assert told.returncode == 0, told.stderr
+    assert f"4 shards to build, the Ray cluster at {address}" in told.stderr
+    assert "Ray cluster at 127.0.0.1" in told.stderr
+    assert "8,030 documents" in told.stderr
+    assert contents(tmp_path) == undisturbed
+
+
+def test_the_address_may_come_from_the_environment(config, lmtrain, address, tmp_path):
+    told = lmtrain("preprocess", config, "--dry-run", env=os.environ | {"RAY_ADDRESS": address})
+    assert f"on the Ray cluster at {address}" in told.stdout, told.stderr
+
+
+def test_a_bad_line_is_told_as_it_is_told_here(config, lmtrain, texts, address, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{broken\n')
+    told = lmtrain("preprocess", config, "--address", address, "--data.train_urls", f'["{tmp_path}/bad.jsonl"]')
+    assert told.returncode == 2
+    assert told.stderr.splitlines()[-1].startswith(f"lmtrain: error: {tmp_path}/bad.jsonl:2: not JSON")
+    assert "Traceback" not in told.stderr
+    assert os.listdir(tmp_path / "cache" / "train") == []
+
+
+def test_a_killed_worker_is_started_again(config, undisturbed, address, tmp_path):
+    command = [sys.executable, "-m", "lmtrain", "preprocess", str(config), "--address", address]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    cache = tmp_path / "cache" / "train"
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (found := list(cache.glob("*.tmp-*"))):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    os.kill(int(found[0].name.rpartition("-")[2]), signal.SIGKILL)
+    _, told = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, told
+    left = contents(tmp_path)
+    assert {name: left[name] for name in undisturbed} == undisturbed
+    assert set(left) == set(undisturbed)
+
+
+def test_no_cluster_there_is_an_error_that_names_it(config, lmtrain, monkeypatch):
+    from lmtrain.config.errors import UserError
+    from lmtrain.preprocess import ray_cluster
+
+    monkeypatch.setattr(ray_cluster, "_CONNECT_SECONDS", 0)
+    nowhere = f"127.0.0.1:{free_port()}"
+    with pytest.raises(UserError, match=rf"trainer\.ray\.address: {nowhere}: no Ray cluster there"):
+        ray_cluster._connect(nowhere)
+
+
+def test_a_run_of_two_processes_starts_a_cluster_of_its_own(config, undisturbed, tmp_path):
+    command = [sys.executable, "-m", "lmtrain", "preprocess", str(config)]
+    command += ["--trainer.distributed.coordinator_address", f"127.0.0.1:{free_port()}"]
+    command += ["--trainer.distributed.num_processes", "2"]
+    processes = [
+        subprocess.Popen(
+            [*command, "--trainer.distributed.process_id", str(number)],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        )
+        for number in range(2)
+    ]
+    told = [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    assert "4 shards to build, a Ray cluster on the 2 hosts of the run" in told[0]
+    assert contents(tmp_path) == undisturbed
