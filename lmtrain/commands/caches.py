@@ -57,7 +57,7 @@ def wait(build: Build, stop: StopRequest, enough: Callable[[], bool] = lambda: F
 
     Raises what it failed with, and `StoppedError` once it is stopped.
     """
-    with Progress("preprocess", build.total_bytes) as progress:
+    with Progress("preprocess", build.total_bytes, quiet=build.follows) as progress:
         while build.running and not enough():
             progress.update(build.done_bytes, build.text)
             if stop.requested:

@@ -7,7 +7,7 @@ from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.commands.caches import plan_caches, start_build, wait
 from lmtrain.commands.checkpoint_model import add_checkpoint_flag, find_model
 from lmtrain.runtime.logging import log, start_console_log
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.processes import ALONE
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 
 
@@ -19,7 +19,7 @@ def run(argv: list[str]) -> int:
     found = find_model(run, run.arguments.checkpoint)
     plans = plan_caches(run.config.data, train=False)
     with StopRequest("discarding unfinished shards") as stop:
-        build = start_build(run.config, plans, Processes())
+        build = start_build(run.config, plans, ALONE)
         try:
             wait(build, stop)
         except StoppedError:

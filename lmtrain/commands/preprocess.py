@@ -9,7 +9,7 @@ from lmtrain.preprocess.prepare_demo import missing_demo
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.distributed import start_processes
 from lmtrain.runtime.logging import log, start_console_log
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.processes import ALONE
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 
 
@@ -61,8 +61,8 @@ def _print_plan(config: RunConfig) -> None:
     for plan in plans.all:
         _print_split(plan)
     if any(plan.missing for plan in plans.all):
-        processes = Processes()  # those of a job are known only within it
-        print(f"on {choose_executor(config.trainer.ray, config.data.num_preprocess_workers, processes).label}")
+        # the processes of a job are known only within it
+        print(f"on {choose_executor(config.trainer.ray, config.data.num_preprocess_workers, ALONE).label}")
 
 
 def _missing_demo(config: DataConfig) -> str | None:

@@ -31,10 +31,11 @@ def run(argv: list[str]) -> int:
     log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {_checkpoints(run)})")
     try:
         log_dir = fill_run_id(config.trainer.log_dir, run.id)
-        start_file_log(log_dir, run.id)
+        start_file_log(log_dir, run.id, processes)
         os.makedirs(os.path.join(log_dir, run.id), exist_ok=True)
-        config_text = show(resolved(config), run.loaded.layer).encode()
-        write_atomically(os.path.join(log_dir, run.id, "config.yaml"), config_text)
+        if processes.is_first:
+            config_text = show(resolved(config), run.loaded.layer).encode()
+            write_atomically(os.path.join(log_dir, run.id, "config.yaml"), config_text)
     except OSError as error:
         raise UserError(f"trainer.log_dir: {config.trainer.log_dir} cannot be made: {error.strerror}") from None
 
@@ -61,7 +62,7 @@ def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes:
         log.info(f"nothing to do: {finished.path} has all {config.trainer.num_train_steps:,} steps")
         return 0
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
-    setup = set_up(config, run.id, tokenizer.vocab_size, tokenizer.identity, caches)
+    setup = set_up(config, run.id, tokenizer.vocab_size, tokenizer.identity, caches, processes)
     try:
         complete = train(setup, config.trainer, stop, lambda: f", cache {build.text}" if build.running else "")
     except DivergedError as error:

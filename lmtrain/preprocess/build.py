@@ -14,7 +14,7 @@ from lmtrain.preprocess.shard import ShardJob
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.files import remove_temporaries
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.processes import ALONE
 from lmtrain.runtime.progress import format_seconds
 from lmtrain.runtime.signals import StoppedError
 from lmtrain.runtime.storage import is_url
@@ -37,7 +37,7 @@ class Build:
         self._plans = [plan for plan in plans if not plan.complete or plan.manifest is None]
         self.total_bytes = max(1, sum(job.source.bytes for plan in self._plans for job in plan.missing))
         self._executor = executor
-        self._follows = follows
+        self.follows = follows
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="build caches", daemon=True)
@@ -65,7 +65,7 @@ class Build:
 
     def _run(self) -> None:
         try:
-            with self._executor.helping() if self._follows and self._plans else nullcontext():
+            with self._executor.helping() if self.follows and self._plans else nullcontext():
                 self._until_complete()
         except BaseException as error:
             self._error = error
@@ -78,7 +78,7 @@ class Build:
         waiting = list(self._plans)
         told, began = False, time.monotonic()
         while waiting and not self._stopped.is_set():
-            mine = [] if self._follows else [plan for plan in waiting if plan.acquire()]
+            mine = [] if self.follows else [plan for plan in waiting if plan.acquire()]
             try:
                 for plan in waiting:
                     plan.find_finished()
@@ -89,14 +89,14 @@ class Build:
                     plan.release()
             waiting = [plan for plan in waiting if plan not in mine and not plan.complete]
             if waiting:
-                if not self._follows and not told:
+                if not self.follows and not told:
                     log.info(f"{waiting[0].folder}: {waiting[0].holder()} is building it; using its shards")
-                if self._follows and not told and time.monotonic() - began > _SHARED_SECONDS:
+                if self.follows and not told and time.monotonic() - began > _SHARED_SECONDS:
                     log.warning(
                         f"{waiting[0].folder}: waiting for process 0 to build it; it must be a folder that all hosts "
                         "share, or a URL"
                     )
-                told = not self._follows or time.monotonic() - began > _SHARED_SECONDS
+                told = not self.follows or time.monotonic() - began > _SHARED_SECONDS
                 self.text = "built by another process"
                 self._stopped.wait(_POLL_SECONDS)
         if waiting:
@@ -118,13 +118,17 @@ class Build:
         began = time.monotonic()
         jobs = [job for _, _, job in work]
         done: set[int] = set()
+        first_seen: dict[int, float] = {}
         totals = np.zeros(3, np.int64)
 
         def on_counts(counts: np.ndarray) -> None:
             nonlocal totals
             totals = counts.sum(axis=0)
+            now = time.monotonic() - began
+            for number in np.flatnonzero(counts[:, 1]).tolist():
+                first_seen.setdefault(number, now)
             self.done_bytes = int(totals[2])
-            self.text = _describe(jobs, counts, done, time.monotonic() - began)
+            self.text = _describe(jobs, counts, first_seen, done, now)
 
         there = sum(len(plan.jobs) for plan in {id(plan): plan for plan, _, _ in work}.values()) - len(work)
         if there:
@@ -146,7 +150,7 @@ def build_cache(config: DataConfig, split: str, ray: RayConfig | None = None) ->
     """The finished cache of one split, built as far as it is not there yet."""
     plan = plan_cache(config, split)
     if plan.manifest is None:
-        executor = choose_executor(ray or RayConfig(), config.num_preprocess_workers, Processes())
+        executor = choose_executor(ray or RayConfig(), config.num_preprocess_workers, ALONE)
         build = Build([plan], executor).start()
         while build.running:
             time.sleep(0.02)
@@ -168,20 +172,24 @@ def _interleave(plans: list[CachePlan]) -> list[tuple[CachePlan, int, ShardJob]]
     return [(plan, index, job) for _, index, _, plan, job in work]
 
 
-def _describe(jobs: list[ShardJob], counts: np.ndarray, done: set[int], seconds: float) -> str:
+def _describe(jobs: list[ShardJob], counts: np.ndarray, began: dict[int, float], done: set[int], now: float) -> str:
+    """All jobs together, then some of those under way. `began` is when each was first seen at work, in seconds."""
     documents, tokens, read = counts.sum(axis=0).tolist()
     total = sum(job.source.bytes for job in jobs)
     text = (
         f"{100 * read // max(total, 1)}%, {len(done)}/{len(jobs)} shards, {documents:,} documents, {tokens:,} tokens, "
-        f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, {read / 1e6 / max(seconds, 1e-9):.1f} MB/s"
+        f"{tokens / max(now, 1e-9):,.0f} tokens/s, {read / 1e6 / max(now, 1e-9):.1f} MB/s"
     )
-    under_way = [i for i in np.flatnonzero(counts[:, 1]).tolist() if i not in done]
-    shown = [f"{_short(jobs[i])} {100 * int(counts[i, 2]) // max(jobs[i].source.bytes, 1)}%" for i in under_way]
-    return text + (f" ({', '.join(shown[:_SHARDS_SHOWN])})" if shown else "")
+    under_way = [number for number in began if number not in done]
+    shown = [_describe_shard(jobs[n], int(counts[n, 2]), now - began[n]) for n in under_way[:_SHARDS_SHOWN]]
+    return text + (f" ({'; '.join(shown)})" if shown else "")
 
 
-def _short(job: ShardJob) -> str:
-    return job.path.rpartition("/")[2].partition("-of-")[0]
+def _describe_shard(job: ShardJob, read: int, seconds: float) -> str:
+    name = job.path.rpartition("/")[2].partition("-of-")[0]
+    size = max(job.source.bytes, 1)
+    left = f", {format_seconds(seconds * (size - read) / read)} left" if 0 < read < size and seconds > 1 else ""
+    return f"{name} {100 * read // size}%{left}"
 
 
 def _tell_skipped(manifest: Manifest) -> None:

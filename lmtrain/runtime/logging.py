@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.processes import ALONE, Processes
 
 log = logging.getLogger("lmtrain")
 
@@ -12,14 +12,14 @@ log = logging.getLogger("lmtrain")
 _CHATTY = ("absl", "jax", "orbax", "tensorboardX", "urllib3", "asyncio", "grain")
 
 
-def start_console_log(processes: Processes | None = None) -> None:
+def start_console_log(processes: Processes = ALONE) -> None:
     """Messages of lmtrain to stderr as plain lines; of libraries only from warnings up.
 
     Of several processes only the first tells what all would, and the others say who they are.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
-    if processes is not None and not processes.is_first:
+    if not processes.is_first:
         handler.setFormatter(logging.Formatter(f"[process {processes.index}] %(message)s"))
         handler.setLevel(logging.WARNING)
     log.addHandler(handler)
@@ -29,10 +29,13 @@ def start_console_log(processes: Processes | None = None) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def start_file_log(log_dir: str, run: str) -> str:
-    """Also append everything to `<log_dir>/<run>.log`, with times. Returns the path."""
+def start_file_log(log_dir: str, run: str, processes: Processes = ALONE) -> str:
+    """Also append everything to `<log_dir>/<run>.log`, with times; each further process has a file of its own.
+
+    Returns the path.
+    """
     os.makedirs(log_dir, exist_ok=True)
-    path = os.path.join(log_dir, f"{run}.log")
+    path = os.path.join(log_dir, f"{run}.log" if processes.is_first else f"{run}.process-{processes.index}.log")
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log.addHandler(handler)

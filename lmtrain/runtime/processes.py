@@ -15,3 +15,7 @@ class Processes:
     def is_first(self) -> bool:
         """Whether this is the one that writes what there is one of."""
         return self.index == 0
+
+
+# A run of one process.
+ALONE = Processes()

@@ -9,9 +9,13 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """`update(done, text)` as often as you like; it draws at a bearable rate. Use as a context manager."""
+    """`update(done, text)` as often as you like; it draws at a bearable rate, or not at all if `quiet`.
 
-    def __init__(self, label: str, total: int, start: int = 0):
+    Use as a context manager.
+    """
+
+    def __init__(self, label: str, total: int, start: int = 0, quiet: bool = False):
+        self._quiet = quiet
         self.label = label
         self.total = total
         self._start = start
@@ -21,7 +25,7 @@ class Progress:
         self._task: Any = None
 
     def __enter__(self) -> "Progress":
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not self._quiet:
             from rich.console import Console
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bar
@@ -47,6 +51,8 @@ class Progress:
             self._bar.update(self._task, completed=done, text=text)
             return
         now = time.monotonic()
+        if self._quiet:
+            return
         if force or now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             print(f"{self.label} {text}", file=sys.stderr, flush=True)

@@ -13,11 +13,11 @@ from lmtrain.tracking.wandb import WandbTracker
 
 
 class Trackers:
-    """The JSON log and every other tracker as one."""
+    """The JSON log and every other tracker as one; none at all in a process that is not the first of its run."""
 
-    def __init__(self, json_log: JsonLog, others: Sequence[Tracker]):
+    def __init__(self, json_log: JsonLog | None = None, others: Sequence[Tracker] = ()):
         self._json = json_log
-        self._all: list[Tracker] = [json_log, *others]
+        self._all: list[Tracker] = [*([json_log] if json_log else []), *others]
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         for tracker in self._all:
@@ -32,7 +32,8 @@ class Trackers:
             tracker.summary(values)
 
     def sync(self) -> None:
-        self._json.sync()
+        if self._json is not None:
+            self._json.sync()
 
     def finish(self) -> None:
         for tracker in self._all:

@@ -35,7 +35,7 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
     done = setup.first_step
 
     try:
-        with Progress("train", last_step, setup.first_step) as progress:
+        with Progress("train", last_step, setup.first_step, quiet=not setup.is_first) as progress:
             reporter.progress = progress
             while done < last_step:
                 try:

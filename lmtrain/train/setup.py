@@ -22,6 +22,7 @@ from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run_config import RunConfig, data_seed, identity, resolved
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.sharding.mesh import Layout, plan_layout
 from lmtrain.sharding.placement import local_rows, place_batch
@@ -50,10 +51,21 @@ class Setup:
     trackers: Trackers
     run_info: dict[str, Any]
     tokens_per_step: int
+    is_first: bool  # of the processes of the run: the one that tells
 
 
-def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, Any], caches: Caches) -> Setup:
-    """Build or restore everything. Raises `UserError` for a config that does not fit the machine or the checkpoint."""
+def set_up(
+    config: RunConfig,
+    run: str,
+    vocab_size: int,
+    tokenizer: dict[str, Any],
+    caches: Caches,
+    processes: Processes = ALONE,
+) -> Setup:
+    """Build or restore everything. Of several `processes` the first tracks.
+
+    Raises `UserError` for a config that does not fit the machine or the checkpoint.
+    """
     trainer = config.trainer
     _use_compilation_cache(trainer.jax_compilation_cache_dir)
     layout = plan_layout(trainer)
@@ -103,7 +115,8 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
         place_batch(batch, layout.batch, rows, batching.train_batch) for batch in iterate(source, first_step, _PREFETCH)
     )
 
-    trackers = open_trackers(trainer.tracker, fill_run_id(trainer.log_dir, run), run, first_step)
+    log_dir = fill_run_id(trainer.log_dir, run)
+    trackers = open_trackers(trainer.tracker, log_dir, run, first_step) if processes.is_first else Trackers()
     trackers.hyperparameters(run_info["config"])
     trackers.summary({"parameter_count": _count(abstract.params)})
 
@@ -128,6 +141,7 @@ def set_up(config: RunConfig, run: str, vocab_size: int, tokenizer: dict[str, An
         trackers=trackers,
         run_info=run_info,
         tokens_per_step=batching.train_batch * seq_len,
+        is_first=processes.is_first,
     )
 
 

@@ -16,7 +16,7 @@ from lmtrain.preprocess.build import Build
 from lmtrain.preprocess.executor import choose_executor
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.config import RayConfig
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.processes import ALONE
 from lmtrain.train.setup import finished_checkpoint, set_up
 
 
@@ -62,7 +62,7 @@ def set_up_run(config: RunConfig):
     plans = plan_caches(config.data)
     for plan in plans.all:
         if plan.manifest is None:
-            build = Build([plan], choose_executor(RayConfig(), 1, Processes())).start()
+            build = Build([plan], choose_executor(RayConfig(), 1, ALONE)).start()
             while build.running:
                 time.sleep(0.02)
             build.check()
