@@ -1,27 +1,87 @@
-"""`lmtrain tokenizer train FILES --output FOLDER`: learn a tokenizer from text."""
+"""`lmtrain tokenizer train FILES --output PATH`: learn a tokenizer from text."""
+
+import argparse
 
 from lmtrain.commands.arguments import Parser
 from lmtrain.config.errors import UserError
-from lmtrain.preprocess.prepare_demo import VOCAB_SIZE, learn_from_files
+from lmtrain.preprocess.learn import (
+    INPUT_SENTENCE_SIZE,
+    check_output,
+    learn_from_files,
+    learn_sentencepiece_from_files,
+)
+from lmtrain.preprocess.prepare_demo import VOCAB_SIZE
 from lmtrain.runtime.logging import log, start_console_log
+
+_DESCRIPTION = """\
+Learn a tokenizer from text and save it as a folder that data.tokenizer names and AutoTokenizer loads.
+
+kinds:
+  bpe            byte-level BPE, as GPT-2's; learned from all the text
+  sentencepiece  as Llama's: no normalisation, digits apart, <unk> <s> </s>, then bytes for what has no piece; learned
+                 from --input_sentence_size lines. The folder also gets tokenizer.model; a PATH that ends in .model
+                 is that file alone."""
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser("tokenizer train", "Learn a byte-level BPE tokenizer and save it as a folder AutoTokenizer loads.")
-    parser.add_argument("files", nargs="+", metavar="FILES", help="JSONL files; braces and globs as in data.train_urls")
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="folder to write")
-    parser.add_argument("--kind", choices=["bpe"], default="bpe", help="kind of tokenizer (default: bpe)")
-    parser.add_argument("--vocab_size", type=int, default=VOCAB_SIZE, help=f"entries (default: {VOCAB_SIZE})")
-    parser.add_argument("--text_key", default="text", help="key of the text in each line (default: text)")
+    parser = _parser()
     if argv and argv[0] in ("-h", "--help"):
         parser.print_help()
         return 0
     if not argv or argv[0] != "train":
-        raise UserError("lmtrain tokenizer: expected `lmtrain tokenizer train FILES --output FOLDER`")
+        raise UserError("lmtrain tokenizer: expected `lmtrain tokenizer train FILES --output PATH`")
     arguments = parser.parse_args(argv[1:])
+    check_output(arguments.output, arguments.kind)
+    learn = _sentencepiece if arguments.kind == "sentencepiece" else _bpe
+    count = learn(arguments)
+    log.info(f"{arguments.output}: a tokenizer of {count:,} entries")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("tokenizer train", _DESCRIPTION)
+    parser.add_argument(
+        "files", nargs="+", metavar="FILES", help="files of documents; formats, braces and globs as in data.train_urls"
+    )
+    parser.add_argument("--output", required=True, metavar="PATH", help="folder to write, or a file *.model")
+    parser.add_argument(
+        "--kind", choices=["bpe", "sentencepiece"], default="bpe", help="kind of tokenizer (default: bpe)"
+    )
+    parser.add_argument("--vocab_size", type=int, default=VOCAB_SIZE, help=f"entries (default: {VOCAB_SIZE})")
+    parser.add_argument("--text_key", default="text", help="key of the text in each line (default: text)")
+    parser.add_argument(
+        "--model_type", choices=["bpe", "unigram"], help="of sentencepiece (default: bpe, which Llama uses)"
+    )
+    parser.add_argument(
+        "--input_sentence_size",
+        type=int,
+        metavar="LINES",
+        help="sentencepiece learns from at most so many lines, drawn evenly from all the text, always the same; a line "
+        f"of more than 1000 characters counts as several. Bounds the memory (default: {INPUT_SENTENCE_SIZE})",
+    )
+    return parser
+
+
+def _bpe(arguments: argparse.Namespace) -> int:
+    for name in ("model_type", "input_sentence_size"):
+        if getattr(arguments, name) is not None:
+            raise UserError(f"--{name}: only --kind sentencepiece has it")
     if arguments.vocab_size < 257:
         raise UserError(f"--vocab_size {arguments.vocab_size}: a byte-level vocabulary has at least 257 entries")
     start_console_log()
-    count = learn_from_files(arguments.files, arguments.text_key, arguments.vocab_size, arguments.output)
-    log.info(f"{arguments.output}: a tokenizer of {count:,} entries")
-    return 0
+    return learn_from_files(arguments.files, arguments.text_key, arguments.vocab_size, arguments.output)
+
+
+def _sentencepiece(arguments: argparse.Namespace) -> int:
+    from lmtrain.hf.sentencepiece import SMALLEST_VOCABULARY
+
+    size = arguments.vocab_size
+    if size < SMALLEST_VOCABULARY:
+        raise UserError(f"--vocab_size {size}: a sentencepiece vocabulary has at least {SMALLEST_VOCABULARY} entries")
+    lines = INPUT_SENTENCE_SIZE if arguments.input_sentence_size is None else arguments.input_sentence_size
+    if lines < 1:
+        raise UserError(f"--input_sentence_size {lines}: at least 1")
+    start_console_log()
+    return learn_sentencepiece_from_files(
+        arguments.files, arguments.text_key, size, arguments.output, arguments.model_type or "bpe", lines
+    )

@@ -159,6 +159,6 @@ def _from_sentencepiece(name: str) -> str:
         from lmtrain.hf.sentencepiece import convert_sentencepiece
 
         backend, eos, bos = convert_sentencepiece(content, name)
-        save_tokenizer(backend, folder, eos=eos, bos=bos)
+        save_tokenizer(backend, folder, eos=eos, bos=bos, special_text=False)
 
-    return _once(f"sentencepiece-{hashlib.sha256(content).hexdigest()[:16]}", convert)
+    return _once(f"sentencepiece-2-{hashlib.sha256(content).hexdigest()[:16]}", convert)

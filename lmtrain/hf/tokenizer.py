@@ -61,10 +61,13 @@ def load_tokenizer(path: str) -> Tokenizer:
     backend.no_truncation()  # some folders come with a limit, which would drop text
     backend.no_padding()
     config = _read_config(folder)
+    split_special = bool(config.get("split_special_tokens", False))
+    backend.encode_special_tokens = split_special
     eos, bos = _token_text(config.get("eos_token")), _token_text(config.get("bos_token"))
     with open(file, encoding="utf-8") as opened:
         content = json.load(opened)
-    digest = hashlib.sha256(json.dumps([content, eos, bos], sort_keys=True).encode()).hexdigest()
+    defining = [content, eos, bos, *(["split_special_tokens"] if split_special else [])]
+    digest = hashlib.sha256(json.dumps(defining, sort_keys=True).encode()).hexdigest()
     return Tokenizer(
         path=path,
         library=backend,
@@ -75,10 +78,20 @@ def load_tokenizer(path: str) -> Tokenizer:
     )
 
 
-def save_tokenizer(backend: "tokenizers.Tokenizer", folder: str, eos: str | None, bos: str | None = None) -> None:
-    """Write a folder that `transformers.AutoTokenizer` loads, in versions 4 and 5."""
+def save_tokenizer(
+    backend: "tokenizers.Tokenizer",
+    folder: str,
+    eos: str | None,
+    bos: str | None = None,
+    special_text: bool = True,
+) -> None:
+    """Write a folder that `transformers.AutoTokenizer` loads, in versions 4 and 5.
+
+    Without `special_text`, text that spells a special token stays text, here and in transformers.
+    """
     os.makedirs(folder, exist_ok=True)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {} if special_text else {"split_special_tokens": True}
     config |= {name: token for name, token in (("eos_token", eos), ("bos_token", bos)) if token is not None}
     write_json(os.path.join(folder, "tokenizer_config.json"), config)
     temporary = os.path.join(folder, f"tokenizer.json.tmp-{os.getpid()}")

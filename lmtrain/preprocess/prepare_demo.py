@@ -5,8 +5,7 @@ import os
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig, demo_tokenizer
 from lmtrain.preprocess.demo import TooLittleTextError, file_names, write_demo_corpus
-from lmtrain.preprocess.documents import DocumentReader
-from lmtrain.preprocess.sources import expand_urls
+from lmtrain.preprocess.learn import learn_from_files
 from lmtrain.runtime.logging import log
 
 VOCAB_SIZE = 8192
@@ -45,14 +44,3 @@ def _tokenizer_is_there(config: DataConfig) -> bool:
     assert config.demo is not None
     made = config.tokenizer == demo_tokenizer(config.demo)
     return not made or os.path.isfile(os.path.join(os.path.expanduser(config.tokenizer), "tokenizer.json"))
-
-
-def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: str) -> int:
-    """Learn a byte-level BPE from the documents of `urls` and save it in `folder`. Returns its vocabulary size."""
-    from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
-    from lmtrain.hf.tokenizer import save_tokenizer
-
-    texts = (str(text) for url in expand_urls(urls) for _, text in DocumentReader(url, text_key))
-    backend = learn_bpe(texts, vocab_size)
-    save_tokenizer(backend, folder, eos=END_OF_TEXT, bos=END_OF_TEXT)
-    return backend.get_vocab_size()

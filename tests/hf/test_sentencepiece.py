@@ -1,14 +1,20 @@
-"""A sentencepiece model gives the same ids here, in the sentencepiece library, and in transformers after export."""
+"""A sentencepiece model gives the same ids here, in the sentencepiece library, and in transformers after export.
+
+And training one: by bytes any text comes back, the same text makes the same model, and no text is left out.
+"""
 
 import io
+import random
 
+import numpy as np
 import pytest
 import sentencepiece
 from conftest import TRAIN_FILES, VALIDATION_FILES
 
 from lmtrain.config.errors import UserError
+from lmtrain.hf.export import write_hf_folder
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.hf.sentencepiece import convert_sentencepiece
+from lmtrain.hf.sentencepiece import convert_sentencepiece, train_sentencepiece
 from lmtrain.preprocess.documents import DocumentReader
 
 TEXTS = [text for file in VALIDATION_FILES for _, text in DocumentReader(file, "text")]
@@ -25,6 +31,9 @@ HARD = [
     "a▁b",
     "e\u0301",
     "🙂",
+    "<unk>",
+    "<0x0A> is <0x41>",
+    "foo the<0x",
 ]
 LINES = [line for text in TEXTS for line in text.splitlines()] + HARD
 
@@ -48,6 +57,9 @@ def train(**options) -> bytes:
         {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
         {"model_type": "unigram", "add_dummy_prefix": False},
         {"model_type": "bpe", "byte_fallback": False},
+        {"model_type": "bpe", "user_defined_symbols": ["foo", "the", "▁the"], "remove_extra_whitespaces": False},
+        {"model_type": "unigram", "user_defined_symbols": ["foo", "the", "<0x"], "remove_extra_whitespaces": False},
+        {"model_type": "bpe", "user_defined_symbols": ["foo", "the"], "add_dummy_prefix": False},
     ],
     ids=str,
 )
@@ -81,3 +93,177 @@ def test_a_model_file_is_a_tokenizer_that_transformers_loads_with_equal_ids(tmp_
 def test_anything_else_is_refused(content):
     with pytest.raises(UserError, match=r"tokenizer 'x\.model': not a sentencepiece model"):
         convert_sentencepiece(content, "x.model")
+
+
+def varied_texts() -> list[str]:
+    """Several hundred: scripts, spaces, line ends, control characters, digits, and text much like that of models.
+
+    Without the sign that sentencepiece writes for a space, which no model of its gives back.
+    """
+    chance = random.Random(0)
+    alphabets = ["ab \n", " \t\r\n", "0123456789.,- ", "<0x1Aunk> ", "def(x):\n    return", "аб漢字にほ한국العر ñéü"]
+    ranges = [(0x20, 0x7F), (0, 0x100), (0x300, 0x370), (0x2500, 0x2580), (0x4E00, 0x4F00), (0x1F300, 0x1F700)]
+    made = ["".join(chance.choices(alphabet, k=chance.randrange(60))) for alphabet in alphabets for _ in range(50)]
+    made += ["".join(chr(chance.randrange(*span)) for _ in range(chance.randrange(30))) for span in ranges * 20]
+    special = [
+        "\0",
+        "a\0b",
+        "\ufeffx",
+        "\ufffd",
+        "▅ ▅",
+        "👩‍👩‍👧‍👦 🇫🇷",
+        "\U0010ffff",
+        "\u2028\x85",
+        "<unk>",
+        "x<0x0A>y",
+        " " * 50,
+    ]
+    return [text for text in [*HARD, *TEXTS, *special, *made] if "▁" not in text]
+
+
+VARIED = varied_texts()
+DOCUMENTS = [text for file in (TRAIN_FILES[0], TRAIN_FILES[2]) for _, text in DocumentReader(file, "text")]
+KINDS = {"bpe": 500, "unigram": 320}
+
+
+def learned(model_type: str, documents: list[str] = DOCUMENTS, lines: int = 1000, vocab_size: int = 0) -> bytes:
+    return train_sentencepiece(documents, vocab_size or KINDS[model_type], model_type, lines)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request) -> bytes:
+    return learned(request.param)
+
+
+def pieces(content: bytes) -> set[str]:
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=content)
+    return {theirs.id_to_piece(number) for number in range(theirs.vocab_size())}
+
+
+def test_a_learned_model_gives_the_librarys_ids_and_any_text_comes_back(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "my.model").write_bytes(model)
+    ours = open_tokenizer(str(tmp_path / "my.model"))
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert len(VARIED) > 400
+    for text in VARIED:
+        ids = ours.backend.encode(text, add_special_tokens=False).ids
+        assert ids == theirs.encode(text), text
+        assert theirs.unk_id() not in ids
+        assert ours.backend.decode(ids) == text
+
+
+def test_text_that_spells_a_control_token_stays_text(model, tmp_path, monkeypatch):
+    """HTML strikes text through with `<s>`: that must not begin a document."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "my.model").write_bytes(model)
+    ours = open_tokenizer(str(tmp_path / "my.model"))
+    assert (ours.eos_id, ours.bos_id) == (2, 1)
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
+    exported = AutoTokenizer.from_pretrained(ours.path)
+    for text in ("<s></s>", "struck <s>through</s> text", "</s>b"):
+        ids = ours.backend.encode(text, add_special_tokens=False).ids
+        assert ids == theirs.encode(text) == exported(text)["input_ids"]
+        assert not {1, 2} & set(ids)
+        assert ours.backend.decode(ids) == exported.decode(ids) == text
+
+
+def test_an_export_of_a_learned_model_is_the_same_tokenizer_in_transformers(model, tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "my.model").write_bytes(model)
+    ours = open_tokenizer(str(tmp_path / "my.model"))
+    weights = {"w": np.zeros(2, np.float32)}
+    write_hf_folder(str(tmp_path / "hf"), weights, {"model_type": "llama"}, ours, "float32")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (1, 2, ours.vocab_size)
+    for text in VARIED:
+        ids = ours.backend.encode(text, add_special_tokens=False).ids
+        assert theirs(text, add_special_tokens=False)["input_ids"] == theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids) == text
+
+
+def test_a_learned_model_is_made_as_llamas(model):
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert theirs.vocab_size() in KINDS.values()
+    assert [theirs.id_to_piece(number) for number in range(4)] == ["<unk>", "<s>", "</s>", "<0x00>"]
+    assert (theirs.unk_id(), theirs.bos_id(), theirs.eos_id(), theirs.pad_id()) == (0, 1, 2, -1)
+    assert theirs.decode(theirs.encode("ﬁne  ½ ")) == "ﬁne  ½ "
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_the_same_text_makes_the_same_model_and_lines_are_drawn_evenly(model_type):
+    assert learned(model_type) == learned(model_type)
+    documents = [f"line number {number} of this text\n" * 3 for number in range(300)]
+    few = [learned(model_type, documents, lines=50, vocab_size=285) for _ in range(2)]
+    assert few[0] == few[1]
+    assert few[0] != learned(model_type, documents, vocab_size=285)
+
+
+def test_a_sample_is_spread_over_all_of_the_text():
+    """Of 20 stretches with a word of their own each, all but the odd one are learned from."""
+    words = [f"{'abcdefghij'[number % 10] * 3}{'uv'[number // 10] * 3}" for number in range(20)]
+    documents = [f"{word} " * 8 for word in words for _ in range(100)]
+    found = pieces(learned("bpe", documents, lines=200, vocab_size=330))
+    assert sum(f"▁{word}" in found for word in words) >= 18
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "common words " * 1000 + "zebra quagga " * 1000,  # one line, far above sentencepiece's limit of 4192 bytes
+        "日" * 5000 + " zebra quagga" * 200,
+        "zebra▅quagga zebra " * 100,
+        "\n\nzebra quagga\r\n" * 100,
+        "quagga zebra\0" * 100,
+    ],
+)
+def test_no_text_is_left_out_of_learning(document):
+    found = {piece.strip("▁\r") for piece in pieces(learned("bpe", [*DOCUMENTS, document]))}
+    assert {"zebra", "quagga"} <= found
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_the_name_of_a_byte_is_text_whether_or_not_its_letters_are_known(model_type):
+    names = ["<0x0A>", "<unk>", "x<0x41><unk>", "<0x0A><0x0A>"]
+    for document in ("plain words only", "< 0 x 4 1 A > u n k"):
+        content = learned(model_type, [document] * 20, vocab_size=271)
+        ours, _, _ = convert_sentencepiece(content, "x.model")
+        for name in names:
+            ids = ours.encode(name).ids
+            assert ids == sentencepiece.SentencePieceProcessor(model_proto=content).encode(name), name
+            assert ours.decode(ids) == name
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_digits_are_pieces_of_their_own(model_type):
+    found = pieces(learned(model_type, [*DOCUMENTS, "in 2026 and 2027 " * 500]))
+    assert not [piece for piece in found if len(piece) > 1 and piece[0] != "<" and any(map(str.isdigit, piece))]
+
+
+def test_indentation_makes_pieces():
+    documents = [f"def f():\n{' ' * depth}return\n" * 20 for depth in (4, 8, 12)]
+    assert {"▁" * 2, "▁" * 4} <= pieces(learned("bpe", documents, vocab_size=280))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_vocabulary_that_does_not_fit_the_text_says_what_would(model_type):
+    with pytest.raises(
+        UserError, match=r"^vocab_size 9999: too large for this text, which makes at most \d+ pieces$"
+    ) as e:
+        learned(model_type, vocab_size=9999)
+    most = int(str(e.value).split()[-2])
+    assert len(pieces(learned(model_type, vocab_size=most))) == most
+    with pytest.raises(UserError, match=r"^vocab_size 261: too small for this text, .* alone are \d+$") as e:
+        learned(model_type, vocab_size=261)
+    least = int(str(e.value).split()[-1])
+    assert len(pieces(learned(model_type, vocab_size=least))) == least
+
+
+@pytest.mark.parametrize("documents", [[], ["", "\n\n"]])
+def test_no_text_is_the_users_mistake(documents):
+    with pytest.raises(UserError, match="there is no text to learn from"):
+        learned("bpe", documents)

@@ -1,0 +1,86 @@
+"""Learning a tokenizer from the documents of files, and writing it where it was asked for."""
+
+import os
+from collections.abc import Iterator
+
+from lmtrain.config.errors import UserError
+from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.sources import expand_urls
+from lmtrain.runtime.files import write_atomically
+from lmtrain.runtime.storage import is_url
+
+MODEL_FILE = "tokenizer.model"
+
+# Lines that a sentencepiece model is learned from. With more, vocabularies hardly change, and memory grows.
+INPUT_SENTENCE_SIZE = 1_000_000
+
+
+def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: str) -> int:
+    """Learn a byte-level BPE from the documents of `urls` and save it in `folder`. Returns its vocabulary size."""
+    from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
+    from lmtrain.hf.tokenizer import save_tokenizer
+
+    backend = learn_bpe(_texts(urls, text_key), vocab_size)
+    save_tokenizer(backend, folder, eos=END_OF_TEXT, bos=END_OF_TEXT)
+    return backend.get_vocab_size()
+
+
+def learn_sentencepiece_from_files(
+    urls: list[str], text_key: str, vocab_size: int, output: str, model_type: str, input_sentence_size: int
+) -> int:
+    """Learn a sentencepiece model from the documents of `urls`. Returns its vocabulary size.
+
+    `output` is the model's file if it ends in `.model`, else a folder for it and for what it is converted to.
+    """
+    from lmtrain.hf.sentencepiece import train_sentencepiece
+
+    model = train_sentencepiece(_texts(urls, text_key), vocab_size, model_type, input_sentence_size)
+    path = os.path.expanduser(output)
+    try:
+        if is_model_file(output):
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            write_atomically(path, model)
+        else:
+            _write_folder(path, model)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
+    return vocab_size
+
+
+def is_model_file(output: str) -> bool:
+    return output.endswith(".model")
+
+
+def check_output(output: str, kind: str) -> None:
+    """Raise `UserError` for what cannot be written, before reading any text."""
+    path = os.path.expanduser(output)
+    if is_url(output):
+        raise UserError(f"--output {output}: a URL; tokenizers are written to a local path")
+    if is_model_file(output) and kind != "sentencepiece":
+        raise UserError(f"--output {output}: a .model file holds a tokenizer of --kind sentencepiece")
+    if os.path.isdir(path) if is_model_file(output) else os.path.isfile(path):
+        raise UserError(f"--output {output}: there is a {'folder' if os.path.isdir(path) else 'file'} of that name")
+    if kind != "sentencepiece" and os.path.exists(os.path.join(path, MODEL_FILE)):
+        raise UserError(f"--output {output}: the folder holds a sentencepiece tokenizer; choose another")
+    parent = os.path.abspath(os.path.dirname(path) if is_model_file(output) else path)
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"--output {output}: {parent} is not a folder that can be written to")
+
+
+def _write_folder(folder: str, model: bytes) -> None:
+    """A folder that is whole, or one without tokenizer.json, which nothing takes for a tokenizer."""
+    from lmtrain.hf.sentencepiece import convert_sentencepiece
+    from lmtrain.hf.tokenizer import save_tokenizer
+
+    backend, eos, bos = convert_sentencepiece(model, folder)
+    os.makedirs(folder, exist_ok=True)
+    if os.path.exists(older := os.path.join(folder, "tokenizer.json")):
+        os.remove(older)
+    write_atomically(os.path.join(folder, MODEL_FILE), model)
+    save_tokenizer(backend, folder, eos=eos, bos=bos, special_text=False)
+
+
+def _texts(urls: list[str], text_key: str) -> Iterator[str]:
+    return (str(text) for url in expand_urls(urls) for _, text in DocumentReader(url, text_key))

@@ -1,0 +1,177 @@
+"""`lmtrain tokenizer train`: what it writes, and what it refuses before and after reading."""
+
+import json
+import os
+
+import pytest
+import sentencepiece
+from conftest import TRAIN_FILES, VALIDATION_FILES
+
+from lmtrain.commands import tokenizer
+from lmtrain.config.errors import UserError
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.preprocess.documents import DocumentReader
+
+TEXTS = [text for _, text in DocumentReader(VALIDATION_FILES[0], "text")] + ["", " a\n\n  b\t🙂 123"]
+SENTENCEPIECE = ["--kind", "sentencepiece", "--vocab_size", "400"]
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Run `lmtrain tokenizer train FILES ...` in the test's folder, without its log."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tokenizer, "start_console_log", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load_tokenizer.cache_clear()  # knows folders by their names, which are the same in every test
+
+    def run(*arguments, files=(TRAIN_FILES[0],)):
+        return tokenizer.run(["train", *files, *arguments])
+
+    return run
+
+
+def test_a_sentencepiece_folder_is_a_tokenizer_here_and_in_transformers(train, tmp_path):
+    from transformers import AutoTokenizer
+
+    assert train("--output", "tok", *SENTENCEPIECE) == 0
+    assert sorted(os.listdir("tok")) == ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
+    ours = open_tokenizer("tok")
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (400, 1, 2)
+    library = sentencepiece.SentencePieceProcessor(model_file="tok/tokenizer.model")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tok")
+    for text in TEXTS:
+        ids = ours.backend.encode(text, add_special_tokens=False).ids
+        assert ids == library.encode(text) == theirs(text)["input_ids"]
+        assert ours.backend.decode(ids) == theirs.decode(ids) == text
+
+
+def test_a_model_file_is_that_of_the_folder_and_the_same_tokenizer(train):
+    train("--output", "made/my.model", *SENTENCEPIECE)
+    train("--output", "tok", *SENTENCEPIECE)
+    assert os.listdir("made") == ["my.model"]
+    with open("made/my.model", "rb") as file, open("tok/tokenizer.model", "rb") as other:
+        assert file.read() == other.read()
+    assert open_tokenizer("made/my.model").identity == open_tokenizer("tok").identity
+
+
+def test_another_process_makes_the_same_bytes_and_says_what_it_learned_from(train, lmtrain, tmp_path):
+    few = [*SENTENCEPIECE, "--input_sentence_size", "60", "--vocab_size", "300", "--model_type", "unigram"]
+    done = lmtrain("tokenizer", "train", TRAIN_FILES[0], "--output", "there.model", *few)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("learning from 60 of ")
+    assert lines[1:] == ["there.model: a tokenizer of 300 entries"]
+    train("--output", "here.model", *few)
+    assert (tmp_path / "here.model").read_bytes() == (tmp_path / "there.model").read_bytes()
+
+
+def test_the_type_of_model_is_bpe_as_llamas_unless_said_otherwise(train, tmp_path):
+    for name, flags in (("default", []), ("bpe", ["--model_type", "bpe"]), ("unigram", ["--model_type", "unigram"])):
+        train("--output", f"{name}.model", *SENTENCEPIECE, "--vocab_size", "300", *flags)
+    contents = {name: (tmp_path / f"{name}.model").read_bytes() for name in ("default", "bpe", "unigram")}
+    assert contents["default"] == contents["bpe"] != contents["unigram"]
+
+
+def test_files_are_found_by_braces_and_globs_in_any_format(train, tmp_path):
+    documents = [f"{word} " * 200 for word in ("zebra", "quagga", "okapi")]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"body": documents[0]}))
+    (tmp_path / "b.json").write_text(json.dumps([{"body": documents[1]}]))
+    (tmp_path / "c.txt").write_text(documents[2])
+    train(
+        "--output", "tok", "--text_key", "body", *SENTENCEPIECE, "--vocab_size", "290", files=["{a,b}.json*", "c.txt"]
+    )
+    backend = open_tokenizer("tok").backend
+    assert backend.encode("zebra quagga okapi").tokens == ["▁zebra", "▁quagga", "▁okapi"]
+
+
+def test_a_folder_is_written_over_by_another_of_its_kind(train):
+    train("--output", "tok", *SENTENCEPIECE)
+    train("--output", "tok", *SENTENCEPIECE, "--vocab_size", "300")
+    assert open_tokenizer("tok").vocab_size == 300
+    assert len(os.listdir("tok")) == 3
+
+
+def test_killed_while_writing_it_leaves_no_folder_that_is_taken_for_a_tokenizer(train, monkeypatch):
+    train("--output", "tok", *SENTENCEPIECE)
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lmtrain.hf.tokenizer.save_tokenizer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train("--output", "tok", *SENTENCEPIECE, "--vocab_size", "300")
+    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
+        open_tokenizer("tok")
+
+
+def test_byte_level_bpe_is_still_the_default(train):
+    train("--output", "tok", "--vocab_size", "300")
+    assert sorted(os.listdir("tok")) == ["tokenizer.json", "tokenizer_config.json"]
+    assert open_tokenizer("tok").backend.token_to_id("<|endoftext|>") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--output", "t", "--vocab_size", "256"],
+            "--vocab_size 256: a byte-level vocabulary has at least 257 entries",
+        ),
+        (["--output", "t", "--model_type", "bpe"], "--model_type: only --kind sentencepiece has it"),
+        (["--output", "t", "--input_sentence_size", "9"], "--input_sentence_size: only --kind sentencepiece has it"),
+        (["--output", "t.model"], "--output t.model: a .model file holds a tokenizer of --kind sentencepiece"),
+        (["--output", "gs://b/t"], "--output gs://b/t: a URL; tokenizers are written to a local path"),
+        (["--output", "file"], "--output file: there is a file of that name"),
+        (["--output", "other"], "--output other: the folder holds a sentencepiece tokenizer; choose another"),
+        (["--output", "file/t"], "{folder}/file is not a folder that can be written to"),
+        (["--output", "t.model", *SENTENCEPIECE, "--vocab_size", "259"], "vocabulary has at least 260 entries"),
+        (["--output", "t", *SENTENCEPIECE, "--input_sentence_size", "0"], "--input_sentence_size 0: at least 1"),
+        (["--output", "t", *SENTENCEPIECE, "--vocab_size", "9999"], "vocab_size 9999: too large for this text"),
+        (["--output", "t", *SENTENCEPIECE, "--vocab_size", "261"], "vocab_size 261: too small for this text"),
+        (["--output", "t", *SENTENCEPIECE, "--text_key", "body"], "no key 'body'"),
+        (["--output", "t", *SENTENCEPIECE, "--model_type", "word"], "argument --model_type: invalid choice: 'word'"),
+        (["--output", "folder.model", *SENTENCEPIECE], "--output folder.model: there is a folder of that name"),
+        (["--output", "file/t.model", *SENTENCEPIECE], "{folder}/file is not a folder that can be written to"),
+        (["--output", "/proc/t", *SENTENCEPIECE], "--output /proc/t: "),
+        ([], "the following arguments are required: --output"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_message_and_writes_nothing(train, tmp_path, arguments, message):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.model").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.model").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError) as caught:
+        train(*arguments)
+    assert message.format(folder=tmp_path) in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_files_that_are_not_there_are_all_named(train):
+    with pytest.raises(UserError, match=r"no such file: none\.jsonl, no\*\.txt"):
+        train("--output", "t", *SENTENCEPIECE, files=["none.jsonl", "no*.txt"])
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_reading(train, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # tests may run as root, whom no permission stops
+    with pytest.raises(UserError, match=r"--output a/b: .* is not a folder that can be written to"):
+        train("--output", "a/b", *SENTENCEPIECE, files=["none.jsonl"])
+
+
+def test_a_full_disk_is_the_users_mistake(train, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lmtrain.preprocess.learn.write_atomically", full)
+    with pytest.raises(UserError, match=r"^--output tok: cannot be written: No space left on device$"):
+        train("--output", "tok", *SENTENCEPIECE)
+
+
+def test_help_says_how_memory_is_bounded(capsys):
+    assert tokenizer.run(["--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "learns from at most so many lines, drawn evenly from all the text, always the same" in shown
+    assert "(default: 1000000)" in shown
