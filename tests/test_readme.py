@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TRAIN_FILES, VALIDATION_FILES
+from conftest import TOKENIZER, TRAIN_FILES, VALIDATION_FILES
 
 from lmtrain.cli import VERBS
 
@@ -44,6 +44,25 @@ def test_commands_on_own_text_run_as_written(tmp_path):
         assert done.returncode == 0, (command, done.stderr)
     assert (tmp_path / "my_model" / "model.safetensors").exists()
     assert any(name.name.startswith("events.") for name in (tmp_path / "tblogs").rglob("*"))
+
+
+def test_the_mixture_is_tokenized_as_written(tmp_path):
+    import pyarrow
+    import zstandard
+    from pyarrow import parquet
+
+    for name in ("books", "code"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a word", "content": "x = 1"}\n')
+    parquet.write_table(pyarrow.table({"text": ["one book", "another"]}), tmp_path / "books" / "a.parquet")
+    (tmp_path / "code" / "a.jsonl.zst").write_bytes(zstandard.compress(b'{"content": "def f(): pass"}\n' * 3))
+    (tmp_path / "my_tokenizer").symlink_to(TOKENIZER)
+    (tmp_path / "mixed.yaml").write_text(blocks("yaml")[1])
+    command = [sys.executable, "-m", "lmtrain", "preprocess", "mixed.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for name, documents in (("books/train", 2), ("books/validation", 1), ("code/train", 3), ("code/validation", 1)):
+        assert f"cache/{name}: complete, {documents} documents" in done.stderr
 
 
 def test_quickstart_goes_the_whole_way(tmp_path):
