@@ -1,0 +1,57 @@
+"""The caches of a run: what names them, how far they carry, and when their order is known."""
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.caches import Cache, Caches, needs_all, plan_mixture, plan_steps
+from lmtrain.data.config import DataConfig
+from lmtrain.data.manifest import ShardInfo
+from lmtrain.data.shards import Shards
+
+TWO = {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}
+
+
+def cache(*tokens, url="a.jsonl", fingerprint="f", recipe=None):
+    shards = Shards()
+    for count in tokens:
+        shards.add(ShardInfo("f", {}, 1, "", count, 1))
+    source = {"url": url, "bytes": 9, "fingerprint": fingerprint, "start": None}
+    return Cache("folder", recipe or {"tokenizer": "t"}, [source], "<u2", shards)
+
+
+def test_identity_is_known_before_the_cache_is_there_and_is_not_where_the_text_lies():
+    empty, whole = Caches({"": cache()}, {}), Caches({"": cache(100, 200)}, {})
+    assert empty.identity == whole.identity == Caches({"": cache(url="gs://moved/a.jsonl")}, {}).identity
+    for other in (cache(fingerprint="g"), cache(recipe={"tokenizer": "u"})):
+        assert Caches({"": other}, {}).identity != empty.identity
+    assert Caches({"a": cache(), "b": cache()}, {}).identity != Caches({"a": cache()}, {}).identity
+
+
+@pytest.mark.parametrize(
+    ("settings", "epoch", "reason"),
+    [
+        ({}, 0, None),
+        ({"shuffle": 100}, 0, None),
+        ({"shuffle": True}, 0, "data.shuffle true needs the whole cache"),
+        ({}, 2, "epoch needs to know"),
+        ({"configs": TWO}, 0, None),
+        ({"configs": TWO, "stop_strategy": "first_exhausted"}, 0, "data.stop_strategy first_exhausted"),
+        ({"stop_strategy": "first_exhausted"}, 0, None),  # of a mixture that is none
+    ],
+)
+def test_what_has_to_wait_for_the_whole_cache_says_why(settings, epoch, reason):
+    found = needs_all(DataConfig(**settings), epoch)
+    assert found is None if reason is None else found.startswith(reason)
+
+
+def test_epochs_end_the_run_and_a_cache_that_grows_does_not_have_to_be_known():
+    caches = Caches({"": cache(1000, 640)}, {})  # 102 windows of 16, 25 batches of 4
+    plan = lambda epoch, steps=500: plan_steps(DataConfig(), caches, 16, 4, steps, epoch, 0)  # noqa: E731
+    assert (plan(1), plan(2), plan(2, 30), plan(0)) == (25, 51, 30, 500)
+
+
+def test_a_weight_for_a_source_without_training_text_is_the_users_mistake():
+    config = DataConfig(configs=TWO, train_weights={"a": 1.0, "b": 0.5})
+    with pytest.raises(UserError, match=r"data\.train_weights: 'b' has a weight, but no training text"):
+        plan_mixture(config, ["a"], 4, 0)
+    assert plan_mixture(DataConfig(), [""], 4, 0) is None
