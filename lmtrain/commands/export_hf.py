@@ -27,7 +27,7 @@ def run(argv: list[str]) -> int:
     family = hf_family(run.config.model)
     tokenizer = found.tokenizer
     config = family.to_hf_config(run.config.model, tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
-    tensors = to_hf(family.TABLE, jax.device_get(params))
+    tensors = to_hf(family.table(run.config.model), jax.device_get(params))
     write_hf_folder(run.arguments.output, tensors, config, tokenizer, run.arguments.dtype)
     size = sum(tensor.size for tensor in tensors.values())
     log.info(f"{run.arguments.output}: step {found.checkpoint.step:,}, {size:,} parameters, {run.arguments.dtype}")

@@ -9,6 +9,7 @@ from lmtrain.models.interface import LanguageModel
 # type in the config -> (module of the model and its class, module of its Hugging Face table)
 FAMILIES = {
     "gpt2": ("lmtrain.models.gpt2.model", "Gpt2LM", "lmtrain.models.gpt2.hf"),
+    "llama": ("lmtrain.models.llama.model", "LlamaLM", "lmtrain.models.llama.hf"),
 }
 
 
@@ -20,5 +21,5 @@ def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
 
 
 def hf_family(config: ModelConfig) -> Any:
-    """The family's `hf` module: TABLE of weight names, and `to_hf_config`."""
+    """The family's `hf` module: `table(config)` of weight names, and `to_hf_config`."""
     return importlib.import_module(FAMILIES[config.type][2])

@@ -5,8 +5,8 @@ upload is complete.
 """
 
 import json
+import logging
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +16,16 @@ import fsspec
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.files import write_atomically
 
+_CHUNK_BYTES = 1 << 22
+
 _ADVICE = {
     "gs": "for private buckets run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "for private buckets set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL for "
     "stores that are not Amazon's",
 }
+
+# It logs the traceback of whatever it raises, and a warning with every request where it may not look at a bucket.
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
 def is_url(path: str) -> bool:
@@ -39,21 +44,24 @@ def open_fs(path: str) -> tuple[Any, str]:
         fs, inside = fsspec.core.url_to_fs(path)
     except (ValueError, ImportError) as error:
         raise UserError(f"{path}: {error}") from None
+    fs.invalidate_cache()  # of listings: other processes write too, and what a listing lacks is not looked for
     return fs, inside
 
 
 @contextmanager
-def told(path: str, doing: str) -> Iterator[None]:
-    """Turns what a remote file system raises into a `UserError` that names the path; missing files stay errors of
-    their own. Each library has its own kinds of error, and some raise bare ones, so all are caught."""
+def told(path: str, doing: str, missing_too: bool = True) -> Iterator[None]:
+    """Turns what a remote file system raises into a `UserError` that names the path; without `missing_too` a missing
+    file stays an error of its own. Each library has its own kinds of error, and some raise bare ones, so all are
+    caught."""
     try:
         yield
-    except (FileNotFoundError, UserError):
+    except UserError:
         raise
     except Exception as error:
-        if not is_url(path) and not isinstance(error, OSError):
+        missing = isinstance(error, FileNotFoundError)
+        if (missing and not missing_too) or (not is_url(path) and not isinstance(error, OSError)):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = "no such file or bucket" if missing else (str(error).strip() or type(error).__name__).splitlines()[0]
         advice = _ADVICE.get(path.partition("://")[0])
         raise UserError(f"{path}: cannot be {doing}: {reason}" + (f"\n  {advice}" if advice else "")) from None
 
@@ -63,7 +71,7 @@ def read_bytes(path: str) -> bytes:
     if not is_url(path):
         with open(path, "rb") as file:
             return file.read()
-    with told(path, "read"):
+    with told(path, "read", missing_too=False):
         fs, inside = open_fs(path)
         content: bytes = fs.cat_file(inside)
         return content
@@ -93,9 +101,8 @@ def list_names(folder: str) -> list[str]:
     try:
         if not is_url(folder):
             return sorted(os.listdir(folder))
-        with told(folder, "listed"):
+        with told(folder, "listed", missing_too=False):
             fs, inside = open_fs(folder)
-            fs.invalidate_cache(inside)  # other processes write there
             return sorted(entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(inside, detail=False))
     except FileNotFoundError:
         return []
@@ -106,7 +113,7 @@ def file_size(path: str) -> int | None:
     try:
         if not is_url(path):
             return os.path.getsize(path) if os.path.isfile(path) else None
-        with told(path, "read"):
+        with told(path, "read", missing_too=False):
             fs, inside = open_fs(path)
             return int(fs.info(inside)["size"])
     except FileNotFoundError:
@@ -121,8 +128,17 @@ def upload(local: str, path: str) -> None:
 
 
 def download(path: str, local: str) -> None:
-    """Copy `path` to a local file. Not atomic: the caller renames."""
-    with told(path, "read"):
+    """Copy `path` to a local file. Not atomic: the caller renames.
+
+    Raises FileNotFoundError if there is no such file, and OSError if the local one cannot be written.
+    """
+    with told(path, "read", missing_too=False):
         fs, inside = open_fs(path)
-        with fs.open(inside, "rb") as source, open(local, "wb") as target:
-            shutil.copyfileobj(source, target, 1 << 22)
+        source = fs.open(inside, "rb")
+    with source, open(local, "wb") as target:
+        while True:
+            with told(path, "read", missing_too=False):
+                chunk = source.read(_CHUNK_BYTES)
+            if not chunk:
+                return
+            target.write(chunk)

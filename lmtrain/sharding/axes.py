@@ -22,12 +22,19 @@ ACTIVATION_AXES = {
     "act_seq": "positions in a sequence",
     "act_embed": "width of the residual stream",
     "act_heads": "attention heads",
+    "act_kv_heads": "heads of keys and values",
     "act_mlp": "width of the MLP",
     "act_vocab": "entries of the vocabulary",
 }
 
 # What a user calls `mlp` governs the parameters' axis and the activation's; `batch` exists only in activations.
-ACTIVATION_OF = {"batch": "act_batch", "heads": "act_heads", "mlp": "act_mlp", "vocab": "act_vocab"}
+ACTIVATION_OF = {
+    "batch": "act_batch",
+    "heads": "act_heads",
+    "kv_heads": "act_kv_heads",
+    "mlp": "act_mlp",
+    "vocab": "act_vocab",
+}
 
 # The words a user writes in mappings.
 USER_AXES = {"batch": "sequences of the batch"} | PARAMETER_AXES

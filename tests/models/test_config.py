@@ -18,7 +18,7 @@ CHANGED = {
     "gpt2": {"mlp_scale": 2, "attn_pdrop": 0.25, "upcast_attn": True},
     "llama": {
         "num_kv_heads": 2,
-        "head_dim": 5,
+        "head_dim": 6,
         "activation_function": "gelu",
         "rope": {"type": "yarn", "factor": 4, "original_seq_len": 4},
     },

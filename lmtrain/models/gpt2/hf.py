@@ -31,6 +31,11 @@ TABLE = (
 )
 
 
+def table(config: Gpt2Config) -> tuple[Row, ...]:
+    """The weights of a GPT-2 of any size."""
+    return TABLE
+
+
 def to_hf_config(config: Gpt2Config, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
     """The `config.json` of a GPT-2. Values have exactly the JSON types that transformers 5 insists on."""
     return {

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lmtrain.models.layers.linear import declare
+from lmtrain.models.layers.linear import Dims, declare, sizes
 
 
 class LayerNorm(nn.Module):
@@ -25,3 +25,24 @@ class LayerNorm(nn.Module):
         variance = (centred * centred).mean(-1, keepdims=True)
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
         return (normal * self.scale + self.bias).astype(x.dtype)
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x^2) + epsilon) * scale over the dimensions `dims` (Zhang and Sennrich 2019).
+
+    With `offset` the factor is 1 + scale, which begins at 0.
+    """
+
+    dims: Dims
+    epsilon: float
+    offset: bool = False
+
+    def setup(self) -> None:
+        init = nn.initializers.zeros if self.offset else nn.initializers.ones
+        self.scale = self.param("scale", declare(init, self.dims), sizes(self.dims), jnp.float32)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        axes = tuple(range(-len(self.dims), 0))
+        normal = wide * jax.lax.rsqrt((wide * wide).mean(axes, keepdims=True) + self.epsilon)
+        return (normal * (self.scale + 1 if self.offset else self.scale)).astype(x.dtype)

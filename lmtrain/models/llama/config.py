@@ -1,42 +1,17 @@
 """Settings of the Llama family."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.models.base_config import BaseModelConfig
-
-
-class RopeConfig(Section):
-    """Rotary positions, and how they are stretched beyond the length they were trained for."""
-
-    type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = Field("default", description="Kind of stretching")
-    theta: float = Field(10_000.0, gt=0, description="Base of the frequencies")
-    factor: float = Field(1.0, ge=1, description="How many times longer the context gets")
-    original_seq_len: int | None = Field(None, ge=1, description="Length trained for; needed by llama3 and yarn")
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above original_seq_len / this stretch")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below original_seq_len / this stay")
-    beta_fast: float = Field(32.0, gt=0, description="yarn: frequencies with more turns than this stay")
-    beta_slow: float = Field(1.0, gt=0, description="yarn: frequencies with fewer turns than this stretch whole")
-
-    @model_validator(mode="after")
-    def _has_what_it_needs(self) -> "RopeConfig":
-        if self.type in ("llama3", "yarn") and self.original_seq_len is None:
-            raise field_error("original_seq_len", f"rope type {self.type} needs it")
-        if self.type == "default" and self.factor != 1:
-            raise field_error("factor", "rope type default stretches nothing; set type to linear, llama3 or yarn")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise field_error("high_freq_factor", f"must be above low_freq_factor {self.low_freq_factor}")
-        return self
+from lmtrain.models.rope_config import RopeConfig
 
 
 class LlamaConfig(BaseModelConfig):
     """Llama; the defaults are the 7B model."""
-
-    is_planned: ClassVar[bool] = True
 
     type: Literal["llama"] = Field("llama", description="The model family")
     seq_len: int = Field(2048, ge=2, description="Tokens per training sequence, and the longest context")
@@ -48,6 +23,19 @@ class LlamaConfig(BaseModelConfig):
     head_dim: int | None = Field(None, ge=1, description="Width of a head; null: hidden_dim / num_heads")
     activation_function: Literal["silu", "gelu", "gelu_new", "relu"] = Field("silu", description="Of the MLP's gate")
     use_bias: bool = Field(False, description="Biases in the attention's linear layers")
+    use_qkv_bias: bool = Field(False, description="Biases on queries, keys and values only (Qwen2)")
+    use_mlp_bias: bool = Field(False, description="Biases in the MLP's linear layers")
+    sliding_window: int | None = Field(
+        None, ge=1, description="Keys a query sees at most (Mistral); null: all before it"
+    )
+    qk_norm: Literal["none", "head", "all"] = Field(
+        "none", description="Normalise queries and keys: within each head (Qwen3), or over all heads at once (OLMo2)"
+    )
+    norm_position: Literal["pre", "post"] = Field(
+        "pre", description="Norms before attention and MLP, or on what they give (OLMo2)"
+    )
+    norm_offset: bool = Field(False, description="Norms scale by 1 + weight (Gemma)")
+    scale_embeddings: bool = Field(False, description="Multiply the embeddings by sqrt(hidden_dim) (Gemma)")
     tie_word_embeddings: bool = Field(False, description="Use the embedding table as the head")
     rope: RopeConfig = Field(default_factory=RopeConfig, description="Rotary positions")
 
@@ -60,3 +48,19 @@ class LlamaConfig(BaseModelConfig):
                 f"{self.num_kv_heads} does not divide num_heads {self.num_heads}; num_kv_heads could be {near}",
             )
         return self
+
+    @model_validator(mode="after")
+    def _head_size_is_even(self) -> "LlamaConfig":
+        if self.head_size % 2:
+            raise field_error("head_dim", f"rotary positions turn pairs of dimensions; {self.head_size} is odd")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.hidden_dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_heads

@@ -78,3 +78,25 @@ def test_segments_are_sequences_of_their_own(length):
         part = slice(start, end)
         expected = plain(q[:, :, part], k[:, :, part], v[:, :, part], 0.5)
         np.testing.assert_allclose(found[:, :, part], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_hides_what_lies_further_back():
+    q, k, v = arrays(8, 8)
+    found = np.asarray(self_attend(q, k, v, 0.5, window=3))
+    for s in range(8):
+        seen = slice(max(0, s - 2), s + 1)
+        expected = plain(q[:, :, s : s + 1], k[:, :, seen], v[:, :, seen], 0.5, first=8)
+        np.testing.assert_allclose(found[:, :, s : s + 1], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("length", [1, 5])
+def test_grouped_query_heads_share_keys_and_values(kv_heads, length):
+    rng = np.random.default_rng(5)
+    q = rng.normal(size=(2, 6, length, 4)).astype(np.float32)
+    k, v = (rng.normal(size=(2, kv_heads, length, 4)).astype(np.float32) for _ in range(2))
+    segments = np.sort(rng.integers(0, 2, (2, length)), axis=1)
+    repeated = [np.repeat(part, 6 // kv_heads, axis=1) for part in (k, v)]
+    found = self_attend(q, k, v, 0.5, segments_BS=jnp.asarray(segments), window=4)
+    expected = self_attend(q, *repeated, 0.5, segments_BS=jnp.asarray(segments), window=4)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

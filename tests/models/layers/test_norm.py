@@ -1,10 +1,12 @@
 """LayerNorm against plain numpy."""
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.models.layers.norm import LayerNorm
+from lmtrain.models.layers.norm import LayerNorm, RmsNorm
 
 SCALE = np.linspace(0.5, 2.0, 8).astype(np.float32)
 BIAS = np.linspace(-1.0, 1.0, 8).astype(np.float32)
@@ -37,3 +39,18 @@ def test_statistics_of_bfloat16_are_computed_in_float32():
     exact = jnp.asarray(normalised(np.asarray(x, np.float32), 1e-5), jnp.float32)
     # only the last rounding may differ from the exact result
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("dims", [(("embed", 6),), (("heads", 2), ("head_dim", 3))])
+def test_rms_norm_is_its_formula_over_all_its_dimensions(dims, offset):
+    layer = RmsNorm(dims, 0.1, offset)
+    x = np.random.default_rng(0).normal(size=(4, 2, 3) if len(dims) == 2 else (4, 6)).astype(np.float32)
+    scale = np.random.default_rng(1).normal(size=x.shape[1:]).astype(np.float32)
+    flat = x.reshape(4, 6)
+    expected = flat / np.sqrt((flat**2).mean(-1, keepdims=True) + 0.1) * (scale.reshape(6) + offset)
+    found = layer.apply({"params": {"scale": scale}}, x)
+    np.testing.assert_allclose(np.asarray(found).reshape(4, 6), expected, rtol=1e-5)
+    fresh = nn.meta.unbox(layer.init(jax.random.key(0), x))["params"]["scale"]
+    assert set(np.unique(fresh)) == {0.0 if offset else 1.0}
+    assert layer.apply({"params": {"scale": scale}}, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16

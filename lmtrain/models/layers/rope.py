@@ -1,0 +1,69 @@
+"""Rotary positions (Su et al. 2021): queries and keys are turned by angles that grow with the position.
+
+Dimension t of the first half of a head and dimension t of the second are a plane, turned by position * frequency[t]:
+
+    frequency[t] = theta ** (-2 t / C)
+
+To reach beyond the length trained for, frequencies are stretched (RopeConfig.type):
+
+    linear    all divided by factor (Chen et al. 2023)
+    dynamic   theta grows with the length S beyond the original L: theta * (factor S / L - factor + 1) ** (C / (C - 2))
+    llama3    long waves divided by factor, short ones kept, smoothly between (Llama 3.1)
+    yarn      the same with a linear ramp over dimensions, and scores made sharper (Peng et al. 2023)
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lmtrain.models.rope_config import RopeConfig
+
+
+def frequencies(config: RopeConfig, head_dim: int, seq_len: int) -> np.ndarray:
+    """Radians per position of each plane, float32 [C / 2]; `seq_len` is the longest context."""
+    base = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    theta = config.theta
+    original = config.original_seq_len or seq_len
+    if config.type == "dynamic" and seq_len > original:
+        stretched = config.factor * seq_len / original - config.factor + 1
+        theta = theta * stretched ** (head_dim / (head_dim - 2))
+    plain = theta**-base
+    if config.type == "linear":
+        plain = plain / config.factor
+    elif config.type == "llama3":
+        waves = 2 * math.pi / plain
+        low, high = config.low_freq_factor, config.high_freq_factor
+        kept = np.clip((original / waves - low) / (high - low), 0, 1)
+        plain = (1 - kept) * plain / config.factor + kept * plain
+    elif config.type == "yarn":
+        ramp = _yarn_ramp(config, head_dim, original)
+        plain = plain / config.factor * ramp + plain * (1 - ramp)
+    return plain.astype(np.float32)
+
+
+def magnitude(config: RopeConfig) -> float:
+    """What the turned vectors are multiplied by: yarn's 0.1 ln(factor) + 1, else 1."""
+    return 0.1 * math.log(config.factor) + 1 if config.type == "yarn" else 1.0
+
+
+def _yarn_ramp(config: RopeConfig, head_dim: int, original: int) -> np.ndarray:
+    """How much of each plane is stretched: 0 for those that turn often within the original length, 1 for the slow."""
+
+    def plane_of(turns: float) -> float:
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low = max(math.floor(plane_of(config.beta_fast)), 0)
+    high = min(math.ceil(plane_of(config.beta_slow)), head_dim - 1)
+    width = high - low if high > low else 0.001
+    return np.clip((np.arange(head_dim // 2) - low) / width, 0, 1)
+
+
+def rotate(x_BHSC: jax.Array, positions_S: jax.Array, frequency: np.ndarray, scale: float) -> jax.Array:
+    """`x` turned by the angles of its positions, in float32, and multiplied by `scale`."""
+    angles = positions_S[:, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
+    first, second = jnp.split(x_BHSC.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BHSC.dtype)

@@ -1,0 +1,144 @@
+"""Llama and its relatives in the Hugging Face format.
+
+Their Linear stores [out, in], so matrices are transposed; heads come first in `out`, as in ours flattened.
+"""
+
+from typing import Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf.key_map import Row
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.rope_config import RopeConfig
+
+_L = "model.layers.{layer}."
+
+# What sets a relative apart, by the settings' names; what a row does not name must be as in Llama.
+_RELATIVES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": True},
+    "qwen2": {"use_qkv_bias": True},
+    "qwen3": {"qk_norm": "head"},
+    "gemma": {"scale_embeddings": True, "norm_offset": True, "activation_function": "gelu_new"},
+    "olmo2": {"qk_norm": "all", "norm_position": "post"},
+}
+_LLAMA = {
+    "use_qkv_bias": False,
+    "sliding_window": False,
+    "qk_norm": "none",
+    "norm_position": "pre",
+    "norm_offset": False,
+    "scale_embeddings": False,
+    "activation_function": "silu",
+}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+}
+_HAS_ATTENTION_BIAS = {"llama", "qwen3", "gemma", "olmo2"}
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "relu": "relu"}
+
+
+def table(config: LlamaConfig) -> tuple[Row, ...]:
+    """The weights this config has."""
+    post = config.norm_position == "post"
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm" if post else None)
+    first, second = norms if post else ("input_layernorm", "post_attention_layernorm")
+    rows = [
+        Row("tokens/embedding", "model.embed_tokens.weight"),
+        Row("norm_final/scale", "model.norm.weight"),
+        Row("blocks/norm_attn/scale", f"{_L}{first}.weight"),
+        Row("blocks/norm_mlp/scale", f"{_L}{second}.weight"),
+        Row("blocks/attn/out/kernel", _L + "self_attn.o_proj.weight", rows=2, transpose=True),
+    ]
+    rows += [
+        Row(f"blocks/attn/{name}/kernel", f"{_L}self_attn.{name}_proj.weight", rows=1, transpose=True) for name in "qkv"
+    ]
+    mlp = ("gate", "up", "down")
+    rows += [Row(f"blocks/mlp/{name}/kernel", f"{_L}mlp.{name}_proj.weight", transpose=True) for name in mlp]
+    if config.use_bias or config.use_qkv_bias:
+        rows += [Row(f"blocks/attn/{name}/bias", f"{_L}self_attn.{name}_proj.bias", rows=0) for name in "qkv"]
+    if config.use_bias:
+        rows.append(Row("blocks/attn/out/bias", _L + "self_attn.o_proj.bias"))
+    if config.use_mlp_bias:
+        rows += [Row(f"blocks/mlp/{name}/bias", f"{_L}mlp.{name}_proj.bias") for name in mlp]
+    if config.qk_norm != "none":
+        rows += [Row(f"blocks/attn/norm_{name}/scale", f"{_L}self_attn.{name}_norm.weight", rows=0) for name in "qk"]
+    if not config.tie_word_embeddings:
+        rows.append(Row("unembed/embedding", "lm_head.weight"))
+    return tuple(rows)
+
+
+def model_type(config: LlamaConfig) -> str:
+    """Which of their models this is. Raises `UserError` naming the setting if it is none."""
+    ours = {name: getattr(config, name) for name in _LLAMA} | {"sliding_window": config.sliding_window is not None}
+    for kind, special in _RELATIVES.items():
+        if ours == _LLAMA | special or (kind == "llama" and _only_activation_differs(ours)):
+            return _check_biases(config, kind)
+    unusual = [f"model.{name}: {getattr(config, name)}" for name, value in _LLAMA.items() if ours[name] != value]
+    raise UserError(f"transformers has no model with {', '.join(unusual)} together; it cannot be exported")
+
+
+def _only_activation_differs(ours: dict[str, Any]) -> bool:
+    return ours | {"activation_function": "silu"} == _LLAMA
+
+
+def _check_biases(config: LlamaConfig, kind: str) -> str:
+    if config.use_bias and kind not in _HAS_ATTENTION_BIAS:
+        raise UserError(f"model.use_bias: transformers' {kind} has no such biases; it cannot be exported")
+    if config.use_mlp_bias and kind != "llama":
+        raise UserError(f"model.use_mlp_bias: transformers' {kind} has no such biases; it cannot be exported")
+    if config.rope.type == "dynamic" and config.rope.original_seq_len not in (None, config.seq_len):
+        raise UserError("model.rope.original_seq_len: transformers' dynamic rope begins at seq_len; leave it out")
+    return kind
+
+
+def to_hf_config(config: LlamaConfig, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
+    """The `config.json`, for transformers 5 (`rope_parameters`) and 4 (`rope_theta`, `rope_scaling`)."""
+    kind = model_type(config)
+    rope = _rope_parameters(config.rope)
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    values: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [_CLASSES[kind]],
+        "vocab_size": vocab_size,
+        "hidden_size": config.hidden_dim,
+        "intermediate_size": config.intermediate_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": _ACTIVATIONS[config.activation_function],
+        "hidden_activation": _ACTIVATIONS[config.activation_function],  # what gemma calls it
+        "max_position_embeddings": config.seq_len,
+        "initializer_range": config.initializer_range,
+        "rms_norm_eps": config.layer_norm_epsilon,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.use_bias,
+        "mlp_bias": config.use_mlp_bias,
+        "rope_parameters": rope,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None if config.rope.type == "default" else scaling,
+        "eos_token_id": eos_id,
+        "bos_token_id": bos_id,
+        "pad_token_id": None,
+    }
+    if kind == "mistral":
+        values["sliding_window"] = config.sliding_window
+    return values
+
+
+def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {"rope_type": rope.type, "rope_theta": rope.theta}
+    if rope.type != "default":
+        values["factor"] = rope.factor
+    if rope.type in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = rope.original_seq_len
+    if rope.type == "llama3":
+        values |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.type == "yarn":
+        values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+    return values

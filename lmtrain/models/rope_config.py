@@ -1,0 +1,31 @@
+"""Settings of rotary positions, for the families that have them."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from lmtrain.config.base import Section
+from lmtrain.config.errors import field_error
+
+
+class RopeConfig(Section):
+    """Rotary positions, and how they are stretched beyond the length they were trained for."""
+
+    type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = Field("default", description="Kind of stretching")
+    theta: float = Field(10_000.0, gt=0, description="Base of the frequencies")
+    factor: float = Field(1.0, ge=1, description="How many times longer the context gets")
+    original_seq_len: int | None = Field(None, ge=1, description="Length trained for; needed by llama3 and yarn")
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above original_seq_len / this stretch")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below original_seq_len / this stay")
+    beta_fast: float = Field(32.0, gt=0, description="yarn: frequencies with more turns than this stay")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: frequencies with fewer turns than this stretch whole")
+
+    @model_validator(mode="after")
+    def _has_what_it_needs(self) -> "RopeConfig":
+        if self.type in ("llama3", "yarn") and self.original_seq_len is None:
+            raise field_error("original_seq_len", f"rope type {self.type} needs it")
+        if self.type == "default" and self.factor != 1:
+            raise field_error("factor", "rope type default stretches nothing; set type to linear, llama3 or yarn")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise field_error("high_freq_factor", f"must be above low_freq_factor {self.low_freq_factor}")
+        return self

@@ -1,0 +1,71 @@
+"""Rotary positions: what the rotation does, and each way to stretch it, against the published formulas."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmtrain.models.layers.rope import frequencies, magnitude, rotate
+from lmtrain.models.rope_config import RopeConfig
+
+RNG = np.random.default_rng(0)
+PLAIN = 100.0 ** (-np.arange(0, 8, 2) / 8)
+
+
+def test_scores_depend_on_the_distance_alone():
+    frequency = frequencies(RopeConfig(theta=100.0), 8, 64)
+    q, k = (jnp.asarray(RNG.normal(size=(1, 1, 1, 8)), jnp.float32) for _ in range(2))
+
+    def score(at, other):
+        turned = [rotate(x, jnp.array([p]), frequency, 1.0) for x, p in ((q, at), (k, other))]
+        return float((turned[0] * turned[1]).sum())
+
+    assert score(3, 1) == pytest.approx(score(45, 43), rel=1e-4)
+    assert score(3, 1) != pytest.approx(score(30, 1), rel=0.1)
+
+
+def test_position_zero_turns_nothing_and_lengths_stay():
+    x = jnp.asarray(RNG.normal(size=(2, 3, 5, 8)), jnp.float32)
+    turned = rotate(x, jnp.arange(5), frequencies(RopeConfig(), 8, 64), 1.0)
+    np.testing.assert_allclose(turned[:, :, 0], x[:, :, 0], rtol=1e-6)
+    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+def test_default_and_linear():
+    np.testing.assert_allclose(frequencies(RopeConfig(theta=100.0), 8, 64), PLAIN, rtol=1e-6)
+    stretched = frequencies(RopeConfig(type="linear", factor=4.0, theta=100.0), 8, 64)
+    np.testing.assert_allclose(stretched, PLAIN / 4, rtol=1e-6)
+
+
+def test_dynamic_stretches_only_beyond_the_length_trained_for():
+    config = RopeConfig(type="dynamic", factor=2.0, theta=100.0, original_seq_len=64)
+    np.testing.assert_allclose(frequencies(config, 8, 64), PLAIN, rtol=1e-6)
+    theta = 100.0 * (2 * 256 / 64 - 1) ** (8 / 6)
+    np.testing.assert_allclose(frequencies(config, 8, 256), theta ** (-np.arange(0, 8, 2) / 8), rtol=1e-6)
+
+
+def test_llama3_keeps_short_waves_and_stretches_long_ones():
+    config = RopeConfig(type="llama3", factor=8.0, original_seq_len=64, theta=100.0)
+    found = frequencies(config, 8, 512)
+    for plain, stretched in zip(PLAIN, found, strict=True):
+        wave = 2 * math.pi / plain
+        if wave < 64 / 4:
+            expected = plain
+        elif wave > 64:
+            expected = plain / 8
+        else:
+            kept = (64 / wave - 1) / 3
+            expected = (1 - kept) * plain / 8 + kept * plain
+        assert stretched == pytest.approx(expected, rel=1e-6)
+    assert found[0] == pytest.approx(PLAIN[0])
+    assert found[-1] < PLAIN[-1]
+
+
+def test_yarn_sharpens_by_its_factor_and_keeps_the_fastest_plane():
+    config = RopeConfig(type="yarn", factor=4.0, original_seq_len=64, theta=100.0)
+    found = frequencies(config, 8, 256)
+    assert magnitude(config) == pytest.approx(0.1 * math.log(4) + 1)
+    assert found[0] == pytest.approx(PLAIN[0])
+    assert found[-1] == pytest.approx(PLAIN[-1] / 4)
+    assert magnitude(RopeConfig()) == 1.0

@@ -1,0 +1,163 @@
+"""Object stores on this machine: emulators of Google's and Amazon's, and a folder in each for every test."""
+
+import itertools
+import os
+
+# Before any import of gcsfs, which reads it once: what it turns off asks Google what kind of bucket it has.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+
+import fsspec
+import pytest
+
+BUCKET = "bucket-of-tests"
+
+_numbers = itertools.count()
+
+
+class Store:
+    """A folder of a bucket, as others see it: without lmtrain, and without what lmtrain's file system remembers."""
+
+    def __init__(self, scheme: str, folder: str):
+        self.scheme = scheme
+        self.url = f"{scheme}://{folder}"
+        self.touched: set[str] = set()
+        self._folder = folder
+        self._fs = fsspec.filesystem(scheme, use_listings_cache=False)
+
+    def put(self, name: str, content: bytes) -> str:
+        self.touched.add(name)
+        self._fs.pipe_file(f"{self._folder}/{name}", content)
+        return f"{self.url}/{name}"
+
+    def get(self, name: str) -> bytes:
+        return self._fs.cat_file(f"{self._folder}/{name}")
+
+    def delete(self, *names: str) -> None:
+        for name in names:
+            self.touched.add(name)
+            self._fs.rm_file(f"{self._folder}/{name}")
+
+    def contents(self, folder: str = "") -> dict[str, bytes]:
+        """All objects, by their names below `folder`."""
+        root = f"{self._folder}/{folder}".rstrip("/")
+        return {path.removeprefix(f"{root}/"): self._fs.cat_file(path) for path in self._fs.find(root)}
+
+
+def forget_file_systems() -> None:
+    """The next one is made anew, with the environment as it is then."""
+    for scheme in ("gs", "s3"):
+        fsspec.get_filesystem_class(scheme).clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
+    """Nobody's: the credentials of whoever runs the tests stay out, and no machine of a cloud is asked for any."""
+    nowhere = str(tmp_path_factory.mktemp("nowhere"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ:
+            if name.startswith(("AWS_", "GOOGLE_", "GCE_")) or name.lower().endswith("_proxy"):
+                patch.delenv(name)
+        patch.setenv("CLOUDSDK_CONFIG", nowhere)
+        patch.setenv("NO_GCE_CHECK", "true")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", f"{nowhere}/credentials")
+        patch.setenv("AWS_CONFIG_FILE", f"{nowhere}/config")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        yield patch
+        forget_file_systems()
+
+
+@pytest.fixture(scope="module")
+def emulators(environment: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both, each with an empty bucket; the environment leads gcsfs and s3fs to them, those of subprocesses too."""
+    from gcp_storage_emulator.server import create_server
+    from moto.server import ThreadedMotoServer
+
+    environment.setattr(HTTPServer, "request_queue_size", 128)  # of 5 connections at once some would wait for a second
+    google = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
+    google._api.daemon = True  # or a failure below would leave the tests waiting for it
+    google.start()
+    amazon = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    amazon.start()
+    host, port = amazon.get_host_and_port()
+    environment.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{google._api._httpd.server_port}")
+    environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    environment.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    forget_file_systems()
+    fsspec.filesystem("s3").mkdir(BUCKET)
+    yield
+    forget_file_systems()
+    google.stop()
+    amazon.stop()
+
+
+@pytest.fixture(params=["gs", "s3"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def new_store(emulators: None) -> Callable[[str], Store]:
+    """`new_store("gs")` gives an empty folder that no other test has."""
+    return lambda scheme: Store(scheme, f"{BUCKET}/test-{next(_numbers)}")
+
+
+@pytest.fixture
+def store(new_store: Callable[[str], Store], scheme: str) -> Store:
+    """An empty folder, in the one and then in the other store."""
+    return new_store(scheme)
+
+
+class _Refuse(BaseHTTPRequestHandler):
+    """What Google answers to strangers, and Amazon to those who have no right."""
+
+    protocol_version = "HTTP/1.1"  # in which s3fs asks whether to send what it writes
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if "AWS4" in self.headers.get("Authorization", ""):
+            status = 403
+            body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+        else:
+            status = 401
+            body = b'{"error": {"code": 401, "message": "Anonymous caller does not have storage.objects.get access"}}'
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            with suppress(BrokenPipeError):  # gcsfs asks two things at once, and one answer is enough for it
+                self.wfile.write(body)
+
+    do_GET = do_HEAD = do_POST = do_PUT = _answer  # noqa: N815  # names that http.server looks for
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture(params=["gs to strangers", "s3 to strangers", "s3 without the right"])
+def private(request: pytest.FixtureRequest, environment: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a bucket that is closed, each for another reason."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refuse)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        patch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+        patch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
+        if "right" in request.param:
+            patch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+            patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        forget_file_systems()
+        yield f"{request.param[:2]}://private-bucket"
+        forget_file_systems()
+    server.shutdown()
+    thread.join()
+    server.server_close()

@@ -1,0 +1,41 @@
+"""A whole run of which everything but the checkpoints is in a bucket."""
+
+import hashlib
+import json
+import os
+
+import yaml
+from conftest import TRAIN_FILES, VALIDATION_FILES
+
+# What is compiled here runs twice.
+FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
+
+
+def test_a_run_with_config_text_and_cache_in_a_bucket(store, settings, lmtrain, tmp_path):
+    for path in (*TRAIN_FILES, *VALIDATION_FILES):
+        with open(path, "rb") as file:
+            store.put(f"text/{os.path.basename(path)}", file.read())
+    settings["data"] |= {
+        "train_urls": [f"{store.url}/text/train.*.jsonl*"],
+        "validation_urls": [f"{store.url}/text/validation.jsonl"],
+        "cache_dir": f"{store.url}/cache",
+        "mirror_dir": "mirror",
+    }
+    settings["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 2, "checkpointer": {"save_interval": None}}
+    settings["optimizer"]["warmup"] = 1
+    store.put("configs/parts/data.yaml", yaml.safe_dump(settings.pop("data")).encode())
+    store.put("configs/tiny.yaml", f"{yaml.safe_dump(settings)}data: !include parts/data.yaml\n".encode())
+
+    built = lmtrain("preprocess", f"{store.url}/configs/tiny.yaml")
+    assert built.returncode == 0, built.stderr
+    assert f"{store.url}/cache/train: complete, 200 documents" in built.stderr
+    cache = store.contents("cache")
+
+    trained = lmtrain("train", f"{store.url}/configs/tiny.yaml", "--trainer.id", "tiny", env=os.environ | FAST)
+    assert trained.returncode == 0, trained.stderr
+    assert "shards to build" not in trained.stderr
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "tiny.metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval/loss" in line] == [2]
+    assert store.contents("cache") == cache
+    copies = {hashlib.sha256(content).hexdigest() for name, content in cache.items() if name.endswith("arrayrecord")}
+    assert {path.stem for path in (tmp_path / "mirror").iterdir()} == copies

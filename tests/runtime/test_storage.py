@@ -1,0 +1,262 @@
+"""Files at paths and URLs alike; what goes wrong is told with the path."""
+
+import fsspec
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.storage import (
+    download,
+    file_size,
+    is_url,
+    join,
+    list_names,
+    open_fs,
+    read_bytes,
+    read_json,
+    told,
+    upload,
+    write_bytes,
+    write_json,
+)
+
+CONTENTS = [b"", b"\x00\xff", b"x" * 5_000_000]
+
+
+@pytest.fixture(params=["path", "memory"])
+def folder(request, tmp_path):
+    """An empty folder: at a local path, then at a URL."""
+    if request.param == "path":
+        yield str(tmp_path / "ü folder")
+        return
+    url = f"memory://{tmp_path}/ü folder"
+    yield url
+    fs, inside = open_fs(url)
+    if fs.exists(inside):
+        fs.rm(inside, recursive=True)
+
+
+@pytest.fixture
+def files(folder):
+    """`folder` with two files, and one in a folder within."""
+    fs, inside = open_fs(folder)
+    fs.makedirs(f"{inside}/c")
+    for name, content in (("b", b"22"), ("a", b"1"), ("c/d", b"")):
+        fs.pipe_file(f"{inside}/{name}", content)
+    return folder
+
+
+class _Broken(fsspec.AbstractFileSystem):
+    """A file system of which everything fails as `error` says."""
+
+    protocol = "broken"
+    error: Exception
+
+    def _fail(self, *arguments, **keywords):
+        raise self.error
+
+    cat_file = pipe_file = ls = info = put_file = open = _fail
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    fsspec.register_implementation("broken", _Broken, clobber=True)
+    monkeypatch.setattr(_Broken, "error", RuntimeError("the reason\nand much more"), raising=False)
+    return "broken://folder/file"
+
+
+DO = {
+    "read_bytes": read_bytes,
+    "read_json": read_json,
+    "write_bytes": lambda url: write_bytes(url, b""),
+    "write_json": lambda url: write_json(url, {}),
+    "list_names": list_names,
+    "file_size": file_size,
+    "upload": lambda url: upload(__file__, url),
+    "download": lambda url: download(url, "/dev/null"),
+}
+DOING = {"write_bytes": "written", "write_json": "written", "upload": "written", "list_names": "listed"}
+
+
+@pytest.mark.parametrize(
+    ("path", "url"), [("gs://b/x", True), ("memory://", True), ("/a/b", False), ("a:b", False), ("~/gs:/x", False)]
+)
+def test_a_url_is_known_by_its_colon_and_slashes(path, url):
+    assert is_url(path) is url
+
+
+@pytest.mark.parametrize(
+    ("parts", "joined"),
+    [
+        (("gs://b/x", "y", "z.json"), "gs://b/x/y/z.json"),
+        (("gs://b/x/", "y"), "gs://b/x/y"),
+        (("gs://b/~/x", "y"), "gs://b/~/x/y"),
+        (("a/", "b", "c"), "a/b/c"),
+        (("/a", "b"), "/a/b"),
+        (("~/a", "b"), "/home/me/a/b"),
+    ],
+)
+def test_names_are_joined_to_folders_of_both_kinds(parts, joined, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert join(*parts) == joined
+
+
+def test_a_url_has_the_file_system_of_its_kind(tmp_path):
+    fs, inside = open_fs("memory://a/b")
+    assert (fs.protocol, inside) == ("memory", "/a/b")
+    fs, inside = open_fs(str(tmp_path))
+    assert ("file" in fs.protocol, inside) == (True, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", DO)
+def test_a_kind_of_url_that_there_is_not_is_told(name):
+    with pytest.raises(UserError, match=r"^nothing://a/b: Protocol not known: nothing$"):
+        DO[name]("nothing://a/b")
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=len)
+def test_bytes_read_back_as_they_were_written(files, content):
+    for name in ("a", "new"):
+        write_bytes(join(files, name), content)
+        fs, inside = open_fs(join(files, name))
+        assert fs.cat_file(inside) == content
+        assert read_bytes(join(files, name)) == content
+        assert file_size(join(files, name)) == len(content)
+    assert list_names(files) == ["a", "b", "c", "new"]
+
+
+def test_a_url_needs_no_folder_before_its_file(tmp_path):
+    url = f"memory://{tmp_path}/one/two/three"
+    write_bytes(url, b"1")
+    assert read_bytes(url) == b"1"
+
+
+@pytest.mark.parametrize("value", [None, "ü\n☃", {"b": [1, 2.5], "a": {"ü": True}}])
+def test_json_reads_back_as_it_was_and_is_sorted(files, value):
+    path = join(files, "a")
+    write_json(path, value)
+    assert read_json(path) == value
+    if isinstance(value, dict):
+        text = '{\n  "a": {\n    "ü": true\n  },\n  "b": [\n    1,\n    2.5\n  ]\n}\n'
+        assert read_bytes(path) == text.encode()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00"])
+def test_what_is_no_json_is_a_value_error_and_not_the_users(files, content):
+    write_bytes(join(files, "a"), content)
+    with pytest.raises(ValueError, match=r".") as caught:
+        read_json(join(files, "a"))
+    assert not isinstance(caught.value, UserError)
+
+
+def test_names_are_sorted_and_those_of_this_folder_only(files):
+    assert list_names(files) == ["a", "b", "c"]
+    assert list_names(join(files, "c")) == ["d"]
+    assert list_names(files + "/") == ["a", "b", "c"]
+
+
+def test_a_folder_that_is_not_there_has_no_names(files):
+    assert list_names(join(files, "none")) == []
+
+
+def test_a_size_is_that_of_a_file_or_none(files):
+    assert [file_size(join(files, name)) for name in ("a", "b", "c/d", "none", "none/a")] == [1, 2, 0, None, None]
+
+
+@pytest.mark.parametrize("name", ["read_bytes", "read_json", "download"])
+def test_a_file_that_is_not_there_is_an_error_of_its_own(files, name):
+    with pytest.raises(FileNotFoundError):
+        DO[name](join(files, "none"))
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=len)
+def test_a_file_goes_up_and_comes_down_as_it_is(files, tmp_path, content):
+    (tmp_path / "local").write_bytes(content)
+    upload(str(tmp_path / "local"), join(files, "b"))
+    assert read_bytes(join(files, "b")) == content
+    (tmp_path / "copy").write_bytes(b"of before")
+    download(join(files, "b"), str(tmp_path / "copy"))
+    assert (tmp_path / "copy").read_bytes() == content
+
+
+def test_a_download_of_nothing_leaves_nothing(files, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        download(join(files, "none"), str(tmp_path / "copy"))
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_full_disk_is_not_the_fault_of_what_is_downloaded(files):
+    with pytest.raises(OSError, match="No space left"):
+        download(join(files, "b"), "/dev/full")
+
+
+@pytest.mark.parametrize("name", DO)
+def test_whatever_a_file_system_raises_is_told_in_a_line_with_the_url(broken, name):
+    with pytest.raises(UserError) as caught:
+        DO[name](broken)
+    assert str(caught.value) == f"{broken}: cannot be {DOING.get(name, 'read')}: the reason"
+
+
+def test_a_failure_halfway_through_a_download_is_told_too(broken, monkeypatch, tmp_path):
+    class Half:
+        def read(self, size):
+            raise _Broken.error
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(_Broken, "open", lambda *arguments: Half())
+    with pytest.raises(UserError, match=f"^{broken}: cannot be read: the reason$"):
+        download(broken, str(tmp_path / "copy"))
+
+
+def test_an_error_without_words_is_told_by_its_name(broken, monkeypatch):
+    monkeypatch.setattr(_Broken, "error", TimeoutError())
+    with pytest.raises(UserError, match=r"cannot be read: TimeoutError$"):
+        read_bytes(broken)
+
+
+@pytest.mark.parametrize("name", ["write_bytes", "write_json", "upload"])
+def test_a_bucket_that_is_not_there_cannot_be_written_to(broken, monkeypatch, name):
+    monkeypatch.setattr(_Broken, "error", FileNotFoundError("https://storage.example/upload/b/o"))
+    with pytest.raises(UserError, match=f"^{broken}: cannot be written: no such file or bucket$"):
+        DO[name](broken)
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("gs://b/x", "gcloud auth application-default login"),
+        ("s3://b/x", "AWS_ACCESS_KEY_ID"),
+        ("https://b/x", None),
+    ],
+)
+def test_advice_is_given_to_those_who_can_follow_it(url, advice):
+    with pytest.raises(UserError) as caught, told(url, "read"):
+        raise RuntimeError("Forbidden")
+    first, *more = str(caught.value).splitlines()
+    assert first == f"{url}: cannot be read: Forbidden"
+    assert (advice in more[0]) if advice else not more
+
+
+def test_at_a_path_only_the_systems_errors_are_told():
+    with pytest.raises(UserError, match=r"^a/b: cannot be read: .*Permission denied"), told("a/b", "read"):
+        raise PermissionError(13, "Permission denied")
+    with pytest.raises(KeyError), told("a/b", "read"):
+        raise KeyError("a mistake of ours")
+
+
+@pytest.mark.parametrize("path", ["a/b", "gs://b/x"])
+def test_what_is_told_already_is_not_told_again(path):
+    with pytest.raises(UserError, match=r"^already$"), told(path, "read"):
+        raise UserError("already")
+
+
+@pytest.mark.parametrize("path", ["a/b", "gs://b/x"])
+def test_a_missing_file_is_told_unless_the_caller_wants_to_know(path):
+    with pytest.raises(UserError, match=f"^{path}: cannot be read: no such file or bucket"), told(path, "read"):
+        raise FileNotFoundError
+    with pytest.raises(FileNotFoundError), told(path, "read", missing_too=False):
+        raise FileNotFoundError
