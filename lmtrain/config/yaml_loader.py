@@ -135,16 +135,17 @@ def _read(path: str, chain: Chain) -> str:
     included = f" (included from {' -> '.join(map(str, chain))})" if chain else ""
     try:
         if "://" in path:
-            import fsspec  # imports slowly, and most configs are local files
+            from lmtrain.config.remote import open_fs, told
 
-            with fsspec.open(path, "r", encoding="utf-8") as file:
-                return file.read()
+            with told(path, "read", missing_too=False):
+                fs, inside = open_fs(path)
+                return str(fs.cat_file(inside).decode())
         with open(path, encoding="utf-8") as file:
             return file.read()
-    except FileNotFoundError as error:
-        cause = error.__cause__  # over HTTP fsspec calls every failure a missing file
-        missing = cause is None or getattr(cause, "status", None) == 404
-        raise UserError(f"{path}: {'no such file' if missing else f'cannot be read: {cause}'}{included}") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file{included}") from None
+    except UserError as error:
+        raise UserError(f"{error}{included}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8 ({error.reason}){included}") from None
     except (OSError, ValueError, ImportError) as error:

@@ -81,6 +81,8 @@ def load_manifest(folder: str) -> Manifest | None:
         value = read_json(path)
     except FileNotFoundError:
         return None
+    except UserError:
+        raise  # it cannot be looked at
     except ValueError as error:
         raise UserError(f"{path}: damaged: {error}; delete the folder to build the cache again") from None
     if value.get("format") != FORMAT or value.get("block_tokens") != BLOCK_TOKENS:

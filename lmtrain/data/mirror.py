@@ -1,5 +1,6 @@
 """Local copies of the shards of a cache at a URL, so that reading them is as fast as reading a local cache."""
 
+import contextlib
 import os
 import threading
 
@@ -79,14 +80,24 @@ class Mirror:
 
     def _make_room(self, size: int) -> None:
         with self._lock:
-            entries = [entry for entry in os.scandir(self._folder) if entry.name.endswith(".arrayrecord")]
-            used = sum(entry.stat().st_size for entry in entries)
-            for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime):
+            copies = self._copies()
+            used = sum(status.st_size for _, status in copies)
+            for path, status in copies:
                 if used + size <= self._max_bytes:
                     return
-                if entry.path not in self._recent:
-                    used -= entry.stat().st_size
-                    os.remove(entry.path)  # a reader that has it open keeps it
+                if path not in self._recent:
+                    used -= status.st_size
+                    with contextlib.suppress(FileNotFoundError):
+                        os.remove(path)  # a reader that has it open keeps it
+
+    def _copies(self) -> list[tuple[str, os.stat_result]]:
+        """All there are, the longest unused first; other processes take some away meanwhile."""
+        found = []
+        for entry in os.scandir(self._folder):
+            if entry.name.endswith(".arrayrecord"):
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((entry.path, entry.stat()))
+        return sorted(found, key=lambda copy: copy[1].st_mtime)
 
 
 def warn_if_small(url: str, shards: Shards, max_bytes: int) -> None:

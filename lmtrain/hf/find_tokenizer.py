@@ -10,11 +10,12 @@
 Copies and conversions lie in the user's cache folder, under a name made from what they were made from.
 """
 
+import contextlib
 import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.hub import prepare_hub
@@ -97,15 +98,24 @@ def _byte_of(letter: str) -> int:
     return [byte for byte in range(256) if byte not in printable][ord(letter) - 256]
 
 
-def _from_url(url: str) -> str:
-    import fsspec
-
+@contextlib.contextmanager
+def _of_tokenizer(name: str) -> Iterator[None]:
+    """Errors within say that they are about the tokenizer."""
     try:
-        fs, path = fsspec.core.url_to_fs(url)
-        found = [file for file in TOKENIZER_FILES if fs.isfile(f"{path.rstrip('/')}/{file}")]
-        contents = {file: fs.cat_file(f"{path.rstrip('/')}/{file}") for file in found}
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"tokenizer {url!r}: cannot be read: {error}") from None
+        yield
+    except UserError as error:
+        raise UserError(f"tokenizer {name!r}: {str(error).removeprefix(f'{name}: ')}") from None
+
+
+def _from_url(url: str) -> str:
+    from lmtrain.config.remote import open_fs, told
+
+    contents = {}
+    with _of_tokenizer(url), told(url, "read"):
+        fs, path = open_fs(url)
+        for file in TOKENIZER_FILES:
+            with contextlib.suppress(FileNotFoundError):
+                contents[file] = fs.cat_file(f"{path.rstrip('/')}/{file}")
     if "tokenizer.json" not in contents:
         raise UserError(f"tokenizer {url!r}: there is no tokenizer.json")
     digest = hashlib.sha256(b"".join(name.encode() + contents[name] for name in sorted(contents))).hexdigest()[:16]
@@ -147,13 +157,11 @@ def _from_hub(name: str) -> str:
 
 def _from_sentencepiece(name: str) -> str:
     """The tokenizers-library form of a sentencepiece model: the same object tokenizes here and is exported."""
-    import fsspec
+    from lmtrain.config.remote import told
+    from lmtrain.runtime.storage import read_bytes
 
-    try:
-        with fsspec.open(os.path.expanduser(name), "rb") as file:
-            content = file.read()
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"tokenizer {name!r}: cannot be read: {error}") from None
+    with _of_tokenizer(name), told(name, "read"):
+        content = read_bytes(os.path.expanduser(name))
 
     def convert(folder: str) -> None:
         from lmtrain.hf.sentencepiece import convert_sentencepiece

@@ -11,12 +11,13 @@ import zstandard
 from fsspec.compression import compr
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.remote import open_fs, told
 from lmtrain.preprocess.formats import READERS
 from lmtrain.preprocess.hf_dataset import DatasetReader, DatasetShard
 from lmtrain.preprocess.sources import AnySource, Source, describe_source, format_of
 from lmtrain.preprocess.text import Field, Record, Text
 from lmtrain.preprocess.zstd import ZstdReader
-from lmtrain.runtime.storage import is_url, open_fs, told
+from lmtrain.runtime.storage import is_url
 
 _BAD_RECORDS_TOLD = 10
 _CHUNK_BYTES = 1 << 22
@@ -100,6 +101,10 @@ class DocumentReader:
                     yield number, text  # named in the error below
             except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError) as error:
                 raise UserError(f"{label}: damaged after line {number}: {error}") from None
+            except Exception as error:
+                with told(url, "read"):  # remote file systems have errors of their own kinds
+                    raise error
+                raise
 
 
 def _open(url: str) -> IO[Any]:

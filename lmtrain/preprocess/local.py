@@ -47,10 +47,11 @@ def build_locally(
     counts = np.frombuffer(counters, np.int64).reshape(-1, 3)
     pool = ProcessPoolExecutor(workers, context, _start_worker, (counters, cores // workers, background))
     pending: set[Future[Any]] = set()
+    workers_seen: set[Any] = set()
+    finished = False
     try:
         numbers = {pool.submit(_build, number, job): number for number, job in enumerate(jobs)}
         pending = set(numbers)
-        workers_seen: set[Any] = set()
         while pending:
             done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
             # the pool does not watch a worker that it started after it last looked, so look ourselves
@@ -62,15 +63,16 @@ def build_locally(
                 yield numbers[future], future.result()
             if stopped() and pending:
                 raise StoppedError
+        finished = True
     except BrokenProcessPool:
         raise UserError(
             "a tokenizing process died without an error, most likely killed for using too much memory; finished shards "
             "are kept. Run the same command again with a smaller data.num_preprocess_workers"
         ) from None
     finally:
-        if pending:  # an error, or a request to stop: nobody wants the rest of the shards under way
-            for child in list((pool._processes or {}).values()):
-                child.kill()
+        if not finished:  # an error, or a request to stop: nobody wants the rest of the shards under way
+            for child in workers_seen | set((pool._processes or {}).values()):
+                child.kill()  # they ignore what the pool itself would send
         pool.shutdown(wait=True, cancel_futures=True)
 
 

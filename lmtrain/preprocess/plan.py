@@ -6,6 +6,7 @@ from typing import Any
 
 from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
+from lmtrain.config.remote import told
 from lmtrain.data.config import DataConfig
 from lmtrain.data.manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
 from lmtrain.data.shards import Shards
@@ -17,7 +18,7 @@ from lmtrain.preprocess.tokenize import DocumentSettings, check_special_tokens, 
 from lmtrain.runtime.files import remove_temporaries
 from lmtrain.runtime.lock import FileLock
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.storage import file_size, is_url, join, list_names, read_json
+from lmtrain.runtime.storage import check_writable, file_size, is_url, join, list_names, read_json
 
 
 class CachePlan:
@@ -71,8 +72,10 @@ class CachePlan:
         return [job for job, info in zip(self.jobs, self._infos, strict=True) if info is None]
 
     def make_folder(self) -> None:
-        """Raises `UserError` if it cannot be made."""
-        if not is_url(self.folder):
+        """Raises `UserError` if it cannot be made, or not be written to."""
+        if is_url(self.folder):
+            check_writable(self.folder)
+        else:
             try:
                 os.makedirs(self.folder, exist_ok=True)
             except OSError as error:
@@ -83,8 +86,9 @@ class CachePlan:
 
         A cache at a URL has no lock: two who build it write the same objects, each whole.
         """
-        if self._lock is None or not self._lock.acquire():
-            return self._lock is None
+        with told(self.folder, "written"):
+            if self._lock is None or not self._lock.acquire():
+                return self._lock is None
         remove_temporaries(self.folder)
         return True
 
@@ -209,6 +213,8 @@ def _read_marker(path: str) -> tuple[dict[str, Any], ShardInfo] | None:
     try:
         marker = read_json(path)
         return marker["recipe"], ShardInfo(**marker["shard"])
+    except UserError:
+        raise  # it cannot be looked at
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 

@@ -5,14 +5,16 @@ import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from braceexpand import braceexpand
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.remote import is_missing, open_fs, told
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.formats import READERS
 from lmtrain.preprocess.hf_dataset import DatasetShard, dataset_splits, list_dataset_shards
-from lmtrain.runtime.storage import is_url, open_fs, told
+from lmtrain.runtime.storage import is_url
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
 _SAMPLE_BYTES = 4096
@@ -112,12 +114,25 @@ def _matches(name: str) -> list[str]:
         return [name]
     with told(name, "read"):
         fs, path = open_fs(name)
-        if fs.isfile(path):  # first, since a name may hold a glob's signs
+        if _is_file(fs, path):  # first, since a name may hold a glob's signs
             return [name]
         if not any(sign in path for sign in "*?["):
             return []
-        found = [entry for entry, info in fs.glob(path, detail=True).items() if info["type"] == "file"]
+        try:
+            found = [entry for entry, info in fs.glob(path, detail=True).items() if info["type"] == "file"]
+        except FileNotFoundError:  # the bucket
+            return []
         return sorted(fs.unstrip_protocol(match) if is_url(name) else match for match in found)
+
+
+def _is_file(fs: Any, path: str) -> bool:
+    """Not fsspec's `isfile`, which says no to whatever it may not look at."""
+    try:
+        return bool(fs.info(path)["type"] == "file")
+    except FileNotFoundError as error:
+        if not is_missing(error):
+            raise
+        return False
 
 
 def describe_source(url: str) -> Source:

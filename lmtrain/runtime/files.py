@@ -1,5 +1,6 @@
 """Files that are there whole or not at all."""
 
+import contextlib
 import hashlib
 import os
 
@@ -21,6 +22,7 @@ def file_sha256(path: str) -> str:
 
 def remove_temporaries(folder: str) -> None:
     """Delete what a killed writer left behind."""
-    for name in os.listdir(folder):
-        if ".tmp-" in name:
-            os.remove(os.path.join(folder, name))
+    with contextlib.suppress(FileNotFoundError):  # someone may have deleted the folder
+        for name in os.listdir(folder):
+            if ".tmp-" in name:
+                os.remove(os.path.join(folder, name))

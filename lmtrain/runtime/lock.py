@@ -1,5 +1,6 @@
 """One process at a time: a lock that ends with its process, however that ends."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -52,6 +53,7 @@ class FileLock:
 
     def release(self) -> None:
         if self._descriptor is not None:
-            os.unlink(self.path)
+            with contextlib.suppress(FileNotFoundError):  # someone may have deleted the folder
+                os.unlink(self.path)
             os.close(self._descriptor)
             self._descriptor = None

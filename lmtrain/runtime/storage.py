@@ -5,27 +5,13 @@ upload is complete.
 """
 
 import json
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import fsspec
-
-from lmtrain.config.errors import UserError
+from lmtrain.config.remote import open_fs, told
 from lmtrain.runtime.files import write_atomically
 
 _CHUNK_BYTES = 1 << 22
-
-_ADVICE = {
-    "gs": "for private buckets run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
-    "s3": "for private buckets set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL for "
-    "stores that are not Amazon's",
-}
-
-# It logs the traceback of whatever it raises, and a warning with every request where it may not look at a bucket.
-logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
 def is_url(path: str) -> bool:
@@ -36,34 +22,6 @@ def join(folder: str, *names: str) -> str:
     """`folder/name/...`, for URLs and, with `~` replaced, for local paths."""
     base = folder.rstrip("/") if is_url(folder) else os.path.expanduser(folder)
     return "/".join([base, *names]) if is_url(folder) else os.path.join(base, *names)
-
-
-def open_fs(path: str) -> tuple[Any, str]:
-    """fsspec's file system of a path, and the path within it. Raises `UserError` if there is no such kind."""
-    try:
-        fs, inside = fsspec.core.url_to_fs(path)
-    except (ValueError, ImportError) as error:
-        raise UserError(f"{path}: {error}") from None
-    fs.invalidate_cache()  # of listings: other processes write too, and what a listing lacks is not looked for
-    return fs, inside
-
-
-@contextmanager
-def told(path: str, doing: str, missing_too: bool = True) -> Iterator[None]:
-    """Turns what a remote file system raises into a `UserError` that names the path; without `missing_too` a missing
-    file stays an error of its own. Each library has its own kinds of error, and some raise bare ones, so all are
-    caught."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        missing = isinstance(error, FileNotFoundError)
-        if (missing and not missing_too) or (not is_url(path) and not isinstance(error, OSError)):
-            raise
-        reason = "no such file or bucket" if missing else (str(error).strip() or type(error).__name__).splitlines()[0]
-        advice = _ADVICE.get(path.partition("://")[0])
-        raise UserError(f"{path}: cannot be {doing}: {reason}" + (f"\n  {advice}" if advice else "")) from None
 
 
 def read_bytes(path: str) -> bytes:
@@ -142,3 +100,12 @@ def download(path: str, local: str) -> None:
             if not chunk:
                 return
             target.write(chunk)
+
+
+def check_writable(folder: str) -> None:
+    """Raise `UserError` if nothing can be written to the URL `folder`: better now than after hours of work."""
+    probe = join(folder, ".writable")
+    write_bytes(probe, b"?")
+    with told(folder, "written"):
+        fs, inside = open_fs(probe)
+        fs.rm_file(inside)

@@ -304,9 +304,6 @@ def test_a_mirror_too_small_for_a_full_shuffle_is_told(caplog, infos):
     assert record.getMessage().startswith("gs://b/cache: 0.0 GB of shards do not fit data.max_mirror_bytes (0.0 GB)")
 
 
-@pytest.mark.xfail(
-    strict=True, raises=FileNotFoundError, reason="mirror.py takes copies to be there until it removes them"
-)
 def test_processes_that_share_a_folder_may_make_room_at_once(cache, folder, infos, monkeypatch):
     before = Mirror(cache, str(folder), 10**6)
     for info in infos[:3]:

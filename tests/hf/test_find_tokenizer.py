@@ -96,7 +96,7 @@ def test_a_hub_id_is_read_from_the_hubs_cache_without_a_network(tmp_path):
         ("no/such/folder", "no such folder; make one with `lmtrain tokenizer train --output no/such/folder FILES`"),
         ("acme/none", "not to be had from the Hugging Face hub"),
         ("memory://none", "there is no tokenizer.json"),
-        ("nonsense://x", "cannot be read"),
+        ("nonsense://x", "Protocol not known: nonsense"),
         ("gone.model", "cannot be read"),
     ],
 )

@@ -90,7 +90,7 @@ def emulators(environment: pytest.MonkeyPatch) -> Iterator[None]:
     environment.setenv("AWS_ACCESS_KEY_ID", "somebody")
     environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     forget_file_systems()
-    fsspec.filesystem("s3").mkdir(BUCKET)
+    fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)  # all its servers in a process share what they store
     yield
     forget_file_systems()
     google.stop()

@@ -104,9 +104,9 @@ def all_tokens(opened):
     return opened.read(np.array([0]), opened.shards.tokens)[0][0].tolist()
 
 
-def flip_a_byte(content, place=-100):
+def flip_a_byte(content):
     changed = bytearray(content)
-    changed[place] ^= 1
+    changed[-100] ^= 1
     return bytes(changed)
 
 
@@ -228,28 +228,28 @@ def test_a_cache_in_a_missing_bucket_is_the_users_mistake(emulators, scheme, loc
     wanted = local.model_copy(update={"cache_dir": f"{scheme}://no-such-bucket/cache"})
     with pytest.raises(UserError) as caught:
         build_cache(wanted, "train")
-    assert str(caught.value).startswith(f"{wanted.cache_dir}/{SHARDS[0]}.arrayrecord: cannot be written: no such ")
+    assert str(caught.value).startswith(f"{wanted.cache_dir}/train/.writable: cannot be written: no such ")
     assert ADVICE[scheme] in str(caught.value)
 
 
-DO = {
-    "read_bytes": storage.read_bytes,
-    "write_bytes": lambda url: storage.write_bytes(url, b"x"),
-    "list_names": storage.list_names,
-    "file_size": storage.file_size,
-    "upload": lambda url: storage.upload(__file__, url),
-    "download": lambda url: storage.download(url, os.devnull),
-    "sources": lambda url: build_cache(config("unused", train_urls=[f"{url}/*.jsonl"]), "train"),
-}
+DO = [
+    storage.read_bytes,
+    storage.list_names,
+    storage.file_size,
+    lambda url: storage.write_bytes(url, b"x"),
+    lambda url: storage.upload(__file__, url),
+    lambda url: storage.download(url, os.devnull),
+    lambda url: build_cache(config("unused", train_urls=[f"{url}/*.jsonl"]), "train"),
+]
 
 
 def test_a_closed_bucket_is_told_at_once_with_advice_and_without_a_traceback(private, caplog, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for doing in DO.values():
+    for do in DO:
         began = time.monotonic()
         with pytest.raises(UserError) as caught:
-            doing(f"{private}/folder")
-        assert time.monotonic() - began < 5
+            do(f"{private}/folder")
+        assert time.monotonic() - began < 10
         first, second = str(caught.value).splitlines()
         assert first.startswith(f"{private}/folder")
         assert ": cannot be " in first
@@ -268,7 +268,6 @@ def test_the_command_line_tells_of_a_closed_bucket_in_seconds(private, settings,
     assert ADVICE[private[:2]] in refused.stderr
 
 
-@pytest.mark.xfail(strict=True, reason="sources.py asks isfile(), which says no to all that it cannot look at")
 def test_a_file_in_a_closed_bucket_is_not_called_missing(private, tmp_path):
     with pytest.raises(UserError) as caught:
         build_cache(config(tmp_path, train_urls=[f"{private}/a.jsonl"]), "train")
@@ -276,7 +275,6 @@ def test_a_file_in_a_closed_bucket_is_not_called_missing(private, tmp_path):
     assert ADVICE[private[:2]] in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="manifest.py takes the UserError for a damaged manifest: it is a ValueError")
 def test_a_closed_cache_is_not_called_damaged(private, local):
     with pytest.raises(UserError) as caught:
         build_cache(local.model_copy(update={"cache_dir": f"{private}/cache"}), "train")
@@ -284,7 +282,6 @@ def test_a_closed_cache_is_not_called_damaged(private, local):
     assert "delete" not in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="yaml_loader.py catches OSError and ValueError only")
 def test_a_config_in_a_closed_bucket_is_told_with_advice(private):
     with pytest.raises(UserError) as caught:
         load_file(f"{private}/tiny.yaml")
@@ -292,7 +289,6 @@ def test_a_config_in_a_closed_bucket_is_told_with_advice(private):
     assert ADVICE[private[:2]] in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="find_tokenizer.py catches OSError and ValueError only")
 def test_a_tokenizer_in_a_closed_bucket_is_told_with_advice(private, tmp_path):
     with pytest.raises(UserError) as caught:
         build_cache(config(tmp_path, tokenizer=f"{private}/tokenizer"), "train")

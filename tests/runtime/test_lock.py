@@ -174,9 +174,6 @@ def test_any_other_failure_is_an_error_that_leaves_nothing_open(path, monkeypatc
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=FileNotFoundError, reason="lock.py removes the file without asking if it is there"
-)
 def test_a_lock_whose_file_someone_else_removed_can_be_released(path):
     held = FileLock(path)
     assert held.acquire()

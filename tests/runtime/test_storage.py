@@ -154,12 +154,21 @@ def test_names_are_sorted_and_those_of_this_folder_only(files):
     assert list_names(files + "/") == ["a", "b", "c"]
 
 
+def test_names_are_sorted_where_the_file_system_does_not(broken, monkeypatch):
+    monkeypatch.setattr(_Broken, "ls", lambda *arguments, detail: ["folder/b/", "folder/a"])
+    assert list_names("broken://folder") == ["a", "b"]
+
+
 def test_a_folder_that_is_not_there_has_no_names(files):
     assert list_names(join(files, "none")) == []
 
 
 def test_a_size_is_that_of_a_file_or_none(files):
     assert [file_size(join(files, name)) for name in ("a", "b", "c/d", "none", "none/a")] == [1, 2, 0, None, None]
+
+
+def test_a_local_folder_is_no_file(tmp_path):
+    assert file_size(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize("name", ["read_bytes", "read_json", "download"])
