@@ -101,12 +101,8 @@ def test_killed_at_twenty_random_moments_it_ends_with_the_same_bytes(config, und
 
 
 def test_a_full_disk_is_one_clear_error_and_the_next_run_goes_on(config, undisturbed, tmp_path):
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))  # a shard has more
-
-    full = subprocess.run(
-        command(config), cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_SECONDS, preexec_fn=limit
-    )
+    limited = ["bash", "-c", 'ulimit -f 68; exec "$@"', "limited", *command(config)]  # in KB; a shard has more
+    full = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert full.returncode == 2
     last = full.stderr.splitlines()[-1]
     assert last.startswith("lmtrain: error: ")
