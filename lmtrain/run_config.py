@@ -29,7 +29,7 @@ from lmtrain.train.config import TrainerConfig
 # Where things are kept and how they are computed; changing these continues the same run.
 _NOT_IDENTITY = {
     "data": {"cache_dir", "num_preprocess_workers", "mirror_dir", "max_mirror_bytes", "max_document_bytes"},
-    "model": {"gradient_checkpointing", "scan_layers"},
+    "model": {"gradient_checkpointing", "scan_layers", "attn_backend", "flash_attention_block_size"},
     "optimizer": set[str](),
 }
 
@@ -49,7 +49,7 @@ class RunConfig(HuggingFaceConfig):
     )
     epoch: int = Field(0, ge=0, description="End training after so many passes over the data; 0: at num_train_steps")
     data_seed: int | None = Field(None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed")
-    z_loss_weight: float = planned(0.0, ge=0, description="Weight of logsumexp(logits)^2, added to the training loss")
+    z_loss_weight: float = Field(0.0, ge=0, description="Weight of logsumexp(logits)^2, added to the training loss")
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "RunConfig":
@@ -91,7 +91,8 @@ def identity(config: RunConfig) -> dict[str, Any]:
         kind = {"type": section.type} if hasattr(section, "type") else {}
         sections[name] = kind | redact(section.model_dump(mode="json", exclude=skip, exclude_defaults=True))
     order = {} if config.data_seed is None else {"data_seed": config.data_seed}
-    return sections | order | {"seed": config.trainer.seed, "train_batch_size": config.trainer.train_batch_size}
+    begin = {"initialize_from_hf": config.initialize_from_hf} if config.initialize_from_hf else {}
+    return sections | order | begin | {"seed": config.trainer.seed, "train_batch_size": config.trainer.train_batch_size}
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lmtrain.config.base import find_planned
 from lmtrain.config.describe import describe, format_settings
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Path, dotted
+from lmtrain.config.layers import Layer, Path, dotted
 from lmtrain.config.load import Loaded, load_config
 from lmtrain.config.overrides import split_overrides
 from lmtrain.config.suggest import suggest_name
@@ -77,8 +78,13 @@ class Run:
         return f"{dotted(path)} {value}" if path[-1] in ("type", "id") else dotted(path)
 
 
-def parse_run(parser: Parser, argv: list[str]) -> Run:
-    """Parse CONFIG, the verb's own flags, and `--section.field VALUE` overrides in any order; print notices."""
+def parse_run(
+    parser: Parser, argv: list[str], needs_config: Callable[[argparse.Namespace], bool] = lambda arguments: True
+) -> Run:
+    """Parse CONFIG, the verb's own flags, and `--section.field VALUE` overrides in any order; print notices.
+
+    Where `needs_config(arguments)` is false, CONFIG may be missing: then all is as by default, and `path` is empty.
+    """
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file, URL, or name of a shipped config")
     parser.add_argument(
         "--config_path", "--config", dest="config_flags", action="append", metavar="CONFIG", help="as a flag"
@@ -93,6 +99,10 @@ def parse_run(parser: Parser, argv: list[str]) -> Run:
             raise UserError(f"--{name}: no such flag; did you mean {hint}?")
     arguments = parser.parse_args(rest)
     configs = [path for path in [arguments.config, *(arguments.config_flags or [])] if path]
+    if not configs and not needs_config(arguments):
+        if overrides:
+            raise UserError(f"--{overrides[0][0]}: is a setting of a CONFIG, and there is none")
+        return Run(arguments, Loaded(RunConfig(), Layer({}), ""), "")
     if not configs:
         parser.error("the following arguments are required: CONFIG")
     if len(configs) > 1:

@@ -1,11 +1,15 @@
-"""`lmtrain eval CONFIG`: the validation loss of a checkpoint, on the config's data."""
+"""`lmtrain eval CONFIG`: the validation loss of a checkpoint, or of a Hugging Face model, on the config's data."""
 
 import json
 import math
 
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.commands.caches import plan_caches, start_build, wait
-from lmtrain.commands.checkpoint_model import add_checkpoint_flag, find_model
+from lmtrain.commands.hf_model import config_of, resolve_hf
+from lmtrain.commands.trained_model import TrainedModel, add_checkpoint_flag, add_hf_flag, from_checkpoint, from_hf
+from lmtrain.config.errors import UserError
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.run_config import RunConfig
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
@@ -14,12 +18,19 @@ from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 def run(argv: list[str]) -> int:
     parser = Parser("eval", "Validation loss of a checkpoint; the result goes to standard output as JSON.")
     add_checkpoint_flag(parser)
+    add_hf_flag(parser)
     run = parse_run(parser, argv)
     start_console_log()
-    found = find_model(run, run.arguments.checkpoint)
-    plans = plan_caches(run.config.data, train=False)
+    if run.arguments.hf is None:
+        trained = from_checkpoint(resolve_hf(run), run.arguments.checkpoint)
+    elif run.arguments.checkpoint is not None:
+        raise UserError("--hf and --checkpoint: choose one")
+    else:
+        trained = _from_hf(run.arguments.hf, run.config)
+    config = trained.config
+    plans = plan_caches(config.data, train=False)
     with StopRequest("discarding unfinished shards") as stop:
-        build = start_build(run.config, plans, ALONE)
+        build = start_build(config, plans, ALONE)
         try:
             wait(build, stop)
         except StoppedError:
@@ -32,12 +43,31 @@ def run(argv: list[str]) -> int:
     from lmtrain.train.setup import open_eval_batches
     from lmtrain.train.step import build_eval_step
 
-    model, params, layout = found.load()
-    trainer = run.config.trainer
+    model, params, layout = trained.load()
+    trainer = config.trainer
     batching = plan_batching(trainer, layout.num_batch_shards)
-    batches = open_eval_batches(run.config, layout, batching.eval_batch, plans.caches.validation)
+    batches = open_eval_batches(config, layout, batching.eval_batch, plans.caches.validation)
     metrics = evaluate(build_eval_step(model, layout, trainer.precision.compute), params, batches)
     loss = metrics["eval/loss"]
-    log.info(f"{found.checkpoint.path}: eval loss {loss:.4f} (perplexity {math.exp(loss):.1f})")
-    print(json.dumps({"step": found.checkpoint.step, **metrics}))
+    log.info(f"{trained.source}: eval loss {loss:.4f} (perplexity {math.exp(loss):.1f})")
+    print(json.dumps({"step": trained.step, **metrics}))
     return 0
+
+
+def _from_hf(ref: str, config: RunConfig) -> TrainedModel:
+    """The model `ref`, at the config's length if it sets one, with the config's data.
+
+    Raises `UserError` if the data are other token ids than the model's own tokenizer gives.
+    """
+    alone = config_of(ref)
+    length = {"seq_len": config.model.seq_len} if "seq_len" in config.model.model_fields_set else {}
+    model = alone.model.model_copy(update=length)
+    if "tokenizer" in alone.data.model_fields_set:
+        theirs = open_tokenizer(ref)
+        ours = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
+        if ours.identity != theirs.identity:
+            raise UserError(
+                f"data.tokenizer: {config.data.tokenizer} gives other tokens than {ref} was trained on; set "
+                f"data.tokenizer: {ref}, and a cache_dir for it"
+            )
+    return from_hf(ref, config.model_copy(update={"model": model}))

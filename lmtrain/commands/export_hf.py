@@ -1,34 +1,71 @@
 """`lmtrain export-hf CONFIG --output DIR`: write a checkpoint as a folder that `transformers` loads."""
 
+import tempfile
+
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.checkpoint_model import add_checkpoint_flag, find_model
-from lmtrain.hf.export import DTYPES, check_output, write_hf_folder
+from lmtrain.commands.hf_model import resolve_hf
+from lmtrain.commands.trained_model import add_checkpoint_flag, from_checkpoint
+from lmtrain.config.errors import UserError
+from lmtrain.hf.export import DTYPES, check_output, write_export
 from lmtrain.runtime.logging import log, start_console_log
+from lmtrain.runtime.storage import is_url
 
 
 def run(argv: list[str]) -> int:
     parser = Parser("export-hf", "Write a checkpoint as a folder that transformers' AutoModelForCausalLM loads.")
-    parser.add_argument("--output", "--output_dir", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--output", "--output_dir", metavar="DIR", help="folder or URL to write to")
     add_checkpoint_flag(parser)
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="float32", help="type of the weights (default: float32)"
     )
+    parser.add_argument("--upload", metavar="REPO", help="put it on the Hugging Face hub too: owner/name[@branch]")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare logits with transformers afterwards; needs torch"
+    )
     run = parse_run(parser, argv)
     start_console_log()
-    check_output(run.arguments.output)
-    found = find_model(run, run.arguments.checkpoint)
+    arguments = run.arguments
+    output, repository = arguments.output, arguments.upload
+    if output is None and repository is None:
+        raise UserError("--output: say where to, or give --upload owner/name")
+    if arguments.verify:
+        from lmtrain.hf.compare import require_torch
 
-    import jax
+        require_torch()
+    if output is not None:
+        check_output(output)
+    if repository is not None:
+        from lmtrain.hf.upload import check_upload
 
-    from lmtrain.hf.key_map import to_hf
-    from lmtrain.models.registry import hf_family
+        check_upload(repository)
+    trained = from_checkpoint(resolve_hf(run), arguments.checkpoint)
 
-    params = found.load().params
-    family = hf_family(run.config.model)
-    tokenizer = found.tokenizer
-    config = family.to_hf_config(run.config.model, tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
-    tensors = to_hf(family.table(run.config.model), jax.device_get(params))
-    write_hf_folder(run.arguments.output, tensors, config, tokenizer, run.arguments.dtype)
-    size = sum(tensor.size for tensor in tensors.values())
-    log.info(f"{run.arguments.output}: step {found.checkpoint.step:,}, {size:,} parameters, {run.arguments.dtype}")
+    from lmtrain.train.export import plan_export
+    from lmtrain.train.hf_params import gather_tensors
+
+    model, params, layout = trained.load()
+    export = plan_export(trained.config.model, model, trained.tokenizer, arguments.dtype)
+    step = trained.step
+
+    def write(folder: str) -> None:
+        write_export(folder, export, gather_tensors(params, export.pieces, layout, model.vocab_size))
+
+    if output is not None:
+        write(output)
+        log.info(f"{output}: step {step:,}, {export.num_parameters:,} parameters, {arguments.dtype}; read back, equal")
+    with tempfile.TemporaryDirectory() as temporary:
+        local = output
+        if local is None or (is_url(local) and (repository is not None or arguments.verify)):
+            local = f"{temporary}/export"
+            write(local)
+        if arguments.verify:
+            from lmtrain.hf.compare import compare_logits
+            from lmtrain.train.step import build_logits
+
+            ours = build_logits(model, params, layout)
+            log.info(compare_logits(local, ours, trained.config.model.seq_len, arguments.dtype))
+        if repository is not None:
+            from lmtrain.hf.upload import upload_folder
+
+            log.info(f"uploaded: {upload_folder(local, repository, f'{run.id}, step {step}')}")
     return 0

@@ -1,7 +1,8 @@
-"""`lmtrain generate CONFIG --prompt TEXT`: sample from a checkpoint."""
+"""`lmtrain generate (CONFIG | --hf REF) --prompt TEXT`: sample from a checkpoint or a Hugging Face model."""
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.checkpoint_model import add_checkpoint_flag, find_model
+from lmtrain.commands.hf_model import config_of, resolve_hf
+from lmtrain.commands.trained_model import TrainedModel, add_checkpoint_flag, add_hf_flag, from_checkpoint, from_hf
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.logging import log, start_console_log
 
@@ -10,39 +11,59 @@ def run(argv: list[str]) -> int:
     parser = Parser("generate", "Sample text from a checkpoint; the text goes to standard output.")
     parser.add_argument("--prompt", required=True, help="text to continue")
     add_checkpoint_flag(parser)
+    add_hf_flag(parser)
     parser.add_argument("--max_new_tokens", type=int, default=128, help="most tokens to add (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     parser.add_argument("--top_k", type=int, default=50, help="choose among so many tokens, 0: all (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
-    run = parse_run(parser, argv)
+    run = parse_run(parser, argv, needs_config=lambda arguments: arguments.hf is None)
     arguments = run.arguments
     if arguments.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens {arguments.max_new_tokens}: expected 1 or more")
     if arguments.temperature < 0 or arguments.top_k < 0 or arguments.seed < 0:
         raise UserError("--temperature, --top_k and --seed cannot be negative")
     start_console_log()
-    found = find_model(run, arguments.checkpoint)
-    tokenizer = found.tokenizer
-    ids = tokenizer.backend.encode(arguments.prompt, add_special_tokens=False).ids
-    if not ids:
-        first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
-        if first is None:
-            raise UserError("--prompt: an empty prompt needs a tokenizer with a bos or eos token")
-        ids = [first]
-    room = run.config.model.seq_len - len(ids)
+    if arguments.hf is None:
+        trained = from_checkpoint(resolve_hf(run), arguments.checkpoint)
+    else:
+        trained = _from_hf(arguments.hf, arguments.checkpoint, given=bool(run.loaded.path))
+    ids = _encode(trained, arguments.prompt)
+    seq_len = trained.config.model.seq_len
+    room = seq_len - len(ids)
     if room < 1:
-        raise UserError(f"--prompt: {len(ids)} tokens fill the model's context of {run.config.model.seq_len}")
+        raise UserError(f"--prompt: {len(ids)} tokens fill the model's context of {seq_len}")
     if arguments.max_new_tokens > room:
-        log.info(f"--max_new_tokens: {room} fit the model's context of {run.config.model.seq_len}")
+        log.info(f"--max_new_tokens: {room} fit the model's context of {seq_len}")
 
     import jax
 
     from lmtrain.generation.sample import SamplingSettings, sample
 
     settings = SamplingSettings(min(arguments.max_new_tokens, room), arguments.temperature, arguments.top_k)
-    model, params, _ = found.load()
-    log.info(f"sampling from {found.checkpoint.path}")
+    model, params, _ = trained.load()
+    log.info(f"sampling from {trained.source}")
     prompt = jax.numpy.asarray(ids, jax.numpy.int32)
+    tokenizer = trained.tokenizer
     new = sample(model, params, prompt, jax.random.key(arguments.seed), settings, tokenizer.eos_id)
     print(arguments.prompt + tokenizer.backend.decode(new))
     return 0
+
+
+def _from_hf(ref: str, checkpoint: str | None, given: bool) -> TrainedModel:
+    if checkpoint is not None:
+        raise UserError("--hf and --checkpoint: choose one")
+    if given:
+        raise UserError("--hf: the model says all there is to say; leave CONFIG out")
+    return from_hf(ref, config_of(ref))
+
+
+def _encode(trained: TrainedModel, prompt: str) -> list[int]:
+    """Token ids of the prompt, at least one."""
+    tokenizer = trained.tokenizer
+    ids: list[int] = tokenizer.backend.encode(prompt, add_special_tokens=False).ids
+    if ids:
+        return ids
+    first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    if first is None:
+        raise UserError("--prompt: an empty prompt needs a tokenizer with a bos or eos token")
+    return [first]

@@ -2,6 +2,7 @@
 
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.commands.caches import Plans, plan_caches, require_text, start_build, wait
+from lmtrain.commands.hf_model import resolve_hf
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.executor import choose_executor
 from lmtrain.preprocess.plan import CachePlan
@@ -18,7 +19,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="list what would be done, and do nothing")
     run = parse_run(parser, argv)
     run.refuse_planned()
-    config = run.config
+    config = resolve_hf(run).config
     if run.arguments.dry_run:
         _print_plan(config)
         return 0

@@ -6,6 +6,7 @@ from pydantic import ValidationError
 
 from lmtrain.commands.arguments import Parser, Run, parse_run
 from lmtrain.commands.caches import Plans, plan_caches, require_text, start_build, wait
+from lmtrain.commands.hf_model import hf_ref, resolve_hf
 from lmtrain.config.errors import UserError
 from lmtrain.config.show import show
 from lmtrain.data.caches import Caches, needs_all, plan_steps
@@ -24,6 +25,7 @@ def run(argv: list[str]) -> int:
     description = "Train a model, or go on where the last run of the same config stopped."
     run = parse_run(Parser("train", description, lists_settings=True), argv)
     run.refuse_planned()
+    run = resolve_hf(run)
     require_text(run.config.data, "train")
     config = run.config
     processes = start_processes(config.trainer.distributed)
@@ -62,7 +64,7 @@ def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes:
         log.info(f"nothing to do: {finished.path} has all {config.trainer.num_train_steps:,} steps")
         return 0
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
-    setup = set_up(config, run.id, tokenizer.vocab_size, tokenizer.identity, caches, processes)
+    setup = set_up(config, run.id, tokenizer, caches, hf_ref(config), processes)
     try:
         complete = train(setup, config.trainer, stop, lambda: f", cache {build.text}" if build.running else "")
     except DivergedError as error:
@@ -72,6 +74,10 @@ def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes:
         log.info(f"stopped after saving to {_checkpoints(run)}; run the same command again to go on")
         return STOPPED_BY_SIGNAL
     log.info(f"done: checkpoints in {_checkpoints(run)}")
+    if setup.exporter is not None and setup.exporter.failed:
+        steps = ", ".join(map(str, setup.exporter.failed))
+        log.error(f"exports of step {steps} failed; `lmtrain export-hf` makes them from the checkpoints")
+        return 1
     if build.running:
         log.info("the cache is not complete yet; training again, or `lmtrain preprocess`, goes on from its shards")
     return 0

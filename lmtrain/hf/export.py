@@ -1,69 +1,190 @@
-"""Writing a folder that `transformers` loads: weights, config, tokenizer."""
+"""Writing a model that `transformers` loads: weights in shards, config, tokenizer; to a folder or a URL.
 
+Everything is written under a temporary name, read back and compared, and only then given its own name.
+"""
+
+import contextlib
+import hashlib
+import math
 import os
 import shutil
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.remote import open_fs, told
+from lmtrain.hf.key_map import Piece
+from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
 from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer
-from lmtrain.runtime.storage import write_json
+from lmtrain.runtime.storage import file_size, is_url, join, list_names, read_bytes, write_bytes, write_json
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
+_SHARD_BYTES = 5_000_000_000
 
-def write_hf_folder(
-    output: str, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], tokenizer: Tokenizer, dtype: str
-) -> None:
-    """Write everything under a temporary name, compare the weights with what was to be written, then rename.
 
-    Raises `UserError` if `output` holds something that is not an export.
+@dataclass(frozen=True)
+class Export:
+    """What is written, apart from the values of the tensors."""
+
+    pieces: Sequence[Piece]
+    config: Mapping[str, Any]
+    extra_files: Mapping[str, bytes]
+    tokenizer: Tokenizer
+    dtype: str
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(piece.shape) for piece in self.pieces)
+
+
+def write_export(output: str, export: Export, tensors: Iterable[np.ndarray], shard_bytes: int = _SHARD_BYTES) -> None:
+    """Write everything to the folder or URL `output`. `tensors` gives the values of the pieces, in their order.
+
+    One tensor is held at a time. Raises `UserError` if `output` holds something that is not an export.
     """
     check_output(output)
-    output = os.path.expanduser(output).rstrip("/")
+    output = output.rstrip("/") if is_url(output) else os.path.expanduser(output).rstrip("/")
     temporary = f"{output}.tmp-{os.getpid()}"
-    os.makedirs(temporary)
+    _remove(temporary)
+    if not is_url(temporary):
+        os.makedirs(temporary)
     try:
-        cast = {name: tensor.astype(DTYPES[dtype]) for name, tensor in tensors.items()}
-        weights = os.path.join(temporary, "model.safetensors")
-        save_file(cast, weights, metadata={"format": "pt"})
-        _verify(weights, cast)
-        os.chmod(weights, os.stat(temporary).st_mode & 0o666)  # safetensors makes it readable by its owner only
+        names = _write_weights(temporary, export, iter(tensors), shard_bytes)
         # `dtype` is what transformers 5 reads, `torch_dtype` what 4 does
-        write_json(os.path.join(temporary, "config.json"), {**config, "dtype": dtype, "torch_dtype": dtype})
-        special = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id}
+        config = {**export.config, "dtype": export.dtype, "torch_dtype": export.dtype}
+        write_json(join(temporary, "config.json"), config)
+        special = {"eos_token_id": export.tokenizer.eos_id, "bos_token_id": export.tokenizer.bos_id}
         generation = {name: number for name, number in special.items() if number is not None}
-        write_json(os.path.join(temporary, "generation_config.json"), generation)
-        for name in TOKENIZER_FILES:
-            source = os.path.join(os.path.expanduser(tokenizer.path), name)
-            if os.path.isfile(source):
-                shutil.copyfile(source, os.path.join(temporary, name))
-        if os.path.isdir(output):
-            shutil.rmtree(output)
-        os.rename(temporary, output)
+        write_json(join(temporary, "generation_config.json"), generation)
+        names += ["config.json", "generation_config.json"]
+        others = {**export.extra_files, **_tokenizer_files(export.tokenizer)}
+        for name, content in others.items():
+            write_bytes(join(temporary, name), content)
+        _put_in_place(temporary, output, [*others, *names])
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
 
 
 def check_output(output: str) -> None:
     """An earlier export may be replaced, anything else may not."""
-    if "://" in output:
-        raise UserError(f"--output {output}: a URL; exports are written to a local folder so far")
     folder = os.path.expanduser(output)
-    if os.path.exists(folder) and not os.path.isdir(folder):
+    if not is_url(output) and os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(f"--output {output}: there is a file of that name")
-    if os.path.isdir(folder) and os.listdir(folder) and not os.path.isfile(os.path.join(folder, "config.json")):
+    if list_names(folder) and file_size(join(folder, "config.json")) is None:
         raise UserError(f"--output {output}: the folder is not empty and holds no earlier export; choose another")
 
 
-def _verify(path: str, expected: Mapping[str, np.ndarray]) -> None:
-    """Every export is read back: a file that differs from the model must not leave this function."""
-    found = load_file(path)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        if found[name].tobytes() != tensor.tobytes():
+def plan_shards(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Which pieces go into which file: in order, as many as fit, each file with one at least."""
+    shards: list[list[int]] = [[]]
+    held = 0
+    for index, size in enumerate(sizes):
+        if shards[-1] and held + size > most:
+            shards.append([])
+            held = 0
+        shards[-1].append(index)
+        held += size
+    return shards
+
+
+def _write_weights(folder: str, export: Export, tensors: Iterator[np.ndarray], shard_bytes: int) -> list[str]:
+    """The weight files and, of several, their index. -> their names"""
+    dtype = DTYPES[export.dtype]
+    sizes = [dtype.itemsize * int(np.prod(piece.shape)) for piece in export.pieces]
+    shards = plan_shards(sizes, shard_bytes)
+    names = [_shard_name(number, len(shards)) for number in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        pieces = [export.pieces[index] for index in shard]
+        path = join(folder, name)
+        written = {}
+        with told(path, "written"), _open_to_write(path) as file:
+            file.write(header_of({piece.name: piece.shape for piece in pieces}, dtype))
+            for piece in pieces:
+                tensor = next(tensors)
+                assert tensor.shape == piece.shape, (piece, tensor.shape)
+                tensor = np.ascontiguousarray(tensor.astype(dtype, copy=False))
+                write_tensor(file, tensor)
+                written[piece.name] = _digest(tensor)
+        _verify(path, written)
+    if len(shards) > 1:
+        where = {export.pieces[i].name: name for name, shard in zip(names, shards, strict=True) for i in shard}
+        total = {"total_size": sum(sizes), "total_parameters": sum(sizes) // dtype.itemsize}
+        write_json(join(folder, "model.safetensors.index.json"), {"metadata": total, "weight_map": where})
+        names.append("model.safetensors.index.json")
+    return names
+
+
+def _shard_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _verify(path: str, written: Mapping[str, bytes]) -> None:
+    """Every export is read back: a file that differs from the model must not get its own name."""
+    found = read_header(path)
+    if found.keys() != written.keys():
+        raise OSError(f"{path}: reads back with other tensors than were written")
+    for name, digest in written.items():
+        if _digest(read_tensor(path, found[name])) != digest:
             raise OSError(f"{path}: {name} reads back with other values than were written")
+
+
+def _digest(tensor: np.ndarray) -> bytes:
+    return hashlib.blake2b(tensor.reshape(-1).view(np.uint8).data, digest_size=16).digest()
+
+
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files of the tokenizer's folder; none for passthrough, which has none."""
+    folder = os.path.expanduser(tokenizer.path)
+    paths = {name: os.path.join(folder, name) for name in TOKENIZER_FILES}
+    return {name: read_bytes(path) for name, path in paths.items() if os.path.isfile(path)}
+
+
+@contextlib.contextmanager
+def _open_to_write(path: str) -> Iterator[BinaryIO]:
+    if not is_url(path):
+        with open(path, "wb") as file:
+            yield file
+        return
+    fs, inside = open_fs(path)
+    with fs.open(inside, "wb") as file:
+        yield file
+
+
+def _put_in_place(temporary: str, output: str, names: Sequence[str]) -> None:
+    """Give the folder its own name; what was there before goes.
+
+    Stores of objects cannot rename a folder: there the files are moved one by one, `names` in order, with config.json
+    among the last, without which nothing loads; before that goes the old one's.
+    """
+    if not is_url(output):
+        before = f"{output}.old-{os.getpid()}"
+        if os.path.isdir(output):
+            os.rename(output, before)
+        os.rename(temporary, output)
+        shutil.rmtree(before, ignore_errors=True)
+        return
+    with told(output, "written"):
+        fs, inside = open_fs(output)
+        for name in ["config.json", *list_names(output)]:
+            with contextlib.suppress(FileNotFoundError):
+                fs.rm_file(f"{inside}/{name}")
+        _, source = open_fs(temporary)
+        for name in names:
+            fs.mv(f"{source}/{name}", f"{inside}/{name}")
+
+
+def _remove(folder: str) -> None:
+    """A temporary folder and what is in it, if it is there."""
+    if not is_url(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    names = list_names(folder)
+    if names:
+        fs, inside = open_fs(folder)
+        with told(folder, "removed"):
+            fs.rm(inside, recursive=True)

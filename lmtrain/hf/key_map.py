@@ -5,7 +5,7 @@ one per layer (`transformer.h.{layer}.attn.c_attn.weight`). A row says which is 
 Whatever one side has and the other does not is an error.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,23 +18,97 @@ class Row:
 
     `rows` is the number of our dimensions (layer apart) that become the first dimension of their matrix, the rest
     become the second; None keeps the shape, 0 flattens to a vector. `transpose` swaps their two dimensions, as
-    torch's Linear has them against ours.
+    torch's Linear has them against ours. With `vocab`, the first dimension is the vocabulary, which ours pads. With
+    `cut`, ours may be the first rows of theirs: fewer positions than theirs was made for.
     """
 
     ours: str
     theirs: str
     rows: int | None = None
     transpose: bool = False
+    vocab: bool = False
+    cut: bool = False
 
-    def to_theirs(self, array: np.ndarray) -> np.ndarray:
+    @property
+    def is_stacked(self) -> bool:
+        return "{layer}" in self.theirs
+
+    def to_theirs(self, array: np.ndarray, vocab_size: int) -> np.ndarray:
+        """Their tensor out of our array (of one layer)."""
+        if self.vocab:
+            array = array[:vocab_size]
         if self.rows is not None:
             first = int(np.prod(array.shape[: self.rows]))
             array = array.reshape(first, -1) if self.rows else array.reshape(-1)
-        # contiguous, because safetensors writes the buffer whatever the strides say
+        # contiguous, because a file is written from the buffer whatever the strides say
         return np.ascontiguousarray(array.T if self.transpose else array)
 
+    def their_shape(self, shape: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+        """The shape of `to_theirs` of an array of this shape."""
+        return self.to_theirs(np.broadcast_to(np.int8(0), shape), vocab_size).shape
+
     def to_ours(self, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        return np.ascontiguousarray((array.T if self.transpose else array).reshape(shape))
+        """Our array of `shape` (of one layer) out of their tensor. Raises ValueError if the sizes differ."""
+        return (array.T if self.transpose else array).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """A tensor of theirs that a model of ours has not, since it would be all zeros: a bias, with use_bias false."""
+
+    theirs: str
+    shape: tuple[int, ...]
+    is_stacked: bool = True
+
+
+Table = Sequence[Row | Zeros]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of theirs: its name and shape, and the row and layer it belongs to."""
+
+    name: str
+    shape: tuple[int, ...]
+    row: Row | Zeros
+    layer: int | None
+
+
+def plan_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: int, vocab_size: int) -> list[Piece]:
+    """All tensors of theirs for parameters of these shapes (by path), those of a layer together.
+
+    Raises ValueError for a parameter without a row, or a row without one.
+    """
+    _check_names({row.ours for row in table if isinstance(row, Row)}, set(shapes), "parameters")
+
+    def piece(row: Row | Zeros, layer: int | None) -> Piece:
+        name = row.theirs if layer is None else row.theirs.format(layer=layer)
+        if isinstance(row, Zeros):
+            return Piece(name, row.shape, row, layer)
+        shape = shapes[row.ours] if layer is None else shapes[row.ours][1:]
+        return Piece(name, row.their_shape(shape, vocab_size), row, layer)
+
+    whole = [piece(row, None) for row in table if not row.is_stacked]
+    stacked = [row for row in table if row.is_stacked]
+    return whole + [piece(row, layer) for layer in range(num_layers) for row in stacked]
+
+
+def take(piece: Piece, get: Callable[[str, int | None], np.ndarray], vocab_size: int) -> np.ndarray:
+    """A tensor of theirs; `get(path, layer)` gives our array, of that layer if it is stacked."""
+    if isinstance(piece.row, Zeros):
+        return np.zeros(piece.shape, np.float32)
+    return piece.row.to_theirs(get(piece.row.ours, piece.layer), vocab_size)
+
+
+def to_hf(table: Table, params: Mapping[str, Any], num_layers: int, vocab_size: int) -> dict[str, np.ndarray]:
+    """Our parameters as their tensors, all in memory."""
+    flat = {path: np.asarray(array) for path, array in flatten(params).items()}
+    shapes = {path: array.shape for path, array in flat.items()}
+
+    def get(path: str, layer: int | None) -> np.ndarray:
+        return flat[path] if layer is None else flat[path][layer]
+
+    return {piece.name: take(piece, get, vocab_size) for piece in plan_pieces(table, shapes, num_layers, vocab_size)}
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -58,42 +132,17 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def to_hf(table: Sequence[Row], params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Our parameters as their tensors. Raises ValueError for a parameter without a row, or a row without one."""
-    flat = flatten(params)
-    _check_names({row.ours for row in table}, set(flat), "parameters")
-    tensors: dict[str, np.ndarray] = {}
-    for row in table:
-        array = np.asarray(flat[row.ours])
-        if "{layer}" in row.theirs:
-            for layer, part in enumerate(array):
-                tensors[row.theirs.format(layer=layer)] = row.to_theirs(part)
-        else:
-            tensors[row.theirs] = row.to_theirs(array)
-    return tensors
+def resize_vocab(array: np.ndarray, vocab_size: int, rows: int) -> np.ndarray:
+    """[their tokens, D] -> [rows, D] for `vocab_size` tokens of ours, the rest padding.
 
-
-def from_hf(
-    table: Sequence[Row], tensors: Mapping[str, np.ndarray], shapes: Mapping[str, Any], num_layers: int
-) -> dict[str, Any]:
-    """Their tensors as our parameters, in the shapes of the tree `shapes`. Raises ValueError for names that differ."""
-    flat_shapes = flatten(shapes)
-    names = {row: _names(row, num_layers) for row in table}
-    _check_names({name for listed in names.values() for name in listed}, set(tensors), "tensors")
-    flat: dict[str, np.ndarray] = {}
-    for row in table:
-        shape = flat_shapes[row.ours].shape
-        if "{layer}" in row.theirs:
-            flat[row.ours] = np.stack([row.to_ours(tensors[name], shape[1:]) for name in names[row]])
-        else:
-            flat[row.ours] = row.to_ours(tensors[row.theirs], shape)
-    return unflatten(flat)
-
-
-def _names(row: Row, num_layers: int) -> list[str]:
-    if "{layer}" not in row.theirs:
-        return [row.theirs]
-    return [row.theirs.format(layer=layer) for layer in range(num_layers)]
+    Tokens that they have beyond ours are left out; those that we have beyond theirs begin as the mean of all, so that
+    they are neither likely nor unlikely (Hewitt 2021, "Initializing New Word Embeddings"); padding is 0.
+    """
+    kept = array[:vocab_size]
+    mean = array.astype(np.float32).mean(0, keepdims=True).astype(array.dtype)
+    new = np.repeat(mean, vocab_size - len(kept), axis=0)
+    padding = np.zeros((rows - vocab_size, array.shape[1]), array.dtype)
+    return np.concatenate([kept, new, padding])
 
 
 def _check_names(expected: set[str], found: set[str], what: str) -> None:

@@ -1,10 +1,14 @@
 """Settings that all model families share, and the checks between sizes."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
 from lmtrain.config.suggest import nearest_divisors
+
+RematPolicy = Literal["full", "dots", "dots_no_batch", "save_attention", "offload"]
 
 
 class BaseModelConfig(Section):
@@ -16,8 +20,22 @@ class BaseModelConfig(Section):
     num_heads: int = Field(12, ge=1, description="Attention heads per block")
     initializer_range: float = Field(0.02, gt=0, description="Standard deviation of the initial matrices")
     layer_norm_epsilon: float = Field(1e-5, gt=0, description="Added to the variance in every norm")
-    gradient_checkpointing: bool = Field(True, description="Recompute each block in the backward pass to save memory")
+    pad_vocab_to_multiple_of: int = Field(
+        128, ge=1, description="Rows of the embedding and the head, rounded up so that they split over devices"
+    )
+    gradient_checkpointing: bool | RematPolicy = Field(
+        True,
+        description="Recompute in the backward pass to save memory. true, full: each block; dots: but not its matrix "
+        "products; dots_no_batch: but not those with weights; save_attention: but not attention; offload: as full, "
+        "with what goes from block to block kept in the host's memory; false: nothing",
+    )
     scan_layers: bool = Field(True, description="Compile one block and loop over it; false unrolls the loop")
+    attn_backend: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = Field(
+        "auto", description="How attention is computed; auto takes the fastest that can, and says which"
+    )
+    flash_attention_block_size: int | None = Field(
+        None, ge=16, description="Positions in a block, for attn_backend blockwise and splash; null: 512"
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "BaseModelConfig":
@@ -28,3 +46,20 @@ class BaseModelConfig(Section):
                 f"{self.num_heads} does not divide hidden_dim {self.hidden_dim}; num_heads could be {near}",
             )
         return self
+
+    def padded(self, vocab_size: int) -> int:
+        """Rows of the embedding for so many tokens."""
+        multiple = self.pad_vocab_to_multiple_of
+        return -(-vocab_size // multiple) * multiple
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.hidden_dim // self.num_heads
+
+    @property
+    def attention_needs(self) -> set[str]:
+        """What attention has to be able to do, in the words of `attention_backends.FEATURES`."""
+        needs = {"odd_length"} if self.seq_len % 128 else set[str]()
+        needs |= {"wide_heads"} if self.head_width > 128 else set()
+        return needs | ({"odd_heads"} if self.head_width % 8 else set())

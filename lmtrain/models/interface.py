@@ -48,10 +48,10 @@ class LanguageModel(Protocol):
         """
 
     def head(self) -> jax.Array:
-        """The head's matrix, [V, D]: logits are `hidden @ head.T`."""
+        """The head's matrix, [V, D]: logits are `hidden @ head.T`. Rows from `vocab_size` on are padding."""
 
-    def empty_cache(self, batch: int, length: int) -> KvCache:
-        """A cache for `length` positions, in the type of the parameters."""
+    def empty_cache(self, batch: int, length: int) -> Any:
+        """A cache for `length` positions, in the type of the parameters: a tree of arrays that is the family's own."""
 
-    def extend(self, tokens_BS: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+    def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array) -> tuple[jax.Array, Any]:
         """Float32 logits [B, S, V] of new tokens at positions `start, start + 1, ...`, and the cache with them in."""

@@ -1,8 +1,10 @@
 """Config -> model: one row per family. The only place outside a family's folder that knows its name."""
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
+from lmtrain.config.errors import UserError
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
 
@@ -10,16 +12,30 @@ from lmtrain.models.interface import LanguageModel
 FAMILIES = {
     "gpt2": ("lmtrain.models.gpt2.model", "Gpt2LM", "lmtrain.models.gpt2.hf"),
     "llama": ("lmtrain.models.llama.model", "LlamaLM", "lmtrain.models.llama.hf"),
+    "mpt": ("lmtrain.models.mpt.model", "MptLM", "lmtrain.models.mpt.hf"),
+    "backpack": ("lmtrain.models.backpack.model", "BackpackLM", "lmtrain.models.backpack.hf"),
 }
 
 
-def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
-    """The Linen module of a config."""
+def build_model(config: ModelConfig, vocab_size: int, attention: str = "xla") -> LanguageModel:
+    """The Linen module of a config. `attention` is a backend that can do what the config needs."""
     module, name, _ = FAMILIES[config.type]
-    model: LanguageModel = getattr(importlib.import_module(module), name)(config, vocab_size)
+    model: LanguageModel = getattr(importlib.import_module(module), name)(config, vocab_size, attention)
     return model
 
 
-def hf_family(config: ModelConfig) -> Any:
-    """The family's `hf` module: `table(config)` of weight names, and `to_hf_config`."""
-    return importlib.import_module(FAMILIES[config.type][2])
+def hf_family(family: str) -> Any:
+    """The family's `hf` module: `table(config)` of weight names, their `canonical` form, and both ways of configs."""
+    return importlib.import_module(FAMILIES[family][2])
+
+
+def family_of(values: Mapping[str, Any]) -> Any:
+    """The `hf` module for what a Hugging Face `config.json` says. Raises `UserError` if there is none."""
+    kind = "backpack-gpt2" if "num_senses" in values else values.get("model_type")
+    known = []
+    for family in FAMILIES:
+        module = hf_family(family)
+        if kind in module.MODEL_TYPES:
+            return module
+        known += module.MODEL_TYPES
+    raise UserError(f"config.json: model_type {kind!r} is not supported; one of {', '.join(known)}")

@@ -23,6 +23,7 @@ ACTIVATION_AXES = {
     "act_embed": "width of the residual stream",
     "act_heads": "attention heads",
     "act_kv_heads": "heads of keys and values",
+    "act_senses": "senses of a Backpack",
     "act_mlp": "width of the MLP",
     "act_vocab": "entries of the vocabulary",
 }
@@ -32,6 +33,7 @@ ACTIVATION_OF = {
     "batch": "act_batch",
     "heads": "act_heads",
     "kv_heads": "act_kv_heads",
+    "senses": "act_senses",
     "mlp": "act_mlp",
     "vocab": "act_vocab",
 }

@@ -34,7 +34,10 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
     reporter = _Reporter(setup, config, throughput, beside)
     done = setup.first_step
 
+    exporter = setup.exporter
     try:
+        if exporter is not None and exporter.was_missed(done):
+            exporter.export(done, state.params)
         with Progress("train", last_step, setup.first_step, quiet=not setup.is_first) as progress:
             reporter.progress = progress
             while done < last_step:
@@ -55,20 +58,25 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                 last, stopping = done == last_step, stop.requested
                 evaluating = bool(setup.eval_batches) and (last or done % config.steps_per_eval == 0)
                 kind = setup.checkpointer.due(done, last, stopping)
-                if evaluating or kind:
+                exporting = exporter is not None and exporter.due(done, last)
+                if evaluating or kind or exporting:
                     reporter.report()  # waits for this step: its loss is checked before anything is saved
                 if evaluating:
                     reporter.report_evaluation(done, evaluate(setup.eval_step, state.params, setup.eval_batches))
                 if kind:
                     setup.trackers.sync()
                     setup.checkpointer.save(done, kind, state.params, state.optimizer, setup.run_info)
-                if evaluating or kind:
+                if exporter is not None and exporting:
+                    exporter.export(done, state.params)
+                if evaluating or kind or exporting:
                     throughput.resume_clock()
                 if stopping:
                     break
     finally:
         # whatever happened: a save under way becomes complete, and what was logged is flushed
         setup.checkpointer.close()
+        if exporter is not None:
+            exporter.finish()
         setup.trackers.finish()
     if throughput.summary:
         log.info(throughput.summary)

@@ -17,6 +17,8 @@ from lmtrain.config.errors import UserError
 from lmtrain.data.batches import EvalSource, TrainSource, iterate, too_little
 from lmtrain.data.caches import Cache, Caches, open_store, plan_mixture
 from lmtrain.data.token_store import TokenStore
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.models.attention_backends import choose_attention
 from lmtrain.models.registry import build_model
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
@@ -28,9 +30,11 @@ from lmtrain.sharding.mesh import Layout, plan_layout
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.tracking.open import Trackers, open_trackers
 from lmtrain.train.batching import plan_batching
+from lmtrain.train.export import Exporter
+from lmtrain.train.hf_params import load_hf_params
 from lmtrain.train.restore import restore_state
 from lmtrain.train.resume import check_same_run, newest_checkpoint
-from lmtrain.train.state import TrainState, init_state, state_shardings
+from lmtrain.train.state import TrainState, count_parameters, init_state, state_shardings
 from lmtrain.train.step import build_eval_step, build_train_step
 
 # Batches read ahead of the step: enough to hide a slow read, little against the model in memory.
@@ -52,17 +56,20 @@ class Setup:
     run_info: dict[str, Any]
     tokens_per_step: int
     is_first: bool  # of the processes of the run: the one that tells
+    exporter: Exporter | None
 
 
 def set_up(
     config: RunConfig,
     run: str,
-    vocab_size: int,
-    tokenizer: dict[str, Any],
+    tokenizer: Tokenizer,
     caches: Caches,
+    begin_from_hf: str | None = None,
     processes: Processes = ALONE,
 ) -> Setup:
-    """Build or restore everything. Of several `processes` the first tracks.
+    """Build or restore everything; a new run begins with the weights of `begin_from_hf`, if that is given.
+
+    Of several `processes` the first tracks and writes exports.
 
     Raises `UserError` for a config that does not fit the machine or the checkpoint.
     """
@@ -74,13 +81,14 @@ def set_up(
     seq_len = config.model.seq_len
     stores = [_open_store(config, cache) for cache in caches.train.values()]
 
-    model = build_model(config.model, vocab_size)
+    model = build_model(config.model, tokenizer.vocab_size, plan_attention(config))
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     optimizer = build_optimizer(config.optimizer, schedule)
     abstract, shardings = state_shardings(model, optimizer, layout, trainer.precision.params)
-    log.info(f"{config.model.type}, {_count(abstract.params):,} parameters, {trainer.precision}")
+    parameters = count_parameters(model)
+    log.info(f"{config.model.type}, {parameters:,} parameters, {trainer.precision}")
 
-    run_info = _run_info(config, run, tokenizer, caches, layout)
+    run_info = _run_info(config, run, tokenizer.identity, caches, layout)
     folder = trainer.checkpointer.run_folder(run)
     if "://" in folder:
         raise UserError(f"trainer.checkpointer.base_path: {folder} is a URL; checkpoints are saved locally so far")
@@ -91,6 +99,10 @@ def set_up(
         log.info(f"continuing after step {checkpoint.step:,} from {checkpoint.path}")
     else:
         state = init_state(model, optimizer, layout, shardings, seed=trainer.seed, dtype=trainer.precision.params)
+        if begin_from_hf is not None:
+            params = load_hf_params(begin_from_hf, config.model, model, layout, trainer.precision.params)
+            state = state.replace(params=params)
+            log.info(f"beginning with the weights of {begin_from_hf}")
     first_step = checkpoint.step if checkpoint else 0
 
     rows = local_rows(layout.batch, batching.train_batch)
@@ -115,10 +127,13 @@ def set_up(
         place_batch(batch, layout.batch, rows, batching.train_batch) for batch in iterate(source, first_step, _PREFETCH)
     )
 
+    exports = config.hf_save_path is not None or config.hf_upload is not None
+    exporter = Exporter(config, run, model, tokenizer, layout, processes.is_first) if exports else None
+
     log_dir = fill_run_id(trainer.log_dir, run)
     trackers = open_trackers(trainer.tracker, log_dir, run, first_step) if processes.is_first else Trackers()
     trackers.hyperparameters(run_info["config"])
-    trackers.summary({"parameter_count": _count(abstract.params)})
+    trackers.summary({"parameter_count": parameters})
 
     return Setup(
         state=state,
@@ -133,6 +148,7 @@ def set_up(
             compute_dtype=trainer.precision.compute,
             num_microbatches=batching.num_microbatches,
             dropout=model.has_dropout,
+            z_loss_weight=config.z_loss_weight,
         ),
         eval_step=build_eval_step(model, layout, trainer.precision.compute),
         train_batches=train_batches,
@@ -142,6 +158,7 @@ def set_up(
         run_info=run_info,
         tokens_per_step=batching.train_batch * seq_len,
         is_first=processes.is_first,
+        exporter=exporter,
     )
 
 
@@ -199,5 +216,16 @@ def _use_compilation_cache(folder: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _count(params: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+def plan_attention(config: RunConfig) -> str:
+    """The attention backend of this run on these devices; told in the log.
+
+    Raises `UserError` if the one that was asked for cannot do it.
+    """
+    model, needs = config.model, config.model.attention_needs
+    if config.data.mask_across_documents:
+        needs.add("segments")
+    if config.trainer.precision.compute == "float32":
+        needs.add("float32")
+    name, why = choose_attention(model.attn_backend, needs, jax.default_backend(), model.seq_len)
+    log.info(f"attention: {name} ({why})")
+    return name

@@ -1,5 +1,6 @@
 """What training changes: parameters, optimizer state, and the number of updates done."""
 
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -25,6 +26,17 @@ def abstract_params(model: LanguageModel) -> Any:
     """Shapes, types and logical names of the parameters, without computing any."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+
+def count_parameters(model: LanguageModel) -> int:
+    """Scalars in the parameters, without those that pad the vocabulary."""
+    boxes = jax.tree.leaves(abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
+    return sum(
+        math.prod(
+            model.vocab_size if name == "vocab" else size for name, size in zip(box.names, box.value.shape, strict=True)
+        )
+        for box in boxes
+    )
 
 
 def state_shardings(

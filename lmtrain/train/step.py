@@ -27,6 +27,7 @@ def build_train_step(
     compute_dtype: str,
     num_microbatches: int,
     dropout: bool,
+    z_loss_weight: float = 0.0,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The jitted step: (state, batch) -> (state after one update, metrics on the device). The state is donated.
 
@@ -35,7 +36,7 @@ def build_train_step(
     """
 
     def loss_sum(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        return _loss_sum(model, params, batch, not dropout, {"dropout": key} if dropout else {})
+        return _loss_sum(model, params, batch, not dropout, {"dropout": key} if dropout else {}, z_loss_weight)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -64,13 +65,24 @@ def build_eval_step(model: LanguageModel, layout: Layout, compute_dtype: str) ->
     return _within(layout, jax.jit(evaluate, out_shardings=layout.replicated))
 
 
-def _loss_sum(model: LanguageModel, params: Any, batch: Any, deterministic: bool, rngs: Any) -> jax.Array:
+def build_logits(model: LanguageModel, params: Any, layout: Layout) -> Callable[[Any], Any]:
+    """tokens [B, S] -> float32 logits [B, S, V], on the host."""
+    function = _within(
+        layout, jax.jit(lambda tokens: model.apply({"params": params}, tokens), out_shardings=layout.replicated)
+    )
+    return lambda tokens: jax.device_get(function(tokens))
+
+
+def _loss_sum(
+    model: LanguageModel, params: Any, batch: Any, deterministic: bool, rngs: Any, z_loss_weight: float = 0.0
+) -> jax.Array:
     """Cross entropy summed over the targets of a batch; documents are kept apart if it has `segments`."""
     variables = {"params": params}
     apply = model.apply
     hidden = apply(variables, batch["tokens"], deterministic, batch.get("segments"), method="hidden", rngs=rngs)
     head = apply(variables, method="head")
-    return summed_cross_entropy(hidden, head, next_token_targets(batch["tokens"]), batch["loss_mask"])
+    targets = next_token_targets(batch["tokens"])
+    return summed_cross_entropy(hidden, head, targets, batch["loss_mask"], model.vocab_size, z_loss_weight)
 
 
 def _within(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,20 +11,33 @@ from safetensors.numpy import load_file
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf import export
-from lmtrain.hf.export import write_hf_folder
+from lmtrain.hf.export import Export, plan_shards, write_export
+from lmtrain.hf.key_map import Piece, Row
 from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.runtime.storage import list_names, read_bytes, write_bytes
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 7, "b": np.ones(3, np.float32)}
 CONFIG = {"model_type": "gpt2"}
 
 
-def write(folder, dtype: str = "float32") -> None:
-    write_hf_folder(str(folder), TENSORS, CONFIG, load_tokenizer(str(TOKENIZER)), dtype)
+def write(folder, dtype: str = "float32", **options) -> None:
+    pieces = [Piece(name, tensor.shape, Row(name, name), None) for name, tensor in TENSORS.items()]
+    extra = {"code.py": b"print()"}
+    export = Export(pieces, CONFIG, extra, load_tokenizer(str(TOKENIZER)), dtype)
+    write_export(str(folder), export, TENSORS.values(), **options)
 
 
 def test_the_folder_holds_weights_configs_and_tokenizer(tmp_path):
     write(tmp_path / "model")
-    files = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    files = [
+        "code.py",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (tmp_path / "model" / "code.py").read_bytes() == b"print()"
     assert sorted(os.listdir(tmp_path / "model")) == files
     found = load_file(tmp_path / "model" / "model.safetensors")
     assert {name: tensor.tobytes() for name, tensor in found.items()} == {n: t.tobytes() for n, t in TENSORS.items()}
@@ -72,8 +85,45 @@ def test_a_write_that_fails_leaves_the_earlier_export_and_nothing_else(tmp_path,
     assert load_file(tmp_path / "model" / "model.safetensors")["a"].dtype == np.float32
 
 
-def test_weights_that_read_back_differently_are_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "load_file", lambda path: {name: tensor + 1 for name, tensor in TENSORS.items()})
+@pytest.mark.parametrize("scheme", ["local", "memory"])
+def test_weights_that_read_back_differently_are_noticed(tmp_path, monkeypatch, scheme):
+    read = export.read_tensor
+    monkeypatch.setattr(export, "read_tensor", lambda path, info: read(path, info) + 1)
+    output = str(tmp_path / "model") if scheme == "local" else "memory://damaged/model"
     with pytest.raises(OSError, match="reads back with other values"):
-        write(tmp_path / "model")
-    assert os.listdir(tmp_path) == []
+        write(output)
+    assert list_names(str(tmp_path)) == list_names("memory://damaged") == []
+
+
+def test_several_files_have_an_index_as_transformers_writes_it(tmp_path):
+    write(tmp_path / "model", shard_bytes=20)
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert index == {"metadata": {"total_size": 36, "total_parameters": 9}, "weight_map": {"a": first, "b": second}}
+    np.testing.assert_array_equal(load_file(tmp_path / "model" / first)["a"], TENSORS["a"])
+    np.testing.assert_array_equal(load_file(tmp_path / "model" / second)["b"], TENSORS["b"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [([5], 3, [[0]]), ([1, 1, 1], 2, [[0, 1], [2]]), ([3, 9, 3], 4, [[0], [1], [2]]), ([2, 2, 3], 4, [[0, 1], [2]])],
+)
+def test_files_hold_as_much_as_fits_in_order(sizes, most, expected):
+    assert plan_shards(sizes, most) == expected
+
+
+def test_a_url_gets_the_same_files_and_a_later_export_leaves_none_of_the_earlier(tmp_path):
+    write(tmp_path / "model")
+    write("memory://bucket/models/one", shard_bytes=20)
+    write("memory://bucket/models/one")
+    assert list_names("memory://bucket/models") == ["one"]
+    assert list_names("memory://bucket/models/one") == sorted(os.listdir(tmp_path / "model"))
+    for name in os.listdir(tmp_path / "model"):
+        assert read_bytes(f"memory://bucket/models/one/{name}") == (tmp_path / "model" / name).read_bytes()
+
+
+def test_a_url_that_holds_something_else_is_left_alone():
+    write_bytes("memory://bucket/photos/a.png", b"precious")
+    with pytest.raises(UserError, match="not empty and holds no earlier export"):
+        write("memory://bucket/photos")
+    assert list_names("memory://bucket/photos") == ["a.png"]

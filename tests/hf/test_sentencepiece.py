@@ -12,7 +12,8 @@ import sentencepiece
 from conftest import TRAIN_FILES, VALIDATION_FILES
 
 from lmtrain.config.errors import UserError
-from lmtrain.hf.export import write_hf_folder
+from lmtrain.hf.export import Export, write_export
+from lmtrain.hf.key_map import Piece, Row
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.sentencepiece import convert_sentencepiece, train_sentencepiece
 from lmtrain.preprocess.documents import DocumentReader
@@ -177,7 +178,8 @@ def test_an_export_of_a_learned_model_is_the_same_tokenizer_in_transformers(mode
     (tmp_path / "my.model").write_bytes(model)
     ours = open_tokenizer(str(tmp_path / "my.model"))
     weights = {"w": np.zeros(2, np.float32)}
-    write_hf_folder(str(tmp_path / "hf"), weights, {"model_type": "llama"}, ours, "float32")
+    pieces = [Piece(name, tensor.shape, Row(name, name), None) for name, tensor in weights.items()]
+    write_export(str(tmp_path / "hf"), Export(pieces, {"model_type": "llama"}, {}, ours, "float32"), weights.values())
     theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (1, 2, ours.vocab_size)
     for text in VARIED:

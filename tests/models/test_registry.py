@@ -1,11 +1,16 @@
 """From a config to its model and its Hugging Face table."""
 
+import importlib
+
+import pytest
+
 from lmtrain.config.describe import sections_of
-from lmtrain.models.config import ModelConfig
+from lmtrain.config.errors import UserError
+from lmtrain.models.config import FAMILY_NAMES, ModelConfig
 from lmtrain.models.gpt2 import hf
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
-from lmtrain.models.registry import FAMILIES, build_model, hf_family
+from lmtrain.models.registry import FAMILIES, build_model, family_of, hf_family
 
 
 def test_a_gpt2_config_gives_a_gpt2_with_that_config_and_vocabulary():
@@ -15,11 +20,39 @@ def test_a_gpt2_config_gives_a_gpt2_with_that_config_and_vocabulary():
     assert (model.config, model.vocab_size) == (config, 77)
 
 
-def test_a_gpt2_config_gives_the_gpt2_table():
-    assert hf_family(Gpt2Config()) is hf
+def test_the_name_of_a_family_gives_its_table():
+    assert hf_family("gpt2") is hf
 
 
-def test_a_family_with_a_model_is_not_only_planned_and_the_other_way_round():
-    configs = {section.model_fields["type"].default: section for section in sections_of(ModelConfig)}
-    assert configs.keys() >= FAMILIES.keys()
-    assert {name for name, config in configs.items() if not config.is_planned} == FAMILIES.keys()
+def test_every_family_that_a_config_can_name_has_a_model_and_no_other():
+    names = [section.model_fields["type"].default for section in sections_of(ModelConfig)]
+    assert sorted(names) == sorted(FAMILIES) == sorted(FAMILY_NAMES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_offers_what_the_engine_uses(family):
+    module, name, table = FAMILIES[family]
+    model = getattr(importlib.import_module(module), name)
+    for method in ("hidden", "head", "logits", "empty_cache", "extend", "has_dropout"):
+        assert hasattr(model, method), method
+    for function in ("table", "canonical", "to_hf_config", "from_hf_config", "DEFAULT_REF", "MODEL_TYPES"):
+        assert hasattr(importlib.import_module(table), function), function
+
+
+@pytest.mark.parametrize(
+    ("values", "family"),
+    [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": "qwen3"}, "llama"),
+        ({"model_type": "mpt"}, "mpt"),
+        ({"model_type": "backpack-gpt2"}, "backpack"),
+        ({"model_type": "gpt2", "num_senses": 16}, "backpack"),  # what the published Backpack says of itself
+    ],
+)
+def test_what_a_file_calls_itself_names_the_family(values, family):
+    assert family_of(values) is hf_family(family)
+
+
+def test_an_unknown_model_is_an_error_with_the_known_ones():
+    with pytest.raises(UserError, match=r"model_type 'bert' is not supported; one of gpt2, llama, mistral, qwen2"):
+        family_of({"model_type": "bert"})

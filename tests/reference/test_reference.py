@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.checkpoint_model import add_checkpoint_flag
+from lmtrain.commands.trained_model import add_checkpoint_flag
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
 from lmtrain.run_config import RunConfig

@@ -8,7 +8,7 @@ import pytest
 import lmtrain.train.loss as loss_module
 from lmtrain.train.loss import next_token_targets, summed_cross_entropy
 
-B, S, D, V = 2, 6, 5, 11
+B, S, D, V = 2, 6, 5, 12
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(B, S, D)).astype(np.float32)
 HEAD = RNG.normal(size=(V, D)).astype(np.float32)
@@ -21,22 +21,29 @@ MASKS = {
 }
 
 
-def naive(hidden, head, targets, mask):
+def naive(hidden, head, targets, mask, z=0.0):
     """In numpy and float64: the loss, and its gradients by hidden and head."""
     logits = hidden.astype(np.float64) @ head.astype(np.float64).T
-    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
-    probabilities /= probabilities.sum(-1, keepdims=True)
+    highest = logits.max(-1, keepdims=True)
+    log_sum = np.log(np.exp(logits - highest).sum(-1)) + highest[..., 0]
+    probabilities = np.exp(logits - log_sum[..., None])
     one_hot = np.eye(V)[targets]
-    loss = -(np.log((probabilities * one_hot).sum(-1)) * mask).sum()
-    d_logits = (probabilities - one_hot) * mask[..., None]
+    loss = ((log_sum - (logits * one_hot).sum(-1) + z * log_sum**2) * mask).sum()
+    d_logits = (probabilities * (1 + 2 * z * log_sum[..., None]) - one_hot) * mask[..., None]
     return loss, d_logits @ head, np.einsum("bsv,bsd->vd", d_logits, hidden)
 
 
-@pytest.fixture(params=[1, 2, 3, 6])
+# chunks of the sequence and blocks of the vocabulary: logits per chunk, fewest rows
+FORMS = {(1, 1): (B * S * V, 1), (2, 1): (B * S * V // 2, 1), (6, 1): (B * V, 1), (1, 3): (60, 12), (2, 3): (24, 6)}
+
+
+@pytest.fixture(params=FORMS, ids=lambda form: f"{form[0]}-chunks-{form[1]}-blocks")
 def chunks(request, monkeypatch):
-    """The loss in so many chunks."""
-    monkeypatch.setattr(loss_module, "_LOGITS_PER_CHUNK", B * S * V // request.param)
-    assert loss_module._num_chunks(B * S * V, S) == request.param
+    """The loss in so many chunks of the sequence, and in blocks of the vocabulary."""
+    logits, rows = FORMS[request.param]
+    monkeypatch.setattr(loss_module, "_LOGITS_PER_CHUNK", logits)
+    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", rows)
+    assert loss_module._plan(B * S, S, V) == request.param
     return request.param
 
 
@@ -74,16 +81,55 @@ def test_huge_logits_give_finite_loss_and_gradients():
     assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize(("logits", "length", "expected"), [(1, 8, 1), (100, 8, 1), (101, 8, 2), (250, 8, 4)])
-def test_the_fewest_chunks_that_fit_and_divide(monkeypatch, logits, length, expected):
-    monkeypatch.setattr(loss_module, "_LOGITS_PER_CHUNK", 100)
-    assert loss_module._num_chunks(logits, length) == expected
+@pytest.mark.parametrize("z", [0.0, 0.3])
+def test_z_loss_adds_the_square_of_the_log_sum(chunks, z):
+    mask = MASKS["some"]
+    loss, d_hidden, d_head = naive(HIDDEN, HEAD, TARGETS, mask, z)
+
+    def ours(hidden, head):
+        return summed_cross_entropy(hidden, head, TARGETS, mask, z_loss_weight=z)
+
+    value, gradients = jax.value_and_grad(ours, (0, 1))(HIDDEN, HEAD)
+    assert float(value) == pytest.approx(loss, rel=1e-5)
+    assert float(ours(HIDDEN, HEAD)) == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(gradients[0], d_hidden, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients[1], d_head, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("logits", "length", "expected"), [(200, 7, 7), (10**9, 6, 6)])
-def test_a_length_that_does_not_divide_takes_more_chunks_at_most_one_a_position(monkeypatch, logits, length, expected):
+def test_padding_of_the_vocabulary_changes_nothing_and_gets_no_gradient(chunks):
+    """Even where the padding's logits would be the largest."""
+    head = np.concatenate([HEAD[:9], 100 * np.ones((3, D), np.float32)])
+    targets = TARGETS % 9
+
+    def ours(hidden, head):
+        return summed_cross_entropy(hidden, head, targets, MASKS["all"], vocab_size=9, z_loss_weight=0.1)
+
+    value, (d_hidden, d_head) = jax.value_and_grad(ours, (0, 1))(HIDDEN, head)
+    expected, (e_hidden, e_head) = jax.value_and_grad(
+        lambda hidden, head: summed_cross_entropy(hidden, head, targets, MASKS["all"], z_loss_weight=0.1), (0, 1)
+    )(HIDDEN, HEAD[:9])
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    np.testing.assert_allclose(d_hidden, e_hidden, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(d_head[:9], e_head, rtol=1e-5, atol=1e-5)
+    assert not d_head[9:].any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "vocab", "expected"),
+    [
+        (1, 1, 100, (1, 1)),
+        (8, 8, 10, (1, 1)),
+        (16, 8, 10, (2, 1)),
+        (20, 7, 10, (7, 1)),  # a length that does not divide takes more chunks
+        (60, 6, 50, (6, 1)),  # at most one a position
+        (64, 8, 100, (8, 2)),
+        (64, 8, 97, (8, 1)),  # a prime is not divided
+    ],
+)
+def test_the_fewest_chunks_and_blocks_that_fit_and_divide(monkeypatch, rows, length, vocab, expected):
     monkeypatch.setattr(loss_module, "_LOGITS_PER_CHUNK", 100)
-    assert loss_module._num_chunks(logits, length) == expected
+    monkeypatch.setattr(loss_module, "_FEWEST_ROWS", 2)
+    assert loss_module._plan(rows, length, vocab) == expected
 
 
 def test_targets_are_the_next_tokens():

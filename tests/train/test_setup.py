@@ -68,7 +68,7 @@ def set_up_run(config: RunConfig):
             build.check()
     caches = plans.caches
     tokenizer = load_tokenizer(config.data.tokenizer)
-    return set_up(config, "run", tokenizer.vocab_size, tokenizer.identity, caches)
+    return set_up(config, "run", tokenizer, caches)
 
 
 def write_checkpoint(step: int, info: dict) -> None:

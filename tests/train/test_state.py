@@ -11,7 +11,7 @@ from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.state import abstract_params, init_state, state_shardings, with_dtype
+from lmtrain.train.state import abstract_params, count_parameters, init_state, state_shardings, with_dtype
 
 MODEL = Gpt2LM(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=2, seq_len=8), 12)
 OPTIMIZER = optax.adam(0.1)
@@ -70,7 +70,12 @@ def test_abstract_parameters_carry_a_name_for_each_dimension():
     assert all(
         len(box.names) == len(box.value.shape) for box in jax.tree.leaves(boxed, is_leaf=lambda x: hasattr(x, "names"))
     )
-    assert nn.meta.unbox(boxed)["tokens"]["embedding"].shape == (12, 8)
+    assert nn.meta.unbox(boxed)["tokens"]["embedding"].shape == (128, 8)  # padded
+
+
+def test_padding_of_the_vocabulary_is_not_counted_as_parameters():
+    whole = sum(leaf.size for leaf in jax.tree.leaves(nn.meta.unbox(abstract_params(MODEL))))
+    assert count_parameters(MODEL) == whole - (128 - 12) * 8
 
 
 def test_with_dtype_changes_the_type_and_nothing_else():

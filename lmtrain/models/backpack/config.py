@@ -1,29 +1,23 @@
 """Settings of the Backpack family."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from lmtrain.config.errors import field_error
 from lmtrain.config.suggest import nearest_divisors
-from lmtrain.models.base_config import BaseModelConfig
+from lmtrain.models import flops
+from lmtrain.models.gpt2.config import Gpt2Settings
 
 
-class BackpackConfig(BaseModelConfig):
+class BackpackConfig(Gpt2Settings):
     """Backpack on a GPT-2 trunk; the defaults are the 170M model."""
 
-    is_planned: ClassVar[bool] = True
-
     type: Literal["backpack"] = Field("backpack", description="The model family")
-    mlp_scale: int = Field(4, ge=1, description="Width of the MLPs as a multiple of hidden_dim")
     num_senses: int = Field(16, ge=1, description="Sense vectors per token; divides hidden_dim")
     sense_intermediate_scale: int = Field(4, ge=1, description="Width of the senses' MLP as a multiple of hidden_dim")
     divide_by_num_senses: bool = Field(False, description="Average the senses instead of adding them up")
-    embed_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout after the embeddings")
-    resid_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on what attention and MLP add to the stream")
-    attn_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on the attention weights")
     scale_attn_by_inverse_layer_idx: bool = Field(True, description="Divide attention scores by the layer's number")
-    upcast_attn: bool = Field(False, description="Compute attention scores in float32 whatever the precision")
 
     @model_validator(mode="after")
     def _senses_divide(self) -> "BackpackConfig":
@@ -34,3 +28,23 @@ class BackpackConfig(BaseModelConfig):
                 f"{self.num_senses} does not divide hidden_dim {self.hidden_dim}; num_senses could be {near}",
             )
         return self
+
+    @property
+    def sense_width(self) -> int:
+        """Width of the queries and keys that weigh one sense."""
+        return self.hidden_dim // self.num_senses
+
+    @property
+    def attention_needs(self) -> set[str]:
+        return super().attention_needs | {"wide_values"}
+
+    def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
+        """Of a forward pass; see `lmtrain/models/flops.py`."""
+        dim, senses = self.hidden_dim, self.num_senses
+        keys = flops.mean_keys(self.seq_len, causal)
+        trunk = super().num_flops_per_token(vocab_size, causal)
+        inner = dim * self.sense_intermediate_scale
+        vectors = flops.mlp(dim, self.mlp_dim) + flops.linear(dim, inner) + flops.linear(inner, senses * dim)
+        # queries and keys; their scores; the weighted sum of sense vectors, each as wide as the stream
+        weights = flops.linear(dim, 2 * dim) + flops.linear(dim, 1) * keys + flops.linear(senses * dim, 1) * keys
+        return trunk + vectors + weights

@@ -4,14 +4,19 @@ from typing import Literal
 
 from pydantic import Field
 
+from lmtrain.models import flops
 from lmtrain.models.base_config import BaseModelConfig
 
 
-class Gpt2Config(BaseModelConfig):
-    """GPT-2; the defaults are the 124M model."""
+class Gpt2Settings(BaseModelConfig):
+    """What a stack of GPT-2 blocks is made of."""
 
-    type: Literal["gpt2"] = Field("gpt2", description="The model family")
     mlp_scale: int = Field(4, ge=1, description="Width of the MLP as a multiple of hidden_dim")
+    intermediate_dim: int | None = Field(None, ge=1, description="Width of the MLP; null: mlp_scale * hidden_dim")
+    activation_function: Literal["gelu_new", "gelu", "relu", "silu"] = Field(
+        "gelu_new", description="Of the MLP; gelu_new is GELU's approximation by tanh"
+    )
+    use_bias: bool = Field(True, description="Biases in linear layers and norms")
     embed_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout after the embeddings")
     resid_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on what attention and MLP add to the stream")
     attn_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on the attention weights")
@@ -19,9 +24,29 @@ class Gpt2Config(BaseModelConfig):
     upcast_attn: bool = Field(False, description="Compute attention scores in float32 whatever the precision")
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_dim // self.num_heads
+    def mlp_dim(self) -> int:
+        return self.intermediate_dim or self.hidden_dim * self.mlp_scale
 
     @property
-    def mlp_dim(self) -> int:
-        return self.hidden_dim * self.mlp_scale
+    def has_dropout(self) -> bool:
+        return max(self.embed_pdrop, self.resid_pdrop, self.attn_pdrop) > 0
+
+    @property
+    def attention_needs(self) -> set[str]:
+        needs = super().attention_needs | ({"dropout"} if self.attn_pdrop else set())
+        return needs | ({"upcast"} if self.upcast_attn else set())
+
+    def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
+        """Of a forward pass; see `lmtrain/models/flops.py`."""
+        keys = flops.mean_keys(self.seq_len, causal)
+        heads = self.num_heads
+        block = flops.attention(self.hidden_dim, heads, heads, self.head_width, keys)
+        block += flops.mlp(self.hidden_dim, self.mlp_dim)
+        return self.num_layers * block + flops.linear(self.hidden_dim, vocab_size)  # and the head
+
+
+class Gpt2Config(Gpt2Settings):
+    """GPT-2; the defaults are the 124M model."""
+
+    type: Literal["gpt2"] = Field("gpt2", description="The model family")
+    tie_word_embeddings: bool = Field(True, description="Use the embedding table as the head")

@@ -4,36 +4,59 @@ Their Conv1D stores [in, out] as we do, so nothing is transposed; their attentio
 head-major, which is ours flattened.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from lmtrain.hf.key_map import Row
-from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.config.errors import UserError
+from lmtrain.hf.key_map import Row, Table, Zeros
+from lmtrain.models.gpt2.config import Gpt2Config, Gpt2Settings
 
-_H = "transformer.h.{layer}."
-
-TABLE = (
-    Row("tokens/embedding", "transformer.wte.weight"),
-    Row("positions/embedding", "transformer.wpe.weight"),
-    Row("blocks/norm_attn/scale", _H + "ln_1.weight"),
-    Row("blocks/norm_attn/bias", _H + "ln_1.bias"),
-    Row("blocks/attn/qkv/kernel", _H + "attn.c_attn.weight", rows=1),
-    Row("blocks/attn/qkv/bias", _H + "attn.c_attn.bias", rows=0),
-    Row("blocks/attn/out/kernel", _H + "attn.c_proj.weight", rows=2),
-    Row("blocks/attn/out/bias", _H + "attn.c_proj.bias"),
-    Row("blocks/norm_mlp/scale", _H + "ln_2.weight"),
-    Row("blocks/norm_mlp/bias", _H + "ln_2.bias"),
-    Row("blocks/mlp/up/kernel", _H + "mlp.c_fc.weight"),
-    Row("blocks/mlp/up/bias", _H + "mlp.c_fc.bias"),
-    Row("blocks/mlp/down/kernel", _H + "mlp.c_proj.weight"),
-    Row("blocks/mlp/down/bias", _H + "mlp.c_proj.bias"),
-    Row("norm_final/scale", "transformer.ln_f.weight"),
-    Row("norm_final/bias", "transformer.ln_f.bias"),
-)
+DEFAULT_REF = "gpt2"
+MODEL_TYPES = ("gpt2",)
 
 
-def table(config: Gpt2Config) -> tuple[Row, ...]:
-    """The weights of a GPT-2 of any size."""
-    return TABLE
+def trunk(config: Gpt2Settings, prefix: str) -> list[Row | Zeros]:
+    """Embeddings, blocks and final norm; their biases are zeros if ours has none."""
+    dim, block = config.hidden_dim, prefix + "h.{layer}."
+    return [
+        Row("tokens/embedding", prefix + "wte.weight", vocab=True),
+        Row("positions/embedding", prefix + "wpe.weight", cut=True),
+        Row("norm_final/scale", prefix + "ln_f.weight"),
+        *bias(config, "norm_final", prefix + "ln_f", dim),
+        Row("blocks/norm_attn/scale", block + "ln_1.weight"),
+        *bias(config, "blocks/norm_attn", block + "ln_1", dim),
+        Row("blocks/attn/qkv/kernel", block + "attn.c_attn.weight", rows=1),
+        *bias(config, "blocks/attn/qkv", block + "attn.c_attn", 3 * dim, flat=True),
+        Row("blocks/attn/out/kernel", block + "attn.c_proj.weight", rows=2),
+        *bias(config, "blocks/attn/out", block + "attn.c_proj", dim),
+        Row("blocks/norm_mlp/scale", block + "ln_2.weight"),
+        *bias(config, "blocks/norm_mlp", block + "ln_2", dim),
+        Row("blocks/mlp/up/kernel", block + "mlp.c_fc.weight"),
+        *bias(config, "blocks/mlp/up", block + "mlp.c_fc", config.mlp_dim),
+        Row("blocks/mlp/down/kernel", block + "mlp.c_proj.weight"),
+        *bias(config, "blocks/mlp/down", block + "mlp.c_proj", dim),
+    ]
+
+
+def bias(config: Gpt2Settings, ours: str, theirs: str, size: int, flat: bool = False) -> list[Row | Zeros]:
+    """The bias beside a kernel or scale; `flat` if ours has more than one dimension."""
+    name = theirs + ".bias"
+    if config.use_bias:
+        return [Row(ours + "/bias", name, rows=0 if flat else None)]
+    return [Zeros(name, (size,), is_stacked="{layer}" in name)]
+
+
+def table(config: Gpt2Config) -> Table:
+    """The weights this config has."""
+    untied = [] if config.tie_word_embeddings else [Row("unembed/embedding", "lm_head.weight", vocab=True)]
+    return [*trunk(config, "transformer."), *untied]
+
+
+def canonical(name: str) -> str | None:
+    """A tensor's name as in `table`; None for what is not a weight. The first files on the hub have no prefix."""
+    if name.endswith((".attn.bias", ".attn.masked_bias")):
+        return None  # causal masks
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def to_hf_config(config: Gpt2Config, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
@@ -41,13 +64,21 @@ def to_hf_config(config: Gpt2Config, vocab_size: int, eos_id: int | None, bos_id
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
+        "tie_word_embeddings": config.tie_word_embeddings,
+        **trunk_to_hf(config, vocab_size, eos_id, bos_id),
+    }
+
+
+def trunk_to_hf(config: Gpt2Settings, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
+    """What GPT-2 and those built on it have in common."""
+    return {
         "vocab_size": vocab_size,
         "n_positions": config.seq_len,
         "n_embd": config.hidden_dim,
         "n_layer": config.num_layers,
         "n_head": config.num_heads,
         "n_inner": config.mlp_dim,
-        "activation_function": "gelu_new",
+        "activation_function": config.activation_function,
         "resid_pdrop": config.resid_pdrop,
         "embd_pdrop": config.embed_pdrop,
         "attn_pdrop": config.attn_pdrop,
@@ -56,7 +87,38 @@ def to_hf_config(config: Gpt2Config, vocab_size: int, eos_id: int | None, bos_id
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
         "reorder_and_upcast_attn": config.upcast_attn,
-        "tie_word_embeddings": True,
         "eos_token_id": eos_id,
         "bos_token_id": bos_id,
+    }
+
+
+def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the model that a `config.json` describes. Raises `UserError` for what we have not."""
+    return {
+        "type": "gpt2",
+        **trunk_from_hf(values, dropout=0.1),
+        "tie_word_embeddings": values.get("tie_word_embeddings", True),
+    }
+
+
+def trunk_from_hf(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
+    """`dropout` is what transformers takes if the file says nothing."""
+    if not values.get("scale_attn_weights", True):
+        raise UserError("config.json: scale_attn_weights false: attention without scaling is not supported")
+    dim, inner = values.get("n_embd", 768), values.get("n_inner")
+    width = {"mlp_scale": inner // dim} if inner and inner % dim == 0 else {"intermediate_dim": inner}
+    return {
+        "seq_len": values.get("n_positions", 1024),
+        "hidden_dim": dim,
+        "num_layers": values.get("n_layer", 12),
+        "num_heads": values.get("n_head", 12),
+        **(width if inner else {}),
+        "activation_function": values.get("activation_function", "gelu_new"),
+        "resid_pdrop": values.get("resid_pdrop", dropout),
+        "embed_pdrop": values.get("embd_pdrop", dropout),
+        "attn_pdrop": values.get("attn_pdrop", dropout),
+        "layer_norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
+        "initializer_range": values.get("initializer_range", 0.02),
+        "scale_attn_by_inverse_layer_idx": values.get("scale_attn_by_inverse_layer_idx", False),
+        "upcast_attn": values.get("reorder_and_upcast_attn", False),
     }

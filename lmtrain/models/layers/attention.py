@@ -1,12 +1,19 @@
-"""Causal attention: softmax(q k^T * scale) v, the plain way."""
+"""Causal attention, softmax(q k^T * scale + bias) v: the plain way, and the choice between ways.
+
+Which way can do what, and which is taken, is in `lmtrain/models/attention_backends.py`.
+"""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from lmtrain.models.layers.remat import SAVED_ATTENTION
 
 # Far below any score, and finite, so that a row with nothing to attend to gives no NaN.
-_MASKED = -1e30
+MASKED = -1e30
 
 Drop = Callable[[jax.Array], jax.Array]
 
@@ -17,17 +24,20 @@ def attend(
     v_BKTC: jax.Array,
     scale: jax.Array | float,
     first_query: jax.Array | int = 0,
+    *,
     upcast: bool = False,
     drop: Drop | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     window: int | None = None,
+    slopes: np.ndarray | None = None,
 ) -> jax.Array:
     """Each query sees the keys up to its own position. -> [B, H, S, C]
 
     Query s is at position `first_query + s`, key t at t. With fewer key heads than query heads, key head
     k serves the H / K query heads from k H / K on. With a `window`, a query sees that many keys at most. With
-    `segments`, those of the queries [B, S] and of the keys [B, T], it sees only keys of its own segment. Softmax runs
-    in float32; with `upcast` the scores do too. `drop` is applied to the attention weights.
+    `segments`, those of the queries [B, S] and of the keys [B, T], it sees only keys of its own segment. With `slopes`
+    [H], scores grow by slope * (key position - query position) (ALiBi, Press et al. 2022). Softmax runs in float32;
+    with `upcast` the scores do too. `drop` is applied to the attention weights.
     """
     if upcast:
         q_BHSC, k_BKTC = q_BHSC.astype(jnp.float32), k_BKTC.astype(jnp.float32)
@@ -39,6 +49,9 @@ def attend(
     scores = jnp.einsum("BKSC,BKTC->BKST", q_BKSC * scale, k_BKTC).astype(jnp.float32)
     query_at = first_query + jnp.arange(queries)[:, None]
     key_at = jnp.arange(keys)
+    if slopes is not None:
+        bias = slopes.reshape(kv_heads, groups, 1, 1) * (key_at - query_at)
+        scores += bias.reshape(kv_heads, groups * queries, keys)
     seen = key_at <= query_at
     if window is not None:
         seen &= key_at > query_at - window
@@ -46,27 +59,92 @@ def attend(
         seen &= segments[0][:, None, :, None] == segments[1][:, None, None, :]
     if groups > 1:
         seen = jnp.concatenate([seen] * groups, axis=-2)
-    weights = jax.nn.softmax(jnp.where(seen, scores, _MASKED), axis=-1).astype(v_BKTC.dtype)
+    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1).astype(v_BKTC.dtype)
     if drop is not None:
         weights = drop(weights)
-    return jnp.einsum("BKST,BKTC->BKSC", weights, v_BKTC).reshape(q_BHSC.shape)
+    return jnp.einsum("BKST,BKTC->BKSC", weights, v_BKTC).reshape(*q_BHSC.shape[:3], v_BKTC.shape[-1])
 
 
 def self_attend(
+    backend: str,
     q_BHSC: jax.Array,
     k_BKSC: jax.Array,
     v_BKSC: jax.Array,
     scale: jax.Array | float,
+    *,
     upcast: bool = False,
     drop: Drop | None = None,
     segments_BS: jax.Array | None = None,
     window: int | None = None,
+    slopes: np.ndarray | None = None,
+    block_size: int | None = None,
 ) -> jax.Array:
-    """Attention of a whole sequence to itself, in two halves: the first needs none of the second's keys."""
-    half = q_BHSC.shape[2] // 2
+    """Attention of a whole sequence to itself, by the backend of that name; the rest as in `attend`. -> [B, H, S, C]
+
+    Whoever chose the backend made sure that it can do what is asked. `block_size` is a wish for those with blocks.
+    """
+    if backend == "xla":
+        mixed = _in_halves(q_BHSC, k_BKSC, v_BKSC, scale, upcast, drop, segments_BS, window, slopes)
+        return checkpoint_name(mixed, SAVED_ATTENTION)
+    assert drop is None, f"{backend} attention has no dropout"
+    if backend == "blockwise":
+        from lmtrain.models.layers.blockwise import blockwise
+
+        return blockwise(q_BHSC, k_BKSC, v_BKSC, scale, segments_BS, window, slopes, block_size, upcast)
+    assert slopes is None, f"{backend} attention has no ALiBi"
+    assert not upcast, f"{backend} attention has no float32 scores"
+    if backend == "splash":
+        from lmtrain.models.layers.splash import splash
+
+        return splash(q_BHSC, k_BKSC, v_BKSC, scale, segments_BS, window, block_size)
+    assert backend == "cudnn", backend
+    assert segments_BS is None, "cudnn attention has no segments"
+    return checkpoint_name(_cudnn(q_BHSC, k_BKSC, v_BKSC, scale, window), SAVED_ATTENTION)
+
+
+def _in_halves(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: jax.Array | float,
+    upcast: bool,
+    drop: Drop | None,
+    segments_BS: jax.Array | None,
+    window: int | None,
+    slopes: np.ndarray | None,
+) -> jax.Array:
+    """Two halves of the queries: the first needs none of the second's keys."""
+    half = q.shape[2] // 2
     s = segments_BS
     early, late = (None, None) if s is None else ((s[:, :half], s[:, :half]), (s[:, half:], s))
-    k_early, v_early = k_BKSC[:, :, :half], v_BKSC[:, :, :half]
-    first = attend(q_BHSC[:, :, :half], k_early, v_early, scale, 0, upcast, drop, early, window)
-    second = attend(q_BHSC[:, :, half:], k_BKSC, v_BKSC, scale, half, upcast, drop, late, window)
+    how = {"upcast": upcast, "drop": drop, "window": window, "slopes": slopes}
+    first = attend(q[:, :, :half], k[:, :, :half], v[:, :, :half], scale, 0, segments=early, **how)  # type: ignore[arg-type]
+    second = attend(q[:, :, half:], k, v, scale, half, segments=late, **how)  # type: ignore[arg-type]
     return jnp.concatenate([first, second], axis=2)
+
+
+def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, window: int | None) -> jax.Array:
+    """The fused kernel of NVIDIA's library; it wants positions before heads."""
+    q, k, v = (part.transpose(0, 2, 1, 3) for part in ((q * scale).astype(q.dtype), k, v))
+    mixed = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=1.0,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+    return mixed.transpose(0, 2, 1, 3)
+
+
+def alibi_slopes(heads: int, bias_max: float) -> np.ndarray:
+    """2^(-bias_max m / n) for m = 1..n with n heads rounded up to a power of two; float32 [heads].
+
+    If that is more than there are heads, every second one comes first, then those between, and the first `heads` of
+    these are taken (Press et al. 2022, and MPT's order).
+    """
+    power = 1 << (heads - 1).bit_length()
+    all_slopes = 2.0 ** (-bias_max * np.arange(1, power + 1) / power)
+    ordered = all_slopes if power == heads else np.concatenate([all_slopes[1::2], all_slopes[::2]])
+    return ordered[:heads].astype(np.float32)

@@ -12,11 +12,13 @@ class LayerNorm(nn.Module):
 
     dim: int
     epsilon: float
+    use_bias: bool = True
 
     def setup(self) -> None:
         dims = (("embed", self.dim),)
         self.scale = self.param("scale", declare(nn.initializers.ones, dims), (self.dim,), jnp.float32)
-        self.bias = self.param("bias", declare(nn.initializers.zeros, dims), (self.dim,), jnp.float32)
+        if self.use_bias:
+            self.bias = self.param("bias", declare(nn.initializers.zeros, dims), (self.dim,), jnp.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -24,7 +26,8 @@ class LayerNorm(nn.Module):
         centred = wide - mean
         variance = (centred * centred).mean(-1, keepdims=True)
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
-        return (normal * self.scale + self.bias).astype(x.dtype)
+        scaled = normal * self.scale
+        return (scaled + self.bias if self.use_bias else scaled).astype(x.dtype)
 
 
 class RmsNorm(nn.Module):

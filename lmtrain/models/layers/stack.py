@@ -9,17 +9,17 @@ from typing import Any
 
 import flax.linen as nn
 
+from lmtrain.models.layers.remat import remat
 
-def stack(block: type[nn.Module], num_layers: int, scan: bool, remat: bool) -> Callable[..., Any]:
-    """`block` repeated `num_layers` times.
+
+def stack(block: type[nn.Module], num_layers: int, scan: bool, policy: bool | str) -> Callable[..., Any]:
+    """`block` repeated `num_layers` times, with gradient checkpointing by `policy` (see `remat`).
 
     The block has `__call__(x, layer, deterministic, segments) -> (x, None)` and
     `extend(x, layer, cache, start) -> (x, cache)`; `layer` and `cache` have a leading layer dimension outside, and
     none inside.
     """
-    if remat:
-        # prevent_cse is for unrolled code; in a scan it costs and gives nothing
-        block = nn.remat(block, prevent_cse=not scan, static_argnums=(3,), methods=["__call__"])
+    block = remat(block, policy, scan, static_argnums=(3,))
     shared = {
         "variable_axes": {"params": 0},
         "split_rngs": {"params": True, "dropout": True},

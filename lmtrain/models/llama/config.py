@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from lmtrain.config.errors import field_error
 from lmtrain.config.suggest import nearest_divisors
+from lmtrain.models import flops
 from lmtrain.models.base_config import BaseModelConfig
 from lmtrain.models.rope_config import RopeConfig
 
@@ -51,12 +52,12 @@ class LlamaConfig(BaseModelConfig):
 
     @model_validator(mode="after")
     def _head_size_is_even(self) -> "LlamaConfig":
-        if self.head_size % 2:
-            raise field_error("head_dim", f"rotary positions turn pairs of dimensions; {self.head_size} is odd")
+        if self.head_width % 2:
+            raise field_error("head_dim", f"rotary positions turn pairs of dimensions; {self.head_width} is odd")
         return self
 
     @property
-    def head_size(self) -> int:
+    def head_width(self) -> int:
         """Width of a head."""
         return self.head_dim or self.hidden_dim // self.num_heads
 
@@ -64,3 +65,18 @@ class LlamaConfig(BaseModelConfig):
     def kv_heads(self) -> int:
         """Heads of keys and values."""
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def has_dropout(self) -> bool:
+        return False
+
+    @property
+    def attention_needs(self) -> set[str]:
+        return super().attention_needs | ({"window"} if self.sliding_window is not None else set())
+
+    def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
+        """Of a forward pass; see `lmtrain/models/flops.py`."""
+        keys = flops.mean_keys(self.seq_len, causal, self.sliding_window)
+        block = flops.attention(self.hidden_dim, self.num_heads, self.kv_heads, self.head_width, keys)
+        block += flops.mlp(self.hidden_dim, self.intermediate_dim, matrices=3)
+        return self.num_layers * block + flops.linear(self.hidden_dim, vocab_size)  # and the head

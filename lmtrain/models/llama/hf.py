@@ -3,12 +3,16 @@
 Their Linear stores [out, in], so matrices are transposed; heads come first in `out`, as in ours flattened.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from lmtrain.config.errors import UserError
-from lmtrain.hf.key_map import Row
+from lmtrain.hf.key_map import Row, Table
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.rope_config import RopeConfig
+
+DEFAULT_REF = "meta-llama/Llama-2-7b-hf"
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2")
 
 _L = "model.layers.{layer}."
 
@@ -42,13 +46,13 @@ _HAS_ATTENTION_BIAS = {"llama", "qwen3", "gemma", "olmo2"}
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "relu": "relu"}
 
 
-def table(config: LlamaConfig) -> tuple[Row, ...]:
+def table(config: LlamaConfig) -> Table:
     """The weights this config has."""
     post = config.norm_position == "post"
     norms = ("post_attention_layernorm", "post_feedforward_layernorm" if post else None)
     first, second = norms if post else ("input_layernorm", "post_attention_layernorm")
     rows = [
-        Row("tokens/embedding", "model.embed_tokens.weight"),
+        Row("tokens/embedding", "model.embed_tokens.weight", vocab=True),
         Row("norm_final/scale", "model.norm.weight"),
         Row("blocks/norm_attn/scale", f"{_L}{first}.weight"),
         Row("blocks/norm_mlp/scale", f"{_L}{second}.weight"),
@@ -68,8 +72,13 @@ def table(config: LlamaConfig) -> tuple[Row, ...]:
     if config.qk_norm != "none":
         rows += [Row(f"blocks/attn/norm_{name}/scale", f"{_L}self_attn.{name}_norm.weight", rows=0) for name in "qk"]
     if not config.tie_word_embeddings:
-        rows.append(Row("unembed/embedding", "lm_head.weight"))
-    return tuple(rows)
+        rows.append(Row("unembed/embedding", "lm_head.weight", vocab=True))
+    return rows
+
+
+def canonical(name: str) -> str | None:
+    """A tensor's name as in `table`; None for tables of frequencies in old files."""
+    return None if name.endswith("rotary_emb.inv_freq") else name
 
 
 def model_type(config: LlamaConfig) -> str:
@@ -110,7 +119,7 @@ def to_hf_config(config: LlamaConfig, vocab_size: int, eos_id: int | None, bos_i
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
+        "head_dim": config.head_width,
         "hidden_act": _ACTIVATIONS[config.activation_function],
         "hidden_activation": _ACTIVATIONS[config.activation_function],  # what gemma calls it
         "max_position_embeddings": config.seq_len,
@@ -142,3 +151,80 @@ def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
     if rope.type == "yarn":
         values |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
     return values
+
+
+def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the model that a `config.json` describes. Raises `UserError` for what we have not."""
+    kind = values["model_type"]
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    missing = [name for name in sizes if name not in values]
+    if missing:
+        raise UserError(f"config.json: {', '.join(missing)} missing")
+    activation = (
+        values.get("hidden_activation") or values.get("hidden_act") or ("gelu_new" if kind == "gemma" else "silu")
+    )
+    if activation not in _ACTIVATIONS_FROM:
+        raise UserError(f"config.json: hidden_act {activation} is not supported; one of {', '.join(_ACTIVATIONS_FROM)}")
+    length = values.get("max_position_embeddings", 2048)
+    special = {name: value for name, value in _RELATIVES[kind].items() if name != "sliding_window"}
+    return {
+        "type": "llama",
+        **special,
+        "seq_len": length,
+        "hidden_dim": values["hidden_size"],
+        "intermediate_dim": values["intermediate_size"],
+        "num_layers": values["num_hidden_layers"],
+        "num_heads": values["num_attention_heads"],
+        "num_kv_heads": values.get("num_key_value_heads") or values["num_attention_heads"],
+        "head_dim": values.get("head_dim") or {"gemma": 256, "qwen3": 128}.get(kind),
+        "activation_function": _ACTIVATIONS_FROM[activation],
+        "use_bias": kind in _HAS_ATTENTION_BIAS and values.get("attention_bias", False),
+        "use_mlp_bias": values.get("mlp_bias", False),
+        "sliding_window": _window(values),
+        "layer_norm_epsilon": values.get("rms_norm_eps", 1e-5 if kind == "olmo2" else 1e-6),
+        "initializer_range": values.get("initializer_range", 0.02),
+        "tie_word_embeddings": values.get("tie_word_embeddings", kind == "gemma"),
+        "rope": _rope_settings(values, length),
+    }
+
+
+_ACTIVATIONS_FROM = {theirs: ours for ours, theirs in _ACTIVATIONS.items()} | {"swish": "silu", "gelu_new": "gelu_new"}
+
+
+def _window(values: Mapping[str, Any]) -> int | None:
+    """Keys a query sees, the same in every layer; None for all."""
+    if values["model_type"] == "mistral":
+        window: int | None = values.get("sliding_window", 4096)
+        return window
+    if values.get("use_sliding_window") and "sliding_attention" in (values.get("layer_types") or ["sliding_attention"]):
+        raise UserError("config.json: use_sliding_window: windows in some layers only are not supported")
+    return None
+
+
+def _rope_settings(values: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """From `rope_parameters` (transformers 5), else from `rope_theta` and `rope_scaling` (4)."""
+    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0
+    old_name = scaling.pop("type", "default")
+    kind = scaling.pop("rope_type", old_name)
+    if kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
+        raise UserError(
+            f"config.json: rope type {kind!r} is not supported; default, linear, dynamic, llama3 or yarn is"
+        )
+    settings: dict[str, Any] = {"type": kind, "theta": float(theta)}
+    original = scaling.pop("original_max_position_embeddings", None)
+    if kind in ("llama3", "yarn", "dynamic"):
+        # transformers' dynamic rope begins to stretch at the length that the file gives
+        settings["original_seq_len"] = length if kind == "dynamic" else original or length
+    for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+        value = scaling.pop(name, None)
+        if value is not None:
+            settings[name] = float(value)
+    rest = {name: value for name, value in scaling.items() if value not in (None, _NEUTRAL.get(name))}
+    if rest:
+        raise UserError(f"config.json: rope {kind} with {', '.join(sorted(rest))} is not supported")
+    return settings
+
+
+# Values that say what would be done without them.
+_NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}

@@ -17,13 +17,16 @@ Initial values: matrices and embeddings normal(0, initializer_range); norms 1 (0
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import normal
 
 from lmtrain.models.interface import KvCache
 from lmtrain.models.layers.activation import ACTIVATIONS
 from lmtrain.models.layers.attention import attend, self_attend
+from lmtrain.models.layers.head import logits_of
 from lmtrain.models.layers.linear import Embed, Linear
 from lmtrain.models.layers.norm import RmsNorm
+from lmtrain.models.layers.remat import BLOCK_INPUT
 from lmtrain.models.layers.rope import frequencies, magnitude, rotate
 from lmtrain.models.layers.stack import stack
 from lmtrain.models.llama.config import LlamaConfig
@@ -32,11 +35,12 @@ from lmtrain.sharding.placement import constrain
 
 class LlamaAttention(nn.Module):
     config: LlamaConfig
+    backend: str
 
     def setup(self) -> None:
         c = self.config
         init = normal(c.initializer_range)
-        embed, head_dim = ("embed", c.hidden_dim), ("head_dim", c.head_size)
+        embed, head_dim = ("embed", c.hidden_dim), ("head_dim", c.head_width)
         heads, kv_heads = ("heads", c.num_heads), ("kv_heads", c.kv_heads)
         bias = c.use_bias or c.use_qkv_bias
         self.q = Linear((embed,), (heads, head_dim), init, bias)
@@ -47,19 +51,29 @@ class LlamaAttention(nn.Module):
             whole = c.qk_norm == "all"
             self.norm_q = RmsNorm((heads, head_dim) if whole else (head_dim,), c.layer_norm_epsilon, c.norm_offset)
             self.norm_k = RmsNorm((kv_heads, head_dim) if whole else (head_dim,), c.layer_norm_epsilon, c.norm_offset)
-        self.frequency = frequencies(c.rope, c.head_size, c.seq_len)
+        self.frequency = frequencies(c.rope, c.head_width, c.seq_len)
 
     def __call__(self, x: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
         q, k, v = self._project(x, jnp.arange(x.shape[1]))
         c = self.config
-        return self._merge(self_attend(q, k, v, c.head_size**-0.5, segments_BS=segments_BS, window=c.sliding_window))
+        mixed = self_attend(
+            self.backend,
+            q,
+            k,
+            v,
+            c.head_width**-0.5,
+            segments_BS=segments_BS,
+            window=c.sliding_window,
+            block_size=c.flash_attention_block_size,
+        )
+        return self._merge(mixed)
 
     def extend(self, x: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         """Attention of new positions `start, start + 1, ...` to those before them and to themselves."""
         q, k, v = self._project(x, start + jnp.arange(x.shape[1]))
         cache = cache.write(k, v, start)
         c = self.config
-        mixed = attend(q, cache.k, cache.v, c.head_size**-0.5, first_query=start, window=c.sliding_window)
+        mixed = attend(q, cache.k, cache.v, c.head_width**-0.5, first_query=start, window=c.sliding_window)
         return self._merge(mixed), cache
 
     def _project(self, x: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -95,18 +109,20 @@ class LlamaMlp(nn.Module):
 
 class LlamaBlock(nn.Module):
     config: LlamaConfig
+    backend: str
 
     def setup(self) -> None:
         c = self.config
         dims = (("embed", c.hidden_dim),)
         self.norm_attn = RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset)
-        self.attn = LlamaAttention(c)
+        self.attn = LlamaAttention(c, self.backend)
         self.norm_mlp = RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset)
         self.mlp = LlamaMlp(c)
 
     def __call__(
         self, x: jax.Array, layer: jax.Array, deterministic: bool, segments_BS: jax.Array | None
     ) -> tuple[jax.Array, None]:
+        x = checkpoint_name(x, BLOCK_INPUT)
         x = x + self._after(self.norm_attn, self.attn(self._before(self.norm_attn, x), segments_BS))
         x = x + self._after(self.norm_mlp, self.mlp(self._before(self.norm_mlp, x)))
         return constrain(x, "act_batch", "act_seq", "act_embed"), None
@@ -128,15 +144,16 @@ class LlamaLM(nn.Module):
 
     config: LlamaConfig
     vocab_size: int
+    attention: str = "xla"
 
     def setup(self) -> None:
         c = self.config
         init = normal(c.initializer_range)
-        self.tokens = Embed(("vocab", self.vocab_size), c.hidden_dim, init)
-        self.blocks = stack(LlamaBlock, c.num_layers, c.scan_layers, c.gradient_checkpointing)(c)
+        self.tokens = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init)
+        self.blocks = stack(LlamaBlock, c.num_layers, c.scan_layers, c.gradient_checkpointing)(c, self.attention)
         self.norm_final = RmsNorm((("embed", c.hidden_dim),), c.layer_norm_epsilon, c.norm_offset)
         if not c.tie_word_embeddings:
-            self.unembed = Embed(("vocab", self.vocab_size), c.hidden_dim, init)
+            self.unembed = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init)
 
     @property
     def has_dropout(self) -> bool:
@@ -154,11 +171,11 @@ class LlamaLM(nn.Module):
         return (self.tokens if self.config.tie_word_embeddings else self.unembed).embedding
 
     def logits(self, hidden_BSD: jax.Array) -> jax.Array:
-        return jnp.einsum("BSD,VD->BSV", hidden_BSD, self.head()).astype(jnp.float32)
+        return logits_of(hidden_BSD, self.head(), self.vocab_size)
 
     def empty_cache(self, batch: int, length: int) -> KvCache:
         c = self.config
-        return KvCache.empty(c.num_layers, batch, c.kv_heads, length, c.head_size, self.head().dtype)
+        return KvCache.empty(c.num_layers, batch, c.kv_heads, length, c.head_width, self.head().dtype)
 
     def extend(self, tokens_BS: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         x, cache = self.blocks.extend(self._embed(tokens_BS), jnp.arange(self.config.num_layers), cache, start)

@@ -1,24 +1,53 @@
 """Settings of the MPT family."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from lmtrain.config.errors import field_error
+from lmtrain.models import flops
 from lmtrain.models.base_config import BaseModelConfig
 
 
 class MptConfig(BaseModelConfig):
     """MPT with ALiBi; the defaults are the 125M model."""
 
-    is_planned: ClassVar[bool] = True
-
     type: Literal["mpt"] = Field("mpt", description="The model family")
     seq_len: int = Field(2048, ge=2, description="Tokens per training sequence, and the longest context")
     mlp_scale: int = Field(4, ge=1, description="Width of the MLP as a multiple of hidden_dim")
     use_bias: bool = Field(False, description="Biases in linear layers and norms")
+    tie_word_embeddings: bool = Field(True, description="Use the embedding table as the head")
     alibi_bias_max: float = Field(8.0, gt=0, description="Largest exponent of ALiBi's slopes")
     clip_qkv: float | None = Field(None, gt=0, description="Clip queries, keys and values to plus or minus this")
     softmax_scale: float | None = Field(None, gt=0, description="Factor of attention scores; null: 1/sqrt(head size)")
     attn_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on the attention weights")
     resid_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on what attention and MLP add to the stream")
     embed_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout after the embeddings")
+    init_scheme: Literal["kaiming", "normal"] = Field(
+        "kaiming", description="Initial matrices: by their width (MPT's own recipe), or all with initializer_range"
+    )
+
+    @model_validator(mode="after")
+    def _range_is_used(self) -> "MptConfig":
+        if (
+            self.init_scheme == "kaiming"
+            and self.initializer_range != type(self).model_fields["initializer_range"].default
+        ):
+            raise field_error("initializer_range", "is for init_scheme: normal; kaiming takes the widths of matrices")
+        return self
+
+    @property
+    def has_dropout(self) -> bool:
+        return max(self.embed_pdrop, self.resid_pdrop, self.attn_pdrop) > 0
+
+    @property
+    def attention_needs(self) -> set[str]:
+        return super().attention_needs | {"alibi"} | ({"dropout"} if self.attn_pdrop else set())
+
+    def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
+        """Of a forward pass; see `lmtrain/models/flops.py`."""
+        keys = flops.mean_keys(self.seq_len, causal)
+        heads = self.num_heads
+        block = flops.attention(self.hidden_dim, heads, heads, self.head_width, keys)
+        block += flops.mlp(self.hidden_dim, self.hidden_dim * self.mlp_scale)
+        return self.num_layers * block + flops.linear(self.hidden_dim, vocab_size)  # and the head

@@ -9,7 +9,7 @@ from lmtrain.models.gpt2.config import Gpt2Config
 def test_the_defaults_are_the_124m_model():
     c = Gpt2Config()
     assert (c.hidden_dim, c.num_layers, c.num_heads, c.seq_len) == (768, 12, 12, 1024)
-    assert (c.head_dim, c.mlp_dim) == (64, 3072)
+    assert (c.head_width, c.mlp_dim) == (64, 3072)
 
 
 @pytest.mark.parametrize(

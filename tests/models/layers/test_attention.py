@@ -30,7 +30,7 @@ def plain(q, k, v, scale: float, first: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8])
 def test_self_attention_is_the_plain_formula_at_even_and_odd_lengths(length):
     q, k, v = arrays(length, length)
-    np.testing.assert_allclose(self_attend(q, k, v, 0.3), plain(q, k, v, 0.3), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(self_attend("xla", q, k, v, 0.3), plain(q, k, v, 0.3), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("first", "queries"), [(0, 6), (2, 3), (5, 1)])
@@ -41,14 +41,14 @@ def test_queries_at_a_later_position_see_the_keys_up_to_their_own(first, queries
 
 def test_later_keys_and_values_have_no_influence_at_all():
     q, k, v = arrays(6, 6)
-    before = np.asarray(self_attend(q, k, v, 0.5))
+    before = np.asarray(self_attend("xla", q, k, v, 0.5))
     k[:, :, 4:], v[:, :, 4:] = 1e6, -1e6
-    np.testing.assert_array_equal(np.asarray(self_attend(q, k, v, 0.5))[:, :, :4], before[:, :, :4])
+    np.testing.assert_array_equal(np.asarray(self_attend("xla", q, k, v, 0.5))[:, :, :4], before[:, :, :4])
 
 
 def test_huge_scores_give_no_nan():
     q, k, v = arrays(4, 4)
-    assert np.isfinite(self_attend(q * 1e4, k * 1e4, v, 1.0)).all()
+    assert np.isfinite(self_attend("xla", q * 1e4, k * 1e4, v, 1.0)).all()
 
 
 def test_upcast_computes_bfloat16_scores_in_float32():
@@ -64,7 +64,10 @@ def test_upcast_computes_bfloat16_scores_in_float32():
 def test_drop_is_applied_to_the_weights_of_every_query():
     q, k, v = arrays(5, 5)
     np.testing.assert_allclose(
-        self_attend(q, k, v, 0.5, drop=lambda weights: 2 * weights), 2 * plain(q, k, v, 0.5), rtol=1e-5, atol=1e-5
+        self_attend("xla", q, k, v, 0.5, drop=lambda weights: 2 * weights),
+        2 * plain(q, k, v, 0.5),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -73,7 +76,7 @@ def test_segments_are_sequences_of_their_own(length):
     q, k, v = arrays(length, length)
     cuts = [0, (length + 1) // 3, length]
     segments = np.repeat([4, 9], np.diff(cuts))[None].repeat(2, axis=0)
-    found = np.asarray(self_attend(q, k, v, 0.5, segments_BS=jnp.asarray(segments)))
+    found = np.asarray(self_attend("xla", q, k, v, 0.5, segments_BS=jnp.asarray(segments)))
     for start, end in pairwise(cuts):
         part = slice(start, end)
         expected = plain(q[:, :, part], k[:, :, part], v[:, :, part], 0.5)
@@ -82,7 +85,7 @@ def test_segments_are_sequences_of_their_own(length):
 
 def test_a_window_hides_what_lies_further_back():
     q, k, v = arrays(8, 8)
-    found = np.asarray(self_attend(q, k, v, 0.5, window=3))
+    found = np.asarray(self_attend("xla", q, k, v, 0.5, window=3))
     for s in range(8):
         seen = slice(max(0, s - 2), s + 1)
         expected = plain(q[:, :, s : s + 1], k[:, :, seen], v[:, :, seen], 0.5, first=8)
@@ -97,6 +100,6 @@ def test_grouped_query_heads_share_keys_and_values(kv_heads, length):
     k, v = (rng.normal(size=(2, kv_heads, length, 4)).astype(np.float32) for _ in range(2))
     segments = np.sort(rng.integers(0, 2, (2, length)), axis=1)
     repeated = [np.repeat(part, 6 // kv_heads, axis=1) for part in (k, v)]
-    found = self_attend(q, k, v, 0.5, segments_BS=jnp.asarray(segments), window=4)
-    expected = self_attend(q, *repeated, 0.5, segments_BS=jnp.asarray(segments), window=4)
+    found = self_attend("xla", q, k, v, 0.5, segments_BS=jnp.asarray(segments), window=4)
+    expected = self_attend("xla", q, *repeated, 0.5, segments_BS=jnp.asarray(segments), window=4)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,122 @@
+"""Models from Hugging Face in a run: sizes and tokenizer from `initialize_from_hf`, and checks that both agree."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from lmtrain.commands.arguments import Run
+from lmtrain.config.errors import UserError
+from lmtrain.hf.weights import locate, read_model_config
+from lmtrain.run_config import RunConfig
+from lmtrain.runtime.logging import log
+
+# What may be set beside a model's own config: none of it changes what the weights mean.
+_FREE = {
+    "seq_len",
+    "embed_pdrop",
+    "resid_pdrop",
+    "attn_pdrop",
+    "initializer_range",
+    "gradient_checkpointing",
+    "scan_layers",
+    "attn_backend",
+    "flash_attention_block_size",
+    "pad_vocab_to_multiple_of",
+}
+
+
+def resolve_hf(run: Run) -> Run:
+    """The run with what its config leaves to `initialize_from_hf` filled in: the model's sizes, the tokenizer.
+
+    Raises `UserError` if the config and the model's own contradict one another. Nothing is read without
+    `initialize_from_hf`.
+    """
+    config = run.config
+    ref = hf_ref(config)
+    if ref is None:
+        return run
+    values = config.model_dump()
+    if config.use_hf_model_config:
+        values["model"] = _model_of(ref, config)
+        model = values["model"]
+        log.info(f"{ref}: {model['type']}, {model['num_layers']} layers of {model['hidden_dim']}")
+    else:
+        _check_agrees(ref, config)
+    if "tokenizer" not in config.data.model_fields_set:
+        values["data"]["tokenizer"] = ref
+        log.info(f"data.tokenizer is not set: that of {ref}")
+    resolved = _validate(values, ref)
+    return replace(run, loaded=replace(run.loaded, config=resolved))
+
+
+def hf_ref(config: RunConfig) -> str | None:
+    """The model to begin from, None if the config names none."""
+    if config.initialize_from_hf is not True:
+        return config.initialize_from_hf or None
+    from lmtrain.models.registry import hf_family
+
+    default: str = hf_family(config.model.type).DEFAULT_REF
+    return default
+
+
+def config_of(ref: str) -> RunConfig:
+    """The config of a model alone: its sizes and its tokenizer, all else by default."""
+    tokenizer = {"tokenizer": ref} if locate(ref, "tokenizer.json") or locate(ref, "tokenizer_config.json") else {}
+    return _validate({"model": hf_settings(ref), "data": tokenizer}, ref)
+
+
+def hf_settings(ref: str) -> dict[str, Any]:
+    """The `model` section that the model's `config.json` stands for."""
+    from lmtrain.models.registry import family_of
+
+    values = read_model_config(ref)
+    try:
+        settings: dict[str, Any] = family_of(values).from_hf_config(values)
+    except UserError as error:
+        raise UserError(f"{ref}: {error}") from None
+    return settings
+
+
+def _model_of(ref: str, config: RunConfig) -> dict[str, Any]:
+    """Their settings, with those of ours that are free. Raises `UserError` for others that are set."""
+    settings, ours = hf_settings(ref), config.model
+    given = ours.model_fields_set if "model" in config.model_fields_set else set()
+    if "type" in given and ours.type != settings["type"]:
+        raise UserError(f"model.type: {ours.type}, but {ref} is of type {settings['type']}")
+    excess = sorted(given - _FREE - {"type"})
+    if excess:
+        raise UserError(f"model.{excess[0]}: comes from {ref} with use_hf_model_config; remove one of them")
+    _check_length(ref, ours.seq_len if "seq_len" in given else settings["seq_len"], settings)
+    return settings | {name: getattr(ours, name) for name in given}
+
+
+def _check_agrees(ref: str, config: RunConfig) -> None:
+    """Raise `UserError` if a setting that gives the weights their meaning differs from the model's own."""
+    settings = hf_settings(ref)
+    theirs = _validate({"model": settings}, ref).model.model_dump(exclude=_FREE)
+    ours = config.model.model_dump(exclude=_FREE)
+    differ = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]
+    if differ:
+        lines = [f"  model.{name}: {ours.get(name)} here, {theirs.get(name)} there" for name in sorted(differ)]
+        report = "\n".join(lines)
+        raise UserError(
+            f"{ref} is another model than this config's\n{report}\n  set use_hf_model_config: true to take its own"
+        )
+    _check_length(ref, config.model.seq_len, settings)
+
+
+def _check_length(ref: str, seq_len: int, settings: Mapping[str, Any]) -> None:
+    """A learned position has no meaning beyond the last one that was learned."""
+    if settings["type"] in ("gpt2", "backpack") and seq_len > settings["seq_len"]:
+        raise UserError(f"model.seq_len: {seq_len}, but {ref} has learned {settings['seq_len']} positions only")
+
+
+def _validate(values: Mapping[str, Any], ref: str) -> RunConfig:
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{ref}: its config.json gives {where}: {first['msg']}") from None

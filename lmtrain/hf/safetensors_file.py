@@ -1,0 +1,99 @@
+"""The safetensors format, tensor by tensor: a file is read and written without ever being in memory.
+
+    8 bytes: length of the header, little endian; the header: JSON of {name: {dtype, shape, data_offsets}}; the data
+
+The format's own library reads local files only, and writes from a map of everything. Files written here are read by it.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.remote import open_fs, told
+from lmtrain.runtime.storage import is_url
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ALIGNMENT = 8
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor is in a file."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(path: str) -> dict[str, TensorInfo]:
+    """The tensors of a file, a path or URL. Raises `UserError` if it is not in the format."""
+    size = int.from_bytes(_read(path, 0, 8), "little")
+    try:
+        if size > 1 << 30:
+            raise ValueError("no header")
+        header = json.loads(_read(path, 8, 8 + size))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        return {name: _info(entry, 8 + size) for name, entry in tensors.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a safetensors file, or a damaged one: {error}") from None
+
+
+def read_tensor(path: str, info: TensorInfo) -> np.ndarray:
+    """One tensor. Raises `UserError` if the file ends before it does."""
+    content = _read(path, info.begin, info.end)
+    if len(content) != info.dtype.itemsize * math.prod(info.shape):
+        raise UserError(f"{path}: shorter than its header says; a download may have been cut off")
+    return np.frombuffer(content, info.dtype).reshape(info.shape)
+
+
+def header_of(shapes: Mapping[str, Sequence[int]], dtype: np.dtype[Any]) -> bytes:
+    """What a file of such tensors begins with; their data follow in the same order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 does not load without it
+    offset = 0
+    for name, shape in shapes.items():
+        size = dtype.itemsize * math.prod(shape)
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensor(file: BinaryIO, tensor: np.ndarray) -> None:
+    """Append a tensor's data."""
+    file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
+
+
+def _info(entry: Mapping[str, Any], data_begin: int) -> TensorInfo:
+    if entry["dtype"] not in _DTYPES:
+        raise ValueError(f"numbers of type {entry['dtype']} are not supported")
+    begin, end = entry["data_offsets"]
+    return TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"]), data_begin + begin, data_begin + end)
+
+
+def _read(path: str, begin: int, end: int) -> bytes:
+    """Bytes of a path or URL, of which nothing else is read."""
+    if not is_url(path):
+        with told(path, "read"), open(os.path.expanduser(path), "rb") as file:
+            file.seek(begin)
+            return file.read(end - begin)
+    with told(path, "read"):
+        fs, inside = open_fs(path)
+        content: bytes = fs.cat_file(inside, start=begin, end=end)
+        return content

@@ -1,0 +1,39 @@
+"""Weight files that torch wrote. The only file that imports torch, which has to be installed for it."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.storage import is_url
+
+
+def open_torch(path: str) -> dict[str, Any]:
+    """The tensors of a file, mapped rather than read. Raises `UserError` without torch, or if it holds other things."""
+    if is_url(path):
+        raise UserError(f"{path}: files of torch are read from local folders only; copy the folder first")
+    try:
+        import torch
+    except ImportError:
+        raise UserError(
+            f"{path}: to read it, `pip install torch`; or save the model with save_pretrained, as safetensors"
+        ) from None
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # pickle, zip and torch errors of many kinds
+        raise UserError(f"{path}: torch cannot load it: {str(error).splitlines()[0]}") from None
+    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise UserError(f"{path}: not a map of names to tensors")
+    return tensors
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """A torch tensor's values; numpy has no bfloat16 of its own."""
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        as_bits: np.ndarray = tensor.contiguous().view(torch.uint16).numpy()
+        return as_bits.view(ml_dtypes.bfloat16)
+    array: np.ndarray = tensor.contiguous().numpy()
+    return array

@@ -1,0 +1,127 @@
+"""The weights of a Hugging Face model, wherever it is: a folder, a folder at a URL, or the hub.
+
+model.safetensors, or several by model.safetensors.index.json        read tensor by tensor, also from URLs
+pytorch_model.bin, or several by pytorch_model.bin.index.json        local files only, with torch installed
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf.safetensors_file import TensorInfo, read_header, read_tensor
+from lmtrain.runtime.storage import file_size, is_url, join, read_bytes
+
+_HUB_ID = re.compile(r"(?:[\w.-]+/)?[\w.-]+(?:@[\w./-]+)?")
+
+
+class Weights(Protocol):
+    """Tensors by name."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of all tensors."""
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, in the type it is stored in."""
+
+
+def locate(ref: str, name: str) -> str | None:
+    """The path or URL of a file of the model `ref`, None if the model has no such file.
+
+    Raises `UserError` if there is no such model, or if it cannot be had from here.
+    """
+    folder = os.path.expanduser(ref)
+    if is_url(ref) or os.path.isdir(folder):
+        path = join(ref, name)
+        return path if file_size(path) is not None else None
+    if not _HUB_ID.fullmatch(ref):
+        raise UserError(f"{ref}: no such folder")
+    from lmtrain.hf.hub import fetch_file
+
+    return fetch_file(ref, name)
+
+
+def read_model_json(ref: str, name: str) -> dict[str, Any] | None:
+    """A JSON file of the model, None if it has none of that name."""
+    path = locate(ref, name)
+    if path is None:
+        return None
+    try:
+        values = json.loads(read_bytes(path))
+    except ValueError as error:
+        raise UserError(f"{ref}: {name} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{ref}: {name} should be a map")
+    return values
+
+
+def read_model_config(ref: str) -> dict[str, Any]:
+    """The model's `config.json`. Raises `UserError` if it has none."""
+    values = read_model_json(ref, "config.json")
+    if values is None:
+        raise UserError(f"{ref}: there is no config.json; not a Hugging Face model")
+    return values
+
+
+def open_weights(ref: str) -> Weights:
+    """The model's tensors; safetensors first. Raises `UserError` if it has none that can be read."""
+    for index, single, kind in (
+        ("model.safetensors.index.json", "model.safetensors", SafetensorsWeights),
+        ("pytorch_model.bin.index.json", "pytorch_model.bin", TorchWeights),
+    ):
+        listed = read_model_json(ref, index)
+        if listed is not None:
+            return kind([_file(ref, name) for name in sorted(set(_weight_map(listed, ref, index).values()))])
+        path = locate(ref, single)
+        if path is not None:
+            return kind([path])
+    raise UserError(f"{ref}: there is no model.safetensors and no pytorch_model.bin")
+
+
+class SafetensorsWeights:
+    """Tensors of safetensors files."""
+
+    def __init__(self, paths: list[str]):
+        self._where: dict[str, tuple[str, TensorInfo]] = {}
+        for path in paths:
+            self._where |= {name: (path, info) for name, info in read_header(path).items()}
+        self.shapes = {name: info.shape for name, (_, info) in self._where.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return read_tensor(*self._where[name])
+
+
+class TorchWeights:
+    """Tensors of files that torch wrote, mapped into memory; of these only tensors are read, no code."""
+
+    def __init__(self, paths: list[str]):
+        from lmtrain.hf.torch_file import open_torch
+
+        self._tensors: dict[str, Any] = {}
+        for path in paths:
+            self._tensors |= open_torch(path)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        from lmtrain.hf.torch_file import to_numpy
+
+        return to_numpy(self._tensors[name])
+
+
+def _file(ref: str, name: str) -> str:
+    path = locate(ref, name)
+    if path is None:
+        raise UserError(f"{ref}: {name} is missing, though the index names it; a copy may be incomplete")
+    return path
+
+
+def _weight_map(listed: Mapping[str, Any], ref: str, index: str) -> Mapping[str, str]:
+    found = listed.get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise UserError(f"{ref}: {index} has no weight_map")
+    return found

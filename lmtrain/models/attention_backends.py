@@ -1,0 +1,82 @@
+"""Which way of computing attention can do what, and which one a run takes. Imports nothing slow.
+
+backend    device  can do                                              memory
+xla        any     everything                                          grows with the square of the length
+blockwise  any     everything but dropout on the weights               grows with the length
+cudnn      GPU     grouped heads, sliding windows; 16 bits only,       grows with the length
+                   heads of 8, 16, ... 128
+splash     TPU     grouped heads, sliding windows, segments; lengths   grows with the length
+                   that are multiples of 128
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lmtrain.config.errors import UserError
+
+FEATURES = {
+    "window": "a sliding window",
+    "alibi": "ALiBi",
+    "segments": "documents kept apart (data.mask_across_documents)",
+    "dropout": "dropout on the attention weights (attn_pdrop)",
+    "upcast": "float32 scores (upcast_attn)",
+    "float32": "32-bit computation (trainer.mp)",
+    "odd_length": "a model.seq_len that is no multiple of 128",
+    "wide_heads": "heads wider than 128",
+    "wide_values": "values wider than keys (model.type backpack)",
+    "odd_heads": "heads whose width is no multiple of 8",
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The platform it needs, None for any, and the features it has; causal masks and grouped heads all have."""
+
+    platform: str | None
+    features: frozenset[str]
+
+
+def _all_but(*missing: str) -> frozenset[str]:
+    return frozenset(FEATURES) - set(missing)
+
+
+BACKENDS = {
+    "xla": Backend(None, frozenset(FEATURES)),
+    "blockwise": Backend(None, _all_but("dropout")),
+    "cudnn": Backend("gpu", frozenset({"window", "odd_length"})),
+    "splash": Backend("tpu", frozenset({"window", "segments", "float32", "wide_heads", "odd_heads"})),
+}
+
+# What `auto` tries, in order. From this length on, what xla holds of the scores costs more than blocks do.
+_PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",), "cpu": ()}
+_LONG = 4096
+
+
+def choose_attention(wanted: str, needs: Iterable[str], platform: str, seq_len: int) -> tuple[str, str]:
+    """The backend to use, and why, for the log. `platform` is JAX's: cpu, gpu or tpu.
+
+    Raises `UserError` if the backend that was asked for by name cannot do it.
+    """
+    needs = sorted(needs)
+    if wanted != "auto":
+        reason = _obstacle(wanted, needs, platform)
+        if reason:
+            raise UserError(f"model.attn_backend: {wanted} {reason}; auto takes one that can")
+        return wanted, "as asked"
+    reasons: list[str] = []
+    preferred = (*_PREFERRED.get(platform, ()), *(("blockwise",) if seq_len >= _LONG else ()))
+    for name in preferred:
+        reason = _obstacle(name, needs, platform)
+        if not reason:
+            return name, "; ".join(reasons) or "the fastest here"
+        reasons.append(f"{name} {reason}")
+    return "xla", "; ".join(reasons) or "the fastest here"
+
+
+def _obstacle(name: str, needs: Iterable[str], platform: str) -> str:
+    """Why this backend cannot be used; empty if it can."""
+    backend = BACKENDS[name]
+    if backend.platform not in (None, platform):
+        return f"needs a {backend.platform.upper() if backend.platform else ''}, this is a {platform.upper()}"
+    missing = [FEATURES[need] for need in needs if need not in backend.features]
+    return f"cannot do {', nor '.join(missing)}" if missing else ""

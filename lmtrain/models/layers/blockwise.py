@@ -1,0 +1,165 @@
+"""Exact causal attention in memory that grows with the length, not its square, on any device.
+
+Dao et al. 2022, "FlashAttention": scores exist one block of queries by one block of keys at a time, a running maximum
+and sum normalise them, and the backward pass computes them again from the saved logarithm of that sum. Blocks of keys
+that no query of a block may see, for being later or beyond the window, are not computed at all.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from lmtrain.models.layers.attention import MASKED
+from lmtrain.models.layers.remat import SAVED_ATTENTION
+
+DEFAULT_BLOCK_SIZE = 512
+
+
+class _Form(NamedTuple):
+    """Static: positions in a block, keys a query sees, ALiBi's slopes of [K, G] heads."""
+
+    block: int
+    window: int | None
+    slopes: tuple[tuple[float, ...], ...] | None
+
+
+def blockwise(
+    q_BHSC: jax.Array,
+    k_BKSC: jax.Array,
+    v_BKSC: jax.Array,
+    scale: jax.Array | float,
+    segments_BS: jax.Array | None = None,
+    window: int | None = None,
+    slopes: np.ndarray | None = None,
+    block_size: int | None = None,
+    upcast: bool = False,
+) -> jax.Array:
+    """`attend` of a sequence to itself, without dropout. -> [B, H, S, C]"""
+    kind = q_BHSC.dtype
+    if upcast:
+        q_BHSC, k_BKSC = q_BHSC.astype(jnp.float32), k_BKSC.astype(jnp.float32)
+    batch, heads, length, head_dim = q_BHSC.shape
+    kv_heads = k_BKSC.shape[1]
+    groups = heads // kv_heads
+    block = min(block_size or DEFAULT_BLOCK_SIZE, length)
+    # what is appended to fill the last block comes after every query, which so does not see it
+    extra = -length % block
+    q, k, v = (jnp.pad(part, ((0, 0), (0, 0), (0, extra), (0, 0))) for part in (q_BHSC, k_BKSC, v_BKSC))
+    segments = jnp.zeros((batch, length), jnp.int32) if segments_BS is None else segments_BS
+    segments = jnp.pad(segments, ((0, 0), (0, extra)))
+    q_BKGSC = (q * scale).astype(q.dtype).reshape(batch, kv_heads, groups, length + extra, head_dim)
+    by_head = None if slopes is None else tuple(map(tuple, slopes.reshape(kv_heads, groups).tolist()))
+    mixed = _attend(q_BKGSC, k, v, segments, _Form(block, window, by_head))
+    return mixed.reshape(batch, heads, length + extra, -1)[:, :, :length].astype(kind)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, form: _Form) -> jax.Array:
+    return _forward(q, k, v, segments, form)[0]
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, form: _Form) -> tuple[jax.Array, Any]:
+    """The mixed values [B, K, G, S, C], and what the backward pass needs."""
+
+    def of_queries(_: None, i: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        q_i = _part(q, i, form)
+
+        def add(j: jax.Array, sums: Any) -> Any:
+            highest, total, mixed = sums
+            scores = _scores(q_i, _part(k, j, form), segments, i, j, form)
+            higher = jnp.maximum(highest, scores.max(-1))
+            weights = jnp.exp(scores - higher[..., None])
+            shrink = jnp.exp(highest - higher)
+            more = jnp.einsum(
+                "BKGST,BKTC->BKGSC", weights.astype(v.dtype), _part(v, j, form), preferred_element_type=jnp.float32
+            )
+            return higher, total * shrink + weights.sum(-1), mixed * shrink[..., None] + more
+
+        rows = q_i.shape[:-1]
+        begin = jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, v.shape[-1]))
+        highest, total, mixed = jax.lax.fori_loop(*_keys_of(i, form), add, begin)
+        return None, ((mixed / total[..., None]).astype(v.dtype), highest + jnp.log(total))
+
+    blocks = q.shape[3] // form.block
+    _, (mixed, log_sum) = jax.lax.scan(of_queries, None, jnp.arange(blocks))
+    mixed, log_sum = (checkpoint_name(_join(part), SAVED_ATTENTION) for part in (mixed, log_sum))
+    return mixed, (q, k, v, segments, mixed, log_sum)
+
+
+def _backward(form: _Form, saved: Any, d_mixed: jax.Array) -> tuple[Any, ...]:
+    """With p the weights: dv = p^T do, dp = do v^T, ds = p (dp - sum(do o)), dq = ds k, dk = ds^T q."""
+    q, k, v, segments, mixed, log_sum = saved
+    mean = (d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1)
+    blocks = q.shape[3] // form.block
+
+    def of_keys(d_q: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        k_j, v_j = _part(k, j, form), _part(v, j, form)
+
+        def add(i: jax.Array, sums: Any) -> Any:
+            d_q, d_k, d_v = sums
+            q_i, d_i = _part(q, i, form), _part(d_mixed, i, form)
+            scores = _scores(q_i, k_j, segments, i, j, form)
+            weights = jnp.exp(scores - _part(log_sum, i, form, axis=-1)[..., None])
+            d_weights = jnp.einsum("BKGSC,BKTC->BKGST", d_i, v_j, preferred_element_type=jnp.float32)
+            d_scores = weights * (d_weights - _part(mean, i, form, axis=-1)[..., None])
+            low, wide = d_scores.astype(q.dtype), {"preferred_element_type": jnp.float32}
+            d_v = d_v + jnp.einsum("BKGST,BKGSC->BKTC", weights.astype(v.dtype), d_i, **wide)
+            d_k = d_k + jnp.einsum("BKGST,BKGSC->BKTC", low, q_i, **wide)
+            d_q_i = _part(d_q, i, form) + jnp.einsum("BKGST,BKTC->BKGSC", low, k_j, **wide)
+            return jax.lax.dynamic_update_slice_in_dim(d_q, d_q_i, i * form.block, axis=3), d_k, d_v
+
+        begin = d_q, jnp.zeros(k_j.shape, jnp.float32), jnp.zeros(v_j.shape, jnp.float32)
+        d_q, d_k, d_v = jax.lax.fori_loop(*_queries_of(j, blocks, form), add, begin)
+        return d_q, (d_k, d_v)
+
+    d_q, (d_k, d_v) = jax.lax.scan(of_keys, jnp.zeros(q.shape, jnp.float32), jnp.arange(blocks))
+    return d_q.astype(q.dtype), _join(d_k, axis=2).astype(k.dtype), _join(d_v, axis=2).astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _keys_of(i: jax.Array, form: _Form) -> tuple[jax.Array | int, jax.Array]:
+    """The first block of keys that block i of queries sees, and the one after the last."""
+    if form.window is None:
+        return 0, i + 1
+    return jnp.maximum(i * form.block - form.window + 1, 0) // form.block, i + 1
+
+
+def _queries_of(j: jax.Array, blocks: int, form: _Form) -> tuple[jax.Array, jax.Array | int]:
+    """The first block of queries that sees block j of keys, and the one after the last."""
+    if form.window is None:
+        return j, blocks
+    last = (j + 1) * form.block - 1 + form.window - 1  # the last position that sees the block's last key
+    return j, jnp.minimum(last // form.block + 1, blocks)
+
+
+def _scores(
+    q_BKGSC: jax.Array, k_BKTC: jax.Array, segments: jax.Array, i: jax.Array, j: jax.Array, form: _Form
+) -> jax.Array:
+    """Float32 scores [B, K, G, S, T] of block i of queries and block j of keys."""
+    scores = jnp.einsum("BKGSC,BKTC->BKGST", q_BKGSC, k_BKTC, preferred_element_type=jnp.float32)
+    within = jnp.arange(form.block)
+    apart = (i * form.block + within)[:, None] - (j * form.block + within)
+    if form.slopes is not None:
+        scores -= jnp.asarray(form.slopes)[:, :, None, None] * apart
+    seen = apart >= 0
+    if form.window is not None:
+        seen &= apart < form.window
+    own, other = (jax.lax.dynamic_slice_in_dim(segments, at * form.block, form.block, axis=1) for at in (i, j))
+    same = own[:, :, None] == other[:, None, :]
+    return jnp.where((seen & same)[:, None, None], scores, MASKED)
+
+
+def _part(array: jax.Array, block: jax.Array, form: _Form, axis: int = -2) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, block * form.block, form.block, axis=array.ndim + axis)
+
+
+def _join(parts: jax.Array, axis: int = 3) -> jax.Array:
+    """[blocks, ...] -> the blocks one after the other along `axis`."""
+    moved = jnp.moveaxis(parts, 0, axis)
+    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])

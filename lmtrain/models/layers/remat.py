@@ -1,0 +1,42 @@
+"""What the backward pass computes again instead of keeping it: memory against time, never numbers.
+
+A policy says which values inside a block are kept between forward and backward pass:
+
+    full             none, only what goes into the block
+    dots             the results of all matrix products
+    dots_no_batch    those of products with weights, not the scores of attention
+    save_attention   what attention gives
+    offload          none; what goes into the block waits in the host's memory
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+SAVED_ATTENTION = "attention"
+BLOCK_INPUT = "block_input"
+
+_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "save_attention": jax.checkpoint_policies.save_only_these_names(SAVED_ATTENTION),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+def remat(block: type[nn.Module], policy: bool | str, scan: bool, static_argnums: tuple[int, ...]) -> Any:
+    """`block` whose `__call__` is computed again as the policy says; False keeps everything, True is `full`."""
+    if policy is False:
+        return block
+    name = "full" if policy is True else policy
+    # prevent_cse is for unrolled code; in a scan it costs and gives nothing
+    return nn.remat(
+        block, policy=_POLICIES[name], prevent_cse=not scan, static_argnums=static_argnums, methods=["__call__"]
+    )

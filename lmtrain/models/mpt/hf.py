@@ -1,0 +1,121 @@
+"""MPT in the Hugging Face format: transformers' own class, which is also what the files on the hub are read by.
+
+Their Linear stores [out, in], so matrices are transposed; rows of Wqkv are q, k, v, each head-major, as in ours.
+
+transformers ignores many of MPT's fields without a word and computes the plain model (ALiBi up to 8, MLP four times as
+wide, no biases, multi-head attention). So we refuse to export anything else, and to import what says otherwise.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf.key_map import Row, Table
+from lmtrain.models.mpt.config import MptConfig
+
+DEFAULT_REF = "mosaicml/mpt-7b"
+MODEL_TYPES = ("mpt",)
+
+_B = "transformer.blocks.{layer}."
+_ALIBI_MAX, _MLP_SCALE = 8, 4
+
+# What transformers takes for granted of a file's `attn_config`.
+_PLAIN_ATTENTION = {
+    "attn_type": "multihead_attention",
+    "alibi": True,
+    "alibi_bias_max": _ALIBI_MAX,
+    "prefix_lm": False,
+    "qk_ln": False,
+    "qk_gn": False,
+    "attn_uses_sequence_id": False,
+}
+
+
+def table(config: MptConfig) -> Table:
+    """The weights this config has; biases are refused."""
+    if config.use_bias:
+        raise UserError("model.use_bias: transformers' mpt has no biases; it cannot be exported")
+    rows = [
+        Row("tokens/embedding", "transformer.wte.weight", vocab=True),
+        Row("norm_final/scale", "transformer.norm_f.weight"),
+        Row("blocks/norm_attn/scale", _B + "norm_1.weight"),
+        Row("blocks/attn/qkv/kernel", _B + "attn.Wqkv.weight", rows=1, transpose=True),
+        Row("blocks/attn/out/kernel", _B + "attn.out_proj.weight", rows=2, transpose=True),
+        Row("blocks/norm_mlp/scale", _B + "norm_2.weight"),
+        Row("blocks/mlp/up/kernel", _B + "ffn.up_proj.weight", transpose=True),
+        Row("blocks/mlp/down/kernel", _B + "ffn.down_proj.weight", transpose=True),
+    ]
+    return rows if config.tie_word_embeddings else [*rows, Row("unembed/embedding", "lm_head.weight", vocab=True)]
+
+
+def canonical(name: str) -> str | None:
+    """A tensor's name as in `table`."""
+    return name.removeprefix("model.")
+
+
+def to_hf_config(config: MptConfig, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
+    """The `config.json`. Raises `UserError` naming the setting that transformers would ignore."""
+    for name, value in (("alibi_bias_max", _ALIBI_MAX), ("mlp_scale", _MLP_SCALE)):
+        if getattr(config, name) != value:
+            found = getattr(config, name)
+            raise UserError(f"model.{name}: {found}: transformers' mpt always has {value}; it cannot be exported")
+    return {
+        "model_type": "mpt",
+        "architectures": ["MptForCausalLM"],
+        "vocab_size": vocab_size,
+        "d_model": config.hidden_dim,
+        "n_heads": config.num_heads,
+        "n_layers": config.num_layers,
+        "expansion_ratio": config.mlp_scale,
+        "max_seq_len": config.seq_len,
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "initializer_range": config.initializer_range,
+        "no_bias": True,
+        "learned_pos_emb": False,
+        "resid_pdrop": config.resid_pdrop,
+        "emb_pdrop": config.embed_pdrop,
+        "attn_config": {
+            "attn_type": "multihead_attention",
+            "attn_pdrop": 0,  # an integer there: what training dropped matters to nobody who loads this
+            "attn_impl": "torch",
+            "alibi": True,
+            "alibi_bias_max": _ALIBI_MAX,
+            "clip_qkv": config.clip_qkv,
+            "softmax_scale": config.softmax_scale,
+            "prefix_lm": False,
+            "qk_ln": False,
+            "attn_uses_sequence_id": False,
+        },
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "eos_token_id": eos_id,
+        "bos_token_id": bos_id,
+    }
+
+
+def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the model that a `config.json` describes, of transformers or of the files' own code."""
+    attention = values.get("attn_config") or {}
+    for name, plain in _PLAIN_ATTENTION.items():
+        if attention.get(name, plain) != plain:
+            raise UserError(f"config.json: attn_config.{name} {attention[name]} is not supported, only {plain}")
+    if values.get("expansion_ratio", _MLP_SCALE) != _MLP_SCALE:
+        raise UserError(f"config.json: expansion_ratio {values['expansion_ratio']} is not supported, only {_MLP_SCALE}")
+    if not values.get("no_bias", True):
+        raise UserError("config.json: no_bias false is not supported: transformers has no such biases either")
+    for name, plain in (("logit_scale", None), ("embedding_fraction", 1.0)):
+        if values.get(name, plain) != plain:
+            raise UserError(f"config.json: {name} {values[name]} is not supported")
+    return {
+        "type": "mpt",
+        "seq_len": values.get("max_seq_len", 2048),
+        "hidden_dim": values.get("d_model", 2048),
+        "num_heads": values.get("n_heads", 16),
+        "num_layers": values.get("n_layers", 24),
+        "layer_norm_epsilon": values.get("layer_norm_epsilon", values.get("norm_eps", 1e-5)),
+        "clip_qkv": attention.get("clip_qkv"),
+        "softmax_scale": attention.get("softmax_scale"),
+        "attn_pdrop": attention.get("attn_pdrop", 0.0),
+        "resid_pdrop": values.get("resid_pdrop", 0.0),
+        "embed_pdrop": values.get("emb_pdrop", 0.0),
+        "tie_word_embeddings": values.get("tie_word_embeddings", True),
+    }

@@ -1,0 +1,108 @@
+"""Hugging Face exports: of a trained model, and in the background of a run."""
+
+import os
+import tempfile
+import threading
+from typing import Any
+
+import numpy as np
+
+from lmtrain.hf.export import DTYPES, Export, write_export
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.models.config import ModelConfig
+from lmtrain.models.interface import LanguageModel
+from lmtrain.models.registry import hf_family
+from lmtrain.run_config import RunConfig
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.run_path import run_path
+from lmtrain.runtime.storage import file_size, is_url, join
+from lmtrain.sharding.mesh import Layout
+from lmtrain.train.hf_params import gather_tensors, plan_hf_pieces
+
+
+def plan_export(config: ModelConfig, model: LanguageModel, tokenizer: Tokenizer, dtype: str) -> Export:
+    """All of an export but the values. Raises `UserError` naming a setting that the target cannot represent."""
+    family = hf_family(config.type)
+    hf_config = family.to_hf_config(config, model.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
+    extra = family.extra_files() if hasattr(family, "extra_files") else {}
+    return Export(plan_hf_pieces(config, model), hf_config, extra, tokenizer, dtype)
+
+
+class Exporter:
+    """Exports during training. The steps wait for the copy to the host only; files are written beside them.
+
+    An export that fails is told and does not end the run: the checkpoint of that step can be exported by hand. Of
+    several processes all have to call `export`, and the first writes. Raises `UserError` for a model that cannot be
+    exported, and for an upload that would fail.
+    """
+
+    def __init__(
+        self, config: RunConfig, run: str, model: LanguageModel, tokenizer: Tokenizer, layout: Layout, is_first: bool
+    ):
+        self._every = config.hf_save_steps
+        self._upload_to = config.hf_upload
+        self._folder = run_path(config.hf_save_path, run) if config.hf_save_path else None
+        self._run = run
+        self._export = plan_export(
+            config.model, model, tokenizer, config.hf_save_dtype or config.trainer.precision.params
+        )
+        self._layout = layout
+        self._vocab_size = model.vocab_size
+        self._is_first = is_first
+        self._thread: threading.Thread | None = None
+        self.failed: list[int] = []
+        if is_first and self._upload_to:
+            from lmtrain.hf.upload import check_upload
+
+            check_upload(self._upload_to)
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether the state after `step` updates is to be exported."""
+        return last or step % self._every == 0
+
+    def was_missed(self, step: int) -> bool:
+        """Whether a run that goes on after `step` was killed before its export was there."""
+        if self._folder is None or step == 0 or not self.due(step, last=False):
+            return False
+        return file_size(join(self._folder, f"step-{step}", "config.json")) is None
+
+    def export(self, step: int, params: Any) -> None:
+        """Copy the parameters to the host, then write and upload them in the background."""
+        self.finish()
+        dtype = DTYPES[self._export.dtype]
+        copied = []
+        for tensor in gather_tensors(params, self._export.pieces, self._layout, self._vocab_size):
+            if self._is_first:
+                copied.append(tensor.astype(dtype))
+        if self._is_first:
+            self._thread = threading.Thread(target=self._write, args=(step, copied), name=f"export of step {step}")
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the export under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, step: int, tensors: list[np.ndarray]) -> None:
+        try:
+            output = None if self._folder is None else join(self._folder, f"step-{step}")
+            if output is not None:
+                write_export(output, self._export, tensors)
+                log.info(f"exported {output}")
+            if self._upload_to is not None:
+                self._upload(step, tensors, output)
+        except Exception as error:  # whatever it is, it must not end a run of weeks
+            self.failed.append(step)
+            log.error(f"the export of step {step} failed, training goes on: {error}")
+
+    def _upload(self, step: int, tensors: list[np.ndarray], written: str | None) -> None:
+        from lmtrain.hf.upload import upload_folder
+
+        assert self._upload_to is not None
+        with tempfile.TemporaryDirectory() as temporary:
+            if written is None or is_url(written):  # what is uploaded has to be on a disk
+                written = os.path.join(temporary, "export")
+                write_export(written, self._export, tensors)
+            url = upload_folder(written, self._upload_to, f"{self._run}, step {step}")
+        log.info(f"uploaded step {step}: {url}")

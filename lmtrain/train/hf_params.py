@@ -1,0 +1,146 @@
+"""Parameters from Hugging Face tensors and back, one tensor at a time, whatever devices and processes they are on."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf.key_map import Piece, Row, Zeros, flatten, plan_pieces, resize_vocab, take, unflatten
+from lmtrain.hf.weights import Weights, open_weights
+from lmtrain.models.config import ModelConfig
+from lmtrain.models.interface import LanguageModel
+from lmtrain.models.registry import hf_family
+from lmtrain.runtime.logging import log
+from lmtrain.sharding.mesh import Layout
+from lmtrain.sharding.placement import parameter_shardings
+from lmtrain.train.state import abstract_params
+
+_SHOWN = 5
+
+
+def load_hf_params(ref: str, config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str) -> Any:
+    """The parameters of `model` with the weights of `ref`, in `dtype`, on their devices.
+
+    The host holds one tensor at a time. Embeddings are resized to the model's vocabulary (see `resize_vocab`), and of
+    learned positions the first are taken. Raises `UserError` for tensors that are missing, unexpected or of another
+    shape.
+    """
+    weights = open_weights(ref)
+    boxed = abstract_params(model)
+    abstract = flatten(nn.meta.unbox(boxed))
+    shardings = flatten(parameter_shardings(layout, boxed))
+    pieces = plan_hf_pieces(config, model)
+    names = _match(ref, weights, pieces, config)
+    _tell_of_resizing(ref, weights, names, pieces, model.vocab_size)
+    flat = {path: _zeros(leaf.shape, dtype, shardings[path]) for path, leaf in abstract.items()}
+    for piece in pieces:
+        if isinstance(piece.row, Zeros):
+            if np.any(weights.read(names[piece.name])):
+                raise UserError(f"{ref}: {piece.name} is not zero, and a model with use_bias: false has no such thing")
+            continue
+        path = piece.row.ours
+        shape = abstract[path].shape if piece.layer is None else abstract[path].shape[1:]
+        array = _to_ours(piece.row, weights.read(names[piece.name]), shape, model.vocab_size)
+        flat[path] = _put(flat[path], array, piece.layer, shardings[path])
+    return unflatten(flat)
+
+
+def plan_hf_pieces(config: ModelConfig, model: LanguageModel) -> list[Piece]:
+    """The tensors that a model of this config has in the Hugging Face format."""
+    shapes = {path: leaf.shape for path, leaf in flatten(nn.meta.unbox(abstract_params(model))).items()}
+    return plan_pieces(hf_family(config.type).table(config), shapes, config.num_layers, model.vocab_size)
+
+
+def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_size: int) -> Iterator[np.ndarray]:
+    """The values of the pieces, one after the other; all processes of a run have to ask for each."""
+    flat = flatten(params)
+    whole = jax.jit(lambda array: array, out_shardings=layout.replicated)
+    of_layer = jax.jit(
+        lambda array, layer: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), out_shardings=layout.replicated
+    )
+
+    def get(path: str, layer: int | None) -> np.ndarray:
+        return np.asarray(whole(flat[path]) if layer is None else of_layer(flat[path], layer))
+
+    return (take(piece, get, vocab_size) for piece in pieces)
+
+
+def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelConfig) -> dict[str, str]:
+    """The stored name of each piece. Raises `UserError` unless it is one to one, with equal shapes."""
+    canonical = hf_family(config.type).canonical
+    stored = {known: name for name in weights.shapes if (known := canonical(name)) is not None}
+    expected = {piece.name: piece for piece in pieces}
+    head = "lm_head.weight"
+    if head in stored and head not in expected:
+        embedding = next(piece.name for piece in pieces if isinstance(piece.row, Row) and piece.row.vocab)
+        if embedding in stored and not _equal(weights, stored[head], stored[embedding]):
+            raise UserError(f"{ref}: {head} differs from {embedding}, though config.json says that they are one")
+        del stored[head]
+    problems = [f"missing {name}" for name in expected if name not in stored]
+    problems += [f"unexpected {name}" for name in stored if name not in expected]
+    for name in expected.keys() & stored.keys():
+        row, ours, theirs = expected[name].row, expected[name].shape, weights.shapes[stored[name]]
+        resizable = isinstance(row, Row) and (row.vocab or (row.cut and len(theirs) > 0 and theirs[0] >= ours[0]))
+        if theirs[1:] != ours[1:] if resizable else theirs != ours:
+            problems.append(f"{name} is {list(theirs)}, expected {list(ours)}")
+    if problems:
+        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        listed = "".join(f"\n  {problem}" for problem in problems[:_SHOWN])
+        raise UserError(f"{ref}: its weights are not those of this model{listed}{more}")
+    return stored
+
+
+def _equal(weights: Weights, one: str, other: str) -> bool:
+    return weights.shapes[one] == weights.shapes[other] and np.array_equal(weights.read(one), weights.read(other))
+
+
+def _tell_of_resizing(
+    ref: str, weights: Weights, names: dict[str, str], pieces: Sequence[Piece], vocab_size: int
+) -> None:
+    for piece in pieces:
+        theirs = weights.shapes[names[piece.name]]
+        if theirs == piece.shape or not isinstance(piece.row, Row):
+            continue
+        if theirs[0] > piece.shape[0]:
+            what = f"the first {piece.shape[0]:,} of {theirs[0]:,} rows are used"
+        else:
+            what = f"{vocab_size - theirs[0]:,} rows are added to {theirs[0]:,}, as the mean of these"
+        log.info(f"{ref}: {piece.name}: {what}, for " + ("the tokenizer" if piece.row.vocab else "model.seq_len"))
+
+
+def _to_ours(row: Row, array: np.ndarray, shape: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    if row.vocab:
+        return resize_vocab(array, vocab_size, shape[0])
+    return row.to_ours(array[: shape[0]] if row.cut else array, shape)
+
+
+def _zeros(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+
+
+def _put(target: jax.Array, array: np.ndarray, layer: int | None, sharding: NamedSharding) -> jax.Array:
+    """`target`, whose memory is used again, with `array` in its place, or in that of one layer."""
+    if layer is None:
+        placed = _spread(array, sharding)
+        return jax.jit(lambda new: new.astype(target.dtype), out_shardings=sharding)(placed)
+    placed = _spread(array, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])))
+
+    def update(stacked: jax.Array, new: jax.Array, at: int) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stacked, new.astype(stacked.dtype), at, 0)
+
+    return _UPDATES.setdefault(sharding, jax.jit(update, donate_argnums=0, out_shardings=sharding))(
+        target, placed, layer
+    )
+
+
+# One compiled update for all layers of parameters that are laid out alike.
+_UPDATES: dict[NamedSharding, Any] = {}
+
+
+def _spread(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: np.ascontiguousarray(array[index]))

@@ -1,0 +1,145 @@
+"""Every family and variant, with all parameters random, is the same function in transformers, there and back."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import torch
+from parity.variants import TOKENIZER, VARIANTS, VOCAB, make, tokens
+
+from lmtrain.commands.hf_model import config_of
+from lmtrain.config.errors import UserError
+from lmtrain.hf.key_map import flatten, to_hf
+from lmtrain.models.registry import hf_family
+from lmtrain.train.export import plan_export
+from lmtrain.train.hf_params import load_hf_params
+from lmtrain.train.loss import next_token_targets, summed_cross_entropy
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_agree(in_torch, name):
+    variant = make(name)
+    theirs = in_torch(variant)
+    assert theirs.config.model_type == variant.kind
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens())).logits.numpy()
+    assert expected.shape[-1] == VOCAB
+    assert np.abs(expected).max() > 1
+    assert np.abs(variant.logits(tokens()) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_export_comes_back_with_the_same_settings_and_every_bit(export, layout, name):
+    variant = make(name)
+    folder = export(variant, shard_bytes=4000)
+    config = config_of(folder).model
+    back = load_hf_params(folder, config, variant.model, layout, "float32")
+    assert semantics(config) == semantics(variant.config)
+    there, here = flatten(jax.device_get(back)), flatten(variant.params)
+    assert there.keys() == here.keys()
+    for path, value in here.items():
+        kept = len(value) if "embedding" not in path or "positions" in path else VOCAB
+        assert there[path][:kept].tobytes() == value[:kept].tobytes(), path
+        assert not there[path][kept:].any()
+
+
+def semantics(config):
+    """The settings, with defaults filled in where two ways of writing mean the same."""
+    values = config.model_dump(exclude={"gradient_checkpointing", "scan_layers", "attn_backend"})
+    if config.type == "llama":
+        values |= {"num_kv_heads": config.kv_heads, "head_dim": config.head_width}
+        if config.rope.type == "default":
+            values["rope"]["original_seq_len"] = None
+    if config.type in ("gpt2", "backpack"):
+        values |= {"intermediate_dim": config.mlp_dim, "mlp_scale": None}
+    values.pop("init_scheme", None)
+    return values
+
+
+GRADIENTS = ["gpt2", "gpt2-untied", "llama-grouped", "mistral", "gemma", "olmo2", "qwen3", "mpt-clip", "backpack"]
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_loss_and_every_gradient_agree(in_torch, name):
+    variant = make(name)
+    theirs = in_torch(variant)
+    ids = tokens()
+    mask = np.broadcast_to(np.arange(ids.shape[1]) < ids.shape[1] - 1, ids.shape)
+
+    def loss(params):
+        hidden = variant.model.apply({"params": params}, ids, True, method="hidden")
+        head = variant.model.apply({"params": params}, method="head")
+        return summed_cross_entropy(hidden, head, next_token_targets(ids), mask, VOCAB) / mask.sum()
+
+    ours, gradients = jax.jit(jax.value_and_grad(loss))(variant.params)
+    expected = theirs(torch.from_numpy(ids), labels=torch.from_numpy(ids)).loss
+    expected.backward()
+    assert float(ours) == pytest.approx(expected.item(), rel=1e-5)
+    found = dict(theirs.named_parameters())
+    table = hf_family(variant.config.type).table(variant.config)
+    mapped = to_hf(table, jax.device_get(gradients), variant.config.num_layers, VOCAB)
+    assert mapped.keys() == found.keys()
+    for name, gradient in mapped.items():
+        other = found[name].grad.numpy()
+        assert np.abs(gradient - other).max() < 1e-4 * max(1, np.abs(other).max()), name
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama-grouped", "llama-yarn", "mistral", "qwen3", "olmo2", "mpt-6-heads", "backpack"]
+)
+def test_extending_a_cache_equals_the_full_forward(name):
+    variant = make(name)
+    params = {"params": variant.params}
+    extend = jax.jit(lambda ids, cache, start: variant.model.apply(params, ids, cache, start, method="extend"))
+    cache = variant.model.apply(params, 2, 30, method="empty_cache")
+    logits, start = [], 0
+    for size in (7, 1, 16):
+        out, cache = extend(tokens()[:, start : start + size], cache, start)
+        logits.append(out)
+        start += size
+    np.testing.assert_allclose(np.concatenate(logits, axis=1), variant.logits(tokens()), rtol=1e-4, atol=1e-4)
+
+
+def test_without_biases_theirs_are_zeros_and_come_back_as_none(in_torch, export, layout):
+    variant = make("gpt2", use_bias=False)
+    with torch.no_grad():
+        expected = in_torch(variant)(torch.from_numpy(tokens())).logits.numpy()
+    assert np.abs(variant.logits(tokens()) - expected).max() < 1e-4
+    back = load_hf_params(export(variant), variant.config, variant.model, layout, "float32")
+    assert flatten(back).keys() == flatten(variant.params).keys()
+    with_biases = export(make("gpt2"), folder="with_biases")
+    with pytest.raises(UserError, match=r"ln_f\.bias is not zero, and a model with use_bias: false"):
+        load_hf_params(with_biases, variant.config, variant.model, layout, "float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("llama", {"qk_norm": "head", "norm_position": "post"}, "model.qk_norm: head, model.norm_position: post"),
+        ("llama", {"scale_embeddings": True}, "model.scale_embeddings: True"),
+        ("llama", {"sliding_window": 4, "use_bias": True}, "model.use_bias"),
+        ("llama", {"qk_norm": "head", "use_mlp_bias": True}, "model.use_mlp_bias"),
+        ("llama", {"use_bias": True, "use_qkv_bias": True}, "model.use_bias: transformers' qwen2"),
+        (
+            "llama",
+            {"rope": {"type": "dynamic", "factor": 2.0, "original_seq_len": 8}},
+            "model.rope.original_seq_len",
+        ),
+        ("mpt", {"use_bias": True}, "model.use_bias"),
+        ("mpt", {"alibi_bias_max": 4.0}, r"model.alibi_bias_max: 4.0: transformers' mpt always has 8"),
+        ("mpt", {"mlp_scale": 2}, "model.mlp_scale: 2"),
+    ],
+)
+def test_what_transformers_does_not_have_is_refused_by_name(name, changes, named):
+    variant = make(name, **changes)
+    with pytest.raises(UserError, match=named):
+        plan_export(variant.config, variant.model, TOKENIZER, "float32")
+
+
+def test_config_json_is_readable_by_both_versions_of_transformers(export):
+    with open(export(make("llama-llama3")) + "/config.json") as file:
+        values = json.load(file)
+    assert values["rope_parameters"]["rope_theta"] == values["rope_theta"] == 500.0
+    assert values["rope_scaling"]["rope_type"] == "llama3"
+    assert values["dtype"] == values["torch_dtype"] == "float32"

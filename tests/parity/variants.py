@@ -1,0 +1,93 @@
+"""Small models of every family and variant, each with the class that transformers has for it."""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.models.registry import build_model
+from lmtrain.run_config import RunConfig
+
+VOCAB = 90  # not what it is padded to
+LENGTH = 24
+SIZES = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH}
+LLAMA = {"intermediate_dim": 24}
+GEMMA = {"scale_embeddings": True, "norm_offset": True, "activation_function": "gelu_new", "tie_word_embeddings": True}
+YARN = {"type": "yarn", "factor": 4.0, "original_seq_len": 8, "theta": 1000.0}
+LLAMA3 = {"type": "llama3", "factor": 8.0, "original_seq_len": 16, "high_freq_factor": 3.0, "theta": 500.0}
+
+# name: (transformers' model_type, our family, what differs from the small model)
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", "gpt2", {}),
+    "gpt2-n_inner": ("gpt2", "gpt2", {"intermediate_dim": 20}),
+    "gpt2-mlp_scale": ("gpt2", "gpt2", {"mlp_scale": 2, "layer_norm_epsilon": 0.1}),
+    "gpt2-untied": ("gpt2", "gpt2", {"tie_word_embeddings": False}),
+    "gpt2-inverse": ("gpt2", "gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-upcast": ("gpt2", "gpt2", {"upcast_attn": True, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-relu": ("gpt2", "gpt2", {"activation_function": "relu"}),
+    "gpt2-gelu": ("gpt2", "gpt2", {"activation_function": "gelu"}),
+    "llama": ("llama", "llama", {}),
+    "llama-grouped": ("llama", "llama", {"num_kv_heads": 2, "rope": {"theta": 100.0}}),
+    "llama-one-key-head": ("llama", "llama", {"num_kv_heads": 1}),
+    "llama-head_dim": ("llama", "llama", {"head_dim": 12, "num_kv_heads": 2}),
+    "llama-tied": ("llama", "llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", "llama", {"use_bias": True, "use_mlp_bias": True, "layer_norm_epsilon": 0.1}),
+    "llama-gelu": ("llama", "llama", {"activation_function": "gelu"}),
+    "llama-linear": ("llama", "llama", {"rope": {"type": "linear", "factor": 3.0}}),
+    "llama-dynamic": ("llama", "llama", {"rope": {"type": "dynamic", "factor": 2.0, "original_seq_len": LENGTH}}),
+    "llama-llama3": ("llama", "llama", {"rope": LLAMA3}),
+    "llama-yarn": ("llama", "llama", {"rope": YARN, "head_dim": 16}),
+    "mistral": ("mistral", "llama", {"sliding_window": 5, "num_kv_heads": 2}),
+    "qwen2": ("qwen2", "llama", {"use_qkv_bias": True, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", "llama", {"qk_norm": "head", "head_dim": 16, "num_kv_heads": 2}),
+    "gemma": ("gemma", "llama", {**GEMMA, "head_dim": 16, "num_kv_heads": 1}),
+    "olmo2": ("olmo2", "llama", {"qk_norm": "all", "norm_position": "post", "num_kv_heads": 2}),
+    "mpt": ("mpt", "mpt", {}),
+    "mpt-6-heads": ("mpt", "mpt", {"hidden_dim": 24, "num_heads": 6}),
+    "mpt-clip": ("mpt", "mpt", {"clip_qkv": 0.5, "layer_norm_epsilon": 0.1}),
+    "mpt-softmax_scale": ("mpt", "mpt", {"softmax_scale": 0.9, "num_heads": 2}),
+    "mpt-untied": ("mpt", "mpt", {"tie_word_embeddings": False}),
+    "backpack": ("backpack-gpt2", "backpack", {"num_senses": 4}),
+    "backpack-divided": ("backpack-gpt2", "backpack", {"num_senses": 8, "divide_by_num_senses": True}),
+    "backpack-n_inner": (
+        "backpack-gpt2",
+        "backpack",
+        {"num_senses": 2, "intermediate_dim": 20, "sense_intermediate_scale": 2, "activation_function": "relu"},
+    ),
+}
+
+TOKENIZER = Tokenizer("none", None, VOCAB, eos_id=1, bos_id=0, fingerprint="none")
+
+
+class Variant(NamedTuple):
+    """A model with random parameters in every place, norms and biases too: at its initial values wrong code passes."""
+
+    kind: str
+    run_config: RunConfig
+    model: Any
+    params: Any
+
+    @property
+    def config(self):
+        return self.run_config.model
+
+    def logits(self, tokens) -> np.ndarray:
+        return np.asarray(self.model.apply({"params": self.params}, tokens))
+
+
+def make(name: str, **more: Any) -> Variant:
+    kind, family, changes = VARIANTS[name]
+    sizes = SIZES | (LLAMA if family == "llama" else {})
+    settings = {"type": family, "initializer_range": 0.02} | sizes | changes | more
+    run_config = RunConfig.model_validate({"model": settings})
+    model = build_model(run_config.model, VOCAB)
+    shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32)))
+    rng = np.random.default_rng(7)
+    params = jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.4).astype(np.float32), shapes["params"])
+    return Variant(kind, run_config, model, params)
+
+
+def tokens() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, VOCAB, (2, LENGTH))
