@@ -8,6 +8,7 @@ from lmtrain.commands.caches import plan_caches, start_build, wait
 from lmtrain.commands.hf_model import config_of, resolve_hf
 from lmtrain.commands.trained_model import TrainedModel, add_checkpoint_flag, add_hf_flag, from_checkpoint, from_hf
 from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.logging import log, start_console_log
@@ -61,13 +62,16 @@ def _from_hf(ref: str, config: RunConfig) -> TrainedModel:
     """
     alone = config_of(ref)
     length = {"seq_len": config.model.seq_len} if "seq_len" in config.model.model_fields_set else {}
-    model = alone.model.model_copy(update=length)
-    if "tokenizer" in alone.data.model_fields_set:
-        theirs = open_tokenizer(ref)
-        ours = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
-        if ours.identity != theirs.identity:
-            raise UserError(
-                f"data.tokenizer: {config.data.tokenizer} gives other tokens than {ref} was trained on; set "
-                f"data.tokenizer: {ref}, and a cache_dir for it"
-            )
-    return from_hf(ref, config.model_copy(update={"model": model}))
+    model, data = alone.model.model_copy(update=length), config.data
+    if "tokenizer" not in data.model_fields_set:
+        data = data.model_copy(update={"tokenizer": ref})
+    elif "tokenizer" in alone.data.model_fields_set and not _same_tokens(data, ref):
+        raise UserError(
+            f"data.tokenizer: {data.tokenizer} gives other tokens than {ref} was trained on; set "
+            f"data.tokenizer: {ref}, and a cache_dir for it"
+        )
+    return from_hf(ref, config.model_copy(update={"model": model, "data": data}))
+
+
+def _same_tokens(data: DataConfig, ref: str) -> bool:
+    return open_tokenizer(data.tokenizer, data.vocab_size).identity == open_tokenizer(ref).identity

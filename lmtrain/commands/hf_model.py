@@ -9,22 +9,9 @@ from pydantic import ValidationError
 from lmtrain.commands.arguments import Run
 from lmtrain.config.errors import UserError
 from lmtrain.hf.weights import locate, read_model_config
+from lmtrain.models.base_config import FREE
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.logging import log
-
-# What may be set beside a model's own config: none of it changes what the weights mean.
-_FREE = {
-    "seq_len",
-    "embed_pdrop",
-    "resid_pdrop",
-    "attn_pdrop",
-    "initializer_range",
-    "gradient_checkpointing",
-    "scan_layers",
-    "attn_backend",
-    "flash_attention_block_size",
-    "pad_vocab_to_multiple_of",
-}
 
 
 def resolve_hf(run: Run) -> Run:
@@ -63,8 +50,14 @@ def hf_ref(config: RunConfig) -> str | None:
 
 def config_of(ref: str) -> RunConfig:
     """The config of a model alone: its sizes and its tokenizer, all else by default."""
-    tokenizer = {"tokenizer": ref} if locate(ref, "tokenizer.json") or locate(ref, "tokenizer_config.json") else {}
-    return _validate({"model": hf_settings(ref), "data": tokenizer}, ref)
+    settings = hf_settings(ref)
+    tokenizer = {"tokenizer": ref} if has_tokenizer(ref) else {}
+    return _validate({"model": settings, "data": tokenizer}, ref)
+
+
+def has_tokenizer(ref: str) -> bool:
+    """Whether the model comes with its tokenizer."""
+    return any(locate(ref, name) is not None for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def hf_settings(ref: str) -> dict[str, Any]:
@@ -85,7 +78,7 @@ def _model_of(ref: str, config: RunConfig) -> dict[str, Any]:
     given = ours.model_fields_set if "model" in config.model_fields_set else set()
     if "type" in given and ours.type != settings["type"]:
         raise UserError(f"model.type: {ours.type}, but {ref} is of type {settings['type']}")
-    excess = sorted(given - _FREE - {"type"})
+    excess = sorted(given - FREE - {"type"})
     if excess:
         raise UserError(f"model.{excess[0]}: comes from {ref} with use_hf_model_config; remove one of them")
     _check_length(ref, ours.seq_len if "seq_len" in given else settings["seq_len"], settings)
@@ -95,8 +88,7 @@ def _model_of(ref: str, config: RunConfig) -> dict[str, Any]:
 def _check_agrees(ref: str, config: RunConfig) -> None:
     """Raise `UserError` if a setting that gives the weights their meaning differs from the model's own."""
     settings = hf_settings(ref)
-    theirs = _validate({"model": settings}, ref).model.model_dump(exclude=_FREE)
-    ours = config.model.model_dump(exclude=_FREE)
+    theirs, ours = _validate({"model": settings}, ref).model.meaning(), config.model.meaning()
     differ = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]
     if differ:
         lines = [f"  model.{name}: {ours.get(name)} here, {theirs.get(name)} there" for name in sorted(differ)]

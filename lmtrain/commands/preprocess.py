@@ -19,12 +19,12 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="list what would be done, and do nothing")
     run = parse_run(parser, argv)
     run.refuse_planned()
-    config = resolve_hf(run).config
     if run.arguments.dry_run:
-        _print_plan(config)
+        _print_plan(resolve_hf(run).config)
         return 0
-    processes = start_processes(config.trainer.distributed)
+    processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
+    config = resolve_hf(run).config
     with StopRequest("discarding unfinished shards") as stop:
         plans = plan_caches(config.data)
         build = start_build(config, plans, processes)

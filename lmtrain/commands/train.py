@@ -25,11 +25,11 @@ def run(argv: list[str]) -> int:
     description = "Train a model, or go on where the last run of the same config stopped."
     run = parse_run(Parser("train", description, lists_settings=True), argv)
     run.refuse_planned()
-    run = resolve_hf(run)
     require_text(run.config.data, "train")
-    config = run.config
-    processes = start_processes(config.trainer.distributed)
+    processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
+    run = resolve_hf(run)
+    config = run.config
     log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {_checkpoints(run)})")
     try:
         log_dir = fill_run_id(config.trainer.log_dir, run.id)

@@ -6,7 +6,6 @@ pytorch_model.bin, or several by pytorch_model.bin.index.json        local files
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -15,8 +14,6 @@ import numpy as np
 from lmtrain.config.errors import UserError
 from lmtrain.hf.safetensors_file import TensorInfo, read_header, read_tensor
 from lmtrain.runtime.storage import file_size, is_url, join, read_bytes
-
-_HUB_ID = re.compile(r"(?:[\w.-]+/)?[\w.-]+(?:@[\w./-]+)?")
 
 
 class Weights(Protocol):
@@ -39,11 +36,14 @@ def locate(ref: str, name: str) -> str | None:
     if is_url(ref) or os.path.isdir(folder):
         path = join(ref, name)
         return path if file_size(path) is not None else None
-    if not _HUB_ID.fullmatch(ref):
+    if ref.startswith((".", "/", "~")):
         raise UserError(f"{ref}: no such folder")
     from lmtrain.hf.hub import fetch_file
 
-    return fetch_file(ref, name)
+    try:
+        return fetch_file(ref, name)
+    except UserError as error:
+        raise UserError(f"{error}\n  there is no folder {ref} here either") from None
 
 
 def read_model_json(ref: str, name: str) -> dict[str, Any] | None:

@@ -1,12 +1,27 @@
 """Settings that all model families share, and the checks between sizes."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
 from lmtrain.config.suggest import nearest_divisors
+
+# Settings that do not change what the weights mean.
+FREE = {
+    "seq_len",
+    "embed_pdrop",
+    "resid_pdrop",
+    "attn_pdrop",
+    "initializer_range",
+    "init_scheme",
+    "gradient_checkpointing",
+    "scan_layers",
+    "attn_backend",
+    "flash_attention_block_size",
+    "pad_vocab_to_multiple_of",
+}
 
 RematPolicy = Literal["full", "dots", "dots_no_batch", "save_attention", "offload"]
 
@@ -51,6 +66,13 @@ class BaseModelConfig(Section):
         """Rows of the embedding for so many tokens."""
         multiple = self.pad_vocab_to_multiple_of
         return -(-vocab_size // multiple) * multiple
+
+    def meaning(self) -> dict[str, Any]:
+        """What the weights stand for, with defaults filled in: equal for two ways of writing the same model.
+
+        Left out is what may differ between training and use: length, dropout, initial values, how it is computed.
+        """
+        return self.model_dump(exclude=FREE)
 
     @property
     def head_width(self) -> int:

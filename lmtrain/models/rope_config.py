@@ -1,6 +1,6 @@
 """Settings of rotary positions, for the families that have them."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,13 @@ class RopeConfig(Section):
     high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below original_seq_len / this stay")
     beta_fast: float = Field(32.0, gt=0, description="yarn: frequencies with more turns than this stay")
     beta_slow: float = Field(1.0, gt=0, description="yarn: frequencies with fewer turns than this stretch whole")
+
+    def meaning(self) -> dict[str, Any]:
+        """The settings that this type of stretching has."""
+        names = {"default": [], "linear": ["factor"], "dynamic": ["factor", "original_seq_len"]}
+        names |= {"llama3": ["factor", "original_seq_len", "low_freq_factor", "high_freq_factor"]}
+        names |= {"yarn": ["factor", "original_seq_len", "beta_fast", "beta_slow"]}
+        return self.model_dump(include={"type", "theta", *names[self.type]})
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> "RopeConfig":

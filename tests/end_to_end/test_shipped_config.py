@@ -32,9 +32,7 @@ def test_gpt2_small_trains_on_other_text_and_is_evaluated(lmtrain, tmp_path):
 
 
 def test_what_a_config_needs_and_this_version_lacks_is_told_before_anything_is_made(lmtrain, tmp_path):
-    for config, what in (
-        ("gpt2_nano_sophia", "sophia_h.yaml:2: optimizer.type sophia-h is not there yet"),
-    ):
+    for config, what in (("gpt2_nano_sophia", "sophia_h.yaml:2: optimizer.type sophia-h is not there yet"),):
         refused = lmtrain("train", config)
         assert refused.returncode == 2
         assert what in refused.stderr.splitlines()[-1]

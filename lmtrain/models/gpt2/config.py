@@ -1,6 +1,6 @@
 """Settings of the GPT-2 family."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,11 @@ class Gpt2Settings(BaseModelConfig):
     attn_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on the attention weights")
     scale_attn_by_inverse_layer_idx: bool = Field(False, description="Divide attention scores by the layer's number")
     upcast_attn: bool = Field(False, description="Compute attention scores in float32 whatever the precision")
+
+    def meaning(self) -> dict[str, Any]:
+        values = super().meaning()
+        del values["mlp_scale"]
+        return values | {"intermediate_dim": self.mlp_dim}
 
     @property
     def mlp_dim(self) -> int:

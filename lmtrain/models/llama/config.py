@@ -1,6 +1,6 @@
 """Settings of the Llama family."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -55,6 +55,10 @@ class LlamaConfig(BaseModelConfig):
         if self.head_width % 2:
             raise field_error("head_dim", f"rotary positions turn pairs of dimensions; {self.head_width} is odd")
         return self
+
+    def meaning(self) -> dict[str, Any]:
+        values = super().meaning()
+        return values | {"num_kv_heads": self.kv_heads, "head_dim": self.head_width, "rope": self.rope.meaning()}
 
     @property
     def head_width(self) -> int:

@@ -1,0 +1,177 @@
+"""Going on from a Hugging Face model, and giving one back: from YAML, by the command line, against transformers."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import TOKENIZER, tiny_settings
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+pytestmark = pytest.mark.end_to_end
+
+VOCAB = 384
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with `base`, a small Llama that transformers made, and `tiny.yaml`, which goes on from it."""
+    folder = tmp_path_factory.mktemp("continued")
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rope_theta=500.0,
+    )
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
+    model.save_pretrained(folder / "base")
+    for name in os.listdir(TOKENIZER):
+        shutil.copy(TOKENIZER / name, folder / "base")
+    settings = tiny_settings()
+    del settings["data"]["tokenizer"]
+    settings["model"] = {"type": "llama", "seq_len": 32}
+    settings |= {"initialize_from_hf": "base", "use_hf_model_config": True}
+    settings |= {"hf_save_path": "exports", "hf_save_steps": 2}
+    settings["trainer"] |= {"num_train_steps": 5, "id": "continued"}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def run(folder, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "lmtrain", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """The folder after training, and what training said."""
+    return folder, run(folder, "train", "tiny.yaml").stderr
+
+
+def first_batch(folder, monkeypatch) -> dict:
+    """The batch of step 0, as the run reads it."""
+    from lmtrain.commands.caches import plan_caches
+    from lmtrain.config.load import load_config
+    from lmtrain.data.batches import TrainSource
+    from lmtrain.data.caches import open_store, plan_mixture
+    from lmtrain.run_config import RunConfig
+
+    monkeypatch.chdir(folder)
+    data = load_config(RunConfig, "tiny.yaml", [("data.tokenizer", "base")]).config.data
+    caches = plan_caches(data).caches
+    stores = [open_store(data, cache) for cache in caches.train.values()]
+    mixture = plan_mixture(data, list(caches.train), 4, 0)
+    return TrainSource(stores, mixture, 32, 4, np.arange(4), 5, data.shuffle, 0, False)[0]
+
+
+def test_the_first_loss_is_what_transformers_computes_on_that_batch(trained, monkeypatch):
+    folder, told = trained
+    assert "base: llama, 2 layers of 32" in told
+    assert "data.tokenizer is not set: that of base" in told
+    assert "beginning with the weights of base" in told
+    tokens = torch.from_numpy(np.asarray(first_batch(folder, monkeypatch)["tokens"]).astype(np.int64))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder / "base")(tokens, labels=tokens).loss.item()
+    logged = [json.loads(line) for line in (folder / "logs" / "continued.metrics.jsonl").read_text().splitlines()]
+    (first,) = [line["train/loss"] for line in logged if line.get("step") == 1 and "train/loss" in line]
+    assert first == pytest.approx(expected, abs=1e-4)
+
+
+def test_exports_came_every_second_step_and_after_the_last_and_are_the_checkpoints(trained):
+    folder, told = trained
+    assert sorted(os.listdir(folder / "exports" / "continued")) == ["step-2", "step-4", "step-5"]
+    assert "exported exports/continued/step-5" in told
+    run(folder, "export-hf", "tiny.yaml", "--checkpoint", "checkpoints/continued/step-4", "--output", "by_hand")
+    files = sorted(os.listdir(folder / "by_hand"))
+    assert files == sorted(os.listdir(folder / "exports" / "continued" / "step-4"))
+    for name in files:
+        expected = (folder / "by_hand" / name).read_bytes()
+        assert (folder / "exports" / "continued" / "step-4" / name).read_bytes() == expected, name
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "exports" / "continued" / "step-5")
+    before = AutoModelForCausalLM.from_pretrained(folder / "base")
+    assert not torch.equal(loaded.lm_head.weight, before.lm_head.weight)
+
+
+def test_export_hf_verifies_itself_and_says_the_figure(trained):
+    folder, _ = trained
+    done = run(folder, "export-hf", "tiny.yaml", "--output", "verified", "--dtype", "bfloat16", "--verify")
+    assert "read back, equal" in done.stderr
+    assert "verified: logits agree with transformers' within" in done.stderr
+
+
+def test_an_export_that_was_missed_is_made_when_the_run_goes_on_and_the_weights_are_not_read_again(trained):
+    folder, _ = trained
+    shutil.copytree(folder, folder.parent / "again")
+    again = folder.parent / "again"
+    shutil.rmtree(again / "exports" / "continued" / "step-4")
+    shutil.rmtree(again / "checkpoints" / "continued" / "step-5")
+    shutil.rmtree(again / "exports" / "continued" / "step-5")
+    (again / "base" / "model.safetensors").unlink()
+    told = run(again, "train", "tiny.yaml").stderr
+    assert "continuing after step 4" in told
+    assert "exported exports/continued/step-4" in told
+    for step in (4, 5):
+        name = f"exports/continued/step-{step}/model.safetensors"
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_an_export_that_fails_does_not_end_the_run_but_tells_and_exits_with_1(folder):
+    """A file stands where the folder of exports should be."""
+    (folder / "in_the_way").write_text("")
+    flags = ["--hf_save_path", "in_the_way", "--trainer.id", "failing", "--trainer.num_train_steps", "3"]
+    done = run(folder, "train", "tiny.yaml", *flags, code=1)
+    assert "the export of step 2 failed, training goes on" in done.stderr
+    assert "exports of step 2, 3 failed; `lmtrain export-hf` makes them from the checkpoints" in done.stderr
+    assert (folder / "checkpoints" / "failing" / "step-3").is_dir()
+
+
+def test_generate_and_eval_take_a_hugging_face_model(trained):
+    folder, _ = trained
+    prompt = ["generate", "--hf", "exports/continued/step-5", "--prompt", "The quiet", "--temperature", "0"]
+    found = run(folder, *prompt, "--max_new_tokens", "8").stdout
+    own = ["generate", "tiny.yaml", "--prompt", "The quiet", "--temperature", "0", "--max_new_tokens", "8"]
+    assert found == run(folder, *own).stdout
+    result = json.loads(run(folder, "eval", "tiny.yaml", "--hf", "exports/continued/step-5").stdout)
+    expected = json.loads(run(folder, "eval", "tiny.yaml").stdout)
+    assert result == expected | {"step": None}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.num_heads", "8"], "model.num_heads: comes from base with use_hf_model_config; remove one of them"),
+        (["--model.type", "gpt2"], "model.type: gpt2, but base is of type llama"),
+        (["--use_hf_model_config", "false", "--model.hidden_dim", "64"], "  model.hidden_dim: 64 here, 32 there"),
+        (["--initialize_from_hf", "./nowhere"], "./nowhere: no such folder"),
+        (["--initialize_from_hf", "acme/nothing"], "acme/nothing: config.json cannot be read from the hub"),
+        (["--initialize_from_hf", "logs"], "logs: there is no config.json; not a Hugging Face model"),
+        (["--data.tokenizer", "nowhere/at/all"], "tokenizer 'nowhere/at/all': no such folder"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_computed(trained, flags, message):
+    folder, _ = trained
+    done = run(folder, "train", "tiny.yaml", "--trainer.id", "mistaken", *flags, code=2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "checkpoints" / "mistaken").exists()
+
+
+def test_generate_wants_one_model(folder):
+    assert "choose one" in run(folder, "generate", "--hf", "base", "--checkpoint", "x", "--prompt", "a", code=2).stderr
+    assert "CONFIG" in run(folder, "generate", "--prompt", "a", code=2).stderr
+    both = run(folder, "generate", "tiny.yaml", "--hf", "base", "--prompt", "a", code=2)
+    assert "leave CONFIG out" in both.stderr
