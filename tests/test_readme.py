@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,21 +28,58 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_commands_on_own_text_run_as_written(tmp_path):
+@pytest.fixture
+def own_text(tmp_path):
+    """A folder with `my_text`."""
     (tmp_path / "my_text").mkdir()
     for name, source in (("train.jsonl", TRAIN_FILES[0]), ("validation.jsonl", VALIDATION_FILES[0])):
         lines = [{"text": json.loads(line)["text"]} for line in Path(source).read_text().splitlines()]
         (tmp_path / "my_text" / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def commands_about(word: str) -> list[str]:
+    """The README's lmtrain commands in the blocks that have this word in them."""
+    lines = [line for block in blocks("bash") if word in block for line in block.splitlines()]
+    return [line for line in lines if line.startswith("lmtrain ")]
+
+
+def run_as_written(folder, command: str, extra: list[str]) -> subprocess.CompletedProcess:
+    quoted = " ".join(f"'{word}'" for word in extra)
+    program = f"'{sys.executable}' -m lmtrain{command.removeprefix('lmtrain')} {quoted}"
+    done = subprocess.run(["bash", "-c", program], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (command, done.stderr)
+    return done
+
+
+def test_every_command_is_run_by_one_of_these_tests():
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("lmtrain ")]
+    assert lines == commands_about("my.yaml") + commands_about("continued.yaml")
+
+
+def test_going_on_from_another_model_runs_as_written(own_text):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=384, **sizes)).save_pretrained(own_text / "my_base_model")
+    for name in os.listdir(TOKENIZER):
+        shutil.copy(TOKENIZER / name, own_text / "my_base_model")
+    (own_text / "continued.yaml").write_text(next(block for block in blocks("yaml") if "continued.yaml" in block))
+    few = ["--model.seq_len", "32", "--hf_save_steps", "2", *SHORT]
+    run_as_written(own_text, "lmtrain train continued.yaml", few)
+    for command in commands_about("continued.yaml"):
+        run_as_written(own_text, command, few if "continued.yaml" in command else [])
+    (run,) = (own_text / "exports").iterdir()
+    assert sorted(os.listdir(run)) == ["step-2", "step-4"]
+
+
+def test_commands_on_own_text_run_as_written(own_text):
+    tmp_path = own_text
     (tmp_path / "my.yaml").write_text(blocks("yaml")[0])
-    commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("lmtrain ")]
+    commands = commands_about("my.yaml")
     assert [command.split()[1] for command in commands] == ["tokenizer", "train", "config", "generate", "export-hf"]
     for command in commands:
-        verb = command.split()[1]
-        extra = [] if verb == "tokenizer" else SMALL + SHORT
-        quoted = " ".join(f"'{word}'" for word in extra)
-        program = f"'{sys.executable}' -m lmtrain{command.removeprefix('lmtrain')} {quoted}"
-        done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, (command, done.stderr)
+        run_as_written(tmp_path, command, [] if command.split()[1] == "tokenizer" else SMALL + SHORT)
     assert (tmp_path / "my_model" / "model.safetensors").exists()
     assert any(name.name.startswith("events.") for name in (tmp_path / "tblogs").rglob("*"))
 
@@ -57,7 +95,7 @@ def test_the_mixture_is_tokenized_as_written(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["one book", "another"]}), tmp_path / "books" / "a.parquet")
     (tmp_path / "code" / "a.jsonl.zst").write_bytes(zstandard.compress(b'{"content": "def f(): pass"}\n' * 3))
     (tmp_path / "my_tokenizer").symlink_to(TOKENIZER)
-    (tmp_path / "mixed.yaml").write_text(blocks("yaml")[1])
+    (tmp_path / "mixed.yaml").write_text(next(block for block in blocks("yaml") if "mixed.yaml" in block))
     command = [sys.executable, "-m", "lmtrain", "preprocess", "mixed.yaml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,26 @@
-"""The Hugging Face hub: whether it can be reached, decided once and quickly."""
+"""The Hugging Face hub: whether it can be reached, files of its models, and what its refusals mean.
+
+Tokens are huggingface_hub's to find: HF_TOKEN, the older HUGGING_FACE_HUB_TOKEN, or what `hf auth login` left. None is
+ever part of a message.
+"""
 
 import functools
+import json
 import os
+import re
 import socket
+import sys
 import urllib.parse
+import urllib.request
 
-_TIMEOUT_SECONDS = 3.0
+from lmtrain.config.errors import UserError
+
+_CONNECT_SECONDS = 3.0
+
+_NAME = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"
+_REF = re.compile(rf"((?:{_NAME}/)?{_NAME})(?:@([^\s@~^:?*\[\\]+))?", re.ASCII)
+
+_why_offline = ""  # set by prepare_hub
 
 
 @functools.cache
@@ -15,13 +30,206 @@ def prepare_hub() -> bool:
     To be called before the first import of huggingface_hub, transformers or datasets in a process: they read
     HF_HUB_OFFLINE only then, and without it try for half a minute.
     """
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        return False
-    url = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    port = url.port or (80 if url.scheme == "http" else 443)
+    global _why_offline
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # the second only where the first says nothing
+        if value := os.environ.get(name, ""):
+            if value.upper() in ("1", "TRUE", "YES", "ON"):
+                _why_offline = f"{name} is set"
+                return False
+            break
     try:
-        socket.create_connection((url.hostname or "", port), _TIMEOUT_SECONDS).close()
-    except OSError:
+        socket.create_connection(_first_stop(), _CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
         os.environ["HF_HUB_OFFLINE"] = "1"
+        _why_offline = f"{endpoint()} cannot be reached ({getattr(error, 'strerror', None) or error})"
         return False
     return True
+
+
+def endpoint() -> str:
+    """The hub's address, which HF_ENDPOINT changes."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def parse_ref(ref: str) -> tuple[str, str | None]:
+    """`owner/name@revision` to ("owner/name", "revision"); the owner and the revision may be missing.
+
+    Raises `UserError` for what cannot be the name of a repository.
+    """
+    match = _REF.fullmatch(ref)
+    if not match or "--" in match[1] or ".." in ref or match[1].endswith(".git"):
+        raise UserError(f"{ref!r}: cannot be a repository on the hub; write owner/name or owner/name@revision")
+    return match[1], match[2]
+
+
+def fetch_file(ref: str, name: str) -> str | None:
+    """Local path of the file `name` of a model repository, downloaded unless it is in huggingface_hub's cache.
+
+    None if the repository has no such file. Without a network the cache answers, at once. Raises `UserError` if the
+    hub refuses, if there is no such repository or revision, and if there is no network and nothing in the cache.
+    """
+    repository, revision = parse_ref(ref)
+    online = prepare_hub()
+    import huggingface_hub
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    reason = offline_reason()
+    if online:
+        find_token()
+        hide_progress_from_files()
+        try:
+            path: str = huggingface_hub.hf_hub_download(repository, name, revision=revision)
+            return path
+        except RemoteEntryNotFoundError:
+            return None
+        except Exception as error:  # of httpx, of hf_xet, of the file system: no two share a base
+            reason = explain(error, ref)
+            if not may_pass(error):
+                raise UserError(f"{ref}: {name} cannot be read from the hub: {reason}") from None
+    found = huggingface_hub.try_to_load_from_cache(repository, name, revision=revision)
+    if isinstance(found, str):
+        return found
+    if found is not None or _is_unlisted(repository, revision, name):
+        return None  # which somebody has asked before
+    raise UserError(f"{ref}: {name} cannot be read from the hub: {reason}\n  {_instead(ref)}")
+
+
+def find_token() -> str | None:
+    """The token that huggingface_hub will send. Raises `UserError` for what cannot be one, without showing it."""
+    from huggingface_hub import get_token
+
+    token: str | None = get_token()
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        raise UserError(f"{_token_place()} holds letters or spaces that no token has; copy it again from {_settings()}")
+    return token
+
+
+def hide_progress_from_files() -> None:
+    """No bars of huggingface_hub in a log, where each of their steps would be a line."""
+    if not sys.stderr.isatty() and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+
+
+def offline_reason() -> str:
+    """Why `prepare_hub` said no."""
+    return _why_offline
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same request can succeed a little later: the network failed, or the hub is out of order."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    error = _within(error)
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in (408, 412, 429) or error.response.status_code >= 500
+    if isinstance(error, OSError):
+        return error.errno is None  # with a number it is of this machine: a full disk, a missing file
+    return not isinstance(error, ValueError | TypeError | AttributeError | LookupError)
+
+
+def explain(error: Exception, ref: str) -> str:
+    """What an error of huggingface_hub means for `ref`, and what to do: `reason`, or two lines with advice."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    repository, revision = parse_ref(ref)
+    error = _within(error)
+    place = f"{endpoint()}/{repository}"
+    if isinstance(error, GatedRepoError):
+        advice = f"ask for access at {place}, and set HF_TOKEN to a token of the account that has it"
+        return f"the repository is gated, and its files are for those it admits\n  {advice}"
+    if isinstance(error, RepositoryNotFoundError):
+        who = "the account of your token does not see it" if _has_token() else "it opens to a token alone"
+        advice = "check the spelling; for a private one set HF_TOKEN to a token of an account that may read it"
+        return f"there is no such repository, or it is private and {who}\n  {advice}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"it has no revision {revision or 'main'!r}\n  its branches are listed at {place}/tree/main"
+    if isinstance(error, json.JSONDecodeError | LookupError):
+        return f"what answers at {endpoint()} is not a hub, or one of another time ({type(error).__name__}: {error})"
+    if not isinstance(error, HfHubHTTPError):
+        return _in_short(error)
+    status = error.response.status_code
+    said = f": {_in_short(error.server_message)}" if error.server_message else ""
+    if status in (401, 403) and not _has_token():
+        return f"the hub wants to know who asks{said}\n  set HF_TOKEN to a token from {_settings()}"
+    if status == 401:
+        return f"the hub does not know the token in {_token_place()}\n  make a new one at {_settings()}"
+    if status == 403:
+        advice = f"give it the right at {_settings()}, or set HF_TOKEN to a token of another account"
+        return f"the token in {_token_place()} has no right to this{said}\n  {advice}"
+    if status == 429:
+        return "the hub has had too many requests from here; try again later"
+    if status >= 500:
+        return f"the hub is out of order (it answers {status}); try again later"
+    return f"the hub refuses ({status}){said}"
+
+
+def _first_stop() -> tuple[str, int]:
+    """Host and port that a way to the hub begins with: a proxy's, if the environment has one for it."""
+    url = urllib.parse.urlsplit(endpoint())
+    if not url.hostname:
+        raise ValueError("HF_ENDPOINT is not a URL")
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(url.hostname):
+        url = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return url.hostname or "", url.port or {"https": 443, "socks5": 1080}.get(url.scheme, 80)
+
+
+def _is_unlisted(repository: str, revision: str | None, name: str) -> bool:
+    """Whether the cache has a list of the repository's files, as whole downloads leave one, and `name` is not in it."""
+    import huggingface_hub
+
+    read_list = getattr(huggingface_hub, "get_cached_repo_tree", None)  # the first versions keep none
+    if read_list is None:
+        return False
+    try:
+        return name not in {file.path for file in read_list(repository, revision=revision)}
+    except huggingface_hub.errors.CachedRepoTreeNotFoundError:
+        return False
+
+
+def _instead(ref: str) -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    repository, revision = parse_ref(ref)
+    command = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
+    return (
+        f"it is not in the cache either, {HF_HUB_CACHE}: name a local folder instead, or run `{command}` where there "
+        "is a network and set HF_HOME here to the cache that it fills"
+    )
+
+
+def _in_short(message: object) -> str:
+    """What somebody else says, in one line, with the token taken out."""
+    from huggingface_hub import get_token
+
+    text = str(message).replace(get_token() or "\n", "***")
+    return " ".join(text.split())[:500] or type(message).__name__
+
+
+def _within(error: Exception) -> Exception:
+    """What huggingface_hub has wrapped in an error that says less."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while type(error) in (LocalEntryNotFoundError, RuntimeError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _token_place() -> str:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if os.environ.get(name):
+            return name
+    return "the file that `hf auth login` wrote"
+
+
+def _settings() -> str:
+    return f"{endpoint()}/settings/tokens"

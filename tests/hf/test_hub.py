@@ -1,17 +1,25 @@
-"""Whether the hub can be reached is found out quickly, and told to its libraries."""
+"""Whether the hub can be reached is found out quickly, and what it has comes whole or not without a reason."""
 
+import hashlib
 import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
+from hf.fake_hub import Account
 
-from lmtrain.hf.hub import prepare_hub
+from lmtrain.config.errors import UserError
+from lmtrain.hf.hub import offline_reason, parse_ref, prepare_hub
+
+WEIGHTS = bytes(range(256)) * 300
 
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in os.environ:
+        if name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
     prepare_hub.cache_clear()
     yield
     prepare_hub.cache_clear()
@@ -35,7 +43,184 @@ def test_a_hub_that_answers_changes_nothing(monkeypatch):
     assert "HF_HUB_OFFLINE" not in os.environ
 
 
-def test_offline_is_taken_at_its_word(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_ENDPOINT", "http://a.name.that.is.not.looked.up.invalid")
+@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline_is_taken_at_its_word(monkeypatch, name):
+    def connect(*arguments):
+        raise AssertionError("not to be looked up")
+
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(socket, "create_connection", connect)
     assert not prepare_hub()
+
+
+def test_behind_a_proxy_it_is_the_proxy_that_has_to_answer(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HTTPS_PROXY", f"127.0.0.1:{server.getsockname()[1]}")
+        assert prepare_hub()
+        prepare_hub.cache_clear()
+        monkeypatch.setenv("NO_PROXY", "hub.invalid")
+        assert not prepare_hub()
+
+
+def test_an_address_that_is_none_cannot_be_reached(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
+    assert not prepare_hub()
+    assert offline_reason() == "huggingface.co cannot be reached (HF_ENDPOINT is not a URL)"
+
+
+@pytest.mark.parametrize(
+    ("ref", "parsed"),
+    [
+        ("gpt2", ("gpt2", None)),
+        ("gpt2@main", ("gpt2", "main")),
+        ("acme/Tiny-1.5_b", ("acme/Tiny-1.5_b", None)),
+        ("acme/tiny@runs/step-10", ("acme/tiny", "runs/step-10")),
+        ("a/b@refs/pr/3", ("a/b", "refs/pr/3")),
+    ],
+)
+def test_a_ref_is_a_repository_and_perhaps_a_revision(ref, parsed):
+    assert parse_ref(ref) == parsed
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        *("", "/a", "a/", "a/b/c", "./a", "~/a", "https://huggingface.co/a/b"),
+        *("a b", "-a", "a--b", "a..b", "a.git", "tést/a", "a" * 97),
+        *("a@", "@main", "a/b@c@d", "a/b@c d", "a/b@../c"),
+    ],
+)
+def test_what_is_no_ref_is_refused(ref):
+    with pytest.raises(UserError, match="write owner/name or owner/name@revision"):
+        parse_ref(ref)
+
+
+def test_files_come_whole_and_only_once(hub):
+    repository = hub.add("acme/tiny", {"config.json": b"{}", "model.safetensors": WEIGHTS, "onnx/a.json": b"[]"})
+    first = repository.branches["main"]
+    repository.commit("runs/b", "second", {"config.json": b'{"second": 2}'})
+    hub.add("gpt2", {"config.json": b"gpt2"})
+    refs = ["acme/tiny", "acme/tiny@main", f"acme/tiny@{first}", "acme/tiny@runs/b", "gpt2"]
+    calls = [f'fetch_file("{ref}", "config.json")' for ref in refs]
+    calls += ['fetch_file("acme/tiny", "onnx/a.json")', 'fetch_file("acme/tiny", "model.safetensors")']
+    *found, nothing = hub.ask(*calls, *calls, 'fetch_file("acme/tiny", "none.json")', HF_TOKEN=hub.token)
+    contents = [b"{}"] * 3 + [b'{"second": 2}', b"gpt2", b"[]", WEIGHTS]
+    assert [Path(path).read_bytes() for path in found] == contents * 2
+    assert nothing is None
+    assert len(hub.asked("GET")) == 5  # the first three are one file, and each is in the cache the second time
+    assert {request.headers.get("authorization") for request in hub.asked("/resolve/")} == {f"Bearer {hub.token}"}
+
+
+def test_what_the_hub_refuses_says_why_and_what_to_do(hub):
+    hub.accounts["hf_ofAStranger"] = Account("stranger")
+    hub.add("acme/tiny", {"config.json": b"{}"})
+    hub.add("acme/gated", {"config.json": b"gated"}, admits=("somebody",))
+    hub.add("lab/private", {"config.json": b"private"}, private=True)
+    hub.fail(403, 1, "HEAD /acme/forbidden/")
+    hub.fail(401, 1, "HEAD /acme/closed/")
+    hub.fail(403, 1, "HEAD /acme/hidden/")
+    settings = f"{hub.url}/settings/tokens"
+    asked = {
+        'fetch_file("a b", "x")': ["'a b'", "write owner/name"],
+        'fetch_file("acme/none", "x")': ["acme/none: x cannot be read from the hub", "no such repository", "spelling"],
+        'fetch_file("acme/tiny@nope", "x")': ["has no revision 'nope'", f"{hub.url}/acme/tiny/tree/main"],
+        'fetch_file("acme/gated", "config.json")': ["is gated", f"ask for access at {hub.url}/acme/gated", "HF_TOKEN"],
+        'fetch_file("lab/private", "config.json")': ["it is private and it opens to a token alone", "set HF_TOKEN"],
+        'fetch_file("acme/closed", "x")': ["wants to know who asks", f"set HF_TOKEN to a token from {settings}"],
+        'fetch_file("acme/hidden", "x")': ["wants to know who asks", settings],
+        'use_token("hf_ofAStranger")': [],
+        'fetch_file("acme/gated@main", "config.json")': ["is gated", f"ask for access at {hub.url}/acme/gated"],
+        'fetch_file("lab/private@main", "config.json")': ["it is private and the account of your token does not"],
+        'fetch_file("acme/forbidden", "x")': ["the token in HF_TOKEN has no right to this", settings],
+        'use_token("hf_ofNobody")': [],
+        'fetch_file("acme/tiny", "a")': [
+            "the hub does not know the token in HF_TOKEN",
+            f"make a new one at {settings}",
+        ],
+        'use_token("hf_ofNobody", "HUGGING_FACE_HUB_TOKEN")': [],
+        'fetch_file("acme/tiny", "b")': ["does not know the token in HUGGING_FACE_HUB_TOKEN"],
+        'use_token("hf_“curly”")': [],
+        'fetch_file("acme/tiny", "c")': [
+            f"HF_TOKEN holds letters or spaces that no token has; copy it again from {settings}"
+        ],
+    }
+    for (call, words), answer in zip(asked.items(), hub.ask(*asked), strict=True):
+        if not words:
+            assert answer is None, call
+        else:
+            assert answer.startswith("UserError: "), call
+            assert "cache" not in answer, call  # which cannot mend it
+        for word in words:
+            assert word in answer, call
+
+    calls = ['fetch_file("acme/gated", "config.json")', 'fetch_file("lab/private", "config.json")']
+    found = hub.ask(*calls, HUGGING_FACE_HUB_TOKEN=hub.token)  # the older name opens too
+    assert [Path(path).read_bytes() for path in found] == [b"gated", b"private"]
+
+
+def test_the_cache_answers_without_a_network(hub):
+    hub.add("acme/tiny", {"config.json": b"{}", "a.json": b"a"})
+    hub.add("acme/whole", {"config.json": b"whole", "a.json": b"a"})
+    fetch = 'fetch_file("acme/tiny", "config.json")'
+    path, nothing = hub.ask(fetch, 'fetch_file("acme/tiny", "none")')
+    assert nothing is None
+    assert hub.hf("hf download acme/whole --exclude a.json").returncode == 0
+    hub.requests.clear()
+    calls = [fetch, 'fetch_file("acme/tiny", "none")']
+    calls += [f'fetch_file("acme/whole", "{name}")' for name in ("config.json", "none", "a.json")]
+    calls += ['fetch_file("acme/tiny", "a.json")', 'fetch_file("acme/tiny@v2", "config.json")']
+    began = time.monotonic()
+    cached = str(hub.home / "hf" / "hub")
+    for environment, reason in [
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached (Connection refused)"),
+    ]:
+        found = hub.ask(*calls, **environment)
+        assert found[:2] == [path, None]
+        assert Path(found[2]).read_bytes() == b"whole"
+        assert found[3] is None  # since the whole list was downloaded
+        for name, answer in zip(["a.json", "a.json", "config.json"], found[4:], strict=True):
+            assert f": {name} cannot be read from the hub: {reason}\n" in answer
+            assert f"not in the cache either, {cached}: name a local folder" in answer
+            assert "set HF_HOME" in answer
+        assert "`hf download acme/whole`" in found[4]
+        assert "`hf download acme/tiny --revision v2`" in found[6]
+    assert time.monotonic() - began < 10
+    assert hub.requests == []
+
+
+def test_what_passes_is_waited_for_and_what_does_not_is_told(hub):
+    contents = {"config.json": b"{}", "a.json": b"a" * 1000, "model.safetensors": WEIGHTS}
+    hub.add("acme/tiny", contents)
+    hub.fail(503, 1, "HEAD /acme/tiny/resolve/main/config.json")
+    hub.fail("cut", 1, "GET /acme/tiny/resolve/main/a.json")
+    hub.fail("drop", 1, "GET /" + hashlib.sha256(WEIGHTS).hexdigest())
+    calls = [f'fetch_file("acme/tiny", "{name}")' for name in contents]
+    setup = "import time\nwaits = []\ntime.sleep = waits.append"
+    found = hub.ask(*calls, 'fetch_file("acme/tiny", "none")', setup=setup)
+    assert [Path(path).read_bytes() for path in found[:-1]] == list(contents.values())
+
+    hub.fail(503, 1000, "HEAD /acme/tiny/")
+    hub.fail("drop", 1000, "HEAD /acme/gone/")
+    hub.fail(429, 1000, "HEAD /acme/busy/")
+    others = [f'fetch_file("acme/{name}", "b.json")' for name in ("tiny", "gone", "busy")]
+    *cached, broken, gone, busy = hub.ask(*calls, 'fetch_file("acme/tiny", "none")', *others, setup=setup)
+    assert cached == found
+    assert ": b.json cannot be read from the hub: the hub is out of order (it answers 503); try again later" in broken
+    assert ": b.json cannot be read from the hub: Server disconnected" in gone
+    assert ": b.json cannot be read from the hub: the hub has had too many requests from here" in busy
+    for answer in (broken, gone, busy):
+        assert "it is not in the cache either" in answer
+
+
+def test_a_cache_that_cannot_be_written_is_not_the_hubs_fault(hub):
+    hub.add("acme/tiny", {"config.json": b"{}"})
+    (hub.home / "file").write_text("")
+    place = str(hub.home / "file" / "cache")
+    (answer,) = hub.ask('fetch_file("acme/tiny", "config.json")', HF_HUB_CACHE=place)
+    assert answer.startswith(
+        "UserError: acme/tiny: config.json cannot be read from the hub: [Errno 20] Not a directory"
+    )
+    assert place in answer
+    assert "\n" not in answer
