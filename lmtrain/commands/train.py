@@ -11,6 +11,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.show import show
 from lmtrain.data.caches import Caches, needs_all, plan_steps
 from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.upload import check_upload
 from lmtrain.preprocess.build import Build
 from lmtrain.run_config import RunConfig, data_seed, resolved
 from lmtrain.runtime.distributed import start_processes
@@ -30,6 +31,8 @@ def run(argv: list[str]) -> int:
     start_console_log(processes)
     run = resolve_hf(run)
     config = run.config
+    if config.hf_upload is not None and processes.is_first:
+        check_upload(config.hf_upload)
     log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {_checkpoints(run)})")
     try:
         log_dir = fill_run_id(config.trainer.log_dir, run.id)

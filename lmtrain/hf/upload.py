@@ -21,6 +21,9 @@ from lmtrain.runtime.logging import log
 # Seconds before each further attempt. huggingface_hub repeats some requests by itself, but not the commit.
 _WAITS = (2.0, 8.0, 30.0)
 
+# Of an earlier export in fewer or more files; left there, it could be what others load.
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
 # Seconds without a sign of life; huggingface_hub itself would wait for ever.
 _CHECK_SECONDS = 15.0
 _UPLOAD_SECONDS = 300.0
@@ -58,9 +61,9 @@ def upload_folder(folder: str, ref: str, message: str) -> str:
     """Put all files of `folder` into the model repository `owner/name[@branch]`, in one commit; return its URL.
 
     A missing repository is created, as open as the hub makes new ones for that owner, and a missing branch from main;
-    an existing repository keeps who may see it, and the files that the folder lacks. If nothing differs there is no
-    commit, and the URL is that of the last. What may pass is tried again. Raises `UserError` in the end; the folder is
-    only read.
+    an existing repository keeps who may see it, and the files that the folder lacks, but for old weights. If nothing
+    differs there is no commit, and the URL is that of the last. What may pass is tried again. Raises `UserError` in the
+    end; the folder is only read.
     """
     repository, branch = _parse_target(ref)
     folder = os.path.abspath(os.path.expanduser(folder))
@@ -87,7 +90,7 @@ def upload_folder(folder: str, ref: str, message: str) -> str:
 
 def _upload(folder: str, files: list[str], repository: str, branch: str | None, message: str, token: str) -> str:
     """Can be repeated: what has arrived is found there and not sent again."""
-    from huggingface_hub import CommitOperationAdd, HfApi, get_session
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
 
     hide_progress_from_files()
     get_session().timeout = _UPLOAD_SECONDS
@@ -97,7 +100,9 @@ def _upload(folder: str, files: list[str], repository: str, branch: str | None, 
         api.create_branch(repository, branch=branch, exist_ok=True)
     # not upload_folder, which makes several commits of what it thinks is much
     additions = [CommitOperationAdd(path_in_repo=file, path_or_fileobj=os.path.join(folder, file)) for file in files]
-    url: str = api.create_commit(repository, additions, commit_message=message, revision=branch).commit_url
+    there = api.list_repo_files(repository, revision=branch)
+    old = [CommitOperationDelete(path_in_repo=file) for file in there if _WEIGHTS.fullmatch(file) and file not in files]
+    url: str = api.create_commit(repository, [*additions, *old], commit_message=message, revision=branch).commit_url
     return url
 
 

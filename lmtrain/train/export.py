@@ -33,7 +33,7 @@ class Exporter:
 
     An export that fails is told and does not end the run: the checkpoint of that step can be exported by hand. Of
     several processes all have to call `export`, and the first writes. Raises `UserError` for a model that cannot be
-    exported, and for an upload that would fail.
+    exported.
     """
 
     def __init__(
@@ -51,10 +51,6 @@ class Exporter:
         self._is_first = is_first
         self._thread: threading.Thread | None = None
         self.failed: list[int] = []
-        if is_first and self._upload_to:
-            from lmtrain.hf.upload import check_upload
-
-            check_upload(self._upload_to)
 
     def due(self, step: int, last: bool) -> bool:
         """Whether the state after `step` updates is to be exported."""

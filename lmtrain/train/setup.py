@@ -88,6 +88,8 @@ def set_up(
     parameters = count_parameters(model)
     log.info(f"{config.model.type}, {parameters:,} parameters, {trainer.precision}")
 
+    exports = config.hf_save_path is not None or config.hf_upload is not None
+    exporter = Exporter(config, run, model, tokenizer, layout, processes.is_first) if exports else None
     run_info = _run_info(config, run, tokenizer.identity, caches, layout)
     folder = trainer.checkpointer.run_folder(run)
     if "://" in folder:
@@ -126,9 +128,6 @@ def set_up(
     train_batches = (
         place_batch(batch, layout.batch, rows, batching.train_batch) for batch in iterate(source, first_step, _PREFETCH)
     )
-
-    exports = config.hf_save_path is not None or config.hf_upload is not None
-    exporter = Exporter(config, run, model, tokenizer, layout, processes.is_first) if exports else None
 
     log_dir = fill_run_id(trainer.log_dir, run)
     trackers = open_trackers(trainer.tracker, log_dir, run, first_step) if processes.is_first else Trackers()

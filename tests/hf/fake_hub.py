@@ -445,6 +445,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 message = value["summary"]
             elif key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
+            elif key == "deletedFile":
+                del files[value["path"]]
             elif key == "lfsFile" and value["oid"] in self.hub.stored:
                 files[value["path"]] = self.hub.stored[value["oid"]]
             else:

@@ -13,8 +13,8 @@ from conftest import TRAIN_FILES, VALIDATION_FILES
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.export import Export, write_export
-from lmtrain.hf.key_map import Piece, Row
 from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.key_map import Piece, Row
 from lmtrain.hf.sentencepiece import convert_sentencepiece, train_sentencepiece
 from lmtrain.preprocess.documents import DocumentReader
 

@@ -223,3 +223,12 @@ def test_what_can_never_succeed_is_not_tried_again(hub, export):
     assert answers[-1] == []
     assert hub.repositories["lap/there"].files() == {}
     assert not any("x" in repository.messages() for repository in hub.repositories.values())
+
+
+def test_weights_of_an_earlier_export_in_other_files_go_in_the_same_commit(hub, export):
+    old = {"model-00001-of-00002.safetensors": b"1", "model-00002-of-00002.safetensors": b"2"}
+    old |= {"model.safetensors.index.json": b"{}", "adapter.safetensors": b"other"}
+    repository = hub.add("lab/there", {**old, "README.md": b"about"})
+    hub.ask('upload_folder("my export", "lab/there", "in one file")', HF_TOKEN=hub.token)
+    assert repository.messages() == ["in one file", "first"]
+    assert repository.files() == export | {"adapter.safetensors": b"other"}

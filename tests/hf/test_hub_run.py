@@ -1,0 +1,85 @@
+"""A whole run between two models of the hub: begin from one, upload to the other."""
+
+import os
+
+import numpy as np
+import pytest
+import yaml
+from conftest import TOKENIZER, tiny_settings
+from parity.variants import LLAMA, SIZES
+
+from lmtrain.run_config import RunConfig
+
+pytestmark = pytest.mark.end_to_end
+
+
+# In place of the model on the hub.
+OWN = ["--model", "{type: gpt2, hidden_dim: 32, num_heads: 2}", "--initialize_from_hf", "false"]
+OWN += ["--use_hf_model_config", "false", "--data.tokenizer", str(TOKENIZER)]
+
+
+@pytest.fixture
+def base(hub):
+    """A gated model on the hub, with a tokenizer: its files."""
+    from lmtrain.hf.export import write_export
+    from lmtrain.hf.tokenizer import load_tokenizer
+    from lmtrain.models.registry import build_model
+    from lmtrain.train.export import plan_export
+
+    config = RunConfig.model_validate({"model": {"type": "llama", **SIZES, **LLAMA, "seq_len": 32}}).model
+    plan = plan_export(config, build_model(config, 384), load_tokenizer(str(TOKENIZER)), "float32")
+    rng = np.random.default_rng(0)
+    write_export(str(hub.home / "made"), plan, (rng.normal(size=p.shape).astype(np.float32) * 0.3 for p in plan.pieces))
+    files = {name: (hub.home / "made" / name).read_bytes() for name in os.listdir(hub.home / "made")}
+    hub.add("acme/base", files, admits=("somebody",))
+    return files
+
+
+@pytest.fixture
+def config(hub):
+    settings = tiny_settings()
+    settings["model"] = {"type": "llama", "seq_len": 32}
+    settings |= {"initialize_from_hf": "acme/base@main", "use_hf_model_config": True}
+    settings |= {"hf_upload": "lab/new@runs", "hf_save_steps": 2}
+    settings["trainer"] |= {"num_train_steps": 3, "id": "uploaded"}
+    (hub.home / "tiny.yaml").write_text(yaml.safe_dump(settings))
+
+
+def lmtrain(hub, *arguments: str, **environment: str):
+    code = f"import sys; from lmtrain.cli import main; sys.argv = {['lmtrain', *arguments]!r}; main()"
+    return hub.run(code, **environment)
+
+
+def test_training_begins_from_a_gated_model_and_its_exports_arrive(hub, base, config):
+    done = lmtrain(hub, "train", "tiny.yaml", HF_TOKEN=hub.token)
+    assert done.returncode == 0, done.stderr
+    assert "beginning with the weights of acme/base@main" in done.stderr
+    new = hub.repositories["lab/new"]
+    assert new.messages("runs") == ["uploaded, step 3", "uploaded, step 2", "first"]
+    last = new.files("runs")
+    assert last.keys() >= base.keys()
+    assert last["model.safetensors"] != base["model.safetensors"]
+    assert not (hub.home / "exports").exists()
+
+    by_hand = ["export-hf", "tiny.yaml", "--upload", "lab/by-hand", "--output", "kept"]
+    done = lmtrain(hub, *by_hand, HF_TOKEN=hub.token)
+    assert done.returncode == 0, done.stderr
+    assert hub.repositories["lab/by-hand"].files()["model.safetensors"] == last["model.safetensors"]
+    assert (hub.home / "kept" / "model.safetensors").read_bytes() == last["model.safetensors"]
+    assert hub.leaks(hub.token) == []
+
+
+def test_what_the_hub_refuses_is_told_before_anything_is_computed(hub, base, config):
+    for flags, environment, message in (
+        ([], {}, "acme/base@main: config.json cannot be read from the hub: the repository is gated"),
+        (
+            OWN,
+            {},
+            "cannot be uploaded to without a token",
+        ),
+        (["--hf_upload", "elsewhere/x"], {"HF_TOKEN": hub.token}, "elsewhere/x: an upload would fail: the token is of"),
+    ):
+        done = lmtrain(hub, "train", "tiny.yaml", *flags, **environment)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr
+        assert not (hub.home / "checkpoints").exists()
