@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from conftest import TOKENIZER, TRAIN_FILES, VALIDATION_FILES
 
 SMALL = [
@@ -10,6 +11,7 @@ SMALL = [
     *("--trainer.num_train_steps", 2, "--trainer.train_batch_size", 4, "--trainer.per_device_parallelism", 2),
     *("--trainer.tracker", "{type: json}", "--trainer.id", "tiny", "--trainer.max_eval_batches", 2),
 ]
+SOURCES = {"train_urls": TRAIN_FILES, "validation_urls": VALIDATION_FILES, "tokenizer": str(TOKENIZER)}
 DATA = [
     *("--data.train_urls", json.dumps(TRAIN_FILES), "--data.validation_urls", json.dumps(VALIDATION_FILES)),
     *("--data.tokenizer", TOKENIZER),
@@ -65,3 +67,14 @@ def test_the_first_config_trains_on_a_data_set_named_by_a_shipped_fragment(lmtra
     again = lmtrain("train", "gpt2_nano", *data, *SMALL, "--data.cache_dir", "cache", "--trainer.num_train_steps", 3)
     assert again.returncode == 0, again.stderr
     assert "continuing after step 2" in again.stderr
+
+
+@pytest.mark.parametrize(("family", "more"), [("llama", []), ("mpt", []), ("backpack", ["--model.num_senses", 4])])
+def test_the_small_model_of_every_family_trains_and_is_exported(lmtrain, tmp_path, family, more):
+    flags = ["--hf_save_path", "exports", "--data", json.dumps(SOURCES), "--trainer.steps_per_eval", 100]
+    trained = lmtrain("train", f"{family}_nano", *SMALL, *flags, *more)
+    assert trained.returncode == 0, trained.stderr
+    assert f"{family}, " in trained.stderr
+    files = sorted(path.name for path in (tmp_path / "exports" / "tiny" / "step-2").iterdir())
+    assert ("modeling_backpack.py" in files) == (family == "backpack")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)

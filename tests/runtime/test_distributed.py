@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.config import DistributedConfig
@@ -56,11 +58,32 @@ def test_processes_that_cannot_meet_are_an_error_with_its_place(monkeypatch):
         start_processes(DistributedConfig(num_processes=2, process_id=0, local_device_ids=3))
 
 
+def write_random_export(settings, folder):
+    """A Hugging Face model of these settings; its tensors."""
+    from lmtrain.hf.export import write_export
+    from lmtrain.hf.tokenizer import load_tokenizer
+    from lmtrain.models.gpt2.config import Gpt2Config
+    from lmtrain.models.registry import build_model
+    from lmtrain.train.export import plan_export
+
+    config = Gpt2Config(**settings["model"])
+    tokenizer = load_tokenizer(settings["data"]["tokenizer"])
+    plan = plan_export(config, build_model(config, tokenizer.vocab_size), tokenizer, "float32")
+    rng = np.random.default_rng(0)
+    tensors = {piece.name: rng.normal(size=piece.shape).astype(np.float32) * 0.1 for piece in plan.pieces}
+    write_export(str(folder), plan, tensors.values())
+    return tensors
+
+
 def test_two_processes_train_as_one_and_one_of_them_tells(settings, write_config, tmp_path):
-    """Each on a device of its own; what there is one of is written once."""
+    """Each on a device of its own; what there is one of is written once. They begin from a Hugging Face model, and at
+    so small a rate what they export is still that."""
     settings["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 100}
     settings["data"]["validation_urls"] = None
     settings["model"] |= {"num_layers": 1, "gradient_checkpointing": False}
+    settings["optimizer"]["learning_rate"] = 1e-9
+    settings |= {"initialize_from_hf": "base", "hf_save_path": "exports"}
+    base = write_random_export(settings, tmp_path / "base")
     config = write_config(settings)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -88,4 +111,8 @@ def test_two_processes_train_as_one_and_one_of_them_tells(settings, write_config
     lines = (tmp_path / "logs" / "both.metrics.jsonl").read_text().splitlines()
     assert [entry["step"] for entry in map(json.loads, lines) if "train/loss" in entry] == [1, 2]
     assert (tmp_path / "logs" / "both.process-1.log").exists()
+    exported = load_file(tmp_path / "exports" / "both" / "step-2" / "model.safetensors")
+    assert exported.keys() == base.keys()
+    for name, tensor in base.items():
+        np.testing.assert_allclose(exported[name], tensor, atol=1e-6, err_msg=name)
     assert ALONE.is_first
