@@ -158,7 +158,7 @@ def _open_to_write(path: str) -> Iterator[BinaryIO]:
 def _put_in_place(temporary: str, output: str, names: Sequence[str]) -> None:
     """Give the folder its own name; what was there before goes.
 
-    Stores of objects cannot rename a folder: there the files are moved one by one, `names` in order, with config.json
+    Stores of objects cannot rename a folder: there the files are copied one by one, `names` in order, with config.json
     among the last, without which nothing loads; before that goes the old one's.
     """
     if not is_url(output):
@@ -175,7 +175,7 @@ def _put_in_place(temporary: str, output: str, names: Sequence[str]) -> None:
                 fs.rm_file(f"{inside}/{name}")
         _, source = open_fs(temporary)
         for name in names:
-            fs.mv(f"{source}/{name}", f"{inside}/{name}")
+            fs.cp_file(f"{source}/{name}", f"{inside}/{name}")
 
 
 def _remove(folder: str) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from parity.variants import TOKENIZER, VARIANTS, VOCAB, make, tokens
+from transformers import AutoModelForCausalLM
 
 from lmtrain.commands.hf_model import config_of
 from lmtrain.config.errors import UserError
@@ -122,6 +123,14 @@ def test_what_transformers_does_not_have_is_refused_by_name(name, changes, named
     variant = make(name, **changes)
     with pytest.raises(UserError, match=named):
         plan_export(variant.config, variant.model, TOKENIZER, "float32")
+
+
+def test_transformers_is_told_to_compute_attention_the_way_that_knows_the_setting(export):
+    """Others of its ways leave the division out in version 4."""
+    loaded = AutoModelForCausalLM.from_pretrained(export(make("gpt2-inverse")), dtype=torch.float32)
+    assert loaded.config._attn_implementation == "eager"
+    plain = AutoModelForCausalLM.from_pretrained(export(make("gpt2"), folder="plain"), dtype=torch.float32)
+    assert plain.config._attn_implementation == "sdpa"
 
 
 def test_config_json_is_readable_by_both_versions_of_transformers(export):

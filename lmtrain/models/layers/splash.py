@@ -52,17 +52,21 @@ def splash(
         )
         return jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=kernels.SegmentIds(s, s)))(q, k, v, segments)
 
-    arguments = ((q_BHSC * scale).astype(q_BHSC.dtype), k_BKSC, v_BKSC, segments_BS)
+    q_BHSC = (q_BHSC * scale).astype(q_BHSC.dtype)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return local(*arguments)
+        return local(q_BHSC, k_BKSC, v_BKSC, segments_BS)
 
     def spec(*axes: str | None) -> PartitionSpec:
         return nn.logical_to_mesh_axes(axes) or PartitionSpec()
 
     query, key = (spec("act_batch", heads, None, None) for heads in ("act_heads", "act_kv_heads"))
+    if query != key:
+        # a device's query heads would meet the key heads of others: give each query head its own
+        k_BKSC, v_BKSC = (jax.numpy.repeat(x, q_BHSC.shape[1] // x.shape[1], axis=1) for x in (k_BKSC, v_BKSC))
+        key = query
     placed = jax.shard_map(
         local, mesh=mesh, in_specs=(query, key, key, spec("act_batch", None)), out_specs=query, check_vma=False
     )
-    mixed: jax.Array = placed(*arguments)
+    mixed: jax.Array = placed(q_BHSC, k_BKSC, v_BKSC, segments_BS)
     return mixed

@@ -1,0 +1,51 @@
+"""A Hugging Face model written to a bucket, replaced there, and read from there."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from parity.variants import LLAMA, SIZES, TOKENIZER
+
+from lmtrain.commands.hf_model import config_of
+from lmtrain.config.errors import UserError
+from lmtrain.hf.export import write_export
+from lmtrain.hf.key_map import flatten
+from lmtrain.models.registry import build_model
+from lmtrain.run_config import RunConfig
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import plan_layout
+from lmtrain.train.export import plan_export
+from lmtrain.train.hf_params import load_hf_params
+
+CONFIG = RunConfig.model_validate({"model": {"type": "llama", **SIZES, **LLAMA}}).model
+MODEL = build_model(CONFIG, 90)
+PLAN = plan_export(CONFIG, MODEL, TOKENIZER, "float32")
+TENSORS = [np.random.default_rng(0).normal(size=piece.shape).astype(np.float32) for piece in PLAN.pieces]
+
+
+def test_an_export_in_a_bucket_is_the_one_in_a_folder_and_replaces_an_earlier_one(store, tmp_path):
+    write_export(str(tmp_path / "local"), PLAN, TENSORS, shard_bytes=20_000)
+    write_export(f"{store.url}/models/one", PLAN, TENSORS)  # in one file, which must not stay
+    write_export(f"{store.url}/models/one", PLAN, TENSORS, shard_bytes=20_000)
+    expected = {f"one/{name}": (tmp_path / "local" / name).read_bytes() for name in os.listdir(tmp_path / "local")}
+    assert store.contents("models") == expected
+    assert len(json.loads(expected["one/model.safetensors.index.json"])["weight_map"]) == len(PLAN.pieces)
+
+
+def test_a_model_in_a_bucket_is_read_from_there(store):
+    url = f"{store.url}/read"
+    write_export(url, PLAN, TENSORS, shard_bytes=20_000)
+    config = config_of(url).model
+    assert config.meaning() == CONFIG.meaning()
+    params = flatten(load_hf_params(url, config, MODEL, plan_layout(PartitioningConfig()), "float32"))
+    names = [piece.name for piece in PLAN.pieces]
+    expected = TENSORS[names.index("model.layers.1.mlp.up_proj.weight")]
+    np.testing.assert_array_equal(np.asarray(params["blocks/mlp/up/kernel"])[1].T, expected)
+
+
+def test_something_else_in_a_bucket_is_left_alone(store):
+    store.put("precious/photo.png", b"precious")
+    with pytest.raises(UserError, match="not empty and holds no earlier export"):
+        write_export(f"{store.url}/precious", PLAN, TENSORS)
+    assert store.contents("precious") == {"photo.png": b"precious"}
