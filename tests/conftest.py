@@ -5,8 +5,10 @@ import os
 # Before any import of huggingface_hub, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["JAX_PLATFORMS"] = "cpu"
-for _name in ("RUN_ID", "WANDB_API_KEY", "XLA_FLAGS"):
+for _name in ("RUN_ID", "WANDB_API_KEY"):
     os.environ.pop(_name, None)
+# Tiny programs run for microseconds; what takes time is compiling them, here and in every process that is started.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import subprocess  # noqa: E402
 import sys  # noqa: E402

@@ -1,5 +1,6 @@
 """Parameters from Hugging Face tensors and back, one tensor at a time, whatever devices and processes they are on."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def load_hf_params(ref: str, config: ModelConfig, model: LanguageModel, layout: 
     pieces = plan_hf_pieces(config, model)
     names = _match(ref, weights, pieces, config)
     _tell_of_resizing(ref, weights, names, pieces, model.vocab_size)
-    flat = {path: _zeros(leaf.shape, dtype, shardings[path]) for path, leaf in abstract.items()}
+    flat = {path: jnp.zeros(leaf.shape, dtype, device=shardings[path]) for path, leaf in abstract.items()}
     for piece in pieces:
         if isinstance(piece.row, Zeros):
             if np.any(weights.read(names[piece.name])):
@@ -59,15 +60,22 @@ def plan_hf_pieces(config: ModelConfig, model: LanguageModel) -> list[Piece]:
 def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_size: int) -> Iterator[np.ndarray]:
     """The values of the pieces, one after the other; all processes of a run have to ask for each."""
     flat = flatten(params)
-    whole = jax.jit(lambda array: array, out_shardings=layout.replicated)
-    of_layer = jax.jit(
-        lambda array, layer: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), out_shardings=layout.replicated
-    )
+    whole, of_layer = _gathering(layout.replicated)
 
     def get(path: str, layer: int | None) -> np.ndarray:
         return np.asarray(whole(flat[path]) if layer is None else of_layer(flat[path], layer))
 
     return (take(piece, get, vocab_size) for piece in pieces)
+
+
+@functools.cache
+def _gathering(replicated: NamedSharding) -> tuple[Any, Any]:
+    """Compiled once for all parameters of a shape: an array, or one layer of a stacked one, on every device."""
+    whole = jax.jit(lambda array: array, out_shardings=replicated)
+    of_layer = jax.jit(
+        lambda array, layer: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), out_shardings=replicated
+    )
+    return whole, of_layer
 
 
 def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelConfig) -> dict[str, str]:
@@ -119,27 +127,24 @@ def _to_ours(row: Row, array: np.ndarray, shape: tuple[int, ...], vocab_size: in
     return row.to_ours(array[: shape[0]] if row.cut else array, shape)
 
 
-def _zeros(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
-
-
 def _put(target: jax.Array, array: np.ndarray, layer: int | None, sharding: NamedSharding) -> jax.Array:
     """`target`, whose memory is used again, with `array` in its place, or in that of one layer."""
+    array = array.astype(target.dtype, copy=False)
     if layer is None:
-        placed = _spread(array, sharding)
-        return jax.jit(lambda new: new.astype(target.dtype), out_shardings=sharding)(placed)
+        return _spread(array, sharding)
     placed = _spread(array, NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])))
-
-    def update(stacked: jax.Array, new: jax.Array, at: int) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stacked, new.astype(stacked.dtype), at, 0)
-
-    return _UPDATES.setdefault(sharding, jax.jit(update, donate_argnums=0, out_shardings=sharding))(
-        target, placed, layer
-    )
+    updated: jax.Array = _updating(sharding)(target, placed, layer)
+    return updated
 
 
-# One compiled update for all layers of parameters that are laid out alike.
-_UPDATES: dict[NamedSharding, Any] = {}
+@functools.cache
+def _updating(sharding: NamedSharding) -> Any:
+    """Compiled once for all stacked parameters of a shape that are laid out alike."""
+
+    def update(stacked: jax.Array, new: jax.Array, layer: int) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stacked, new, layer, 0)
+
+    return jax.jit(update, donate_argnums=0, out_shardings=sharding)
 
 
 def _spread(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

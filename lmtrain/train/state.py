@@ -1,5 +1,6 @@
 """What training changes: parameters, optimizer state, and the number of updates done."""
 
+import functools
 import math
 from typing import Any
 
@@ -24,6 +25,11 @@ class TrainState(struct.PyTreeNode):
 
 def abstract_params(model: LanguageModel) -> Any:
     """Shapes, types and logical names of the parameters, without computing any."""
+    return _abstract_params(model)
+
+
+@functools.lru_cache(maxsize=8)
+def _abstract_params(model: Any) -> Any:
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 

@@ -80,7 +80,7 @@ class Variant(NamedTuple):
 def make(name: str, **more: Any) -> Variant:
     kind, family, changes = VARIANTS[name]
     sizes = SIZES | (LLAMA if family == "llama" else {})
-    settings = {"type": family, "initializer_range": 0.02} | sizes | changes | more
+    settings = {"type": family, "gradient_checkpointing": False} | sizes | changes | more
     run_config = RunConfig.model_validate({"model": settings})
     model = build_model(run_config.model, VOCAB)
     shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32)))
