@@ -31,6 +31,9 @@ class LanguageModel(Protocol):
 
     vocab_size: int
 
+    def __hash__(self) -> int:
+        """Linen's: equal modules are equal keys."""
+
     @property
     def has_dropout(self) -> bool:
         """Whether training needs a `dropout` key."""

@@ -23,13 +23,9 @@ class TrainState(struct.PyTreeNode):
     optimizer: Any
 
 
+@functools.lru_cache(maxsize=8)
 def abstract_params(model: LanguageModel) -> Any:
     """Shapes, types and logical names of the parameters, without computing any."""
-    return _abstract_params(model)
-
-
-@functools.lru_cache(maxsize=8)
-def _abstract_params(model: Any) -> Any:
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
