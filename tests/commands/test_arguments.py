@@ -96,9 +96,8 @@ def test_what_is_not_in_force_yet_is_told_with_its_place(parse, capsys):
     told = capsys.readouterr().err.splitlines()
     assert told == [f"note: {notice}" for notice in run.notices()]
     assert sorted(told) == [
-        "note: --trainer.allow_partial_checkpoint: trainer.allow_partial_checkpoint is checked, but not in force yet in "
-        "this version",
-        "note: --trainer.load_checkpoint: trainer.load_checkpoint is checked, but not in force yet in this version",
+        f"note: --trainer.{name}: trainer.{name} is checked, but not in force yet in this version"
+        for name in ("allow_partial_checkpoint", "load_checkpoint")
     ]
     run.refuse_planned()
 
