@@ -48,6 +48,8 @@ def read_header(path: str) -> dict[str, TensorInfo]:
         if size > 1 << 30:
             raise ValueError("no header")
         header = json.loads(_read(path, 8, 8 + size))
+        if not isinstance(header, dict):
+            raise ValueError("the header is no map")
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         return {name: _info(entry, 8 + size) for name, entry in tensors.items()}
     except (ValueError, KeyError, TypeError) as error:
@@ -84,6 +86,8 @@ def _info(entry: Mapping[str, Any], data_begin: int) -> TensorInfo:
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"numbers of type {entry['dtype']} are not supported")
     begin, end = entry["data_offsets"]
+    if not 0 <= begin <= end:
+        raise ValueError(f"data_offsets {begin}, {end}")
     return TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"]), data_begin + begin, data_begin + end)
 
 

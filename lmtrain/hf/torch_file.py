@@ -1,5 +1,6 @@
 """Weight files that torch wrote. The only file that imports torch, which has to be installed for it."""
 
+import zipfile
 from typing import Any
 
 import ml_dtypes
@@ -20,20 +21,24 @@ def open_torch(path: str) -> dict[str, Any]:
             f"{path}: to read it, `pip install torch`; or save the model with save_pretrained, as safetensors"
         ) from None
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # files from before torch 1.6 are no zip files, and only zip files can be mapped
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # pickle, zip and torch errors of many kinds
         raise UserError(f"{path}: torch cannot load it: {str(error).splitlines()[0]}") from None
-    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()
+    ):
         raise UserError(f"{path}: not a map of names to tensors")
     return tensors
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """A torch tensor's values; numpy has no bfloat16 of its own."""
+    """A copy of a torch tensor's values; numpy has no bfloat16 of its own."""
     import torch
 
+    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
     if tensor.dtype == torch.bfloat16:
-        as_bits: np.ndarray = tensor.contiguous().view(torch.uint16).numpy()
+        as_bits: np.ndarray = tensor.view(torch.uint16).numpy()
         return as_bits.view(ml_dtypes.bfloat16)
-    array: np.ndarray = tensor.contiguous().numpy()
+    array: np.ndarray = tensor.numpy()
     return array

@@ -122,6 +122,6 @@ def _file(ref: str, name: str) -> str:
 
 def _weight_map(listed: Mapping[str, Any], ref: str, index: str) -> Mapping[str, str]:
     found = listed.get("weight_map")
-    if not isinstance(found, dict) or not found:
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
         raise UserError(f"{ref}: {index} has no weight_map")
     return found

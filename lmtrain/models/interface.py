@@ -44,6 +44,9 @@ class LanguageModel(Protocol):
     def apply(self, variables: Any, *arguments: Any, **keywords: Any) -> Any:
         """Linen's: call the method named by `method`."""
 
+    def clone(self, **changes: Any) -> "LanguageModel":
+        """Linen's: the same module with other fields, such as `attention`, the name of its backend."""
+
     def hidden(self, tokens_BS: jax.Array, deterministic: bool, segments_BS: jax.Array | None = None) -> jax.Array:
         """What the head turns into logits, [B, S, D]. Not deterministic needs a `dropout` key.
 

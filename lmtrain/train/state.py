@@ -27,7 +27,12 @@ class TrainState(struct.PyTreeNode):
 def abstract_params(model: LanguageModel) -> Any:
     """Shapes, types and logical names of the parameters, without computing any."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    return jax.eval_shape(without_kernels(model).init, jax.random.key(0), tokens)["params"]
+
+
+def without_kernels(model: LanguageModel) -> LanguageModel:
+    """The same model with plain attention, for a few tokens in float32, which not every backend takes."""
+    return model.clone(attention="xla")
 
 
 def count_parameters(model: LanguageModel) -> int:
@@ -65,7 +70,7 @@ def init_state(
     """A fresh state, each array computed where it lives. The same seed gives the same values on any mesh."""
 
     def init(key: jax.Array) -> TrainState:
-        boxed = model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
+        boxed = without_kernels(model).init(key, jnp.zeros((1, 2), jnp.int32))["params"]
         params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(boxed))
         return TrainState(jnp.int32(0), params, optimizer.init(params))
 

@@ -11,7 +11,7 @@ from lmtrain.models.interface import LanguageModel
 from lmtrain.optim.schedules import Schedule
 from lmtrain.sharding.mesh import Layout
 from lmtrain.train.loss import next_token_targets, summed_cross_entropy
-from lmtrain.train.state import TrainState
+from lmtrain.train.state import TrainState, without_kernels
 
 Metrics = dict[str, jax.Array]
 
@@ -67,6 +67,7 @@ def build_eval_step(model: LanguageModel, layout: Layout, compute_dtype: str) ->
 
 def build_logits(model: LanguageModel, params: Any, layout: Layout) -> Callable[[Any], Any]:
     """tokens [B, S] -> float32 logits [B, S, V], on the host."""
+    model = without_kernels(model)
     function = _within(
         layout, jax.jit(lambda tokens: model.apply({"params": params}, tokens), out_shardings=layout.replicated)
     )
