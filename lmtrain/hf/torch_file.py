@@ -24,7 +24,8 @@ def open_torch(path: str) -> dict[str, Any]:
         # files from before torch 1.6 are no zip files, and only zip files can be mapped
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # pickle, zip and torch errors of many kinds
-        raise UserError(f"{path}: torch cannot load it: {str(error).splitlines()[0]}") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{path}: torch cannot load it: {reason}") from None
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()
     ):
