@@ -10,11 +10,12 @@ import pytest
 pytestmark = pytest.mark.multi_device
 
 SCRIPT = """
-import json, jax, sys
-import flax.linen as nn
+import json, jax
 from lmtrain.hf.key_map import flatten
+from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.mpt.config import MptConfig
 from lmtrain.models.registry import build_model
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.optimizer import build_optimizer
@@ -26,38 +27,61 @@ SIZES = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": 16}
 FAMILIES = {
     "gpt2": Gpt2Config(**SIZES),
     "llama": LlamaConfig(**SIZES, intermediate_dim=64, qk_norm="all", use_bias=True, use_mlp_bias=True),
+    "mpt": MptConfig(**SIZES, use_bias=True, tie_word_embeddings=False),
+    "backpack": BackpackConfig(**SIZES, num_senses=8),
 }
-model = build_model(FAMILIES[sys.argv[1]], 64)
 optimizer = build_optimizer(AdamConfig(), lambda step: 0.1)
-boxed = flatten(abstract_params(model))
-result = {"names": {path: [list(leaf.names), len(leaf.value.shape)] for path, leaf in boxed.items()}}
+def plan(model, **partitioning):
+    layout = plan_layout(PartitioningConfig(**partitioning))
+    return layout, *state_shardings(model, optimizer, layout, "float32")
 
-def shards(layout):
-    _, shardings = state_shardings(model, optimizer, layout, "float32")
+def planned(model, **partitioning):
+    # path -> [whole shape, shape on one device]
+    _, state, shardings = plan(model, **partitioning)
+    whole, split = flatten(state.params), flatten(shardings.params)
+    return {path: [list(leaf.shape), list(split[path].shard_shape(leaf.shape))] for path, leaf in whole.items()}
+
+def placed(model, **partitioning):
+    # the same of arrays that are there
+    layout, _, shardings = plan(model, **partitioning)
     params = init_state(model, optimizer, layout, shardings, seed=0, dtype="float32").params
     return {
         path: [list(leaf.shape), list(leaf.addressable_shards[0].data.shape)] for path, leaf in flatten(params).items()
     }
 
-result["fsdp"] = shards(plan_layout(PartitioningConfig()))
-tensor = PartitioningConfig(model_axis_size=4, tensor_parallel_axes=["mlp", "heads", "kv_heads"])
-result["tensor"] = shards(plan_layout(tensor))
-result["none"] = shards(plan_layout(PartitioningConfig(fsdp_axis=None)))
+result = {}
+for family, config in FAMILIES.items():
+    model = build_model(config, 64)
+    boxed = flatten(abstract_params(model))
+    result[family] = {"names": {path: [list(leaf.names), len(leaf.value.shape)] for path, leaf in boxed.items()}}
+    result[family]["none"] = planned(model, fsdp_axis=None)
+    result[family]["fsdp"] = planned(model)
+    result[family]["tensor"] = placed(model, model_axis_size=4, tensor_parallel_axes=["mlp", "heads", "kv_heads"])
+    result[family]["senses"] = planned(model, model_axis_size=4, tensor_parallel_axes=["senses", "heads"])
 print(json.dumps(result))
 """
 
-EMBEDDINGS = {"gpt2": ["tokens", "positions"], "llama": ["tokens", "unembed"]}
-PARAMETERS = {"gpt2": 16, "llama": 21}
+EMBEDDINGS = {
+    "gpt2": ["tokens", "positions"],
+    "llama": ["tokens", "unembed"],
+    "mpt": ["tokens", "unembed"],
+    "backpack": ["tokens", "positions"],
+}
+PARAMETERS = {"gpt2": 16, "llama": 21, "mpt": 16, "backpack": 32}
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
-def found(request):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    environment = os.environ | flags
-    command = [sys.executable, "-c", SCRIPT, request.param]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def all_found():
+    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout) | {"family": request.param}
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(params=list(PARAMETERS))
+def found(all_found, request):
+    return all_found[request.param] | {"family": request.param}
 
 
 def matrices(found) -> list[str]:
@@ -88,12 +112,15 @@ def test_fsdp_splits_every_matrix_over_all_devices(found):
         assert parts(found["fsdp"][path]) == [8 if name == "embed" else 1 for name in names], path
 
 
-def test_tensor_parallelism_splits_mlp_and_heads_by_4_and_fsdp_the_rest_by_2(found):
-    ways = {"embed": 2, "mlp": 4, "heads": 4, "kv_heads": 4}
+def test_tensor_parallelism_splits_what_it_names_by_4_and_fsdp_the_rest_by_2(found):
+    """A Backpack's largest matrix has both mlp and senses, and only one can be split over the same devices."""
+    layouts = {"tensor": {"mlp", "heads", "kv_heads"}, "senses": {"senses", "heads"}}
     for path in matrices(found):
         names, _ = found["names"][path]
-        assert parts(found["tensor"][path]) == [ways.get(name, 1) for name in names], path
-        assert max(parts(found["tensor"][path])) == 4, path
+        for layout, split in layouts.items():
+            expected = [2 if name == "embed" else 4 if name in split else 1 for name in names]
+            assert parts(found[layout][path]) == expected, (path, layout)
+        assert 4 in parts(found["tensor"][path]) + parts(found["senses"][path]), path
 
 
 def test_without_any_axis_everything_is_whole_everywhere(found):

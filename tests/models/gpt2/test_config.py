@@ -44,3 +44,10 @@ def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(hidden, heads
 def test_impossible_values_and_unknown_names_are_refused(change):
     with pytest.raises(ValidationError):
         Gpt2Config(**change)
+
+
+def test_the_mlp_s_width_is_a_multiple_unless_given():
+    assert Gpt2Config(hidden_dim=48, num_heads=4, mlp_scale=3).mlp_dim == 144
+    assert Gpt2Config(hidden_dim=48, num_heads=4, intermediate_dim=100).mlp_dim == 100
+    with pytest.raises(ValidationError, match="intermediate_dim"):
+        Gpt2Config(intermediate_dim=0)

@@ -5,10 +5,20 @@ from itertools import pairwise
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import quick
 
-from lmtrain.models.layers.attention import attend, self_attend
+from lmtrain.models.layers import attention
+from lmtrain.models.layers.attention import alibi_slopes
 
 RNG = np.random.default_rng(0)
+
+
+def attend(q, k, v, *scale_and_first, **how):
+    return quick.jit(lambda q, k, v: attention.attend(q, k, v, *scale_and_first, **how))(q, k, v)
+
+
+def self_attend(q, k, v, scale, **how):
+    return quick.jit(lambda q, k, v: attention.self_attend("xla", q, k, v, scale, **how))(q, k, v)
 
 
 def arrays(queries: int, keys: int):
@@ -16,11 +26,13 @@ def arrays(queries: int, keys: int):
     return [RNG.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
-def plain(q, k, v, scale: float, first: int = 0) -> np.ndarray:
-    out = np.zeros(q.shape)
+def plain(q, k, v, scale: float, first: int = 0, slopes=None) -> np.ndarray:
+    out = np.zeros((*q.shape[:3], v.shape[3]))
     for s in range(q.shape[2]):
         seen = slice(0, first + s + 1)
         scores = np.einsum("bhc,bhtc->bht", q[:, :, s], k[:, :, seen]) * scale
+        if slopes is not None:
+            scores += np.multiply.outer(slopes, np.arange(first + s + 1) - (first + s))
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         out[:, :, s] = np.einsum("bht,bhtc->bhc", weights, v[:, :, seen])
@@ -30,7 +42,7 @@ def plain(q, k, v, scale: float, first: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8])
 def test_self_attention_is_the_plain_formula_at_even_and_odd_lengths(length):
     q, k, v = arrays(length, length)
-    np.testing.assert_allclose(self_attend("xla", q, k, v, 0.3), plain(q, k, v, 0.3), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(self_attend(q, k, v, 0.3), plain(q, k, v, 0.3), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("first", "queries"), [(0, 6), (2, 3), (5, 1)])
@@ -41,14 +53,14 @@ def test_queries_at_a_later_position_see_the_keys_up_to_their_own(first, queries
 
 def test_later_keys_and_values_have_no_influence_at_all():
     q, k, v = arrays(6, 6)
-    before = np.asarray(self_attend("xla", q, k, v, 0.5))
+    before = np.asarray(self_attend(q, k, v, 0.5))
     k[:, :, 4:], v[:, :, 4:] = 1e6, -1e6
-    np.testing.assert_array_equal(np.asarray(self_attend("xla", q, k, v, 0.5))[:, :, :4], before[:, :, :4])
+    np.testing.assert_array_equal(np.asarray(self_attend(q, k, v, 0.5))[:, :, :4], before[:, :, :4])
 
 
 def test_huge_scores_give_no_nan():
     q, k, v = arrays(4, 4)
-    assert np.isfinite(self_attend("xla", q * 1e4, k * 1e4, v, 1.0)).all()
+    assert np.isfinite(self_attend(q * 1e4, k * 1e4, v, 1.0)).all()
 
 
 def test_upcast_computes_bfloat16_scores_in_float32():
@@ -64,7 +76,7 @@ def test_upcast_computes_bfloat16_scores_in_float32():
 def test_drop_is_applied_to_the_weights_of_every_query():
     q, k, v = arrays(5, 5)
     np.testing.assert_allclose(
-        self_attend("xla", q, k, v, 0.5, drop=lambda weights: 2 * weights),
+        self_attend(q, k, v, 0.5, drop=lambda weights: 2 * weights),
         2 * plain(q, k, v, 0.5),
         rtol=1e-5,
         atol=1e-5,
@@ -76,7 +88,7 @@ def test_segments_are_sequences_of_their_own(length):
     q, k, v = arrays(length, length)
     cuts = [0, (length + 1) // 3, length]
     segments = np.repeat([4, 9], np.diff(cuts))[None].repeat(2, axis=0)
-    found = np.asarray(self_attend("xla", q, k, v, 0.5, segments_BS=jnp.asarray(segments)))
+    found = np.asarray(self_attend(q, k, v, 0.5, segments_BS=jnp.asarray(segments)))
     for start, end in pairwise(cuts):
         part = slice(start, end)
         expected = plain(q[:, :, part], k[:, :, part], v[:, :, part], 0.5)
@@ -85,7 +97,7 @@ def test_segments_are_sequences_of_their_own(length):
 
 def test_a_window_hides_what_lies_further_back():
     q, k, v = arrays(8, 8)
-    found = np.asarray(self_attend("xla", q, k, v, 0.5, window=3))
+    found = np.asarray(self_attend(q, k, v, 0.5, window=3))
     for s in range(8):
         seen = slice(max(0, s - 2), s + 1)
         expected = plain(q[:, :, s : s + 1], k[:, :, seen], v[:, :, seen], 0.5, first=8)
@@ -100,6 +112,53 @@ def test_grouped_query_heads_share_keys_and_values(kv_heads, length):
     k, v = (rng.normal(size=(2, kv_heads, length, 4)).astype(np.float32) for _ in range(2))
     segments = np.sort(rng.integers(0, 2, (2, length)), axis=1)
     repeated = [np.repeat(part, 6 // kv_heads, axis=1) for part in (k, v)]
-    found = self_attend("xla", q, k, v, 0.5, segments_BS=jnp.asarray(segments), window=4)
-    expected = self_attend("xla", q, *repeated, 0.5, segments_BS=jnp.asarray(segments), window=4)
+    found = self_attend(q, k, v, 0.5, segments_BS=jnp.asarray(segments), window=4)
+    expected = self_attend(q, *repeated, 0.5, segments_BS=jnp.asarray(segments), window=4)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("first", "queries"), [(0, 7), (3, 4), (6, 1)])
+def test_alibi_lowers_scores_by_the_slope_times_the_distance(first, queries):
+    q, k, v = arrays(queries, 7)
+    slopes = np.array([0.7, 0.2, 0.05], np.float32)
+    expected = plain(q, k, v, 0.5, first, slopes)
+    found = attend(q, k, v, 0.5, first, slopes=slopes)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    if first == 0:
+        halves = self_attend(q, k, v, 0.5, slopes=slopes)
+        np.testing.assert_allclose(halves, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(expected - plain(q, k, v, 0.5, first)).max() > 0.1
+
+
+def test_alibi_with_grouped_heads_gives_every_query_head_its_own_slope():
+    rng = np.random.default_rng(5)
+    q = rng.normal(size=(2, 6, 7, 4)).astype(np.float32)
+    k, v = (rng.normal(size=(2, 2, 7, 4)).astype(np.float32) for _ in range(2))
+    slopes = alibi_slopes(6, 8.0)
+    found = self_attend(q, k, v, 0.5, slopes=slopes)
+    expected = plain(q, np.repeat(k, 3, axis=1), np.repeat(v, 3, axis=1), 0.5, slopes=slopes)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "bias_max", "powers"),
+    [
+        (1, 8, [8]),
+        (4, 8, [2, 4, 6, 8]),
+        (6, 8, [2, 4, 6, 8, 1, 3]),  # of 8 heads: every second one, then those between
+        (12, 8, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]),  # of 16 heads
+        (4, 16, [4, 8, 12, 16]),
+    ],
+)
+def test_slopes_are_powers_of_two_in_the_published_order(heads, bias_max, powers):
+    slopes = alibi_slopes(heads, bias_max)
+    np.testing.assert_allclose(slopes, [2.0**-power for power in powers], rtol=1e-6)
+    assert slopes.dtype == np.float32
+
+
+def test_values_may_be_wider_than_queries_and_keys():
+    q, k, v = arrays(7, 7)
+    v = np.concatenate([v, 2 * v, v - 1], axis=3)
+    found = self_attend(q, k, v, 0.5)
+    np.testing.assert_allclose(found, plain(q, k, v, 0.5), rtol=1e-5, atol=1e-5)
+    assert found.shape == (2, 3, 7, 12)

@@ -22,3 +22,14 @@ def test_the_defaults_are_those_of_the_published_models():
 def test_impossible_values_are_refused(change):
     with pytest.raises(ValidationError):
         MptConfig(**change)
+
+
+def test_the_initial_range_is_for_the_scheme_that_has_one():
+    assert MptConfig().init_scheme == "kaiming"
+    assert MptConfig(init_scheme="normal", initializer_range=0.01).initializer_range == 0.01
+    for scheme in ({}, {"init_scheme": "kaiming"}):
+        with pytest.raises(ValidationError, match="is for init_scheme: normal") as refused:
+            MptConfig(**scheme, initializer_range=0.01)
+        assert refused.value.errors()[0]["ctx"]["field"] == "initializer_range"
+    with pytest.raises(ValidationError, match="init_scheme"):
+        MptConfig(init_scheme="xavier")

@@ -1,0 +1,161 @@
+"""What each policy keeps between forward and backward pass, in the blocks of every family: by JAX's own account."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+from parity.variants import make
+
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.gpt2.model import Gpt2Block
+from lmtrain.models.layers.remat import remat
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.llama.model import LlamaBlock
+from lmtrain.models.mpt.config import MptConfig
+from lmtrain.models.mpt.model import MptBlock
+
+SIZES = {"hidden_dim": 16, "num_heads": 4, "num_layers": 3, "seq_len": 12}
+BLOCKS = {  # Backpack's trunk is made of GPT-2's
+    "gpt2": (Gpt2Block, Gpt2Config(**SIZES, mlp_scale=2)),
+    "llama": (LlamaBlock, LlamaConfig(**SIZES, intermediate_dim=32, num_kv_heads=2)),
+    "mpt": (MptBlock, MptConfig(**SIZES, mlp_scale=2)),
+}
+INPUT = "f32[5,12,16] from the argument x"
+MIXED = "f32[5,4,12,4] named 'attention'"
+
+
+def loss_of(family: str, policy: bool | str, backend: str, scan: bool = True, length: int = 12):
+    """A function of a block's parameters and input, and shapes of these."""
+    kind, config = BLOCKS[family]
+    x = jax.ShapeDtypeStruct((5, length, 16), jnp.float32)
+    plain = kind(config, "xla")
+    params = nn.meta.unbox(jax.eval_shape(lambda x: plain.init(jax.random.key(0), x, 0, True, None), x))["params"]
+    block = remat(kind, policy, scan, static_argnums=(3,))(config, backend)
+
+    def loss(params, x):
+        return block.apply({"params": params}, x, jnp.int32(0), True, None)[0].sum()
+
+    return loss, params, x
+
+
+def kept(capsys, family: str, policy: bool | str, backend: str = "xla") -> list[str]:
+    """What is kept besides parameters and constants: type, shape and where it is from."""
+    print_saved_residuals(*loss_of(family, policy, backend))
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if not re.search(r"from (the argument params|a constant)", line)]
+
+
+of_every_family = pytest.mark.parametrize("family", list(BLOCKS))
+
+
+@of_every_family
+def test_without_a_policy_everything_is_kept(capsys, family):
+    values = kept(capsys, family, False)
+    assert len(values) > 25
+    assert sum("attention.py" in value for value in values) > 5
+
+
+@of_every_family
+@pytest.mark.parametrize("policy", [True, "full"])
+def test_full_keeps_what_goes_into_the_block_and_nothing_else(capsys, family, policy):
+    assert kept(capsys, family, policy) == [INPUT]
+    assert kept(capsys, family, policy, "blockwise") == [INPUT]
+
+
+@of_every_family
+def test_dots_keeps_the_results_of_matrix_products_and_nothing_else(capsys, family):
+    first, *dots = kept(capsys, family, "dots")
+    assert first == INPUT
+    assert all(" output of dot_general " in dot for dot in dots)
+    shapes = {dot.split()[0] for dot in dots}
+    scores = {"f32[5,2,12,6]", "f32[5,2,12,12]"} if family == "llama" else {"f32[5,4,6,6]", "f32[5,4,6,12]"}
+    assert shapes > scores
+    assert "f32[60,32]" in shapes
+
+
+@of_every_family
+def test_dots_no_batch_keeps_products_with_weights_and_not_those_of_attention(capsys, family):
+    first, *dots = kept(capsys, family, "dots_no_batch")
+    assert first == INPUT
+    assert all(" output of dot_general " in dot and "(Linear.__call__)" in dot for dot in dots)
+    qkv = ["f32[60,4,4]", "f32[60,2,4]", "f32[60,2,4]"] if family == "llama" else ["f32[60,3,4,4]"]
+    up = ["f32[60,32]"] * (2 if family == "llama" else 1)
+    assert [dot.split()[0] for dot in dots] == [*qkv, "f32[60,16]", *up]
+
+
+@of_every_family
+def test_save_attention_keeps_what_attention_gives(capsys, family):
+    first, *saved = kept(capsys, family, "save_attention")
+    assert first == INPUT
+    assert [value.split(" from ")[0] for value in saved] == [MIXED]
+
+
+@of_every_family
+def test_save_attention_keeps_the_log_sums_of_blocks_too_so_that_they_are_not_computed_again(capsys, family):
+    first, *saved = kept(capsys, family, "save_attention", "blockwise")
+    assert first == INPUT
+    heads = "2,2" if family == "llama" else "4,1"
+    assert [value.split(" from ")[0] for value in saved] == [
+        f"f32[5,{heads},12,4] named 'attention'",
+        f"f32[5,{heads},12] named 'attention'",
+    ]
+
+    def loops(policy):
+        loss, *shapes = loss_of(family, policy, "blockwise")
+        return jax.jit(jax.value_and_grad(loss)).lower(*shapes).as_text().count("stablehlo.while")
+
+    # two loops, one in the other: forward, perhaps again, backward
+    assert (loops(False), loops("full"), loops("save_attention")) == (4, 6, 4)
+
+
+@of_every_family
+def test_offload_keeps_what_goes_into_the_block_in_the_host_s_memory(capsys, family):
+    (value,) = kept(capsys, family, "offload")
+    assert value.startswith("f32<host>[5,12,16] output of device_put ")
+
+
+def test_unrolled_the_compiler_is_kept_from_merging_both_computations():
+    for scan in (True, False):
+        loss, *shapes = loss_of("gpt2", "full", "xla", scan)
+        text = jax.jit(jax.grad(loss)).lower(*shapes).as_text()
+        assert ("optimization_barrier" in text) == (not scan)
+
+
+@pytest.mark.parametrize(
+    ("variant", "policy", "scan", "values"),
+    [
+        ("gpt2", "full", True, {"f32[3,5,12,16]"}),
+        ("gpt2", "full", False, {"f32[3,5,12,16]"}),
+        ("gpt2", "save_attention", True, {"f32[3,5,12,16]", "f32[3,5,4,12,4]"}),
+        ("gpt2", "offload", True, {"f32<host>[3,5,12,16]"}),
+        ("llama", "offload", False, {"f32<host>[3,5,12,16]"}),
+        ("mpt", "full", True, {"f32[3,5,12,16]"}),
+        ("backpack", "full", True, {"f32[3,5,12,16]"}),
+    ],
+)
+def test_this_is_kept_of_each_layer_of_a_whole_model(capsys, variant, policy, scan, values):
+    small = make(variant, gradient_checkpointing=policy, scan_layers=scan, num_layers=3)
+    tokens = np.zeros((5, 12), np.int32)
+
+    def loss(params):
+        return (small.model.apply({"params": params}, tokens, True, method="hidden") ** 2).sum()
+
+    print_saved_residuals(loss, small.params)
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines if re.match(r"\S+\[3,.* output of scan ", line)} == values
+
+
+def test_save_attention_spares_a_tpu_the_kernel(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+
+    def kernels(policy):
+        loss, *shapes = loss_of("gpt2", policy, "splash", length=128)
+        text = jax.jit(jax.value_and_grad(loss)).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+        return re.findall(r'kernel_name = "splash_mha_(\w+?)_', text)
+
+    assert kernels("full") == ["fwd", "fwd", "dkv", "dq"]
+    assert kernels("save_attention") == ["fwd", "dkv", "dq"]

@@ -1,0 +1,166 @@
+"""MPT: its attention against plain numpy, what each setting changes, documents kept apart, initial values."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import quick
+
+from lmtrain.hf.key_map import flatten
+from lmtrain.models.mpt.config import MptConfig
+from lmtrain.models.mpt.model import MptAttention, MptLM
+
+SIZES = {"hidden_dim": 24, "num_heads": 6, "num_layers": 2, "seq_len": 12, "mlp_scale": 2, "use_bias": True}
+VOCAB = 20
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 12))
+
+
+def model(**changes) -> MptLM:
+    return MptLM(MptConfig(**SIZES | changes), VOCAB)
+
+
+def random_params(lm: MptLM):
+    """Every parameter random, large enough that each matters."""
+    shapes = nn.meta.unbox(jax.eval_shape(lm.init, jax.random.key(0), TOKENS))["params"]
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.4).astype(np.float32), shapes)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(model())
+
+
+def hidden(lm: MptLM, params, tokens=TOKENS, deterministic: bool = True, segments=None) -> np.ndarray:
+    rngs = {"dropout": jax.random.key(0)}
+    run = quick.jit(lambda p: lm.apply({"params": p}, tokens, deterministic, segments, method="hidden", rngs=rngs))
+    return np.asarray(run(params))
+
+
+@pytest.fixture(scope="module")
+def plain(params) -> np.ndarray:
+    """Hidden states with no setting changed."""
+    return hidden(model(), params)
+
+
+def plain_attention(params, x: np.ndarray, clip: float, scale: float, powers: list[float]) -> np.ndarray:
+    """Of one sequence [S, D], head by head and query by query; slopes are 2 to the minus `powers`."""
+    qkv = np.einsum("sd,dnhc->nhsc", x, params["qkv"]["kernel"]) + params["qkv"]["bias"][:, :, None]
+    q, k, v = np.clip(qkv, -clip, clip)
+    out = np.tile(params["out"]["bias"], (len(x), 1))
+    for head, power in enumerate(powers):
+        for s in range(len(x)):
+            scores = k[head, : s + 1] @ q[head, s] * scale - 2.0**-power * (s - np.arange(s + 1))
+            weights = np.exp(scores - scores.max())
+            out[s] += (weights / weights.sum()) @ v[head, : s + 1] @ params["out"]["kernel"][head]
+    return out
+
+
+EIGHT = [2, 4, 6, 8, 1, 3]  # six of eight heads' exponents, in the published order
+
+
+@pytest.mark.parametrize(
+    ("changes", "formula"),
+    [
+        ({}, (np.inf, 0.5, EIGHT)),
+        ({"clip_qkv": 0.7}, (0.7, 0.5, EIGHT)),
+        ({"softmax_scale": 0.9}, (np.inf, 0.9, EIGHT)),
+        ({"alibi_bias_max": 2.0}, (np.inf, 0.5, [n / 4 for n in EIGHT])),
+        ({"num_heads": 4, "hidden_dim": 16}, (np.inf, 0.5, [2, 4, 6, 8])),
+    ],
+    ids=["plain", "clip_qkv", "softmax_scale", "alibi_bias_max", "4 heads"],
+)
+def test_attention_is_its_formula(changes, formula):
+    config = MptConfig(**SIZES | changes)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 7, config.hidden_dim)).astype(np.float32)
+    attention = MptAttention(config, "xla")
+    shapes = nn.meta.unbox(jax.eval_shape(lambda: attention.init(jax.random.key(0), x, True, None)))["params"]
+    params = jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.4).astype(np.float32), shapes)
+    found = quick.jit(lambda p, x: attention.apply({"params": p}, x, True, None))(params, x)
+    for row in range(2):
+        np.testing.assert_allclose(found[row], plain_attention(params, x[row], *formula), rtol=1e-4, atol=1e-4)
+
+
+def test_a_document_in_a_packed_row_is_what_it_is_alone(params, plain):
+    """Positions are relative: not even where it begins matters."""
+    packed = hidden(model(), params, segments=np.repeat([[0, 1, 2], [5, 3, 7]], 4, axis=1))
+    alone = hidden(model(), params, TOKENS.reshape(6, 4))
+    np.testing.assert_allclose(packed.reshape(6, 4, 24), alone, rtol=1e-4, atol=1e-4)
+    assert np.abs(packed - plain)[:, 4:].max() > 0.1
+
+
+def test_no_length_is_too_long_and_later_tokens_change_nothing(params, plain):
+    longer = np.concatenate([TOKENS, TOKENS[:, ::-1]], axis=1)
+    np.testing.assert_allclose(hidden(model(), params, longer)[:, :12], plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["embed_pdrop", "resid_pdrop", "attn_pdrop"])
+def test_each_dropout_changes_training_and_not_evaluation(params, plain, name):
+    lm = model(**{name: 0.5})
+    assert (lm.has_dropout, model().has_dropout) == (True, False)
+    evaluation, without = (
+        jax.make_jaxpr(lambda p, lm=lm: lm.apply({"params": p}, TOKENS, True, method="hidden"))(params)
+        for lm in (lm, model())
+    )
+    assert str(evaluation) == str(without)
+    assert np.abs(hidden(lm, params, deterministic=False) - plain).max() > 0.01
+
+
+def test_without_biases_there_are_none(params):
+    with_biases = flatten(params).keys()
+    without = flatten(random_params(model(use_bias=False))).keys()
+    assert without == {path for path in with_biases if not path.endswith("bias")}
+    assert len(with_biases) - len(without) == 7
+    assert MptConfig().use_bias is False
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_the_embedding_table_or_a_table_of_its_own(params, plain, tied):
+    lm = model(tie_word_embeddings=tied)
+    table = np.random.default_rng(2).normal(size=(128, 24)).astype(np.float32)
+    values = params if tied else params | {"unembed": {"embedding": table}}
+    logits = quick.jit(lambda p: lm.apply({"params": p}, TOKENS))(values)
+    rows = params["tokens"]["embedding"] if tied else table
+    np.testing.assert_allclose(logits, plain @ rows[:VOCAB].T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "entry", "down"),
+    [
+        ({}, (2 / 64) ** 0.5, (2 / 192) ** 0.5),
+        ({"init_scheme": "normal", "initializer_range": 0.05}, 0.05, 0.05),
+    ],
+    ids=["kaiming", "normal"],
+)
+def test_initial_values_follow_the_docstring(scheme, entry, down):
+    sizes = SIZES | {"hidden_dim": 64, "num_heads": 4, "num_layers": 8, "mlp_scale": 3}
+    lm = MptLM(MptConfig(**sizes, **scheme, tie_word_embeddings=False), 512)
+    params = flatten(jax.device_get(nn.meta.unbox(quick.jit(lm.init)(jax.random.key(3), TOKENS[:, :2])))["params"])
+    spread = {
+        "tokens/embedding": entry,
+        "unembed/embedding": entry,
+        "blocks/attn/qkv/kernel": entry,
+        "blocks/mlp/up/kernel": entry,
+        "blocks/attn/out/kernel": entry / 4,  # sqrt(2 * 8 layers)
+        "blocks/mlp/down/kernel": down / 4,
+    }
+    for name, value in params.items():
+        if name in spread:
+            assert np.std(value) == pytest.approx(spread[name], rel=0.03), name
+            assert abs(np.mean(value)) < 0.05 * spread[name], name
+        else:
+            assert np.all(value == (1.0 if name.endswith("scale") else 0.0)), name
+    assert len(params) == 16
+    kernels = params["blocks/attn/qkv/kernel"]
+    assert not np.array_equal(kernels[0], kernels[1])
+
+
+def test_half_precision_stays_half(params):
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    assert (
+        jax.eval_shape(lambda p: model().apply({"params": p}, TOKENS, True, method="hidden"), half).dtype
+        == jnp.bfloat16
+    )
+    assert jax.eval_shape(lambda p: model().apply({"params": p}, TOKENS), half).dtype == jnp.float32

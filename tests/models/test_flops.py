@@ -1,0 +1,99 @@
+"""The formulas against what JAX counts in the models' own programs, and against figures worked out by hand."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from lmtrain.models.backpack.config import BackpackConfig
+from lmtrain.models.flops import mean_keys
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.layers import attention
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.mpt.config import MptConfig
+from lmtrain.models.registry import build_model
+
+VOCAB, LENGTH = 512, 128  # no padding of the vocabulary
+SIZES = {"hidden_dim": 256, "num_heads": 8, "num_layers": 2, "seq_len": LENGTH}
+CONFIGS = {
+    "gpt2": Gpt2Config(**SIZES),
+    "gpt2, narrow and untied": Gpt2Config(**SIZES, intermediate_dim=600, tie_word_embeddings=False),
+    "llama": LlamaConfig(**SIZES, intermediate_dim=700),
+    "llama, grouped and wide heads": LlamaConfig(**SIZES, intermediate_dim=300, num_kv_heads=2, head_dim=48),
+    "mpt": MptConfig(**SIZES, mlp_scale=3),
+    "backpack": BackpackConfig(**SIZES, num_senses=4),
+    "backpack, narrow": BackpackConfig(**SIZES, num_senses=16, intermediate_dim=600, sense_intermediate_scale=2),
+}
+
+
+def products(jaxpr) -> int:
+    """Operations of all matrix products in a program, loops unrolled."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            ((contracted, _), _), left = equation.params["dimension_numbers"], equation.invars[0].aval
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[i] for i in contracted)
+        times = equation.params.get("length", 1)
+        total += sum(times * products(inner) for inner in jaxprs_in_params(equation.params))
+    return total
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_they_are_those_of_the_matrix_products_exactly_and_nearly_all_there_are(monkeypatch, config):
+    # what is left out in halves is no part of the convention
+    monkeypatch.setattr(attention, "_in_halves", lambda q, k, v, scale, *_: attention.attend(q, k, v, scale))
+    model = build_model(config, VOCAB)
+    tokens = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    traced = jax.jit(model.apply).trace(params, tokens)
+    formula = config.num_flops_per_token(VOCAB) * 2 * LENGTH
+    assert products(traced.jaxpr.jaxpr) == formula
+
+    unrolled = build_model(config.model_copy(update={"scan_layers": False, "gradient_checkpointing": False}), VOCAB)
+    counted = jax.jit(unrolled.apply).lower(params, tokens).cost_analysis()["flops"]
+    assert formula < counted < 1.05 * formula
+
+
+def test_the_published_small_gpt2_worked_out_by_hand():
+    projections = 2 * 768 * 3 * 768 + 2 * 768 * 768
+    scores_and_values = 2 * 768 * 1024 * 2
+    mlp = 2 * 768 * 3072 * 2
+    assert 12 * (projections + scores_and_values + mlp) + 2 * 768 * 50257 == 284_812_800
+    assert Gpt2Config().num_flops_per_token(50257) == 284_812_800
+
+
+@pytest.mark.parametrize(
+    ("config", "per_key"),
+    [
+        (Gpt2Config(**SIZES), 2 * 4 * 256),
+        (LlamaConfig(**SIZES, head_dim=48, num_kv_heads=2), 2 * 4 * 8 * 48),
+        (MptConfig(**SIZES), 2 * 4 * 256),
+        (BackpackConfig(**SIZES, num_senses=4), 2 * 4 * 256 + 2 * 256 + 2 * 4 * 256),
+    ],
+    ids=["gpt2", "llama", "mpt", "backpack"],
+)
+def test_causal_counts_the_keys_a_query_sees_and_nothing_else_differs(config, per_key):
+    seen = (LENGTH + 1) / 2  # 1, 2, ... 128
+    difference = config.num_flops_per_token(VOCAB) - config.num_flops_per_token(VOCAB, causal=True)
+    assert difference == pytest.approx(per_key * (LENGTH - seen))
+
+
+def test_a_sliding_window_counts_as_far_as_it_reaches():
+    whole, window = LlamaConfig(**SIZES), LlamaConfig(**SIZES, sliding_window=10)
+    per_key = 2 * 4 * 256
+    full = whole.num_flops_per_token(VOCAB) - window.num_flops_per_token(VOCAB)
+    assert full == pytest.approx(per_key * (LENGTH - 10))
+    seen = (sum(range(1, 10)) + 10 * (LENGTH - 9)) / LENGTH
+    causal = whole.num_flops_per_token(VOCAB, causal=True) - window.num_flops_per_token(VOCAB, causal=True)
+    assert causal == pytest.approx(per_key * ((LENGTH + 1) / 2 - seen))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 8, 100])
+@pytest.mark.parametrize("length", [1, 2, 8])
+def test_mean_keys_is_a_count(length, window):
+    pairs = [(s, t) for s in range(length) for t in range(length)]
+    seen = [(s, t) for s, t in pairs if t <= s and (window is None or t > s - window)]
+    assert mean_keys(length, causal=True, window=window) == pytest.approx(len(seen) / length)
+    assert mean_keys(length, causal=False, window=window) == (length if window is None else min(window, length))

@@ -1,0 +1,69 @@
+"""Models that transformers made and saved give the logits that it computed from them; no torch is needed for it.
+
+The folders are written by tools/parity_fixtures.py.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from parity.variants import VARIANTS, VOCAB
+
+from lmtrain.commands.hf_model import config_of
+from lmtrain.models.registry import build_model
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import plan_layout
+from lmtrain.train.hf_params import load_hf_params
+
+FIXTURES = Path(__file__).parent / "fixtures"
+TOOL = Path(__file__).parents[2] / "tools" / "parity_fixtures.py"
+OLD = ["old-backpack", "old-gpt2", "old-gpt2-bin", "old-llama", "old-llama3-sharded", "old-mpt"]  # the .bin by torch
+
+
+def check(name: str) -> None:
+    """Import a fixture as a user would, and compare."""
+    folder = str(FIXTURES / name)
+    config = config_of(folder).model.model_copy(update={"gradient_checkpointing": False})  # compiles sooner
+    model = build_model(config, VOCAB)
+    params = load_hf_params(folder, config, model, plan_layout(PartitioningConfig()), "float32")
+    expected = np.load(FIXTURES / name / "expected.npz")
+    found = apply(model, params, expected["ids"])
+    assert found.shape == expected["logits"].shape
+    assert np.abs(expected["logits"]).max() > 0.5
+    assert np.abs(found - expected["logits"]).max() < 1e-4
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def apply(model, params, ids):
+    return model.apply({"params": params}, ids)
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *OLD])
+def test_logits_agree(name):
+    check(name)
+
+
+def test_there_is_a_fixture_for_every_variant_and_none_besides():
+    assert sorted(os.listdir(FIXTURES)) == sorted([*VARIANTS, *OLD])
+
+
+def test_nothing_of_it_needs_torch():
+    code = "import sys; from parity.test_fixtures import check; check('old-llama3-sharded')"
+    run("-c", f"{code}; assert not {{'torch', 'transformers'}} & sys.modules.keys()")
+
+
+def test_the_tool_makes_the_same_files_again():
+    assert run(str(TOOL), "--check", "backpack-n_inner", "old-gpt2-bin") == "up to date\n"
+
+
+def run(*arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
