@@ -1,5 +1,6 @@
 """Weight files that torch wrote. The only file that imports torch, which has to be installed for it."""
 
+import pickle
 import zipfile
 from typing import Any
 
@@ -23,7 +24,9 @@ def open_torch(path: str) -> dict[str, Any]:
     try:
         # files from before torch 1.6 are no zip files, and only zip files can be mapped
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # pickle, zip and torch errors of many kinds
+    except pickle.UnpicklingError:
+        raise UserError(f"{path}: holds more than tensors, or is damaged; code in it is never run") from None
+    except Exception as error:  # zip and torch errors of many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{path}: torch cannot load it: {reason}") from None
     if not isinstance(tensors, dict) or not all(

@@ -27,9 +27,9 @@ _SHOWN = 5
 def load_hf_params(ref: str, config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str) -> Any:
     """The parameters of `model` with the weights of `ref`, in `dtype`, on their devices.
 
-    The host holds one tensor at a time. Embeddings are resized to the model's vocabulary (see `resize_vocab`), and of
-    learned positions the first are taken. Raises `UserError` for tensors that are missing, unexpected or of another
-    shape.
+    The host holds a few tensors at a time: one is read while the one before it is on its way. Embeddings are resized to
+    the model's vocabulary (see `resize_vocab`), and of learned positions the first are taken. Raises `UserError` for
+    tensors that are missing, unexpected or of another shape.
     """
     weights = open_weights(ref)
     boxed = abstract_params(model)
@@ -47,7 +47,8 @@ def load_hf_params(ref: str, config: ModelConfig, model: LanguageModel, layout: 
         path = piece.row.ours
         shape = abstract[path].shape if piece.layer is None else abstract[path].shape[1:]
         array = _to_ours(piece.row, weights.read(names[piece.name]), shape, model.vocab_size)
-        flat[path] = _put(flat[path], array, piece.layer, shardings[path])
+        # waiting keeps the host from running ahead of the devices, with a tensor in memory for each step it is ahead
+        flat[path] = jax.block_until_ready(_put(flat[path], array, piece.layer, shardings[path]))
     return unflatten(flat)
 
 
@@ -91,7 +92,7 @@ def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelCon
         del stored[head]
     problems = [f"missing {name}" for name in expected if name not in stored]
     problems += [f"unexpected {name}" for name in stored if name not in expected]
-    for name in expected.keys() & stored.keys():
+    for name in (name for name in expected if name in stored):
         row, ours, theirs = expected[name].row, expected[name].shape, weights.shapes[stored[name]]
         resizable = isinstance(row, Row) and (row.vocab or (row.cut and len(theirs) > 0 and theirs[0] >= ours[0]))
         if theirs[1:] != ours[1:] if resizable else theirs != ours:

@@ -211,7 +211,7 @@ def test_code_in_a_file_of_torch_is_refused_and_not_run(tmp_path, options):
     torch.save({"a": torch.ones(2), "b": Code(str(tmp_path / "was run"))}, path, **options)
     with pytest.raises(UserError) as error:
         open_weights(str(tmp_path))
-    assert str(error.value).startswith(f"{path}: torch cannot load it: ")
+    assert str(error.value).startswith(f"{path}: holds more than tensors, or is damaged")
     assert os.listdir(tmp_path) == ["pytorch_model.bin"]
     torch.load(path, weights_only=False)["b"].close()  # which would have run it
     assert (tmp_path / "was run").exists()
@@ -242,7 +242,7 @@ def test_what_is_no_file_of_torch_is_told_with_its_name(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(UserError) as error:
         open_weights(str(tmp_path))
-    assert str(error.value).startswith(f"{path}: torch cannot load it: ")
+    assert str(error.value).startswith(f"{path}: ")
 
 
 def test_a_file_of_torch_that_was_cut_off_is_told_with_its_name(tmp_path):

@@ -73,7 +73,7 @@ def to_hf_config(config: Gpt2Config, vocab_size: int, eos_id: int | None, bos_id
 def _plain_attention(config: Gpt2Config) -> dict[str, Any]:
     """transformers 4 drops these two settings, without a word, where it computes attention by torch's own function."""
     special = config.scale_attn_by_inverse_layer_idx or config.upcast_attn
-    return {"attn_implementation": "eager"} if special else {}
+    return {"_attn_implementation": "eager"} if special else {}
 
 
 def trunk_to_hf(config: Gpt2Settings, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:

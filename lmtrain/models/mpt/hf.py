@@ -28,7 +28,12 @@ _PLAIN_ATTENTION = {
     "qk_ln": False,
     "qk_gn": False,
     "attn_uses_sequence_id": False,
+    "sliding_window_size": -1,
+    "rope": False,
+    "attn_logit_softcapping": None,
 }
+_PLAIN = {"logit_scale": None, "embedding_fraction": 1.0, "final_logit_softcapping": None, "block_overrides": None}
+_LAYER_NORMS = ("layernorm", "low_precision_layernorm")
 
 
 def table(config: MptConfig) -> Table:
@@ -102,7 +107,16 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"config.json: expansion_ratio {values['expansion_ratio']} is not supported, only {_MLP_SCALE}")
     if not values.get("no_bias", True):
         raise UserError("config.json: no_bias false is not supported: transformers has no such biases either")
-    for name, plain in (("logit_scale", None), ("embedding_fraction", 1.0)):
+    if values.get("norm_type", "layernorm") not in _LAYER_NORMS:
+        raise UserError(f"config.json: norm_type {values['norm_type']} is not supported, only {_LAYER_NORMS[0]}")
+    ffn = values.get("ffn_config") or {}
+    if ffn.get("ffn_type", "mptmlp") != "mptmlp" or (ffn.get("ffn_act_fn") or {"name": "gelu"}).get("name") != "gelu":
+        raise UserError(f"config.json: ffn_config {ffn} is not supported, only mptmlp with gelu")
+    if "alibi" not in attention and "auto_map" in values:
+        raise UserError(
+            "config.json: attn_config has no alibi, which its own code takes as false; only ALiBi is supported"
+        )
+    for name, plain in _PLAIN.items():
         if values.get(name, plain) != plain:
             raise UserError(f"config.json: {name} {values[name]} is not supported")
     return {
