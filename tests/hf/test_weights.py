@@ -302,7 +302,9 @@ def test_a_config_that_is_no_map_is_told_with_its_name(folder, content, said):
 @pytest.mark.parametrize(
     "ref", ["./exports/step-9", "/no/such folder", "~/nothing-of-that-name", "../x", "a b", "a/b/c"]
 )
-def test_what_is_no_folder_and_cannot_be_on_the_hub(ref):
+def test_what_is_no_folder_and_cannot_be_on_the_hub(ref, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(UserError) as error:
         open_weights(ref)
     assert "no such folder" in str(error.value) or f"there is no folder {ref} here" in str(error.value)

@@ -142,6 +142,18 @@ def test_each_dropout_changes_training_and_not_evaluation(params, plain, name):
     assert np.abs(hidden(lm, params, deterministic=False) - plain).max() > 0.01
 
 
+def test_the_trunk_has_dropout_after_the_embeddings_too(params):
+    """Positions enter the trunk alone; their gradient is zero where they were dropped."""
+    lm = model(embed_pdrop=0.5)
+
+    def total(params):
+        rngs = {"dropout": jax.random.key(0)}
+        return (lm.apply({"params": params}, TOKENS[:1], False, method="hidden", rngs=rngs) ** 2).sum()
+
+    gradient = quick.jit(jax.grad(total))(params)["positions"]["embedding"]
+    assert 0.3 < np.mean(np.asarray(gradient) == 0) < 0.7
+
+
 @pytest.mark.parametrize(("name", "drops"), [("embed_pdrop", True), ("resid_pdrop", True), ("attn_pdrop", False)])
 def test_the_sense_network_has_dropout_of_its_own(params, name, drops):
     lm = model(**{name: 0.5})

@@ -59,6 +59,12 @@ def test_call_is_a_loop_over_layers(scan, remat):
 
 
 @pytest.mark.parametrize(("scan", "remat"), WAYS)
+def test_the_program_is_a_loop_or_has_none(scan, remat):
+    text = jax.jit(Stack(scan, remat).apply).lower(VARIABLES, X).as_text()
+    assert ("stablehlo.while" in text) == scan
+
+
+@pytest.mark.parametrize(("scan", "remat"), WAYS)
 def test_extend_gives_each_layer_its_part_of_the_cache(scan, remat):
     cache = np.array([10.0, 20.0, 30.0], np.float32)
     expected = X
