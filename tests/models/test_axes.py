@@ -84,6 +84,23 @@ def found(all_found, request):
     return all_found[request.param] | {"family": request.param}
 
 
+# Of every matrix, the names of its dimensions; those of blocks begin with `layers`.
+BLOCK = {"qkv": "embed qkv heads head_dim", "out": "heads head_dim embed", "up": "embed mlp", "down": "mlp embed"}
+LLAMA = {
+    "q": "embed heads head_dim",
+    "k": "embed kv_heads head_dim",
+    "v": "embed kv_heads head_dim",
+    "gate": "embed mlp",
+}
+SENSES = {
+    "weigh": "embed qkv senses head_dim",
+    "senses/mlp/up": "embed mlp",
+    "senses/mlp/down": "mlp embed",
+    "senses/to_senses/up": "embed mlp",
+    "senses/to_senses/down": "mlp senses embed",
+}
+
+
 def matrices(found) -> list[str]:
     """The paths of all matrices of the blocks: more than one dimension besides the layer's."""
     return [path for path, (names, _) in found["names"].items() if path.endswith("kernel")]
@@ -102,6 +119,14 @@ def test_every_parameter_names_each_of_its_dimensions_with_a_known_word(found):
     for path, (names, rank) in found["names"].items():
         assert len(names) == rank, path
         assert set(names) <= set(PARAMETER_AXES), path
+
+
+def test_every_matrix_has_the_names_of_what_it_joins(found):
+    joined = BLOCK | LLAMA
+    for path in matrices(found):
+        name = path.removesuffix("/kernel")
+        expected = f"layers {joined[name.split('/')[-1]]}" if name.startswith("blocks/") else SENSES[name]
+        assert found["names"][path][0] == expected.split(), path
 
 
 def test_fsdp_splits_every_matrix_over_all_devices(found):

@@ -1,5 +1,7 @@
 """GPT-2: dropout, documents kept apart, the cache changes nothing, initial values follow the docstring's table."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -110,6 +112,26 @@ def test_logits_are_float32_and_the_cache_has_the_type_of_the_parameters(params)
     assert dtype(TOKENS).dtype == jnp.float32
     assert dtype(TOKENS, True, method="hidden").dtype == jnp.bfloat16
     assert dtype(1, 4, method="empty_cache").k.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("method", ["hidden", "extend"])
+def test_upcast_attention_makes_a_difference_in_half_precision_alone(params, method):
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+
+    def products(values, upcast: bool) -> int:
+        """Matrix products of float32 numbers."""
+        lm = model(upcast_attn=upcast, scan_layers=False, gradient_checkpointing=False)
+        more = {
+            "hidden": lambda: (True,),
+            "extend": lambda: (lm.apply({"params": values}, 2, 8, method="empty_cache"), 0),
+        }
+        text = (
+            jax.jit(lambda p: lm.apply({"params": p}, TOKENS, *more[method](), method=method)).lower(values).as_text()
+        )
+        return len(re.findall(r"stablehlo.dot_general.*-> tensor<\S+xf32>", text))
+
+    assert products(params, False) == products(params, True)
+    assert products(half, False) == 0 < products(half, True)
 
 
 def test_initial_values_follow_the_table():
