@@ -65,13 +65,13 @@ class RunConfig(HuggingFaceConfig):
         per_device = self.trainer.per_device_parallelism
         if self.epoch and self.data.configs is not None:
             raise field_error("epoch", "is about one source; for a mixture, set data.stop_strategy: first_exhausted")
-        batch = self.trainer.train_batch_size
-        if per_device != -1 and batch % per_device:
-            near = " or ".join(map(str, nearest_divisors(batch, per_device)))
-            raise field_error(
-                "trainer.per_device_parallelism",
-                f"{per_device} does not divide trainer.train_batch_size {batch}; it could be {near}",
-            )
+        for batch in self.trainer.batch_sizes.all:
+            if per_device != -1 and batch % per_device:
+                near = " or ".join(map(str, nearest_divisors(batch, per_device)))
+                raise field_error(
+                    "trainer.per_device_parallelism",
+                    f"{per_device} does not divide trainer.train_batch_size {batch}; it could be {near}",
+                )
         return self
 
 
@@ -92,7 +92,8 @@ def identity(config: RunConfig) -> dict[str, Any]:
         sections[name] = kind | redact(section.model_dump(mode="json", exclude=skip, exclude_defaults=True))
     order = {} if config.data_seed is None else {"data_seed": config.data_seed}
     begin = {"initialize_from_hf": config.initialize_from_hf} if config.initialize_from_hf else {}
-    return sections | order | begin | {"seed": config.trainer.seed, "train_batch_size": config.trainer.train_batch_size}
+    sizes = config.trainer.model_dump(mode="json", include={"seed", "train_batch_size"})
+    return sections | order | begin | sizes
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Saving training state in the background, and loading it.
 
-A checkpoint is a folder `step-<N>` with three parts: `params` and `optimizer` (arrays, by Orbax) and `run` (JSON).
+A checkpoint is a folder `step-<N>` with the parts `params`, `optimizer`, perhaps `average` (arrays, by Orbax) and `run`
+(JSON).
 Orbax writes it under another name and renames it when all is there, so a killed save leaves nothing that looks whole.
 `AsyncCheckpointer` is used rather than `CheckpointManager`: names, what to keep and when to save are ours to decide.
 """
@@ -8,7 +9,7 @@ Orbax writes it under another name and renames it when all is there, so a killed
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -50,8 +51,8 @@ class Checkpointer:
         kind = decide(step, self._config.keep, self._config.save_interval, elapsed, last)
         return Kind.TEMPORARY if kind is None and stopping else kind
 
-    def save(self, step: int, kind: Kind, params: Any, optimizer: Any, run_info: dict[str, Any]) -> None:
-        """Copy the arrays to the host, then write them in the background. Waits for the save before it."""
+    def save(self, step: int, kind: Kind, parts: Mapping[str, Any], run_info: dict[str, Any]) -> None:
+        """Copy the trees of arrays `parts` to the host, then write them behind. Waits for the save before it."""
         self.finish()
         checkpoint = Checkpoint(step, step_folder(self.folder, step))
         if os.path.isdir(checkpoint.path):
@@ -59,8 +60,7 @@ class Checkpointer:
         self._orbax.save(
             checkpoint.path,
             args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params),
-                optimizer=ocp.args.StandardSave(optimizer),
+                **{name: ocp.args.StandardSave(part) for name, part in parts.items()},
                 run=ocp.args.JsonSave(run_info | {"step": step, "kind": kind.value}),
             ),
         )
@@ -92,7 +92,7 @@ class Checkpointer:
 
 
 def load_arrays(checkpoint: Checkpoint, part: str, like: Any) -> Any:
-    """`params` or `optimizer` of a checkpoint, with the shapes, types and shardings of the tree `like`."""
+    """The part `part` of a checkpoint, with the shapes, types and shardings of the tree `like`."""
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as orbax:
         args = ocp.args.Composite(**{part: ocp.args.StandardRestore(like)})
         return orbax.restore(os.path.abspath(checkpoint.path), args=args)[part]

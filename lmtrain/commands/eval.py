@@ -1,7 +1,6 @@
 """`lmtrain eval CONFIG`: the validation loss of a checkpoint, or of a Hugging Face model, on the config's data."""
 
 import json
-import math
 
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.commands.caches import plan_caches, start_build, wait
@@ -39,7 +38,8 @@ def run(argv: list[str]) -> int:
         finally:
             build.stop()
 
-    from lmtrain.evaluation.evaluate import evaluate
+    from lmtrain.evaluation.evaluate import describe_evaluation, evaluate
+    from lmtrain.hf.token_bytes import token_bytes
     from lmtrain.train.batching import plan_batching
     from lmtrain.train.setup import open_eval_batches
     from lmtrain.train.step import build_eval_step
@@ -48,9 +48,9 @@ def run(argv: list[str]) -> int:
     trainer = config.trainer
     batching = plan_batching(trainer, layout.num_batch_shards)
     batches = open_eval_batches(config, layout, batching.eval_batch, plans.caches.validation)
-    metrics = evaluate(build_eval_step(model, layout, trainer.precision.compute), params, batches)
-    loss = metrics["eval/loss"]
-    log.info(f"{trained.source}: eval loss {loss:.4f} (perplexity {math.exp(loss):.1f})")
+    eval_step = build_eval_step(model, layout, trainer.precision.compute, token_bytes(trained.tokenizer))
+    metrics = evaluate(eval_step, params, batches)
+    log.info(f"{trained.source}: {describe_evaluation(metrics)}")
     print(json.dumps({"step": trained.step, **metrics}))
     return 0
 

@@ -46,11 +46,13 @@ def _tell(config: RunConfig, plans: Plans) -> None:
         log.info(
             f"{plan.folder}: complete, {documents:,} documents, {plan.shards.tokens:,} tokens in {len(shards)} shards"
         )
-    batch, seq_len = config.trainer.train_batch_size, config.model.seq_len
+    sizes, seq_len = config.trainer.batch_sizes, config.model.seq_len
     for name, plan in plans.train.items():
-        steps = plan.shards.tokens // (batch * seq_len)
+        steps = sizes.whole_steps(plan.shards.tokens // seq_len)
         of = f" of {name}" if name else ""
-        log.info(f"one epoch{of} is {steps:,} steps of {batch} sequences of {seq_len} tokens")
+        log.info(
+            f"one epoch{of} is {steps:,} steps of {' or '.join(map(str, sizes.all))} sequences of {seq_len} tokens"
+        )
 
 
 def _print_plan(config: RunConfig) -> None:

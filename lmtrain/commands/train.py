@@ -115,7 +115,7 @@ def _end_with_data(config: RunConfig, caches: Caches) -> RunConfig:
         config.data,
         caches,
         config.model.seq_len,
-        trainer.train_batch_size,
+        trainer.batch_sizes,
         trainer.num_train_steps,
         config.epoch,
         data_seed(config),

@@ -157,7 +157,8 @@ def _only_sections(annotation: Any) -> bool:
 
 
 def _is_list(annotation: Any) -> bool:
-    return get_origin(annotation) is list or any(_is_list(part) for part in get_args(annotation)[:1])
+    is_list = get_origin(annotation) is list and bool(sections_of(annotation))
+    return is_list or any(_is_list(part) for part in get_args(annotation))
 
 
 def _is_map(annotation: Any) -> bool:

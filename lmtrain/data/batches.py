@@ -1,7 +1,7 @@
 """Batches as numpy arrays: one item of a Grain source is this process's part of one global batch."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
@@ -9,6 +9,7 @@ import grain
 import numpy as np
 
 from lmtrain.config.errors import UserError
+from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.mixture import Mixture
 from lmtrain.data.token_store import TokenStore
 from lmtrain.data.windows import Shuffle, WindowOrder, num_eval_windows, wait_for_windows
@@ -30,14 +31,15 @@ class Batch(TypedDict):
 class TrainSource:
     """Item t is the batch of step t: random access, so resuming is asking for the next step.
 
-    With a `mixture` it says which of the `stores` each example is from; without, there is one store.
+    With a `mixture` it says which of the `stores` each example is from; without, there is one store. `rows` are those
+    of this process, for each size of batch there is.
     """
 
     stores: Sequence[TokenStore]
     mixture: Mixture | None
     seq_len: int
-    batch_size: int
-    rows: np.ndarray
+    batch_sizes: BatchSizes
+    rows: Mapping[int, np.ndarray]
     num_steps: int
     shuffle: Shuffle
     seed: int
@@ -52,7 +54,7 @@ class TrainSource:
         return self.num_steps
 
     def __getitem__(self, step: int) -> Batch:
-        examples = np.int64(step) * self.batch_size + self.rows
+        examples = np.int64(self.batch_sizes.before(step)) + self.rows[self.batch_sizes.at(step)]
         if self.mixture is None:
             tokens, begins = self._read(0, examples)
         else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lmtrain.config.errors import UserError
+from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.config import DataConfig
 from lmtrain.data.mirror import Mirror, warn_if_small
 from lmtrain.data.mixture import Mixture, Phase
@@ -72,7 +73,7 @@ def needs_all(config: DataConfig, epoch: int) -> str | None:
     return None
 
 
-def plan_mixture(config: DataConfig, names: list[str], batch_size: int, seed: int) -> Mixture | None:
+def plan_mixture(config: DataConfig, names: list[str], batch_sizes: BatchSizes, seed: int) -> Mixture | None:
     """The mixture of the sources `names`, None for a single one. Raises `UserError` for a weight of a source without
     training text."""
     if config.configs is None:
@@ -85,20 +86,29 @@ def plan_mixture(config: DataConfig, names: list[str], batch_size: int, seed: in
         for name, share in shares.items():
             if share and name not in names:
                 raise UserError(f"data.train_weights: {name!r} has a weight, but no training text")
-    phases = [Phase(step * batch_size, tuple(shares.get(name, 0.0) for name in names)) for step, shares in changes]
+    phases = [
+        Phase(batch_sizes.before(step), tuple(shares.get(name, 0.0) for name in names)) for step, shares in changes
+    ]
     return Mixture(phases, seed)
 
 
 def plan_steps(
-    config: DataConfig, caches: Caches, seq_len: int, batch_size: int, num_train_steps: int, epoch: int, seed: int
+    config: DataConfig,
+    caches: Caches,
+    seq_len: int,
+    batch_sizes: BatchSizes,
+    num_train_steps: int,
+    epoch: int,
+    seed: int,
 ) -> int:
     """Steps of the run: `num_train_steps`, or fewer if the data is to end it."""
     if needs_all(config, epoch) is None:
         return num_train_steps
     windows = [num_train_windows(cache.shards.tokens, seq_len) for cache in caches.train.values()]
-    mixture = plan_mixture(config, list(caches.train), batch_size, seed)
+    mixture = plan_mixture(config, list(caches.train), batch_sizes, seed)
     if mixture is None:
-        return min(num_train_steps, epoch * windows[0] // batch_size) if epoch else num_train_steps
+        return min(num_train_steps, batch_sizes.whole_steps(epoch * windows[0])) if epoch else num_train_steps
     if config.stop_strategy == "first_exhausted":
-        return min(num_train_steps, mixture.examples_within(windows, num_train_steps * batch_size) // batch_size)
+        examples = mixture.examples_within(windows, batch_sizes.before(num_train_steps))
+        return min(num_train_steps, batch_sizes.whole_steps(examples))
     return num_train_steps

@@ -25,6 +25,7 @@ FEATURES = {
     "wide_heads": "heads wider than 128",
     "wide_values": "values wider than keys (model.type backpack)",
     "odd_heads": "heads whose width is no multiple of 8",
+    "second_derivatives": "second derivatives (optimizer.type sophia-h)",
 }
 
 

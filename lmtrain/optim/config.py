@@ -1,12 +1,13 @@
 """Settings of the optimizer and its learning-rate schedule."""
 
+import re
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictFloat, StrictInt, Tag, model_validator
+from pydantic import BeforeValidator, Field, StrictFloat, StrictInt, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from lmtrain.config.base import Section, by_type, planned
+from lmtrain.config.base import Section, by_type
 from lmtrain.config.errors import field_error
 
 
@@ -27,7 +28,17 @@ class ScheduleConfig(Section):
     """What all optimizers have in common: the learning rate over time, and weight decay."""
 
     learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, applied to matrices only")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, times the learning rate")
+    weight_decay_modules: str | Annotated[list[str], Field(min_length=1)] | None = Field(
+        None,
+        description="Decay only parameters whose path (blocks/mlp/up/kernel) matches this regular expression from its "
+        "start, or contains one of these texts; null: see default_weight_decay_mask",
+    )
+    default_weight_decay_mask: bool | None = Field(
+        None,
+        description="Decay the matrices of all layers, not embeddings, norms and biases: true, in addition to "
+        "weight_decay_modules; false: not by this rule, and with no modules everything decays; null: if there are none",
+    )
     lr_schedule: Literal["constant", "linear", "cosine", "inv_sqrt", "inv"] = Field(
         "cosine", description="Shape of the decay"
     )
@@ -48,6 +59,21 @@ class ScheduleConfig(Section):
         None, description="Length of a cycle: steps (int) or fraction of the run (float), or a list of lengths in steps"
     )
 
+    @field_validator("weight_decay_modules")
+    @classmethod
+    def _regular(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"{value!r} is no regular expression: {error}") from None
+        return value
+
+    @property
+    def hessian(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
+        """The estimate of the Hessian's diagonal that the optimizer asks for."""
+        return None
+
     @model_validator(mode="after")
     def _cycles_make_sense(self) -> "ScheduleConfig":
         if self.cycles is not None and self.cycle_length is not None:
@@ -66,23 +92,37 @@ class SkipStepConfig(Section):
     sigma_factor: float = Field(6.0, gt=0, description="Skip above the mean plus so many standard deviations")
 
 
-class AdamConfig(ScheduleConfig):
-    """AdamW: Adam with decoupled weight decay."""
+class ClippedConfig(ScheduleConfig):
+    """Optimizers that clip gradients."""
+
+    max_grad_norm: float | None = Field(1.0, ge=0, description="Clip gradients to this global norm; null or 0: off")
+
+
+class AdamConfig(ClippedConfig):
+    """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     type: Literal["adam"] = Field("adam", description="The optimizer")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
-    max_grad_norm: float | None = Field(1.0, ge=0, description="Clip gradients to this global norm; null or 0: off")
-    skip_bad_steps: bool | SkipStepConfig = planned(
-        False, description="Skip updates far out of line: true, or a map of rolling_interval_length and sigma_factor"
+    nesterov: bool = Field(False, description="Look one step ahead with the first moment (Dozat 2016)")
+    skip_bad_steps: bool | Annotated[StrictInt, Field(ge=2)] | SkipStepConfig = Field(
+        False,
+        description="Skip updates far out of line: true, a rolling_interval_length, or a map of it and sigma_factor",
     )
+
+    @property
+    def skip_step(self) -> SkipStepConfig | None:
+        """What `skip_bad_steps` means."""
+        if isinstance(self.skip_bad_steps, SkipStepConfig):
+            return self.skip_bad_steps
+        if isinstance(self.skip_bad_steps, bool):
+            return SkipStepConfig() if self.skip_bad_steps else None
+        return SkipStepConfig(rolling_interval_length=self.skip_bad_steps)
 
 
 class SophiaConfig(ScheduleConfig):
     """Sophia: momentum divided by an estimate of the Hessian's diagonal, clipped element by element."""
-
-    is_planned: ClassVar[bool] = True
 
     beta1: float = Field(0.96, ge=0, lt=1, description="Decay of the momentum")
     beta2: float = Field(0.99, ge=0, lt=1, description="Decay of the Hessian estimate")
@@ -98,16 +138,69 @@ class SophiaHConfig(SophiaConfig):
 
     type: Literal["sophia-h"] = Field("sophia-h", description="The optimizer")
 
+    @property
+    def hessian(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
+        return "hutchinson"
+
 
 class SophiaGConfig(SophiaConfig):
     """Sophia with the Gauss-Newton-Bartlett estimator (Liu et al. 2023)."""
 
     type: Literal["sophia-g"] = Field("sophia-g", description="The optimizer")
+    gamma: float = Field(0.05, gt=0, description="Scale of the Hessian estimate")
+
+    @property
+    def hessian(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
+        return "gauss_newton_bartlett"
+
+
+class LionConfig(ClippedConfig):
+    """Lion: the sign of an interpolated momentum (Chen et al. 2023)."""
+
+    type: Literal["lion"] = Field("lion", description="The optimizer")
+    beta1: float = Field(0.95, ge=0, lt=1, description="Share of the momentum in the update")
+    beta2: float = Field(0.98, ge=0, lt=1, description="Decay of the momentum")
+
+
+class MuonConfig(ClippedConfig):
+    """Muon: orthogonalized momentum for the matrices of the blocks, Adam for all else (Jordan et al. 2024)."""
+
+    type: Literal["muon"] = Field("muon", description="The optimizer")
+    learning_rate: float = Field(0.02, gt=0, description="Peak learning rate of the blocks' matrices")
+    adam_lr: float = Field(6e-4, gt=0, description="Peak learning rate of everything else, on the same schedule")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the momentum")
+    nesterov: bool = Field(True, description="Look one step ahead with the momentum")
+    backend_steps: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations")
+    muon_epsilon: float = Field(1e-8, gt=0, description="Added to the norm that a matrix is divided by")
+    use_kimi_scaling: bool = Field(
+        False, description="Scale updates to the size of Adam's, 0.2 * sqrt(larger dimension) (Liu et al. 2025)"
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Adam's decay of the second moment")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the root of Adam's second moment")
+
+
+class AdafactorConfig(ScheduleConfig):
+    """Adafactor: second moments kept as row and column means (Shazeer and Stern 2018)."""
+
+    type: Literal["adafactor"] = Field("adafactor", description="The optimizer")
+    learning_rate: float = Field(1e-2, gt=0, description="Peak learning rate")
+    decay_rate: float = Field(0.8, gt=0, le=1, description="The second moment's decay at step t is 1 - t^-decay_rate")
+    epsilon: float = Field(1e-30, gt=0, description="Added to squared gradients")
+    clipping_threshold: float | None = Field(
+        1.0, ge=1, description="Largest root mean square of a parameter's update; null: no clipping"
+    )
+    multiply_by_parameter_scale: bool = Field(True, description="Scale each update by its parameter's root mean square")
+    momentum: float | None = Field(None, ge=0, lt=1, description="Decay of a first moment; null: none is kept")
+    min_dim_size_to_factor: int = Field(128, ge=2, description="Smaller matrices keep the whole second moment")
 
 
 OptimizerConfig = Annotated[
     Annotated[AdamConfig, Tag("adam")]
     | Annotated[SophiaHConfig, Tag("sophia-h")]
-    | Annotated[SophiaGConfig, Tag("sophia-g")],
-    by_type("optimizer", "adam", ["adam", "sophia-h", "sophia-g"]),
+    | Annotated[SophiaGConfig, Tag("sophia-g")]
+    | Annotated[LionConfig, Tag("lion")]
+    | Annotated[MuonConfig, Tag("muon")]
+    | Annotated[AdafactorConfig, Tag("adafactor")],
+    by_type("optimizer", "adam", ["adam", "sophia-h", "sophia-g", "lion", "muon", "adafactor"]),
 ]

@@ -1,35 +1,101 @@
-"""The optimizer of a config, as one optax transformation."""
+"""The optimizer of a config, as one optax transformation: a direction, weight decay, and the learning rate."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from lmtrain.optim.config import AdamConfig, OptimizerConfig
+from lmtrain.optim.config import (
+    AdafactorConfig,
+    AdamConfig,
+    ClippedConfig,
+    LionConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SophiaConfig,
+)
+from lmtrain.optim.muon import muon_or_adam
 from lmtrain.optim.schedules import Schedule
+from lmtrain.optim.skip_step import skip_bad_steps
+from lmtrain.optim.sophia import scale_by_sophia
+from lmtrain.optim.weight_decay import decay_mask
 
 
-def build_optimizer(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
-    """The optimizer of a config, with its learning rate."""
-    assert isinstance(config, AdamConfig), "commands refuse what is only planned"
-    return _adamw(config, schedule)
+class LearningRateState(NamedTuple):
+    """`count` int32: updates done; `learning_rate` float32: that of the last one."""
+
+    count: jax.Array  # type: ignore[assignment]  # tuple has a method of that name, which nobody calls
+    learning_rate: jax.Array
 
 
-def _adamw(config: AdamConfig, schedule: Schedule) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019): clip by global norm, Adam, add weight decay, scale by minus the rate."""
-    clip = [optax.clip_by_global_norm(config.max_grad_norm)] if config.max_grad_norm else []
-    return optax.chain(
-        *clip,
-        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
-        optax.scale_by_learning_rate(schedule),
-    )
+def build_optimizer(
+    config: OptimizerConfig, schedule: Schedule, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """update = -rate * (direction(gradients, clipped) + weight_decay * parameter, where it decays).
+
+    `axes` are the logical names of each parameter's dimensions, which Muon needs. `update` takes, beside gradients,
+    state and parameters, `loss` (for `skip_bad_steps`) and `hessian` (for Sophia, see there).
+    """
+    limit = config.max_grad_norm if isinstance(config, ClippedConfig) else None
+    clip = [optax.clip_by_global_norm(limit)] if limit else []
+    decay = optax.add_decayed_weights(config.weight_decay, mask=lambda params: decay_mask(config, params))
+    update: optax.GradientTransformation = optax.chain(*clip, *_direction(config, axes), decay)
+    if isinstance(config, AdamConfig) and config.skip_step is not None:
+        update = skip_bad_steps(update, config.skip_step.rolling_interval_length, config.skip_step.sigma_factor)
+    return optax.chain(update, scale_by_learning_rate(schedule))
 
 
-def decay_mask(params: Any) -> Any:
-    """True for matrices, false for embeddings, norms and biases: only leaves named `kernel` decay."""
+def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformation]:
+    match config:
+        case AdamConfig():
+            return [optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, nesterov=config.nesterov)]
+        case LionConfig():
+            return [optax.scale_by_lion(config.beta1, config.beta2)]
+        case MuonConfig():
+            return [muon_or_adam(config, axes)]
+        case AdafactorConfig():
+            return _adafactor(config)
+        case SophiaConfig():
+            return [
+                scale_by_sophia(
+                    config.beta1,
+                    config.beta2,
+                    config.epsilon,
+                    config.gamma,
+                    config.clip_threshold,
+                    config.update_interval,
+                    config.rng_seed,
+                )
+            ]
 
-    def is_kernel(path: Any, leaf: Any) -> bool:
-        return bool(getattr(path[-1], "key", None) == "kernel")
 
-    return jax.tree_util.tree_map_with_path(is_kernel, params)
+def _adafactor(config: AdafactorConfig) -> list[optax.GradientTransformation]:
+    """As `optax.adafactor`, with weight decay and learning rate left to the common end.
+
+    Stacked blocks count as one parameter where a root mean square is taken over a whole one.
+    """
+    parts: list[optax.GradientTransformation] = [
+        optax.scale_by_factored_rms(True, config.decay_rate, 0, config.min_dim_size_to_factor, config.epsilon)
+    ]
+    if config.clipping_threshold is not None:
+        parts.append(optax.clip_by_block_rms(config.clipping_threshold))
+    if config.multiply_by_parameter_scale:
+        parts.append(optax.scale_by_param_block_rms())
+    if config.momentum is not None:
+        parts.append(optax.ema(config.momentum, debias=False))
+    return parts
+
+
+def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
+    """Times minus the rate, which stays in the state: checkpoints show it."""
+
+    def init(params: Any) -> LearningRateState:
+        return LearningRateState(jnp.int32(0), jnp.asarray(schedule(0), jnp.float32))
+
+    def update(updates: Any, state: LearningRateState, params: Any = None) -> tuple[Any, LearningRateState]:
+        rate = jnp.asarray(schedule(state.count), jnp.float32)
+        updates = jax.tree.map(lambda u: (-rate).astype(u.dtype) * u, updates)
+        return updates, LearningRateState(state.count + 1, rate)
+
+    return optax.GradientTransformation(init, update)

@@ -31,6 +31,8 @@ ACTIVATION_AXES = {
 # What a user calls `mlp` governs the parameters' axis and the activation's; `batch` exists only in activations.
 ACTIVATION_OF = {
     "batch": "act_batch",
+    "position": "act_seq",
+    "embed": "act_embed",
     "heads": "act_heads",
     "kv_heads": "act_kv_heads",
     "senses": "act_senses",

@@ -1,16 +1,19 @@
-"""Settings of partitioning: what is split over which devices."""
+"""Settings of partitioning: what is split over which devices, and the two mappings they make."""
 
 from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from lmtrain.config.base import Section, planned
+from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
 from lmtrain.config.suggest import suggest_name
-from lmtrain.sharding.axes import MESH_AXES, PARAMETER_AXES, USER_AXES
+from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, MESH_AXES, PARAMETER_AXES, USER_AXES
 
 # Logical axis -> one axis of the mesh or several; null: not split.
 AxisResources = dict[str, str | Annotated[list[str], Field(min_length=1)] | None]
+
+# Logical axis -> the axes of the mesh it is split over, none if it stays whole.
+Mapping = dict[str, tuple[str, ...]]
 
 
 class PartitioningConfig(Section):
@@ -24,18 +27,20 @@ class PartitioningConfig(Section):
         None, description="Logical axis or axes split over the model axis, of parameters and activations"
     )
     model_axis_size: int = Field(1, ge=1, description="Devices of the model axis (tensor parallelism)")
-    replica_ici_axis_size: int = planned(1, ge=1, description="Copies of the model within a slice")
-    replica_dcn_axis_size: int = planned(
+    replica_ici_axis_size: int = Field(
+        1, ge=1, description="Copies of the model within a slice; each copy is split over the other devices"
+    )
+    replica_dcn_axis_size: int = Field(
         1, ge=-1, description="Copies of the model over slices, joined by the slow network; -1: one for each slice"
     )
-    axis_resources: AxisResources = planned(
-        {}, description="Logical axis to mesh axis or axes, for parameters and computation"
+    axis_resources: AxisResources = Field(
+        {}, description="Logical axis to mesh axis or axes (null: not split), for parameters and computation"
     )
-    parameter_axis_resources: AxisResources = planned(
-        {}, description="Logical axis to mesh axis or axes, for parameters and optimizer state"
+    parameter_axis_resources: AxisResources = Field(
+        {}, description="The same for parameters and optimizer state alone; has the last word there"
     )
-    compute_axis_resources: AxisResources = planned(
-        {}, description="Logical axis to mesh axis or axes, for computation"
+    compute_axis_resources: AxisResources = Field(
+        {}, description="The same for computation alone; has the last word there"
     )
 
     @field_validator("batch_axis")
@@ -69,16 +74,64 @@ class PartitioningConfig(Section):
             for mesh_axis in names(mesh_axes):
                 if mesh_axis not in MESH_AXES:
                     raise ValueError(_unknown("mesh", mesh_axis, MESH_AXES))
+                if names(mesh_axes).count(mesh_axis) > 1:
+                    raise ValueError(f"{axis!r} names {mesh_axis!r} twice")
         return value
 
     @model_validator(mode="after")
     def _axis_split_once(self) -> "PartitioningConfig":
-        both = [axis for axis in names(self.fsdp_axis) if axis in names(self.tensor_parallel_axes)]
-        if both:
-            raise field_error(
-                "tensor_parallel_axes", f"names {both[0]!r}, which fsdp_axis splits already; take it out of one"
-            )
+        fsdp, tensor = names(self.fsdp_axis), names(self.tensor_parallel_axes)
+        for axis in tensor:
+            if axis in fsdp:
+                raise field_error(
+                    "tensor_parallel_axes", f"names {axis!r}, which fsdp_axis splits already; take it out of one"
+                )
+        # what was only the default gives way; two settings that were written and differ do not
+        written = [(axis, "fsdp_axis", "data") for axis in fsdp if "fsdp_axis" in self.model_fields_set]
+        written += [(axis, "tensor_parallel_axes", "model") for axis in tensor]
+        for axis, setting, mesh_axis in written:
+            rival = "parameter_axis_resources" if setting == "fsdp_axis" else "compute_axis_resources"
+            for name in ("axis_resources", rival):
+                if axis in (given := getattr(self, name)) and names(given[axis]) != [mesh_axis]:
+                    raise field_error(
+                        name, f"says {given[axis]!r} of {axis!r}, which {setting} splits over {mesh_axis}; choose one"
+                    )
         return self
+
+    @model_validator(mode="after")
+    def _batch_shares_no_devices(self) -> "PartitioningConfig":
+        if "batch" in self.parameter_axis_resources:
+            raise field_error("parameter_axis_resources", "'batch' is an axis of activations; parameters have none")
+        compute = self.compute_mapping
+        for name in ("axis_resources", "compute_axis_resources"):
+            for axis in getattr(self, name):
+                both = set(compute.get(ACTIVATION_OF.get(axis, ""), ())) & set(compute["act_batch"])
+                if both and axis != "batch":
+                    raise field_error(
+                        name,
+                        f"splits {axis!r} over {min(both)}, which splits the batch too; use "
+                        "parameter_axis_resources for what is split at rest only, or another mesh axis",
+                    )
+        return self
+
+    @property
+    def parameter_mapping(self) -> Mapping:
+        """Of parameters and optimizer state at rest: shared settings, tensor parallelism, FSDP, then the advanced."""
+        mapping: Mapping = dict.fromkeys(PARAMETER_AXES, ())
+        mapping |= dict.fromkeys(names(self.fsdp_axis), ("data",))
+        mapping |= {axis: tuple(names(value)) for axis, value in self.axis_resources.items() if axis != "batch"}
+        mapping |= dict.fromkeys(names(self.tensor_parallel_axes), ("model",))
+        return mapping | {axis: tuple(names(value)) for axis, value in self.parameter_axis_resources.items()}
+
+    @property
+    def compute_mapping(self) -> Mapping:
+        """Of activations, in their own words: the batch, shared settings, tensor parallelism, then the advanced."""
+        mapping: Mapping = dict.fromkeys(ACTIVATION_AXES, ())
+        given: Mapping = {"batch": ("replica", "data")}
+        given |= {axis: tuple(names(value)) for axis, value in self.axis_resources.items()}
+        given |= dict.fromkeys(names(self.tensor_parallel_axes), ("model",))
+        given |= {axis: tuple(names(value)) for axis, value in self.compute_axis_resources.items()}
+        return mapping | {ACTIVATION_OF[axis]: value for axis, value in given.items() if axis in ACTIVATION_OF}
 
 
 def names(value: str | list[str] | None) -> list[str]:

@@ -1,19 +1,21 @@
 """The device mesh (replica, data, model) and the two mappings from logical axes to it."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lmtrain.config.errors import UserError
-from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, MESH_AXES, PARAMETER_AXES
-from lmtrain.sharding.config import PartitioningConfig, names
-
-BATCH_MESH_AXES = ("replica", "data")
+from lmtrain.config.suggest import nearest_divisors
+from lmtrain.sharding.axes import MESH_AXES
+from lmtrain.sharding.config import Mapping, PartitioningConfig
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
@@ -29,7 +31,11 @@ class Layout:
     @property
     def num_batch_shards(self) -> int:
         """Into how many parts the batch is split."""
-        return int(np.prod([self.mesh.shape[axis] for axis in BATCH_MESH_AXES]))
+        return self.num_parts("act_batch")
+
+    def num_parts(self, axis: str) -> int:
+        """Into how many parts activations are split along the logical `axis`."""
+        return math.prod(self.mesh.shape[name] for name in self._mesh_axes(axis))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -44,32 +50,67 @@ class Layout:
     @property
     def batch(self) -> NamedSharding:
         """The sharding of [batch, sequence] arrays."""
-        return NamedSharding(self.mesh, PartitionSpec(BATCH_MESH_AXES))
+        return NamedSharding(self.mesh, PartitionSpec(self._mesh_axes("act_batch")))
+
+    def _mesh_axes(self, axis: str) -> tuple[str, ...]:
+        axes = dict(self.compute_rules)[axis]
+        return (axes,) if isinstance(axes, str) else axes or ()
 
 
-def plan_layout(config: PartitioningConfig) -> Layout:
-    """The layout over all devices of the run. Raises `UserError` if the devices do not divide."""
-    model_axis_size = config.model_axis_size
-    devices = jax.devices()
-    if len(devices) % model_axis_size:
-        fits = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
-        raise UserError(
-            f"trainer.model_axis_size: {len(devices)} devices do not divide by {model_axis_size}; "
-            f"it could be {', '.join(map(str, fits))}"
-        )
-    shape = (1, len(devices) // model_axis_size, model_axis_size)
+def plan_layout(config: PartitioningConfig, devices: Sequence[Any] | None = None) -> Layout:
+    """The layout over all `devices` of the run. Raises `UserError` if they do not divide."""
+    devices = jax.devices() if devices is None else devices
+    slices = _slices(devices)
+    across = len(slices) if config.replica_dcn_axis_size == -1 else config.replica_dcn_axis_size
+    _check_sizes(config, len(devices), len(slices), across)
+    replicas = config.replica_ici_axis_size
+    data = len(devices) // (across * replicas * config.model_axis_size)
+    shape = (replicas, data, config.model_axis_size)
+    grid = np.concatenate([_grid(shape, group) for group in _grouped(slices, across)], axis=0)
     # Explicit axis types, recent JAX's default, reject ordinary contractions over a sharded dimension.
-    mesh = jax.make_mesh(shape, tuple(MESH_AXES), axis_types=(AxisType.Auto,) * len(MESH_AXES), devices=devices)
+    mesh = Mesh(grid, tuple(MESH_AXES), axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Layout(mesh, _rules(config.parameter_mapping), _rules(config.compute_mapping))
 
-    fsdp, tensor = names(config.fsdp_axis), names(config.tensor_parallel_axes)
 
-    parameters: dict[str, str | tuple[str, ...] | None] = dict.fromkeys(PARAMETER_AXES)
-    compute: dict[str, str | tuple[str, ...] | None] = dict.fromkeys(ACTIVATION_AXES)
-    for axis in tensor:
-        parameters[axis] = "model"
-        if axis in ACTIVATION_OF:
-            compute[ACTIVATION_OF[axis]] = "model"
-    for axis in fsdp:
-        parameters[axis] = "data"
-    compute["act_batch"] = BATCH_MESH_AXES
-    return Layout(mesh, tuple(parameters.items()), tuple(compute.items()))
+def _slices(devices: Sequence[Any]) -> list[list[Any]]:
+    """Devices by the slice they are in; where there are no slices, by process; the fast network joins each group."""
+    groups: dict[int, list[Any]] = {}
+    for device in devices:
+        groups.setdefault(getattr(device, "slice_index", device.process_index), []).append(device)
+    return [groups[number] for number in sorted(groups)]
+
+
+def _check_sizes(config: PartitioningConfig, devices: int, slices: int, across: int) -> None:
+    if across > 1 and slices > 1 and slices % across:
+        near = " or ".join(map(str, nearest_divisors(slices, across)))
+        raise UserError(
+            f"trainer.replica_dcn_axis_size: {slices} slices do not divide into {across} copies; it could be {near}"
+        )
+    if devices % across:
+        raise UserError(f"trainer.replica_dcn_axis_size: {devices} devices do not divide into {across} copies")
+    for name, size, rest in (
+        ("model_axis_size", config.model_axis_size, devices // across),
+        ("replica_ici_axis_size", config.replica_ici_axis_size, devices // across // config.model_axis_size),
+    ):
+        if rest % size:
+            per = f"{devices} devices" if rest == devices else f"{devices} devices, {rest} for each of the rest,"
+            near = " or ".join(map(str, nearest_divisors(rest, size)))
+            raise UserError(f"trainer.{name}: {per} do not divide by {size}; it could be {near}")
+
+
+def _grouped(slices: list[list[Any]], groups: int) -> list[list[Any]]:
+    """The devices in so many groups, of whole slices where there are enough."""
+    devices = [device for group in slices for device in group]
+    size = len(devices) // groups
+    return [devices[i * size : (i + 1) * size] for i in range(groups)]
+
+
+def _grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    """The devices in a grid whose neighbours are neighbours in the machine too."""
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def _rules(mapping: Mapping) -> Rules:
+    return tuple(
+        (axis, mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None) for axis, mesh_axes in mapping.items()
+    )

@@ -1,6 +1,7 @@
 """Turning logical names into shardings, and numpy rows into global arrays."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -9,13 +10,25 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.suggest import nearest_divisors
 from lmtrain.sharding.axes import ACTIVATION_AXES, check_axes
 from lmtrain.sharding.mesh import Layout
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Lay the activation `x` out as the compute mapping says; one word per dimension."""
+    """Lay the activation `x` out as the compute mapping says; one word per dimension.
+
+    Raises `UserError` if a size does not divide by the devices it is split over, or two dimensions share them: the
+    first would come as an error of the compiler, the second would be dropped in silence.
+    """
     check_axes(axes, ACTIVATION_AXES)
+    rules = dict(nn.get_logical_axis_rules())
+    mesh = jax.sharding.get_abstract_mesh()
+    if rules and not mesh.empty:
+        # a batch of one while parameters are made, or a few tokens while text is sampled, may leave devices idle
+        sizes = [0 if axis in ("act_batch", "act_seq") else size for axis, size in zip(axes, x.shape, strict=True)]
+        split = [(axis, size, _names(rules.get(axis or ""))) for axis, size in zip(axes, sizes, strict=True)]
+        _check_split("computation", split, mesh.shape, "trainer.compute_axis_resources or tensor_parallel_axes")
     return nn.with_logical_constraint(x, axes)
 
 
@@ -27,49 +40,84 @@ def parameter_shardings(layout: Layout, boxed: Any) -> Any:
     """
     specs = nn.get_partition_spec(boxed)
     rules = dict(layout.parameter_rules)
-    jax.tree_util.tree_map_with_path(lambda path, spec: _check_once(path, spec, rules), specs)
-    shardings = nn.logical_to_mesh_sharding(specs, layout.mesh, list(layout.parameter_rules))
-    shapes = nn.meta.unbox(boxed)
-    jax.tree_util.tree_map_with_path(_check_divides, shapes, shardings)
-    return shardings
+
+    def check(path: Any, shape: Any, spec: PartitionSpec) -> None:
+        named = [*spec, *[None] * (len(shape.shape) - len(spec))]
+        split = [(axis, size, _names(rules.get(axis))) for axis, size in zip(named, shape.shape, strict=True)]
+        settings = "trainer.fsdp_axis, tensor_parallel_axes or parameter_axis_resources"
+        _check_split(jax.tree_util.keystr(path, simple=True, separator="/"), split, layout.mesh.shape, settings)
+
+    jax.tree_util.tree_map_with_path(check, nn.meta.unbox(boxed), specs)
+    return nn.logical_to_mesh_sharding(specs, layout.mesh, list(layout.parameter_rules))
 
 
-def _check_once(path: Any, spec: PartitionSpec, rules: Mapping[str, Any]) -> None:
-    """Flax would split the first dimension and leave the second whole, without a word."""
-    split: dict[Any, str] = {}
-    for axis in spec:
-        mesh_axis = rules.get(axis)
-        if mesh_axis is not None and mesh_axis in split:
-            raise UserError(
-                f"{jax.tree_util.keystr(path)}: {split[mesh_axis]!r} and {axis!r} cannot both be split over the "
-                f"{mesh_axis} devices; take one out of trainer.fsdp_axis or trainer.tensor_parallel_axes"
-            )
-        split[mesh_axis] = axis
+def _names(mesh_axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes or ())
 
 
-def _check_divides(path: Any, shape: Any, sharding: NamedSharding) -> None:
-    for size, axes in zip(shape.shape, sharding.spec, strict=False):
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        parts = int(np.prod([sharding.mesh.shape[name] for name in names]))
+def _check_split(
+    what: str, split: Sequence[tuple[str | None, int, tuple[str, ...]]], sizes: Mapping[str, int], settings: str
+) -> None:
+    """`split` has the word, size and mesh axes of each dimension."""
+    users: dict[str, str | None] = {}
+    for axis, size, mesh_axes in split:
+        parts = math.prod(sizes[name] for name in mesh_axes)
         if size % parts:
+            near = " or ".join(map(str, nearest_divisors(size, parts)))
             raise UserError(
-                f"{jax.tree_util.keystr(path)}: a dimension of {size} cannot be split over {parts} devices "
-                f"(mesh axis {'+'.join(names)}); change that size, the number of devices, or trainer.fsdp_axis "
-                "and trainer.tensor_parallel_axes"
+                f"{what}: {axis!r} of size {size} cannot be split over {parts} devices (mesh axis "
+                f"{'+'.join(mesh_axes)}), but over {near}; change that size, the mesh, or {settings}"
             )
+        for name in mesh_axes:
+            if name in users:
+                raise UserError(
+                    f"{what}: {users[name]!r} and {axis!r} cannot both be split over the {name} devices; "
+                    f"take one out of {settings}"
+                )
+            users[name] = axis
 
 
 def like_parameters(layout: Layout, state: Any, params: Any, shardings: Any) -> Any:
-    """Shardings for a tree that holds copies of the parameters' tree (an optimizer state) and scalars.
+    """Shardings for a tree that holds arrays made of parameters (an optimizer state) and others.
 
-    Subtrees with the structure of `params` get its shardings; everything else is replicated.
+    An array whose path ends with a parameter's is placed as that is; where it lacks one dimension of it (factored
+    moments), without that one; everything else is replicated.
     """
-    structure: Any = jax.tree.structure(params)
+    by_path = {
+        _trailing_names(path): (param, sharding)
+        for (path, param), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+        )
+    }
 
-    def is_copy(node: Any) -> bool:
-        return bool(structure == jax.tree.structure(node))
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        names = _trailing_names(path)
+        matches = (by_path.get(names[begin:]) for begin in range(len(names)))
+        found = next((match for match in matches if match is not None), None)
+        if found is None:
+            return layout.replicated
+        param, sharding = found
+        rank = len(param.shape)
+        spec = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+        if leaf.shape == param.shape:
+            return sharding
+        for dim in range(rank):
+            kept = [i for i in range(rank) if i != dim]
+            if leaf.shape == tuple(param.shape[i] for i in kept):
+                return NamedSharding(layout.mesh, PartitionSpec(*(spec[i] for i in kept)))
+        return layout.replicated
 
-    return jax.tree.map(lambda node: shardings if is_copy(node) else layout.replicated, state, is_leaf=is_copy)
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _trailing_names(path: Any) -> tuple[str, ...]:
+    """The names of dicts at the end of a path."""
+    names: list[str] = []
+    for key in reversed(path):
+        if not isinstance(key, jax.tree_util.DictKey):
+            break
+        names.insert(0, key.key)
+    return tuple(names)
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:

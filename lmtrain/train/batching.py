@@ -1,35 +1,52 @@
 """How a batch is divided: over devices, and into microbatches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.suggest import nearest_divisors
 from lmtrain.train.config import TrainerConfig
 
 
 @dataclass(frozen=True)
 class Batching:
-    """Sizes in sequences. A device computes `train_batch / (shards * microbatches)` of them at once."""
+    """Sizes in sequences. Of each size of training batch, into how many microbatches it is divided."""
 
-    train_batch: int
+    num_microbatches: Mapping[int, int]
     eval_batch: int
-    num_microbatches: int
+
+
+def check_seq_len(seq_len: int, parts: int) -> None:
+    """Raise `UserError` if sequences cannot be split over so many devices."""
+    if seq_len % parts:
+        near = " or ".join(map(str, nearest_divisors(seq_len, parts)))
+        raise UserError(
+            f"model.seq_len: {seq_len} positions do not divide over {parts} devices (trainer.compute_axis_resources: "
+            f"position), but over {near}"
+        )
 
 
 def plan_batching(config: TrainerConfig, shards: int) -> Batching:
-    """Divide the batch over `shards` parts of the mesh. Raises `UserError` with the sizes that would work."""
-    batch = config.train_batch_size
+    """Divide batches over `shards` parts of the mesh. Raises `UserError` with the sizes that would work."""
+    num_microbatches = {batch: _num_microbatches(config, batch, shards) for batch in config.batch_sizes.all}
+    largest = max(batch // shards // number for batch, number in num_microbatches.items())
+    per_device_eval = largest if config.per_device_eval_parallelism == -1 else config.per_device_eval_parallelism
+    return Batching(num_microbatches, per_device_eval * shards)
+
+
+def _num_microbatches(config: TrainerConfig, batch: int, shards: int) -> int:
     if batch % shards:
         below, above = batch // shards * shards, -(-batch // shards) * shards
         raise UserError(
             f"trainer.train_batch_size: {batch} sequences cannot be split evenly over {shards} devices; "
             f"it could be {f'{below} or ' if below else ''}{above}"
         )
-    per_device = batch // shards if config.per_device_parallelism == -1 else config.per_device_parallelism
-    if (batch // shards) % per_device:
-        fits = [n for n in range(1, batch // shards + 1) if (batch // shards) % n == 0]
+    share = batch // shards
+    per_device = share if config.per_device_parallelism == -1 else config.per_device_parallelism
+    if share % per_device:
+        near = " or ".join(map(str, nearest_divisors(share, per_device)))
         raise UserError(
-            f"trainer.per_device_parallelism: each device has {batch // shards} sequences of the batch, which "
-            f"{per_device} does not divide; it could be {', '.join(map(str, fits))}"
+            f"trainer.per_device_parallelism: each device has {share} sequences of a batch of {batch}, which "
+            f"{per_device} does not divide; it could be {near}"
         )
-    per_device_eval = per_device if config.per_device_eval_parallelism == -1 else config.per_device_eval_parallelism
-    return Batching(batch, per_device_eval * shards, batch // shards // per_device)
+    return share // per_device

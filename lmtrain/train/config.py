@@ -1,11 +1,12 @@
 """Settings of a training run: steps, batch, precision, evaluation, logs; and the sections of other rooms below it."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, Tag, field_validator
 
 from lmtrain.checkpoint.config import CheckpointerConfig, InitializationConfig
-from lmtrain.config.base import Section
+from lmtrain.config.base import Section, by_type
+from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.runtime.config import DistributedConfig, RayConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.tracking.config import TrackerConfig, WandbConfig
@@ -16,12 +17,44 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
+class BatchPhase(Section):
+    """From step `start` on, batches have `value` sequences."""
+
+    start: int = Field(ge=0, description="First step of this size, counted from 0")
+    value: int = Field(ge=1, description="Sequences per update, over all devices")
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the parameters."""
+
+    type: Literal["ema"] = Field("ema", description="The kind of average")
+    beta: float = Field(0.999, ge=0, lt=1, description="Share of the average that stays at each step")
+
+
+class EmaDecaySqrtConfig(Section):
+    """An exponential moving average, then one that begins anew and moves less and less, as 1 - sqrt."""
+
+    type: Literal["ema_decay_sqrt"] = Field("ema_decay_sqrt", description="The kind of average")
+    beta: float = Field(0.999, ge=0, lt=1, description="Share of the average that stays at each step, at first")
+    switch_step: int = Field(100_000, ge=0, description="Step from which the average moves as 1 - sqrt")
+    decay_steps: int = Field(100_000, ge=1, description="Steps over which it comes to rest")
+    epsilon: float = Field(1e-5, ge=0, lt=1, description="Least share of the parameters that enters")
+
+
+AveragingConfig = Annotated[
+    Annotated[EmaConfig, Tag("ema")] | Annotated[EmaDecaySqrtConfig, Tag("ema_decay_sqrt")],
+    by_type("kind of average", "ema", ["ema", "ema_decay_sqrt"]),
+]
+
+
 class LoopConfig(Section):
     """The training loop."""
 
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of the parameters' initial values, dropout and shuffling")
     num_train_steps: int = Field(400_000, ge=1, lt=2**31, description="Optimizer updates in the whole run")
-    train_batch_size: int = Field(32, ge=1, description="Sequences per update, over all devices")
+    train_batch_size: Annotated[int, Field(ge=1)] | Annotated[list[BatchPhase], Field(min_length=1)] = Field(
+        32, description="Sequences per update, over all devices; or a list of {start: step, value: sequences}"
+    )
     per_device_parallelism: int = Field(
         -1,
         description="Sequences a device computes at once, also written per_device_train_parallelism; the rest of the "
@@ -33,6 +66,10 @@ class LoopConfig(Section):
     steps_per_eval: int = Field(1000, ge=1, description="Evaluate every so many steps, and after the last")
     max_eval_batches: int | None = Field(None, ge=1, description="Batches per evaluation; null: the whole set")
     mp: str = Field("f32", description="Number formats: f32, bf16, or p=f32,c=bfloat16 (parameters, computation)")
+    model_averaging: AveragingConfig | None = Field(
+        None,
+        description="Keep an average of the parameters too; it is evaluated beside them, exported and sampled from",
+    )
     crash_on_nan: bool = Field(True, description="Stop when the loss is not a number, before anything is saved")
     crash_on_inf: bool = Field(True, description="Stop when the loss is infinite, before anything is saved")
     jax_compilation_cache_dir: str | None = Field(
@@ -46,11 +83,24 @@ class LoopConfig(Section):
             raise ValueError("expected -1 (automatic), or 1 or more")
         return value
 
+    @field_validator("train_batch_size")
+    @classmethod
+    def _phases_ascend(cls, value: int | list[BatchPhase]) -> int | list[BatchPhase]:
+        starts = [0] if isinstance(value, int) else [phase.start for phase in value]
+        if starts[0] != 0 or starts != sorted(set(starts)):
+            raise ValueError(f"phases begin at step 0 and ascend, but start at {starts}")
+        return value
+
     @field_validator("mp")
     @classmethod
     def _known_precision(cls, value: str) -> str:
         parse_precision(value)
         return value
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        size = self.train_batch_size
+        return BatchSizes.of(size if isinstance(size, int) else [(phase.start, phase.value) for phase in size])
 
     @property
     def precision(self) -> Precision:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from lmtrain.checkpoint.policies import Kind
-from lmtrain.evaluation.evaluate import evaluate
+from lmtrain.evaluation.evaluate import describe_evaluation, evaluate
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import StoppedError, StopRequest
@@ -30,14 +30,14 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
     """
     state = setup.state
     last_step = config.num_train_steps
-    throughput = Throughput(setup.tokens_per_step)
+    throughput = Throughput()
     reporter = _Reporter(setup, config, throughput, beside)
     done = setup.first_step
 
     exporter = setup.exporter
     try:
         if exporter is not None and exporter.was_missed(done):
-            exporter.export(done, state.params)
+            exporter.export(done, state.best_params)
         with Progress("train", last_step, setup.first_step, quiet=not setup.is_first) as progress:
             reporter.progress = progress
             while done < last_step:
@@ -47,7 +47,7 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                 except StoppedError:  # while waiting for data that is not there yet
                     reporter.report()
                     if done > setup.first_step:
-                        setup.checkpointer.save(done, Kind.TEMPORARY, state.params, state.optimizer, setup.run_info)
+                        setup.checkpointer.save(done, Kind.TEMPORARY, state.parts, setup.run_info)
                     break
                 state, metrics = setup.train_step(state, batch)
                 done += 1
@@ -62,12 +62,15 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                 if evaluating or kind or exporting:
                     reporter.report()  # waits for this step: its loss is checked before anything is saved
                 if evaluating:
-                    reporter.report_evaluation(done, evaluate(setup.eval_step, state.params, setup.eval_batches))
+                    evaluation = evaluate(setup.eval_step, state.params, setup.eval_batches)
+                    if state.average is not None:
+                        evaluation |= evaluate(setup.eval_step, state.average, setup.eval_batches, "eval/ema")
+                    reporter.report_evaluation(done, evaluation)
                 if kind:
                     setup.trackers.sync()
-                    setup.checkpointer.save(done, kind, state.params, state.optimizer, setup.run_info)
+                    setup.checkpointer.save(done, kind, state.parts, setup.run_info)
                 if exporter is not None and exporting:
-                    exporter.export(done, state.params)
+                    exporter.export(done, state.best_params)
                 if evaluating or kind or exporting:
                     throughput.resume_clock()
                 if stopping:
@@ -89,6 +92,7 @@ class _Reporter:
     def __init__(self, setup: Setup, config: TrainerConfig, throughput: Throughput, beside: Callable[[], str]):
         self._beside = beside
         self._trackers = setup.trackers
+        self._sizes, self._seq_len = setup.batch_sizes, setup.seq_len
         self._config = config
         self._throughput = throughput
         self._waiting: tuple[int, Any] | None = None
@@ -102,7 +106,7 @@ class _Reporter:
             return
         step, on_device = waiting
         metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
-        metrics |= self._throughput.step_done()
+        metrics |= self._throughput.step_done(self._sizes.at(step - 1) * self._seq_len)
         self._trackers.log(metrics, step)
         self._check(step, metrics["train/loss"])
         if self.progress is not None:
@@ -117,11 +121,12 @@ class _Reporter:
     def report_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self._trackers.log(metrics, step)
         self._evaluation = f", eval {metrics['eval/loss']:.3f}"
-        log.info(f"step {step}: eval loss {metrics['eval/loss']:.4f} (perplexity {math.exp(metrics['eval/loss']):.1f})")
+        log.info(f"step {step}: {describe_evaluation(metrics)}")
 
     def _check(self, step: int, loss: float) -> None:
         if (math.isnan(loss) and self._config.crash_on_nan) or (math.isinf(loss) and self._config.crash_on_inf):
             raise DivergedError(
-                f"the loss of step {step} is {loss}; nothing was saved since it was finite. Lower "
+                f"the loss of step {step} is {loss}; nothing was saved since it was finite. Its batch are sequences "
+                f"{self._sizes.before(step - 1):,} to {self._sizes.before(step) - 1:,} of the training data. Lower "
                 "optimizer.learning_rate or lengthen optimizer.warmup; delete the last checkpoints if it happens again"
             )

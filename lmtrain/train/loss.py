@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lmtrain.sharding.placement import constrain
+
 # Logits held at once: large enough for full-speed products, small against the rest of the step's memory.
 _LOGITS_PER_CHUNK = 2**22
 
@@ -55,6 +57,24 @@ def summed_cross_entropy(
     chunks, blocks = _plan(batch * length, length, rows)
     form = _Form(chunks, blocks, vocab_size or rows, z_loss_weight)
     return _summed(hidden_BSD, head_VD, targets_BS, mask_BS, form)
+
+
+def sample_targets(hidden_BSD: jax.Array, head_VD: jax.Array, key: jax.Array, vocab_size: int) -> jax.Array:
+    """For each position a token drawn from softmax(hidden @ head.T), int32 [B, S].
+
+    In the same chunks of the sequence as the loss; the vocabulary is held whole.
+    """
+    batch, length = hidden_BSD.shape[:2]
+    chunks, _ = _plan(batch * length, length, head_VD.shape[0])
+    form = _Form(chunks, 1, vocab_size, 0.0)
+
+    def one(_: None, index: jax.Array) -> tuple[None, jax.Array]:
+        (rows,) = _take(form, index, hidden_BSD)
+        drawn = jax.random.categorical(jax.random.fold_in(key, index), _logits(form, rows, head_VD, 0))
+        return None, drawn.reshape(batch, -1)
+
+    _, parts_CBS = jax.lax.scan(one, None, jnp.arange(chunks))
+    return jnp.moveaxis(parts_CBS, 0, 1).reshape(batch, length)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -179,7 +199,7 @@ def _block(form: _Form, head: jax.Array, block: jax.Array) -> tuple[jax.Array, j
 
 def _logits(form: _Form, rows_TD: jax.Array, part_VD: jax.Array, first: jax.Array | int) -> jax.Array:
     """Float32 logits of tokens `first, first + 1, ...`, with none for padding."""
-    logits = jnp.einsum("TD,VD->TV", rows_TD, part_VD).astype(jnp.float32)
+    logits = constrain(jnp.einsum("TD,VD->TV", rows_TD, part_VD), "act_batch", "act_vocab").astype(jnp.float32)
     if form.vocab_size == part_VD.shape[0] * form.blocks:
         return logits  # nothing is padding
     return jnp.where(first + jnp.arange(part_VD.shape[0]) < form.vocab_size, logits, _NO_TOKEN)

@@ -10,13 +10,16 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.config.errors import UserError
+from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import EvalSource, TrainSource, iterate, too_little
 from lmtrain.data.caches import Cache, Caches, open_store, plan_mixture
 from lmtrain.data.token_store import TokenStore
+from lmtrain.hf.token_bytes import token_bytes
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.attention_backends import choose_attention
 from lmtrain.models.registry import build_model
@@ -29,12 +32,13 @@ from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.sharding.mesh import Layout, plan_layout
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.tracking.open import Trackers, open_trackers
-from lmtrain.train.batching import plan_batching
+from lmtrain.train.averaging import build_averaging
+from lmtrain.train.batching import Batching, check_seq_len, plan_batching
 from lmtrain.train.export import Exporter
 from lmtrain.train.hf_params import load_hf_params
 from lmtrain.train.restore import restore_state
 from lmtrain.train.resume import check_same_run, newest_checkpoint
-from lmtrain.train.state import TrainState, count_parameters, init_state, state_shardings
+from lmtrain.train.state import TrainState, count_parameters, init_state, parameter_axes, state_shardings
 from lmtrain.train.step import build_eval_step, build_train_step
 
 # Batches read ahead of the step: enough to hide a slow read, little against the model in memory.
@@ -54,7 +58,8 @@ class Setup:
     checkpointer: Checkpointer
     trackers: Trackers
     run_info: dict[str, Any]
-    tokens_per_step: int
+    batch_sizes: BatchSizes
+    seq_len: int
     is_first: bool  # of the processes of the run: the one that tells
     exporter: Exporter | None
 
@@ -79,18 +84,22 @@ def set_up(
     log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
     batching = plan_batching(trainer, layout.num_batch_shards)
     seq_len = config.model.seq_len
+    check_seq_len(seq_len, layout.num_parts("act_seq"))
     stores = [_open_store(config, cache) for cache in caches.train.values()]
 
     model = build_model(config.model, tokenizer.vocab_size, plan_attention(config))
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
-    optimizer = build_optimizer(config.optimizer, schedule)
-    abstract, shardings = state_shardings(model, optimizer, layout, trainer.precision.params)
+    optimizer = build_optimizer(config.optimizer, schedule, parameter_axes(model))
+    averaging = build_averaging(trainer.model_averaging)
+    abstract, shardings = state_shardings(
+        model, optimizer, layout, trainer.precision.params, averages=averaging is not None
+    )
     parameters = count_parameters(model)
     log.info(f"{config.model.type}, {parameters:,} parameters, {trainer.precision}")
 
     exports = config.hf_save_path is not None or config.hf_upload is not None
     exporter = Exporter(config, run, model, tokenizer, layout, processes.is_first) if exports else None
-    run_info = _run_info(config, run, tokenizer.identity, caches, layout)
+    run_info = _run_info(config, run, tokenizer.identity, caches, layout, batching)
     folder = trainer.checkpointer.run_folder(run)
     if "://" in folder:
         raise UserError(f"trainer.checkpointer.base_path: {folder} is a URL; checkpoints are saved locally so far")
@@ -103,18 +112,19 @@ def set_up(
         state = init_state(model, optimizer, layout, shardings, seed=trainer.seed, dtype=trainer.precision.params)
         if begin_from_hf is not None:
             params = load_hf_params(begin_from_hf, config.model, model, layout, trainer.precision.params)
-            state = state.replace(params=params)
+            state = state.replace(params=params, average=averaging and jax.tree.map(jnp.copy, params))
             log.info(f"beginning with the weights of {begin_from_hf}")
     first_step = checkpoint.step if checkpoint else 0
 
-    rows = local_rows(layout.batch, batching.train_batch)
+    sizes = trainer.batch_sizes
+    rows = {size: local_rows(layout.batch, size) for size in sizes.all}
     seed = data_seed(config)
-    mixture = plan_mixture(config.data, list(caches.train), batching.train_batch, seed)
+    mixture = plan_mixture(config.data, list(caches.train), sizes, seed)
     source = TrainSource(
         stores,
         mixture,
         seq_len,
-        batching.train_batch,
+        sizes,
         rows,
         trainer.num_train_steps,
         config.data.shuffle,
@@ -122,11 +132,12 @@ def set_up(
         config.data.mask_across_documents,
     )
     for (name, cache), store in zip(caches.train.items(), stores, strict=True):
-        steps = f"{store.shards.tokens // (batching.train_batch * seq_len):,} steps"
+        steps = f"{sizes.whole_steps(store.shards.tokens // seq_len):,} steps"
         known = steps if store.shards.complete else f"not known yet, {steps} so far"
         log.info(f"one epoch{f' of {name}' if name else ''} is {known}; data: {cache.folder}")
     train_batches = (
-        place_batch(batch, layout.batch, rows, batching.train_batch) for batch in iterate(source, first_step, _PREFETCH)
+        place_batch(batch, layout.batch, rows[sizes.at(step)], sizes.at(step))
+        for step, batch in enumerate(iterate(source, first_step, _PREFETCH), start=first_step)
     )
 
     log_dir = fill_run_id(trainer.log_dir, run)
@@ -148,14 +159,17 @@ def set_up(
             num_microbatches=batching.num_microbatches,
             dropout=model.has_dropout,
             z_loss_weight=config.z_loss_weight,
+            hessian=config.optimizer.hessian,
+            averaging=averaging,
         ),
-        eval_step=build_eval_step(model, layout, trainer.precision.compute),
+        eval_step=build_eval_step(model, layout, trainer.precision.compute, token_bytes(tokenizer)),
         train_batches=train_batches,
         eval_batches=open_eval_batches(config, layout, batching.eval_batch, caches.validation),
         checkpointer=Checkpointer(folder, trainer.checkpointer),
         trackers=trackers,
         run_info=run_info,
-        tokens_per_step=batching.train_batch * seq_len,
+        batch_sizes=sizes,
+        seq_len=seq_len,
         is_first=processes.is_first,
         exporter=exporter,
     )
@@ -191,8 +205,12 @@ def _open_store(config: RunConfig, cache: Cache) -> TokenStore:
     return store
 
 
-def _run_info(config: RunConfig, run: str, tokenizer: dict[str, Any], caches: Caches, layout: Layout) -> dict[str, Any]:
+def _run_info(
+    config: RunConfig, run: str, tokenizer: dict[str, Any], caches: Caches, layout: Layout, batching: Batching
+) -> dict[str, Any]:
     """What goes into every checkpoint beside the arrays."""
+    # with dropout, masks follow from the number of microbatches
+    microbatches = {str(size): number for size, number in batching.num_microbatches.items()}
     same = identity(config)
     # other learning rates and decays continue the same state; another optimizer cannot
     same["optimizer"] = {"type": config.optimizer.type}
@@ -201,7 +219,11 @@ def _run_info(config: RunConfig, run: str, tokenizer: dict[str, Any], caches: Ca
         "identity": same
         | {"tokenizer": tokenizer, "data_tokens": caches.identity, "params_dtype": config.trainer.precision.params},
         "config": resolved(config),
-        "machine": {"device": jax.devices()[0].device_kind, "mesh": dict(layout.mesh.shape)},
+        "machine": {
+            "device": jax.devices()[0].device_kind,
+            "mesh": dict(layout.mesh.shape),
+            "microbatches": microbatches,
+        },
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
     }
 
@@ -225,6 +247,8 @@ def plan_attention(config: RunConfig) -> str:
         needs.add("segments")
     if config.trainer.precision.compute == "float32":
         needs.add("float32")
+    if config.optimizer.hessian == "hutchinson":
+        needs.add("second_derivatives")
     name, why = choose_attention(model.attn_backend, needs, jax.default_backend(), model.seq_len)
     log.info(f"attention: {name} ({why})")
     return name

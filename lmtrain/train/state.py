@@ -16,11 +16,23 @@ from lmtrain.sharding.placement import like_parameters, parameter_shardings
 
 
 class TrainState(struct.PyTreeNode):
-    """`step` int32 scalar; `params` and `optimizer` trees of arrays."""
+    """`step` int32 scalar; `params`, `optimizer` and `average` trees of arrays. `average` is None without averaging."""
 
     step: Any
     params: Any
     optimizer: Any
+    average: Any = None
+
+    @property
+    def best_params(self) -> Any:
+        """What is exported: the average, where there is one."""
+        return self.params if self.average is None else self.average
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the step: `params`, `optimizer`, and `average` if there is one."""
+        parts = {"params": self.params, "optimizer": self.optimizer, "average": self.average}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 @functools.lru_cache(maxsize=8)
@@ -47,15 +59,20 @@ def count_parameters(model: LanguageModel) -> int:
 
 
 def state_shardings(
-    model: LanguageModel, optimizer: optax.GradientTransformation, layout: Layout, dtype: str
-) -> tuple[Any, Any]:
+    model: LanguageModel,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    dtype: str,
+    averages: bool = False,
+) -> tuple[TrainState, TrainState]:
     """The abstract `TrainState` of a model with parameters in `dtype`, and the sharding of each of its leaves."""
     boxed = abstract_params(model)
     params = with_dtype(nn.meta.unbox(boxed), dtype)
     shardings = parameter_shardings(layout, boxed)
     moments = jax.eval_shape(optimizer.init, params)
-    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments)
-    return state, TrainState(layout.replicated, shardings, like_parameters(layout, moments, params, shardings))
+    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, params if averages else None)
+    moment_shardings = like_parameters(layout, moments, params, shardings)
+    return state, TrainState(layout.replicated, shardings, moment_shardings, shardings if averages else None)
 
 
 def init_state(
@@ -72,10 +89,20 @@ def init_state(
     def init(key: jax.Array) -> TrainState:
         boxed = without_kernels(model).init(key, jnp.zeros((1, 2), jnp.int32))["params"]
         params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(boxed))
-        return TrainState(jnp.int32(0), params, optimizer.init(params))
+        average = None if shardings.average is None else jax.tree.map(jnp.copy, params)
+        return TrainState(jnp.int32(0), params, optimizer.init(params), average)
 
     with layout.active():
         return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+
+
+def parameter_axes(model: LanguageModel) -> Any:
+    """The logical names of each parameter's dimensions, as tuples in the tree of the parameters."""
+    return jax.tree.map(
+        lambda box: tuple(box.names),
+        abstract_params(model),
+        is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned),
+    )
 
 
 def with_dtype(abstract: Any, dtype: str) -> Any:

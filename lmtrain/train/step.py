@@ -1,6 +1,6 @@
-"""One training step: a pure function, compiled once."""
+"""One training step: a pure function, compiled once for each size of batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,10 @@ import optax
 from lmtrain.models.interface import LanguageModel
 from lmtrain.optim.schedules import Schedule
 from lmtrain.sharding.mesh import Layout
+from lmtrain.train.averaging import Averaging, move_average
+from lmtrain.train.hessian import estimate_hessian
 from lmtrain.train.loss import next_token_targets, summed_cross_entropy
+from lmtrain.train.microbatches import sum_over_microbatches
 from lmtrain.train.state import TrainState, without_kernels
 
 Metrics = dict[str, jax.Array]
@@ -25,53 +28,80 @@ def build_train_step(
     *,
     seed: int,
     compute_dtype: str,
-    num_microbatches: int,
+    num_microbatches: Mapping[int, int],
     dropout: bool,
     z_loss_weight: float = 0.0,
+    hessian: str | None = None,
+    averaging: Averaging | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The jitted step: (state, batch) -> (state after one update, metrics on the device). The state is donated.
 
-    The loss is the mean over all target tokens of the batch, whatever the number of microbatches. Dropout is a function
-    of (seed, step, microbatch).
+    The loss is the mean over all target tokens of the batch, whatever the number of microbatches, which
+    `num_microbatches` gives for each size of batch. Dropout is a function of (seed, step, microbatch).
     """
+
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def loss_sum(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         return _loss_sum(model, params, batch, not dropout, {"dropout": key} if dropout else {}, z_loss_weight)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        parts = num_microbatches[batch["tokens"].shape[0]]
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        count = batch["loss_mask"].sum().astype(jnp.float32)
-        compute_params = _cast(state.params, compute_dtype)  # once for all microbatches
-        loss, gradients = _accumulate(jax.value_and_grad(loss_sum), compute_params, batch, key, num_microbatches)
-        scale = 1.0 / jnp.maximum(count, 1.0)
+        scale = 1.0 / jnp.maximum(batch["loss_mask"].sum().astype(jnp.float32), 1.0)
+        compute_params = cast(state.params, compute_dtype)  # once for all microbatches
+
+        def value_and_grad(micro: Any, key: jax.Array) -> Any:
+            return jax.value_and_grad(loss_sum)(compute_params, micro, key)
+
+        loss, gradients = sum_over_microbatches(value_and_grad, batch, key, parts)
+        loss = loss * scale
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), gradients, state.params)
-        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+        extra: dict[str, Any] = {"loss": loss}
+        if hessian is not None:
+            extra["hessian"] = lambda key: estimate_hessian(hessian, model, compute_params, batch, key, parts)
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params, **extra)
+        params = optax.apply_updates(state.params, updates)
+        average = state.average
+        if averaging is not None:
+            average = move_average(average, params, averaging(state.step + 1))
         metrics = {
-            "train/loss": loss * scale,
+            "train/loss": loss,
             "train/learning_rate": schedule(state.step),
             "train/gradient_norm": optax.tree.norm(gradients),
         }
-        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), moments), metrics
+        if (skipped := optax.tree.get(moments, "skipped")) is not None:
+            metrics["optim/skipped_steps"] = skipped
+        return TrainState(state.step + 1, params, moments, average), metrics
 
-    return _within(layout, jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated)))
-
-
-def build_eval_step(model: LanguageModel, layout: Layout, compute_dtype: str) -> Callable[[Any, Any], Any]:
-    """The jitted (params, batch) -> (summed loss, number of targets), without dropout."""
-
-    def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        return _loss_sum(model, _cast(params, compute_dtype), batch, True, {}), batch["loss_mask"].sum()
-
-    return _within(layout, jax.jit(evaluate, out_shardings=layout.replicated))
+    return within(layout, jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated)))
 
 
 def build_logits(model: LanguageModel, params: Any, layout: Layout) -> Callable[[Any], Any]:
     """tokens [B, S] -> float32 logits [B, S, V], on the host."""
     model = without_kernels(model)
-    function = _within(
+    function = within(
         layout, jax.jit(lambda tokens: model.apply({"params": params}, tokens), out_shardings=layout.replicated)
     )
     return lambda tokens: jax.device_get(function(tokens))
+
+
+def build_eval_step(
+    model: LanguageModel, layout: Layout, compute_dtype: str, token_bytes: Any = None
+) -> Callable[[Any, Any], Any]:
+    """The jitted (params, batch) -> (summed loss, targets, bytes of their text), without dropout.
+
+    `token_bytes` [V] are the lengths of the tokens' texts; without it the last is 0.
+    """
+
+    def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        mask = batch["loss_mask"]
+        lengths = jnp.int32(0)
+        if token_bytes is not None:
+            lengths = jnp.where(mask, jnp.asarray(token_bytes)[next_token_targets(batch["tokens"])], 0).sum()
+        return _loss_sum(model, cast(params, compute_dtype), batch, True, {}), mask.sum(), lengths
+
+    return within(layout, jax.jit(evaluate, out_shardings=layout.replicated))
 
 
 def _loss_sum(
@@ -86,30 +116,22 @@ def _loss_sum(
     return summed_cross_entropy(hidden, head, targets, batch["loss_mask"], model.vocab_size, z_loss_weight)
 
 
-def _within(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
+def within(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, called with the mesh and the compute mapping of `layout`."""
+
     def call(*arguments: Any) -> Any:
         with layout.active():
             return function(*arguments)
 
+    call.lower = lambda *arguments: _lower(layout, function, arguments)  # type: ignore[attr-defined]  # as jit has it
     return call
 
 
-def _accumulate(value_and_grad: Any, params: Any, batch: Any, key: jax.Array, num_microbatches: int) -> tuple[Any, Any]:
-    """Sums of loss and gradients over microbatches, one after the other."""
-    if num_microbatches == 1:
-        return value_and_grad(params, batch, jax.random.fold_in(key, 0))
-    # microbatch i takes rows i, i + n, ...: each then spans all devices, where halves of the batch would not
-    split = jax.tree.map(lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
-
-    def one(sums: Any, indexed: Any) -> tuple[Any, None]:
-        index, micro = indexed
-        loss, gradients = value_and_grad(params, micro, jax.random.fold_in(key, index))
-        return jax.tree.map(lambda total, new: total + new.astype(total.dtype), sums, (loss, gradients)), None
-
-    zeros = (jnp.float32(0), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-    sums, _ = jax.lax.scan(one, zeros, (jnp.arange(num_microbatches), split))
-    return sums
+def _lower(layout: Layout, function: Any, arguments: Any) -> Any:
+    with layout.active():
+        return function.lower(*arguments)
 
 
-def _cast(params: Any, dtype: str) -> Any:
+def cast(params: Any, dtype: str) -> Any:
+    """Every leaf in `dtype`."""
     return jax.tree.map(lambda p: p.astype(dtype), params)

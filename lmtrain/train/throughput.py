@@ -25,27 +25,28 @@ class Stopwatch:
 class Throughput:
     """Rates between one finished step and the next. Pauses (evaluation, saving) are not part of a step."""
 
-    def __init__(self, tokens_per_step: int):
-        self._tokens = tokens_per_step
+    def __init__(self) -> None:
+        self._tokens = 0
         self._last = time.perf_counter()
         self.loading = Stopwatch()
         self.step_seconds = 0.0
         self.loading_seconds = 0.0
         self._steps = 0
 
-    def step_done(self) -> dict[str, float]:
-        """Metrics of the step that has just finished."""
+    def step_done(self, tokens: int) -> dict[str, float]:
+        """Metrics of the step that has just finished, of so many tokens."""
         now = time.perf_counter()
         duration, self._last = now - self._last, now
         loading = self.loading.reset()
         self._steps += 1
         if self._steps > 2:  # the first waits for the compiler, and the second was dispatched while it did
+            self._tokens += tokens
             self.step_seconds += duration
             self.loading_seconds += loading
         return {
             "throughput/duration": duration,
             "throughput/loading_time": loading,
-            "throughput/tokens_per_second": self._tokens / duration,
+            "throughput/tokens_per_second": tokens / duration,
         }
 
     def resume_clock(self) -> None:
@@ -59,7 +60,7 @@ class Throughput:
             return ""
         steps = self._steps - 2
         return (
-            f"{self._tokens * steps / self.step_seconds:,.0f} tokens/s, "
+            f"{self._tokens / self.step_seconds:,.0f} tokens/s, "
             f"{1000 * self.step_seconds / steps:.0f} ms a step, "
             f"waiting for data {100 * self.loading_seconds / self.step_seconds:.2f} % of it"
         )

@@ -49,7 +49,7 @@ def make(tmp_path, clock):
 
 
 def save(checkpointer: Checkpointer, step: int, kind: Kind) -> None:
-    checkpointer.save(step, kind, PARAMS, OPTIMIZER, {"identity": {"größe": 1}})
+    checkpointer.save(step, kind, {"params": PARAMS, "optimizer": OPTIMIZER}, {"identity": {"größe": 1}})
 
 
 def steps(tmp_path) -> list[int]:
@@ -89,7 +89,7 @@ def test_what_is_saved_is_the_state_at_the_call_not_later(make, tmp_path):
     """The training step donates its state: the buffers are gone right after `save` returns."""
     checkpointer = make()
     params = {"w": jnp.arange(1000.0)}
-    checkpointer.save(1, Kind.PERMANENT, params, {"n": jnp.int32(0)}, {})
+    checkpointer.save(1, Kind.PERMANENT, {"params": params}, {})
     params["w"].delete()
     checkpointer.finish()
     (checkpoint,) = list_checkpoints(str(tmp_path / "run"))
@@ -165,7 +165,7 @@ from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.checkpoint.policies import Kind
 checkpointer = Checkpointer({str(tmp_path / "run")!r}, CheckpointerConfig())
-checkpointer.save(1, Kind.PERMANENT, {{"w": jnp.zeros(10)}}, {{"n": jnp.zeros(1)}}, {{}})
+checkpointer.save(1, Kind.PERMANENT, {{"params": {{"w": jnp.zeros(10)}}}}, {{}})
 checkpointer.finish()
 rename = os.rename
 def die(source, target, **_):
@@ -173,7 +173,7 @@ def die(source, target, **_):
 os.rename = os.replace = die
 import pathlib
 pathlib.Path.rename = pathlib.Path.replace = die
-checkpointer.save(2, Kind.PERMANENT, {{"w": jnp.ones(10)}}, {{"n": jnp.zeros(1)}}, {{}})
+checkpointer.save(2, Kind.PERMANENT, {{"params": {{"w": jnp.ones(10)}}}}, {{}})
 checkpointer.finish()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

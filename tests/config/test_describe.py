@@ -42,6 +42,8 @@ def test_every_setting_is_described():
         "data.configs",
         "trainer.tracker",
         "trainer.checkpointer.keep",
+        "trainer.train_batch_size",
+        "trainer.model_averaging",
         "optimizer.skip_bad_steps",
     }
 
@@ -60,7 +62,7 @@ def test_every_setting_says_what_it_means_and_every_group_what_it_is():
 def test_what_kinds_share_comes_once_and_their_own_below_their_type():
     titles = [group.title for group in GROUPS]
     assert titles.index("model") < titles.index("model (type: gpt2)") < titles.index("model (type: llama)")
-    assert sum(setting.name == "optimizer.learning_rate" for setting in SETTINGS) == 1
+    assert sum(setting.name == "optimizer.weight_decay" for setting in SETTINGS) == 1
 
 
 @pytest.mark.parametrize(

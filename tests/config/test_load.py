@@ -61,7 +61,7 @@ BROKEN = [
     ("model:\n  type: lama\n", "c.yaml:2: model.type: no such model 'lama'; did you mean 'llama'?"),
     (
         "optimizer:\n  type: sgd\n",
-        "c.yaml:2: optimizer.type: no such optimizer 'sgd'; expected adam, sophia-h or sophia-g",
+        "c.yaml:2: optimizer.type: no such optimizer 'sgd'; expected adam, sophia-h, sophia-g, lion, muon or adafactor",
     ),
     (
         "optimizer:\n  lr_schedule: cosin\n",

@@ -21,6 +21,7 @@ SECTIONS = [
     "trainer.checkpointer",
     "trainer.ray",
     "trainer.distributed",
+    "trainer.model_averaging",
     "optimizer.skip_bad_steps",
 ]
 
@@ -56,7 +57,7 @@ def test_every_section_may_be_the_name_of_a_yaml_file(section):
     assert is_valid(nested(section, "x.yml"))
     assert not is_valid(nested(section, "x.json"))
     assert not is_valid(nested(section, "x.yaml.bak"))
-    assert not is_valid(nested(section, 3))
+    assert not is_valid(nested(section, 3.5))
 
 
 @pytest.mark.parametrize("section", SECTIONS)

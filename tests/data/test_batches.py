@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lmtrain.config.errors import UserError
+from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import EvalSource, TrainSource, iterate
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
@@ -28,7 +29,7 @@ def store(tmp_path_factory):
 def source_of(*stores, rows=(0, 1, 2, 3), mixture=None, shuffle=False, separate=True):
     if isinstance(stores[-1], list):
         *stores, rows = stores
-    return TrainSource(stores, mixture, 16, 4, np.array(rows), 30, shuffle, 5, separate)
+    return TrainSource(stores, mixture, 16, BatchSizes.of(4), {4: np.array(rows)}, 30, shuffle, 5, separate)
 
 
 def test_every_row_has_one_target_less_than_tokens(store):
@@ -79,7 +80,7 @@ def test_processes_share_a_batch_without_changing_it(store):
 
 
 def test_less_than_one_sequence_is_the_users_mistake(store):
-    source = TrainSource([store], None, 10**6, 4, np.arange(4), 30, False, 5, True)
+    source = TrainSource([store], None, 10**6, BatchSizes.of(4), {4: np.arange(4)}, 30, False, 5, True)
     with pytest.raises(UserError, match=r"less than one sequence of 1,000,000 \(model.seq_len\)"):
         source[0]
 

@@ -3,6 +3,7 @@
 import pytest
 
 from lmtrain.config.errors import UserError
+from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.caches import Cache, Caches, needs_all, plan_mixture, plan_steps
 from lmtrain.data.config import DataConfig
 from lmtrain.data.manifest import ShardInfo
@@ -46,12 +47,12 @@ def test_what_has_to_wait_for_the_whole_cache_says_why(settings, epoch, reason):
 
 def test_epochs_end_the_run_and_a_cache_that_grows_does_not_have_to_be_known():
     caches = Caches({"": cache(1000, 640)}, {})  # 102 windows of 16, 25 batches of 4
-    plan = lambda epoch, steps=500: plan_steps(DataConfig(), caches, 16, 4, steps, epoch, 0)  # noqa: E731
+    plan = lambda epoch, steps=500: plan_steps(DataConfig(), caches, 16, BatchSizes.of(4), steps, epoch, 0)  # noqa: E731
     assert (plan(1), plan(2), plan(2, 30), plan(0)) == (25, 51, 30, 500)
 
 
 def test_a_weight_for_a_source_without_training_text_is_the_users_mistake():
     config = DataConfig(configs=TWO, train_weights={"a": 1.0, "b": 0.5})
     with pytest.raises(UserError, match=r"data\.train_weights: 'b' has a weight, but no training text"):
-        plan_mixture(config, ["a"], 4, 0)
-    assert plan_mixture(DataConfig(), [""], 4, 0) is None
+        plan_mixture(config, ["a"], BatchSizes.of(4), 0)
+    assert plan_mixture(DataConfig(), [""], BatchSizes.of(4), 0) is None

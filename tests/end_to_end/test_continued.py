@@ -66,6 +66,7 @@ def first_batch(folder, monkeypatch) -> dict:
     """The batch of step 0, as the run reads it."""
     from lmtrain.commands.caches import plan_caches
     from lmtrain.config.load import load_config
+    from lmtrain.data.batch_sizes import BatchSizes
     from lmtrain.data.batches import TrainSource
     from lmtrain.data.caches import open_store, plan_mixture
     from lmtrain.run_config import RunConfig
@@ -74,8 +75,8 @@ def first_batch(folder, monkeypatch) -> dict:
     data = load_config(RunConfig, "tiny.yaml", [("data.tokenizer", "base")]).config.data
     caches = plan_caches(data).caches
     stores = [open_store(data, cache) for cache in caches.train.values()]
-    mixture = plan_mixture(data, list(caches.train), 4, 0)
-    return TrainSource(stores, mixture, 32, 4, np.arange(4), 5, data.shuffle, 0, False)[0]
+    mixture = plan_mixture(data, list(caches.train), BatchSizes.of(4), 0)
+    return TrainSource(stores, mixture, 32, BatchSizes.of(4), {4: np.arange(4)}, 5, data.shuffle, 0, False)[0]
 
 
 def test_the_first_loss_is_what_transformers_computes_on_that_batch(trained, monkeypatch):

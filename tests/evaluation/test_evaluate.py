@@ -18,7 +18,7 @@ VOCAB, LENGTH = 11, 6
 def already_summed(_, batch):
     """A step whose batch is its own result, as device arrays."""
     loss, count = batch
-    return jax.numpy.float32(loss), jax.numpy.int32(count)
+    return jax.numpy.float32(loss), jax.numpy.int32(count), jax.numpy.int32(0)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_all_batches_are_dispatched_before_any_result_is_awaited():
             events.append(f"await {self.name}")
             return 1.0
 
-    evaluate(lambda _, name: (Result(name), 1), None, {"": lambda: ["a", "b", "c"]})
+    evaluate(lambda _, name: (Result(name), 1, 0), None, {"": lambda: ["a", "b", "c"]})
     assert events == ["dispatch a", "dispatch b", "dispatch c", "await a", "await b", "await c"]
 
 

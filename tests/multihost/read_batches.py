@@ -10,6 +10,7 @@ import sys
 import numpy as np
 
 from lmtrain.commands.caches import plan_caches
+from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import TrainSource, iterate
 from lmtrain.data.caches import open_store, plan_mixture
 from lmtrain.run_config import RunConfig, data_seed
@@ -42,8 +43,11 @@ def main() -> None:
     size, seq_len = config.trainer.train_batch_size, config.model.seq_len
     rows = local_rows(layout.batch, size)
     stores = [open_store(config.data, cache) for cache in caches.train.values()]
-    mixture = plan_mixture(config.data, list(caches.train), size, data_seed(config))
-    source = TrainSource(stores, mixture, seq_len, size, rows, STEPS, config.data.shuffle, data_seed(config), True)
+    sizes = BatchSizes.of(size)
+    mixture = plan_mixture(config.data, list(caches.train), sizes, data_seed(config))
+    source = TrainSource(
+        stores, mixture, seq_len, sizes, {size: rows}, STEPS, config.data.shuffle, data_seed(config), True
+    )
     held: dict[str, str] = {}
     for step, local in enumerate(iterate(source, 0, 4)):
         batch = place_batch(local, layout.batch, rows, size)

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from lmtrain.optim.config import AdamConfig
-from lmtrain.optim.optimizer import build_optimizer, decay_mask
+from lmtrain.optim.optimizer import build_optimizer
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -62,12 +62,3 @@ def test_null_zero_and_a_high_limit_clip_nothing(limit):
     one = run(AdamConfig(max_grad_norm=limit, epsilon=0.1), [GRADIENTS[0]])
     expected = plain_adamw(PARAMS["layer"]["kernel"], [GRADIENTS[0]["layer"]["kernel"]], [0.1], 0.9, 0.95, 0.1, 0.0)
     np.testing.assert_allclose(one["layer"]["kernel"], expected, rtol=1e-5)
-
-
-def test_the_mask_selects_leaves_named_kernel():
-    mask = decay_mask(PARAMS)
-    assert mask == {
-        "tokens": {"embedding": False},
-        "layer": {"kernel": True, "bias": False},
-        "norm": {"scale": False},
-    }

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from lmtrain.sharding.axes import MESH_AXES, USER_AXES
+from lmtrain.sharding.axes import PARAMETER_AXES
 from lmtrain.sharding.config import PartitioningConfig, names
 
 MAPPINGS = ["axis_resources", "parameter_axis_resources", "compute_axis_resources"]
@@ -11,7 +11,9 @@ MAPPINGS = ["axis_resources", "parameter_axis_resources", "compute_axis_resource
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_mappings_take_every_word_and_one_mesh_axis_several_or_none(mapping):
-    value = dict.fromkeys(USER_AXES, "model") | {"batch": list(MESH_AXES), "mlp": None}
+    value = dict.fromkeys(PARAMETER_AXES, "model") | {"vocab": ["model", "data"], "embed": "replica", "mlp": None}
+    if mapping != "parameter_axis_resources":
+        value = dict.fromkeys(PARAMETER_AXES, "model") | {"batch": ["replica", "data"], "mlp": None}
     assert getattr(PartitioningConfig(**{mapping: value}), mapping) == value
 
 

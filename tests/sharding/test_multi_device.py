@@ -14,6 +14,7 @@ SCRIPT = """
 import json, sys
 import jax
 import numpy as np
+import optax
 from lmtrain.hf.key_map import flatten
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.registry import build_model
@@ -43,16 +44,16 @@ def train(layout, microbatches=1):
     state = init_state(model, optimizer, layout, shardings, seed=1, dtype="float32")
     step = build_train_step(
         model, optimizer, schedule, layout, shardings,
-        seed=1, compute_dtype="float32", num_microbatches=microbatches, dropout=False,
+        seed=1, compute_dtype="float32", num_microbatches={16: microbatches}, dropout=False,
     )
     rows = local_rows(layout.batch, 16)
     losses = []
     for index in range(5):
         state, metrics = step(state, place_batch(batch(index), layout.batch, rows, 16))
         losses.append(float(metrics["train/loss"]))
-    adam = next(part for part in state.optimizer if hasattr(part, "mu"))
+    mu, nu = (optax.tree.get(state.optimizer, name) for name in ("mu", "nu"))
     parts = lambda tree: {path: list(leaf.addressable_shards[0].data.shape) for path, leaf in flatten(tree).items()}
-    return {"losses": losses, "params": parts(state.params), "mu": parts(adam.mu), "nu": parts(adam.nu)}
+    return {"losses": losses, "params": parts(state.params), "mu": parts(mu), "nu": parts(nu)}
 
 def rows_by_device(layout):
     rows = local_rows(layout.batch, 16)

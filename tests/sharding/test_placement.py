@@ -31,7 +31,7 @@ def test_names_become_mesh_axes():
 
 @pytest.mark.parametrize(("shape", "size", "parts", "axis"), [((6, 6), 6, 4, "data"), ((8, 5), 5, 2, "model")])
 def test_a_size_that_does_not_divide_is_refused_by_name(shape, size, parts, axis):
-    message = rf"layer.*kernel.*dimension of {size} cannot be split over {parts} devices \(mesh axis {axis}\)"
+    message = rf"layer.*kernel.*of size {size} cannot be split over {parts} devices \(mesh axis {axis}\)"
     with pytest.raises(UserError, match=message):
         parameter_shardings(on_many_devices(), boxed(shape, ("embed", "mlp")))
 

@@ -22,15 +22,15 @@ def plan(batch: int, shards: int, per_device: int = -1, per_device_eval: int = -
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((32, 1), Batching(32, 32, 1)),
-        ((32, 8), Batching(32, 32, 1)),
-        ((32, 1, 8), Batching(32, 8, 4)),
-        ((32, 4, 2), Batching(32, 8, 4)),
-        ((32, 4, 8), Batching(32, 32, 1)),
-        ((32, 4, 1), Batching(32, 4, 8)),
-        ((32, 4, 2, 16), Batching(32, 64, 4)),
-        ((32, 4, -1, 3), Batching(32, 12, 1)),
-        ((1, 1), Batching(1, 1, 1)),
+        ((32, 1), Batching({32: 1}, 32)),
+        ((32, 8), Batching({32: 1}, 32)),
+        ((32, 1, 8), Batching({32: 4}, 8)),
+        ((32, 4, 2), Batching({32: 4}, 8)),
+        ((32, 4, 8), Batching({32: 1}, 32)),
+        ((32, 4, 1), Batching({32: 8}, 4)),
+        ((32, 4, 2, 16), Batching({32: 4}, 64)),
+        ((32, 4, -1, 3), Batching({32: 1}, 12)),
+        ((1, 1), Batching({1: 1}, 1)),
     ],
 )
 def test_sizes(arguments, expected):
@@ -42,8 +42,8 @@ def test_sizes(arguments, expected):
     [
         ((30, 8), "train_batch_size: 30 sequences cannot be split evenly over 8 devices; it could be 24 or 32"),
         ((3, 8), "train_batch_size: 3 sequences cannot be split evenly over 8 devices; it could be 8"),
-        ((32, 4, 3), "each device has 8 sequences of the batch, which 3 does not divide; it could be 1, 2, 4, 8"),
-        ((32, 4, 16), "each device has 8 sequences of the batch, which 16 does not divide; it could be 1, 2, 4, 8"),
+        ((32, 4, 3), "each device has 8 sequences of a batch of 32, which 3 does not divide; it could be 2 or 4"),
+        ((32, 4, 16), "each device has 8 sequences of a batch of 32, which 16 does not divide; it could be 4 or 8"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_sizes_that_would(arguments, message):

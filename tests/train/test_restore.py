@@ -34,7 +34,7 @@ def saved(request, tmp_path):
     state = TrainState(jnp.int32(7), random_like(abstract.params), random_like(abstract.optimizer))
     checkpointer = Checkpointer(str(tmp_path), CheckpointerConfig())
     info = {"config": {"trainer": {"mp": f"p={request.param},c=float32"}}}
-    checkpointer.save(7, Kind.PERMANENT, state.params, state.optimizer, info)
+    checkpointer.save(7, Kind.PERMANENT, state.parts, info)
     checkpointer.close()
     return state, abstract, shardings, find_checkpoint(str(tmp_path))
 

@@ -91,7 +91,7 @@ def test_a_run_is_finished_when_its_last_step_is_saved(config, step, finished):
 def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_config(config, start):
     setup = start(config())
     assert setup.first_step == int(setup.state.step) == 0
-    assert setup.tokens_per_step == 4 * 32
+    assert (setup.batch_sizes.all, setup.seq_len) == ([4], 32)
     batch = next(setup.train_batches)
     assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 32)
     assert len(list(setup.eval_batches[""]())) == 2
@@ -140,7 +140,7 @@ def test_the_checkpoint_of_another_run_is_refused(config, start, changes, line):
 def test_a_run_goes_on_after_its_checkpoint_even_with_another_learning_rate(config, start):
     setup = start(config())
     batches = [next(setup.train_batches) for _ in range(4)]
-    setup.checkpointer.save(3, Kind.PERMANENT, setup.state.params, setup.state.optimizer, setup.run_info)
+    setup.checkpointer.save(3, Kind.PERMANENT, setup.state.parts, setup.run_info)
     setup.checkpointer.close()
     later = start(config(optimizer={"learning_rate": 0.5}))
     assert later.first_step == int(later.state.step) == 3

@@ -69,7 +69,7 @@ def build(model=MODEL, microbatches: int = 1, seed: int = 0, compute: str = "flo
         shardings,
         seed=seed,
         compute_dtype=compute,
-        num_microbatches=microbatches,
+        num_microbatches={4: microbatches},
         dropout=model.has_dropout,
     )
 
@@ -155,8 +155,9 @@ def test_dropout_is_a_function_of_seed_and_step(dropping):
 
 
 def test_evaluation_has_no_dropout_and_gives_sum_and_count(whole):
-    total, count = build_eval_step(DROPPING, LAYOUT, "float32")(VALUES, BATCH)
+    total, count, size = build_eval_step(DROPPING, LAYOUT, "float32", np.arange(VOCAB))(VALUES, BATCH)
     assert int(count) == 13
+    assert int(size) == (TOKENS[:, 1:] * MASK[:, :-1]).sum()
     assert float(total) / 13 == pytest.approx(float(whole(fresh(), BATCH)[1]["train/loss"]), rel=1e-5)
 
 

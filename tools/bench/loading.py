@@ -16,6 +16,7 @@ import time
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
+from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import TrainSource, iterate
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
@@ -62,7 +63,9 @@ def write_cache(folder: str, tokens: int) -> Manifest:
 def load(folder: str, manifest: Manifest, shuffle: bool | int) -> float:
     cache = Cache(folder, {}, [], "<u2", Shards.of(manifest))
     store = open_store(DataConfig(), cache)
-    source = TrainSource([store], None, SEQ_LEN, BATCH, np.arange(BATCH), STEPS + 20, shuffle, 0, True)
+    source = TrainSource(
+        [store], None, SEQ_LEN, BatchSizes.of(BATCH), {BATCH: np.arange(BATCH)}, STEPS + 20, shuffle, 0, True
+    )
     batches = iterate(source, 0, 8)
     for _ in range(20):
         next(batches)

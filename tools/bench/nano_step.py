@@ -53,7 +53,7 @@ def lmtrain_step(tokens: np.ndarray, **execution: bool) -> Callable[[], float]:
         shardings,
         seed=0,
         compute_dtype="float32",
-        num_microbatches=1,
+        num_microbatches={BATCH: 1},
         dropout=False,
     )
     mask = np.ones((BATCH, LENGTH), bool)

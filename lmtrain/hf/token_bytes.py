@@ -1,0 +1,52 @@
+"""How many bytes of text each token stands for: what turns a loss per token into one per byte."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from lmtrain.hf.tokenizer import Tokenizer
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
+    """The length in bytes of each token's text, 0 for special tokens and ids that are none.
+
+    Of the two ways of spelling tokens that there are, byte-level BPE has a letter for each byte, and sentencepiece
+    writes text with a sign for the space and names for bytes. None for tokenizers of other kinds, whose tokens have
+    no text of their own, and for passthrough.
+    """
+    if tokenizer.library is None:
+        return None
+    content = json.loads(tokenizer.library.to_str())
+    kinds = set(_kinds(content.get("decoder")))
+    size: Callable[[str], int]
+    if "ByteLevel" in kinds:
+        size = len
+    elif kinds & {"ByteFallback", "Metaspace"} or _replaces_space(content.get("decoder")):
+        size = _sentencepiece_bytes
+    else:
+        return None
+    added = {token["id"]: token for token in content.get("added_tokens", [])}
+    lengths = [0] * tokenizer.vocab_size
+    for text, number in tokenizer.library.get_vocab(with_added_tokens=True).items():
+        if number in added:
+            lengths[number] = 0 if added[number]["special"] else len(text.encode())
+        else:
+            lengths[number] = size(text)
+    return lengths
+
+
+def _sentencepiece_bytes(piece: str) -> int:
+    return 1 if _BYTE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
+
+
+def _kinds(decoder: Any) -> list[str]:
+    if decoder is None:
+        return []
+    return [decoder["type"], *(kind for part in decoder.get("decoders", []) for kind in _kinds(part))]
+
+
+def _replaces_space(decoder: Any) -> bool:
+    return "▁" in json.dumps(decoder, ensure_ascii=False)

@@ -1,0 +1,71 @@
+"""Leaving out updates that are far out of line with the last ones (OLMo's SkipStep)."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+# Under it a standard deviation says nothing: losses that hardly vary.
+_LEAST_DEVIATION = 1e-6
+
+
+class SkipStepState(NamedTuple):
+    """`losses` and `norms` float32 [length]: the last finite ones, `count` int32 of them seen; `skipped` int32."""
+
+    losses: jax.Array
+    norms: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # tuple has a method of that name, which nobody calls
+    skipped: jax.Array
+    inner: Any
+
+
+def skip_bad_steps(
+    inner: optax.GradientTransformation, length: int, sigma_factor: float
+) -> optax.GradientTransformationExtraArgs:
+    """`inner`, but a zero update and its state unchanged if loss or gradient norm exceeds mean + sigma_factor * std.
+
+    Mean and deviation are of the last `length` steps before this one, skipped ones included, and nothing is skipped
+    before max(2, length / 2) of them. A loss or norm that is not finite is always skipped, and not remembered.
+    `update` takes the argument `loss`.
+    """
+    inner_extra = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> SkipStepState:
+        zeros = jnp.zeros(length, jnp.float32)
+        return SkipStepState(zeros, zeros, jnp.int32(0), jnp.int32(0), inner.init(params))
+
+    def update(
+        gradients: Any, state: SkipStepState, params: Any = None, *, loss: jax.Array, **extra: Any
+    ) -> tuple[Any, SkipStepState]:
+        norm = optax.tree.norm(gradients).astype(jnp.float32)
+        loss = loss.astype(jnp.float32)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        known = jnp.arange(length) < state.count
+
+        def is_outlier(value: jax.Array, past: jax.Array) -> jax.Array:
+            number = jnp.maximum(known.sum(), 1)
+            mean = jnp.where(known, past, 0).sum() / number
+            deviation = jnp.sqrt(jnp.where(known, (past - mean) ** 2, 0).sum() / number)
+            return value > mean + sigma_factor * jnp.maximum(deviation, _LEAST_DEVIATION)
+
+        enough = state.count >= max(2, length // 2)
+        outlier = is_outlier(loss, state.losses) | is_outlier(norm, state.norms)
+        skip = ~finite | (enough & outlier)
+
+        updates, inner_state = inner_extra.update(gradients, state.inner, params, loss=loss, **extra)
+        updates = jax.tree.map(lambda u: jnp.where(skip, jnp.zeros_like(u), u), updates)
+        inner_state = jax.tree.map(lambda new, old: jnp.where(skip, old, new), inner_state, state.inner)
+
+        def remember(past: jax.Array, value: jax.Array) -> jax.Array:
+            return jnp.where(finite, past.at[state.count % length].set(value), past)
+
+        return updates, SkipStepState(
+            remember(state.losses, loss),
+            remember(state.norms, norm),
+            state.count + finite.astype(jnp.int32),
+            state.skipped + skip.astype(jnp.int32),
+            inner_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

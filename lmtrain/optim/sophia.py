@@ -1,0 +1,65 @@
+"""Sophia: momentum over a clipped, light-weight estimate of the Hessian's diagonal (Liu et al. 2023, algorithm 3).
+
+optax's `contrib.sophia` calls the loss itself, on one whole batch. Here the step estimates, so that accumulation,
+sharding and mixed precision are those of the gradient.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+# key -> an estimate of the Hessian's diagonal, as the parameters
+HessianEstimate = Callable[[jax.Array], Any]
+
+
+class SophiaState(NamedTuple):
+    """`count` int32; `mu` the momentum, `hessian` the running estimate, both as the parameters."""
+
+    count: jax.Array  # type: ignore[assignment]  # tuple has a method of that name, which nobody calls
+    mu: Any
+    hessian: Any
+
+
+def scale_by_sophia(
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    gamma: float,
+    clip_threshold: float | None,
+    update_interval: int,
+    rng_seed: int,
+) -> optax.GradientTransformationExtraArgs:
+    """m = beta1 m + (1 - beta1) g;  update = clip(m / (1 - beta1^t) / max(gamma h, epsilon), threshold).
+
+    Every `update_interval` updates, from the first on, h = beta2 h + (1 - beta2) `hessian(key)`: an argument of
+    `update`, called only then. Where h is not positive the update is the momentum's sign, clipped.
+    """
+
+    def init(params: Any) -> SophiaState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return SophiaState(jnp.int32(0), zeros, zeros)
+
+    def update(
+        gradients: Any, state: SophiaState, params: Any = None, *, hessian: HessianEstimate, **_: Any
+    ) -> tuple[Any, SophiaState]:
+        mu = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, gradients)
+
+        def estimate(h: Any) -> Any:
+            new = hessian(jax.random.fold_in(jax.random.key(rng_seed), state.count))
+            return jax.tree.map(lambda a, b: beta2 * a + (1 - beta2) * b.astype(a.dtype), h, new)
+
+        due = state.count % update_interval == 0
+        h = jax.lax.cond(due, estimate, lambda h: h, state.hessian)
+        count = state.count + 1
+        correction = 1 - beta1 ** count.astype(jnp.float32)
+
+        def direction(m: jax.Array, h: jax.Array) -> jax.Array:
+            ratio = (m / correction / jnp.maximum(gamma * h, epsilon)).astype(m.dtype)
+            return ratio if clip_threshold is None else jnp.clip(ratio, -clip_threshold, clip_threshold)
+
+        return jax.tree.map(direction, mu, h), SophiaState(count, mu, h)
+
+    return optax.GradientTransformationExtraArgs(init, update)

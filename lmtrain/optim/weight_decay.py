@@ -1,0 +1,40 @@
+"""Which parameters decay."""
+
+import re
+from typing import Any
+
+import jax
+
+from lmtrain.config.errors import UserError
+from lmtrain.optim.config import ScheduleConfig
+
+
+def decay_mask(config: ScheduleConfig, params: Any) -> Any:
+    """True for parameters that decay. With neither setting: leaves named `kernel`, which are the layers' matrices.
+
+    Raises `UserError` for a module that is in no parameter's path.
+    """
+    by_default, modules = config.default_weight_decay_mask, config.weight_decay_modules
+    paths = jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
+    )
+    wanted = [modules] if isinstance(modules, str) else modules or []
+    for module in wanted:
+        if not any(_is_in(module, path, isinstance(modules, str)) for path in jax.tree.leaves(paths)):
+            raise UserError(
+                f"optimizer.weight_decay_modules: {module!r} is in no parameter's path; "
+                f"they are {', '.join(jax.tree.leaves(paths))}"
+            )
+
+    def decays(path: str) -> bool:
+        if modules is None and by_default is False:
+            return True
+        use_default = by_default or (by_default is None and modules is None)
+        named = any(_is_in(module, path, isinstance(modules, str)) for module in wanted)
+        return named or bool(use_default and path.rsplit("/", 1)[-1] == "kernel")
+
+    return jax.tree.map(decays, paths)
+
+
+def _is_in(module: str, path: str, is_pattern: bool) -> bool:
+    return re.match(module, path) is not None if is_pattern else module in path

@@ -1,0 +1,27 @@
+"""Summing over parts of a batch, one after the other, so that only one part's activations are in memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def sum_over_microbatches(
+    function: Callable[[Any, jax.Array], Any], batch: Any, key: jax.Array, num_microbatches: int
+) -> Any:
+    """sum of `function(microbatch, key of its own)`: a tree of sums, in float32 if there are several."""
+    if num_microbatches == 1:
+        return function(batch, jax.random.fold_in(key, 0))
+    # microbatch i takes rows i, i + n, ...: each then spans all devices, where halves of the batch would not
+    split = jax.tree.map(lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+
+    def one(sums: Any, indexed: Any) -> tuple[Any, None]:
+        index, micro = indexed
+        new = function(micro, jax.random.fold_in(key, index))
+        return jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, new), None
+
+    first = jax.tree.map(lambda x: x[0], split)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), jax.eval_shape(function, first, key))
+    sums, _ = jax.lax.scan(one, zeros, (jnp.arange(num_microbatches), split))
+    return sums
