@@ -47,6 +47,28 @@ def tiny_settings() -> dict:
     }
 
 
+# Begun first, so that the two workers of the suite end together.
+_LONGEST = (
+    "tests/end_to_end/",
+    "tests/test_readme.py",
+    "tests/multihost/",
+    "tests/runtime/test_distributed.py",
+    "tests/train/",
+    "tests/sharding/",
+    "tests/parity/",
+    "tests/faults/",
+    "tests/models/",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        places = (number for number, name in enumerate(_LONGEST) if item.nodeid.startswith(name))
+        return next(places, len(_LONGEST))
+
+    items.sort(key=rank)  # stable: within a file nothing moves
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Processes of one test session share what they compile."""

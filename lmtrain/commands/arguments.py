@@ -79,10 +79,14 @@ class Run:
 
 
 def parse_run(
-    parser: Parser, argv: list[str], needs_config: Callable[[argparse.Namespace], bool] = lambda arguments: True
+    parser: Parser,
+    argv: list[str],
+    needs_config: Callable[[argparse.Namespace], bool] = lambda arguments: True,
+    short_for: str | None = None,
 ) -> Run:
     """Parse CONFIG, the verb's own flags, and `--section.field VALUE` overrides in any order; print notices.
 
+    Settings of the section `short_for` may be given without it: `--field VALUE`.
     Where `needs_config(arguments)` is false, CONFIG may be missing: then all is as by default, and `path` is empty.
     """
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file, URL, or name of a shipped config")
@@ -92,7 +96,8 @@ def parse_run(
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--section.field VALUE ...]"
     own_flags = [flag for action in parser._actions for flag in action.option_strings]
     rest, overrides = split_overrides(argv, own_flags)
-    overrides = [(_SYNONYMS.get(name, name), value) for name, value in overrides]
+    synonyms = _SYNONYMS | _short_names(short_for)
+    overrides = [(synonyms.get(name, name), value) for name, value in overrides]
     for name, _ in overrides:
         hint = None if "." in name or name in RunConfig.model_fields else suggest_name(f"--{name}", own_flags)
         if hint:
@@ -113,3 +118,10 @@ def parse_run(
     for notice in run.notices():
         print(f"note: {notice}", file=sys.stderr)
     return run
+
+
+def _short_names(section: str | None) -> dict[str, str]:
+    if section is None:
+        return {}
+    fields = type(getattr(RunConfig(), section)).model_fields
+    return {name: f"{section}.{name}" for name in fields if name not in RunConfig.model_fields}

@@ -14,7 +14,7 @@ from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.upload import check_upload
 from lmtrain.preprocess.build import Build
 from lmtrain.run_config import RunConfig, data_seed, resolved
-from lmtrain.runtime.distributed import start_processes
+from lmtrain.runtime.distributed import ending_for_all, start_processes
 from lmtrain.runtime.files import write_atomically
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
 from lmtrain.runtime.processes import Processes
@@ -29,6 +29,11 @@ def run(argv: list[str]) -> int:
     require_text(run.config.data, "train")
     processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
+    with ending_for_all(processes):
+        return _run(run, processes)
+
+
+def _run(run: Run, processes: Processes) -> int:
     run = resolve_hf(run)
     config = run.config
     if config.hf_upload is not None and processes.is_first:
@@ -60,6 +65,7 @@ def run(argv: list[str]) -> int:
 def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes: Processes, stop: StopRequest) -> int:
     # JAX and what stands on it are imported only now: a mistake so far has cost no seconds
     from lmtrain.train.loop import DivergedError, train
+    from lmtrain.train.program import OutOfMemoryError
     from lmtrain.train.setup import finished_checkpoint, set_up
 
     finished = finished_checkpoint(config, run.id)
@@ -67,10 +73,10 @@ def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes:
         log.info(f"nothing to do: {finished.path} has all {config.trainer.num_train_steps:,} steps")
         return 0
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
-    setup = set_up(config, run.id, tokenizer, caches, hf_ref(config), processes)
     try:
+        setup = set_up(config, run.id, tokenizer, caches, hf_ref(config), processes)
         complete = train(setup, config.trainer, stop, lambda: f", cache {build.text}" if build.running else "")
-    except DivergedError as error:
+    except (DivergedError, OutOfMemoryError) as error:
         log.error(f"lmtrain: error: {error}")
         return 1
     if not complete:

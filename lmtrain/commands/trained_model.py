@@ -42,7 +42,7 @@ class TrainedModel:
         """The model with its parameters, on the devices of this machine."""
         from lmtrain.models.registry import build_model
         from lmtrain.sharding.mesh import plan_layout
-        from lmtrain.train.setup import plan_attention
+        from lmtrain.train.program import plan_attention
 
         layout = plan_layout(self.config.trainer)
         model = build_model(self.config.model, self.tokenizer.vocab_size, plan_attention(self.config))

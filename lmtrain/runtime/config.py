@@ -1,10 +1,12 @@
 """Settings of a run over several processes and machines."""
 
+from datetime import timedelta
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lmtrain.config.base import Section
+from lmtrain.config.durations import Duration
 from lmtrain.config.errors import field_error
 
 DeviceId = Annotated[int, Field(ge=0)]
@@ -19,6 +21,18 @@ class DistributedConfig(Section):
     local_device_ids: DeviceId | list[DeviceId] | None = Field(
         None, description="Devices of this process; null: those of CUDA_VISIBLE_DEVICES, or all"
     )
+
+    heartbeat_timeout: Duration = Field(
+        timedelta(seconds=30),
+        description="A process that is silent for so long counts as dead, and the others end with an error",
+    )
+
+    @field_validator("heartbeat_timeout")
+    @classmethod
+    def _whole_seconds(cls, value: timedelta) -> timedelta:
+        if value < timedelta(seconds=1):
+            raise ValueError("expected at least 1s")
+        return value
 
     @model_validator(mode="after")
     def _consistent(self) -> "DistributedConfig":

@@ -3,11 +3,16 @@
 The only file of this room that imports JAX, and only for a run of several processes.
 """
 
+import logging
 import os
-from collections.abc import Mapping
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.config import DistributedConfig
+from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import Processes
 
 # What job starters set for each of several processes; JAX knows the rest.
@@ -20,7 +25,8 @@ def start_processes(config: DistributedConfig) -> Processes:
 
     Raises `UserError` if they do not find one another.
     """
-    if all(value is None for value in dict(config).values()) and not detects_others(os.environ):
+    named = (config.coordinator_address, config.num_processes, config.process_id, config.local_device_ids)
+    if named == (None,) * len(named) and not detects_others(os.environ):
         return Processes()
     import jax
     from jax._src import distributed  # the public module does not tell who and how many they are
@@ -33,11 +39,37 @@ def start_processes(config: DistributedConfig) -> Processes:
             num_processes=config.num_processes,
             process_id=config.process_id,
             local_device_ids=[ids] if isinstance(ids, int) else ids,
+            heartbeat_timeout_seconds=int(config.heartbeat_timeout.total_seconds()),
         )
     except (ValueError, RuntimeError) as error:
         raise UserError(f"trainer.distributed: the processes did not meet: {str(error).splitlines()[0]}") from None
     state = distributed.global_state
     return Processes(state.process_id, state.num_processes or 1, state.coordinator_address)
+
+
+@contextmanager
+def ending_for_all(processes: Processes) -> Iterator[None]:
+    """In a run of several processes an error within ends this one at once, and so the others.
+
+    Python's own way out waits for the other processes, which wait for this one in a computation they share. Without it
+    they find their connection closed, or miss its heartbeat, and end too. Exits with 2 for the user's mistake, else 1.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if processes.count == 1 or isinstance(error, SystemExit):
+            raise
+        if isinstance(error, UserError):
+            log.error(f"lmtrain: error: {error}")
+        else:
+            log.error("".join(traceback.format_exception(error)).rstrip())
+        log.error(
+            f"process {processes.index} of {processes.count} ends, and the run with it; if this is not its own error, "
+            "look at what the others said. The same command goes on from the last checkpoint"
+        )
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(2 if isinstance(error, UserError) else 1)
 
 
 def detects_others(environment: Mapping[str, str]) -> bool:

@@ -35,10 +35,11 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
     done = setup.first_step
 
     exporter = setup.exporter
+    others_gone = False
     try:
         if exporter is not None and exporter.was_missed(done):
             exporter.export(done, state.best_params)
-        with Progress("train", last_step, setup.first_step, quiet=not setup.is_first) as progress:
+        with Progress("train", last_step, setup.first_step, quiet=not setup.processes.is_first) as progress:
             reporter.progress = progress
             while done < last_step:
                 try:
@@ -49,7 +50,8 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                     if done > setup.first_step:
                         setup.checkpointer.save(done, Kind.TEMPORARY, state.parts, setup.run_info)
                     break
-                state, metrics = setup.train_step(state, batch)
+                with setup.program.explaining_memory():
+                    state, metrics = setup.program.train_step(state, batch)
                 done += 1
                 # This step is running now; the one before it is finished or nearly so. Reading its metrics rather than
                 # this one's keeps the device busy.
@@ -75,9 +77,15 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                     throughput.resume_clock()
                 if stopping:
                     break
+    except DivergedError:
+        raise
+    except BaseException:
+        others_gone = setup.processes.count > 1
+        raise
     finally:
         # whatever happened: a save under way becomes complete, and what was logged is flushed
-        setup.checkpointer.close()
+        if not others_gone:  # of several processes: saving would wait for all of them
+            setup.checkpointer.close()
         if exporter is not None:
             exporter.finish()
         setup.trackers.finish()
@@ -92,6 +100,7 @@ class _Reporter:
     def __init__(self, setup: Setup, config: TrainerConfig, throughput: Throughput, beside: Callable[[], str]):
         self._beside = beside
         self._trackers = setup.trackers
+        self._program = setup.program
         self._sizes, self._seq_len = setup.batch_sizes, setup.seq_len
         self._config = config
         self._throughput = throughput
@@ -105,7 +114,8 @@ class _Reporter:
         if waiting is None:
             return
         step, on_device = waiting
-        metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        with self._program.explaining_memory():  # what fails on the device is told here
+            metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
         metrics |= self._throughput.step_done(self._sizes.at(step - 1) * self._seq_len)
         self._trackers.log(metrics, step)
         self._check(step, metrics["train/loss"])

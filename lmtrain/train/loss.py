@@ -209,6 +209,12 @@ def _pick(logits_TV: jax.Array, column_T: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logits_TV, column_T[:, None], axis=-1)[:, 0]
 
 
+def logits_held(batch: int, length: int, rows: int) -> int:
+    """Logits that are in memory at once, for `batch` sequences and a head of so many rows."""
+    chunks, blocks = _plan(batch * length, length, rows)
+    return batch * length // chunks * (rows // blocks)
+
+
 def _plan(rows: int, length: int, vocab: int) -> tuple[int, int]:
     """Into how many chunks of the sequence and blocks of the vocabulary: the fewest that keep logits within bounds."""
     fewest = min(rows, _FEWEST_ROWS)

@@ -21,25 +21,22 @@ from lmtrain.data.caches import Cache, Caches, open_store, plan_mixture
 from lmtrain.data.token_store import TokenStore
 from lmtrain.hf.token_bytes import token_bytes
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.models.attention_backends import choose_attention
-from lmtrain.models.registry import build_model
-from lmtrain.optim.optimizer import build_optimizer
-from lmtrain.optim.schedules import build_schedule
 from lmtrain.run_config import RunConfig, data_seed, identity, resolved
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.run_path import fill_run_id
-from lmtrain.sharding.mesh import Layout, plan_layout
+from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.tracking.open import Trackers, open_trackers
-from lmtrain.train.averaging import build_averaging
-from lmtrain.train.batching import Batching, check_seq_len, plan_batching
 from lmtrain.train.export import Exporter
 from lmtrain.train.hf_params import load_hf_params
+from lmtrain.train.layout_table import layout_table
+from lmtrain.train.memory import format_bytes
+from lmtrain.train.program import Program, plan_program
 from lmtrain.train.restore import restore_state
 from lmtrain.train.resume import check_same_run, newest_checkpoint
-from lmtrain.train.state import TrainState, count_parameters, init_state, parameter_axes, state_shardings
-from lmtrain.train.step import build_eval_step, build_train_step
+from lmtrain.train.state import TrainState, count_parameters
+from lmtrain.train.step import build_eval_step
 
 # Batches read ahead of the step: enough to hide a slow read, little against the model in memory.
 _PREFETCH = 8
@@ -51,7 +48,7 @@ class Setup:
 
     state: TrainState
     first_step: int
-    train_step: Callable[[TrainState, Any], Any]
+    program: Program
     eval_step: Callable[[Any, Any], Any]
     train_batches: Iterator[Any]
     eval_batches: dict[str, Callable[[], Iterator[Any]]]
@@ -60,7 +57,7 @@ class Setup:
     run_info: dict[str, Any]
     batch_sizes: BatchSizes
     seq_len: int
-    is_first: bool  # of the processes of the run: the one that tells
+    processes: Processes
     exporter: Exporter | None
 
 
@@ -80,39 +77,35 @@ def set_up(
     """
     trainer = config.trainer
     _use_compilation_cache(trainer.jax_compilation_cache_dir)
-    layout = plan_layout(trainer)
-    log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
-    batching = plan_batching(trainer, layout.num_batch_shards)
+    program = plan_program(config, tokenizer.vocab_size)
+    model, layout = program.model, program.layout
     seq_len = config.model.seq_len
-    check_seq_len(seq_len, layout.num_parts("act_seq"))
     stores = [_open_store(config, cache) for cache in caches.train.values()]
 
-    model = build_model(config.model, tokenizer.vocab_size, plan_attention(config))
-    schedule = build_schedule(config.optimizer, trainer.num_train_steps)
-    optimizer = build_optimizer(config.optimizer, schedule, parameter_axes(model))
-    averaging = build_averaging(trainer.model_averaging)
-    abstract, shardings = state_shardings(
-        model, optimizer, layout, trainer.precision.params, averages=averaging is not None
-    )
     parameters = count_parameters(model)
     log.info(f"{config.model.type}, {parameters:,} parameters, {trainer.precision}")
+    for line in layout_table(model, layout, trainer.precision.params):
+        log.info(f"  {line}")
+    state_bytes = sum(program.state_bytes.values())
+    log.info(f"  on each device {format_bytes(state_bytes)} of state; `lmtrain plan` says what a step takes beside it")
 
     exports = config.hf_save_path is not None or config.hf_upload is not None
     exporter = Exporter(config, run, model, tokenizer, layout, processes.is_first) if exports else None
-    run_info = _run_info(config, run, tokenizer.identity, caches, layout, batching)
+    run_info = _run_info(config, run, tokenizer.identity, caches, program)
     folder = trainer.checkpointer.run_folder(run)
     if "://" in folder:
         raise UserError(f"trainer.checkpointer.base_path: {folder} is a URL; checkpoints are saved locally so far")
     checkpoint = newest_checkpoint(folder)
     if checkpoint is not None:
         check_same_run(checkpoint, run_info)
-        state = restore_state(checkpoint, abstract, shardings)
+        state = restore_state(checkpoint, program.abstract, program.shardings)
         log.info(f"continuing after step {checkpoint.step:,} from {checkpoint.path}")
     else:
-        state = init_state(model, optimizer, layout, shardings, seed=trainer.seed, dtype=trainer.precision.params)
+        with program.explaining_memory():
+            state = program.init()
         if begin_from_hf is not None:
             params = load_hf_params(begin_from_hf, config.model, model, layout, trainer.precision.params)
-            state = state.replace(params=params, average=averaging and jax.tree.map(jnp.copy, params))
+            state = state.replace(params=params, average=trainer.model_averaging and jax.tree.map(jnp.copy, params))
             log.info(f"beginning with the weights of {begin_from_hf}")
     first_step = checkpoint.step if checkpoint else 0
 
@@ -148,29 +141,16 @@ def set_up(
     return Setup(
         state=state,
         first_step=first_step,
-        train_step=build_train_step(
-            model,
-            optimizer,
-            schedule,
-            layout,
-            shardings,
-            seed=trainer.seed,
-            compute_dtype=trainer.precision.compute,
-            num_microbatches=batching.num_microbatches,
-            dropout=model.has_dropout,
-            z_loss_weight=config.z_loss_weight,
-            hessian=config.optimizer.hessian,
-            averaging=averaging,
-        ),
+        program=program,
         eval_step=build_eval_step(model, layout, trainer.precision.compute, token_bytes(tokenizer)),
         train_batches=train_batches,
-        eval_batches=open_eval_batches(config, layout, batching.eval_batch, caches.validation),
+        eval_batches=open_eval_batches(config, layout, program.batching.eval_batch, caches.validation),
         checkpointer=Checkpointer(folder, trainer.checkpointer),
         trackers=trackers,
         run_info=run_info,
         batch_sizes=sizes,
         seq_len=seq_len,
-        is_first=processes.is_first,
+        processes=processes,
         exporter=exporter,
     )
 
@@ -206,11 +186,11 @@ def _open_store(config: RunConfig, cache: Cache) -> TokenStore:
 
 
 def _run_info(
-    config: RunConfig, run: str, tokenizer: dict[str, Any], caches: Caches, layout: Layout, batching: Batching
+    config: RunConfig, run: str, tokenizer: dict[str, Any], caches: Caches, program: Program
 ) -> dict[str, Any]:
     """What goes into every checkpoint beside the arrays."""
     # with dropout, masks follow from the number of microbatches
-    microbatches = {str(size): number for size, number in batching.num_microbatches.items()}
+    microbatches = {str(size): number for size, number in program.batching.num_microbatches.items()}
     same = identity(config)
     # other learning rates and decays continue the same state; another optimizer cannot
     same["optimizer"] = {"type": config.optimizer.type}
@@ -221,7 +201,7 @@ def _run_info(
         "config": resolved(config),
         "machine": {
             "device": jax.devices()[0].device_kind,
-            "mesh": dict(layout.mesh.shape),
+            "mesh": dict(program.layout.mesh.shape),
             "microbatches": microbatches,
         },
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
@@ -235,20 +215,3 @@ def _use_compilation_cache(folder: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def plan_attention(config: RunConfig) -> str:
-    """The attention backend of this run on these devices; told in the log.
-
-    Raises `UserError` if the one that was asked for cannot do it.
-    """
-    model, needs = config.model, config.model.attention_needs
-    if config.data.mask_across_documents:
-        needs.add("segments")
-    if config.trainer.precision.compute == "float32":
-        needs.add("float32")
-    if config.optimizer.hessian == "hutchinson":
-        needs.add("second_derivatives")
-    name, why = choose_attention(model.attn_backend, needs, jax.default_backend(), model.seq_len)
-    log.info(f"attention: {name} ({why})")
-    return name

@@ -1,12 +1,23 @@
-"""AdamW against plain numpy: two updates, what decays, clipping."""
+"""Each optimizer against plain numpy in float64; what decays, by how much, clipping, and the rate in the state."""
+
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from models.quick import jit
 
-from lmtrain.optim.config import AdamConfig
-from lmtrain.optim.optimizer import build_optimizer
+from lmtrain.optim.config import (
+    AdafactorConfig,
+    AdamConfig,
+    LionConfig,
+    MuonConfig,
+    SophiaGConfig,
+    SophiaHConfig,
+)
+from lmtrain.optim.optimizer import LearningRateState, build_optimizer
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -14,25 +25,83 @@ PARAMS = {
     "layer": {"kernel": RNG.normal(size=(2, 2)).astype(np.float32), "bias": RNG.normal(size=2).astype(np.float32)},
     "norm": {"scale": RNG.normal(size=2).astype(np.float32)},
 }
+AXES = {
+    "tokens": {"embedding": ("vocab", "embed")},
+    "layer": {"kernel": ("embed", "mlp"), "bias": ("mlp",)},
+    "norm": {"scale": ("embed",)},
+}
 GRADIENTS = [jax.tree.map(lambda p: RNG.normal(size=p.shape).astype(np.float32), PARAMS) for _ in range(2)]
 
+OPTIMIZERS = {
+    "adam": AdamConfig(),
+    "adam that skips": AdamConfig(skip_bad_steps=True),
+    "adam with nesterov": AdamConfig(nesterov=True),
+    "sophia-h": SophiaHConfig(),
+    "sophia-g": SophiaGConfig(),
+    "lion": LionConfig(),
+    "muon": MuonConfig(),
+    "adafactor": AdafactorConfig(momentum=0.9),
+}
 
-def run(config: AdamConfig, gradients: list, rate=lambda count: 0.1):
-    optimizer = build_optimizer(config, rate)
-    params, state = PARAMS, optimizer.init(PARAMS)
+
+@functools.cache
+def compiled(name: str, weight_decay: float):
+    """(gradient, state, rates) -> (updates, state) of one of `OPTIMIZERS`, for any rates."""
+    config = OPTIMIZERS[name].model_copy(update={"weight_decay": weight_decay})
+    return one_step(config, PARAMS, AXES)
+
+
+def one_step(config, params, axes):
+    more = {"loss": jnp.float32(1), "hessian": lambda key: jax.tree.map(jnp.ones_like, params)}
+
+    def update(gradient, state, rates):
+        return build_optimizer(config, lambda count: rates[count], axes).update(gradient, state, params, **more)
+
+    return jit(update)
+
+
+def follow(step, state, gradients: list, rates):
+    """The updates for each of the gradients, all at the same parameters, and the last state."""
+    updates = []
     for gradient in gradients:
-        updates, state = optimizer.update(gradient, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
+        update, state = step(gradient, state, jnp.float32(rates))
+        updates.append(update)
+    return updates, state
 
 
-def plain_adamw(params, gradients, rates, b1, b2, eps, decay):
+def steps(config, gradients: list, rates, params=PARAMS, axes=AXES):
+    state = build_optimizer(config, lambda count: rates[0], axes).init(params)
+    return follow(one_step(config, params, axes), state, gradients, rates)
+
+
+def steps_of(name: str, rates, weight_decay: float = 0.0):
+    state = build_optimizer(OPTIMIZERS[name], lambda count: rates[0], AXES).init(PARAMS)
+    return follow(compiled(name, weight_decay), state, GRADIENTS, rates)
+
+
+def run(config, gradients: list, rate=lambda count: 0.1, params=PARAMS):
+    optimizer = build_optimizer(config, rate)
+
+    def all_of_them(params, gradients):
+        state = optimizer.init(params)
+        for gradient in gradients:
+            updates, state = optimizer.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return jit(all_of_them)(params, gradients)
+
+
+def plain_adamw(params, gradients, rates, b1, b2, eps, decay, nesterov=False):
     """One leaf, in float64."""
     m = v = 0.0
     p = params.astype(np.float64)
     for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * np.square(g)
-        p = p - rate * (m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps) + decay * p)
+        first = m / (1 - b1**t)
+        if nesterov:  # Dozat 2016: the momentum of the next step, as far as it is known
+            first = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
+        p = p - rate * (first / (np.sqrt(v / (1 - b2**t)) + eps) + decay * p)
     return p
 
 
@@ -40,21 +109,33 @@ def plain_adamw(params, gradients, rates, b1, b2, eps, decay):
     ("path", "decays"),
     [(("layer", "kernel"), True), (("layer", "bias"), False), (("norm", "scale"), False), (("tokens", "embedding"), 0)],
 )
-def test_two_updates_are_adamw_with_decay_on_kernels_only(path, decays):
-    config = AdamConfig(weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-3, max_grad_norm=None)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_two_updates_are_adamw_with_decay_on_kernels_only(path, decays, nesterov):
+    config = AdamConfig(weight_decay=0.3, beta1=0.8, beta2=0.9, epsilon=1e-3, max_grad_norm=None, nesterov=nesterov)
     params = run(config, GRADIENTS, rate=lambda count: 0.1 / (count + 1))
     leaf = [tree[path[0]][path[1]] for tree in (PARAMS, *GRADIENTS)]
-    expected = plain_adamw(leaf[0], leaf[1:], [0.1, 0.05], 0.8, 0.9, 1e-3, 0.3 if decays else 0.0)
+    decay = 0.3 if decays else 0.0
+    expected = plain_adamw(leaf[0], leaf[1:], [0.1, 0.05], 0.8, 0.9, 1e-3, decay, nesterov)
     np.testing.assert_allclose(params[path[0]][path[1]], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_are_clipped_to_the_global_norm_before_adam():
+@pytest.mark.parametrize("name", ["adam", "lion", "muon"])
+def test_gradients_are_clipped_to_the_global_norm_before_all_else(name):
+    """In the second of two updates, where the gradient's share of the momentum depends on its size."""
+    clipping = OPTIMIZERS[name].model_copy(update={"max_grad_norm": 0.5})
+    small = jax.tree.map(lambda g: g * np.float32(1e-2), GRADIENTS[1])
     norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(GRADIENTS[0])))
     scaled = jax.tree.map(lambda g: g * np.float32(0.5 / norm), GRADIENTS[0])
-    clipped = run(AdamConfig(max_grad_norm=0.5, epsilon=0.1), [GRADIENTS[0]])
-    by_hand = run(AdamConfig(max_grad_norm=None, epsilon=0.1), [scaled])
-    for one, other in zip(jax.tree.leaves(clipped), jax.tree.leaves(by_hand), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+    not_clipping = one_step(clipping.model_copy(update={"max_grad_norm": None}), PARAMS, AXES)
+    state = build_optimizer(clipping, lambda count: 0.1, AXES).init(PARAMS)
+    without = build_optimizer(OPTIMIZERS[name].model_copy(update={"max_grad_norm": None}), lambda count: 0.1, AXES)
+    clipped, _ = follow(one_step(clipping, PARAMS, AXES), state, [small, GRADIENTS[0]], (0.1, 0.1))
+    by_hand, _ = follow(not_clipping, without.init(PARAMS), [small, scaled], (0.1, 0.1))
+    unclipped, _ = follow(not_clipping, without.init(PARAMS), [small, GRADIENTS[0]], (0.1, 0.1))
+    for one, other in zip(jax.tree.leaves(clipped[1]), jax.tree.leaves(by_hand[1]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    if name != "lion":  # whose signs may well be the same
+        assert not np.allclose(clipped[1]["layer"]["kernel"], unclipped[1]["layer"]["kernel"], rtol=1e-3)
 
 
 @pytest.mark.parametrize("limit", [None, 0.0, 1e6])
@@ -62,3 +143,249 @@ def test_null_zero_and_a_high_limit_clip_nothing(limit):
     one = run(AdamConfig(max_grad_norm=limit, epsilon=0.1), [GRADIENTS[0]])
     expected = plain_adamw(PARAMS["layer"]["kernel"], [GRADIENTS[0]["layer"]["kernel"]], [0.1], 0.9, 0.95, 0.1, 0.0)
     np.testing.assert_allclose(one["layer"]["kernel"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weight_decay_is_added_once_times_the_rate_and_stays_out_of_the_moments(name):
+    """Both updates differ from those without decay by rate * decay * parameter; in a moment it would come back."""
+    bare, _ = steps_of(name, (0.5, 0.25))
+    decayed, _ = steps_of(name, (0.5, 0.25), weight_decay=0.3)
+    for rate, without, with_decay in zip((0.5, 0.25), bare, decayed, strict=True):
+        more = jax.tree.map(lambda a, b: a - b, with_decay, without)
+        np.testing.assert_allclose(more["layer"]["kernel"], -rate * 0.3 * PARAMS["layer"]["kernel"], atol=1e-6)
+        for leaf in (more["layer"]["bias"], more["norm"]["scale"], more["tokens"]["embedding"]):
+            np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_minus_the_rate_of_their_step(name):
+    once, _ = steps_of(name, (1, 1))
+    slower, _ = steps_of(name, (0.5, 0.125))
+    for rate, fast, slow in zip((0.5, 0.125), once, slower, strict=True):
+        for one, other in zip(jax.tree.leaves(fast), jax.tree.leaves(slow), strict=True):
+            np.testing.assert_allclose(other, rate * one, rtol=1e-6)
+            assert np.abs(one).max() > 0
+    # the first update goes down the gradient
+    for update, gradient in zip(jax.tree.leaves(once[0]), jax.tree.leaves(GRADIENTS[0]), strict=True):
+        assert (np.asarray(update) * gradient).sum() < 0
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_holds_the_rate_of_the_last_update_and_their_number(name):
+    before = build_optimizer(OPTIMIZERS[name], lambda count: 0.1 / (count + 1), AXES).init(PARAMS)
+    after = steps_of(name, (0.1, 0.05))[1]
+    found = [before[-1], after[-1]]
+    for learning, count, expected in zip(found, (0, 2), (0.1, 0.05), strict=True):
+        assert isinstance(learning, LearningRateState)
+        assert (int(learning.count), learning.count.dtype) == (count, np.int32)
+        assert float(learning.learning_rate) == pytest.approx(expected)
+        assert learning.learning_rate.dtype == np.float32
+
+
+def test_lion_is_the_sign_of_an_interpolated_momentum():
+    config = LionConfig(beta1=0.7, beta2=0.9, max_grad_norm=None)
+    gradients = [RNG.normal(size=(2, 2)) for _ in range(6)]
+    trees = [PARAMS | {"layer": PARAMS["layer"] | {"kernel": g.astype(np.float32)}} for g in gradients]
+    updates, _ = steps(config, trees, [0.1] * 6)
+    momentum = np.zeros((2, 2))
+    for gradient, update in zip(gradients, updates, strict=True):
+        expected = -0.1 * np.sign(0.7 * momentum + 0.3 * gradient)
+        np.testing.assert_allclose(update["layer"]["kernel"], expected, rtol=1e-6)
+        momentum = 0.9 * momentum + 0.1 * gradient
+
+
+def rms(x) -> float:
+    return np.sqrt(np.square(x).mean())
+
+
+def plain_adafactor(p, gradients, rate, factored, decay_rate, clipping, scaled, momentum):
+    """One matrix, in float64: Shazeer and Stern 2018, algorithms 2 and 4."""
+    p = p.astype(np.float64)
+    v, m = np.zeros_like(p), np.zeros_like(p)
+    rows, columns = np.zeros(p.shape[0]), np.zeros(p.shape[1])
+    for t, g in enumerate(gradients, start=1):
+        g = g.astype(np.float64)
+        kept = 1 - t**-decay_rate
+        rows = kept * rows + (1 - kept) * np.square(g).mean(1)
+        columns = kept * columns + (1 - kept) * np.square(g).mean(0)
+        v = np.outer(rows, columns) / rows.mean() if factored else kept * v + (1 - kept) * np.square(g)
+        u = g / np.sqrt(v)
+        if clipping is not None:
+            u = u / max(1, rms(u) / clipping)
+        if scaled:
+            u = u * max(rms(p), 1e-3)
+        if momentum is not None:
+            u = m = momentum * m + (1 - momentum) * u
+        p = p - rate * u
+    return p
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"clipping_threshold": None},
+        {"multiply_by_parameter_scale": False, "decay_rate": 0.5},
+        {"momentum": 0.9},
+        {"min_dim_size_to_factor": 7},  # the matrix has 6 rows: it keeps its whole second moment
+    ],
+    ids=str,
+)
+def test_adafactor_is_that_of_the_paper(settings):
+    config = AdafactorConfig(**{"min_dim_size_to_factor": 6, **settings})
+    matrix = RNG.normal(size=(6, 8)).astype(np.float32) * 0.1
+    # of growing size, so that a late one is clipped
+    gradients = [(RNG.normal(size=(6, 8)) * 3**t).astype(np.float32) for t in range(4)]
+    params = run(config, [{"kernel": g} for g in gradients], lambda count: 0.1, {"kernel": matrix})
+    expected = plain_adafactor(
+        matrix,
+        gradients,
+        0.1,
+        config.min_dim_size_to_factor == 6,
+        config.decay_rate,
+        config.clipping_threshold,
+        config.multiply_by_parameter_scale,
+        config.momentum,
+    )
+    np.testing.assert_allclose(params["kernel"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_adafactors_moments_of_a_matrix_are_a_row_and_a_column():
+    params = {"big": np.ones((3, 128, 256), np.float32), "small": np.ones((16, 127), np.float32)}
+    state = build_optimizer(AdafactorConfig(), lambda count: 0.1).init(params)
+    sizes = [leaf.size for leaf in jax.tree.leaves(state)]
+    # a row and a column of each of the three matrices; the small one whole; and scalars
+    assert sorted(size for size in sizes if size > 1) == sorted([3 * 128, 3 * 256, 16 * 127])
+
+
+# --- Muon: two layers of two heads
+
+BLOCK_AXES = {
+    "tokens": {"embedding": ("vocab", "embed")},
+    "blocks": {
+        "qkv": {
+            "kernel": ("layers", "embed", "qkv", "heads", "head_dim"),
+            "bias": ("layers", "qkv", "heads", "head_dim"),
+        },
+        "out": {"kernel": ("layers", "heads", "head_dim", "embed")},
+        "up": {"kernel": ("layers", "embed", "mlp")},
+        "down": {"kernel": ("layers", "mlp", "embed"), "bias": ("layers", "embed")},
+        "norm": {"scale": ("layers", "embed")},
+    },
+}
+SIZE = {"vocab": 11, "embed": 8, "layers": 2, "qkv": 3, "heads": 2, "head_dim": 4, "mlp": 12}
+MATRICES = ("qkv", "out", "up", "down")
+WIDTHS = {"qkv": (8, 8), "out": (8, 8), "up": (8, 12), "down": (12, 8)}  # inputs, outputs
+
+
+def random_blocks(seed: int):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda names: rng.normal(size=[SIZE[name] for name in names]).astype(np.float32),
+        BLOCK_AXES,
+        is_leaf=lambda names: isinstance(names, tuple),
+    )
+
+
+BLOCKS, BLOCK_GRADIENTS = random_blocks(0), [random_blocks(1), random_blocks(2)]
+
+
+def as_matrices(name: str, leaf):
+    """[number of matrices, inputs, outputs]"""
+    leaf = np.asarray(leaf, np.float64)
+    if name == "qkv":
+        leaf = leaf.transpose(0, 2, 1, 3, 4)
+    return leaf.reshape(-1, *WIDTHS[name])
+
+
+def newton_schulz(x, iterations: int):
+    """Jordan et al. 2024, in float64."""
+    x = x / np.linalg.norm(x)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+@functools.cache
+def muon_updates(**settings):
+    """At a rate of 0.5."""
+    config = MuonConfig(**{"max_grad_norm": None, **settings})
+    return steps(config, BLOCK_GRADIENTS, (0.5, 0.5), BLOCKS, BLOCK_AXES)[0]
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_muons_updates_of_the_blocks_matrices_are_nearly_orthogonal(name):
+    inputs, outputs = WIDTHS[name]
+    for update in muon_updates():
+        for matrix in as_matrices(name, update["blocks"][name]["kernel"]) / -0.5 / max(1, outputs / inputs) ** 0.5:
+            values = np.linalg.svd(matrix, compute_uv=False)
+            assert values.min() > 0.6
+            assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"momentum": 0.5, "backend_steps": 2}], ids=str)
+def test_muon_orthogonalizes_the_momentum_by_newton_schulz(settings):
+    config = MuonConfig(**settings)
+    beta = config.momentum
+    for name in MATRICES:
+        inputs, outputs = WIDTHS[name]
+        momentum = 0.0
+        for t, (gradient, update) in enumerate(zip(BLOCK_GRADIENTS, muon_updates(**settings), strict=True), start=1):
+            gradient = as_matrices(name, gradient["blocks"][name]["kernel"])
+            momentum = beta * momentum + (1 - beta) * gradient
+            ahead = momentum / (1 - beta**t)
+            if config.nesterov:
+                ahead = beta * momentum / (1 - beta ** (t + 1)) + (1 - beta) * gradient / (1 - beta**t)
+            expected = [-0.5 * max(1, outputs / inputs) ** 0.5 * newton_schulz(x, config.backend_steps) for x in ahead]
+            np.testing.assert_allclose(
+                as_matrices(name, update["blocks"][name]["kernel"]), expected, rtol=1e-3, atol=1e-4
+            )
+
+
+def test_each_layer_and_each_of_q_k_and_v_is_orthogonalized_by_itself():
+    """So that the size of one gradient does not change the update of another."""
+    plain = muon_updates()[0]
+    rng = np.random.default_rng(3)
+    factors = {"qkv": rng.uniform(0.1, 10, (2, 1, 3, 1, 1)), "out": rng.uniform(0.1, 10, (2, 1, 1, 1))}
+    scaled = jax.tree.map(np.copy, BLOCK_GRADIENTS[0])
+    for name, factor in factors.items():
+        scaled["blocks"][name]["kernel"] *= factor.astype(np.float32)
+    config = MuonConfig(max_grad_norm=None)
+    (update,), _ = steps(config, [scaled], (0.5, 0.5), BLOCKS, BLOCK_AXES)
+    for name in factors:
+        np.testing.assert_allclose(
+            update["blocks"][name]["kernel"], plain["blocks"][name]["kernel"], rtol=1e-3, atol=1e-4
+        )
+
+
+def test_everything_else_is_adam_with_its_own_rate():
+    """The schedule is that of the matrices; at its peak, Adam's rate is adam_lr."""
+    peak, adam_lr = 0.02, 6e-4
+    config = MuonConfig(beta1=0.8, beta2=0.9, epsilon=1e-3, max_grad_norm=None, learning_rate=peak, adam_lr=adam_lr)
+    updates, _ = steps(config, BLOCK_GRADIENTS, (peak, peak / 4), BLOCKS, BLOCK_AXES)
+    for path in (
+        ("tokens", "embedding"),
+        ("blocks", "norm", "scale"),
+        ("blocks", "qkv", "bias"),
+        ("blocks", "down", "bias"),
+    ):
+        leaves = []
+        for tree in (*BLOCK_GRADIENTS, *updates):
+            for key in path:
+                tree = tree[key]
+            leaves.append(np.asarray(tree, np.float64))
+        expected = plain_adamw(np.zeros_like(leaves[0]), leaves[:2], [adam_lr, adam_lr / 4], 0.8, 0.9, 1e-3, 0.0)
+        np.testing.assert_allclose(leaves[2] + leaves[3], expected, rtol=1e-4, atol=1e-9)
+
+
+def test_kimis_scaling_changes_the_size_only_of_the_matrices():
+    plain, scaled = muon_updates()[1], muon_updates(use_kimi_scaling=True)[1]
+    for name in MATRICES:
+        inputs, outputs = WIDTHS[name]
+        factor = 0.2 * max(inputs, outputs) ** 0.5 / max(1, outputs / inputs) ** 0.5
+        np.testing.assert_allclose(
+            scaled["blocks"][name]["kernel"], factor * plain["blocks"][name]["kernel"], rtol=1e-5, atol=1e-7
+        )
+    np.testing.assert_array_equal(scaled["tokens"]["embedding"], plain["tokens"]["embedding"])
+    np.testing.assert_array_equal(scaled["blocks"]["norm"]["scale"], plain["blocks"]["norm"]["scale"])

@@ -1,0 +1,170 @@
+"""What a run computes, before there are any arrays: model, optimizer, where everything lies, and the step."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from lmtrain.models.attention_backends import choose_attention
+from lmtrain.models.interface import LanguageModel
+from lmtrain.models.registry import build_model
+from lmtrain.optim.optimizer import build_optimizer
+from lmtrain.optim.schedules import build_schedule
+from lmtrain.run_config import RunConfig
+from lmtrain.runtime.logging import log
+from lmtrain.sharding.mesh import Layout, plan_layout
+from lmtrain.train.averaging import build_averaging
+from lmtrain.train.batching import Batching, check_seq_len, plan_batching
+from lmtrain.train.memory import Memory, advise, bytes_per_device, format_bytes, plan_memory
+from lmtrain.train.state import TrainState, init_state, parameter_axes, state_shardings
+from lmtrain.train.step import build_train_step
+
+# What XLA's errors say when an array finds no room.
+_SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
+
+
+class OutOfMemoryError(RuntimeError):
+    """A device has not enough memory for the run; the message says where it goes and what to turn down."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """`abstract` and `shardings` are the state's shapes and places; `train_step` is compiled when first called."""
+
+    config: RunConfig
+    model: LanguageModel
+    optimizer: Any
+    layout: Layout
+    batching: Batching
+    abstract: TrainState
+    shardings: TrainState
+    train_step: Callable[..., Any]
+
+    def init(self) -> TrainState:
+        """A fresh state."""
+        trainer = self.config.trainer
+        return init_state(
+            self.model,
+            self.optimizer,
+            self.layout,
+            self.shardings,
+            seed=trainer.seed,
+            dtype=trainer.precision.params,
+        )
+
+    def compile(self) -> Any:
+        """The compiled step for its largest batch, without any arrays: `as_text()`, `memory_analysis()`."""
+        size = max(self.batching.num_microbatches)
+        shape = (size, self.config.model.seq_len)
+
+        def one(dtype: str) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.layout.batch)
+
+        batch = {"tokens": one("int32"), "loss_mask": one("bool")}
+        if self.config.data.mask_across_documents:
+            batch["segments"] = one("int32")
+        state = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.abstract,
+            self.shardings,
+        )
+        return self.train_step.lower(state, batch).compile()  # type: ignore[attr-defined]  # a jitted function's
+
+    @property
+    def rows(self) -> int:
+        """The most sequences that a device computes at once."""
+        shards = self.layout.num_batch_shards
+        return max(batch // shards // number for batch, number in self.batching.num_microbatches.items())
+
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """What lies on each device all the time, by part of the state."""
+        places = self.shardings.parts
+        return {name: bytes_per_device(part, places[name]) for name, part in self.abstract.parts.items()}
+
+    @contextmanager
+    def explaining_memory(self) -> Iterator[None]:
+        """Turn an out-of-memory error of a device into an `OutOfMemoryError` that says what to do."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in _SIGNS):
+                raise
+            first = str(error).splitlines()[0]
+            raise OutOfMemoryError("\n".join([f"out of memory: {first}", *self.advice()])) from error
+
+    @property
+    def memory(self) -> Memory:
+        """What the step takes on each device."""
+        return plan_memory(
+            self.config.model,
+            self.model,
+            self.layout,
+            self.abstract,
+            self.shardings,
+            self.state_bytes,
+            compute_dtype=self.config.trainer.precision.compute,
+            rows=self.rows,
+            accumulates=max(self.batching.num_microbatches.values()) > 1,
+            separate_documents=self.config.data.mask_across_documents,
+        )
+
+    def advice(self) -> list[str]:
+        """Where the memory of a step goes, and what to turn down: for one that did not fit."""
+        memory = self.memory
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in {**memory.state, **memory.work}.items())
+        fsdp = self.layout.mesh.shape["data"] > 1 and bool(self.config.trainer.fsdp_axis)
+        return [
+            f"about {format_bytes(memory.total)} on each device: {parts}",
+            *(f"  {line}" for line in advise(memory, self.config.model, self.rows, fsdp)),
+        ]
+
+
+def plan_program(config: RunConfig, vocab_size: int) -> Program:
+    """The program of a run on the devices that there are. Raises `UserError` for what does not fit them."""
+    trainer = config.trainer
+    layout = plan_layout(trainer)
+    log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
+    batching = plan_batching(trainer, layout.num_batch_shards)
+    check_seq_len(config.model.seq_len, layout.num_parts("act_seq"))
+    model = build_model(config.model, vocab_size, plan_attention(config))
+    schedule = build_schedule(config.optimizer, trainer.num_train_steps)
+    optimizer = build_optimizer(config.optimizer, schedule, parameter_axes(model))
+    averaging = build_averaging(trainer.model_averaging)
+    abstract, shardings = state_shardings(
+        model, optimizer, layout, trainer.precision.params, averages=averaging is not None
+    )
+    train_step = build_train_step(
+        model,
+        optimizer,
+        schedule,
+        layout,
+        shardings,
+        seed=trainer.seed,
+        compute_dtype=trainer.precision.compute,
+        num_microbatches=batching.num_microbatches,
+        dropout=model.has_dropout,
+        z_loss_weight=config.z_loss_weight,
+        hessian=config.optimizer.hessian,
+        averaging=averaging,
+    )
+    return Program(config, model, optimizer, layout, batching, abstract, shardings, train_step)
+
+
+def plan_attention(config: RunConfig) -> str:
+    """The attention backend of this run on these devices; told in the log.
+
+    Raises `UserError` if the one that was asked for cannot do it.
+    """
+    model, needs = config.model, config.model.attention_needs
+    if config.data.mask_across_documents:
+        needs.add("segments")
+    if config.trainer.precision.compute == "float32":
+        needs.add("float32")
+    if config.optimizer.hessian == "hutchinson":
+        needs.add("second_derivatives")
+    name, why = choose_attention(model.attn_backend, needs, jax.default_backend(), model.seq_len)
+    log.info(f"attention: {name} ({why})")
+    return name

@@ -1,0 +1,131 @@
+"""Several processes train as one: the same losses and parameters however many there are, and all end when one dies."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import tiny_settings
+from safetensors.numpy import load_file
+
+pytestmark = pytest.mark.end_to_end
+
+DEVICES = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A config of 4 devices in a mesh of 2 x 2, in a folder with its caches."""
+    folder = tmp_path_factory.mktemp("training")
+    settings = tiny_settings()
+    settings["trainer"] |= {"num_train_steps": 6, "model_axis_size": 2, "tensor_parallel_axes": ["mlp", "heads"]}
+    settings["trainer"] |= {"steps_per_eval": 3, "per_device_parallelism": 1}
+    settings["hf_save_path"] = "exports"
+    (folder / "tiny.json").write_text(json.dumps(settings))
+    subprocess.run([sys.executable, "-m", "lmtrain", "preprocess", "tiny.json"], cwd=folder, check=True)
+    return folder
+
+
+def start(folder, run, count, *flags, **environment):
+    """The processes of a run; what they say goes to `<run>.<number>.txt`."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    meet = [] if count == 1 else ["--trainer.distributed.coordinator_address", f"127.0.0.1:{port}"]
+    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    here = f"{quick} --xla_force_host_platform_device_count={DEVICES // count}"
+    running = []
+    for number in range(count):
+        place = meet and [*meet, "--trainer.distributed.num_processes", count]
+        place = place and [*place, "--trainer.distributed.process_id", number]
+        command = [sys.executable, "-m", "lmtrain", "train", "tiny.json", "--trainer.id", run, *place, *flags]
+        with open(folder / f"{run}.{number}.txt", "w") as told:
+            running.append(
+                subprocess.Popen(
+                    list(map(str, command)),
+                    cwd=folder,
+                    stderr=told,
+                    stdout=told,
+                    env=os.environ | {"XLA_FLAGS": here} | environment,
+                )
+            )
+    return running
+
+
+def finish(folder, run, count):
+    for number, process in enumerate(start(folder, run, count)):
+        assert process.wait(timeout=200) == 0, (folder / f"{run}.{number}.txt").read_text()
+    lines = (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()
+    names = ("train/loss", "eval/loss", "train/gradient_norm")
+    logged = [{name: entry[name] for name in names if name in entry} for entry in map(json.loads, lines)]
+    params = load_file(folder / "exports" / run / "step-6" / "model.safetensors")
+    return [entry for entry in logged if entry], params
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return finish(folder, "two", 2)
+
+
+def test_two_processes_compute_what_one_does(folder, two):
+    """Sums over devices are taken in another order, so within a tolerance."""
+    logged, params = finish(folder, "one", 1)
+    assert len(logged) == len(two[0]) == 8
+    for one, other in zip(logged, two[0], strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    assert params.keys() == two[1].keys()
+    for name in params:
+        np.testing.assert_allclose(params[name], two[1][name], atol=1e-4, err_msg=name)
+
+
+@pytest.mark.long
+def test_four_processes_have_the_bits_of_two(folder, two):
+    logged, params = finish(folder, "four", 4)
+    assert logged == two[0]
+    assert params.keys() == two[1].keys()
+    for name in params:
+        np.testing.assert_array_equal(params[name], two[1][name], err_msg=name)
+
+
+# A dead process closes its connections; one that only stands still is found out by its missing heartbeat.
+@pytest.mark.parametrize(
+    ("fault", "victim", "codes", "seconds"),
+    [(signal.SIGKILL, 1, [1, 134, -6], 20), (signal.SIGSTOP, 0, [1, 134, -6], 30)],
+)
+def test_when_one_process_dies_or_hangs_the_other_ends_with_an_error(folder, fault, victim, codes, seconds):
+    run = f"dies-{int(fault)}"
+    flags = ["--trainer.num_train_steps", 100000, "--trainer.distributed.heartbeat_timeout", "5s"]
+    processes = start(folder, run, 2, *flags)
+    try:
+        metrics = folder / "logs" / f"{run}.metrics.jsonl"
+        until = time.monotonic() + 100
+        while not (metrics.exists() and metrics.read_text().count("train/loss") > 3):
+            assert time.monotonic() < until, (folder / f"{run}.0.txt").read_text()
+            time.sleep(0.1)
+        processes[victim].send_signal(fault)
+        assert processes[1 - victim].wait(timeout=seconds) in codes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    told = (folder / f"{run}.{1 - victim}.txt").read_text()
+    assert "ends, and the run with it" in told or "another task died" in told
+
+
+def test_a_mistake_that_one_process_makes_ends_the_other_too(folder):
+    """Python's own way out would wait for the other, which waits for it. Only the first looks after uploads."""
+    processes = start(folder, "mistake", 2, "--hf_upload", "someone/model", HF_TOKEN="")
+    told = [(folder / f"mistake.{number}.txt") for number in range(2)]
+    try:
+        codes = [process.wait(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes[0] == 2, told[0].read_text()
+    assert codes[1] in (1, 134, -6), told[1].read_text()

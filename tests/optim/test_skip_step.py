@@ -1,0 +1,205 @@
+"""Leaving out bad steps, against a plain reimplementation; what is left out leaves no trace but its size."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from models.quick import jit
+from pydantic import ValidationError
+
+from lmtrain.optim.config import AdamConfig, SkipStepConfig
+from lmtrain.optim.optimizer import build_optimizer
+from lmtrain.optim.skip_step import skip_bad_steps
+
+PARAMS = {"a": np.float32([1, 2]), "b": np.float32([3])}
+DIRECTION = {"a": np.float32([0.48, 0.36]), "b": np.float32([-0.8])}  # of norm 1
+
+
+@functools.cache
+def compiled(length: int, sigma_factor: float):
+    """`init` and `update` of the bad steps left out of a momentum."""
+    optimizer = skip_bad_steps(optax.trace(0.9), length, sigma_factor)
+    return optimizer.init, jit(lambda gradient, state, loss: optimizer.update(gradient, state, loss=jnp.float32(loss)))
+
+
+def gradient_of_norm(norm: float):
+    return jax.tree.map(lambda x: x * np.float32(norm), DIRECTION)
+
+
+class Plain:
+    """The docstring in Python's floats: `skips(loss, norm)` for one step after another."""
+
+    def __init__(self, length: int, sigma_factor: float):
+        self.length, self.sigma_factor = length, sigma_factor
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def skips(self, loss: float, norm: float) -> bool:
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return True
+        enough = len(self.losses) >= max(2, self.length / 2)
+        skip = enough and (self._is_high(loss, self.losses) or self._is_high(norm, self.norms))
+        self.losses.append(loss)
+        self.norms.append(norm)
+        return skip
+
+    def _is_high(self, value: float, past: list[float]) -> bool:
+        last = past[-self.length :]
+        mean = sum(last) / len(last)
+        return value > mean + self.sigma_factor * math.sqrt(sum((x - mean) ** 2 for x in last) / len(last))
+
+
+def random_steps(seed: int, number: int) -> list[tuple[float, float]]:
+    """Losses and norms around a falling mean, some far above it, some not finite."""
+    rng = np.random.default_rng(seed)
+    steps = []
+    for step in range(number):
+        loss, norm = 5 - step / number + rng.normal() * 0.3, 1 + abs(rng.normal()) * 0.2
+        kind = rng.random()
+        if kind < 0.03:
+            loss *= rng.uniform(1.3, 5)
+        elif kind < 0.06:
+            norm *= rng.uniform(1.5, 50)
+        elif kind < 0.08:
+            loss = [math.nan, math.inf, -math.inf][rng.integers(3)]
+        elif kind < 0.1:
+            norm = [math.nan, math.inf][rng.integers(2)]
+        steps.append((loss, norm))
+    return steps
+
+
+@pytest.mark.parametrize(("length", "sigma_factor"), [(2, 1.0), (8, 2.0), (32, 3.0), (128, 6.0)])
+def test_the_same_steps_are_left_out_as_by_a_plain_reimplementation(length, sigma_factor):
+    inner = optax.scale_by_adam()
+    optimizer = skip_bad_steps(inner, length, sigma_factor)
+    update, inner_update = jit(optimizer.update), jit(inner.update)
+    state, kept = optimizer.init(PARAMS), inner.init(PARAMS)
+    plain = Plain(length, sigma_factor)
+    skipped = []
+    for step, (loss, norm) in enumerate(random_steps(length, 300)):
+        gradient = gradient_of_norm(norm)
+        # the same numbers as are seen inside, so that none falls on the other side by rounding
+        skip = plain.skips(float(np.float32(loss)), float(jnp.float32(optax.tree.norm(gradient))))
+        updates, state = update(gradient, state, PARAMS, loss=np.float32(loss))
+        if skip:
+            skipped.append(step)
+            expected = jax.tree.map(np.zeros_like, PARAMS)
+        else:
+            expected, kept = inner_update(gradient, kept)
+        for found, wanted in zip(
+            jax.tree.leaves((updates, state.inner)), jax.tree.leaves((expected, kept)), strict=True
+        ):
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=f"step {step}")
+        assert int(state.skipped) == len(skipped), step
+    assert 15 < len(skipped) < 200
+    assert int(state.count) == len(plain.losses)
+
+
+@pytest.mark.parametrize("length", [2, 4, 8, 20])
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_nothing_is_left_out_before_half_the_interval_is_seen(length, what):
+    init, update = compiled(length, 6.0)
+    for seen in range(length + 3):
+        state = init(PARAMS)
+        for step in range(seen):
+            _, state = update(gradient_of_norm(1 + 0.01 * (step % 2)), state, 2 + step % 2)
+        spike = (1e6, 1.0) if what == "loss" else (2.0, 1e6)
+        updates, state = update(gradient_of_norm(spike[1]), state, spike[0])
+        expected = seen >= max(2, length / 2)
+        assert bool(state.skipped) == expected, seen
+        assert (float(optax.tree.norm(updates)) == 0) == expected, seen
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("seen", [0, 1, 6])
+def test_what_is_not_finite_is_left_out_from_the_first_step_and_not_remembered(bad, what, seen):
+    init, update = compiled(4, 6.0)
+    state = init(PARAMS)
+    for step in range(seen):
+        _, state = update(gradient_of_norm(1 + step), state, 2.0 + step)
+    gradient, loss = gradient_of_norm(1), 2.0
+    if what == "loss":
+        loss = bad
+    else:
+        gradient["b"] = np.float32([bad])
+    updates, after = update(gradient, state, loss)
+    assert float(optax.tree.norm(updates)) == 0
+    assert int(after.skipped) == 1
+    for one, other in zip(
+        jax.tree.leaves(after._replace(skipped=0)), jax.tree.leaves(state._replace(skipped=0)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_low_values_are_never_left_out():
+    init, update = compiled(8, 2.0)
+    state = init(PARAMS)
+    for loss, norm in [(5, 5)] * 8 + [(-100, 1e-3)]:
+        updates, state = update(gradient_of_norm(norm), state, loss)
+    assert int(state.skipped) == 0
+    assert float(optax.tree.norm(updates)) > 0
+
+
+def test_a_new_level_is_accepted_when_the_interval_holds_enough_of_it():
+    """Steps that were left out are remembered: a loss that stays high is learned from again after a while."""
+    init, update = compiled(8, 2.0)
+    state = init(PARAMS)
+    skips = []
+    for loss in [1.0] * 8 + [3.0] * 8:
+        before = int(state.skipped)
+        _, state = update(gradient_of_norm(1), state, loss)
+        skips.append(int(state.skipped) > before)
+    # one of eight at 3: mean 1.25, deviation 0.66, so the bound is 2.57; two of eight: 1.5 + 2 * 0.87 is above 3
+    assert skips == [False] * 8 + [True] * 2 + [False] * 6
+
+
+def test_in_an_optimizer_the_gradients_are_judged_before_clipping_and_parameters_do_not_even_decay():
+    config = AdamConfig(
+        skip_bad_steps={"rolling_interval_length": 4, "sigma_factor": 3}, weight_decay=0.5, max_grad_norm=1
+    )
+    optimizer = build_optimizer(config, lambda count: 0.1)
+    params = {"kernel": np.float32([[1, 2]])}
+    state = optimizer.init(params)
+    for _ in range(4):
+        updates, state = optimizer.update({"kernel": np.float32([[3, 4]])}, state, params, loss=np.float32(1))
+        assert np.abs(updates["kernel"]).min() > 0
+    # clipped to norm 1, all gradients here have the same
+    updates, after = optimizer.update({"kernel": np.float32([[30, 40]])}, state, params, loss=np.float32(1))
+    np.testing.assert_array_equal(updates["kernel"], [[0, 0]])
+    assert int(optax.tree.get(after, "skipped")) == 1
+    # the schedule is of steps, and goes on
+    assert int(after[-1].count) == int(state[-1].count) + 1 == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (False, None),
+        (True, SkipStepConfig(rolling_interval_length=128, sigma_factor=6.0)),
+        (16, SkipStepConfig(rolling_interval_length=16, sigma_factor=6.0)),
+        (
+            {"rolling_interval_length": 9, "sigma_factor": 2},
+            SkipStepConfig(rolling_interval_length=9, sigma_factor=2.0),
+        ),
+        ({"sigma_factor": 2}, SkipStepConfig(rolling_interval_length=128, sigma_factor=2.0)),
+        ({}, SkipStepConfig()),
+    ],
+)
+def test_the_forms_of_the_setting_make_the_optimizer(value, expected):
+    config = AdamConfig(skip_bad_steps=value)
+    assert config.skip_step == expected
+    assert AdamConfig.model_validate_json(config.model_dump_json()).skip_step == expected
+    losses = optax.tree.get(build_optimizer(config, lambda count: 0.1).init(PARAMS), "losses")
+    assert losses is None if expected is None else losses.shape == (expected.rolling_interval_length,)
+
+
+@pytest.mark.parametrize("value", [1, -3, 2.5, {"rolling_interval_length": 1}, {"sigma_factor": 0}, {"length": 4}])
+def test_what_is_no_interval_is_refused(value):
+    """`1` is an interval too short, and not `true`."""
+    with pytest.raises(ValidationError):
+        AdamConfig(skip_bad_steps=value)

@@ -1,0 +1,117 @@
+"""Which parameters decay: by a regular expression, by texts, by the rule of all layers' matrices, or all."""
+
+import jax
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.config.errors import UserError
+from lmtrain.optim.config import AdamConfig, LionConfig
+from lmtrain.optim.weight_decay import decay_mask
+
+PATHS = [
+    "blocks/attn/qkv/bias",
+    "blocks/attn/qkv/kernel",
+    "blocks/mlp/up/bias",
+    "blocks/mlp/up/kernel",
+    "blocks/norm_mlp/scale",
+    "norm_final/scale",
+    "tokens/embedding",
+]
+KERNELS = {"blocks/attn/qkv/kernel", "blocks/mlp/up/kernel"}
+MLP = {"blocks/mlp/up/bias", "blocks/mlp/up/kernel"}
+SCALES = {"blocks/norm_mlp/scale", "norm_final/scale"}
+
+
+def tree() -> dict:
+    params: dict = {}
+    for path in PATHS:
+        *parents, name = path.split("/")
+        node = params
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = np.zeros(2)
+    return params
+
+
+def decaying(modules, mask) -> set[str]:
+    config = AdamConfig(weight_decay_modules=modules, default_weight_decay_mask=mask)
+    found = decay_mask(config, tree())
+    leaves = jax.tree_util.tree_leaves_with_path(found)
+    names = {jax.tree_util.keystr(path, simple=True, separator="/"): decays for path, decays in leaves}
+    assert sorted(names) == PATHS
+    assert {type(decays) for decays in names.values()} == {bool}
+    return {path for path, decays in names.items() if decays}
+
+
+@pytest.mark.parametrize(
+    ("modules", "mask", "expected"),
+    [
+        # no modules: the rule, unless it is turned off
+        (None, None, KERNELS),
+        (None, True, KERNELS),
+        (None, False, set(PATHS)),
+        # modules: these only, unless the rule is asked for
+        ("blocks/mlp", None, MLP),
+        ("blocks/mlp", False, MLP),
+        ("blocks/mlp", True, MLP | KERNELS),
+        (["/mlp/"], None, MLP),
+        (["/mlp/"], False, MLP),
+        (["/mlp/"], True, MLP | KERNELS),
+        # a pattern is from the start, and need not reach the end
+        ("blocks", None, {path for path in PATHS if path.startswith("blocks")}),
+        (".*scale$", None, SCALES),
+        ("(tokens|norm_final)/", None, {"tokens/embedding", "norm_final/scale"}),
+        (r".*/(kernel|embedding)", True, KERNELS | {"tokens/embedding"}),
+        ("", None, set(PATHS)),
+        # a text is anywhere, as it is written
+        (["scale"], None, SCALES),
+        (["scale", "tokens"], None, SCALES | {"tokens/embedding"}),
+        (["mlp"], None, MLP | {"blocks/norm_mlp/scale"}),
+        (["ernel"], False, KERNELS),
+    ],
+)
+def test_what_decays(modules, mask, expected):
+    assert decaying(modules, mask) == expected
+
+
+@pytest.mark.parametrize(
+    ("modules", "unknown"),
+    [
+        ("mlp", "mlp"),  # not from the start
+        ("blocks/mpl", "blocks/mpl"),
+        (["blocks.mlp"], "blocks.mlp"),  # a text, no pattern
+        (["scale", "nrom"], "nrom"),
+        (["Tokens"], "Tokens"),
+    ],
+)
+@pytest.mark.parametrize("mask", [None, True, False])
+def test_a_module_that_is_nowhere_is_the_users_mistake_and_the_paths_are_told(modules, unknown, mask):
+    with pytest.raises(UserError) as caught:
+        decaying(modules, mask)
+    message = str(caught.value)
+    assert message.startswith(f"optimizer.weight_decay_modules: {unknown!r} is in no parameter's path")
+    assert message.endswith(f"they are {', '.join(PATHS)}")
+
+
+@pytest.mark.parametrize("pattern", ["(", "*", "[a-", "(?P<x"])
+@pytest.mark.parametrize("kind", [AdamConfig, LionConfig])
+def test_what_is_no_regular_expression_is_refused_by_the_config(kind, pattern):
+    with pytest.raises(ValidationError, match="is no regular expression") as caught:
+        kind(weight_decay_modules=pattern)
+    assert caught.value.errors()[0]["loc"][0] == "weight_decay_modules"
+
+
+def test_a_text_need_not_be_a_regular_expression():
+    assert AdamConfig(weight_decay_modules=["("]).weight_decay_modules == ["("]
+
+
+def test_an_empty_list_is_refused():
+    with pytest.raises(ValidationError):
+        AdamConfig(weight_decay_modules=[])
+
+
+def test_abstract_parameters_do_as_well():
+    """The optimizer's state is planned from shapes alone."""
+    shapes = jax.eval_shape(lambda: jax.tree.map(np.zeros_like, tree()))
+    assert jax.tree.leaves(decay_mask(AdamConfig(), shapes)) == jax.tree.leaves(decay_mask(AdamConfig(), tree()))
