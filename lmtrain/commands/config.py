@@ -3,6 +3,7 @@
 import json
 
 from lmtrain.commands.arguments import Parser, parse_run
+from lmtrain.commands.plot_lr import plot_learning_rate
 from lmtrain.config.errors import UserError
 from lmtrain.config.schema import build_schema
 from lmtrain.config.show import show
@@ -12,7 +13,11 @@ from lmtrain.run_config import RunConfig, resolved
 def run(argv: list[str]) -> int:
     actions = {"check": _check, "show": _show, "schema": _schema}
     if argv and argv[0] in ("-h", "--help"):
-        print("usage: lmtrain config check|show CONFIG [--section.field VALUE ...]\n       lmtrain config schema")
+        print(
+            "usage: lmtrain config check CONFIG [--section.field VALUE ...]\n"
+            "       lmtrain config show CONFIG [--plot-lr FILE] [--section.field VALUE ...]\n"
+            "       lmtrain config schema"
+        )
         return 0
     if not argv or argv[0] not in actions:
         raise UserError(f"lmtrain config: expected one of: {', '.join(actions)}")
@@ -26,7 +31,13 @@ def _check(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    run = parse_run(Parser("config show", "Print a config resolved, each value with where it came from."), argv)
+    parser = Parser("config show", "Print a config resolved, each value with where it came from.")
+    parser.add_argument("--plot-lr", metavar="FILE", help="draw the learning rate over the run instead (png, svg, pdf)")
+    run = parse_run(parser, argv)
+    if run.arguments.plot_lr is not None:
+        plot_learning_rate(run.config, run.arguments.plot_lr)
+        print(f"wrote {run.arguments.plot_lr}")
+        return 0
     print(show(resolved(run.config), run.loaded.layer), end="")
     return 0
 

@@ -98,3 +98,16 @@ def test_a_mistake_is_a_user_error(argv, message):
     with pytest.raises(UserError) as caught:
         config.run(argv)
     assert message in str(caught.value)
+
+
+def test_the_learning_rate_is_drawn(settings, write_config, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings["optimizer"] |= {"cycles": 2, "warmup": 3}
+    write_config(settings)
+    assert config.run(["show", "tiny.yaml", "--plot-lr", "rate.png"]) == 0
+    assert capsys.readouterr().out == "wrote rate.png\n"
+    with open("rate.png", "rb") as file:
+        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+    for path in ("nowhere/rate.png", "rate.nonsense"):
+        with pytest.raises(UserError, match="--plot-lr"):
+            config.run(["show", "tiny.yaml", "--plot-lr", path])

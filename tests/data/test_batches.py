@@ -79,6 +79,35 @@ def test_processes_share_a_batch_without_changing_it(store):
     np.testing.assert_array_equal(np.concatenate(parts), whole[[0, 3, 1, 2]])
 
 
+@pytest.mark.parametrize("shuffle", [False, True, 7])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_phases_of_batch_sizes_cut_the_same_sequence_of_examples_differently(store, shuffle, mixed):
+    stores, mixture = [store], None
+    if mixed:
+        stores, mixture = [store, _Reversed(store)], Mixture([Phase(0, (1.0, 3.0))], seed=5)
+
+    def read(sizes, num_steps: int):
+        sizes = BatchSizes.of(sizes)
+        rows = {size: np.arange(size) for size in sizes.all}
+        source = TrainSource(stores, mixture, 16, sizes, rows, num_steps, shuffle, 5, True)
+        batches = [source[step] for step in range(num_steps)]
+        return batches, {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+    # 3 steps of 2 and 6 of 4 are 30 sequences
+    batches, phased = read([(0, 2), (3, 4)], 9)
+    assert [len(batch["tokens"]) for batch in batches] == [2, 2, 2, 4, 4, 4, 4, 4, 4]
+    for size in (1, 3, 10):
+        _, constant = read(size, 30 // size)
+        for name in ("tokens", "loss_mask", "segments"):
+            np.testing.assert_array_equal(phased[name], constant[name])
+    # whoever continues within the second phase reads on where it stopped
+    source = TrainSource(
+        stores, mixture, 16, BatchSizes.of([(0, 2), (3, 4)]), {2: np.arange(2), 4: np.arange(4)}, 9, shuffle, 5, True
+    )
+    for step, batch in enumerate(iterate(source, 2, 3), start=2):
+        np.testing.assert_array_equal(batch["tokens"], batches[step]["tokens"])
+
+
 def test_less_than_one_sequence_is_the_users_mistake(store):
     source = TrainSource([store], None, 10**6, BatchSizes.of(4), {4: np.arange(4)}, 30, False, 5, True)
     with pytest.raises(UserError, match=r"less than one sequence of 1,000,000 \(model.seq_len\)"):

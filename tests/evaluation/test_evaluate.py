@@ -1,11 +1,13 @@
 """Validation loss: a mean over tokens, not over batches, against plain numpy."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
 from flax.core.meta import unbox
 
-from lmtrain.evaluation.evaluate import evaluate
+from lmtrain.evaluation.evaluate import describe_evaluation, evaluate
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.sharding.config import PartitioningConfig
@@ -107,3 +109,98 @@ def test_several_sets_have_losses_of_their_own_and_two_kinds_of_mean():
         "eval/macro_loss": 1.5,
     }
     assert evaluate(already_summed, None, {}) == {"eval/loss": 0.0, "eval/tokens": 0.0}
+
+
+def with_bytes(_, batch):
+    """As `already_summed`, of batches that tell their bytes."""
+    loss, count, size = batch
+    return jax.numpy.float32(loss), jax.numpy.int32(count), jax.numpy.int32(size)
+
+
+def test_bits_per_byte_are_the_summed_loss_in_bits_over_all_bytes():
+    """Over all batches together; the mean of each batch's would be another."""
+    batches = [(6.0, 2, 3), (2.0, 2, 13)]
+    assert evaluate(with_bytes, None, {"": lambda: batches}) == pytest.approx(
+        {"eval/loss": 2.0, "eval/tokens": 4.0, "eval/bpb": 8 / math.log(2) / 16}
+    )
+
+
+def test_one_bit_a_byte_is_one():
+    assert evaluate(with_bytes, None, {"": lambda: [(5 * math.log(2), 3, 5)]})["eval/bpb"] == pytest.approx(1.0)
+
+
+def test_several_sets_have_bits_per_byte_of_their_own_and_two_kinds_of_mean():
+    sets = {"web": lambda: [(6.0, 2, 4), (2.0, 2, 4)], "wiki": lambda: [(6.0, 6, 24)]}
+    assert evaluate(with_bytes, None, sets) == pytest.approx(
+        {
+            "eval/loss": 1.4,
+            "eval/tokens": 10.0,
+            "eval/bpb": 14 / math.log(2) / 32,
+            "eval/web/loss": 2.0,
+            "eval/web/bpb": 1 / math.log(2),
+            "eval/wiki/loss": 1.0,
+            "eval/wiki/bpb": 0.25 / math.log(2),
+            "eval/macro_loss": 1.5,
+            "eval/macro_bpb": 0.625 / math.log(2),
+        }
+    )
+
+
+def test_without_bytes_there_are_no_bits_per_byte():
+    sets = {"a": lambda: [(6.0, 2, 0)], "b": lambda: [(6.0, 2, 0)]}
+    assert not [name for name in evaluate(with_bytes, None, sets) if "bpb" in name]
+    assert "eval/bpb" not in evaluate(with_bytes, None, {"": list})
+
+
+def test_a_set_of_no_bytes_is_left_out_of_the_mean_of_bits_per_byte():
+    sets = {"a": lambda: [(6.0, 2, 4)], "empty": list}
+    result = evaluate(with_bytes, None, sets)
+    assert "eval/empty/bpb" not in result
+    assert result["eval/macro_bpb"] == result["eval/a/bpb"] == pytest.approx(1.5 / math.log(2))
+
+
+def test_byte_counts_beyond_int32_are_exact():
+    batches = [(1.0, 1, 2**31 - 1)] * 3
+    assert evaluate(with_bytes, None, {"": lambda: batches})["eval/bpb"] * (3 * (2**31 - 1)) == pytest.approx(
+        3 / math.log(2)
+    )
+
+
+def test_another_prefix_names_everything():
+    sets = {"web": lambda: [(6.0, 2, 3)], "wiki": lambda: [(6.0, 6, 8)]}
+    plain, averaged = evaluate(with_bytes, None, sets), evaluate(with_bytes, None, sets, "eval/ema")
+    assert averaged == {name.replace("eval/", "eval/ema/", 1): value for name, value in plain.items()}
+    assert {"eval/ema/loss", "eval/ema/bpb", "eval/ema/web/bpb", "eval/ema/macro_bpb"} < averaged.keys()
+
+
+def test_bytes_are_those_of_the_targets():
+    """Through the step of a model: not of the first token of a row, and not of masked ones."""
+    model = Gpt2LM(Gpt2Config(seq_len=LENGTH, hidden_dim=8, num_heads=2, num_layers=1), VOCAB)
+    tokens = np.arange(2 * LENGTH, dtype=np.int32).reshape(2, LENGTH) % VOCAB
+    sizes = 10 ** np.arange(VOCAB) % 10_007  # any sum tells which tokens are in it
+    shapes = unbox(jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"])
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+    step = build_eval_step(model, plan_layout(PartitioningConfig()), "float32", sizes.tolist())
+    batch = {"tokens": tokens, "loss_mask": np.arange(LENGTH) < np.array([[5], [2]])}
+    result = evaluate(step, params, {"": lambda: [batch, batch]})
+    counted = sizes[tokens[0, 1:6]].sum() + sizes[tokens[1, 1:3]].sum()
+    # all logits are 0, so that each target costs log(VOCAB)
+    assert result["eval/bpb"] == pytest.approx(7 * math.log2(VOCAB) / counted)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        ({"eval/loss": 2.0}, "eval loss 2.0000 (perplexity 7.4)"),
+        ({"eval/loss": 2.0, "eval/bpb": 0.98765}, "eval loss 2.0000 (perplexity 7.4, 0.988 bits per byte)"),
+        ({"eval/loss": 2.0, "eval/ema/loss": 1.5}, "eval loss 2.0000 (perplexity 7.4, average 1.5000)"),
+        (
+            {"eval/loss": 0.0, "eval/bpb": 1.0, "eval/ema/loss": 1.23456, "eval/ema/bpb": 3.0, "eval/tokens": 5.0},
+            "eval loss 0.0000 (perplexity 1.0, 1.000 bits per byte, average 1.2346)",
+        ),
+        ({"eval/loss": 701.0}, "eval loss 701.0000 (perplexity inf)"),
+        ({"eval/loss": math.inf}, "eval loss inf (perplexity inf)"),
+    ],
+)
+def test_the_line_tells_loss_perplexity_and_what_else_is_known(metrics, line):
+    assert describe_evaluation(metrics) == line

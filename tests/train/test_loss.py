@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.quick import jit
 
 import lmtrain.train.loss as loss_module
-from lmtrain.train.loss import next_token_targets, summed_cross_entropy
+from lmtrain.train.loss import next_token_targets, sample_targets, summed_cross_entropy
 
 B, S, D, V = 2, 6, 5, 12
 RNG = np.random.default_rng(0)
@@ -135,3 +136,50 @@ def test_the_fewest_chunks_and_blocks_that_fit_and_divide(monkeypatch, rows, len
 def test_targets_are_the_next_tokens():
     tokens = np.array([[1, 2, 3], [4, 5, 6]])
     np.testing.assert_array_equal(next_token_targets(tokens)[:, :-1], tokens[:, 1:])
+
+
+DRAWS = 4000
+# 99.99% of chi-square values of 8 degrees of freedom are below 31.8; there are 12 positions, and the key is fixed
+LARGEST_CHI_SQUARE = 31.8
+
+
+def draw(hidden, head, vocab_size: int, number: int = DRAWS):
+    """[number, B, S]"""
+    keys = jax.random.split(jax.random.key(11), number)
+    return np.asarray(jit(jax.vmap(lambda key: sample_targets(hidden, head, key, vocab_size)))(keys))
+
+
+def chi_square(counts, expected):
+    return (np.square(counts - expected) / expected).sum(-1)
+
+
+def test_sampled_targets_follow_the_softmax_of_each_position_and_are_never_padding(chunks):
+    """Although the padding's logits would be the largest."""
+    head = np.concatenate([HEAD[:9] / 2, 100 * np.ones((3, D), np.float32)])
+    drawn = draw(HIDDEN, head, 9)
+    assert drawn.shape == (DRAWS, B, S)
+    assert drawn.dtype == np.int32
+    assert drawn.min() >= 0
+    assert drawn.max() < 9
+    counts = (drawn[..., None] == np.arange(9)).sum(0)
+    logits = HIDDEN.astype(np.float64) @ head[:9].astype(np.float64).T
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    assert chi_square(counts, DRAWS * probabilities).max() < LARGEST_CHI_SQUARE
+    # and those of another position would not pass
+    other = np.roll(probabilities, 1, axis=1)
+    assert chi_square(counts, DRAWS * other).min() > LARGEST_CHI_SQUARE
+
+
+def test_sampled_targets_of_different_positions_and_rows_are_independent(chunks):
+    """Of equal logits everywhere: two positions agree as often as two dice do, whether in one chunk or in two."""
+    drawn = draw(np.zeros((B, S, D), np.float32), HEAD, V).reshape(DRAWS, B * S)
+    for first in range(B * S):
+        for second in range(first):
+            agree = (drawn[:, first] == drawn[:, second]).mean()
+            assert abs(agree - 1 / V) < 5 * (1 / V / DRAWS) ** 0.5, (first, second)
+
+
+def test_the_same_key_samples_the_same_targets():
+    one, other = (sample_targets(HIDDEN, HEAD, jax.random.key(2), V) for _ in range(2))
+    np.testing.assert_array_equal(one, other)
+    assert (one != sample_targets(HIDDEN, HEAD, jax.random.key(3), V)).any()

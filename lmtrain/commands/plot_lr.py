@@ -1,0 +1,34 @@
+"""The learning rate over a run as a picture: `lmtrain config show CONFIG --plot-lr out.png`."""
+
+import os
+
+from lmtrain.config.errors import UserError
+from lmtrain.run_config import RunConfig
+
+_MOST_POINTS = 5000
+
+
+def plot_learning_rate(config: RunConfig, path: str) -> None:
+    """Write a picture in the format that the name's ending says. Raises `UserError` if it cannot be written."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import jax
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    from lmtrain.optim.schedules import build_schedule
+
+    steps = config.trainer.num_train_steps
+    at = np.unique(np.linspace(0, steps - 1, min(steps, _MOST_POINTS)).astype(np.int32))
+    rates = jax.vmap(build_schedule(config.optimizer, steps))(at)
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    axes.plot(at, np.asarray(rates))
+    axes.set(xlabel="step", ylabel="learning rate", title=f"{config.optimizer.type}, {config.optimizer.lr_schedule}")
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(os.path.expanduser(path))
+    except (OSError, ValueError) as error:  # a folder that is not there, an ending that is no format
+        raise UserError(f"--plot-lr {path}: {error}") from None
+    finally:
+        plt.close(figure)

@@ -1,0 +1,129 @@
+"""Mesh x accumulation x recomputation x scan x precision: the same losses, and no needless gathering or copying."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.multi_device
+
+SCRIPT = Path(__file__).with_name("train_on_meshes.py")
+
+TENSOR = {"tensor_parallel_axes": ["mlp", "heads", "vocab"]}
+ONE = {"name": "one", "devices": 1}
+MESHES = {
+    "data": {"fsdp_axis": None},
+    "fsdp": {},
+    "tensor": {"fsdp_axis": None, "model_axis_size": 4, **TENSOR},
+    "fsdp and tensor": {"model_axis_size": 2, **TENSOR},
+    "fsdp, accumulating": {"per_device_parallelism": 1},
+}
+MORE = {
+    "replicas": {"replica_ici_axis_size": 2, "model_axis_size": 2, **TENSOR},
+    "sequence": {"model_axis_size": 2, "compute_axis_resources": {"position": "model"}},
+    "advanced": {
+        "fsdp_axis": None,
+        "model_axis_size": 2,
+        "axis_resources": {"mlp": "model"},
+        "parameter_axis_resources": {"embed": ["replica", "data"], "vocab": "model"},
+        "compute_axis_resources": {"batch": ["replica", "data"], "heads": "model"},
+    },
+}
+
+
+def train(folder, cases):
+    output = folder / "found.json"
+    command = [sys.executable, str(SCRIPT), str(output), *map(json.dumps, cases)]
+    eight = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=eight)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(output.read_text())
+
+
+def train_on(folder, meshes):
+    """50 steps in float32 on one device, and on every mesh."""
+    cases = [{**ONE, "steps": 50}]
+    cases += [{"name": name, "steps": 50, "trainer": trainer, "inspect": True} for name, trainer in meshes.items()]
+    return train(folder, cases)
+
+
+@pytest.fixture(scope="module")
+def meshes(tmp_path_factory):
+    return train_on(tmp_path_factory.mktemp("meshes"), MESHES)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_fifty_losses_are_those_of_one_device(meshes, mesh):
+    one = meshes["one"]["losses"]
+    assert one[-1] < 0.6 * one[0]  # it does learn
+    np.testing.assert_allclose(meshes[mesh]["losses"], one, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "fsdp and tensor", "fsdp, accumulating"])
+def test_no_collective_gathers_the_whole_model(meshes, mesh):
+    """FSDP gathers a block when it comes to it: stacked blocks are never together, whatever the number of layers."""
+    stacked = [tuple(shape) for path, shape in meshes[mesh]["whole"].items() if path.endswith("kernel")]
+    gathers = [shapes for kind, _, shapes in meshes[mesh]["collectives"] if kind == "all-gather"]
+    assert gathers
+    assert not [shape for shapes in gathers for shape in map(tuple, shapes) if shape in stacked]
+
+
+@pytest.mark.parametrize(("mesh", "parts"), [("fsdp", 8), ("fsdp and tensor", 8), ("tensor", 4)])
+def test_no_matrix_of_the_optimizer_state_is_whole_on_a_device(meshes, mesh, parts):
+    leaves = [leaf for leaf in meshes[mesh]["optimizer"] if "kernel" in leaf[0]]
+    assert len(leaves) >= 8
+    assert {size // held for _, size, held in leaves} == {parts}
+
+
+def test_microbatches_are_cut_without_moving_rows(meshes):
+    """Splitting a sharded batch into halves would gather it; tokens are the only int32 arrays of two dimensions."""
+    for kind, _, shapes in meshes["fsdp, accumulating"]["collectives"]:
+        assert not (kind == "all-gather" and [16, 16] in shapes)
+
+
+@pytest.mark.long
+def test_replicas_split_sequences_and_advanced_mappings_give_the_losses_of_one_device(tmp_path):
+    found = train_on(tmp_path, MORE)
+    for mesh in MORE:
+        np.testing.assert_allclose(found[mesh]["losses"], found["one"]["losses"], rtol=1e-5, err_msg=mesh)
+
+
+DATA, FSDP, BOTH = {"fsdp_axis": None}, {}, {"model_axis_size": 2, **TENSOR}
+HALF = "p=f32,c=bf16"
+# Each value of each choice with each value of every other one, at least once.
+CHOICES = [
+    (DATA, -1, True, True, "f32"),
+    (DATA, 1, False, False, HALF),
+    (DATA, 1, "dots", True, "f32"),
+    (DATA, -1, "dots", False, HALF),
+    (FSDP, 1, True, False, "f32"),
+    (FSDP, -1, False, True, HALF),
+    (FSDP, -1, "dots", False, "f32"),
+    (BOTH, 1, True, True, HALF),
+    (BOTH, -1, False, False, "f32"),
+    (BOTH, 1, "dots", True, HALF),
+]
+
+
+@pytest.mark.long
+def test_a_matrix_of_choices_of_execution_agrees(tmp_path):
+    """Mesh, accumulation, recomputation, scan and precision: five steps in float32 within 1e-5 of one device, with
+    bfloat16 computation within 2 %."""
+    cases = [
+        {
+            "name": str(number),
+            "steps": 5,
+            "trainer": {**mesh, "per_device_parallelism": micro, "mp": mp},
+            "model": {"gradient_checkpointing": remat, "scan_layers": scan},
+        }
+        for number, (mesh, micro, remat, scan, mp) in enumerate(CHOICES)
+    ]
+    found = train(tmp_path, [{**ONE, "steps": 5}, *cases])
+    one = found["one"]["losses"]
+    for number, choice in enumerate(CHOICES):
+        tolerance = 1e-5 if choice[-1] == "f32" else 2e-2
+        np.testing.assert_allclose(found[str(number)]["losses"], one, rtol=tolerance, err_msg=str(choice))

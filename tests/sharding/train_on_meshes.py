@@ -1,0 +1,75 @@
+"""Trains one tiny model on several meshes of 8 fake devices, and writes what it saw. Started by test_matrix.py.
+
+train_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, steps, model, trainer}
+"""
+
+import json
+import sys
+
+import jax
+import numpy as np
+
+from lmtrain.hf.key_map import flatten
+from lmtrain.run_config import RunConfig
+from lmtrain.sharding.collectives import find_collectives
+from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.train.program import plan_program
+
+VOCAB, LENGTH, BATCH = 64, 16, 16
+MODEL = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH, "pad_vocab_to_multiple_of": 64}
+OPTIMIZER = {"learning_rate": 1e-2, "warmup": 2, "weight_decay": 0.1}
+
+
+def batch(step: int) -> dict[str, np.ndarray]:
+    """Tokens that can be learned, of which uneven numbers are targets."""
+    rng = np.random.default_rng(step)
+    start = rng.integers(0, VOCAB, (BATCH, 1))
+    tokens = (start + np.arange(LENGTH) * rng.integers(1, 3, (BATCH, 1))) % VOCAB
+    mask = np.arange(LENGTH) < rng.integers(1, LENGTH, (BATCH, 1))
+    segments = (np.arange(LENGTH) >= LENGTH // 2) * np.ones((BATCH, 1))
+    return {"tokens": tokens.astype(np.int32), "loss_mask": mask, "segments": segments.astype(np.int32)}
+
+
+def run(case: dict) -> dict:
+    config = RunConfig(
+        model={"type": "gpt2", **MODEL, **case.get("model", {})},
+        trainer={"train_batch_size": BATCH, "num_train_steps": case["steps"], **case.get("trainer", {})},
+        optimizer={**OPTIMIZER, **case.get("optimizer", {})},
+        data={"tokenizer": "passthrough", "vocab_size": VOCAB},
+    )
+    # the first devices only, for a mesh of one
+    with_devices = case.get("devices", 8)
+    every = jax.devices
+    jax.devices = lambda *_: every()[:with_devices]
+    try:
+        program = plan_program(config, VOCAB)
+    finally:
+        jax.devices = every
+    compiled = program.compile()
+    state = program.init()
+    rows = local_rows(program.layout.batch, BATCH)
+    losses, norms = [], []
+    for step in range(case["steps"]):
+        state, metrics = compiled(state, place_batch(batch(step), program.layout.batch, rows, BATCH))
+        losses.append(float(metrics["train/loss"]))
+        norms.append(float(metrics["train/gradient_norm"]))
+    found = {"losses": losses, "norms": norms}
+    if case.get("inspect"):
+        collectives = find_collectives(compiled.as_text())
+        found["collectives"] = [[c.kind, c.bytes, [list(shape) for shape in c.shapes]] for c in collectives]
+        found["whole"] = {path: list(leaf.shape) for path, leaf in flatten(program.abstract.params).items()}
+        found["optimizer"] = [
+            [jax.tree_util.keystr(path), leaf.size, int(np.prod(leaf.sharding.shard_shape(leaf.shape)))]
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
+        ]
+    return found
+
+
+def main() -> None:
+    cases = [json.loads(text) for text in sys.argv[2:]]
+    with open(sys.argv[1], "w") as file:
+        json.dump({case["name"]: run(case) for case in cases}, file)
+
+
+if __name__ == "__main__":
+    main()
