@@ -17,9 +17,6 @@ from lmtrain.run_config import RunConfig, run_id
 # Flags of the reference's programs that are settings here.
 _SYNONYMS = {name: f"trainer.ray.{name}" for name in ("address", "start_workers", "auto_start_cluster")}
 
-# Without what they stand for, a run would be another one than the config asks for.
-_CANNOT_DO_WITHOUT = {("model", "type"), ("optimizer", "type")}
-
 
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is a `UserError` like any other."""
@@ -53,12 +50,6 @@ class Run:
     @property
     def config(self) -> RunConfig:
         return self.loaded.config
-
-    def refuse_planned(self) -> None:
-        """Raise `UserError` if the config needs something that this version does not have yet."""
-        for path in find_planned(self.config):
-            if path in _CANNOT_DO_WITHOUT:
-                raise UserError(f"{self._place(path)}: {self._name(path)} is not there yet in this version")
 
     def notices(self) -> list[str]:
         """What the user should know of the config, one line each."""

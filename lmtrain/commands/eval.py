@@ -9,6 +9,7 @@ from lmtrain.commands.trained_model import TrainedModel, add_checkpoint_flag, ad
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.models.base_config import FREE
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE
@@ -22,7 +23,7 @@ def run(argv: list[str]) -> int:
     run = parse_run(parser, argv)
     start_console_log()
     if run.arguments.hf is None:
-        trained = from_checkpoint(resolve_hf(run), run.arguments.checkpoint)
+        trained = from_checkpoint(resolve_hf(run, run.arguments.checkpoint), run.arguments.checkpoint)
     elif run.arguments.checkpoint is not None:
         raise UserError("--hf and --checkpoint: choose one")
     else:
@@ -56,13 +57,14 @@ def run(argv: list[str]) -> int:
 
 
 def _from_hf(ref: str, config: RunConfig) -> TrainedModel:
-    """The model `ref`, at the config's length if it sets one, with the config's data.
+    """The model `ref` with the config's data, and those of its settings that leave the weights' meaning alone.
 
     Raises `UserError` if the data are other token ids than the model's own tokenizer gives.
     """
     alone = config_of(ref)
-    length = {"seq_len": config.model.seq_len} if "seq_len" in config.model.model_fields_set else {}
-    model, data = alone.model.model_copy(update=length), config.data
+    given = config.model.model_fields_set & FREE & type(alone.model).model_fields.keys()
+    model = alone.model.model_copy(update={name: getattr(config.model, name) for name in given})
+    data = config.data
     if "tokenizer" not in data.model_fields_set:
         data = data.model_copy(update={"tokenizer": ref})
     elif "tokenizer" in alone.data.model_fields_set and not _same_tokens(data, ref):

@@ -1,9 +1,10 @@
 """`lmtrain export-hf CONFIG --output DIR`: write a checkpoint as a folder that `transformers` loads."""
 
+import os
 import tempfile
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.hf_model import resolve_hf
+from lmtrain.commands.hf_model import hf_ref, resolve_hf
 from lmtrain.commands.trained_model import add_checkpoint_flag, from_checkpoint
 from lmtrain.config.errors import UserError
 from lmtrain.hf.export import DTYPES, check_output, write_export
@@ -16,7 +17,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--output", "--output_dir", metavar="DIR", help="folder or URL to write to")
     add_checkpoint_flag(parser)
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), default="float32", help="type of the weights (default: float32)"
+        "--dtype", choices=list(DTYPES), help="type of the weights (default: hf_save_dtype, else the parameters' own)"
     )
     parser.add_argument("--upload", metavar="REPO", help="put it on the Hugging Face hub too: owner/name[@branch]")
     parser.add_argument(
@@ -34,17 +35,21 @@ def run(argv: list[str]) -> int:
         require_torch()
     if output is not None:
         check_output(output)
+        if hf_ref(run.config) is not None and os.path.realpath(output) == os.path.realpath(str(hf_ref(run.config))):
+            raise UserError(f"--output {output}: is what initialize_from_hf names; choose another folder")
     if repository is not None:
         from lmtrain.hf.upload import check_upload
 
         check_upload(repository)
-    trained = from_checkpoint(resolve_hf(run), arguments.checkpoint)
+    trained = from_checkpoint(resolve_hf(run, run.arguments.checkpoint), arguments.checkpoint)
 
     from lmtrain.train.export import plan_export
     from lmtrain.train.hf_params import gather_tensors
 
     model, params, layout = trained.load()
-    export = plan_export(trained.config.model, model, trained.tokenizer, arguments.dtype)
+    config = trained.config
+    dtype = arguments.dtype or config.hf_save_dtype or config.trainer.precision.params
+    export = plan_export(config.model, model, trained.tokenizer, dtype)
     step = trained.step
 
     def write(folder: str) -> None:
@@ -52,7 +57,7 @@ def run(argv: list[str]) -> int:
 
     if output is not None:
         write(output)
-        log.info(f"{output}: step {step:,}, {export.num_parameters:,} parameters, {arguments.dtype}; read back, equal")
+        log.info(f"{output}: step {step:,}, {export.num_parameters:,} parameters, {dtype}; read back, equal")
     with tempfile.TemporaryDirectory() as temporary:
         local = output
         if local is None or (is_url(local) and (repository is not None or arguments.verify)):
@@ -63,7 +68,7 @@ def run(argv: list[str]) -> int:
             from lmtrain.train.step import build_logits
 
             ours = build_logits(model, params, layout)
-            log.info(compare_logits(local, ours, trained.config.model.seq_len, arguments.dtype))
+            log.info(compare_logits(local, ours, config.model.seq_len, dtype))
         if repository is not None:
             from lmtrain.hf.upload import upload_folder
 

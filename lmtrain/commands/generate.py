@@ -1,5 +1,7 @@
 """`lmtrain generate (CONFIG | --hf REF) --prompt TEXT`: sample from a checkpoint or a Hugging Face model."""
 
+import math
+
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.commands.hf_model import config_of, resolve_hf
 from lmtrain.commands.trained_model import TrainedModel, add_checkpoint_flag, add_hf_flag, from_checkpoint, from_hf
@@ -20,11 +22,13 @@ def run(argv: list[str]) -> int:
     arguments = run.arguments
     if arguments.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens {arguments.max_new_tokens}: expected 1 or more")
+    if not math.isfinite(arguments.temperature):
+        raise UserError(f"--temperature {arguments.temperature}: expected a number")
     if arguments.temperature < 0 or arguments.top_k < 0 or arguments.seed < 0:
         raise UserError("--temperature, --top_k and --seed cannot be negative")
     start_console_log()
     if arguments.hf is None:
-        trained = from_checkpoint(resolve_hf(run), arguments.checkpoint)
+        trained = from_checkpoint(resolve_hf(run, run.arguments.checkpoint), arguments.checkpoint)
     else:
         trained = _from_hf(arguments.hf, arguments.checkpoint, given=bool(run.loaded.path))
     ids = _encode(trained, arguments.prompt)
@@ -54,7 +58,10 @@ def _from_hf(ref: str, checkpoint: str | None, given: bool) -> TrainedModel:
         raise UserError("--hf and --checkpoint: choose one")
     if given:
         raise UserError("--hf: the model says all there is to say; leave CONFIG out")
-    return from_hf(ref, config_of(ref))
+    config = config_of(ref)
+    if "tokenizer" not in config.data.model_fields_set:
+        raise UserError(f"--hf {ref}: it comes without a tokenizer, so text means nothing to it")
+    return from_hf(ref, config)
 
 
 def _encode(trained: TrainedModel, prompt: str) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lmtrain.checkpoint.discovery import find_checkpoint, list_checkpoints
 from lmtrain.commands.arguments import Run
 from lmtrain.config.errors import UserError
 from lmtrain.hf.weights import locate, read_model_config
@@ -14,9 +15,10 @@ from lmtrain.run_config import RunConfig
 from lmtrain.runtime.logging import log
 
 
-def resolve_hf(run: Run) -> Run:
+def resolve_hf(run: Run, checkpoint: str | None = None) -> Run:
     """The run with what its config leaves to `initialize_from_hf` filled in: the model's sizes, the tokenizer.
 
+    A run that has begun knows both from its checkpoints (or the one at `checkpoint`), and needs the model no more.
     Raises `UserError` if the config and the model's own contradict one another. Nothing is read without
     `initialize_from_hf`.
     """
@@ -25,6 +27,13 @@ def resolve_hf(run: Run) -> Run:
     if ref is None:
         return run
     values = config.model_dump()
+    saved = _saved_config(run, checkpoint)
+    if saved is not None and saved["initialize_from_hf"] == config.initialize_from_hf:
+        if config.use_hf_model_config:
+            values["model"] = saved["model"] | {name: values["model"][name] for name in _free_given(config)}
+        if "tokenizer" not in config.data.model_fields_set:
+            values["data"]["tokenizer"] = saved["data"]["tokenizer"]
+        return replace(run, loaded=replace(run.loaded, config=_validate(values, ref)))
     if config.use_hf_model_config:
         values["model"] = _model_of(ref, config)
         model = values["model"]
@@ -36,6 +45,21 @@ def resolve_hf(run: Run) -> Run:
         log.info(f"data.tokenizer is not set: that of {ref}")
     resolved = _validate(values, ref)
     return replace(run, loaded=replace(run.loaded, config=resolved))
+
+
+def _saved_config(run: Run, checkpoint: str | None) -> dict[str, Any] | None:
+    """The whole config that the newest checkpoint was saved with; None if there is none."""
+    if checkpoint is not None:
+        found = [find_checkpoint(checkpoint)]
+    else:
+        found = list_checkpoints(run.config.trainer.checkpointer.run_folder(run.id))
+    config: dict[str, Any] | None = found[-1].read_run_info()["config"] if found else None
+    return config
+
+
+def _free_given(config: RunConfig) -> set[str]:
+    """Settings of the model that were written and leave the weights' meaning alone."""
+    return config.model.model_fields_set & FREE if "model" in config.model_fields_set else set()
 
 
 def hf_ref(config: RunConfig) -> str | None:
@@ -57,7 +81,8 @@ def config_of(ref: str) -> RunConfig:
 
 def has_tokenizer(ref: str) -> bool:
     """Whether the model comes with its tokenizer."""
-    return any(locate(ref, name) is not None for name in ("tokenizer.json", "tokenizer_config.json"))
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    return any(locate(ref, name) is not None for name in names)
 
 
 def hf_settings(ref: str) -> dict[str, Any]:
@@ -65,10 +90,14 @@ def hf_settings(ref: str) -> dict[str, Any]:
     from lmtrain.models.registry import family_of
 
     values = read_model_config(ref)
+    if values.get("quantization_config"):
+        raise UserError(f"{ref}: its weights are quantized (quantization_config); take the model they were made from")
     try:
         settings: dict[str, Any] = family_of(values).from_hf_config(values)
     except UserError as error:
         raise UserError(f"{ref}: {error}") from None
+    except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:
+        raise UserError(f"{ref}: config.json: a value is not of the kind it should be: {error}") from None
     return settings
 
 
@@ -89,7 +118,9 @@ def _check_agrees(ref: str, config: RunConfig) -> None:
     """Raise `UserError` if a setting that gives the weights their meaning differs from the model's own."""
     settings = hf_settings(ref)
     theirs, ours = _validate({"model": settings}, ref).model.meaning(), config.model.meaning()
-    differ = [name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)]
+    differ = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
+    if settings["type"] in ("gpt2", "backpack") and not ours.get("use_bias"):
+        differ.discard("use_bias")  # their format has biases always; loading demands that they are zero
     if differ:
         lines = [f"  model.{name}: {ours.get(name)} here, {theirs.get(name)} there" for name in sorted(differ)]
         report = "\n".join(lines)
@@ -110,5 +141,8 @@ def _validate(values: Mapping[str, Any], ref: str) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        # after `model` comes the kind, which is no part of the setting's name
+        where = ".".join(
+            str(part) for index, part in enumerate(first["loc"]) if (index, first["loc"][0]) != (1, "model")
+        )
         raise UserError(f"{ref}: its config.json gives {where}: {first['msg']}") from None

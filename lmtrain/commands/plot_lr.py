@@ -14,6 +14,7 @@ def plot_learning_rate(config: RunConfig, path: str) -> None:
 
     matplotlib.use("agg")
     import jax
+    import jax.numpy as jnp
     import matplotlib.pyplot as plt
     import numpy as np
 
@@ -21,7 +22,7 @@ def plot_learning_rate(config: RunConfig, path: str) -> None:
 
     steps = config.trainer.num_train_steps
     at = np.unique(np.linspace(0, steps - 1, min(steps, _MOST_POINTS)).astype(np.int32))
-    rates = jax.vmap(build_schedule(config.optimizer, steps))(at)
+    rates = jax.vmap(build_schedule(config.optimizer, steps))(jnp.asarray(at))
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     axes.plot(at, np.asarray(rates))
     axes.set(xlabel="step", ylabel="learning rate", title=f"{config.optimizer.type}, {config.optimizer.lr_schedule}")

@@ -18,7 +18,6 @@ def run(argv: list[str]) -> int:
     parser = Parser("preprocess", "Tokenize the config's text into a cache of ArrayRecord shards.", lists_settings=True)
     parser.add_argument("--dry-run", action="store_true", help="list what would be done, and do nothing")
     run = parse_run(parser, argv)
-    run.refuse_planned()
     if run.arguments.dry_run:
         _print_plan(resolve_hf(run).config)
         return 0

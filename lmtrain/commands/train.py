@@ -25,7 +25,6 @@ from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 def run(argv: list[str]) -> int:
     description = "Train a model, or go on where the last run of the same config stopped."
     run = parse_run(Parser("train", description, lists_settings=True), argv)
-    run.refuse_planned()
     require_text(run.config.data, "train")
     processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
@@ -64,12 +63,13 @@ def _run(run: Run, processes: Processes) -> int:
 
 def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes: Processes, stop: StopRequest) -> int:
     # JAX and what stands on it are imported only now: a mistake so far has cost no seconds
+    from lmtrain.train.export import export_folder, is_missing
     from lmtrain.train.loop import DivergedError, train
     from lmtrain.train.program import OutOfMemoryError
     from lmtrain.train.setup import finished_checkpoint, set_up
 
     finished = finished_checkpoint(config, run.id)
-    if finished is not None:
+    if finished is not None and not is_missing(export_folder(config, run.id), finished.step):
         log.info(f"nothing to do: {finished.path} has all {config.trainer.num_train_steps:,} steps")
         return 0
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)

@@ -67,7 +67,6 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
 
     Raises `UserError` if there is none, or if it is of another model or tokenizer than the config says.
     """
-    run.refuse_planned()
     config = run.config
     checkpoint = find_checkpoint(path or config.trainer.checkpointer.run_folder(run.id))
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)

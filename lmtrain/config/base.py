@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -12,8 +12,6 @@ from lmtrain.config.layers import Path
 
 class Section(BaseModel):
     """A group of settings. Unknown names are errors, and values do not change after loading."""
-
-    is_planned: ClassVar[bool] = False  # whether a kind of section has settings, but nothing behind them yet
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -64,8 +62,6 @@ def planned(default: Any, *, description: str, **constraints: Any) -> Any:
 
 def find_planned(section: BaseModel, at: Path = ()) -> Iterator[Path]:
     """The settings and sections below `section` that are not in force yet, and are used: not as by default."""
-    if isinstance(section, Section) and section.is_planned:
-        yield (*at, "type")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         extra = field.json_schema_extra

@@ -70,7 +70,6 @@ def _groups(
 ) -> Iterator[tuple[tuple[str, type], Group]]:
     by_class: dict[type, list[Setting]] = {}
     below: list[tuple[str, type[BaseModel], bool]] = []
-    planned = planned or getattr(model, "is_planned", False)
     for name, field in model.model_fields.items():
         path = f"{at}.{name}" if at else name
         sections = sections_of(field.annotation)
@@ -82,14 +81,9 @@ def _groups(
         below += [(path + listed, section, planned or _is_planned(field)) for section in sections]
     for cls, settings in by_class.items():
         own = kind if cls is model else None
-        yield (at, cls), Group(at, own, _doc(cls), _all_planned(cls, planned, model), settings)
-    for path, section, is_planned in below:
-        yield from _groups(section, path, _kind(section), is_planned)
-
-
-def _all_planned(cls: type, planned: bool, model: type) -> bool:
-    """What a planned kind shares with kinds in force is not planned."""
-    return getattr(cls, "is_planned", False) or (planned and not getattr(model, "is_planned", False))
+        yield (at, cls), Group(at, own, _doc(cls), planned, settings)
+    for path, section, also in below:
+        yield from _groups(section, path, _kind(section), also)
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:

@@ -120,6 +120,8 @@ class DataConfig(SourceConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":
+        if "ema" in (self.configs or {}):
+            raise field_error("configs", "'ema' cannot name a source: eval/ema are the metrics of averaged parameters")
         kinds = [kind for kind in ("demo", "configs") if getattr(self, kind)]
         others = [*kinds, *(kind for kind in ("train_urls", "validation_urls", "id") if getattr(self, kind))]
         if kinds and len(others) > 1:

@@ -48,7 +48,7 @@ def evaluate(
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
     """One line of the result of `evaluate`."""
     loss = metrics["eval/loss"]
-    perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+    perplexity = math.inf if loss >= _LARGEST_EXPONENT else math.exp(loss)
     parts = [f"perplexity {perplexity:.1f}"]
     if "eval/bpb" in metrics:
         parts.append(f"{metrics['eval/bpb']:.3f} bits per byte")

@@ -12,7 +12,7 @@ from lmtrain.config.errors import UserError
 _SEQUENCES, _POSITIONS = 2, 64
 
 # Above this, in logits of float32 with a spread of about one, it is another function rather than rounding.
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-4
 _TOLERANCE_16_BIT = 5e-2
 
 

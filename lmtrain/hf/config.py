@@ -17,12 +17,12 @@ class HuggingFaceConfig(Section):
         False, description="Take the model's sizes from initialize_from_hf instead of the model section"
     )
     hf_save_path: str | None = Field(
-        None, description="Folder of exports during training; the run id is appended; null: none"
+        None, min_length=1, description="Folder of exports during training; the run id is appended; null: none"
     )
     hf_save_steps: int = Field(
         10_000, ge=1, description="Export every so many steps and after the last, if hf_save_path or hf_upload is set"
     )
     hf_upload: str | None = Field(None, description="Hub repository to upload exports to: owner/name[@revision]")
     hf_save_dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Type of exported weights; null: that of the parameters"
+        None, description="Type of exported weights, here and by `lmtrain export-hf`; null: that of the parameters"
     )

@@ -5,8 +5,10 @@ Everything is written under a temporary name, read back and compared, and only t
 
 import contextlib
 import hashlib
+import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from lmtrain import __version__
 from lmtrain.config.errors import UserError
 from lmtrain.config.remote import open_fs, told
 from lmtrain.hf.key_map import Piece
@@ -25,6 +28,10 @@ from lmtrain.runtime.storage import file_size, is_url, join, list_names, read_by
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 _SHARD_BYTES = 5_000_000_000
+
+# In config.json: the version of lmtrain that wrote a folder, which may then be replaced.
+_MARK = "lmtrain_version"
+_WRITTEN = re.compile(r"config\.json|generation_config\.json|model.*\.safetensors(\.index\.json)?|.*\.py")
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,9 @@ def write_export(output: str, export: Export, tensors: Iterable[np.ndarray], sha
 
     One tensor is held at a time. Raises `UserError` if `output` holds something that is not an export.
     """
-    check_output(output)
-    output = output.rstrip("/") if is_url(output) else os.path.expanduser(output).rstrip("/")
+    check_output(output, export.extra_files)
+    # a link to a folder stays one
+    output = output.rstrip("/") if is_url(output) else os.path.realpath(os.path.expanduser(output))
     temporary = f"{output}.tmp-{os.getpid()}"
     _remove(temporary)
     if not is_url(temporary):
@@ -56,7 +64,7 @@ def write_export(output: str, export: Export, tensors: Iterable[np.ndarray], sha
     try:
         names = _write_weights(temporary, export, iter(tensors), shard_bytes)
         # `dtype` is what transformers 5 reads, `torch_dtype` what 4 does
-        config = {**export.config, "dtype": export.dtype, "torch_dtype": export.dtype}
+        config = {**export.config, "dtype": export.dtype, "torch_dtype": export.dtype, _MARK: __version__}
         write_json(join(temporary, "config.json"), config)
         special = {"eos_token_id": export.tokenizer.eos_id, "bos_token_id": export.tokenizer.bos_id}
         generation = {name: number for name, number in special.items() if number is not None}
@@ -70,13 +78,44 @@ def write_export(output: str, export: Export, tensors: Iterable[np.ndarray], sha
         _remove(temporary)
 
 
-def check_output(output: str) -> None:
-    """An earlier export may be replaced, anything else may not."""
-    folder = os.path.expanduser(output)
-    if not is_url(output) and os.path.exists(folder) and not os.path.isdir(folder):
-        raise UserError(f"--output {output}: there is a file of that name")
-    if list_names(folder) and file_size(join(folder, "config.json")) is None:
-        raise UserError(f"--output {output}: the folder is not empty and holds no earlier export; choose another")
+def check_output(output: str, extra_files: Iterable[str] = ()) -> None:
+    """An earlier export of ours may be replaced, anything else may not. Makes the folders above a local one.
+
+    Raises `UserError` for what is in the way.
+    """
+    if not output:
+        raise UserError("--output: expected a folder or URL")
+    folder = output if is_url(output) else os.path.realpath(os.path.expanduser(output))
+    if not is_url(output):
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise UserError(f"--output {output}: there is a file of that name")
+        if folder in (os.path.realpath(os.curdir), "/"):
+            raise UserError(f"--output {output}: the folder is replaced as a whole; name one within it")
+        try:
+            os.makedirs(os.path.dirname(folder), exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output {output}: cannot be made: {error.strerror}") from None
+    names = list_names(folder)
+    if not names:
+        return
+    if not _is_ours(folder):
+        raise UserError(f"--output {output}: the folder is not empty and is no export of lmtrain's; choose another")
+    others = [name for name in names if not (_WRITTEN.fullmatch(name) or name in {*TOKENIZER_FILES, *extra_files})]
+    if others:
+        raise UserError(
+            f"--output {output}: an export is replaced as a whole, and this one holds {', '.join(others[:3])} too; "
+            "move it away, or choose another folder"
+        )
+
+
+def _is_ours(folder: str) -> bool:
+    path = join(folder, "config.json")
+    if file_size(path) is None:
+        return False
+    try:
+        return _MARK in json.loads(read_bytes(path))
+    except ValueError:
+        return False
 
 
 def plan_shards(sizes: Sequence[int], most: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ The format's own library reads local files only, and writes from a map of everyt
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
@@ -32,6 +33,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
 
 
+# How the format writes types: F8_E4M3, U32.
+_TYPE = re.compile(r"[A-Z]+\d+\w*")
+
+
 class TensorInfo(NamedTuple):
     """Where a tensor is in a file."""
 
@@ -51,6 +56,7 @@ def read_header(path: str) -> dict[str, TensorInfo]:
         if not isinstance(header, dict):
             raise ValueError("the header is no map")
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        _check_types(path, tensors)
         return {name: _info(entry, 8 + size) for name, entry in tensors.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a safetensors file, or a damaged one: {error}") from None
@@ -82,9 +88,14 @@ def write_tensor(file: BinaryIO, tensor: np.ndarray) -> None:
     file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
 
 
+def _check_types(path: str, tensors: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, entry in tensors.items():
+        kind = entry["dtype"]
+        if isinstance(kind, str) and kind not in _DTYPES and _TYPE.fullmatch(kind):
+            raise UserError(f"{path}: {name} holds numbers of type {kind}, which are not supported; is it quantized?")
+
+
 def _info(entry: Mapping[str, Any], data_begin: int) -> TensorInfo:
-    if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"numbers of type {entry['dtype']} are not supported")
     begin, end = entry["data_offsets"]
     if not 0 <= begin <= end:
         raise ValueError(f"data_offsets {begin}, {end}")

@@ -29,17 +29,25 @@ def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
     else:
         return None
     added = {token["id"]: token for token in content.get("added_tokens", [])}
+    unknown = _unknown_id(content["model"], tokenizer.library)
     lengths = [0] * tokenizer.vocab_size
     for text, number in tokenizer.library.get_vocab(with_added_tokens=True).items():
         if number in added:
             lengths[number] = 0 if added[number]["special"] else len(text.encode())
-        else:
+        elif number != unknown:
             lengths[number] = size(text)
     return lengths
 
 
 def _sentencepiece_bytes(piece: str) -> int:
     return 1 if _BYTE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
+
+
+def _unknown_id(model: Any, library: Any) -> int | None:
+    """The token for what cannot be spelled, which says nothing of the text's length."""
+    if model.get("unk_id") is not None:
+        return int(model["unk_id"])
+    return None if model.get("unk_token") is None else library.token_to_id(model["unk_token"])
 
 
 def _kinds(decoder: Any) -> list[str]:

@@ -71,7 +71,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     return Tokenizer(
         path=path,
         library=backend,
-        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        # there may be holes between the ids
+        vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
         eos_id=_token_id(backend, eos, folder),
         bos_id=_token_id(backend, bos, folder),
         fingerprint=digest[:16],

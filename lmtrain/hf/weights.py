@@ -37,6 +37,9 @@ def locate(ref: str, name: str) -> str | None:
         path = join(ref, name)
         return path if file_size(path) is not None else None
     if ref.startswith((".", "/", "~")):
+        without, at, revision = ref.rpartition("@")
+        if at and os.path.isdir(os.path.expanduser(without)):
+            raise UserError(f"{ref}: {without} is a folder, and folders have no revisions; leave @{revision} out")
         raise UserError(f"{ref}: no such folder")
     from lmtrain.hf.hub import fetch_file
 
@@ -89,7 +92,11 @@ class SafetensorsWeights:
     def __init__(self, paths: list[str]):
         self._where: dict[str, tuple[str, TensorInfo]] = {}
         for path in paths:
-            self._where |= {name: (path, info) for name, info in read_header(path).items()}
+            found = read_header(path)
+            twice = sorted(found.keys() & self._where.keys())
+            if twice:
+                raise UserError(f"{path}: {twice[0]} is in {self._where[twice[0]][0]} too")
+            self._where |= {name: (path, info) for name, info in found.items()}
         self.shapes = {name: info.shape for name, (_, info) in self._where.items()}
 
     def read(self, name: str) -> np.ndarray:

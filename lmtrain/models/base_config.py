@@ -54,7 +54,7 @@ class BaseModelConfig(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "BaseModelConfig":
-        if self.hidden_dim % self.num_heads:
+        if getattr(self, "head_dim", None) is None and self.hidden_dim % self.num_heads:
             near = " or ".join(map(str, nearest_divisors(self.hidden_dim, self.num_heads)))
             raise field_error(
                 "num_heads",

@@ -22,10 +22,15 @@ class RopeConfig(Section):
 
     def meaning(self) -> dict[str, Any]:
         """The settings that this type of stretching has."""
+        return self.model_dump(include=self._used)
+
+    @property
+    def _used(self) -> set[str]:
+        names: dict[str, list[str]]
         names = {"default": [], "linear": ["factor"], "dynamic": ["factor", "original_seq_len"]}
         names |= {"llama3": ["factor", "original_seq_len", "low_freq_factor", "high_freq_factor"]}
         names |= {"yarn": ["factor", "original_seq_len", "beta_fast", "beta_slow"]}
-        return self.model_dump(include={"type", "theta", *names[self.type]})
+        return {"type", "theta", *names[self.type]}
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> "RopeConfig":
@@ -33,6 +38,9 @@ class RopeConfig(Section):
             raise field_error("original_seq_len", f"rope type {self.type} needs it")
         if self.type == "default" and self.factor != 1:
             raise field_error("factor", "rope type default stretches nothing; set type to linear, llama3 or yarn")
+        for name, field in type(self).model_fields.items():
+            if name not in self._used and getattr(self, name) != field.default:
+                raise field_error(name, f"rope type {self.type} does not use it; remove it")
         if self.high_freq_factor <= self.low_freq_factor:
             raise field_error("high_freq_factor", f"must be above low_freq_factor {self.low_freq_factor}")
         return self

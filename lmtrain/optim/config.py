@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StrictFloat, StrictInt, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from lmtrain.config.base import Section, by_type
@@ -106,7 +106,7 @@ class AdamConfig(ClippedConfig):
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment")
     epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
     nesterov: bool = Field(False, description="Look one step ahead with the first moment (Dozat 2016)")
-    skip_bad_steps: bool | Annotated[StrictInt, Field(ge=2)] | SkipStepConfig = Field(
+    skip_bad_steps: StrictBool | Annotated[StrictInt, Field(ge=2)] | SkipStepConfig = Field(
         False,
         description="Skip updates far out of line: true, a rolling_interval_length, or a map of it and sigma_factor",
     )

@@ -18,8 +18,8 @@ def build_averaging(config: EmaConfig | EmaDecaySqrtConfig | None) -> Averaging 
     """average = (1 - a) average + a parameters, after each update, beginning with the initial parameters.
 
     ema             a = 1 - beta
-    ema_decay_sqrt  the same up to `switch_step`, then a = max(epsilon, 1 - sqrt(t / decay_steps)), t steps later: from
-                    the parameters of then to an average that hardly moves
+    ema_decay_sqrt  the same up to `switch_step`, then a = 1 - sqrt(t / decay_steps), t steps later: from the parameters
+                    of then to an average that hardly moves; never less than `epsilon`
     """
     if config is None:
         return None

@@ -58,7 +58,8 @@ class LoopConfig(Section):
     per_device_parallelism: int = Field(
         -1,
         description="Sequences a device computes at once, also written per_device_train_parallelism; the rest of the "
-        "batch is accumulated. -1: train_batch_size * model_axis_size / devices, no accumulation",
+        "batch is accumulated. -1: train_batch_size * model_axis_size / devices, no accumulation. With dropout the "
+        "number of parts is part of its random stream",
     )
     per_device_eval_parallelism: int = Field(
         -1, description="Sequences a device evaluates at once. -1: as per_device_parallelism"

@@ -1,12 +1,15 @@
 """Hugging Face exports: of a trained model, and in the background of a run."""
 
 import os
+import re
+import shutil
 import tempfile
 import threading
 from typing import Any
 
 import numpy as np
 
+from lmtrain.config.errors import UserError
 from lmtrain.hf.export import DTYPES, Export, write_export
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.config import ModelConfig
@@ -28,6 +31,30 @@ def plan_export(config: ModelConfig, model: LanguageModel, tokenizer: Tokenizer,
     return Export(plan_hf_pieces(config, model), hf_config, extra, tokenizer, dtype)
 
 
+def export_folder(config: RunConfig, run: str) -> str | None:
+    """Where a run's exports go, if they go to a folder."""
+    return run_path(config.hf_save_path, run) if config.hf_save_path else None
+
+
+def is_missing(folder: str | None, step: int) -> bool:
+    """Whether the export of a step is not there, where it should be."""
+    return folder is not None and file_size(join(folder, f"step-{step}", "config.json")) is None
+
+
+def _prepare(folder: str) -> None:
+    """Make the folder, and remove what a killed process was writing. Raises `UserError` if it cannot be made."""
+    if is_url(folder):
+        return
+    folder = os.path.expanduser(folder)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for name in os.listdir(folder):
+            if re.fullmatch(r"step-\d+\.(tmp|old)-\d+", name):
+                shutil.rmtree(os.path.join(folder, name))
+    except OSError as error:
+        raise UserError(f"hf_save_path: {folder} cannot be made: {error.strerror}") from None
+
+
 class Exporter:
     """Exports during training. The steps wait for the copy to the host only; files are written beside them.
 
@@ -41,7 +68,10 @@ class Exporter:
     ):
         self._every = config.hf_save_steps
         self._upload_to = config.hf_upload
-        self._folder = run_path(config.hf_save_path, run) if config.hf_save_path else None
+        self._folder = export_folder(config, run)
+        self._last_step = config.trainer.num_train_steps
+        if self._folder is not None and is_first:
+            _prepare(self._folder)
         self._run = run
         self._export = plan_export(
             config.model, model, tokenizer, config.hf_save_dtype or config.trainer.precision.params
@@ -58,9 +88,9 @@ class Exporter:
 
     def was_missed(self, step: int) -> bool:
         """Whether a run that goes on after `step` was killed before its export was there."""
-        if self._folder is None or step == 0 or not self.due(step, last=False):
+        if step == 0 or not self.due(step, last=step >= self._last_step):
             return False
-        return file_size(join(self._folder, f"step-{step}", "config.json")) is None
+        return is_missing(self._folder, step)
 
     def export(self, step: int, params: Any) -> None:
         """Copy the parameters to the host, then write and upload them in the background."""

@@ -46,7 +46,10 @@ def load_hf_params(ref: str, config: ModelConfig, model: LanguageModel, layout: 
             continue
         path = piece.row.ours
         shape = abstract[path].shape if piece.layer is None else abstract[path].shape[1:]
-        array = _to_ours(piece.row, weights.read(names[piece.name]), shape, model.vocab_size)
+        stored = weights.read(names[piece.name])
+        if not jnp.issubdtype(stored.dtype, jnp.floating):
+            raise UserError(f"{ref}: {piece.name} holds {stored.dtype}, not floating-point numbers; is it quantized?")
+        array = _to_ours(piece.row, stored, shape, model.vocab_size)
         # waiting keeps the host from running ahead of the devices, with a tensor in memory for each step it is ahead
         flat[path] = jax.block_until_ready(_put(flat[path], array, piece.layer, shardings[path]))
     return unflatten(flat)
@@ -97,11 +100,23 @@ def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelCon
         resizable = isinstance(row, Row) and (row.vocab or (row.cut and len(theirs) > 0 and theirs[0] >= ours[0]))
         if theirs[1:] != ours[1:] if resizable else theirs != ours:
             problems.append(f"{name} is {list(theirs)}, expected {list(ours)}")
+    counts = {
+        name: weights.shapes[stored[name]][:1]
+        for name, piece in expected.items()
+        if name in stored and _is_vocab(piece)
+    }
+    if len(set(counts.values())) > 1:
+        problems.append(" but ".join(f"{name} has {count[0] if count else 0:,} rows" for name, count in counts.items()))
+    problems += [f"{name} has no rows" for name, count in counts.items() if count in ((), (0,))]
     if problems:
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         listed = "".join(f"\n  {problem}" for problem in problems[:_SHOWN])
         raise UserError(f"{ref}: its weights are not those of this model{listed}{more}")
     return stored
+
+
+def _is_vocab(piece: Piece) -> bool:
+    return isinstance(piece.row, Row) and piece.row.vocab
 
 
 def _equal(weights: Weights, one: str, other: str) -> bool:

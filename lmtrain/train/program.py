@@ -167,4 +167,6 @@ def plan_attention(config: RunConfig) -> str:
         needs.add("second_derivatives")
     name, why = choose_attention(model.attn_backend, needs, jax.default_backend(), model.seq_len)
     log.info(f"attention: {name} ({why})")
+    if model.flash_attention_block_size is not None and name in ("xla", "cudnn"):
+        log.info(f"model.flash_attention_block_size: {name} has no use for it")
     return name

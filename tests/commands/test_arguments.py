@@ -99,21 +99,8 @@ def test_what_is_not_in_force_yet_is_told_with_its_place(parse, capsys):
         f"note: --trainer.{name}: trainer.{name} is checked, but not in force yet in this version"
         for name in ("allow_partial_checkpoint", "load_checkpoint")
     ]
-    run.refuse_planned()
 
 
 def test_the_config_of_tests_uses_nothing_that_is_not_in_force(parse, capsys):
     parse("tiny.yaml")
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--optimizer.type", "sophia-g"),
-    ],
-)
-def test_what_a_run_cannot_do_without_is_refused_by_verbs_that_use_it(parse, flags):
-    run = parse("tiny.yaml", *flags)
-    with pytest.raises(UserError, match=r"is not there yet in this version"):
-        run.refuse_planned()

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from datetime import timedelta
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field
@@ -29,8 +29,6 @@ class Left(Section):
 
 class Right(Section):
     """The right kind."""
-
-    is_planned: ClassVar[bool] = True
 
     type: Literal["right"] = Field("right", description="The kind of side")
     grip: bool = Field(False, description="Whether it holds")
@@ -71,7 +69,7 @@ def test_the_terminals_list_is_this():
         "\nside (type: left): The left kind.\n"
         "  --side.reach\n        How far it reaches\n        int, default 3\n"
         "\nside (type: right): The right kind.\n"
-        "  --side.grip *\n        Whether it holds\n        true/false, default false\n"
+        "  --side.grip\n        Whether it holds\n        true/false, default false\n"
         "\nparts[]: A small part.\n"
         "  --parts[].size\n        How large it is\n        int, default required\n"
         "\nnamed.<name>: A small part.\n"

@@ -131,13 +131,25 @@ def test_an_export_that_was_missed_is_made_when_the_run_goes_on_and_the_weights_
 
 
 def test_an_export_that_fails_does_not_end_the_run_but_tells_and_exits_with_1(folder):
-    """A file stands where the folder of exports should be."""
-    (folder / "in_the_way").write_text("")
+    """Something else stands where the exports of two steps should be."""
+    for step in (2, 3):
+        (folder / "in_the_way" / "failing" / f"step-{step}").mkdir(parents=True)
+        (folder / "in_the_way" / "failing" / f"step-{step}" / "photo.png").write_text("")
     flags = ["--hf_save_path", "in_the_way", "--trainer.id", "failing", "--trainer.num_train_steps", "3"]
     done = run(folder, "train", "tiny.yaml", *flags, code=1)
     assert "the export of step 2 failed, training goes on" in done.stderr
     assert "exports of step 2, 3 failed; `lmtrain export-hf` makes them from the checkpoints" in done.stderr
     assert (folder / "checkpoints" / "failing" / "step-3").is_dir()
+    # when it is out of the way, the same command makes up for the last one
+    shutil.rmtree(folder / "in_the_way")
+    run(folder, "train", "tiny.yaml", *flags)
+    assert os.listdir(folder / "in_the_way" / "failing") == ["step-3"]
+
+
+def test_where_exports_cannot_be_is_told_before_the_first_step(folder):
+    (folder / "a_file").write_text("")
+    done = run(folder, "train", "tiny.yaml", "--hf_save_path", "a_file", "--trainer.id", "nowhere", code=2)
+    assert "hf_save_path: a_file/nowhere cannot be made: " in done.stderr
 
 
 def test_generate_and_eval_take_a_hugging_face_model(trained):

@@ -9,6 +9,7 @@ import pytest
 from conftest import TOKENIZER
 from safetensors.numpy import load_file
 
+import lmtrain
 from lmtrain.config.errors import UserError
 from lmtrain.hf import export
 from lmtrain.hf.export import Export, plan_shards, write_export
@@ -42,7 +43,7 @@ def test_the_folder_holds_weights_configs_and_tokenizer(tmp_path):
     found = load_file(tmp_path / "model" / "model.safetensors")
     assert {name: tensor.tobytes() for name, tensor in found.items()} == {n: t.tobytes() for n, t in TENSORS.items()}
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config == CONFIG | {"dtype": "float32", "torch_dtype": "float32"}
+    assert config == CONFIG | {"dtype": "float32", "torch_dtype": "float32", "lmtrain_version": lmtrain.__version__}
 
 
 def test_bfloat16_rounds_to_nearest(tmp_path):
@@ -53,14 +54,55 @@ def test_bfloat16_rounds_to_nearest(tmp_path):
 
 def test_an_earlier_export_is_replaced(tmp_path):
     write(tmp_path / "model")
-    (tmp_path / "model" / "stale.txt").write_text("from before")
+    (tmp_path / "model" / "model-00001-of-00002.safetensors").write_text("from before")
     write(tmp_path / "model")
-    assert not (tmp_path / "model" / "stale.txt").exists()
+    assert not (tmp_path / "model" / "model-00001-of-00002.safetensors").exists()
+
+
+@pytest.mark.parametrize("content", ["{}", '{"model_type": "gpt2"}', "[]", "no JSON"])
+def test_a_folder_with_somebody_elses_config_is_left_alone(tmp_path, content):
+    """A project, or the model that training began from."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(content)
+    with pytest.raises(UserError, match="is no export of lmtrain's"):
+        write(tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").read_text() == content
+
+
+def test_what_was_put_into_an_export_is_not_thrown_away(tmp_path):
+    write(tmp_path / "model")
+    (tmp_path / "model" / "notes").mkdir()
+    with pytest.raises(UserError, match="this one holds notes too; move it away"):
+        write(tmp_path / "model")
+    assert (tmp_path / "model" / "notes").is_dir()
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "model.safetensors").exists()
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+def test_places_that_cannot_be_are_told(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for output, message in [
+        (str(tmp_path / "file" / "below"), "cannot be made: "),
+        ("", "expected a folder or URL"),
+        (".", "the folder is replaced as a whole"),
+        ("/", "the folder is replaced as a whole"),
+    ]:
+        with pytest.raises(UserError, match=f"--output.*: {message}"):
+            write(output)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "photo.png").write_text("precious")
-    with pytest.raises(UserError, match="not empty and holds no earlier export"):
+    with pytest.raises(UserError, match="not empty and is no export of lmtrain's"):
         write(tmp_path)
     assert os.listdir(tmp_path) == ["photo.png"]
 
@@ -124,6 +166,6 @@ def test_a_url_gets_the_same_files_and_a_later_export_leaves_none_of_the_earlier
 
 def test_a_url_that_holds_something_else_is_left_alone():
     write_bytes("memory://bucket/photos/a.png", b"precious")
-    with pytest.raises(UserError, match="not empty and holds no earlier export"):
+    with pytest.raises(UserError, match="not empty and is no export of lmtrain's"):
         write("memory://bucket/photos")
     assert list_names("memory://bucket/photos") == ["a.png"]

@@ -167,7 +167,7 @@ def test_what_is_no_safetensors_file_is_told_with_its_name(place, content):
 
 
 def test_a_type_that_we_have_not_is_named(place):
-    with pytest.raises(UserError, match="numbers of type F4 are not supported"):
+    with pytest.raises(UserError, match="numbers of type F4, which are not supported; is it quantized"):
         read_header(place(entry(dtype="F4")))
 
 

@@ -112,6 +112,13 @@ def test_sentencepieces_bytes_are_one_long_spaces_too_and_control_pieces_none(co
     assert [lengths[vocabulary[name]] for name in ("<s>", "</s>")] == [0, 0]
 
 
+def test_sentencepieces_unknown_piece_has_no_bytes_of_its_own():
+    """It stands for any text, and for none that is spelled `<unk>`."""
+    library, _, _ = convert_sentencepiece(sentencepiece_model(model_type="bpe", byte_fallback=False), "x.model")
+    assert library.encode("☃", add_special_tokens=False).tokens == ["▁", "<unk>"]
+    assert token_bytes(of(library))[library.token_to_id("<unk>")] == 0
+
+
 @pytest.mark.parametrize("decoder", ["metaspace", "replace"])
 def test_the_sign_for_the_space_tells_sentencepiece(decoder):
     """As folders from the hub have it, with a Metaspace or a Replace and no byte fallback."""

@@ -108,6 +108,10 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+# Other names of the same functions.
+_SAME = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
+
+
 def trunk_from_hf(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
     """`dropout` is what transformers takes if the file says nothing."""
     if not values.get("scale_attn_weights", True):
@@ -120,7 +124,7 @@ def trunk_from_hf(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
         "num_layers": values.get("n_layer", 12),
         "num_heads": values.get("n_head", 12),
         **(width if inner else {}),
-        "activation_function": values.get("activation_function", "gelu_new"),
+        "activation_function": _SAME.get(name := values.get("activation_function", "gelu_new"), name),
         "resid_pdrop": values.get("resid_pdrop", dropout),
         "embed_pdrop": values.get("embd_pdrop", dropout),
         "attn_pdrop": values.get("attn_pdrop", dropout),

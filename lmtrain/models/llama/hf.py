@@ -88,7 +88,8 @@ def model_type(config: LlamaConfig) -> str:
         if ours == _LLAMA | special or (kind == "llama" and _only_activation_differs(ours)):
             return _check_biases(config, kind)
     unusual = [f"model.{name}: {getattr(config, name)}" for name, value in _LLAMA.items() if ours[name] != value]
-    raise UserError(f"transformers has no model with {', '.join(unusual)} together; it cannot be exported")
+    together = " together" if len(unusual) > 1 else ""
+    raise UserError(f"transformers has no model with {', '.join(unusual)}{together}; it cannot be exported")
 
 
 def _only_activation_differs(ours: dict[str, Any]) -> bool:
@@ -160,11 +161,6 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
     missing = [name for name in sizes if name not in values]
     if missing:
         raise UserError(f"config.json: {', '.join(missing)} missing")
-    activation = (
-        values.get("hidden_activation") or values.get("hidden_act") or ("gelu_new" if kind == "gemma" else "silu")
-    )
-    if activation not in _ACTIVATIONS_FROM:
-        raise UserError(f"config.json: hidden_act {activation} is not supported; one of {', '.join(_ACTIVATIONS_FROM)}")
     length = values.get("max_position_embeddings", 2048)
     special = {name: value for name, value in _RELATIVES[kind].items() if name != "sliding_window"}
     return {
@@ -177,7 +173,7 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
         "num_heads": values["num_attention_heads"],
         "num_kv_heads": values.get("num_key_value_heads") or values["num_attention_heads"],
         "head_dim": values.get("head_dim") or {"gemma": 256, "qwen3": 128}.get(kind),
-        "activation_function": _ACTIVATIONS_FROM[activation],
+        "activation_function": _activation(values),
         "use_bias": kind in _HAS_ATTENTION_BIAS and values.get("attention_bias", False),
         "use_mlp_bias": values.get("mlp_bias", False),
         "sliding_window": _window(values),
@@ -191,31 +187,69 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
 _ACTIVATIONS_FROM = {theirs: ours for ours, theirs in _ACTIVATIONS.items()} | {"swish": "silu", "gelu_new": "gelu_new"}
 
 
+def _activation(values: Mapping[str, Any]) -> str:
+    """Ours, for what transformers reads as `hidden_act`.
+
+    Gemma's first files say `gelu` and mean its approximation; for Gemma alone transformers 4 read `hidden_activation`.
+    """
+    is_gemma = values["model_type"] == "gemma"
+    given = [values.get("hidden_act"), values.get("hidden_activation") if is_gemma else None]
+    names = [str(name) for name in given if name is not None] or ["gelu_pytorch_tanh" if is_gemma else "silu"]
+    for name in names:
+        if name not in _ACTIVATIONS_FROM:
+            raise UserError(f"config.json: hidden_act {name} is not supported; one of {', '.join(_ACTIVATIONS_FROM)}")
+    ours = {_ACTIVATIONS_FROM["gelu_pytorch_tanh" if is_gemma and name == "gelu" else name] for name in names}
+    if len(ours) > 1:
+        raise UserError(f"config.json: hidden_act {names[0]} and hidden_activation {names[1]} contradict one another")
+    return ours.pop()
+
+
 def _window(values: Mapping[str, Any]) -> int | None:
     """Keys a query sees, the same in every layer; None for all."""
+    layers = values["num_hidden_layers"]
     if values["model_type"] == "mistral":
-        window: int | None = values.get("sliding_window", 4096)
-        return window
-    if values.get("use_sliding_window") and "sliding_attention" in (values.get("layer_types") or ["sliding_attention"]):
-        raise UserError("config.json: use_sliding_window: windows in some layers only are not supported")
-    return None
+        window = values.get("sliding_window", 4096)
+        sliding = layers
+    else:
+        window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
+        sliding = max(layers - values.get("max_window_layers", 28), 0)
+    if values.get("layer_types"):
+        sliding = list(values["layer_types"]).count("sliding_attention")
+    if window is None or sliding == 0:
+        return None
+    if sliding < layers:
+        raise UserError(f"config.json: a sliding window in {sliding} of {layers} layers only is not supported")
+    return int(window)
 
 
 def _rope_settings(values: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """From `rope_parameters` (transformers 5), else from `rope_theta` and `rope_scaling` (4)."""
-    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0
+    """From `rope_scaling` and `rope_theta` (transformers 4), which also go before `rope_parameters` (5)."""
+    old, new = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
+    scaling = dict(old or new)
+    theta = scaling.pop("rope_theta", None) or values.get("rope_theta")
+    if theta is None and new.get("rope_theta") not in (None, _THETA):
+        raise UserError(
+            f"config.json: rope_scaling goes before rope_parameters, and leaves theta at {_THETA:.0f} instead of "
+            f"{new['rope_theta']}; write rope_theta into rope_scaling"
+        )
     old_name = scaling.pop("type", "default")
     kind = scaling.pop("rope_type", old_name)
     if kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
         raise UserError(
             f"config.json: rope type {kind!r} is not supported; default, linear, dynamic, llama3 or yarn is"
         )
-    settings: dict[str, Any] = {"type": kind, "theta": float(theta)}
-    original = scaling.pop("original_max_position_embeddings", None)
+    settings: dict[str, Any] = {"type": kind, "theta": float(theta or _THETA)}
+    given = scaling.pop("original_max_position_embeddings", None) or values.get("original_max_position_embeddings")
+    original = given or length
     if kind in ("llama3", "yarn", "dynamic"):
         # transformers' dynamic rope begins to stretch at the length that the file gives
-        settings["original_seq_len"] = length if kind == "dynamic" else original or length
+        settings["original_seq_len"] = length if kind == "dynamic" else original
+    if kind == "yarn" and scaling.get("factor") is None and given:
+        scaling["factor"] = length / original
+    needed = {"default": [], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}.get(kind, ["factor"])
+    lacking = [name for name in needed if scaling.get(name) is None]
+    if lacking:
+        raise UserError(f"config.json: rope {kind} needs {', '.join(lacking)}")
     for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
         value = scaling.pop(name, None)
         if value is not None:
@@ -225,6 +259,8 @@ def _rope_settings(values: Mapping[str, Any], length: int) -> dict[str, Any]:
         raise UserError(f"config.json: rope {kind} with {', '.join(sorted(rest))} is not supported")
     return settings
 
+
+_THETA = 10_000.0  # where a file says nothing
 
 # Values that say what would be done without them.
 _NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}

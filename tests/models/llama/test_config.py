@@ -45,7 +45,11 @@ def test_rotary_positions_may_be_stretched_in_every_way(rope):
         ({"factor": 2}, "rope type default stretches nothing"),
         ({"type": "ntk"}, "Input should be"),
         ({"type": "linear", "factor": 0.5}, "greater than or equal to 1"),
-        ({"low_freq_factor": 4, "high_freq_factor": 4}, "must be above low_freq_factor"),
+        ({"low_freq_factor": 4}, "rope type default does not use it"),
+        (
+            {"type": "llama3", "original_seq_len": 64, "low_freq_factor": 4, "high_freq_factor": 4},
+            "must be above low_freq",
+        ),
     ],
 )
 def test_stretching_that_makes_no_sense_is_refused(rope, message):

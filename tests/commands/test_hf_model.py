@@ -1,0 +1,83 @@
+"""Models from Hugging Face in a run: damaged configs are told, and a run that has begun needs its base no more."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import TOKENIZER
+
+from lmtrain.commands.hf_model import config_of, hf_settings
+from lmtrain.config.errors import UserError
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "gpt2", "n_embd": 0, "n_inner": 64},
+        {"model_type": "gpt2", "n_embd": 32, "n_inner": "x"},
+        {**LLAMA, "rope_scaling": "linear"},
+        {**LLAMA, "rope_parameters": 3},
+        {**LLAMA, "rope_theta": "abc"},
+        {"model_type": "mpt", "attn_config": 3},
+        {**LLAMA, "num_hidden_layers": None},
+    ],
+)
+def test_a_value_of_another_kind_is_told_with_the_models_name(tmp_path, values):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match=f"^{tmp_path}: "):
+        config_of(str(tmp_path))
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UserError, match="its weights are quantized"):
+        hf_settings(str(tmp_path))
+
+
+def test_an_error_names_the_setting_as_one_writes_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "activation_function": "tanh"}))
+    with pytest.raises(UserError, match=r"gives model\.activation_function: "):
+        config_of(str(tmp_path))
+
+
+def test_a_folder_has_no_revisions(tmp_path):
+    with pytest.raises(UserError, match="is a folder, and folders have no revisions; leave @main out"):
+        hf_settings(f"{tmp_path}@main")
+
+
+@pytest.mark.end_to_end
+def test_a_run_that_has_begun_needs_its_base_no_more(tmp_path, settings, write_config):
+    def lmtrain(*arguments, code=0):
+        command = [sys.executable, "-m", "lmtrain", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, done.stderr
+        return done
+
+    settings["trainer"] |= {"num_train_steps": 1, "steps_per_eval": 100}
+    settings["optimizer"]["warmup"] = 0
+    settings["data"]["validation_urls"] = None
+    settings["model"] |= {"num_layers": 1, "use_bias": False}
+    config = str(write_config(settings))
+    lmtrain("train", config, "--trainer.id", "first", "--hf_save_path", "exports")
+    shutil.move(tmp_path / "exports" / "first" / "step-1", tmp_path / "base")
+    # without biases it goes on too: the format has them, and they are zero
+    begin = ["--initialize_from_hf", "base", "--data.tokenizer", str(TOKENIZER), "--trainer.id", "second"]
+    lmtrain("train", config, *begin)
+    own = ["--initialize_from_hf", "base", "--use_hf_model_config", "true", "--trainer.id", "third"]
+    settings["model"] = {"seq_len": 32}
+    bare = str(write_config(settings, "bare.yaml"))
+    lmtrain("train", bare, *own)
+    shutil.rmtree(tmp_path / "base")
+    assert "nothing to do" in lmtrain("train", config, *begin).stderr
+    assert "2/2" in lmtrain("train", bare, *own, "--trainer.num_train_steps", "2").stderr
+    assert "base" in lmtrain("train", config, *begin, "--trainer.id", "fourth", code=2).stderr
