@@ -65,6 +65,7 @@ def test_a_mixture_that_makes_no_sense_is_refused(mixed, lmtrain, data, message)
     assert message in refused.stderr
 
 
+@pytest.mark.long
 def test_a_run_may_end_with_the_first_source_used_up(mixed, lmtrain):
     mixed(stop_strategy="first_exhausted", train_weights={"first": 1, "second": 1})
     done = lmtrain("train", "tiny.yaml", "--trainer.num_train_steps", 100000, "--trainer.train_batch_size", 512)
@@ -72,6 +73,7 @@ def test_a_run_may_end_with_the_first_source_used_up(mixed, lmtrain):
     assert "data.stop_strategy first_exhausted: the data ends the run after " in done.stderr
 
 
+@pytest.mark.long
 def test_a_run_may_end_after_so_many_epochs(settings, write_config, lmtrain, tmp_path):
     settings["trainer"] |= {
         "id": "tiny",

@@ -54,6 +54,7 @@ def test_generate_continues_the_prompt_and_repeats_itself(trained):
     assert run(trained, *prompt, "--seed", "1") != first
 
 
+@pytest.mark.long
 def test_a_named_checkpoint_is_the_one_used(trained):
     prompt = ["generate", "tiny.yaml", "--prompt", "The", "--max_new_tokens", "20", "--checkpoint"]
     run_folder = trained / "checkpoints" / "exported"

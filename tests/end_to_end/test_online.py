@@ -63,6 +63,7 @@ def test_batches_are_those_of_the_finished_cache(config, lmtrain, tmp_path):
     assert losses(tmp_path, "online") == losses(tmp_path, "later")
 
 
+@pytest.mark.long
 def test_a_run_that_ends_before_its_cache_leaves_whole_shards_for_the_next(config, lmtrain, tmp_path):
     first = lmtrain("train", config(num_train_steps=2))
     assert first.returncode == 0, first.stderr
@@ -76,6 +77,7 @@ def test_a_run_that_ends_before_its_cache_leaves_whole_shards_for_the_next(confi
     assert set(before) <= set(markers(tmp_path))
 
 
+@pytest.mark.long
 def test_an_error_of_the_builder_ends_training_with_it(config, lmtrain, texts, tmp_path):
     (tmp_path / "broken.jsonl").write_text((texts / "1.jsonl").read_text() + "{broken\n")
     urls = [f"{texts}/0.jsonl", str(tmp_path / "broken.jsonl")]

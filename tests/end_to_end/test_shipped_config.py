@@ -69,7 +69,14 @@ def test_the_first_config_trains_on_a_data_set_named_by_a_shipped_fragment(lmtra
     assert "continuing after step 2" in again.stderr
 
 
-@pytest.mark.parametrize(("family", "more"), [("llama", []), ("mpt", []), ("backpack", ["--model.num_senses", 4])])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", []),
+        pytest.param("mpt", [], marks=pytest.mark.long),
+        pytest.param("backpack", ["--model.num_senses", 4], marks=pytest.mark.long),
+    ],
+)
 def test_the_small_model_of_every_family_trains_and_is_exported(lmtrain, tmp_path, family, more):
     flags = ["--hf_save_path", "exports", "--data", json.dumps(SOURCES), "--trainer.steps_per_eval", 100]
     trained = lmtrain("train", f"{family}_nano", *SMALL, *flags, *more)

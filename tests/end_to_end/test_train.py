@@ -87,7 +87,9 @@ def test_training_twice_gives_the_same_bytes(undisturbed, tmp_path):
     assert metrics(tmp_path) == metrics(undisturbed[0])
 
 
-@pytest.mark.parametrize("after", ["step-4", "one.metrics.jsonl", "step-8"])
+@pytest.mark.parametrize(
+    "after", ["step-4", *(pytest.param(name, marks=pytest.mark.long) for name in ("one.metrics.jsonl", "step-8"))]
+)
 def test_killed_and_continued_gives_the_same_bytes(undisturbed, tmp_path, after):
     """kill -9 as soon as `after` appears: after the first checkpoint, before any, in the middle."""
     process = subprocess.Popen(command(tmp_path), cwd=tmp_path, stderr=subprocess.DEVNULL)
@@ -125,6 +127,7 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed):
     assert (arrays(folder, 12), metrics(folder)) == before
 
 
+@pytest.mark.long
 def test_a_longer_run_goes_on_with_a_notice(undisturbed, tmp_path):
     train(tmp_path)
     printed = train(tmp_path, "--trainer.num_train_steps", "14")
@@ -149,6 +152,7 @@ def test_another_run_under_the_same_id_is_refused(undisturbed, override, field):
     assert field in printed
 
 
+@pytest.mark.long
 def test_accumulation_gives_the_same_losses(undisturbed, tmp_path):
     train(tmp_path, "--trainer.per_device_parallelism", "1")
     alone = [m["train/loss"] for m in metrics(undisturbed[0]) if "train/loss" in m]

@@ -240,6 +240,7 @@ def test_a_manifest_of_another_version_is_refused_and_kept(config, lmtrain, buil
     assert manifest.read_bytes() == before
 
 
+@pytest.mark.long
 def test_one_document_of_fifty_megabytes_stays_within_memory(settings, write_config, tmp_path):
     """A tokenizer that splits safely takes it in pieces; the limit is for the address space of every process."""
     text = "words and more words " * 2_500_000

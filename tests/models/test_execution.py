@@ -23,7 +23,9 @@ def hidden_of(small: Variant, attention: str = "xla", **changes: Any):
 WAYS = [(False, "full"), (True, "dots"), (False, "dots_no_batch"), (True, "save_attention"), (True, "offload")]
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "olmo2", "mpt", "backpack"])
+@pytest.mark.parametrize(
+    "variant", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("olmo2", "mpt", "backpack"))]
+)
 def test_recomputation_and_unrolling_change_neither_loss_nor_gradients(variant):
     small = make(variant, **({"attn_pdrop": 0.4} if variant == "gpt2" else {}))
 

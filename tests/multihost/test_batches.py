@@ -69,7 +69,7 @@ def read(config, count, folder):
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("model_axis_size", [1, 2])
+@pytest.mark.parametrize("model_axis_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_one_hundred_global_batches_are_the_same_for_1_2_and_4_processes(config, model_axis_size, tmp_path):
     path = config(model_axis_size)
     (alone,) = read(path, 1, tmp_path)

@@ -95,7 +95,7 @@ def test_four_processes_have_the_bits_of_two(folder, two):
 # A dead process closes its connections; one that only stands still is found out by its missing heartbeat.
 @pytest.mark.parametrize(
     ("fault", "victim", "codes", "seconds"),
-    [(signal.SIGKILL, 1, [1, 134, -6], 20), (signal.SIGSTOP, 0, [1, 134, -6], 30)],
+    [(signal.SIGKILL, 1, [1, 134, -6], 20), pytest.param(signal.SIGSTOP, 0, [1, 134, -6], 30, marks=pytest.mark.long)],
 )
 def test_when_one_process_dies_or_hangs_the_other_ends_with_an_error(folder, fault, victim, codes, seconds):
     run = f"dies-{int(fault)}"

@@ -57,6 +57,7 @@ def test_nothing_of_it_needs_torch():
     run("-c", f"{code}; assert not {{'torch', 'transformers'}} & sys.modules.keys()")
 
 
+@pytest.mark.long
 def test_the_tool_makes_the_same_files_again():
     assert run(str(TOOL), "--check", "backpack-n_inner", "old-gpt2-bin") == "up to date\n"
 

@@ -75,6 +75,7 @@ def write_random_export(settings, folder):
     return tensors
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one_and_one_of_them_tells(settings, write_config, tmp_path):
     """Each on a device of its own; what there is one of is written once. They begin from a Hugging Face model, and at
     so small a rate what they export is still that."""

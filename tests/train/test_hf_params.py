@@ -397,6 +397,7 @@ def peaks(folder: str, at_once: bool) -> list[int]:
     return json.loads(start(MEMORY, json.dumps([settings, vocab, folder, at_once])))
 
 
+@pytest.mark.long
 def test_the_host_holds_a_few_tensors_at_a_time(sparse):
     """As read, in our order, and on their way to the device, which may be one or two behind."""
     sizes = [4 * int(np.prod(shape)) for shape in large()[2].values()]

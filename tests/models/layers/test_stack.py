@@ -115,6 +115,7 @@ class StackOfEverything(nn.Module):
         return blocks(x, jnp.arange(3), deterministic, None)[0]
 
 
+@pytest.mark.long
 def test_no_policy_nor_unrolling_changes_outputs_gradients_or_what_is_dropped():
     x = np.random.default_rng(1).normal(size=(2, 5, 4)).astype(np.float32)
     rng = np.random.default_rng(2)
