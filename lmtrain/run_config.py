@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from lmtrain.config.base import planned
 from lmtrain.config.errors import UserError, field_error
 from lmtrain.config.redact import redact
 from lmtrain.config.suggest import nearest_divisors
@@ -44,8 +43,8 @@ class RunConfig(HuggingFaceConfig):
     model: ModelConfig = Field(default_factory=Gpt2Config, description="The model; type names its family")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Steps, batch, precision, mesh, logs")
     optimizer: OptimizerConfig = Field(default_factory=AdamConfig, description="The optimizer and its schedule")
-    initialize_from_checkpoint_path: str | None = planned(
-        None, description="Begin with the parameters and optimizer state of this checkpoint, at step 0"
+    initialize_from_checkpoint_path: str | None = Field(
+        None, description="Begin with the parameters and the optimizer's moments of this checkpoint, at step 0"
     )
     epoch: int = Field(0, ge=0, description="End training after so many passes over the data; 0: at num_train_steps")
     data_seed: int | None = Field(None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed")
@@ -58,8 +57,14 @@ class RunConfig(HuggingFaceConfig):
         except PydanticCustomError as error:
             context = error.context or {}
             raise field_error(f"optimizer.{context['field']}", context["message"]) from None
-        if self.initialize_from_hf and self.trainer.initialize_from:
-            raise field_error("initialize_from_hf", "set together with trainer.initialize_from; remove one of them")
+        begins = {
+            "initialize_from_hf": self.initialize_from_hf,
+            "initialize_from_checkpoint_path": self.initialize_from_checkpoint_path,
+            "trainer.initialize_from": self.trainer.initialize_from,
+        }
+        given = [name for name, value in begins.items() if value]
+        if len(given) > 1:
+            raise field_error(given[0], f"set together with {given[1]}; remove one of them")
         if self.use_hf_model_config and not self.initialize_from_hf:
             raise field_error("use_hf_model_config", "is about initialize_from_hf, which is not set")
         per_device = self.trainer.per_device_parallelism
@@ -91,7 +96,12 @@ def identity(config: RunConfig) -> dict[str, Any]:
         kind = {"type": section.type} if hasattr(section, "type") else {}
         sections[name] = kind | redact(section.model_dump(mode="json", exclude=skip, exclude_defaults=True))
     order = {} if config.data_seed is None else {"data_seed": config.data_seed}
-    begin = {"initialize_from_hf": config.initialize_from_hf} if config.initialize_from_hf else {}
+    begins = {
+        "initialize_from_hf": config.initialize_from_hf,
+        "initialize_from_checkpoint_path": config.initialize_from_checkpoint_path,
+        "initialize_from": config.trainer.initialize_from,
+    }
+    begin = {name: value for name, value in begins.items() if value}
     sizes = config.trainer.model_dump(mode="json", include={"seed", "train_batch_size"})
     return sections | order | begin | sizes
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.checkpoint.discovery import Checkpoint, list_checkpoints, step_folder
@@ -96,6 +97,42 @@ def load_arrays(checkpoint: Checkpoint, part: str, like: Any) -> Any:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as orbax:
         args = ocp.args.Composite(**{part: ocp.args.StandardRestore(like)})
         return orbax.restore(os.path.abspath(checkpoint.path), args=args)[part]
+
+
+def stored_shapes(checkpoint: Checkpoint, part: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a part's arrays by name, such as `blocks/mlp/up/kernel`; empty if there is no such part."""
+    if not os.path.isdir(os.path.join(checkpoint.path, part)):
+        return {}
+    return {name: tuple(leaf.shape) for name, leaf in _named(_stored(checkpoint, part)).items()}
+
+
+def load_some_arrays(checkpoint: Checkpoint, part: str, like: Any, fresh: Any) -> Any:
+    """`fresh`, a tree as `like`, with the arrays that the checkpoint has in their place."""
+    if not os.path.isdir(os.path.join(checkpoint.path, part)):
+        return fresh
+    wanted = _named(like)
+    anywhere = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def target(path: Any, stored: Any) -> Any:
+        found = wanted.get(jax.tree_util.keystr(path, simple=True, separator="/"))
+        return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=anywhere) if found is None else found
+
+    tree = jax.tree_util.tree_map_with_path(target, _stored(checkpoint, part))
+    loaded = _named(load_arrays(checkpoint, part, tree))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: loaded.get(jax.tree_util.keystr(path, simple=True, separator="/"), leaf), fresh
+    )
+
+
+def _stored(checkpoint: Checkpoint, part: str) -> Any:
+    """The tree of what is stored: shapes and types."""
+    handler = ocp.StandardCheckpointHandler()  # a Checkpointer round it would miss a file that parts do not have
+    return handler.metadata(epath.Path(os.path.abspath(checkpoint.path)) / part).tree
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from pydantic import Field, field_validator, model_validator
 
-from lmtrain.config.base import Section, planned
+from lmtrain.config.base import Section
 from lmtrain.config.durations import Duration
 from lmtrain.config.errors import field_error
 from lmtrain.runtime.run_path import fill_run_id, run_path
@@ -51,16 +51,16 @@ class CheckpointerConfig(Section):
 class InitializationConfig(Section):
     """What a run begins from. A run that has checkpoints of its own goes on from them."""
 
-    load_checkpoint: bool | None = planned(
+    load_checkpoint: bool | None = Field(
         None, description="Go on from the run's checkpoint: null: if there is one; true: there must be; false: never"
     )
-    load_checkpoint_path: str | None = planned(
+    load_checkpoint_path: str | None = Field(
         None, description="Where to look for it: a checkpoint, run folder or parent; null: the run's own folder"
     )
-    initialize_from: str | None = planned(
-        None, description="Begin from this checkpoint's whole state: a checkpoint, run folder or parent"
+    initialize_from: str | None = Field(
+        None, description="Begin with this checkpoint's whole state, after its step: a checkpoint, run folder or parent"
     )
-    allow_partial_checkpoint: bool = planned(
+    allow_partial_checkpoint: bool = Field(
         False, description="Give parameters that a checkpoint lacks fresh values instead of refusing it"
     )
 

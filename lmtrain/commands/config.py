@@ -3,7 +3,6 @@
 import json
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.plot_lr import plot_learning_rate
 from lmtrain.config.errors import UserError
 from lmtrain.config.schema import build_schema
 from lmtrain.config.show import show
@@ -35,6 +34,8 @@ def _show(argv: list[str]) -> int:
     parser.add_argument("--plot-lr", metavar="FILE", help="draw the learning rate over the run instead (png, svg, pdf)")
     run = parse_run(parser, argv)
     if run.arguments.plot_lr is not None:
+        from lmtrain.commands.plot_lr import plot_learning_rate
+
         plot_learning_rate(run.config, run.arguments.plot_lr)
         print(f"wrote {run.arguments.plot_lr}")
         return 0

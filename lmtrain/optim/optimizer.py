@@ -99,3 +99,13 @@ def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
         return updates, LearningRateState(state.count + 1, rate)
 
     return optax.GradientTransformation(init, update)
+
+
+def restart_schedule(state: Any) -> Any:
+    """An optimizer's state, with the learning rate at its beginning and moments as they are."""
+    is_rate = lambda node: isinstance(node, LearningRateState)  # noqa: E731  # said twice below
+    return jax.tree.map(
+        lambda node: LearningRateState(jnp.zeros_like(node.count), node.learning_rate) if is_rate(node) else node,
+        state,
+        is_leaf=is_rate,
+    )

@@ -1,13 +1,15 @@
 """Loading training state, or only the parameters, from a checkpoint onto the devices of this run."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lmtrain.checkpoint.checkpointer import load_arrays, with_shardings
+from lmtrain.checkpoint.checkpointer import load_arrays, load_some_arrays, stored_shapes, with_shardings
 from lmtrain.checkpoint.discovery import Checkpoint
+from lmtrain.config.errors import UserError
 from lmtrain.models.interface import LanguageModel
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
@@ -15,14 +17,59 @@ from lmtrain.sharding.placement import parameter_shardings
 from lmtrain.train.precision import parse_precision
 from lmtrain.train.state import TrainState, abstract_params, with_dtype
 
+_SHOWN = 5
 
-def restore_state(checkpoint: Checkpoint, abstract: Any, shardings: Any) -> TrainState:
-    """The state as it was saved; `abstract` and `shardings` are trees of the same structure."""
+
+def restore_state(
+    checkpoint: Checkpoint, abstract: TrainState, shardings: TrainState, fresh: Callable[[], TrainState] | None = None
+) -> TrainState:
+    """The state as it was saved; `abstract` and `shardings` are trees of the same structure.
+
+    Arrays that the checkpoint lacks come from `fresh`, and are told. Raises `UserError` naming them if that is None,
+    and for arrays of another shape.
+    """
+    step = jax.device_put(jnp.int32(checkpoint.step), shardings.step)
+    missing = _missing(checkpoint, abstract)
+    if missing and fresh is None:
+        raise UserError(
+            f"{checkpoint.path} lacks {_listed(missing)}; with trainer.allow_partial_checkpoint: true they would "
+            "begin with fresh values"
+        )
     where = shardings.parts
+    if not missing:
+        parts = {
+            name: load_arrays(checkpoint, name, with_shardings(part, where[name]))
+            for name, part in abstract.parts.items()
+        }
+        return TrainState(step=step, **parts)
+    assert fresh is not None
+    log.warning(f"{checkpoint.path} lacks {_listed(missing)}: they begin with fresh values")
     parts = {
-        name: load_arrays(checkpoint, name, with_shardings(part, where[name])) for name, part in abstract.parts.items()
+        name: load_some_arrays(checkpoint, name, with_shardings(abstract.parts[name], where[name]), part)
+        for name, part in fresh().parts.items()
     }
-    return TrainState(step=jax.device_put(jnp.int32(checkpoint.step), shardings.step), **parts)
+    return TrainState(step=step, **parts)
+
+
+def _missing(checkpoint: Checkpoint, abstract: TrainState) -> list[str]:
+    """Names of arrays that the checkpoint lacks. Raises `UserError` for those of another shape."""
+    missing = []
+    for part, tree in abstract.parts.items():
+        stored = stored_shapes(checkpoint, part)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            if name not in stored:
+                missing.append(f"{part}/{name}")
+            elif stored[name] != leaf.shape:
+                raise UserError(
+                    f"{checkpoint.path}: {part}/{name} is {list(stored[name])}, expected {list(leaf.shape)}"
+                )
+    return missing
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def restore_params(checkpoint: Checkpoint, model: LanguageModel, layout: Layout) -> Any:

@@ -1,18 +1,12 @@
-"""Going on from a checkpoint: which one, and whether it belongs to this run."""
+"""Whether a checkpoint belongs to a run."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from lmtrain.checkpoint.discovery import Checkpoint, list_checkpoints
+from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.logging import log
-
-
-def newest_checkpoint(folder: str) -> Checkpoint | None:
-    """The newest complete checkpoint of a run, None for a run that has none."""
-    found = list_checkpoints(folder)
-    return found[-1] if found else None
 
 
 def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:

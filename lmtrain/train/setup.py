@@ -10,7 +10,6 @@ from importlib.metadata import version
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.discovery import Checkpoint
@@ -28,13 +27,11 @@ from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.tracking.open import Trackers, open_trackers
+from lmtrain.train.begin import begin, own_checkpoint
 from lmtrain.train.export import Exporter
-from lmtrain.train.hf_params import load_hf_params
 from lmtrain.train.layout_table import layout_table
 from lmtrain.train.memory import format_bytes
 from lmtrain.train.program import Program, plan_program
-from lmtrain.train.restore import restore_state
-from lmtrain.train.resume import check_same_run, newest_checkpoint
 from lmtrain.train.state import TrainState, count_parameters
 from lmtrain.train.step import build_eval_step
 
@@ -95,19 +92,7 @@ def set_up(
     folder = trainer.checkpointer.run_folder(run)
     if "://" in folder:
         raise UserError(f"trainer.checkpointer.base_path: {folder} is a URL; checkpoints are saved locally so far")
-    checkpoint = newest_checkpoint(folder)
-    if checkpoint is not None:
-        check_same_run(checkpoint, run_info)
-        state = restore_state(checkpoint, program.abstract, program.shardings)
-        log.info(f"continuing after step {checkpoint.step:,} from {checkpoint.path}")
-    else:
-        with program.explaining_memory():
-            state = program.init()
-        if begin_from_hf is not None:
-            params = load_hf_params(begin_from_hf, config.model, model, layout, trainer.precision.params)
-            state = state.replace(params=params, average=trainer.model_averaging and jax.tree.map(jnp.copy, params))
-            log.info(f"beginning with the weights of {begin_from_hf}")
-    first_step = checkpoint.step if checkpoint else 0
+    state, first_step = begin(program, run, run_info, begin_from_hf)
 
     sizes = trainer.batch_sizes
     rows = {size: local_rows(layout.batch, size) for size in sizes.all}
@@ -157,7 +142,7 @@ def set_up(
 
 def finished_checkpoint(config: RunConfig, run: str) -> Checkpoint | None:
     """The last checkpoint of a run that has nothing left to do; None if there is something to do."""
-    checkpoint = newest_checkpoint(config.trainer.checkpointer.run_folder(run))
+    checkpoint = own_checkpoint(config, run)
     return checkpoint if checkpoint and checkpoint.step >= config.trainer.num_train_steps else None
 
 

@@ -92,12 +92,12 @@ def test_a_flag_may_name_the_config_and_flags_of_the_references_programs_are_set
 
 
 def test_what_is_not_in_force_yet_is_told_with_its_place(parse, capsys):
-    run = parse("tiny.yaml", "--trainer.allow_partial_checkpoint", "true", "--trainer.load_checkpoint", "true")
+    run = parse("tiny.yaml", "--trainer.tracker", "{type: wandb, save_xla_dumps: true, save_code: false}")
     told = capsys.readouterr().err.splitlines()
     assert told == [f"note: {notice}" for notice in run.notices()]
     assert sorted(told) == [
-        f"note: --trainer.{name}: trainer.{name} is checked, but not in force yet in this version"
-        for name in ("allow_partial_checkpoint", "load_checkpoint")
+        f"note: --trainer.tracker: trainer.tracker.{name} is checked, but not in force yet in this version"
+        for name in ("save_code", "save_xla_dumps")
     ]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.config.errors import UserError
-from lmtrain.train.resume import check_same_run, newest_checkpoint
+from lmtrain.train.resume import check_same_run
 
 INFO = {
     "run_id": "a",
@@ -27,17 +27,6 @@ def checkpoint(tmp_path):
 
 def changed(part: str, **changes) -> dict:
     return INFO | {part: INFO[part] | changes}
-
-
-def test_the_newest_is_by_number(tmp_path):
-    for step in (9, 100, 20):
-        (tmp_path / f"step-{step}").mkdir()
-    assert newest_checkpoint(str(tmp_path)).step == 100
-
-
-def test_a_new_run_has_none(tmp_path):
-    assert newest_checkpoint(str(tmp_path)) is None
-    assert newest_checkpoint(str(tmp_path / "none")) is None
 
 
 def test_the_same_run_is_accepted_in_silence(checkpoint, caplog):

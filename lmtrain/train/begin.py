@@ -1,0 +1,119 @@
+"""Where a run's state comes from. The first of these that applies:
+
+1. the newest checkpoint of the run itself, or in `load_checkpoint_path`: it goes on after it. Not looked for with
+   `load_checkpoint: false`; with `true` an error if there is none.
+2. `initialize_from`: the whole state of another run, and its step.
+3. `initialize_from_checkpoint_path`: parameters, their average and the optimizer's moments of another run, at step 0.
+4. `initialize_from_hf`: parameters of a Hugging Face model.
+5. fresh values.
+
+A run that goes on ignores 2 to 4, and says so.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lmtrain.checkpoint.discovery import Checkpoint, find_checkpoint, list_checkpoints
+from lmtrain.config.compare import describe_differences
+from lmtrain.config.errors import UserError
+from lmtrain.optim.optimizer import restart_schedule
+from lmtrain.run_config import RunConfig
+from lmtrain.runtime.logging import log
+from lmtrain.train.hf_params import load_hf_params
+from lmtrain.train.program import Program
+from lmtrain.train.restore import restore_state
+from lmtrain.train.resume import check_same_run
+from lmtrain.train.state import TrainState
+
+# Of a checkpoint's identity what the state of another run must share.
+_SAME_STATE = ("model", "optimizer", "tokenizer", "params_dtype")
+
+
+def own_checkpoint(config: RunConfig, run: str) -> Checkpoint | None:
+    """The checkpoint that the run goes on from; None if it has none.
+
+    Raises `UserError` if there has to be one.
+    """
+    trainer = config.trainer
+    if trainer.load_checkpoint is False:
+        return None
+    if trainer.load_checkpoint_path is not None:
+        own = _newest(trainer.checkpointer.run_folder(run))
+        # once the run has saved something itself, that is where it goes on
+        return own or find_checkpoint(trainer.load_checkpoint_path)
+    found = _newest(trainer.checkpointer.run_folder(run))
+    if found is None and trainer.load_checkpoint:
+        raise UserError(
+            f"trainer.load_checkpoint: there is no complete checkpoint in {trainer.checkpointer.run_folder(run)}; "
+            "set it to null to begin without one"
+        )
+    return found
+
+
+def _newest(folder: str) -> Checkpoint | None:
+    found = list_checkpoints(folder)
+    return found[-1] if found else None
+
+
+def begin(program: Program, run: str, run_info: Mapping[str, Any], begin_from_hf: str | None) -> tuple[TrainState, int]:
+    """The state to train from, and how many updates it has behind it. Raises `UserError` for one that does not fit."""
+    config = program.config
+    trainer = config.trainer
+    partial = trainer.allow_partial_checkpoint
+    settings = {
+        "trainer.initialize_from": trainer.initialize_from,
+        "initialize_from_checkpoint_path": config.initialize_from_checkpoint_path,
+        "initialize_from_hf": begin_from_hf,
+    }
+    checkpoint = own_checkpoint(config, run)
+    if checkpoint is not None:
+        check_same_run(checkpoint, run_info)
+        for name in [name for name, value in settings.items() if value is not None]:
+            log.info(f"{name}: of no use any more, the run has begun")
+        log.info(f"continuing after step {checkpoint.step:,} from {checkpoint.path}")
+        return _restore(program, checkpoint, partial), checkpoint.step
+    if trainer.initialize_from is not None:
+        checkpoint = _other_run("trainer.initialize_from", trainer.initialize_from, run_info, partial)
+        log.info(f"beginning with the state of {checkpoint.path}, after its step {checkpoint.step:,}")
+        return _restore(program, checkpoint, partial), checkpoint.step
+    if config.initialize_from_checkpoint_path is not None:
+        path = config.initialize_from_checkpoint_path
+        checkpoint = _other_run("initialize_from_checkpoint_path", path, run_info, partial)
+        log.info(f"beginning with parameters and moments of {checkpoint.path}, at step 0")
+        state = _restore(program, checkpoint, partial)
+        first = jax.device_put(jnp.int32(0), program.shardings.step)
+        return state.replace(step=first, optimizer=restart_schedule(state.optimizer)), 0
+    with program.explaining_memory():
+        state = program.init()
+    if begin_from_hf is not None:
+        params = load_hf_params(begin_from_hf, config.model, program.model, program.layout, trainer.precision.params)
+        state = state.replace(params=params, average=trainer.model_averaging and jax.tree.map(jnp.copy, params))
+        log.info(f"beginning with the weights of {begin_from_hf}")
+    return state, 0
+
+
+def _restore(program: Program, checkpoint: Checkpoint, partial: bool) -> TrainState:
+    with program.explaining_memory():
+        fresh = program.init if partial else None
+        return restore_state(checkpoint, program.abstract, program.shardings, fresh)
+
+
+def _other_run(setting: str, path: str, run_info: Mapping[str, Any], partial: bool) -> Checkpoint:
+    """The newest checkpoint at `path`. Raises `UserError` if its state is not of this model and optimizer."""
+    try:
+        checkpoint = find_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"{setting}: {error}") from None
+    saved, ours = (
+        {name: info["identity"][name] for name in _SAME_STATE} for info in (checkpoint.read_run_info(), run_info)
+    )
+    if partial:  # then what differs shows in the arrays
+        saved, ours = ({name: part[name] for name in ("tokenizer", "params_dtype")} for part in (saved, ours))
+    differences = describe_differences(saved, ours, "the checkpoint", "this config")
+    if differences:
+        report = "\n".join(f"  {line}" for line in differences)
+        raise UserError(f"{setting}: {checkpoint.path} does not fit\n{report}")
+    return checkpoint

@@ -1,0 +1,161 @@
+"""Where a run's state comes from: the numbered list of `lmtrain/train/begin.py`, one by one."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.policies import Kind
+from lmtrain.config.errors import UserError
+from lmtrain.run_config import RunConfig, identity, resolved
+from lmtrain.train.begin import begin, own_checkpoint
+from lmtrain.train.program import plan_program
+
+MODEL = {"type": "gpt2", "hidden_dim": 8, "num_heads": 2, "num_layers": 1, "seq_len": 8}
+VOCAB = 16
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def configure(optimizer=None, model=None, **settings) -> RunConfig:
+    top = {name: settings.pop(name) for name in ("initialize_from_checkpoint_path",) if name in settings}
+    return RunConfig(
+        model=MODEL | (model or {}),
+        trainer={"train_batch_size": 4, **settings},
+        optimizer={"warmup": 2, **(optimizer or {})},
+        **top,
+    )
+
+
+def info(config: RunConfig) -> dict:
+    same = identity(config) | {"optimizer": {"type": config.optimizer.type}}
+    return {
+        "identity": same | {"tokenizer": {"fingerprint": "x"}, "data_tokens": "y", "params_dtype": "float32"},
+        "config": resolved(config),
+        "machine": {"device": "cpu"},
+        "versions": {"jax": "1"},
+    }
+
+
+def save(run: str, step: int, config: RunConfig | None = None):
+    """A checkpoint whose numbers are all different from fresh ones. -> its state"""
+    config = config or configure()
+    state = plan_program(config, VOCAB).init()
+    state = jax.tree.map(lambda leaf: leaf + step, state)
+    checkpointer = Checkpointer(f"checkpoints/{run}", CheckpointerConfig())
+    checkpointer.save(step, Kind.PERMANENT, state.parts, info(config))
+    checkpointer.close()
+    return state
+
+
+def start(config: RunConfig, run: str = "mine", hf: str | None = None):
+    return begin(plan_program(config, VOCAB), run, info(config), hf)
+
+
+def same(one, other) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), one, other)))
+
+
+def test_1_a_run_goes_on_from_its_newest_checkpoint_and_ignores_the_settings_of_beginnings(caplog):
+    save("mine", 3)
+    newest = save("mine", 5)
+    save("other", 9)
+    for setting in ("initialize_from", "initialize_from_checkpoint_path"):
+        config = configure(**{setting: "checkpoints/other"})
+        program = plan_program(config, VOCAB)
+        with caplog.at_level(logging.INFO):
+            state, step = begin(program, "mine", info(configure()), None)
+        assert step == int(state.step) == 5
+        assert same(state.parts, newest.parts)
+        assert f"{setting}: of no use any more, the run has begun" in caplog.text
+
+
+def test_1_another_place_may_be_named_until_the_run_has_checkpoints_of_its_own():
+    elsewhere = save("elsewhere", 7)
+    config = configure(load_checkpoint_path="checkpoints/elsewhere")
+    state, step = start(config)
+    assert step == 7
+    assert same(state.parts, elsewhere.parts)
+    save("mine", 8)
+    assert start(config)[1] == 8
+
+
+def test_1_load_checkpoint_says_whether_there_must_or_may_be_one():
+    with pytest.raises(UserError, match=r"trainer\.load_checkpoint: there is no complete checkpoint in"):
+        start(configure(load_checkpoint=True))
+    assert start(configure())[1] == 0
+    save("mine", 3)
+    assert start(configure(load_checkpoint=True))[1] == 3
+    assert start(configure(load_checkpoint=False))[1] == 0
+    assert own_checkpoint(configure(load_checkpoint=False), "mine") is None
+    with pytest.raises(UserError, match="no such folder"):
+        start(configure(load_checkpoint_path="nowhere"), run="another")
+
+
+def test_2_the_whole_state_of_another_run_with_its_step():
+    other = save("other", 9)
+    state, step = start(configure(initialize_from="checkpoints"))  # a parent will do
+    assert step == int(state.step) == 9
+    assert same(state.parts, other.parts)
+
+
+def test_3_parameters_and_moments_of_another_run_at_step_0_with_a_schedule_that_begins():
+    other = save("other", 9)
+    state, step = start(configure(initialize_from_checkpoint_path="checkpoints/other/step-9"))
+    assert step == int(state.step) == 0
+    assert same(state.params, other.params)
+    *moments, rate = state.optimizer
+    *expected, old_rate = other.optimizer
+    assert same(moments, expected)
+    assert (int(rate.count), int(old_rate.count)) == (0, 9)
+
+
+@pytest.mark.parametrize("setting", ["initialize_from", "initialize_from_checkpoint_path"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"hidden_dim": 16}}, "model.hidden_dim: the checkpoint has 8, this config has 16"),
+        ({"optimizer": {"type": "lion"}}, "optimizer.type: the checkpoint has 'adam', this config has 'lion'"),
+    ],
+)
+def test_the_state_of_another_model_or_optimizer_is_refused(setting, change, message):
+    save("other", 9)
+    with pytest.raises(UserError, match=message):
+        start(configure(**{setting: "checkpoints/other"}, **change))
+
+
+@pytest.mark.parametrize("setting", ["initialize_from", "initialize_from_checkpoint_path"])
+def test_a_beginning_that_is_not_there_is_told_with_its_setting(setting):
+    with pytest.raises(UserError, match=f"{setting}: checkpoint nowhere: no such folder"):
+        start(configure(**{setting: "nowhere"}))
+
+
+def test_what_a_checkpoint_lacks_is_told_or_begins_fresh():
+    """One of before the parameters were averaged, and before bad steps were skipped."""
+    other = save("mine", 9)
+    more = {"model_averaging": {"beta": 0.9}}
+    with pytest.raises(UserError, match=r"step-9 lacks average/blocks/.* and 11 more; with trainer.allow_partial"):
+        start(configure(**more))
+    state, step = start(configure(**more, allow_partial_checkpoint=True))
+    assert step == 9
+    assert same(state.params, other.params)
+    assert same(state.optimizer, other.optimizer)
+    assert same(state.average, plan_program(configure(**more), VOCAB).init().average)
+
+
+def test_arrays_of_another_shape_are_refused_however_partial():
+    save("other", 9)
+    config = configure(initialize_from="checkpoints/other", allow_partial_checkpoint=True, model={"hidden_dim": 16})
+    with pytest.raises(UserError, match=r"params/blocks/attn/out/bias is \[1, 8\], expected \[1, 16\]"):
+        start(config)
+
+
+def test_only_one_beginning_may_be_named():
+    with pytest.raises(ValueError, match=r"set together with trainer\.initialize_from; remove one"):
+        configure(initialize_from="a", initialize_from_checkpoint_path="b")
