@@ -96,7 +96,7 @@ def test_what_is_not_in_force_yet_is_told_with_its_place(parse, capsys):
     told = capsys.readouterr().err.splitlines()
     assert told == [f"note: {notice}" for notice in run.notices()]
     assert sorted(told) == [
-        f"note: --trainer.tracker: trainer.tracker.{name} is checked, but not in force yet in this version"
+        f"note: --trainer.tracker: trainer.tracker[0].{name} is checked, but not in force yet in this version"
         for name in ("save_code", "save_xla_dumps")
     ]
 
