@@ -67,36 +67,38 @@ Settings marked with * are checked, but not in force yet in this version; using 
 AXES = """\
 ## Batches
 
-`train_batch_size` sequences make an update, over all devices; a list such as `[{{start: 0, value: 256}},
-{{start: 1000, value: 512}}]` changes it on the way (one compile for each size), and every sequence still comes once.
-`per_device_parallelism: -1` computes the batch at once: `train_batch_size * model_axis_size / devices` sequences on each
-device. (The reference's table divides by `devices * model_axis_size`, its rule for accumulation as here; the rule is
-right.) A smaller number accumulates gradients over several microbatches within the one step. The loss is the mean over
-all target tokens of the batch, so neither accumulation nor the mesh changes it; with dropout the number of microbatches
-is part of the random stream, and a change of it is told when a run goes on.
+`train_batch_size` sequences make an update, over all devices; a list such as `[{{start: 0, value: 256}}, {{start:
+1000, value: 512}}]` changes it on the way (one compile for each size), and every sequence still comes once.
+`per_device_parallelism: -1` computes the batch at once: `train_batch_size * model_axis_size / devices` sequences on
+each device. (The reference's table divides by `devices * model_axis_size`, its rule for accumulation as here; the
+rule is right.) A smaller number accumulates gradients over several microbatches within the one step. The loss is the
+mean over all target tokens of the batch, so neither accumulation nor the mesh changes it; with dropout the number of
+microbatches is part of the random stream, and a change of it is told when a run goes on.
 
 `mp: p=f32,c=bfloat16` keeps parameters and moments in float32 and computes in bfloat16; softmax, norms and loss are
 float32 in any case. float16 is refused, since it needs loss scaling.
 
 ## The learning rate
 
-`lmtrain config show FILE --plot-lr out.png` draws it. An int is always steps, a float always a fraction of the cycle it
-is in: `warmup: 1` is one step, `1.0` all of it. Each cycle is `[warmup or rewarmup] -> [stable] -> [decay]`; `cycles: 3`
-means three cycles with low points at thirds of the run (the reference's text says `num_train_steps / (c + 1)`, a slip).
-The low point itself is the first step of the next cycle, which is at the peak again unless `rewarmup` is set.
+`lmtrain config show FILE --plot-lr out.png` draws it. An int is always steps, a float always a fraction of the cycle
+it is in: `warmup: 1` is one step, `1.0` all of it. Each cycle is `[warmup or rewarmup] -> [stable] -> [decay]`;
+`cycles: 3` means three cycles with low points at thirds of the run (the reference's text says `num_train_steps / (c +
+1)`, a slip). The low point itself is the first step of the next cycle, which is at the peak again unless `rewarmup`
+is set.
 
 ## Splitting over devices
 
 The mesh has three axes: `replica` (copies), `data` and `model`. `model_axis_size`, `replica_ici_axis_size` and
 `replica_dcn_axis_size` say how large two of them are; `data` has the rest. In the basic mode the batch is split over
-`replica` and `data`, parameters and optimizer state at rest over `data` (`fsdp_axis`), and what `tensor_parallel_axes`
-names over `model`, in parameters and in computation: `[mlp, heads]`, with grouped heads also `kv_heads`, and `vocab`.
+`replica` and `data`, parameters and optimizer state at rest over `data` (`fsdp_axis`), and what
+`tensor_parallel_axes` names over `model`, in parameters and in computation: `[mlp, heads]`, with grouped heads also
+`kv_heads`, and `vocab`.
 
 In the advanced mode, mappings of logical axes to mesh axes add to that: `axis_resources` for both,
 `parameter_axis_resources` for parameters at rest, `compute_axis_resources` for computation, each a map such as
-`{{mlp: model, embed: [replica, data], vocab: null}}`. `position: model` in `compute_axis_resources` splits sequences. What
-does not divide, or would be split twice over the same devices, is an error that names the sizes. `lmtrain plan FILE
---devices N` shows the result.
+`{{mlp: model, embed: [replica, data], vocab: null}}`. `position: model` in `compute_axis_resources` splits sequences.
+What does not divide, or would be split twice over the same devices, is an error that names the sizes. `lmtrain plan
+FILE --devices N` shows the result.
 
 ## Axes
 

@@ -54,10 +54,9 @@ class Program:
             dtype=trainer.precision.params,
         )
 
-    def compile(self) -> Any:
-        """The compiled step for its largest batch, without any arrays: `as_text()`, `memory_analysis()`."""
-        size = max(self.batching.num_microbatches)
-        shape = (size, self.config.model.seq_len)
+    def example(self) -> tuple[Any, Any]:
+        """An abstract state and the largest batch, each array with its place."""
+        shape = (max(self.batching.num_microbatches), self.config.model.seq_len)
 
         def one(dtype: str) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self.layout.batch)
@@ -70,7 +69,11 @@ class Program:
             self.abstract,
             self.shardings,
         )
-        return self.train_step.lower(state, batch).compile()  # type: ignore[attr-defined]  # a jitted function's
+        return state, batch
+
+    def compile(self) -> Any:
+        """The compiled step for its largest batch, without any arrays: `as_text()`, `memory_analysis()`."""
+        return self.train_step.lower(*self.example()).compile()  # type: ignore[attr-defined]  # a jitted function's
 
     @property
     def rows(self) -> int:

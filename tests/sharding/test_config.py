@@ -58,3 +58,31 @@ def test_copies_over_slices_are_counted_or_left_to_the_slices(value):
     assert PartitioningConfig(replica_dcn_axis_size=-1).replica_dcn_axis_size == -1
     with pytest.raises(ValidationError):
         PartitioningConfig(replica_dcn_axis_size=value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"fsdp_axis": "embed", "parameter_axis_resources": {"embed": "model"}},
+            "says 'model' of 'embed', which fsdp_axis splits over data; choose one",
+        ),
+        (
+            {"tensor_parallel_axes": "mlp", "compute_axis_resources": {"mlp": "data"}},
+            "says 'data' of 'mlp', which tensor_parallel_axes splits over model; choose one",
+        ),
+        ({"compute_axis_resources": {"mlp": "data"}}, "splits 'mlp' over data, which splits the batch too"),
+        ({"axis_resources": {"embed": "data"}}, "use parameter_axis_resources for what is split at rest only"),
+        ({"parameter_axis_resources": {"batch": "data"}}, "'batch' is an axis of activations"),
+        ({"axis_resources": {"mlp": ["model", "model"]}}, "'mlp' names 'model' twice"),
+    ],
+)
+def test_mappings_that_contradict_one_another_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        PartitioningConfig(**settings)
+
+
+def test_the_default_of_fsdp_gives_way_and_equal_settings_are_no_contradiction():
+    assert PartitioningConfig(parameter_axis_resources={"embed": "model"}).parameter_mapping["embed"] == ("model",)
+    PartitioningConfig(fsdp_axis="embed", parameter_axis_resources={"embed": "data"})
+    PartitioningConfig(tensor_parallel_axes="mlp", compute_axis_resources={"mlp": ["model"]})

@@ -1,5 +1,7 @@
 """The mesh and its two mappings, on one device; what does not fit is refused."""
 
+from dataclasses import dataclass
+
 import jax
 import pytest
 from jax.sharding import PartitionSpec
@@ -47,3 +49,66 @@ def test_activations_follow_tensor_parallel_axes_but_keep_the_residual_stream_wh
 def test_a_number_of_devices_that_does_not_divide_is_refused():
     with pytest.raises(UserError, match=r"trainer.model_axis_size: 1 devices do not divide by 3; it could be 1"):
         plan_layout(PartitioningConfig(model_axis_size=3))
+
+
+@dataclass(frozen=True)
+class FakeDevice:
+    """What the layout looks at."""
+
+    id: int
+    slice_index: int
+    process_index: int = 0
+    platform: str = "cpu"
+    device_kind: str = "fake"
+
+
+SLICES = [FakeDevice(number, number // 4) for number in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "slices_of_replicas"),
+    [
+        ({"replica_dcn_axis_size": -1, "model_axis_size": 2}, (4, 2, 2), [{0}, {1}, {2}, {3}]),
+        ({"replica_dcn_axis_size": 2, "replica_ici_axis_size": 2}, (4, 4, 1), [{0}, {1}, {2}, {3}]),
+        ({"replica_dcn_axis_size": 2}, (2, 8, 1), [{0, 1}, {2, 3}]),
+        ({"replica_ici_axis_size": 2, "model_axis_size": 4}, (2, 2, 4), [{0, 1}, {2, 3}]),
+    ],
+)
+def test_copies_lie_within_slices_as_far_as_they_fit(config, shape, slices_of_replicas):
+    """The network between slices is slow: only what goes between copies, gradients, should cross it."""
+    mesh = plan_layout(PartitioningConfig(**config), SLICES).mesh
+    assert tuple(mesh.shape.values()) == shape
+    assert [{device.slice_index for device in part.ravel()} for part in mesh.devices] == slices_of_replicas
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"replica_dcn_axis_size": 3},
+            "replica_dcn_axis_size: 4 slices do not divide into 3 copies; it could be 2 or 4",
+        ),
+        ({"replica_ici_axis_size": 3}, "replica_ici_axis_size: 16 devices do not divide by 3; it could be 2 or 4"),
+        (
+            {"replica_dcn_axis_size": 4, "model_axis_size": 3},
+            "model_axis_size: 16 devices, 4 for each of the rest, do not divide by 3; it could be 2 or 4",
+        ),
+    ],
+)
+def test_copies_that_do_not_fit_are_refused(config, message):
+    with pytest.raises(UserError, match=message):
+        plan_layout(PartitioningConfig(**config), SLICES)
+
+
+def test_advanced_mappings_have_the_last_word_and_shared_ones_count_for_both():
+    layout = plan_layout(
+        PartitioningConfig(
+            axis_resources={"mlp": "model", "vocab": ["model"]},
+            parameter_axis_resources={"embed": ["replica", "data"], "vocab": None},
+            compute_axis_resources={"position": "model", "batch": "data"},
+        )
+    )
+    parameters = {axis: where for axis, where in layout.parameter_rules if where}
+    compute = {axis: where for axis, where in layout.compute_rules if where}
+    assert parameters == {"embed": ("replica", "data"), "mlp": "model"}
+    assert compute == {"act_batch": "data", "act_seq": "model", "act_mlp": "model", "act_vocab": "model"}
