@@ -16,8 +16,8 @@ VERBS = {
     "eval": ("eval", "validation loss of a checkpoint"),
     "export-hf": ("export_hf", "write a checkpoint as a Hugging Face model folder"),
     "generate": ("generate", "sample text from a checkpoint"),
-    "config": ("config", "check a config, or show it resolved"),
     "plan": ("plan", "parameters, FLOPs, layout and memory of a run, before it"),
+    "config": ("config", "check a config, or show it resolved"),
     "tokenizer": ("tokenizer", "learn a tokenizer from text"),
 }
 

@@ -104,6 +104,7 @@ def test_the_mixture_is_tokenized_as_written(tmp_path):
         assert f"cache/{name}: complete, {documents} documents" in done.stderr
 
 
+@pytest.mark.long
 def test_quickstart_goes_the_whole_way(tmp_path):
     """The real script in a copy of the repository, with 4 steps instead of 300."""
     if not (ROOT / ".venv").exists():

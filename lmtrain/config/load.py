@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -75,7 +75,17 @@ def _describe_all(model: type[BaseModel], layer: Layer, error: ValidationError) 
     for problem in error.errors(include_url=False):
         path = _written_path(layer, problem["loc"], problem["type"] == "missing")
         by_path.setdefault(path, []).append(problem)
-    return [_describe(model, layer, path, problems) for path, problems in by_path.items()]
+    return [
+        _describe(model, layer, path, problems)
+        for path, problems in by_path.items()
+        if not _is_explained_below(path, problems, by_path)
+    ]
+
+
+def _is_explained_below(path: Path, problems: list[Any], by_path: Iterable[Path]) -> bool:
+    """Of a list or map that is also no number, what is wrong inside it is what its writer wants to know."""
+    inside = any(other[: len(path)] == path and len(other) > len(path) for other in by_path)
+    return inside and all(problem["type"].endswith("_type") for problem in problems)
 
 
 def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[Any]) -> str:
@@ -97,8 +107,12 @@ def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[A
         return f"{place}{name}: this setting is required"
     message = problems[0]["msg"].removeprefix("Value error, ")
     if message.startswith(_EXPECTED):
-        expected = [p["msg"].removeprefix(_EXPECTED) for p in problems if p["msg"].startswith(_EXPECTED)]
-        message = "expected " + " or ".join(dict.fromkeys(expected))
+        better = [p for p in problems if not p["type"].endswith("_type")] if isinstance(seen, list | dict) else []
+        if better and not better[0]["msg"].startswith(_EXPECTED):
+            message = better[0]["msg"]
+        else:
+            expected = [_plain(p["msg"]) for p in problems if p["msg"].startswith(_EXPECTED)]
+            message = "expected " + " or ".join(dict.fromkeys(expected))
     if kind == "literal_error" and isinstance(seen, str):
         hint = suggest_name(seen, re.findall(r"'([^']*)'", message))
         message += f", not {_as_written(seen)}; did you mean {hint!r}?" if hint else f", not {_as_written(seen)}"
@@ -107,6 +121,24 @@ def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[A
         message = "expected a map of settings"
     shown = "" if isinstance(seen, dict | list | BaseModel) or message.endswith("?") else f", not {_as_written(seen)}"
     return f"{place}{name}: {message}{shown}" if name else f"{place}{message}"
+
+
+# What pydantic says, as one would say it of YAML.
+_PLAIN = (
+    (r"a valid boolean.*", "true or false"),
+    (r"a valid integer.*", "a whole number"),
+    (r"a valid number.*", "a number"),
+    (r"a valid string.*", "text"),
+    (r"a valid list", "a list"),
+    (r"a valid dictionary( or instance of \w+)?", "a map of settings"),
+)
+
+
+def _plain(message: str) -> str:
+    message = message.removeprefix(_EXPECTED)
+    for pattern, words in _PLAIN:
+        message = re.sub(f"^{pattern}$", words, message)
+    return message
 
 
 def _describe_type(layer: Layer, path: Path, seen: Any, context: dict[str, str]) -> str:

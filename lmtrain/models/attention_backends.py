@@ -4,9 +4,9 @@ backend    device  can do                                              memory
 xla        any     everything                                          grows with the square of the length
 blockwise  any     everything but dropout on the weights               grows with the length
 cudnn      GPU     grouped heads, sliding windows; 16 bits only,       grows with the length
-                   heads of 8, 16, ... 128
+                   heads of 8, 16, ... 128, first derivatives
 splash     TPU     grouped heads, sliding windows, segments; lengths   grows with the length
-                   that are multiples of 128
+                   that are multiples of 128, first derivatives
 """
 
 from collections.abc import Iterable

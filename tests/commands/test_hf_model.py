@@ -55,6 +55,7 @@ def test_a_folder_has_no_revisions(tmp_path):
         hf_settings(f"{tmp_path}@main")
 
 
+@pytest.mark.long
 @pytest.mark.end_to_end
 def test_a_run_that_has_begun_needs_its_base_no_more(tmp_path, settings, write_config):
     def lmtrain(*arguments, code=0):

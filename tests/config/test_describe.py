@@ -103,7 +103,7 @@ def test_defaults_are_written_as_in_a_file(value, expected):
 
 def test_the_terminals_list_marks_what_is_not_in_force():
     text = format_settings(GROUPS)
-    assert "--trainer.load_checkpoint *\n" in text
+    assert "--trainer.tracker[].save_xla_dumps *\n" in text
     assert "--trainer.seed\n" in text
     assert "model (type: gpt2): GPT-2" in text
 

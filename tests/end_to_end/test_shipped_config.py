@@ -33,12 +33,13 @@ def test_gpt2_small_trains_on_other_text_and_is_evaluated(lmtrain, tmp_path):
     assert (result["step"], result["eval/loss"]) == (2, during)
 
 
-def test_what_a_config_needs_and_this_version_lacks_is_told_before_anything_is_made(lmtrain, tmp_path):
-    for config, what in (("gpt2_nano_sophia", "sophia_h.yaml:2: optimizer.type sophia-h is not there yet"),):
-        refused = lmtrain("train", config)
-        assert refused.returncode == 2
-        assert what in refused.stderr.splitlines()[-1]
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["sophia-g", "lion", "muon", "adafactor"])
+def test_every_optimizer_trains_from_the_command_line(lmtrain, tmp_path, optimizer):
+    more = ["--model.hidden_dim", 128, "--trainer.model_averaging", "{beta: 0.5}", "--optimizer.type", optimizer]
+    done = lmtrain("train", "gpt2_small", *SMALL, *DATA, *more)
+    assert done.returncode == 0, done.stderr
+    assert "average " in done.stderr
 
 
 def test_without_a_network_a_hub_name_is_an_error_with_advice_at_once(lmtrain, tmp_path):
@@ -53,6 +54,7 @@ def test_without_a_network_a_hub_name_is_an_error_with_advice_at_once(lmtrain, t
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.long
 def test_the_first_config_trains_on_a_data_set_named_by_a_shipped_fragment(lmtrain, tmp_path):
     """`--data "include data/wikitext103.yaml"`, with a local folder in the place of the hub's data set."""
     folder = tmp_path / "dataset"

@@ -50,6 +50,7 @@ def lmtrain(hub, *arguments: str, **environment: str):
     return hub.run(code, **environment)
 
 
+@pytest.mark.long
 def test_training_begins_from_a_gated_model_and_its_exports_arrive(hub, base, config):
     done = lmtrain(hub, "train", "tiny.yaml", HF_TOKEN=hub.token)
     assert done.returncode == 0, done.stderr

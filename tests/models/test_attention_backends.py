@@ -22,8 +22,18 @@ HOME = {"xla": None, "blockwise": None, "cudnn": "gpu", "splash": "tpu"}
 CANNOT = {
     "xla": set(),
     "blockwise": {"dropout"},
-    "cudnn": {"alibi", "segments", "dropout", "upcast", "float32", "wide_heads", "wide_values", "odd_heads"},
-    "splash": {"alibi", "dropout", "upcast", "odd_length", "wide_values"},
+    "cudnn": {
+        "alibi",
+        "segments",
+        "dropout",
+        "upcast",
+        "float32",
+        "wide_heads",
+        "wide_values",
+        "odd_heads",
+        "second_derivatives",
+    },
+    "splash": {"alibi", "dropout", "upcast", "odd_length", "wide_values", "second_derivatives"},
 }
 PLATFORMS = ["cpu", "gpu", "tpu"]
 SHORT, LONG = 4095, 4096
@@ -120,6 +130,7 @@ def test_the_table_in_the_docstring_is_true():
         "odd_length": "multiples of 128",
         "wide_heads": "... 128",
         "odd_heads": "8, 16,",
+        "second_derivatives": "first derivatives",
     }
     assert set(words) | set(limits) == set(FEATURES)
     for name, text in rows.items():

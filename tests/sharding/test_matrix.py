@@ -15,12 +15,9 @@ SCRIPT = Path(__file__).with_name("train_on_meshes.py")
 
 TENSOR = {"tensor_parallel_axes": ["mlp", "heads", "vocab"]}
 ONE = {"name": "one", "devices": 1}
-MESHES = {
-    "data": {"fsdp_axis": None},
-    "fsdp and tensor": {"model_axis_size": 2, **TENSOR},
-    "fsdp, accumulating": {"per_device_parallelism": 1},
-}
+MESHES = {"fsdp and tensor": {"model_axis_size": 2, **TENSOR}, "fsdp, accumulating": {"per_device_parallelism": 1}}
 MORE = {
+    "data": {"fsdp_axis": None},
     "fsdp": {},
     "tensor": {"fsdp_axis": None, "model_axis_size": 4, **TENSOR},
     "replicas": {"replica_ici_axis_size": 2, "model_axis_size": 2, **TENSOR},
@@ -44,22 +41,22 @@ def train(folder, cases):
     return json.loads(output.read_text())
 
 
-def train_on(folder, meshes):
-    """50 steps in float32 on one device, and on every mesh."""
-    cases = [{**ONE, "steps": 50}]
-    cases += [{"name": name, "steps": 50, "trainer": trainer, "inspect": True} for name, trainer in meshes.items()]
+def train_on(folder, meshes, steps):
+    """So many steps in float32 on one device, and on every mesh."""
+    cases = [{**ONE, "steps": steps}]
+    cases += [{"name": name, "steps": steps, "trainer": trainer, "inspect": True} for name, trainer in meshes.items()]
     return train(folder, cases)
 
 
 @pytest.fixture(scope="module")
 def meshes(tmp_path_factory):
-    return train_on(tmp_path_factory.mktemp("meshes"), MESHES)
+    return train_on(tmp_path_factory.mktemp("meshes"), MESHES, 15)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_fifty_losses_are_those_of_one_device(meshes, mesh):
+def test_losses_are_those_of_one_device(meshes, mesh):
     one = meshes["one"]["losses"]
-    assert one[-1] < 0.6 * one[0]  # it does learn
+    assert one[-1] < 0.9 * one[0]  # it does learn
     np.testing.assert_allclose(meshes[mesh]["losses"], one, rtol=1e-5)
 
 
@@ -72,7 +69,7 @@ def test_no_collective_gathers_the_whole_model(meshes, mesh):
     assert not [shape for shapes in gathers for shape in map(tuple, shapes) if shape in stacked]
 
 
-@pytest.mark.parametrize(("mesh", "parts"), [("fsdp, accumulating", 8), ("fsdp and tensor", 8), ("data", 1)])
+@pytest.mark.parametrize(("mesh", "parts"), [("fsdp, accumulating", 8), ("fsdp and tensor", 8)])
 def test_no_matrix_of_the_optimizer_state_is_whole_on_a_device(meshes, mesh, parts):
     leaves = [leaf for leaf in meshes[mesh]["optimizer"] if "kernel" in leaf[0]]
     assert len(leaves) >= 8
@@ -86,9 +83,10 @@ def test_microbatches_are_cut_without_moving_rows(meshes):
 
 
 @pytest.mark.long
-def test_more_meshes_and_mappings_give_the_losses_of_one_device(tmp_path):
-    found = train_on(tmp_path, MORE)
-    for mesh in MORE:
+def test_fifty_losses_on_all_meshes_and_mappings_are_the_losses_of_one_device(tmp_path):
+    found = train_on(tmp_path, MESHES | MORE, 50)
+    assert found["one"]["losses"][-1] < 0.6 * found["one"]["losses"][0]
+    for mesh in MESHES | MORE:
         np.testing.assert_allclose(found[mesh]["losses"], found["one"]["losses"], rtol=1e-5, err_msg=mesh)
 
 

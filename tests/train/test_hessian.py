@@ -109,6 +109,7 @@ def assert_mean_is(estimates, expected, precision: float):
     assert np.linalg.norm(error) < precision * np.linalg.norm(expected)
 
 
+@pytest.mark.long
 def test_hutchinsons_mean_is_the_diagonal_of_the_hessian():
     expected = exact_hessian()
     assert expected.min() < 0 < expected.max()
