@@ -57,6 +57,7 @@ def test_every_command_is_run_by_one_of_these_tests():
     assert lines == commands_about("my.yaml") + commands_about("continued.yaml")
 
 
+@pytest.mark.long
 def test_going_on_from_another_model_runs_as_written(own_text):
     from transformers import LlamaConfig, LlamaForCausalLM
 

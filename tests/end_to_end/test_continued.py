@@ -107,6 +107,7 @@ def test_exports_came_every_second_step_and_after_the_last_and_are_the_checkpoin
     assert not torch.equal(loaded.lm_head.weight, before.lm_head.weight)
 
 
+@pytest.mark.long
 def test_export_hf_verifies_itself_and_says_the_figure(trained):
     folder, _ = trained
     done = run(folder, "export-hf", "tiny.yaml", "--output", "verified", "--dtype", "bfloat16", "--verify")
@@ -130,6 +131,7 @@ def test_an_export_that_was_missed_is_made_when_the_run_goes_on_and_the_weights_
         assert (again / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.long
 def test_an_export_that_fails_does_not_end_the_run_but_tells_and_exits_with_1(folder):
     """Something else stands where the exports of two steps should be."""
     for step in (2, 3):
@@ -152,6 +154,7 @@ def test_where_exports_cannot_be_is_told_before_the_first_step(folder):
     assert "hf_save_path: a_file/nowhere cannot be made: " in done.stderr
 
 
+@pytest.mark.long
 def test_generate_and_eval_take_a_hugging_face_model(trained):
     folder, _ = trained
     prompt = ["generate", "--hf", "exports/continued/step-5", "--prompt", "The quiet", "--temperature", "0"]

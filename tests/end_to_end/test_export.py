@@ -45,6 +45,7 @@ def test_an_export_is_readable_by_others_as_files_usually_are(trained):
         assert os.stat(trained / "model" / name).st_mode & 0o777 == 0o666 & ~umask, name
 
 
+@pytest.mark.long
 def test_generate_continues_the_prompt_and_repeats_itself(trained):
     prompt = ["generate", "tiny.yaml", "--prompt", "The quiet river", "--max_new_tokens", "12"]
     first = run(trained, *prompt)

@@ -102,6 +102,7 @@ def wait_for(found, process):
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_preprocess_asked_to_stop_keeps_what_is_finished_and_exits_75(config, lmtrain, tmp_path):
     path = config()
     process = start(tmp_path, "preprocess", path)
@@ -119,6 +120,7 @@ def test_preprocess_asked_to_stop_keeps_what_is_finished_and_exits_75(config, lm
     assert f"preprocess: {len(kept)} of {FILES} shards are there, continuing" in again.stderr
 
 
+@pytest.mark.long
 def test_two_who_build_one_cache_build_it_once(config, tmp_path):
     path = config()
     first = start(tmp_path, "preprocess", path)
@@ -132,6 +134,7 @@ def test_two_who_build_one_cache_build_it_once(config, tmp_path):
     assert not (tmp_path / "cache" / "train" / ".building").exists()
 
 
+@pytest.mark.long
 def test_a_builder_takes_over_from_one_that_is_killed(config, tmp_path):
     path = config()
     first = start(tmp_path, "preprocess", path)

@@ -18,6 +18,7 @@ DATA = [
 ]
 
 
+@pytest.mark.long
 def test_gpt2_small_trains_on_other_text_and_is_evaluated(lmtrain, tmp_path):
     trained = lmtrain("train", "config/gpt2_small.yaml", *SMALL, *DATA)
     assert trained.returncode == 0, trained.stderr

@@ -160,6 +160,7 @@ def test_accumulation_gives_the_same_losses(undisturbed, tmp_path):
     np.testing.assert_allclose(accumulated, alone, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_stops_before_a_save(tmp_path):
     printed = train(tmp_path, "--optimizer.learning_rate", "1e30", "--optimizer.max_grad_norm", "null", code=1)
     assert "the loss of step" in printed

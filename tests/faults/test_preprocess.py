@@ -172,6 +172,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", DAMAGED)
 def test_a_damaged_input_is_named_and_mending_it_is_enough(config, sources, lmtrain, tmp_path, kind):
     damage, message = DAMAGED[kind]

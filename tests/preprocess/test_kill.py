@@ -60,7 +60,9 @@ def undisturbed(sources, tmp_path_factory):
     return contents(folder)
 
 
-@pytest.mark.parametrize("moment", ["*.arrayrecord.tmp-*", "shard-00000-of-00003.json"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("*.arrayrecord.tmp-*", marks=pytest.mark.long), "shard-00000-of-00003.json"]
+)
 def test_killed_and_run_again_equals_never_killed(settings, sources, undisturbed, tmp_path, moment):
     cache: Path = tmp_path / "cache" / "train"
     process = preprocess(settings, sources, tmp_path)

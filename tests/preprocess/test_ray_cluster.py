@@ -60,6 +60,7 @@ def undisturbed(config, lmtrain, tmp_path):
     return {path.name: path.read_bytes() for path in (tmp_path / "local" / "train").iterdir()}
 
 
+@pytest.mark.long
 def test_a_cluster_gives_the_bytes_of_this_machine(config, lmtrain, undisturbed, address, tmp_path):
     told = lmtrain("preprocess", config, "--address", address)
     assert told.returncode == 0, told.stderr

@@ -299,7 +299,9 @@ def start(script: str, *arguments: str, **environment: str) -> str:
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family", [name if name == "llama" else pytest.param(name, marks=pytest.mark.long) for name in MODELS]
+)
 def test_on_8_devices_all_is_as_on_one_and_lies_as_planned(tmp_path, family):
     from lmtrain.run_config import RunConfig
 

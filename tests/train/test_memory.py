@@ -19,9 +19,10 @@ def program(model=None, vocab=512, **trainer):
     return plan_program(RunConfig(model=Gpt2Config(**SIZES | (model or {})), trainer=trainer), vocab)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("checkpointing", "micro"),
-    [(True, 8), *(pytest.param(remat, -1, marks=pytest.mark.long) for remat in (True, False))],
+    [(True, 8), (True, -1), (False, -1)],
 )
 def test_the_estimate_is_near_the_compilers_figure(checkpointing, micro):
     """The bounds are those of the docstring, and a bit."""

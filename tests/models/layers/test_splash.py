@@ -117,6 +117,7 @@ print(json.dumps([result, text.count("tpu_custom_call")]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.multi_device
 def test_on_a_mesh_every_backend_gives_the_numbers_of_one_device():
     """With the heads of keys split as those of queries are, and with the heads of queries alone split."""
