@@ -17,7 +17,6 @@ from lmtrain.train.export import plan_export
 from lmtrain.train.hf_params import load_hf_params
 from lmtrain.train.loss import next_token_targets, summed_cross_entropy
 
-
 # One of each kind of block; the rest, which tests/parity/test_fixtures.py compares in any case, in the long form.
 NOW = {"gpt2", "llama-grouped", "gemma", "olmo2", "mpt-6-heads", "backpack"}
 
