@@ -12,7 +12,7 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable
 
 import subprocess  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -78,6 +78,17 @@ def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["XDG_CACHE_HOME"] = str(
         base / "user cache"
     )  # what a hub library or lmtrain keeps of the user's stays out
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """Compile without optimizing, in a file that says `pytestmark = pytest.mark.usefixtures("quick_compiles")`."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

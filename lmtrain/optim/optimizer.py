@@ -23,9 +23,9 @@ from lmtrain.optim.weight_decay import decay_mask
 
 
 class LearningRateState(NamedTuple):
-    """`count` int32: updates done; `learning_rate` float32: that of the last one."""
+    """`step` int32: updates done; `learning_rate` float32: that of the last one."""
 
-    count: jax.Array  # type: ignore[assignment]  # tuple has a method of that name, which nobody calls
+    step: jax.Array
     learning_rate: jax.Array
 
 
@@ -94,9 +94,9 @@ def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
         return LearningRateState(jnp.int32(0), jnp.asarray(schedule(0), jnp.float32))
 
     def update(updates: Any, state: LearningRateState, params: Any = None) -> tuple[Any, LearningRateState]:
-        rate = jnp.asarray(schedule(state.count), jnp.float32)
+        rate = jnp.asarray(schedule(state.step), jnp.float32)
         updates = jax.tree.map(lambda u: (-rate).astype(u.dtype) * u, updates)
-        return updates, LearningRateState(state.count + 1, rate)
+        return updates, LearningRateState(state.step + 1, rate)
 
     return optax.GradientTransformation(init, update)
 
@@ -105,7 +105,7 @@ def restart_schedule(state: Any) -> Any:
     """An optimizer's state, with the learning rate at its beginning and moments as they are."""
     is_rate = lambda node: isinstance(node, LearningRateState)  # noqa: E731  # said twice below
     return jax.tree.map(
-        lambda node: LearningRateState(jnp.zeros_like(node.count), node.learning_rate) if is_rate(node) else node,
+        lambda node: LearningRateState(jnp.zeros_like(node.step), node.learning_rate) if is_rate(node) else node,
         state,
         is_leaf=is_rate,
     )

@@ -11,11 +11,11 @@ _LEAST_DEVIATION = 1e-6
 
 
 class SkipStepState(NamedTuple):
-    """`losses` and `norms` float32 [length]: the last finite ones, `count` int32 of them seen; `skipped` int32."""
+    """`losses` and `norms` float32 [length]: the last finite ones, `seen` int32: how many so far; `skipped` int32."""
 
     losses: jax.Array
     norms: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # tuple has a method of that name, which nobody calls
+    seen: jax.Array
     skipped: jax.Array
     inner: Any
 
@@ -41,7 +41,7 @@ def skip_bad_steps(
         norm = optax.tree.norm(gradients).astype(jnp.float32)
         loss = loss.astype(jnp.float32)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        known = jnp.arange(length) < state.count
+        known = jnp.arange(length) < state.seen
 
         def is_outlier(value: jax.Array, past: jax.Array) -> jax.Array:
             number = jnp.maximum(known.sum(), 1)
@@ -49,7 +49,7 @@ def skip_bad_steps(
             deviation = jnp.sqrt(jnp.where(known, (past - mean) ** 2, 0).sum() / number)
             return value > mean + sigma_factor * jnp.maximum(deviation, _LEAST_DEVIATION)
 
-        enough = state.count >= max(2, length // 2)
+        enough = state.seen >= max(2, length // 2)
         outlier = is_outlier(loss, state.losses) | is_outlier(norm, state.norms)
         skip = ~finite | (enough & outlier)
 
@@ -58,12 +58,12 @@ def skip_bad_steps(
         inner_state = jax.tree.map(lambda new, old: jnp.where(skip, old, new), inner_state, state.inner)
 
         def remember(past: jax.Array, value: jax.Array) -> jax.Array:
-            return jnp.where(finite, past.at[state.count % length].set(value), past)
+            return jnp.where(finite, past.at[state.seen % length].set(value), past)
 
         return updates, SkipStepState(
             remember(state.losses, loss),
             remember(state.norms, norm),
-            state.count + finite.astype(jnp.int32),
+            state.seen + finite.astype(jnp.int32),
             state.skipped + skip.astype(jnp.int32),
             inner_state,
         )

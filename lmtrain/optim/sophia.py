@@ -16,9 +16,9 @@ HessianEstimate = Callable[[jax.Array], Any]
 
 
 class SophiaState(NamedTuple):
-    """`count` int32; `mu` the momentum, `hessian` the running estimate, both as the parameters."""
+    """`step` int32: updates done; `mu` the momentum, `hessian` the running estimate, both as the parameters."""
 
-    count: jax.Array  # type: ignore[assignment]  # tuple has a method of that name, which nobody calls
+    step: jax.Array
     mu: Any
     hessian: Any
 
@@ -48,18 +48,18 @@ def scale_by_sophia(
         mu = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, gradients)
 
         def estimate(h: Any) -> Any:
-            new = hessian(jax.random.fold_in(jax.random.key(rng_seed), state.count))
+            new = hessian(jax.random.fold_in(jax.random.key(rng_seed), state.step))
             return jax.tree.map(lambda a, b: beta2 * a + (1 - beta2) * b.astype(a.dtype), h, new)
 
-        due = state.count % update_interval == 0
+        due = state.step % update_interval == 0
         h = jax.lax.cond(due, estimate, lambda h: h, state.hessian)
-        count = state.count + 1
-        correction = 1 - beta1 ** count.astype(jnp.float32)
+        step = state.step + 1
+        correction = 1 - beta1 ** step.astype(jnp.float32)
 
         def direction(m: jax.Array, h: jax.Array) -> jax.Array:
             ratio = (m / correction / jnp.maximum(gamma * h, epsilon)).astype(m.dtype)
             return ratio if clip_threshold is None else jnp.clip(ratio, -clip_threshold, clip_threshold)
 
-        return jax.tree.map(direction, mu, h), SophiaState(count, mu, h)
+        return jax.tree.map(direction, mu, h), SophiaState(step, mu, h)
 
     return optax.GradientTransformationExtraArgs(init, update)

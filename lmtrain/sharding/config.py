@@ -1,5 +1,6 @@
 """Settings of partitioning: what is split over which devices, and the two mappings they make."""
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
@@ -139,7 +140,7 @@ def names(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-def _unknown(kind: str, axis: str, known: object) -> str:
-    listed = list(known)  # type: ignore[call-overload]  # any collection of names
+def _unknown(kind: str, axis: str, known: Iterable[str]) -> str:
+    listed = list(known)
     hint = suggest_name(axis, listed)
     return f"no {kind} axis {axis!r}; " + (f"did you mean {hint!r}?" if hint else f"one of {', '.join(listed)}")

@@ -1,8 +1,14 @@
-"""Compiling without optimizing: programs this small run for microseconds, what takes time is making them fast."""
+"""Tiny models in no time: compiled without optimizing, with parameters that need no compiling at all.
+
+Programs this small run for microseconds; what takes time is making them fast.
+"""
 
 import functools
+from typing import Any
 
+import flax.linen as nn
 import jax
+import numpy as np
 
 jit = functools.partial(
     jax.jit,
@@ -12,3 +18,40 @@ jit = functools.partial(
         "xla_cpu_use_fusion_emitters": False,
     },
 )
+
+
+def random_params(lm: nn.Module, scale: float = 0.4, seed: int = 1) -> Any:
+    """Parameters of a language model, float32, every one random and large enough that each matters."""
+    shapes = jax.eval_shape(lm.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32))
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda p: (rng.normal(size=p.shape) * scale).astype(np.float32), nn.meta.unbox(shapes)["params"]
+    )
+
+
+def changed_by_dropout(lm: nn.Module, plain: nn.Module, params: Any, tokens: np.ndarray) -> float:
+    """How far dropout moves what `lm` computes in training; asserts that it evaluates as `plain`, which has none."""
+    assert (lm.has_dropout, plain.has_dropout) == (True, False)
+    evaluation, without = (
+        jax.make_jaxpr(lambda p, lm=lm: lm.apply({"params": p}, tokens, True, method="hidden"))(params)
+        for lm in (lm, plain)
+    )
+    assert str(evaluation) == str(without)
+
+    def hidden(lm: nn.Module, deterministic: bool) -> np.ndarray:
+        rngs = {"dropout": jax.random.key(0)}
+        run = jit(lambda p: lm.apply({"params": p}, tokens, deterministic, method="hidden", rngs=rngs))
+        return np.asarray(run(params))
+
+    return float(np.abs(hidden(lm, False) - hidden(plain, True)).max())
+
+
+def reached_tokens(lm: nn.Module, params: Any, segments: np.ndarray | None) -> list[int]:
+    """The tokens on whose embeddings positions 3 to 6 of the first of two rows depend: it is tokens 0 to 7."""
+
+    def second(params: Any) -> jax.Array:
+        hidden = lm.apply({"params": params}, np.arange(16).reshape(2, 8), True, segments, method="hidden")
+        return (hidden[0, 3:7] ** 3).sum()
+
+    gradient = jit(jax.grad(second))(params)["tokens"]["embedding"]
+    return np.flatnonzero(np.abs(np.asarray(gradient)).sum(axis=1)).tolist()

@@ -177,7 +177,7 @@ def test_the_state_holds_the_rate_of_the_last_update_and_their_number(name):
     found = [before[-1], after[-1]]
     for learning, count, expected in zip(found, (0, 2), (0.1, 0.05), strict=True):
         assert isinstance(learning, LearningRateState)
-        assert (int(learning.count), learning.count.dtype) == (count, np.int32)
+        assert (int(learning.step), learning.step.dtype) == (count, np.int32)
         assert float(learning.learning_rate) == pytest.approx(expected)
         assert learning.learning_rate.dtype == np.float32
 

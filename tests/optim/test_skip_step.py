@@ -96,7 +96,7 @@ def test_the_same_steps_are_left_out_as_by_a_plain_reimplementation(length, sigm
             np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=f"step {step}")
         assert int(state.skipped) == len(skipped), step
     assert 15 < len(skipped) < 200
-    assert int(state.count) == len(plain.losses)
+    assert int(state.seen) == len(plain.losses)
 
 
 @pytest.mark.parametrize("length", [2, 4, 8, 20])
@@ -173,7 +173,7 @@ def test_in_an_optimizer_the_gradients_are_judged_before_clipping_and_parameters
     np.testing.assert_array_equal(updates["kernel"], [[0, 0]])
     assert int(optax.tree.get(after, "skipped")) == 1
     # the schedule is of steps, and goes on
-    assert int(after[-1].count) == int(state[-1].count) + 1 == 5
+    assert int(after[-1].step) == int(state[-1].step) + 1 == 5
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_the_hessian_is_estimated_only_when_due_each_time_with_a_key_of_its_own(
     assert counts == due
     np.testing.assert_allclose(marks, [1 - 0.8**number for number in due], rtol=1e-5)
     assert len(set(called)) == len(called)
-    assert int(state.count) == 21
+    assert int(state.step) == 21
 
 
 def test_another_seed_draws_other_estimates_and_the_same_seed_the_same():

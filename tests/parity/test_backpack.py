@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from models import quick
 from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
@@ -49,21 +50,14 @@ def _modules(tmp_path_factory):
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compiles():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def make(**changes):
     """Our model and its parameters, with sense weights and positions large enough to matter."""
     config = BackpackConfig(**SIZES | PADDED | QUICK | changes)
     lm = BackpackLM(config, VOCAB)
-    shapes = nn.meta.unbox(jax.eval_shape(lm.init, jax.random.key(0), np.zeros((1, 2), np.int32)))["params"]
-    rng = np.random.default_rng(7)
-    params = jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.3).astype(np.float32), shapes)
+    params = quick.random_params(lm, 0.3, seed=7)
     params["weigh"]["kernel"] *= 5
     params["positions"]["embedding"] *= 10
     return lm, params

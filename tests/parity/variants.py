@@ -2,9 +2,8 @@
 
 from typing import Any, NamedTuple
 
-import flax.linen as nn
-import jax
 import numpy as np
+from models import quick
 
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.registry import build_model
@@ -83,10 +82,7 @@ def make(name: str, **more: Any) -> Variant:
     settings = {"type": family, "gradient_checkpointing": False} | sizes | changes | more
     run_config = RunConfig.model_validate({"model": settings})
     model = build_model(run_config.model, VOCAB)
-    shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32)))
-    rng = np.random.default_rng(7)
-    params = jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.4).astype(np.float32), shapes["params"])
-    return Variant(kind, run_config, model, params)
+    return Variant(kind, run_config, model, quick.random_params(model, seed=7))
 
 
 def tokens() -> np.ndarray:

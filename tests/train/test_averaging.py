@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from flax.core.meta import unbox
+from models import quick
 from models.quick import jit
 
 from lmtrain.models.gpt2.config import Gpt2Config
@@ -110,18 +110,11 @@ TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6)).astype(np.int32)
 BATCH = {"tokens": TOKENS, "loss_mask": np.arange(6) < np.array([[5], [5]])}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def initial(dtype: str):
-    shapes = unbox(jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS))["params"]
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) * 0.3, dtype), shapes)
+    return jax.tree.map(lambda p: jnp.asarray(p, dtype), quick.random_params(MODEL, 0.3))
 
 
 @functools.cache

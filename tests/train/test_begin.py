@@ -113,7 +113,7 @@ def test_3_parameters_and_moments_of_another_run_at_step_0_with_a_schedule_that_
     *moments, rate = state.optimizer
     *expected, old_rate = other.optimizer
     assert same(moments, expected)
-    assert (int(rate.count), int(old_rate.count)) == (0, 9)
+    assert (int(rate.step), int(old_rate.step)) == (0, 9)
 
 
 @pytest.mark.parametrize("setting", ["initialize_from", "initialize_from_checkpoint_path"])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core.meta import unbox
+from models import quick
 from models.quick import jit
 
 from lmtrain.models.gpt2.config import Gpt2Config
@@ -27,22 +27,10 @@ BATCH = {
 COUNT = 8
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    """Tiny programs run for microseconds; what takes time is optimizing them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
-def values():
-    shapes = unbox(jax.eval_shape(MODEL.init, jax.random.key(0), BATCH["tokens"]))["params"]
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.7).astype(np.float32), shapes)
-
-
-VALUES = values()
+VALUES = quick.random_params(MODEL, 0.7)
 KEYS = jax.random.split(jax.random.key(5), 6000)
 
 

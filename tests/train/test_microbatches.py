@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.core.meta import unbox
+from models import quick
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
@@ -34,19 +34,11 @@ BATCH = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    """Tiny programs run for microseconds; what takes time is optimizing them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def fresh(model) -> TrainState:
-    shapes = unbox(jax.eval_shape(model.init, jax.random.key(0), BATCH["tokens"]))["params"]
-    rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) * 0.3, jnp.float32), shapes)
+    params = jax.tree.map(jnp.asarray, quick.random_params(model, 0.3))
     return TrainState(jnp.int32(0), params, KEEPER.init(params))
 
 

@@ -19,14 +19,7 @@ from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.processes import ALONE
 from lmtrain.train.setup import finished_checkpoint, set_up
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    """Tiny programs run for microseconds; what takes time is optimizing them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture

@@ -17,13 +17,7 @@ MODEL = Gpt2LM(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=2, seq_len=8), 1
 OPTIMIZER = optax.adam(0.1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    """Tiny programs run for microseconds; what takes time is optimizing them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 import logging
 
-import flax.linen as nn
 import jax
 import numpy as np
 import optax
 import pytest
+from models import quick
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
@@ -35,22 +35,10 @@ MASK = np.arange(8) < np.array([[7], [5], [1], [0]])
 BATCH = {"tokens": TOKENS, "loss_mask": MASK}
 
 
-def values() -> dict:
-    shapes = nn.meta.unbox(jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS))["params"]
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.3).astype(np.float32), shapes)
+VALUES = quick.random_params(MODEL, 0.3)
 
 
-VALUES = values()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiles():
-    """Tiny programs run for microseconds; what takes time is optimizing them."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def fresh(step: int = 0) -> TrainState:

@@ -4,6 +4,7 @@ Which way can do what, and which is taken, is in `lmtrain/models/attention_backe
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,9 +118,9 @@ def _in_halves(
     half = q.shape[2] // 2
     s = segments_BS
     early, late = (None, None) if s is None else ((s[:, :half], s[:, :half]), (s[:, half:], s))
-    how = {"upcast": upcast, "drop": drop, "window": window, "slopes": slopes}
-    first = attend(q[:, :, :half], k[:, :, :half], v[:, :, :half], scale, 0, segments=early, **how)  # type: ignore[arg-type]
-    second = attend(q[:, :, half:], k, v, scale, half, segments=late, **how)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"upcast": upcast, "drop": drop, "window": window, "slopes": slopes}
+    first = attend(q[:, :, :half], k[:, :, :half], v[:, :, :half], scale, 0, segments=early, **how)
+    second = attend(q[:, :, half:], k, v, scale, half, segments=late, **how)
     return jnp.concatenate([first, second], axis=2)
 
 

@@ -1,9 +1,8 @@
 """The table of Hugging Face names covers every parameter, and goes there and back without changing a bit."""
 
-import jax
 import numpy as np
 import pytest
-from flax import linen as nn
+from models import quick
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import flatten, to_hf
@@ -16,9 +15,7 @@ CONFIG = Gpt2Config(hidden_dim=12, num_heads=3, num_layers=2, seq_len=8, mlp_sca
 
 @pytest.fixture(scope="module")
 def params():
-    shapes = jax.eval_shape(Gpt2LM(CONFIG, 20).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32))
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), nn.meta.unbox(shapes)["params"])
+    return quick.random_params(Gpt2LM(CONFIG, 20), 1.0, seed=0)
 
 
 @pytest.fixture(scope="module")

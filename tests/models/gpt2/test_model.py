@@ -25,10 +25,7 @@ def model(**changes) -> Gpt2LM:
 
 @pytest.fixture(scope="module")
 def params():
-    """Every parameter random, large enough that each matters."""
-    shapes = nn.meta.unbox(jax.eval_shape(model().init, jax.random.key(0), TOKENS))["params"]
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.4).astype(np.float32), shapes)
+    return quick.random_params(model())
 
 
 @pytest.mark.parametrize("name", list(DROPOUT))
@@ -63,20 +60,10 @@ def test_the_layers_draw_different_dropout(params):
 def test_documents_in_one_sequence_know_nothing_of_one_another(params):
     """A document's gradient by another's embeddings is zero; without documents, it is not."""
     lm = model()
-
-    @quick.jit
-    def gradient(params, segments):
-        def second(params):
-            hidden = lm.apply({"params": params}, np.arange(16).reshape(2, 8), True, segments, method="hidden")
-            return (hidden[0, 3:7] ** 3).sum()  # of the first row's document 1, tokens 3 to 6
-
-        return jax.grad(second)(params)["tokens"]["embedding"]
-
-    def reached(segments):
-        return np.flatnonzero(np.abs(np.asarray(gradient(params, segments))).sum(axis=1)).tolist()
-
-    assert reached(np.array([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 5, 6, 6, 6]])) == [3, 4, 5, 6]
-    assert reached(None) == reached(np.zeros((2, 8), int)) == [0, 1, 2, 3, 4, 5, 6]
+    apart = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 5, 6, 6, 6]])
+    assert quick.reached_tokens(lm, params, apart) == [3, 4, 5, 6]
+    together = [0, 1, 2, 3, 4, 5, 6]
+    assert quick.reached_tokens(lm, params, None) == quick.reached_tokens(lm, params, np.zeros((2, 8), int)) == together
 
 
 @pytest.mark.parametrize("pieces", [[8], [1] * 8, [3, 1, 4]])

@@ -20,30 +20,14 @@ def model(**changes):
     return LlamaLM(LlamaConfig(**SIZES | changes), VOCAB)
 
 
-def random_params(lm):
-    shapes = nn.meta.unbox(jax.eval_shape(lm.init, jax.random.key(0), TOKENS))["params"]
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.4).astype(np.float32), shapes)
-
-
 def test_documents_in_one_sequence_know_nothing_of_one_another():
     """A document's gradient by another's embeddings is zero; without documents, it is not."""
     lm = model()
-    params = random_params(lm)
-
-    @quick.jit
-    def gradient(params, segments):
-        def second(params):
-            hidden = lm.apply({"params": params}, np.arange(16).reshape(2, 8), True, segments, method="hidden")
-            return (hidden[0, 3:7] ** 3).sum()  # of the first row's document 1, tokens 3 to 6
-
-        return jax.grad(second)(params)["tokens"]["embedding"]
-
-    def reached(segments):
-        return np.flatnonzero(np.abs(np.asarray(gradient(params, segments))).sum(axis=1)).tolist()
-
-    assert reached(np.array([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 5, 6, 6, 6]])) == [3, 4, 5, 6]
-    assert reached(None) == reached(np.zeros((2, 8), int)) == [0, 1, 2, 3, 4, 5, 6]
+    params = quick.random_params(lm)
+    apart = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 5, 6, 6, 6]])
+    assert quick.reached_tokens(lm, params, apart) == [3, 4, 5, 6]
+    together = [0, 1, 2, 3, 4, 5, 6]
+    assert quick.reached_tokens(lm, params, None) == quick.reached_tokens(lm, params, np.zeros((2, 8), int)) == together
 
 
 def test_initial_values_follow_the_docstring():
@@ -64,7 +48,7 @@ def test_initial_values_follow_the_docstring():
 
 def test_half_precision_stays_half():
     lm = model()
-    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), random_params(lm))
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), quick.random_params(lm))
     hidden = jax.eval_shape(lambda p: lm.apply({"params": p}, TOKENS, True, method="hidden"), half)
     logits = jax.eval_shape(lambda p: lm.apply({"params": p}, TOKENS), half)
     assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)

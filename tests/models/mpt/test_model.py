@@ -20,16 +20,9 @@ def model(**changes) -> MptLM:
     return MptLM(MptConfig(**SIZES | changes), VOCAB)
 
 
-def random_params(lm: MptLM):
-    """Every parameter random, large enough that each matters."""
-    shapes = nn.meta.unbox(jax.eval_shape(lm.init, jax.random.key(0), TOKENS))["params"]
-    rng = np.random.default_rng(1)
-    return jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.4).astype(np.float32), shapes)
-
-
 @pytest.fixture(scope="module")
 def params():
-    return random_params(model())
+    return quick.random_params(model())
 
 
 def hidden(lm: MptLM, params, tokens=TOKENS, deterministic: bool = True, segments=None) -> np.ndarray:
@@ -97,20 +90,13 @@ def test_no_length_is_too_long_and_later_tokens_change_nothing(params, plain):
 
 
 @pytest.mark.parametrize("name", ["embed_pdrop", "resid_pdrop", "attn_pdrop"])
-def test_each_dropout_changes_training_and_not_evaluation(params, plain, name):
-    lm = model(**{name: 0.5})
-    assert (lm.has_dropout, model().has_dropout) == (True, False)
-    evaluation, without = (
-        jax.make_jaxpr(lambda p, lm=lm: lm.apply({"params": p}, TOKENS, True, method="hidden"))(params)
-        for lm in (lm, model())
-    )
-    assert str(evaluation) == str(without)
-    assert np.abs(hidden(lm, params, deterministic=False) - plain).max() > 0.01
+def test_each_dropout_changes_training_and_not_evaluation(params, name):
+    assert quick.changed_by_dropout(model(**{name: 0.5}), model(), params, TOKENS) > 0.01
 
 
 def test_without_biases_there_are_none(params):
     with_biases = flatten(params).keys()
-    without = flatten(random_params(model(use_bias=False))).keys()
+    without = flatten(quick.random_params(model(use_bias=False))).keys()
     assert without == {path for path in with_biases if not path.endswith("bias")}
     assert len(with_biases) - len(without) == 7
     assert MptConfig().use_bias is False
