@@ -1,149 +1,257 @@
-"""Saving training state in the background, and loading it.
+"""Saving training state in the background.
 
-A checkpoint is a folder `step-<N>` with the parts `params`, `optimizer`, perhaps `average` (arrays, by Orbax) and `run`
-(JSON).
-Orbax writes it under another name and renames it when all is there, so a killed save leaves nothing that looks whole.
-`AsyncCheckpointer` is used rather than `CheckpointManager`: names, what to keep and when to save are ours to decide.
+A checkpoint is a folder `step-<N>`: the arrays `params`, `optimizer`, perhaps `average`; `run.json`; and last of all
+`manifest.json`. While it is being written or deleted `step-<N>.partial` stands beside it, so that what a killed process
+left can be told from a checkpoint that was damaged later: the one is deleted, the other set aside.
+
+Orbax's `AsyncCheckpointer` is used rather than its `CheckpointManager`: names, what to keep and when to save are ours.
 """
 
 import os
-import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-import orbax.checkpoint as ocp
-from etils import epath
-
+from lmtrain.checkpoint.arrays import ArrayWriter, count_bytes
+from lmtrain.checkpoint.claim import TakenOverError
 from lmtrain.checkpoint.config import CheckpointerConfig
-from lmtrain.checkpoint.discovery import Checkpoint, list_checkpoints, step_folder
+from lmtrain.checkpoint.discovery import RUN_INFO, Checkpoint, list_checkpoints, list_set_aside, step_folder
+from lmtrain.checkpoint.manifest import FileRecord, Manifest, record_files
 from lmtrain.checkpoint.policies import Kind, decide
+from lmtrain.checkpoint.run_folder import RunFolder
+from lmtrain.checkpoint.staging import Staging
+from lmtrain.checkpoint.verify import newest_intact
 from lmtrain.config.errors import UserError
+from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.storage import check_writable, is_url, join, list_files, write_json
+
+# After a save that failed, the next is tried no sooner.
+_RETRY_SECONDS = 60.0
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be saved, and the run is not to go on without."""
+
+
+@dataclass
+class _Save:
+    """A save under way. Its thread sets `problem` if it fails, else `seconds`: from its beginning to its manifest."""
+
+    step: int
+    kind: Kind
+    began: float
+    run_info: dict[str, Any]
+    before_commit: Callable[[], None]
+    target: str = ""
+    problem: Exception | None = None
+    seconds: float = 0.0
+    thread: threading.Thread = field(default_factory=threading.Thread)
 
 
 class Checkpointer:
-    """Saves into one run's folder, which is made. `clock` gives seconds and never runs backwards.
+    """Saves into one run's folder, a path or URL, which is made and claimed for this run.
 
-    Raises `UserError` if the folder cannot be made: better now than at the first save.
+    `clock` gives seconds and never runs backwards. Several `processes` make the same calls in the same order. Raises
+    `UserError` if nothing can be saved there: better now than at the first save.
     """
 
-    def __init__(self, folder: str, config: CheckpointerConfig, clock: Callable[[], float] = time.monotonic):
-        self.folder = os.path.abspath(folder)
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"trainer.checkpointer.base_path: {folder} cannot be made: {error.strerror}") from None
+    def __init__(
+        self,
+        folder: str,
+        config: CheckpointerConfig,
+        processes: Processes = ALONE,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.path = folder if is_url(folder) else os.path.abspath(folder)
         self._config = config
+        self._processes = processes
         self._clock = clock
         self._last_save = clock()
-        self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-        self._saving: Checkpoint | None = None
-        self._temporary = [c for c in list_checkpoints(self.folder) if c.kind is Kind.TEMPORARY]
-        self._remove_leftovers()
+        self._retry_at: float | None = None
+        self._save: _Save | None = None
+        self._saved: list[float] = []
+        _make(self.path)
+        self._folder = RunFolder(self.path) if processes.is_first else None
+        gather(processes, "checkpoints", None)  # nobody looks before all is in order
+        self._staging = Staging(self.path, config.staging_dir, processes)
+        self._writer = ArrayWriter()
 
-    def due(self, step: int, last: bool, stopping: bool = False) -> Kind | None:
-        """The kind of checkpoint to save after `step` updates, None for no save.
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint of the run that verifies, None if it has none; damaged ones are set aside.
 
-        A run that is stopping before its end saves at least a temporary one.
+        Raises `UserError` if all are damaged: a run that began anew would bury what can still be saved from them.
         """
-        elapsed = self._clock() - self._last_save
-        kind = decide(step, self._config.keep, self._config.save_interval, elapsed, last)
-        return Kind.TEMPORARY if kind is None and stopping else kind
+        steps = gather(self._processes, "steps", [found.step for found in list_checkpoints(self.path)])[0]
+        found = [Checkpoint(step, step_folder(self.path, step)) for step in steps]
+        newest = newest_intact(found, self._config.verify_on_restore, self._processes, self._set_aside)
+        damaged = gather(self._processes, "set aside", list_set_aside(self.path))[0]
+        if newest is None and damaged:
+            raise UserError(
+                f"no checkpoint in {self.path} is whole: {', '.join(map(os.path.basename, damaged))}. Put a copy of "
+                "one in its place, or begin anew with another --trainer.id"
+            )
+        return newest
 
-    def save(self, step: int, kind: Kind, parts: Mapping[str, Any], run_info: dict[str, Any]) -> None:
-        """Copy the trees of arrays `parts` to the host, then write them behind. Waits for the save before it."""
+    @property
+    def is_time(self) -> bool:
+        """Whether the clock of this process asks for a checkpoint, or for another try of one that failed."""
+        if self._retry_at is not None:
+            return self._clock() >= self._retry_at
+        interval = self._config.save_interval
+        return interval is not None and self._clock() - self._last_save >= interval.total_seconds()
+
+    def kind_at(self, step: int, *, last: bool, asked: bool) -> Kind | None:
+        """The kind of checkpoint to save after `step` updates, None for no save. `asked`: by the clock, or a signal."""
+        return decide(step, self._config.keep, last=last, asked=asked)
+
+    def save(
+        self,
+        step: int,
+        kind: Kind,
+        parts: Mapping[str, Any],
+        run_info: dict[str, Any],
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> float:
+        """Copy the trees of arrays `parts` to the host, then write them behind. Waits for the save before it.
+
+        `before_commit` is called in the background before the checkpoint becomes complete. Returns the seconds that
+        the caller had to wait. A save that fails is told in the log and tried again, or ends the run: see `finish`.
+        """
+        began = self._clock()
         self.finish()
-        checkpoint = Checkpoint(step, step_folder(self.folder, step))
-        if os.path.isdir(checkpoint.path):
-            return  # a temporary checkpoint of this very step, from before a restart
-        self._orbax.save(
-            checkpoint.path,
-            args=ocp.args.Composite(
-                **{name: ocp.args.StandardSave(part) for name, part in parts.items()},
-                run=ocp.args.JsonSave(run_info | {"step": step, "kind": kind.value}),
-            ),
-        )
-        self._saving = checkpoint
-        if kind is Kind.TEMPORARY:
-            self._temporary.append(checkpoint)
-        self._last_save = self._clock()
+        save = self._save = _Save(step, kind, began, run_info | {"step": step}, before_commit)
+        self._last_save = began
+        self._retry_at = None
+        self._begin(save, parts)
+        save.thread = threading.Thread(target=self._commit, args=(save,), name=f"saving step {step}")
+        save.thread.start()
+        return self._clock() - began
 
-    def finish(self) -> None:
-        """Wait until the save under way is complete, then delete the temporary checkpoints before it."""
-        if self._saving is None:
-            return
-        self._orbax.wait_until_finished()
-        for old in [c for c in self._temporary if c.step < self._saving.step]:
-            _delete(old.path)
-            self._temporary.remove(old)
-        log.info(f"saved {self._saving.path}")
-        self._saving = None
+    def take_saved(self) -> list[float]:
+        """The seconds of the saves that have become complete since the last question, from beginning to manifest."""
+        if self._save is not None and not self._save.thread.is_alive():
+            self.finish()
+        saved, self._saved = self._saved, []
+        return saved
+
+    def finish(self) -> bool:
+        """Wait for the save under way. False if it failed.
+
+        Raises `SaveError` if it failed and `on_save_error` is `stop`, and `TakenOverError`.
+        """
+        save, self._save = self._save, None
+        if save is None:
+            return True
+        save.thread.join()
+        if save.problem is None:
+            log.info(f"saved {step_folder(self.path, save.step)}")
+            self._saved.append(save.seconds)
+            return True
+        if isinstance(save.problem, TakenOverError):
+            raise save.problem
+        text = f"the checkpoint of step {save.step} could not be saved: {save.problem}"
+        if self._config.on_save_error == "stop":
+            raise SaveError(f"{text} (trainer.checkpointer.on_save_error: stop)") from save.problem
+        log.error(f"{text}; training goes on, and tries again in {_RETRY_SECONDS:.0f} s")
+        self._retry_at = self._clock() + _RETRY_SECONDS
+        return False
+
+    def save_now(self, step: int, kind: Kind, parts: Mapping[str, Any], run_info: dict[str, Any], **more: Any) -> float:
+        """Save and wait for it: training does not go on. Raises `SaveError` if a second try fails too."""
+        began = self._clock()
+        for _ in range(2):
+            self.save(step, kind, parts, run_info, **more)
+            if self.finish():
+                return self._clock() - began
+        raise SaveError(
+            f"the state after step {step} is not saved, for the reason above; the same command goes on from "
+            "the last complete checkpoint"
+        )
 
     def close(self) -> None:
-        self.finish()
-        self._orbax.close()
+        """Finish, and let others claim the folder."""
+        try:
+            self.finish()
+        finally:
+            self._writer.close()
+            self.release()
 
-    def _remove_leftovers(self) -> None:
-        """What a killed process was writing or deleting."""
-        for name in os.listdir(self.folder):
-            if "orbax-checkpoint-tmp" in name or name.startswith("deleting-"):
-                shutil.rmtree(os.path.join(self.folder, name))
+    def release(self) -> None:
+        """Let others claim the folder; nothing may be saved any more."""
+        if self._folder is not None:
+            self._folder.claim.release()
+
+    def _begin(self, save: _Save, parts: Mapping[str, Any]) -> None:
+        """Copy, and start to write: if all processes can."""
+        try:
+            if self._folder is not None:
+                self._folder.begin(save.step)
+            save.target = self._staging.prepare(save.step, count_bytes(parts))
+        except Exception as error:
+            save.problem = error
+        save.problem = self._agree("begin", save.problem)
+        if save.problem is None:
+            try:
+                self._writer.start(save.target, parts)
+            except Exception as error:
+                save.problem = error
+
+    def _commit(self, save: _Save) -> None:
+        """In the background: wait until all is written, hash it, and write the manifest. All processes end alike."""
+        files: dict[str, FileRecord] = {}
+        try:
+            if save.problem is None:
+                self._writer.wait()
+                save.before_commit()
+                files = self._record(save)
+        except Exception as error:
+            save.problem = error
+        shares = gather(self._processes, "files", {name: [file.size, file.checksum] for name, file in files.items()})
+        save.problem = self._agree("written", save.problem)
+        try:
+            if save.problem is None and self._folder is not None:
+                records = {name: FileRecord(*file) for share in shares for name, file in share.items()}
+                path = step_folder(self.path, save.step)
+                write_json(join(path, RUN_INFO), save.run_info)
+                records |= record_files(path, [RUN_INFO])
+                self._folder.complete(Manifest(save.step, save.kind, time.time(), records))
+        except Exception as error:
+            save.problem = error
+        save.problem = self._agree("complete", save.problem)
+        self._staging.clear(save.target)
+        if save.problem is not None and self._folder is not None and not isinstance(save.problem, TakenOverError):
+            self._folder.discard(save.step)
+        save.seconds = self._clock() - save.began
+
+    def _record(self, save: _Save) -> dict[str, FileRecord]:
+        """This process's share of the files, uploaded where that is needed."""
+        names = sorted(list_files(save.target))[self._processes.index :: self._processes.count]
+        self._staging.upload(save.target, save.step, names)
+        return record_files(save.target, names)
+
+    def _agree(self, name: str, problem: Exception | None) -> Exception | None:
+        """This process's problem or that of another; None if none has one."""
+        told = gather(self._processes, name, None if problem is None else str(problem) or type(problem).__name__)
+        others = [RuntimeError(f"process {index}: {text}") for index, text in enumerate(told) if text]
+        return problem or (others[0] if others else None)
+
+    def _set_aside(self, checkpoint: Checkpoint, error: Exception) -> None:
+        if self._folder is not None:
+            log.error(f"{checkpoint.path} is damaged: {error}")
+            self._folder.move_away(checkpoint.path, "damaged")
 
 
-def load_arrays(checkpoint: Checkpoint, part: str, like: Any) -> Any:
-    """The part `part` of a checkpoint, with the shapes, types and shardings of the tree `like`."""
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as orbax:
-        args = ocp.args.Composite(**{part: ocp.args.StandardRestore(like)})
-        return orbax.restore(os.path.abspath(checkpoint.path), args=args)[part]
-
-
-def stored_shapes(checkpoint: Checkpoint, part: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a part's arrays by name, such as `blocks/mlp/up/kernel`; empty if there is no such part."""
-    if not os.path.isdir(os.path.join(checkpoint.path, part)):
-        return {}
-    return {name: tuple(leaf.shape) for name, leaf in _named(_stored(checkpoint, part)).items()}
-
-
-def load_some_arrays(checkpoint: Checkpoint, part: str, like: Any, fresh: Any) -> Any:
-    """`fresh`, a tree as `like`, with the arrays that the checkpoint has in their place."""
-    if not os.path.isdir(os.path.join(checkpoint.path, part)):
-        return fresh
-    wanted = _named(like)
-    anywhere = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
-    def target(path: Any, stored: Any) -> Any:
-        found = wanted.get(jax.tree_util.keystr(path, simple=True, separator="/"))
-        return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=anywhere) if found is None else found
-
-    tree = jax.tree_util.tree_map_with_path(target, _stored(checkpoint, part))
-    loaded = _named(load_arrays(checkpoint, part, tree))
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: loaded.get(jax.tree_util.keystr(path, simple=True, separator="/"), leaf), fresh
-    )
-
-
-def _stored(checkpoint: Checkpoint, part: str) -> Any:
-    """The tree of what is stored: shapes and types."""
-    handler = ocp.StandardCheckpointHandler()  # a Checkpointer round it would miss a file that parts do not have
-    return handler.metadata(epath.Path(os.path.abspath(checkpoint.path)) / part).tree
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def with_shardings(abstract: Any, shardings: Any) -> Any:
-    """A tree of `jax.ShapeDtypeStruct` that says where each array goes, for `load_arrays`."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
-    )
-
-
-def _delete(path: str) -> None:
-    """Rename first, so that a half-deleted checkpoint does not look like a whole one."""
-    doomed = os.path.join(os.path.dirname(path), f"deleting-{os.path.basename(path)}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+def _make(folder: str) -> None:
+    try:
+        if is_url(folder):
+            check_writable(folder)
+        else:
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"trainer.checkpointer.base_path: {folder} cannot be made: {error.strerror}") from None
+    except UserError as error:
+        raise UserError(f"trainer.checkpointer.base_path: {error}") from None

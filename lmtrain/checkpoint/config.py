@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from itertools import pairwise
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -30,6 +31,18 @@ class CheckpointerConfig(Section):
     )
     keep: list[KeepInterval] = Field(
         [KeepInterval(every=10000)], description="Permanent checkpoints: entries of {every, until}, until ascending"
+    )
+
+    verify_on_restore: Literal["full", "sizes"] = Field(
+        "full", description="What is checked before a run goes on from a checkpoint: every byte, or that all is there"
+    )
+    on_save_error: Literal["continue", "stop"] = Field(
+        "continue", description="When a checkpoint cannot be saved: train on and try again, or end the run"
+    )
+    staging_dir: str | None = Field(
+        None,
+        description="Local folder for checkpoints on their way to and from URLs other than gs://; several processes "
+        "share it; null: the system's temporary folder",
     )
 
     def run_folder(self, run: str) -> str:

@@ -1,63 +1,107 @@
-"""Finding checkpoints on disk. A step folder is there only when it is complete: unfinished ones have other names."""
+"""Finding checkpoints, at paths and URLs. A step folder is a checkpoint once it has its manifest.
+
+Beside `step-<N>` in a run's folder there may be `step-<N>.partial`, which says that this folder is being written or
+deleted, and `damaged-step-<N>`, a checkpoint that did not verify and was set aside.
+"""
 
 import os
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.manifest import NAME, Manifest, read_manifest
 from lmtrain.config.errors import UserError
-from lmtrain.runtime.storage import read_json
+from lmtrain.runtime.storage import is_url, join, list_files, list_names, read_json
 
+RUN_INFO = "run.json"
 _STEP = re.compile(r"step-(\d+)")
+_PARTIAL = re.compile(r"step-(\d+)\.partial")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint, at a path or URL."""
 
     step: int
     path: str
 
     def read_run_info(self) -> dict[str, Any]:
-        """What was saved beside the arrays: kind, identity, config, versions."""
-        value: dict[str, Any] = read_json(os.path.join(self.path, "run", "metadata"))
+        """What was saved beside the arrays: identity, config, machine, versions."""
+        value: dict[str, Any] = read_json(join(self.path, RUN_INFO))
         return value
 
-    @property
-    def kind(self) -> Kind:
-        return Kind(self.read_run_info()["kind"])
+    def read_manifest(self) -> Manifest:
+        """Raises `DamagedError` if it is not as it was written."""
+        return read_manifest(self.path)
 
 
 def step_folder(run_folder: str, step: int) -> str:
-    return os.path.join(run_folder, f"step-{step}")
+    return join(run_folder, f"step-{step}")
+
+
+def partial_marker(run_folder: str, step: int) -> str:
+    """The file that says that the folder of `step` is being written or deleted, and means nothing."""
+    return join(run_folder, f"step-{step}.partial")
 
 
 def list_checkpoints(run_folder: str) -> list[Checkpoint]:
     """The complete checkpoints directly in `run_folder`, oldest first; empty if the folder does not exist."""
-    if not os.path.isdir(run_folder):
-        return []
-    matches = [(_STEP.fullmatch(name), name) for name in os.listdir(run_folder)]
-    steps = [Checkpoint(int(match[1]), os.path.join(run_folder, name)) for match, name in matches if match]
-    found = [checkpoint for checkpoint in steps if os.path.isdir(checkpoint.path)]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    return [found for found in _complete(run_folder) if os.path.dirname(found.path) == join(run_folder).rstrip("/")]
 
 
-def find_checkpoint(path: str) -> Checkpoint:
-    """The checkpoint at `path`, or the newest (by step) in the run folder or any parent that `path` names.
+def list_step_folders(run_folder: str) -> list[int]:
+    """The steps that have a folder, complete or not."""
+    return sorted(int(match[1]) for name in list_names(run_folder) if (match := _STEP.fullmatch(name)))
+
+
+def list_partial(run_folder: str) -> list[int]:
+    """The steps whose folders were being written or deleted when the process ended."""
+    return sorted(int(match[1]) for name in list_names(run_folder) if (match := _PARTIAL.fullmatch(name)))
+
+
+def list_set_aside(run_folder: str) -> list[str]:
+    """Paths of the checkpoints that were found damaged."""
+    return [join(run_folder, name) for name in list_names(run_folder) if name.startswith("damaged-step-")]
+
+
+def find_checkpoints(path: str) -> list[Checkpoint]:
+    """The checkpoint at `path`, or all in the run folder or any parent that it names, by step.
 
     Raises `UserError` if there is none.
     """
-    path = os.path.expanduser(path).rstrip("/") or "/"
+    path = join(path).rstrip("/") or "/"
     match = _STEP.fullmatch(os.path.basename(path))
-    if match and os.path.isdir(path):
-        return Checkpoint(int(match[1]), path)
-    found = list_checkpoints(path)
-    for folder, subfolders, _ in os.walk(path):
-        subfolders[:] = [name for name in subfolders if not name.startswith("step-")]
-        for name in subfolders:
-            found += list_checkpoints(os.path.join(folder, name))
+    if match and NAME in list_names(path):
+        return [Checkpoint(int(match[1]), path)]
+    found = _complete(path, recursive=True)
     if not found:
-        reason = "there is no complete checkpoint in it" if os.path.isdir(path) else "no such folder"
+        there = bool(list_names(path)) or os.path.isdir(path)
+        reason = "there is no complete checkpoint in it" if there else "no such folder"
         raise UserError(f"checkpoint {path}: {reason}; `lmtrain train` saves them")
-    return max(found, key=lambda checkpoint: checkpoint.step)
+    return found
+
+
+def _complete(folder: str, recursive: bool = False) -> list[Checkpoint]:
+    """By step, then path."""
+    found = []
+    for path in _manifests(join(folder).rstrip("/") or "/", recursive):
+        match = _STEP.fullmatch(os.path.basename(path))
+        if match:
+            found.append(Checkpoint(int(match[1]), path))
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path))
+
+
+def _manifests(folder: str, recursive: bool) -> Iterable[str]:
+    """Folders that have a manifest."""
+    if is_url(folder):  # one listing of everything: object stores have no folders
+        files: Mapping[str, int] = list_files(folder)
+        return [join(folder, os.path.dirname(name)) for name in files if os.path.basename(name) == NAME]
+    if not recursive:
+        return [join(folder, name) for name in list_names(folder) if os.path.isfile(join(folder, name, NAME))]
+    found = []
+    for place, folders, names in os.walk(folder):
+        if NAME in names:
+            found.append(place)
+        folders[:] = [name for name in folders if not _STEP.fullmatch(os.path.basename(place))]
+    return found

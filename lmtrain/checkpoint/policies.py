@@ -4,7 +4,6 @@ Steps count finished updates: `step-1000` is the state after 1000 updates.
 """
 
 from collections.abc import Sequence
-from datetime import timedelta
 from enum import Enum
 
 from lmtrain.checkpoint.config import KeepInterval
@@ -25,16 +24,11 @@ def is_permanent_step(step: int, keep: Sequence[KeepInterval]) -> bool:
     return False
 
 
-def decide(
-    step: int, keep: Sequence[KeepInterval], interval: timedelta | None, since_last_save: float, last: bool
-) -> Kind | None:
+def decide(step: int, keep: Sequence[KeepInterval], *, last: bool, asked: bool) -> Kind | None:
     """The kind of checkpoint to save after `step` updates, None for no save.
 
-    `since_last_save` is in seconds and counts from the last save of either kind, or from the start; `last` is the end
-    of the run, which is always saved.
+    `last` is the end of the run, which is always saved; `asked`: the clock or a signal wants one.
     """
     if last or is_permanent_step(step, keep):
         return Kind.PERMANENT
-    if interval is not None and since_last_save >= interval.total_seconds():
-        return Kind.TEMPORARY
-    return None
+    return Kind.TEMPORARY if asked else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lmtrain.checkpoint.discovery import find_checkpoint, list_checkpoints
+from lmtrain.checkpoint.discovery import find_checkpoints, list_checkpoints
 from lmtrain.commands.arguments import Run
 from lmtrain.config.errors import UserError
 from lmtrain.hf.weights import locate, read_model_config
@@ -50,7 +50,7 @@ def resolve_hf(run: Run, checkpoint: str | None = None) -> Run:
 def _saved_config(run: Run, checkpoint: str | None) -> dict[str, Any] | None:
     """The whole config that the newest checkpoint was saved with; None if there is none."""
     if checkpoint is not None:
-        found = [find_checkpoint(checkpoint)]
+        found = find_checkpoints(checkpoint)
     else:
         found = list_checkpoints(run.config.trainer.checkpointer.run_folder(run.id))
     config: dict[str, Any] | None = found[-1].read_run_info()["config"] if found else None

@@ -85,7 +85,7 @@ def _print_model(program: "Program") -> None:
 
 def _print_memory(program: "Program", device: Device | None) -> bool:
     """Whether it fits, or nobody knows."""
-    from lmtrain.train.memory import format_bytes
+    from lmtrain.runtime.progress import format_bytes
 
     memory = program.memory
     print("\nmemory of each device")
@@ -110,8 +110,8 @@ def _print_memory(program: "Program", device: Device | None) -> bool:
 
 def _print_collectives(program: "Program") -> None:
     """Compile the step for these devices, without any arrays: it partitions, or this raises."""
+    from lmtrain.runtime.progress import format_bytes
     from lmtrain.sharding.collectives import find_collectives
-    from lmtrain.train.memory import format_bytes
 
     compiled = program.compile()
     found = find_collectives(compiled.as_text())

@@ -63,22 +63,29 @@ def _run(run: Run, processes: Processes) -> int:
 
 def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes: Processes, stop: StopRequest) -> int:
     # JAX and what stands on it are imported only now: a mistake so far has cost no seconds
+    from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
+    from lmtrain.checkpoint.claim import TakenOverError
+    from lmtrain.train.begin import own_checkpoint
     from lmtrain.train.export import export_folder, is_missing
     from lmtrain.train.loop import DivergedError, train
     from lmtrain.train.program import OutOfMemoryError
-    from lmtrain.train.setup import finished_checkpoint, set_up
+    from lmtrain.train.setup import set_up
 
-    finished = finished_checkpoint(config, run.id)
-    if finished is not None and not is_missing(export_folder(config, run.id), finished.step):
-        log.info(f"nothing to do: {finished.path} has all {config.trainer.num_train_steps:,} steps")
-        return 0
-    tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
+    checkpointer = Checkpointer(_checkpoints(run), config.trainer.checkpointer, processes)
     try:
-        setup = set_up(config, run.id, tokenizer, caches, hf_ref(config), processes)
+        own = own_checkpoint(config, checkpointer, processes)
+        finished = own is not None and own.step >= config.trainer.num_train_steps
+        if own is not None and finished and not is_missing(export_folder(config, run.id), own.step):
+            log.info(f"nothing to do: {own.path} has all {config.trainer.num_train_steps:,} steps")
+            return 0
+        tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
+        setup = set_up(config, run.id, tokenizer, caches, checkpointer, own, hf_ref(config), processes)
         complete = train(setup, config.trainer, stop, lambda: f", cache {build.text}" if build.running else "")
-    except (DivergedError, OutOfMemoryError) as error:
+    except (DivergedError, OutOfMemoryError, SaveError, TakenOverError) as error:
         log.error(f"lmtrain: error: {error}")
         return 1
+    finally:
+        checkpointer.release()
     if not complete:
         log.info(f"stopped after saving to {_checkpoints(run)}; run the same command again to go on")
         return STOPPED_BY_SIGNAL

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmtrain.checkpoint.discovery import find_checkpoint
+from lmtrain.checkpoint.verify import choose_checkpoint
 from lmtrain.commands.arguments import Parser, Run
 from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
@@ -68,7 +68,10 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
     Raises `UserError` if there is none, or if it is of another model or tokenizer than the config says.
     """
     config = run.config
-    checkpoint = find_checkpoint(path or config.trainer.checkpointer.run_folder(run.id))
+    settings = config.trainer.checkpointer
+    checkpoint = choose_checkpoint(
+        path or settings.run_folder(run.id), settings.verify_on_restore, parts=("params", "average")
+    )
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
     saved = checkpoint.read_run_info()["identity"]
     now = {"model": identity(config)["model"], "tokenizer": tokenizer.identity}
@@ -80,7 +83,7 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
     def get_params(model: "LanguageModel", layout: "Layout") -> Any:
         from lmtrain.train.restore import restore_params
 
-        return restore_params(checkpoint, model, layout)
+        return restore_params(checkpoint, model, layout, settings.staging_dir)
 
     return TrainedModel(checkpoint.path, checkpoint.step, config, tokenizer, get_params)
 

@@ -3,12 +3,15 @@
 The only file of this room that imports JAX, and only for a run of several processes.
 """
 
+import json
 import logging
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.config import DistributedConfig
@@ -18,6 +21,11 @@ from lmtrain.runtime.processes import Processes
 # What job starters set for each of several processes; JAX knows the rest.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES")
 _LISTS = ("TPU_WORKER_HOSTNAMES",)
+
+# How long one process waits for the others to say something; a dead one is noticed far sooner.
+_GATHER_MILLISECONDS = 3_600_000
+# How often each name was gathered.
+_calls: Counter[str] = Counter()
 
 
 def start_processes(config: DistributedConfig) -> Processes:
@@ -77,3 +85,23 @@ def detects_others(environment: Mapping[str, str]) -> bool:
     counts = [environment.get(name, "") for name in _COUNTS]
     lists = [environment.get(name, "") for name in _LISTS]
     return any(count.isdigit() and int(count) > 1 for count in counts) or any("," in names for names in lists)
+
+
+def gather(processes: Processes, name: str, value: Any) -> list[Any]:
+    """Every process's `value`, which is plain data, in the order of the processes. All have to call it.
+
+    `name` tells what it is for: calls of one name come in the same order everywhere, those of different names need not.
+    """
+    if processes.count == 1:
+        return [value]
+    from jax._src import distributed
+
+    number = _calls[name]
+    _calls[name] += 1
+    key = f"lmtrain/{name}/{number}"
+    client: Any = distributed.global_state.client
+    client.key_value_set(f"{key}/{processes.index}", json.dumps(value))
+    values = [client.blocking_key_value_get(f"{key}/{i}", _GATHER_MILLISECONDS) for i in range(processes.count)]
+    if processes.is_first and number:  # all have come here, so all have read what was said before
+        client.key_value_delete(f"lmtrain/{name}/{number - 1}/")
+    return [json.loads(text) for text in values]

@@ -1,4 +1,9 @@
-"""Stopping in an orderly way: the first SIGTERM or SIGINT asks, the second ends the process at once."""
+"""Stopping in an orderly way: the first SIGTERM, SIGINT or SIGUSR1 asks, the second ends the process at once.
+
+Slurm sends SIGUSR1 where `--signal` asks for it; clouds and Kubernetes announce the end of a machine by SIGTERM. Set
+after the processes of a run have met, these handlers take the place of the one that JAX's preemption service set for
+SIGTERM: a run of several processes agrees with its steps (`lmtrain/train/agreement.py`), whichever signal it was.
+"""
 
 import os
 import signal
@@ -7,6 +12,7 @@ from types import FrameType, TracebackType
 from lmtrain.runtime.logging import log
 
 STOPPED_BY_SIGNAL = 75  # EX_TEMPFAIL: run the same command again
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StoppedError(Exception):
@@ -14,7 +20,7 @@ class StoppedError(Exception):
 
 
 class StopRequest:
-    """While entered, SIGTERM and SIGINT set `requested` instead of ending the process. `doing` says what follows."""
+    """While entered, these signals set `requested` instead of ending the process. `doing` says what follows."""
 
     def __init__(self, doing: str = "finishing this step and saving") -> None:
         self.requested = False
@@ -22,7 +28,7 @@ class StopRequest:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
         return self
 

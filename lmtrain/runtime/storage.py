@@ -4,8 +4,11 @@ A file is there whole or not at all: local ones are renamed into place, and obje
 upload is complete.
 """
 
+import contextlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
 from lmtrain.config.remote import open_fs, told
@@ -109,3 +112,69 @@ def check_writable(folder: str) -> None:
     with told(folder, "written"):
         fs, inside = open_fs(probe)
         fs.rm_file(inside)
+
+
+def list_files(folder: str) -> dict[str, int]:
+    """Every file below a folder, by its path from there, with its bytes; none if there is no such folder."""
+    if not is_url(folder):
+        found = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
+        return {os.path.relpath(path, folder): os.path.getsize(path) for path in sorted(found)}
+    try:
+        with told(folder, "listed", missing_too=False):
+            fs, inside = open_fs(folder)
+            below = fs.find(inside, detail=True)
+    except FileNotFoundError:
+        return {}
+    start = len(inside.strip("/")) + 1
+    return {name.strip("/")[start:]: int(info["size"]) for name, info in sorted(below.items())}
+
+
+def read_blocks(path: str, block_bytes: int) -> Iterator[bytes]:
+    """The content in blocks, the last one shorter. Raises FileNotFoundError if there is no such file."""
+    if not is_url(path):
+        with open(path, "rb") as file:
+            yield from iter(lambda: file.read(block_bytes), b"")
+        return
+    with told(path, "read", missing_too=False):
+        fs, inside = open_fs(path)
+        source = fs.open(inside, "rb", block_size=block_bytes)
+    with source:
+        while True:
+            with told(path, "read", missing_too=False):
+                block = source.read(block_bytes)
+            if not block:
+                return
+            yield block
+
+
+def delete_folder(folder: str) -> None:
+    """Delete a folder and all below it; no error if there is none."""
+    if not is_url(folder):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        return
+    with told(folder, "deleted"):
+        fs, inside = open_fs(folder)
+        if fs.exists(inside):
+            fs.rm(inside, recursive=True)
+
+
+def delete_file(path: str) -> None:
+    """Delete a file; no error if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        if not is_url(path):
+            os.remove(path)
+            return
+        with told(path, "deleted", missing_too=False):
+            fs, inside = open_fs(path)
+            fs.rm_file(inside)
+
+
+def rename_folder(folder: str, new: str) -> None:
+    """Give a folder another name; at a URL file by file, which takes time."""
+    if not is_url(folder):
+        os.rename(folder, new)
+        return
+    with told(folder, "renamed"):
+        fs, inside = open_fs(folder)
+        fs.mv(inside, open_fs(new)[1], recursive=True)

@@ -16,12 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lmtrain.checkpoint.discovery import Checkpoint, find_checkpoint, list_checkpoints
+from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.discovery import Checkpoint
+from lmtrain.checkpoint.verify import choose_checkpoint
 from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.optim.optimizer import restart_schedule
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.train.hf_params import load_hf_params
 from lmtrain.train.program import Program
 from lmtrain.train.restore import restore_state
@@ -29,37 +32,46 @@ from lmtrain.train.resume import check_same_run
 from lmtrain.train.state import TrainState
 
 # Of a checkpoint's identity what the state of another run must share.
-_SAME_STATE = ("model", "optimizer", "tokenizer", "params_dtype")
+_SAME_STATE = ("model", "optimizer", "tokenizer")
 
 
-def own_checkpoint(config: RunConfig, run: str) -> Checkpoint | None:
-    """The checkpoint that the run goes on from; None if it has none.
+def own_checkpoint(config: RunConfig, checkpointer: Checkpointer, processes: Processes = ALONE) -> Checkpoint | None:
+    """The checkpoint that the run goes on from, verified; None if it begins.
 
-    Raises `UserError` if there has to be one.
+    Raises `UserError` if there has to be one, and if there are some but none may be used.
     """
     trainer = config.trainer
+    own = checkpointer.newest()
     if trainer.load_checkpoint is False:
+        if own is not None:
+            raise UserError(
+                f"trainer.load_checkpoint is false, but this run has {own.path}, and would save among the checkpoints "
+                "there; set it to null to go on, or begin anew with another --trainer.id"
+            )
         return None
+    if own is not None:  # once the run has saved something itself, that is where it goes on
+        return own
     if trainer.load_checkpoint_path is not None:
-        own = _newest(trainer.checkpointer.run_folder(run))
-        # once the run has saved something itself, that is where it goes on
-        return own or find_checkpoint(trainer.load_checkpoint_path)
-    found = _newest(trainer.checkpointer.run_folder(run))
-    if found is None and trainer.load_checkpoint:
+        return choose_checkpoint(trainer.load_checkpoint_path, trainer.checkpointer.verify_on_restore, processes)
+    if trainer.load_checkpoint:
         raise UserError(
-            f"trainer.load_checkpoint: there is no complete checkpoint in {trainer.checkpointer.run_folder(run)}; "
-            "set it to null to begin without one"
+            f"trainer.load_checkpoint: there is no complete checkpoint in {checkpointer.path}; set it to null to begin "
+            "without one"
         )
-    return found
+    return None
 
 
-def _newest(folder: str) -> Checkpoint | None:
-    found = list_checkpoints(folder)
-    return found[-1] if found else None
+def begin(
+    program: Program,
+    own: Checkpoint | None,
+    run_info: Mapping[str, Any],
+    begin_from_hf: str | None,
+    processes: Processes = ALONE,
+) -> tuple[TrainState, int]:
+    """The state to train from, and how many updates it has behind it; `own` is the checkpoint the run goes on from.
 
-
-def begin(program: Program, run: str, run_info: Mapping[str, Any], begin_from_hf: str | None) -> tuple[TrainState, int]:
-    """The state to train from, and how many updates it has behind it. Raises `UserError` for one that does not fit."""
+    Raises `UserError` for one that does not fit.
+    """
     config = program.config
     trainer = config.trainer
     partial = trainer.allow_partial_checkpoint
@@ -68,20 +80,19 @@ def begin(program: Program, run: str, run_info: Mapping[str, Any], begin_from_hf
         "initialize_from_checkpoint_path": config.initialize_from_checkpoint_path,
         "initialize_from_hf": begin_from_hf,
     }
-    checkpoint = own_checkpoint(config, run)
-    if checkpoint is not None:
-        check_same_run(checkpoint, run_info)
+    if own is not None:
+        check_same_run(own, run_info)
         for name in [name for name, value in settings.items() if value is not None]:
             log.info(f"{name}: of no use any more, the run has begun")
-        log.info(f"continuing after step {checkpoint.step:,} from {checkpoint.path}")
-        return _restore(program, checkpoint, partial), checkpoint.step
+        log.info(f"continuing after step {own.step:,} from {own.path}")
+        return _restore(program, own, partial), own.step
     if trainer.initialize_from is not None:
-        checkpoint = _other_run("trainer.initialize_from", trainer.initialize_from, run_info, partial)
+        checkpoint = _other_run("trainer.initialize_from", trainer.initialize_from, run_info, program, processes)
         log.info(f"beginning with the state of {checkpoint.path}, after its step {checkpoint.step:,}")
         return _restore(program, checkpoint, partial), checkpoint.step
     if config.initialize_from_checkpoint_path is not None:
         path = config.initialize_from_checkpoint_path
-        checkpoint = _other_run("initialize_from_checkpoint_path", path, run_info, partial)
+        checkpoint = _other_run("initialize_from_checkpoint_path", path, run_info, program, processes)
         log.info(f"beginning with parameters and moments of {checkpoint.path}, at step 0")
         state = _restore(program, checkpoint, partial)
         first = jax.device_put(jnp.int32(0), program.shardings.step)
@@ -98,20 +109,24 @@ def begin(program: Program, run: str, run_info: Mapping[str, Any], begin_from_hf
 def _restore(program: Program, checkpoint: Checkpoint, partial: bool) -> TrainState:
     with program.explaining_memory():
         fresh = program.init if partial else None
-        return restore_state(checkpoint, program.abstract, program.shardings, fresh)
+        staging_dir = program.config.trainer.checkpointer.staging_dir
+        return restore_state(checkpoint, program.abstract, program.shardings, fresh, staging_dir)
 
 
-def _other_run(setting: str, path: str, run_info: Mapping[str, Any], partial: bool) -> Checkpoint:
+def _other_run(
+    setting: str, path: str, run_info: Mapping[str, Any], program: Program, processes: Processes
+) -> Checkpoint:
     """The newest checkpoint at `path`. Raises `UserError` if its state is not of this model and optimizer."""
+    trainer = program.config.trainer
     try:
-        checkpoint = find_checkpoint(path)
+        checkpoint = choose_checkpoint(path, trainer.checkpointer.verify_on_restore, processes)
     except UserError as error:
         raise UserError(f"{setting}: {error}") from None
     saved, ours = (
         {name: info["identity"][name] for name in _SAME_STATE} for info in (checkpoint.read_run_info(), run_info)
     )
-    if partial:  # then what differs shows in the arrays
-        saved, ours = ({name: part[name] for name in ("tokenizer", "params_dtype")} for part in (saved, ours))
+    if trainer.allow_partial_checkpoint:  # then what differs shows in the arrays
+        saved, ours = ({name: part[name] for name in ("tokenizer",)} for part in (saved, ours))
     differences = describe_differences(saved, ours, "the checkpoint", "this config")
     if differences:
         report = "\n".join(f"  {line}" for line in differences)

@@ -105,10 +105,9 @@ class Exporter:
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the export under way."""
+        """Wait for the export under way; any thread may."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
 
     def _write(self, step: int, tensors: list[np.ndarray]) -> None:
         try:

@@ -7,8 +7,8 @@ import flax.linen as nn
 import jax
 
 from lmtrain.models.interface import LanguageModel
+from lmtrain.runtime.progress import format_bytes
 from lmtrain.sharding.mesh import Layout
-from lmtrain.train.memory import format_bytes
 from lmtrain.train.state import abstract_params
 
 

@@ -11,8 +11,10 @@ from lmtrain.evaluation.evaluate import describe_evaluation, evaluate
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import StoppedError, StopRequest
+from lmtrain.train.agreement import Agreement, Wishes
 from lmtrain.train.config import TrainerConfig
 from lmtrain.train.setup import Setup
+from lmtrain.train.state import TrainState
 from lmtrain.train.throughput import Throughput
 
 
@@ -25,16 +27,17 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
 
     `beside` gives what else the line of progress should say.
 
-    The order within a step matters: metrics, then evaluation, then the checkpoint. What a checkpoint says is done has
-    been logged, so that a run killed anywhere has every metric exactly once after it continues.
+    The order within a step matters: metrics, then evaluation, export, and the checkpoint. What a checkpoint says is
+    done has been logged and exported, so that a run killed anywhere has every metric and export once it is over.
     """
     state = setup.state
     last_step = config.num_train_steps
     throughput = Throughput()
-    reporter = _Reporter(setup, config, throughput, beside)
+    agreement = Agreement(setup.processes, setup.program.layout)
+    reporter = _Reporter(setup, config, throughput, agreement, beside)
+    checkpointer, exporter = setup.checkpointer, setup.exporter
     done = setup.first_step
 
-    exporter = setup.exporter
     others_gone = False
     try:
         if exporter is not None and exporter.was_missed(done):
@@ -46,20 +49,20 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                     with throughput.loading:
                         batch = next(setup.train_batches)
                 except StoppedError:  # while waiting for data that is not there yet
-                    reporter.report()
-                    if done > setup.first_step:
-                        setup.checkpointer.save(done, Kind.TEMPORARY, state.parts, setup.run_info)
+                    _stop_without_data(setup, state, done, reporter)
                     break
+                wishes = Wishes(save=setup.processes.is_first and checkpointer.is_time, stop=stop.requested)
                 with setup.program.explaining_memory():
-                    state, metrics = setup.program.train_step(state, batch)
+                    state, metrics = setup.program.train_step(state, agreement.with_batch(batch, wishes))
                 done += 1
                 # This step is running now; the one before it is finished or nearly so. Reading its metrics rather than
                 # this one's keeps the device busy.
                 reporter.report(keep=(done, metrics))
 
-                last, stopping = done == last_step, stop.requested
+                last = done == last_step
+                granted = agreement.granted(wishes)
                 evaluating = bool(setup.eval_batches) and (last or done % config.steps_per_eval == 0)
-                kind = setup.checkpointer.due(done, last, stopping)
+                kind = checkpointer.kind_at(done, last=last, asked=granted.save or granted.stop)
                 exporting = exporter is not None and exporter.due(done, last)
                 if evaluating or kind or exporting:
                     reporter.report()  # waits for this step: its loss is checked before anything is saved
@@ -68,14 +71,21 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                     if state.average is not None:
                         evaluation |= evaluate(setup.eval_step, state.average, setup.eval_batches, "eval/ema")
                     reporter.report_evaluation(done, evaluation)
-                if kind:
-                    setup.trackers.sync()
-                    setup.checkpointer.save(done, kind, state.parts, setup.run_info)
                 if exporter is not None and exporting:
                     exporter.export(done, state.best_params)
+                if kind:
+                    setup.trackers.sync()
+                    save = checkpointer.save_now if last or granted.stop else checkpointer.save
+                    # what is exported up to now is there before the checkpoint that would not export it again
+                    finish_exports = (lambda: None) if exporter is None else exporter.finish
+                    seconds = save(done, kind, state.parts, setup.run_info, before_commit=finish_exports)
+                    setup.trackers.log({"checkpoint/blocking_seconds": seconds}, done)
+                    agreement.saved(done)
+                for seconds in checkpointer.take_saved():
+                    setup.trackers.log({"checkpoint/total_seconds": seconds}, done)
                 if evaluating or kind or exporting:
                     throughput.resume_clock()
-                if stopping:
+                if granted.stop:
                     break
     except DivergedError:
         raise
@@ -85,7 +95,7 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
     finally:
         # whatever happened: a save under way becomes complete, and what was logged is flushed
         if not others_gone:  # of several processes: saving would wait for all of them
-            setup.checkpointer.close()
+            checkpointer.close()
         if exporter is not None:
             exporter.finish()
         setup.trackers.finish()
@@ -94,11 +104,28 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
     return done == last_step
 
 
+def _stop_without_data(setup: Setup, state: TrainState, done: int, reporter: "_Reporter") -> None:
+    """Save what was trained, unless others would have to: they may not have been told to stop."""
+    reporter.report()
+    if setup.processes.count > 1:
+        log.warning("stopped while waiting for data: the last checkpoint is where the run goes on")
+    elif done > setup.first_step:
+        setup.checkpointer.save_now(done, Kind.TEMPORARY, state.parts, setup.run_info)
+
+
 class _Reporter:
     """Hands a step's metrics to the trackers and the terminal, one step late."""
 
-    def __init__(self, setup: Setup, config: TrainerConfig, throughput: Throughput, beside: Callable[[], str]):
+    def __init__(
+        self,
+        setup: Setup,
+        config: TrainerConfig,
+        throughput: Throughput,
+        agreement: Agreement,
+        beside: Callable[[], str],
+    ):
         self._beside = beside
+        self._agreement = agreement
         self._trackers = setup.trackers
         self._program = setup.program
         self._sizes, self._seq_len = setup.batch_sizes, setup.seq_len
@@ -116,6 +143,7 @@ class _Reporter:
         step, on_device = waiting
         with self._program.explaining_memory():  # what fails on the device is told here
             metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        self._agreement.learn(step, metrics)
         metrics |= self._throughput.step_done(self._sizes.at(step - 1) * self._seq_len)
         self._trackers.log(metrics, step)
         self._check(step, metrics["train/loss"])

@@ -204,12 +204,3 @@ def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> li
         (saved // 2, True, f"model.seq_len: {config.seq_len // 2} halves activations; another model"),
     ]
     return [text for _, applies, text in sorted(options, key=lambda option: -option[0]) if applies]
-
-
-def format_bytes(size: float) -> str:
-    """`1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"

@@ -1,6 +1,6 @@
 """What a run computes, before there are any arrays: model, optimizer, where everything lies, and the step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,13 @@ from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.progress import format_bytes
 from lmtrain.sharding.mesh import Layout, plan_layout
 from lmtrain.train.averaging import build_averaging
 from lmtrain.train.batching import Batching, check_seq_len, plan_batching
-from lmtrain.train.memory import Memory, advise, bytes_per_device, format_bytes, plan_memory
+from lmtrain.train.memory import Memory, advise, bytes_per_device, plan_memory
 from lmtrain.train.state import TrainState, init_state, parameter_axes, state_shardings
-from lmtrain.train.step import build_train_step
+from lmtrain.train.step import Within, build_train_step
 
 # What XLA's errors say when an array finds no room.
 _SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
@@ -40,7 +41,7 @@ class Program:
     batching: Batching
     abstract: TrainState
     shardings: TrainState
-    train_step: Callable[..., Any]
+    train_step: Within
 
     def init(self) -> TrainState:
         """A fresh state."""
@@ -73,7 +74,7 @@ class Program:
 
     def compile(self) -> Any:
         """The compiled step for its largest batch, without any arrays: `as_text()`, `memory_analysis()`."""
-        return self.train_step.lower(*self.example()).compile()  # type: ignore[attr-defined]  # a jitted function's
+        return self.train_step.lower(*self.example()).compile()
 
     @property
     def rows(self) -> int:

@@ -7,8 +7,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lmtrain.checkpoint.checkpointer import load_arrays, load_some_arrays, stored_shapes, with_shardings
+from lmtrain.checkpoint.arrays import load_arrays, load_some_arrays, stored_shapes, with_shardings
 from lmtrain.checkpoint.discovery import Checkpoint
+from lmtrain.checkpoint.staging import local_copy
 from lmtrain.config.errors import UserError
 from lmtrain.models.interface import LanguageModel
 from lmtrain.runtime.logging import log
@@ -21,7 +22,11 @@ _SHOWN = 5
 
 
 def restore_state(
-    checkpoint: Checkpoint, abstract: TrainState, shardings: TrainState, fresh: Callable[[], TrainState] | None = None
+    checkpoint: Checkpoint,
+    abstract: TrainState,
+    shardings: TrainState,
+    fresh: Callable[[], TrainState] | None = None,
+    staging_dir: str | None = None,
 ) -> TrainState:
     """The state as it was saved; `abstract` and `shardings` are trees of the same structure.
 
@@ -29,35 +34,28 @@ def restore_state(
     and for arrays of another shape.
     """
     step = jax.device_put(jnp.int32(checkpoint.step), shardings.step)
-    missing = _missing(checkpoint, abstract)
-    if missing and fresh is None:
-        raise UserError(
-            f"{checkpoint.path} lacks {_listed(missing)}; with trainer.allow_partial_checkpoint: true they would "
-            "begin with fresh values"
-        )
-    where = shardings.parts
-    if not missing:
-        parts = {
-            name: load_arrays(checkpoint, name, with_shardings(part, where[name]))
-            for name, part in abstract.parts.items()
-        }
-        return TrainState(step=step, **parts)
-    assert fresh is not None
-    log.warning(f"{checkpoint.path} lacks {_listed(missing)}: they begin with fresh values")
-    parts = {
-        name: load_some_arrays(checkpoint, name, with_shardings(abstract.parts[name], where[name]), part)
-        for name, part in fresh().parts.items()
-    }
+    wanted = {name: with_shardings(part, shardings.parts[name]) for name, part in abstract.parts.items()}
+    with local_copy(checkpoint, list(wanted), staging_dir) as path:
+        missing = _missing(checkpoint, path, abstract)
+        if not missing:
+            return TrainState(step=step, **{name: load_arrays(path, name, part) for name, part in wanted.items()})
+        if fresh is None:
+            raise UserError(
+                f"{checkpoint.path} lacks {_listed(missing)}; with trainer.allow_partial_checkpoint: true they would "
+                "begin with fresh values"
+            )
+        log.warning(f"{checkpoint.path} lacks {_listed(missing)}: they begin with fresh values")
+        parts = {name: load_some_arrays(path, name, wanted[name], part) for name, part in fresh().parts.items()}
     return TrainState(step=step, **parts)
 
 
-def _missing(checkpoint: Checkpoint, abstract: TrainState) -> list[str]:
-    """Names of arrays that the checkpoint lacks. Raises `UserError` for those of another shape."""
+def _missing(checkpoint: Checkpoint, path: str, abstract: TrainState) -> list[str]:
+    """Names of arrays that the checkpoint, read at `path`, lacks. Raises `UserError` for those of another shape."""
     missing = []
     for part, tree in abstract.parts.items():
-        stored = stored_shapes(checkpoint, part)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+        stored = stored_shapes(path, part)
+        for where, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = jax.tree_util.keystr(where, simple=True, separator="/")
             if name not in stored:
                 missing.append(f"{part}/{name}")
             elif stored[name] != leaf.shape:
@@ -72,16 +70,22 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def restore_params(checkpoint: Checkpoint, model: LanguageModel, layout: Layout) -> Any:
+def params_part(checkpoint: Checkpoint) -> str:
+    """Which part of a checkpoint has the parameters to use: of a run with `model_averaging` their average."""
+    averages = checkpoint.read_run_info()["config"]["trainer"].get("model_averaging") is not None
+    return "average" if averages else "params"
+
+
+def restore_params(checkpoint: Checkpoint, model: LanguageModel, layout: Layout, staging_dir: str | None = None) -> Any:
     """The parameters alone, in the type they were saved in: all that sampling, evaluation and export need.
 
     Of a run with `model_averaging` their average.
     """
-    boxed = abstract_params(model)
-    trainer = checkpoint.read_run_info()["config"]["trainer"]
-    part = "params"
-    if trainer.get("model_averaging") is not None:
-        part = "average"
+    part = params_part(checkpoint)
+    if part == "average":
         log.info(f"{checkpoint.path}: taking the average of the parameters (trainer.model_averaging)")
-    abstract = with_dtype(nn.meta.unbox(boxed), parse_precision(trainer["mp"]).params)
-    return load_arrays(checkpoint, part, with_shardings(abstract, parameter_shardings(layout, boxed)))
+    boxed = abstract_params(model)
+    saved = checkpoint.read_run_info()["config"]["trainer"]["mp"]
+    abstract = with_dtype(nn.meta.unbox(boxed), parse_precision(saved).params)
+    with local_copy(checkpoint, [part], staging_dir) as path:
+        return load_arrays(path, part, with_shardings(abstract, parameter_shardings(layout, boxed)))

@@ -13,7 +13,6 @@ import jax
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.discovery import Checkpoint
-from lmtrain.config.errors import UserError
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import EvalSource, TrainSource, iterate, too_little
 from lmtrain.data.caches import Cache, Caches, open_store, plan_mixture
@@ -23,14 +22,14 @@ from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.run_config import RunConfig, data_seed, identity, resolved
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.progress import format_bytes
 from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.tracking.open import Trackers, open_trackers
-from lmtrain.train.begin import begin, own_checkpoint
+from lmtrain.train.begin import begin
 from lmtrain.train.export import Exporter
 from lmtrain.train.layout_table import layout_table
-from lmtrain.train.memory import format_bytes
 from lmtrain.train.program import Program, plan_program
 from lmtrain.train.state import TrainState, count_parameters
 from lmtrain.train.step import build_eval_step
@@ -63,10 +62,12 @@ def set_up(
     run: str,
     tokenizer: Tokenizer,
     caches: Caches,
+    checkpointer: Checkpointer,
+    own: Checkpoint | None = None,
     begin_from_hf: str | None = None,
     processes: Processes = ALONE,
 ) -> Setup:
-    """Build or restore everything; a new run begins with the weights of `begin_from_hf`, if that is given.
+    """Build or restore everything: the run goes on from its `own` checkpoint, or begins, perhaps with `begin_from_hf`.
 
     Of several `processes` the first tracks and writes exports.
 
@@ -89,10 +90,7 @@ def set_up(
     exports = config.hf_save_path is not None or config.hf_upload is not None
     exporter = Exporter(config, run, model, tokenizer, layout, processes.is_first) if exports else None
     run_info = _run_info(config, run, tokenizer.identity, caches, program)
-    folder = trainer.checkpointer.run_folder(run)
-    if "://" in folder:
-        raise UserError(f"trainer.checkpointer.base_path: {folder} is a URL; checkpoints are saved locally so far")
-    state, first_step = begin(program, run, run_info, begin_from_hf)
+    state, first_step = begin(program, own, run_info, begin_from_hf, processes)
 
     sizes = trainer.batch_sizes
     rows = {size: local_rows(layout.batch, size) for size in sizes.all}
@@ -130,7 +128,7 @@ def set_up(
         eval_step=build_eval_step(model, layout, trainer.precision.compute, token_bytes(tokenizer)),
         train_batches=train_batches,
         eval_batches=open_eval_batches(config, layout, program.batching.eval_batch, caches.validation),
-        checkpointer=Checkpointer(folder, trainer.checkpointer),
+        checkpointer=checkpointer,
         trackers=trackers,
         run_info=run_info,
         batch_sizes=sizes,
@@ -138,12 +136,6 @@ def set_up(
         processes=processes,
         exporter=exporter,
     )
-
-
-def finished_checkpoint(config: RunConfig, run: str) -> Checkpoint | None:
-    """The last checkpoint of a run that has nothing left to do; None if there is something to do."""
-    checkpoint = own_checkpoint(config, run)
-    return checkpoint if checkpoint and checkpoint.step >= config.trainer.num_train_steps else None
 
 
 def open_eval_batches(
@@ -181,8 +173,7 @@ def _run_info(
     same["optimizer"] = {"type": config.optimizer.type}
     return {
         "run_id": run,
-        "identity": same
-        | {"tokenizer": tokenizer, "data_tokens": caches.identity, "params_dtype": config.trainer.precision.params},
+        "identity": same | {"tokenizer": tokenizer, "data_tokens": caches.identity},
         "config": resolved(config),
         "machine": {
             "device": jax.devices()[0].device_kind,

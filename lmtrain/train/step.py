@@ -1,6 +1,7 @@
 """One training step: a pure function, compiled once for each size of batch."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import optax
 from lmtrain.models.interface import LanguageModel
 from lmtrain.optim.schedules import Schedule
 from lmtrain.sharding.mesh import Layout
+from lmtrain.train.agreement import WISHES
 from lmtrain.train.averaging import Averaging, move_average
 from lmtrain.train.hessian import estimate_hessian
 from lmtrain.train.loss import next_token_targets, summed_cross_entropy
@@ -17,6 +19,22 @@ from lmtrain.train.microbatches import sum_over_microbatches
 from lmtrain.train.state import TrainState, without_kernels
 
 Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Within:
+    """A jitted function, called and lowered with the mesh and the compute mapping of `layout`."""
+
+    layout: Layout
+    jitted: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        with self.layout.active():
+            return self.jitted(*arguments)
+
+    def lower(self, *arguments: Any) -> Any:
+        with self.layout.active():
+            return self.jitted.lower(*arguments)
 
 
 def build_train_step(
@@ -33,7 +51,7 @@ def build_train_step(
     z_loss_weight: float = 0.0,
     hessian: str | None = None,
     averaging: Averaging | None = None,
-) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+) -> Within:
     """The jitted step: (state, batch) -> (state after one update, metrics on the device). The state is donated.
 
     The loss is the mean over all target tokens of the batch, whatever the number of microbatches, which
@@ -46,6 +64,8 @@ def build_train_step(
         return _loss_sum(model, params, batch, not dropout, {"dropout": key} if dropout else {}, z_loss_weight)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        wishes = batch.get(WISHES)
+        batch = {name: value for name, value in batch.items() if name != WISHES}
         parts = num_microbatches[batch["tokens"].shape[0]]
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         scale = 1.0 / jnp.maximum(batch["loss_mask"].sum().astype(jnp.float32), 1.0)
@@ -72,15 +92,17 @@ def build_train_step(
         }
         if (skipped := optax.tree.get(moments, "skipped")) is not None:
             metrics["optim/skipped_steps"] = skipped
+        if wishes is not None:
+            metrics[WISHES] = wishes.max()
         return TrainState(state.step + 1, params, moments, average), metrics
 
-    return within(layout, jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated)))
+    return Within(layout, jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated)))
 
 
 def build_logits(model: LanguageModel, params: Any, layout: Layout) -> Callable[[Any], Any]:
     """tokens [B, S] -> float32 logits [B, S, V], on the host."""
     model = without_kernels(model)
-    function = within(
+    function = Within(
         layout, jax.jit(lambda tokens: model.apply({"params": params}, tokens), out_shardings=layout.replicated)
     )
     return lambda tokens: jax.device_get(function(tokens))
@@ -101,7 +123,7 @@ def build_eval_step(
             lengths = jnp.where(mask, jnp.asarray(token_bytes)[next_token_targets(batch["tokens"])], 0).sum()
         return _loss_sum(model, cast(params, compute_dtype), batch, True, {}), mask.sum(), lengths
 
-    return within(layout, jax.jit(evaluate, out_shardings=layout.replicated))
+    return Within(layout, jax.jit(evaluate, out_shardings=layout.replicated))
 
 
 def _loss_sum(
@@ -114,22 +136,6 @@ def _loss_sum(
     head = apply(variables, method="head")
     targets = next_token_targets(batch["tokens"])
     return summed_cross_entropy(hidden, head, targets, batch["loss_mask"], model.vocab_size, z_loss_weight)
-
-
-def within(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, called with the mesh and the compute mapping of `layout`."""
-
-    def call(*arguments: Any) -> Any:
-        with layout.active():
-            return function(*arguments)
-
-    call.lower = lambda *arguments: _lower(layout, function, arguments)  # type: ignore[attr-defined]  # as jit has it
-    return call
-
-
-def _lower(layout: Layout, function: Any, arguments: Any) -> Any:
-    with layout.active():
-        return function.lower(*arguments)
 
 
 def cast(params: Any, dtype: str) -> Any:

@@ -36,7 +36,7 @@ def configure(optimizer=None, model=None, **settings) -> RunConfig:
 def info(config: RunConfig) -> dict:
     same = identity(config) | {"optimizer": {"type": config.optimizer.type}}
     return {
-        "identity": same | {"tokenizer": {"fingerprint": "x"}, "data_tokens": "y", "params_dtype": "float32"},
+        "identity": same | {"tokenizer": {"fingerprint": "x"}, "data_tokens": "y"},
         "config": resolved(config),
         "machine": {"device": "cpu"},
         "versions": {"jax": "1"},
@@ -54,8 +54,13 @@ def save(run: str, step: int, config: RunConfig | None = None):
     return state
 
 
-def start(config: RunConfig, run: str = "mine", hf: str | None = None):
-    return begin(plan_program(config, VOCAB), run, info(config), hf)
+def start(config: RunConfig, run: str = "mine", hf: str | None = None, fresh: RunConfig | None = None):
+    checkpointer = Checkpointer(f"checkpoints/{run}", config.trainer.checkpointer)
+    try:
+        own = own_checkpoint(config, checkpointer)
+        return begin(plan_program(config, VOCAB), own, info(fresh or config), hf)
+    finally:
+        checkpointer.close()
 
 
 def same(one, other) -> bool:
@@ -68,9 +73,8 @@ def test_1_a_run_goes_on_from_its_newest_checkpoint_and_ignores_the_settings_of_
     save("other", 9)
     for setting in ("initialize_from", "initialize_from_checkpoint_path"):
         config = configure(**{setting: "checkpoints/other"})
-        program = plan_program(config, VOCAB)
         with caplog.at_level(logging.INFO):
-            state, step = begin(program, "mine", info(configure()), None)
+            state, step = start(config, fresh=configure())
         assert step == int(state.step) == 5
         assert same(state.parts, newest.parts)
         assert f"{setting}: of no use any more, the run has begun" in caplog.text
@@ -92,8 +96,9 @@ def test_1_load_checkpoint_says_whether_there_must_or_may_be_one():
     assert start(configure())[1] == 0
     save("mine", 3)
     assert start(configure(load_checkpoint=True))[1] == 3
-    assert start(configure(load_checkpoint=False))[1] == 0
-    assert own_checkpoint(configure(load_checkpoint=False), "mine") is None
+    with pytest.raises(UserError, match=r"load_checkpoint is false, but this run has .*step-3"):
+        start(configure(load_checkpoint=False))
+    assert start(configure(load_checkpoint=False), run="fresh")[1] == 0
     with pytest.raises(UserError, match="no such folder"):
         start(configure(load_checkpoint_path="nowhere"), run="another")
 

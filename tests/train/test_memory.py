@@ -8,8 +8,8 @@ import pytest
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.run_config import RunConfig
-from lmtrain.train.devices import NAMES, find_device
 from lmtrain.runtime.progress import format_bytes
+from lmtrain.train.devices import NAMES, find_device
 from lmtrain.train.program import OutOfMemoryError, plan_program
 
 SIZES = {"hidden_dim": 256, "num_heads": 4, "num_layers": 4, "seq_len": 128}

@@ -8,7 +8,7 @@ import pytest
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.config import CheckpointerConfig
-from lmtrain.checkpoint.discovery import find_checkpoint
+from lmtrain.checkpoint.discovery import find_checkpoints
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
@@ -36,7 +36,7 @@ def saved(request, tmp_path):
     info = {"config": {"trainer": {"mp": f"p={request.param},c=float32"}}}
     checkpointer.save(7, Kind.PERMANENT, state.parts, info)
     checkpointer.close()
-    return state, abstract, shardings, find_checkpoint(str(tmp_path))
+    return state, abstract, shardings, find_checkpoints(str(tmp_path))[-1]
 
 
 def assert_bitwise_equal(one, other):

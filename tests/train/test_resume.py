@@ -20,8 +20,8 @@ INFO = {
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    (tmp_path / "step-4" / "run").mkdir(parents=True)
-    (tmp_path / "step-4" / "run" / "metadata").write_text(json.dumps(INFO))
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / "run.json").write_text(json.dumps(INFO))
     return Checkpoint(4, str(tmp_path / "step-4"))
 
 

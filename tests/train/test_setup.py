@@ -8,6 +8,7 @@ import time
 import jax
 import pytest
 
+from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.commands.caches import plan_caches
 from lmtrain.config.errors import UserError
@@ -17,7 +18,8 @@ from lmtrain.preprocess.executor import choose_executor
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.processes import ALONE
-from lmtrain.train.setup import finished_checkpoint, set_up
+from lmtrain.train.begin import own_checkpoint
+from lmtrain.train.setup import set_up
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -61,24 +63,12 @@ def set_up_run(config: RunConfig):
             build.check()
     caches = plans.caches
     tokenizer = load_tokenizer(config.data.tokenizer)
-    return set_up(config, "run", tokenizer, caches)
-
-
-def write_checkpoint(step: int, info: dict) -> None:
-    os.makedirs(f"checkpoints/run/step-{step}/run")
-    with open(f"checkpoints/run/step-{step}/run/metadata", "w") as file:
-        json.dump(info, file)
-
-
-@pytest.mark.parametrize(("step", "finished"), [(None, False), (11, False), (12, True), (15, True)])
-def test_a_run_is_finished_when_its_last_step_is_saved(config, step, finished):
-    if step is not None:
-        write_checkpoint(step, {})
-    found = finished_checkpoint(config(), "run")
-    assert (found is not None) == finished
-    if finished:
-        assert found.step == step
-    assert finished_checkpoint(config(), "another") is None
+    checkpointer = Checkpointer("checkpoints/run", config.trainer.checkpointer)
+    try:
+        return set_up(config, "run", tokenizer, caches, checkpointer, own_checkpoint(config, checkpointer))
+    except BaseException:
+        checkpointer.close()
+        raise
 
 
 def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_config(config, start):
@@ -92,7 +82,7 @@ def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_c
     assert setup.run_info["identity"]["seed"] == 0
     assert setup.run_info["machine"]["mesh"] == {"replica": 1, "data": jax.device_count(), "model": 1}
     json.dumps(setup.run_info)
-    assert os.listdir("checkpoints/run") == []
+    assert sorted(os.listdir("checkpoints/run")) == ["attempt.json", "lock"]
 
 
 def test_without_validation_files_there_is_nothing_to_evaluate(config, start):
@@ -103,10 +93,6 @@ def test_without_validation_files_there_is_nothing_to_evaluate(config, start):
     ("changes", "message"),
     [
         ({"trainer": {"model_axis_size": 3}}, "trainer.model_axis_size: 1 devices do not divide by 3"),
-        (
-            {"trainer": {"checkpointer": {"base_path": "gs://bucket/c"}}},
-            "trainer.checkpointer.base_path: gs://bucket/c",
-        ),
         ({"model": {"seq_len": 1_000_000}}, "tokens are less than one sequence of 1,000,000"),
     ],
 )
@@ -115,17 +101,21 @@ def test_what_does_not_fit_is_refused(config, start, changes, message):
         start(config(**changes))
 
 
+def save_and_close(setup, step: int) -> None:
+    setup.checkpointer.save(step, Kind.PERMANENT, setup.state.parts, setup.run_info)
+    setup.checkpointer.close()
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({"trainer": {"seed": 5}}, "seed: the checkpoint has 0, this config has 5"),
         ({"trainer": {"train_batch_size": 8}}, "train_batch_size: the checkpoint has 4, this config has 8"),
         ({"model": {"num_layers": 2}}, "model.num_layers: the checkpoint has 1, this config has 2"),
-        ({"trainer": {"mp": "bf16"}}, "params_dtype: the checkpoint has 'float32', this config has 'bfloat16'"),
     ],
 )
 def test_the_checkpoint_of_another_run_is_refused(config, start, changes, line):
-    write_checkpoint(4, start(config()).run_info)
+    save_and_close(start(config()), 4)
     with pytest.raises(UserError, match=re.escape(line)):
         start(config(**changes))
 

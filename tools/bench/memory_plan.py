@@ -14,7 +14,7 @@ from lmtrain.models.config import ModelConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.run_config import RunConfig
-from lmtrain.train.memory import format_bytes
+from lmtrain.runtime.progress import format_bytes
 from lmtrain.train.program import plan_program
 
 SMALL = Gpt2Config(hidden_dim=768, num_heads=12, num_layers=12, seq_len=1024)

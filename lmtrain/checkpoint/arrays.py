@@ -1,0 +1,106 @@
+"""Trees of arrays on disk and at `gs://`, by Orbax: the only file that knows it.
+
+Arrays are stored uncompressed: random bits do not compress, and trying halves the speed.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+# The parts that a checkpoint may have.
+_PARTS = ("params", "optimizer", "average")
+# Writing and its barriers among several processes; large states on slow disks take minutes.
+_TIMEOUT_SECONDS = 1800
+
+
+class ArrayWriter:
+    """Writes in the background, all processes of a run together. A save under way has to be waited for."""
+
+    def __init__(self) -> None:
+        options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_SECONDS)
+        self._orbax = ocp.AsyncCheckpointer(_handler(), async_options=options)
+
+    def start(self, path: str, parts: Mapping[str, Any]) -> None:
+        """Copy the trees of arrays to the host, and begin to write them to the folder `path`, which must not exist."""
+        args = {name: ocp.args.PyTreeSave(tree) for name, tree in parts.items()}
+        self._orbax.save(path, args=ocp.args.Composite(**args))
+
+    def wait(self) -> None:
+        """Until all is written. Raises what went wrong."""
+        self._orbax.wait_until_finished()
+
+    def close(self) -> None:
+        self._orbax.close()
+
+
+def load_arrays(path: str, part: str, like: Any) -> Any:
+    """The part `part` of the checkpoint at `path`, with the shapes, types and shardings of the tree `like`."""
+    args = ocp.args.PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
+    with ocp.Checkpointer(_handler()) as orbax:
+        return orbax.restore(_full(path), args=ocp.args.Composite(**{part: args}))[part]
+
+
+def stored_shapes(path: str, part: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a part's arrays by name, such as `blocks/mlp/up/kernel`; empty if there is no such part."""
+    if not _has(path, part):
+        return {}
+    return {name: tuple(leaf.shape) for name, leaf in _named(_stored(path, part)).items()}
+
+
+def load_some_arrays(path: str, part: str, like: Any, fresh: Any) -> Any:
+    """`fresh`, a tree as `like`, with the arrays that the checkpoint has in their place."""
+    if not _has(path, part):
+        return fresh
+    wanted = _named(like)
+    anywhere = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def target(where: Any, stored: Any) -> Any:
+        found = wanted.get(jax.tree_util.keystr(where, simple=True, separator="/"))
+        return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=anywhere) if found is None else found
+
+    tree = jax.tree_util.tree_map_with_path(target, _stored(path, part))
+    loaded = _named(load_arrays(path, part, tree))
+    return jax.tree_util.tree_map_with_path(
+        lambda where, leaf: loaded.get(jax.tree_util.keystr(where, simple=True, separator="/"), leaf), fresh
+    )
+
+
+def with_shardings(abstract: Any, shardings: Any) -> Any:
+    """A tree of `jax.ShapeDtypeStruct` that says where each array goes, for `load_arrays`."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
+    )
+
+
+def _handler() -> Any:
+    return ocp.CompositeCheckpointHandler(
+        **{name: ocp.PyTreeCheckpointHandler(use_compression=False) for name in _PARTS}
+    )
+
+
+def _full(path: str) -> str:
+    return path if "://" in path else os.path.abspath(path)
+
+
+def _has(path: str, part: str) -> bool:
+    return bool((epath.Path(_full(path)) / part).is_dir())
+
+
+def _stored(path: str, part: str) -> Any:
+    """The tree of what is stored: shapes and types."""
+    handler = ocp.PyTreeCheckpointHandler()  # a Checkpointer round it would miss a file that parts do not have
+    return handler.metadata(epath.Path(_full(path)) / part).tree
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(where, simple=True, separator="/"): leaf for where, leaf in leaves}
+
+
+def count_bytes(parts: Mapping[str, Any]) -> int:
+    """What the arrays take on disk."""
+    return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(dict(parts)))

@@ -1,0 +1,112 @@
+"""A run's folder of checkpoints as its one owner sees it: cleaned, and with nothing in it that only looks whole."""
+
+import contextlib
+import os
+import shutil
+
+from lmtrain.checkpoint.claim import Claim
+from lmtrain.checkpoint.discovery import (
+    Checkpoint,
+    list_checkpoints,
+    list_partial,
+    list_step_folders,
+    partial_marker,
+    step_folder,
+)
+from lmtrain.checkpoint.manifest import NAME, DamagedError, Manifest, write_manifest
+from lmtrain.checkpoint.policies import Kind
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import (
+    delete_file,
+    delete_folder,
+    is_url,
+    join,
+    list_names,
+    rename_folder,
+    write_bytes,
+)
+
+
+class RunFolder:
+    """Held by the first process of a run, and by no other run of the same id. Raises `UserError` if one has it.
+
+    What a killed process left is put in order: folders that were being written or deleted are deleted, those that have
+    lost their manifest are set aside.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.claim = Claim(path)
+        self._temporary: list[Checkpoint] = []
+        try:
+            self._clean()
+        except BaseException:
+            self.claim.release()
+            raise
+
+    def begin(self, step: int) -> None:
+        """Mark the folder of `step` as partial. Raises `TakenOverError` if the run was started again elsewhere."""
+        self.claim.check()
+        if step in list_step_folders(self.path):
+            self.move_away(step_folder(self.path, step), "earlier")
+        write_bytes(partial_marker(self.path, step), b"")
+
+    def complete(self, manifest: Manifest) -> None:
+        """Write the manifest, then delete the temporary checkpoints before this one."""
+        self.claim.check()
+        checkpoint = Checkpoint(manifest.step, step_folder(self.path, manifest.step))
+        write_manifest(checkpoint.path, manifest)
+        delete_file(partial_marker(self.path, manifest.step))
+        for old in list(self._temporary):
+            try:
+                self._delete(old.step)
+            except (OSError, UserError) as error:
+                log.warning(f"{old.path} could not be deleted, it is tried again: {error}")
+            else:
+                self._temporary.remove(old)
+        if manifest.kind is Kind.TEMPORARY:
+            self._temporary.append(checkpoint)
+
+    def discard(self, step: int) -> None:
+        """Delete what there is of a save that failed: it may be what fills the disk."""
+        with contextlib.suppress(OSError, UserError):
+            self._delete(step)
+
+    def move_away(self, path: str, prefix: str) -> None:
+        """Give a step's folder a name that is none of a checkpoint; it is never deleted."""
+        name = f"{prefix}-{os.path.basename(path)}"
+        number = sum(taken == name or taken.startswith(f"{name}.") for taken in list_names(self.path))
+        new = join(self.path, f"{name}.{number}" if number else name)
+        rename_folder(path, new)
+        self._temporary = [checkpoint for checkpoint in self._temporary if checkpoint.path != path]
+        log.warning(f"{path} was set aside as {os.path.basename(new)}")
+
+    def _delete(self, step: int) -> None:
+        """Killed in between, it does not look like a checkpoint, nor like one that was damaged."""
+        folder = step_folder(self.path, step)
+        write_bytes(partial_marker(self.path, step), b"")
+        delete_file(join(folder, NAME))
+        delete_folder(folder)
+        delete_file(partial_marker(self.path, step))
+
+    def _clean(self) -> None:
+        complete = list_checkpoints(self.path)
+        steps = {checkpoint.step for checkpoint in complete}
+        for step in list_partial(self.path):
+            if step in steps:  # it was complete but for the removal of its mark
+                delete_file(partial_marker(self.path, step))
+            else:
+                self._delete(step)
+        if not is_url(self.path):
+            for name in os.listdir(self.path):
+                if "orbax-checkpoint-tmp" in name:
+                    shutil.rmtree(os.path.join(self.path, name))
+        for step in list_step_folders(self.path):
+            if step not in steps:
+                log.error(f"{step_folder(self.path, step)} is damaged: it has no {NAME}")
+                self.move_away(step_folder(self.path, step), "damaged")
+        for checkpoint in complete:
+            with contextlib.suppress(DamagedError):  # which is found out when it is to be used
+                if checkpoint.read_manifest().kind is Kind.TEMPORARY:
+                    self._temporary.append(checkpoint)
