@@ -17,6 +17,7 @@ VERBS = {
     "export-hf": ("export_hf", "write a checkpoint as a Hugging Face model folder"),
     "generate": ("generate", "sample text from a checkpoint"),
     "plan": ("plan", "parameters, FLOPs, layout and memory of a run, before it"),
+    "checkpoint": ("checkpoint", "list checkpoints, show what is in one, prove that it is whole"),
     "config": ("config", "check a config, or show it resolved"),
     "tokenizer": ("tokenizer", "learn a tokenizer from text"),
 }

@@ -1,7 +1,7 @@
 """Where a run's state comes from. The first of these that applies:
 
-1. the newest checkpoint of the run itself, or in `load_checkpoint_path`: it goes on after it. Not looked for with
-   `load_checkpoint: false`; with `true` an error if there is none.
+1. the newest checkpoint of the run itself that is whole, else the newest in `load_checkpoint_path`: it goes on after
+   it. With `load_checkpoint: true` an error if there is none; with `false` if there is one of the run itself.
 2. `initialize_from`: the whole state of another run, and its step.
 3. `initialize_from_checkpoint_path`: parameters, their average and the optimizer's moments of another run, at step 0.
 4. `initialize_from_hf`: parameters of a Hugging Face model.

@@ -1,0 +1,143 @@
+"""`lmtrain checkpoint list|inspect|verify PATH`: what checkpoints there are, what is in one, and whether it is whole.
+
+PATH, or a URL, is a checkpoint, a run's folder, or any folder above.
+"""
+
+import os
+import time
+from typing import Any
+
+from lmtrain.checkpoint.discovery import (
+    Checkpoint,
+    find_checkpoints,
+    list_partial,
+    list_set_aside,
+    partial_marker,
+)
+from lmtrain.checkpoint.manifest import DamagedError, Manifest
+from lmtrain.checkpoint.verify import FULL, verify
+from lmtrain.commands.arguments import Parser
+from lmtrain.config.compare import describe_differences
+from lmtrain.config.errors import UserError
+from lmtrain.config.layers import dotted, walk_leaves
+from lmtrain.runtime.progress import format_bytes, format_seconds
+
+
+def run(argv: list[str]) -> int:
+    description = "List checkpoints, show what is in the newest, or prove that every byte is what was written."
+    parser = Parser("checkpoint", description)
+    meanings = "; ".join(f"{name}: {action.__doc__}" for name, action in _ACTIONS.items())
+    parser.add_argument("action", choices=list(_ACTIONS), help=meanings)
+    parser.add_argument("path", metavar="PATH", help="a checkpoint, a run's folder, or any folder above; a path or URL")
+    arguments = parser.parse_args(argv)
+    return _ACTIONS[arguments.action](arguments.path)
+
+
+def _list(path: str) -> int:
+    """all with kind, size and age"""
+    try:
+        found = find_checkpoints(path)
+    except UserError:
+        if not _unusable(path):
+            raise
+        found = []
+    folders = sorted({os.path.dirname(checkpoint.path) for checkpoint in found}) or [path]
+    for folder in folders:
+        print(folder)
+        before: Checkpoint | None = None
+        for checkpoint in [c for c in found if os.path.dirname(c.path) == folder]:
+            print(f"  {_row(checkpoint)}")
+            for line in _changes(before, checkpoint):
+                print(f"    {line}")
+            before = checkpoint
+        for line in _unusable(folder):
+            print(f"  {line}")
+    return 0
+
+
+def _inspect(path: str) -> int:
+    """what is in the newest"""
+    found = find_checkpoints(path)
+    checkpoint = found[-1]
+    manifest = _manifest(checkpoint)
+    info = checkpoint.read_run_info()
+    sizes: dict[str, int] = {}
+    for name, record in manifest.files.items():
+        part = name.split("/")[0] if "/" in name else ""
+        sizes[part] = sizes.get(part, 0) + record.size
+    print(checkpoint.path)
+    print(f"  {_row(checkpoint)}")
+    rows = {
+        "run": info["run_id"],
+        "saved": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(manifest.saved)),
+        "arrays": ", ".join(f"{part} {format_bytes(size)}" for part, size in sizes.items() if part),
+        "machine": _plain(info["machine"]),
+        "versions": _plain(info["versions"]),
+    }
+    for name, text in rows.items():
+        print(f"  {name:<9} {text}")
+    print("  what makes it this run:")
+    for where, value in walk_leaves(info["identity"]):
+        if where:
+            print(f"    {dotted(where)} = {value!r}")
+    earlier = [c for c in found if os.path.dirname(c.path) == os.path.dirname(checkpoint.path)][:-1]
+    for line in _changes(earlier[-1] if earlier else None, checkpoint):
+        print(f"  {line}")
+    return 0
+
+
+def _verify(path: str) -> int:
+    """that every byte of each is what was written"""
+    damaged = 0
+    for checkpoint in find_checkpoints(path):
+        began = time.monotonic()
+        try:
+            verify(checkpoint, FULL)
+        except DamagedError as error:
+            damaged += 1
+            print(f"{checkpoint.path}: DAMAGED: {error}")
+            continue
+        size, seconds = checkpoint.read_manifest().size, time.monotonic() - began
+        print(f"{checkpoint.path}: whole, {format_bytes(size)} read at {format_bytes(size / max(seconds, 1e-9))}/s")
+    return 1 if damaged else 0
+
+
+_ACTIONS = {"list": _list, "inspect": _inspect, "verify": _verify}
+
+
+def _row(checkpoint: Checkpoint) -> str:
+    try:
+        manifest = checkpoint.read_manifest()
+    except DamagedError as error:
+        return f"step-{checkpoint.step:<9} DAMAGED: {error}"
+    age = format_seconds(max(0.0, time.time() - manifest.saved))
+    return f"step-{checkpoint.step:<9} {manifest.kind.value:<9} {format_bytes(manifest.size):>10}  {age} ago"
+
+
+def _manifest(checkpoint: Checkpoint) -> Manifest:
+    try:
+        return checkpoint.read_manifest()
+    except DamagedError as error:
+        raise UserError(f"{checkpoint.path} is damaged: {error}") from None
+
+
+def _changes(before: Checkpoint | None, now: Checkpoint) -> list[str]:
+    """How the config differs from that of the checkpoint before."""
+    if before is None:
+        return []
+    try:
+        old, new = (checkpoint.read_run_info()["config"] for checkpoint in (before, now))
+    except (FileNotFoundError, ValueError):  # damaged, which its own line says
+        return []
+    return describe_differences(old, new, f"step-{before.step}", f"step-{now.step}")
+
+
+def _unusable(folder: str) -> list[str]:
+    """What else is in a run's folder."""
+    partial = [os.path.basename(partial_marker(folder, step)) for step in list_partial(folder)]
+    aside = [os.path.basename(path) for path in list_set_aside(folder)]
+    return [f"{name:<14} being written or deleted" for name in partial] + [f"{name:<14} set aside" for name in aside]
+
+
+def _plain(value: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {part}" for name, part in value.items())

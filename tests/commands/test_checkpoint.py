@@ -1,0 +1,99 @@
+"""`lmtrain checkpoint list|inspect|verify`, on real checkpoints of a tiny state."""
+
+import os
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from lmtrain import cli
+from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.policies import Kind
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two runs: `one` with a permanent and a temporary checkpoint of another config, `two` with one."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for run, steps in (("one", {5: Kind.PERMANENT, 8: Kind.TEMPORARY}), ("two", {3: Kind.PERMANENT})):
+        checkpointer = Checkpointer(str(folder / run), CheckpointerConfig())
+        for step, kind in steps.items():
+            info = {
+                "run_id": run,
+                "config": {"trainer": {"num_train_steps": step}},
+                "identity": {"model": {"hidden_dim": 8}},
+                "machine": {"device": "cpu"},
+                "versions": {"jax": "1"},
+            }
+            checkpointer.save(step, kind, {"params": {"w": jnp.arange(1000.0)}}, info)
+        checkpointer.close()
+    return folder
+
+
+def lmtrain(capsys, *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(map(str, arguments)))
+    told = capsys.readouterr()
+    return int(ended.value.code or 0), told.out, told.err
+
+
+def test_list_shows_each_run_with_its_checkpoints_and_what_changed_between_them(made, capsys):
+    code, out, _ = lmtrain(capsys, "checkpoint", "list", made)
+    assert code == 0
+    plain = re.sub(r" +[\d.]+ KiB +\S+ ago", " SIZE AGE", out.replace(str(made), "F"))
+    assert plain.splitlines() == [
+        "F/one",
+        "  step-5         permanent SIZE AGE",
+        "  step-8         temporary SIZE AGE",
+        "    trainer.num_train_steps: step-5 has 5, step-8 has 8",
+        "F/two",
+        "  step-3         permanent SIZE AGE",
+    ]
+
+
+def test_list_shows_what_is_no_checkpoint_too(made, capsys, tmp_path):
+    for name in ("step-7", "damaged-step-4"):
+        os.makedirs(tmp_path / name)
+    (tmp_path / "step-7.partial").touch()
+    code, out, _ = lmtrain(capsys, "checkpoint", "list", tmp_path)
+    assert code == 0
+    assert "step-7.partial being written or deleted" in out
+    assert "damaged-step-4 set aside" in out
+
+
+def test_inspect_shows_what_is_in_the_newest_of_a_run(made, capsys):
+    code, out, _ = lmtrain(capsys, "checkpoint", "inspect", made / "one")
+    assert code == 0
+    for line in ("step-8 ", "run       one", "arrays    params", "device cpu", "jax 1", "model.hidden_dim = 8"):
+        assert line in out
+    assert "trainer.num_train_steps: step-5 has 5, step-8 has 8" in out
+
+
+def test_verify_tells_whole_ones_from_damaged_ones_and_exits_with_1(made, capsys):
+    code, out, _ = lmtrain(capsys, "checkpoint", "verify", made)
+    assert code == 0
+    assert out.count(": whole, ") == 3
+    data = made / "two" / "step-3" / "run.json"
+    data.write_bytes(data.read_bytes().replace(b"two", b"tow"))
+    code, out, _ = lmtrain(capsys, "checkpoint", "verify", made)
+    data.write_bytes(data.read_bytes().replace(b"tow", b"two"))
+    assert code == 1
+    assert out.count(": whole, ") == 2
+    assert f"{made}/two/step-3: DAMAGED: run.json has other bytes than were written" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "nowhere"], "checkpoint nowhere: no such folder"),
+        (["verify", "nowhere"], "checkpoint nowhere: no such folder"),
+        (["look", "nowhere"], "invalid choice: 'look'"),
+        (["list"], "the following arguments are required: PATH"),
+    ],
+)
+def test_mistakes_are_told_with_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = lmtrain(capsys, "checkpoint", *arguments)
+    assert code == 2
+    assert message in err
