@@ -65,7 +65,9 @@ class InitializationConfig(Section):
     """What a run begins from. A run that has checkpoints of its own goes on from them."""
 
     load_checkpoint: bool | None = Field(
-        None, description="Go on from the run's checkpoint: null: if there is one; true: there must be; false: there must be none"
+        None,
+        description="Go on from the run's checkpoint: null: if there is one; true: there must be; "
+        "false: there must be none",
     )
     load_checkpoint_path: str | None = Field(
         None, description="Where to look for it: a checkpoint, run folder or parent; null: the run's own folder"

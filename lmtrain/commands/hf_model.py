@@ -1,6 +1,7 @@
 """Models from Hugging Face in a run: sizes and tokenizer from `initialize_from_hf`, and checks that both agree."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -53,8 +54,11 @@ def _saved_config(run: Run, checkpoint: str | None) -> dict[str, Any] | None:
         found = find_checkpoints(checkpoint)
     else:
         found = list_checkpoints(run.config.trainer.checkpointer.run_folder(run.id))
-    config: dict[str, Any] | None = found[-1].read_run_info()["config"] if found else None
-    return config
+    for newest in reversed(found):
+        with suppress(FileNotFoundError, ValueError):  # a damaged one is told when its arrays are to be used
+            config: dict[str, Any] = newest.read_run_info()["config"]
+            return config
+    return None
 
 
 def _free_given(config: RunConfig) -> set[str]:
