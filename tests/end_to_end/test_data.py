@@ -30,6 +30,7 @@ def mixed(settings, write_config):
     return write
 
 
+@pytest.mark.long
 def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mixed, lmtrain, tmp_path):
     mixed()
     whole = lmtrain("train", "tiny.yaml")

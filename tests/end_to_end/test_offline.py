@@ -35,6 +35,7 @@ def watched(folder, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
 
 
+@pytest.mark.long
 def test_training_from_scratch_exporting_and_going_on_from_a_folder_ask_nobody(settings, write_config, tmp_path):
     settings["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 100, "id": "alone"}
     write_config(settings | {"hf_save_path": "exports"})

@@ -49,6 +49,7 @@ def markers(folder):
     return sorted(path.name for path in (folder / "cache" / "train").glob("shard-*.json"))
 
 
+@pytest.mark.long
 def test_batches_are_those_of_the_finished_cache(config, lmtrain, tmp_path):
     online = lmtrain("train", config("online"))
     assert online.returncode == 0, online.stderr

@@ -111,6 +111,7 @@ def test_no_cluster_there_is_an_error_that_names_it(config, lmtrain, monkeypatch
         ray_cluster._connect(nowhere)
 
 
+@pytest.mark.long
 def test_a_run_of_two_processes_starts_a_cluster_of_its_own(config, undisturbed, tmp_path):
     command = [sys.executable, "-m", "lmtrain", "preprocess", str(config)]
     command += ["--trainer.distributed.coordinator_address", f"127.0.0.1:{free_port()}"]
