@@ -10,7 +10,8 @@ Orbax's `AsyncCheckpointer` is used rather than its `CheckpointManager`: names, 
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class _Save:
     run_info: dict[str, Any]
     before_commit: Callable[[], None]
     target: str = ""
+    begun: bool = False
     problem: Exception | None = None
     seconds: float = 0.0
     thread: threading.Thread = field(default_factory=threading.Thread)
@@ -74,8 +76,9 @@ class Checkpointer:
         self._retry_at: float | None = None
         self._save: _Save | None = None
         self._saved: list[float] = []
-        _make(self.path)
-        self._folder = RunFolder(self.path) if processes.is_first else None
+        with _told(self.path):
+            _make(self.path)
+            self._folder = RunFolder(self.path) if processes.is_first else None
         gather(processes, "checkpoints", None)  # nobody looks before all is in order
         self._staging = Staging(self.path, config.staging_dir, processes)
         self._writer = ArrayWriter()
@@ -190,6 +193,7 @@ class Checkpointer:
         try:
             if self._folder is not None:
                 self._folder.begin(save.step)
+                save.begun = True
             save.target = self._staging.prepare(save.step, count_bytes(parts))
         except Exception as error:
             save.problem = error
@@ -223,7 +227,8 @@ class Checkpointer:
             save.problem = error
         save.problem = self._agree("complete", save.problem)
         self._staging.clear(save.target)
-        if save.problem is not None and self._folder is not None and not isinstance(save.problem, TakenOverError):
+        taken_over = isinstance(save.problem, TakenOverError)
+        if save.problem is not None and self._folder is not None and save.begun and not taken_over:
             self._folder.discard(save.step)
         save.seconds = self._clock() - save.began
 
@@ -246,12 +251,19 @@ class Checkpointer:
 
 
 def _make(folder: str) -> None:
+    if not is_url(folder):
+        os.makedirs(folder, exist_ok=True)
+        return
     try:
-        if is_url(folder):
-            check_writable(folder)
-        else:
-            os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"trainer.checkpointer.base_path: {folder} cannot be made: {error.strerror}") from None
+        check_writable(folder)
     except UserError as error:
         raise UserError(f"trainer.checkpointer.base_path: {error}") from None
+
+
+@contextmanager
+def _told(folder: str) -> Iterator[None]:
+    """Errors of the file system as ones that name the setting."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"trainer.checkpointer.base_path: {folder} cannot be used: {error.strerror or error}") from None

@@ -15,8 +15,8 @@ from lmtrain.config.errors import UserError
 from lmtrain.runtime.storage import is_url, join, list_files, list_names, read_json
 
 RUN_INFO = "run.json"
-_STEP = re.compile(r"step-(\d+)")
-_PARTIAL = re.compile(r"step-(\d+)\.partial")
+_STEP = re.compile(r"step-(0|[1-9]\d*)")
+_PARTIAL = re.compile(_STEP.pattern + r"\.partial")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,9 @@ def _manifests(folder: str, recursive: bool) -> Iterable[str]:
     """Folders that have a manifest."""
     if is_url(folder):  # one listing of everything: object stores have no folders
         files: Mapping[str, int] = list_files(folder)
-        return [join(folder, os.path.dirname(name)) for name in files if os.path.basename(name) == NAME]
+        places = [os.path.dirname(name) for name in files if os.path.basename(name) == NAME]
+        outer = [place for place in places if not any(map(_STEP.fullmatch, place.split("/")[:-1]))]
+        return [join(folder, place) for place in outer]
     if not recursive:
         return [join(folder, name) for name in list_names(folder) if os.path.isfile(join(folder, name, NAME))]
     found = []

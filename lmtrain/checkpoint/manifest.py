@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from lmtrain.checkpoint.policies import Kind
+from lmtrain.config.errors import UserError
 from lmtrain.runtime.storage import is_url, join, list_files, read_blocks, read_bytes, write_bytes
 
 NAME = "manifest.json"
@@ -54,17 +55,24 @@ def write_manifest(folder: str, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: str) -> Manifest:
-    """Raises FileNotFoundError if there is none, and `DamagedError` if it is not as it was written."""
+    """Raises FileNotFoundError if there is none, `DamagedError` if it is not as it was written, and `UserError` if
+    another version of lmtrain wrote it in another way."""
     content = read_bytes(join(folder, NAME))
     try:
         value = json.loads(content)
+        told = value.pop("checksum")
+        if told != _checksum(value):
+            raise ValueError
+        if (value["format"], value["block_bytes"]) != (_FORMAT, _BLOCK_BYTES):
+            raise UserError(f"{folder}: {NAME} has format {value['format']}, this version of lmtrain reads {_FORMAT}")
         files = {name: FileRecord(int(size), str(checksum)) for name, (size, checksum) in value["files"].items()}
         manifest = Manifest(int(value["step"]), Kind(value["kind"]), float(value["saved"]), files)
-        intact = _to_bytes(manifest) == content
-    except (ValueError, KeyError, TypeError, AttributeError):
-        intact = False
-    if not intact:
-        raise DamagedError(f"{NAME} is damaged")
+        if _to_bytes(manifest) != content:
+            raise ValueError
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise DamagedError(f"{NAME} is damaged") from None
     return manifest
 
 
@@ -77,8 +85,12 @@ def _to_bytes(manifest: Manifest) -> bytes:
         "block_bytes": _BLOCK_BYTES,
         "files": {name: [record.size, record.checksum] for name, record in manifest.files.items()},
     }
-    value["checksum"] = xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+    value["checksum"] = _checksum(value)
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _checksum(value: dict[str, Any]) -> str:
+    return str(xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode()))
 
 
 def record_files(folder: str, names: Iterable[str]) -> dict[str, FileRecord]:

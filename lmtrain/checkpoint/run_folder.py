@@ -1,8 +1,8 @@
 """A run's folder of checkpoints as its one owner sees it: cleaned, and with nothing in it that only looks whole."""
 
 import contextlib
+import itertools
 import os
-import shutil
 
 from lmtrain.checkpoint.claim import Claim
 from lmtrain.checkpoint.discovery import (
@@ -16,6 +16,7 @@ from lmtrain.checkpoint.discovery import (
 from lmtrain.checkpoint.manifest import NAME, DamagedError, Manifest, write_manifest
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.config.errors import UserError
+from lmtrain.runtime.files import remove_temporaries
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import (
     delete_file,
@@ -76,8 +77,9 @@ class RunFolder:
     def move_away(self, path: str, prefix: str) -> None:
         """Give a step's folder a name that is none of a checkpoint; it is never deleted."""
         name = f"{prefix}-{os.path.basename(path)}"
-        number = sum(taken == name or taken.startswith(f"{name}.") for taken in list_names(self.path))
-        new = join(self.path, f"{name}.{number}" if number else name)
+        taken = set(list_names(self.path))
+        names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(1)))
+        new = join(self.path, next(free for free in names if free not in taken))
         rename_folder(path, new)
         self._temporary = [checkpoint for checkpoint in self._temporary if checkpoint.path != path]
         log.warning(f"{path} was set aside as {os.path.basename(new)}")
@@ -88,7 +90,14 @@ class RunFolder:
         write_bytes(partial_marker(self.path, step), b"")
         delete_file(join(folder, NAME))
         delete_folder(folder)
+        self._delete_unnamed(os.path.basename(folder))
         delete_file(partial_marker(self.path, step))
+
+    def _delete_unnamed(self, start: str) -> None:
+        """What Orbax had not given its name yet; only at paths, where it renames."""
+        for name in list_names(self.path):
+            if name.startswith(start) and "orbax-checkpoint-tmp" in name:
+                delete_folder(join(self.path, name))
 
     def _clean(self) -> None:
         complete = list_checkpoints(self.path)
@@ -98,10 +107,9 @@ class RunFolder:
                 delete_file(partial_marker(self.path, step))
             else:
                 self._delete(step)
+        self._delete_unnamed("step-")
         if not is_url(self.path):
-            for name in os.listdir(self.path):
-                if "orbax-checkpoint-tmp" in name:
-                    shutil.rmtree(os.path.join(self.path, name))
+            remove_temporaries(self.path)
         for step in list_step_folders(self.path):
             if step not in steps:
                 log.error(f"{step_folder(self.path, step)} is damaged: it has no {NAME}")

@@ -1,5 +1,6 @@
 """A local disk between the arrays and stores that Orbax does not write to: every URL but `gs://`."""
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -30,6 +31,12 @@ class Staging:
         self._directory = _directory(directory)
         self._processes = processes
         self._needed = _needs_copy(run_folder)
+        # of this run alone, so that what a killed process left can be deleted
+        self._prefix = f"{_PREFIX}{hashlib.sha256(run_folder.encode()).hexdigest()[:12]}-"
+        if self._needed and processes.is_first and os.path.isdir(self._directory):
+            for name in os.listdir(self._directory):
+                if name.startswith(self._prefix):
+                    shutil.rmtree(os.path.join(self._directory, name), ignore_errors=True)
 
     def prepare(self, step: int, size: int) -> str:
         """The folder to write `size` bytes to. Raises `UserError` if the disk has no room, or is not shared."""
@@ -38,7 +45,7 @@ class Staging:
         made = None
         if self._processes.is_first:
             _check_room(self._directory, size)
-            made = tempfile.mkdtemp(dir=self._directory, prefix=_PREFIX)
+            made = tempfile.mkdtemp(dir=self._directory, prefix=self._prefix)
         made = gather(self._processes, "staging", made)[0]
         if not all(gather(self._processes, "staging seen", os.path.isdir(made))):
             raise UserError(
@@ -80,7 +87,10 @@ def local_copy(checkpoint: Checkpoint, parts: Sequence[str], directory: str | No
             download(join(checkpoint.path, name), target)
 
         with ThreadPoolExecutor(_TRANSFERS) as pool:
-            list(pool.map(fetch, names))
+            try:
+                list(pool.map(fetch, names))
+            except FileNotFoundError as error:
+                raise DamagedError(f"{checkpoint.path}: a file is missing: {error}") from None
         wrong = wrong_bytes(temporary, manifest, names)
         if wrong:
             raise DamagedError(f"{checkpoint.path}: {', '.join(wrong)} did not arrive as written")

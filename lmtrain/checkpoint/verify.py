@@ -20,11 +20,19 @@ def verify(
 
     Of several processes, which all have to call it, each reads a share of the files, and all come to the same answer.
     """
+    failure: Exception | None = None
+    problem = ""
     try:
         problem = _problem(checkpoint, how, processes, parts)
-    except (DamagedError, UserError, OSError) as error:
+    except (DamagedError, FileNotFoundError) as error:
         problem = str(error)
-    problems = [text for text in gather(processes, "verify", problem) if text]
+    except (UserError, OSError) as error:  # a disk or store that does not answer has damaged nothing
+        failure = error
+    told = gather(processes, "verify", [problem, None if failure is None else str(failure)])
+    failures = [text for _, text in told if text is not None]
+    if failures:
+        raise UserError(f"{checkpoint.path} cannot be checked: {failures[0]}") from failure
+    problems = [text for text, _ in told if text]
     if problems:
         raise DamagedError("; ".join(dict.fromkeys(problems)))
 

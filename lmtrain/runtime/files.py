@@ -8,11 +8,16 @@ import os
 def write_atomically(path: str, content: bytes) -> None:
     """Write under a temporary name in the same folder, flush to disk, then rename into place."""
     temporary = f"{path}.tmp-{os.getpid()}"
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
 
 
 def file_sha256(path: str) -> str:

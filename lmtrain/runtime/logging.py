@@ -27,6 +27,7 @@ def start_console_log(processes: Processes = ALONE) -> None:
     log.propagate = False
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells there, at length, what it then raises
 
 
 def start_file_log(log_dir: str, run: str, processes: Processes = ALONE) -> str:

@@ -177,4 +177,7 @@ def rename_folder(folder: str, new: str) -> None:
         return
     with told(folder, "renamed"):
         fs, inside = open_fs(folder)
-        fs.mv(inside, open_fs(new)[1], recursive=True)
+        target = open_fs(new)[1]
+        for name in fs.find(inside):  # not fs.mv, which copies the folders too that there are none of
+            fs.cp_file(name, target + name[len(inside) :])
+        fs.rm(inside, recursive=True)

@@ -1,32 +1,49 @@
-"""Saving and loading: bitwise, with temporary checkpoints replaced only by complete ones, and leftovers cleaned."""
+"""Saving and loading: bit by bit, complete or not at all, and what happens when it cannot be done."""
 
 import os
+import resource
 import shutil
-import signal
-import subprocess
-import sys
+import threading
+from contextlib import contextmanager, nullcontext, suppress
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from lmtrain.checkpoint.checkpointer import Checkpointer, load_arrays, with_shardings
+from lmtrain.checkpoint.arrays import load_arrays, load_some_arrays, stored_shapes, with_shardings
+from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
+from lmtrain.checkpoint.claim import TakenOverError
 from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.checkpoint.discovery import list_checkpoints
+from lmtrain.checkpoint.manifest import check_sizes, wrong_bytes
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.config.errors import UserError
+from lmtrain.runtime.storage import list_files, write_json
 
-CONFIG = CheckpointerConfig(save_interval="60s", keep=[{"every": 10}])
-PARAMS = {"a": {"kernel": jnp.arange(6.0).reshape(2, 3)}, "half": jnp.arange(5, dtype=jnp.bfloat16) / 3}
-OPTIMIZER = (jnp.int32(7), {"a": {"kernel": jnp.full((2, 3), jnp.nan)}, "half": jnp.array([jnp.inf, -0.0, 1e-38])})
+PARAMS = {
+    "a": {"kernel": np.arange(6.0, dtype=np.float32).reshape(2, 3)},
+    # every value that there is, the quiet and the signalling NaNs among them
+    "all of bfloat16": np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16),
+    "all of float16": np.arange(2**16, dtype=np.uint16).view(np.float16),
+}
+ODD = np.array([0x7F800000, 0xFF800000, 0x80000000, 1, 0x7FC00001, 0x7F800001, 0xFFC12345], np.uint32).view(np.float32)
+OPTIMIZER = (np.int32(7), {"odd": ODD, "long": np.array([-1, 2**31 - 1], np.int32), "yes": np.array(True)})
+BIG = {"params": {"w": jnp.arange(300_000.0)}}  # more than the full disk below takes
 
 
 class Clock:
-    now = 0.0
+    """`when_read` is called after each reading."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.when_read = lambda: None
 
     def __call__(self) -> float:
-        return self.now
+        now = self.now
+        self.when_read()
+        return now
 
 
 @pytest.fixture
@@ -36,149 +53,358 @@ def clock():
 
 @pytest.fixture
 def make(tmp_path, clock):
-    """`make()` opens the run's checkpointer; all are closed in the end."""
+    """`make()` opens the run's checkpointer once more; all are closed in the end."""
     opened = []
 
-    def open_one() -> Checkpointer:
-        opened.append(Checkpointer(str(tmp_path / "run"), CONFIG, clock))
+    def open_one(**settings) -> Checkpointer:
+        config = CheckpointerConfig(**{"save_interval": "60s", "keep": [{"every": 10}]} | settings)
+        opened.append(Checkpointer(str(tmp_path / "run"), config, clock=clock))
         return opened[-1]
 
     yield open_one
     for checkpointer in opened:
-        checkpointer.close()
+        with suppress(SaveError, TakenOverError):
+            checkpointer.close()
 
 
-def save(checkpointer: Checkpointer, step: int, kind: Kind) -> None:
-    checkpointer.save(step, kind, {"params": PARAMS, "optimizer": OPTIMIZER}, {"identity": {"größe": 1}})
+@contextmanager
+def full_disk():
+    """No file grows beyond 64 KiB."""
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save(checkpointer: Checkpointer, step: int, kind: Kind = Kind.PERMANENT, **more) -> float:
+    return checkpointer.save(step, kind, {"params": {"w": jnp.full(3, step)}}, {}, **more)
+
+
+def wait_for_save(step: int) -> None:
+    """Without telling the checkpointer."""
+    for thread in threading.enumerate():
+        if thread.name == f"saving step {step}":
+            thread.join()
 
 
 def steps(tmp_path) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(str(tmp_path / "run"))]
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_there_is_anything_to_save(make, tmp_path):
-    (tmp_path / "run").write_text("a file in the way")
-    with pytest.raises(UserError, match=r"trainer.checkpointer.base_path: .*run cannot be made: File exists"):
-        make()
+def names(tmp_path) -> list[str]:
+    return sorted(set(os.listdir(tmp_path / "run")) - {"lock", "attempt.json"})
 
 
-def test_arrays_load_bit_by_bit_as_they_were_saved(make, tmp_path):
-    checkpointer = make()
-    save(checkpointer, 3, Kind.PERMANENT)
-    checkpointer.finish()
-    (checkpoint,) = list_checkpoints(str(tmp_path / "run"))
+def like(tree):
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    for part, saved in (("params", PARAMS), ("optimizer", OPTIMIZER)):
-        like = with_shardings(jax.eval_shape(lambda tree=saved: tree), jax.tree.map(lambda _: device, saved))
-        loaded = load_arrays(checkpoint, part, like)
+    return with_shardings(jax.eval_shape(lambda: tree), jax.tree.map(lambda _: device, tree))
+
+
+def fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_arrays_load_bit_by_bit_as_they_were_saved(make):
+    parts = {"params": PARAMS, "optimizer": OPTIMIZER, "average": PARAMS["a"]}
+    on_device = jax.tree.map(jnp.asarray, parts)
+    checkpointer = make()
+    checkpointer.save_now(3, Kind.PERMANENT, on_device, {})
+    path = checkpointer.newest().path
+    for part, saved in parts.items():
+        loaded = load_arrays(path, part, like(on_device[part]))
         assert jax.tree.structure(loaded) == jax.tree.structure(saved)
         for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(saved), strict=True):
             assert one.dtype == other.dtype
-            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+            assert np.asarray(one).tobytes() == other.tobytes()
 
 
-def test_run_info_is_saved_with_step_and_kind(make, tmp_path):
+def test_some_arrays_and_the_shapes_of_all_are_told(make):
     checkpointer = make()
-    save(checkpointer, 3, Kind.TEMPORARY)
-    checkpointer.finish()
+    checkpointer.save_now(3, Kind.PERMANENT, {"params": jax.tree.map(jnp.asarray, PARAMS)}, {})
+    path = checkpointer.newest().path
+    shapes = {"a/kernel": (2, 3), "all of bfloat16": (65536,), "all of float16": (65536,)}
+    assert stored_shapes(path, "params") == shapes
+    assert stored_shapes(path, "average") == {}
+    fresh = {"a": {"kernel": jnp.zeros((2, 3)), "bias": jnp.ones(2)}}
+    loaded = load_some_arrays(path, "params", like(fresh), fresh)
+    np.testing.assert_array_equal(loaded["a"]["kernel"], PARAMS["a"]["kernel"])
+    np.testing.assert_array_equal(loaded["a"]["bias"], 1)
+    assert load_some_arrays(path, "average", like(fresh), fresh) is fresh
+
+
+def test_run_info_is_saved_with_the_step_and_the_manifest_with_the_kind(make, tmp_path):
+    checkpointer = make()
+    checkpointer.save_now(3, Kind.TEMPORARY, BIG, {"identity": {"größe": 1}})
     (checkpoint,) = list_checkpoints(str(tmp_path / "run"))
-    assert checkpoint.read_run_info() == {"identity": {"größe": 1}, "step": 3, "kind": "temporary"}
+    assert checkpoint.read_run_info() == {"identity": {"größe": 1}, "step": 3}
+    manifest = checkpoint.read_manifest()
+    assert (manifest.step, manifest.kind) == (3, Kind.TEMPORARY)
+    assert sorted([*manifest.files, "manifest.json"]) == sorted(list_files(checkpoint.path))
+    check_sizes(checkpoint.path, manifest)
+    assert wrong_bytes(checkpoint.path, manifest, manifest.files) == []
 
 
-def test_what_is_saved_is_the_state_at_the_call_not_later(make, tmp_path):
-    """The training step donates its state: the buffers are gone right after `save` returns."""
+@pytest.mark.parametrize("end", ["deleted", "donated"])
+def test_what_is_saved_is_the_state_at_the_call_not_later(make, end):
+    """The training step donates its state: the buffers are gone, or full of other numbers, when `save` returns."""
     checkpointer = make()
-    params = {"w": jnp.arange(1000.0)}
+    params = {"w": jnp.arange(3_000_000, dtype=jnp.float32)}
     checkpointer.save(1, Kind.PERMANENT, {"params": params}, {})
-    params["w"].delete()
-    checkpointer.finish()
-    (checkpoint,) = list_checkpoints(str(tmp_path / "run"))
-    like = {
-        "w": jax.ShapeDtypeStruct((1000,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    }
-    np.testing.assert_array_equal(load_arrays(checkpoint, "params", like)["w"], np.arange(1000.0))
+    if end == "donated":
+        params = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=0)(params)
+    jax.tree.map(lambda leaf: leaf.delete(), params)
+    assert checkpointer.finish()
+    loaded = load_arrays(checkpointer.newest().path, "params", {"w": like(jnp.zeros(3_000_000))})["w"]
+    np.testing.assert_array_equal(loaded, np.arange(3_000_000, dtype=np.float32))
 
 
-def test_a_temporary_checkpoint_goes_only_when_the_next_is_complete(make, tmp_path):
+def test_a_checkpoint_becomes_complete_after_what_is_to_be_done_before(make, tmp_path):
     checkpointer = make()
-    save(checkpointer, 1, Kind.TEMPORARY)
-    save(checkpointer, 2, Kind.TEMPORARY)
-    assert 1 in steps(tmp_path)  # whatever the state of 2
+    seen = []
+    before = lambda: seen.append((steps(tmp_path), (tmp_path / "run" / "step-1" / "params").is_dir()))  # noqa: E731
+    save(checkpointer, 1, before_commit=before)
     checkpointer.finish()
-    assert steps(tmp_path) == [2]
-    save(checkpointer, 10, Kind.PERMANENT)
-    checkpointer.finish()
-    assert steps(tmp_path) == [10]
+    assert seen == [([], True)]
+    assert steps(tmp_path) == [1]
 
 
-def test_permanent_checkpoints_are_never_deleted(make, tmp_path):
+def test_a_save_is_made_behind_and_the_next_one_waits_for_it(make, clock, tmp_path):
     checkpointer = make()
-    for step, kind in [(10, Kind.PERMANENT), (13, Kind.TEMPORARY), (20, Kind.PERMANENT), (21, Kind.TEMPORARY)]:
-        save(checkpointer, step, kind)
-    checkpointer.close()
-    assert steps(tmp_path) == [10, 20, 21]
+    asked = threading.Event()
+
+    def slow():
+        assert asked.wait(60)
+        clock.now += 7
+
+    assert save(checkpointer, 1, before_commit=slow) == 0
+    assert steps(tmp_path) == checkpointer.take_saved() == []
+    clock.when_read = asked.set  # the next save has begun
+    assert save(checkpointer, 2) == 7
+    assert steps(tmp_path)[:1] == [1]
+    checkpointer.finish()
+    assert checkpointer.take_saved() == [7, 7]  # the second began before the first had ended
+    assert checkpointer.take_saved() == []
 
 
-def test_a_temporary_checkpoint_of_an_earlier_process_is_replaced_too(make, tmp_path):
+def test_the_seconds_of_a_save_are_told_as_soon_as_it_is_complete(make, clock, tmp_path, caplog):
+    caplog.set_level("INFO")
+    checkpointer = make()
+
+    def slow():
+        clock.now += 5
+
+    save(checkpointer, 1, before_commit=slow)
+    wait_for_save(1)
+    assert checkpointer.take_saved() == [5]
+    assert f"saved {tmp_path}/run/step-1" in caplog.text
+    assert checkpointer.finish()
+    assert checkpointer.take_saved() == []
+
+
+def test_to_save_and_wait_takes_the_whole_time(make, clock, tmp_path):
+    def slow():
+        clock.now += 5
+
+    checkpointer = make()
+    assert checkpointer.save_now(1, Kind.PERMANENT, BIG, {}, before_commit=slow) == 5
+    assert steps(tmp_path) == [1]
+
+
+def test_temporary_checkpoints_go_and_permanent_ones_stay(make, tmp_path):
     first = make()
+    save(first, 1, Kind.TEMPORARY)
+    save(first, 2, Kind.TEMPORARY)
+    assert 1 in steps(tmp_path)  # whatever the state of 2
+    first.finish()
+    assert steps(tmp_path) == [2]
     save(first, 10, Kind.PERMANENT)
     save(first, 12, Kind.TEMPORARY)
-    first.finish()
+    first.close()
+    assert steps(tmp_path) == [10, 12]
     second = make()
     assert steps(tmp_path) == [10, 12]
     save(second, 14, Kind.TEMPORARY)
     second.finish()
-    assert steps(tmp_path) == [10, 14]
+    assert names(tmp_path) == ["step-10", "step-14"]
 
 
-def test_due_counts_from_the_start_and_then_from_the_last_save(make, clock):
+def test_the_clock_asks_an_interval_after_the_start_and_after_each_beginning_of_a_save(make, clock):
     checkpointer = make()
-    clock.now = 59.0
-    assert checkpointer.due(1, last=False) is None
-    clock.now = 60.0
-    assert checkpointer.due(2, last=False) is Kind.TEMPORARY
+    for now, asked in ((59, False), (60, True), (1000, True)):
+        clock.now = now
+        assert checkpointer.is_time is asked
     save(checkpointer, 2, Kind.TEMPORARY)
-    clock.now = 119.0
-    assert checkpointer.due(3, last=False) is None
-    assert checkpointer.due(10, last=False) is Kind.PERMANENT
-    assert checkpointer.due(3, last=True) is Kind.PERMANENT
-    clock.now = 120.0
-    assert checkpointer.due(4, last=False) is Kind.TEMPORARY
+    for now, asked in ((1000, False), (1059, False), (1060, True)):
+        clock.now = now
+        assert checkpointer.is_time is asked
 
 
-@pytest.mark.parametrize("name", ["step-20.orbax-checkpoint-tmp-1", "deleting-step-20"])
-def test_leftovers_are_never_found_and_go_at_the_next_start(make, tmp_path, name):
+def test_without_an_interval_the_clock_never_asks(make, clock):
+    checkpointer = make(save_interval=None)
+    clock.now = 1e9
+    assert not checkpointer.is_time
+
+
+def test_the_kind_of_a_save_follows_the_settings(make):
     checkpointer = make()
-    save(checkpointer, 10, Kind.PERMANENT)
+    found = [checkpointer.kind_at(step, last=last, asked=True) for step, last in ((3, False), (10, False), (3, True))]
+    assert found == [Kind.TEMPORARY, Kind.PERMANENT, Kind.PERMANENT]
+    assert checkpointer.kind_at(3, last=False, asked=False) is None
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_there_is_anything_to_save(make, tmp_path):
+    (tmp_path / "run").write_text("a file in the way")
+    with pytest.raises(UserError, match=r"trainer.checkpointer.base_path: .*run cannot be used: File exists"):
+        make()
+
+
+@pytest.mark.parametrize("name", ["lock", "attempt.json"])
+def test_a_folder_that_cannot_be_written_to_is_told_before_there_is_anything_to_save(make, tmp_path, name):
+    (tmp_path / "run" / name / "in the way").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"trainer.checkpointer.base_path: "):
+        make()
+
+
+def test_one_run_of_an_id_saves_at_a_time(make):
+    first = make()
+    with pytest.raises(UserError, match="a run of the same id saves there already"):
+        make()
+    first.close()
+    second = make()
+    second.release()
+    make()
+
+
+FAILURES = {
+    "full disk": ({}, "File too large"),
+    "before the commit": ({"before_commit": fail}, "No space left on device"),
+    "run info": ({"run_info": {"a": {1, 2}}}, "not JSON serializable"),
+    "mark": ({}, "Is a directory"),
+}
+
+
+@pytest.fixture(params=FAILURES)
+def failing_save(request, tmp_path):
+    """`failing_save(checkpointer, step)` is a save that fails, and `failing_save.reason` says why."""
+
+    def begin(checkpointer, step):
+        arguments = {"run_info": {}} | FAILURES[request.param][0]
+        if request.param == "mark":
+            (tmp_path / "run" / f"step-{step}.partial" / "in the way").mkdir(parents=True)
+        with full_disk() if request.param == "full disk" else nullcontext():
+            checkpointer.save(step, Kind.TEMPORARY, BIG, **arguments)
+            wait_for_save(step)
+        if request.param == "mark":
+            shutil.rmtree(tmp_path / "run" / f"step-{step}.partial")
+
+    begin.reason = FAILURES[request.param][1]
+    return begin
+
+
+def test_a_save_that_fails_is_told_leaves_nothing_and_is_tried_again(make, clock, tmp_path, caplog, failing_save):
+    checkpointer = make(save_interval="5s")
+    save(checkpointer, 1, Kind.TEMPORARY)
     checkpointer.finish()
-    shutil.copytree(tmp_path / "run" / "step-10", tmp_path / "run" / name)
-    assert steps(tmp_path) == [10]
-    make()
-    assert os.listdir(tmp_path / "run") == ["step-10"]
+    failing_save(checkpointer, 2)
+    assert not checkpointer.finish()
+    assert "the checkpoint of step 2 could not be saved: " in caplog.text
+    assert failing_save.reason in caplog.text
+    assert "training goes on, and tries again in 60 s" in caplog.text
+    assert names(tmp_path) == ["step-1"]  # what is left of 2 would fill the disk
+    for now, asked in ((59.9, False), (60, True)):
+        clock.now = now
+        assert checkpointer.is_time is asked
+    save(checkpointer, 2, Kind.TEMPORARY)
+    assert checkpointer.finish()
+    assert names(tmp_path) == ["step-2"]
+    assert not checkpointer.is_time
+    clock.now += 5
+    assert checkpointer.is_time
 
 
-def test_a_process_killed_while_saving_leaves_nothing_that_looks_whole(make, tmp_path):
-    script = f"""
-import os, signal, jax.numpy as jnp
-import orbax.checkpoint as ocp
-from lmtrain.checkpoint.checkpointer import Checkpointer
-from lmtrain.checkpoint.config import CheckpointerConfig
-from lmtrain.checkpoint.policies import Kind
-checkpointer = Checkpointer({str(tmp_path / "run")!r}, CheckpointerConfig())
-checkpointer.save(1, Kind.PERMANENT, {{"params": {{"w": jnp.zeros(10)}}}}, {{}})
-checkpointer.finish()
-rename = os.rename
-def die(source, target, **_):
-    os.kill(os.getpid(), signal.SIGKILL)  # all is written, and not yet given its name
-os.rename = os.replace = die
-import pathlib
-pathlib.Path.rename = pathlib.Path.replace = die
-checkpointer.save(2, Kind.PERMANENT, {{"params": {{"w": jnp.ones(10)}}}}, {{}})
-checkpointer.finish()
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+def test_a_save_that_fails_ends_the_run_where_that_is_wanted(make, tmp_path, failing_save):
+    checkpointer = make(on_save_error="stop")
+    failing_save(checkpointer, 2)
+    message = r"step 2 could not be saved: .*\(trainer.checkpointer.on_save_error: stop\)$"
+    with pytest.raises(SaveError, match=message) as caught:
+        save(checkpointer, 3)
+    assert failing_save.reason in str(caught.value)
+    assert names(tmp_path) == []
+
+
+def test_a_save_that_failed_is_tried_again_without_an_interval_too(make, clock):
+    checkpointer = make(save_interval=None)
+    save(checkpointer, 1, before_commit=fail)
+    checkpointer.finish()
+    assert not checkpointer.is_time
+    clock.now = 60
+    assert checkpointer.is_time
+
+
+def test_a_save_that_failed_is_noticed_without_waiting_for_the_next(make, clock, caplog):
+    checkpointer = make()
+    save(checkpointer, 1, before_commit=fail)
+    wait_for_save(1)
+    assert checkpointer.take_saved() == []
+    assert "step 1 could not be saved" in caplog.text
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_the_last_save_is_tried_twice(make, tmp_path, failures):
+    left = [fail] * failures
+    checkpointer = make()
+
+    def before():
+        if left:
+            left.pop()()
+
+    if failures == 1:
+        checkpointer.save_now(5, Kind.PERMANENT, BIG, {}, before_commit=before)
+        assert checkpointer.newest().step == 5
+        return
+    with pytest.raises(SaveError, match="the state after step 5 is not saved, for the reason above; the same command"):
+        checkpointer.save_now(5, Kind.PERMANENT, BIG, {}, before_commit=before)
+    assert left == names(tmp_path) == []
+
+
+def test_a_save_that_cannot_begin_deletes_nothing_that_is_complete(make, tmp_path):
+    checkpointer = make()
+    save(checkpointer, 5)
+    checkpointer.finish()
+    (tmp_path / "run" / "attempt.json").unlink()
+    (tmp_path / "run" / "attempt.json").mkdir()  # or a disk on the network that does not answer just now
+    save(checkpointer, 5)
+    assert not checkpointer.finish()
+    (tmp_path / "run" / "attempt.json").rmdir()
+    kept = [os.path.dirname(path) for path in list_files(str(tmp_path / "run")) if path.endswith("/manifest.json")]
+    assert kept in (["step-5"], ["earlier-step-5"])
+
+
+@pytest.mark.parametrize("moment", ["before it begins", "before it is complete"])
+def test_whoever_was_taken_over_saves_nothing_more(make, tmp_path, moment):
+    checkpointer = make()
+    save(checkpointer, 1, Kind.TEMPORARY)
+    checkpointer.finish()
+
+    def take_over():
+        write_json(str(tmp_path / "run" / "attempt.json"), {"id": "another", "started": "now", "host": "there"})
+
+    if moment == "before it begins":
+        take_over()
+        save(checkpointer, 2)
+    else:
+        save(checkpointer, 2, before_commit=take_over)
+    with pytest.raises(TakenOverError, match="the same run was started again at now on there"):
+        checkpointer.finish()
     assert steps(tmp_path) == [1]
-    assert len(os.listdir(tmp_path / "run")) == 2
-    make()
-    assert os.listdir(tmp_path / "run") == ["step-1"]
+
+
+def test_the_newest_of_several_is_found(make):
+    checkpointer = make()
+    assert checkpointer.newest() is None
+    for step in (9, 10):
+        save(checkpointer, step)
+    checkpointer.finish()
+    assert checkpointer.newest().step == 10

@@ -54,3 +54,51 @@ def test_an_interval_needs_a_number_and_a_unit(value):
 
 def test_null_turns_temporary_checkpoints_off():
     assert CheckpointerConfig(save_interval=None).save_interval is None
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("verify_on_restore", ["full", "sizes"]),
+        ("on_save_error", ["continue", "stop"]),
+        ("staging_dir", [None, "/scratch", "~/staging"]),
+    ],
+)
+def test_the_first_of_the_accepted_values_is_the_default(name, values):
+    assert getattr(CheckpointerConfig(), name) == values[0]
+    assert [getattr(CheckpointerConfig(**{name: value}), name) for value in values] == values
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("verify_on_restore", "none"),
+        ("verify_on_restore", True),
+        ("verify_on_restore", None),
+        ("verify_on_restore", "FULL"),
+        ("on_save_error", "ignore"),
+        ("on_save_error", False),
+        ("on_save_error", ""),
+        ("staging_dir", 1),
+        ("staging_dir", ["/scratch"]),
+        ("staging_dir", False),
+    ],
+)
+def test_other_values_are_refused(name, value):
+    with pytest.raises(ValidationError, match=name):
+        CheckpointerConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "folder"),
+    [
+        ({}, "checkpoints/a"),
+        ({"base_path": "gs://bucket/x/"}, "gs://bucket/x/a"),
+        ({"base_path": "all/${run_id}/steps"}, "all/a/steps"),
+        ({"base_path": "one", "append_run_id_to_base_path": False}, "one"),
+        ({"base_path": "~/x"}, "/home/me/x/a"),
+    ],
+)
+def test_each_run_has_its_folder(settings, folder, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert CheckpointerConfig(**settings).run_folder("a") == folder

@@ -1,78 +1,154 @@
-"""Finding checkpoints by their folders' names."""
+"""Finding checkpoints by their folders' names and manifests."""
 
-import json
-import os
+import re
 
 import pytest
 
-from lmtrain.checkpoint.discovery import Checkpoint, find_checkpoint, list_checkpoints, step_folder
-from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.discovery import (
+    Checkpoint,
+    find_checkpoints,
+    list_checkpoints,
+    list_partial,
+    list_set_aside,
+    list_step_folders,
+    partial_marker,
+    step_folder,
+)
+from lmtrain.checkpoint.manifest import NAME
 from lmtrain.config.errors import UserError
+from lmtrain.runtime.storage import join, write_json
 
 
-def make(*parts) -> str:
-    path = os.path.join(*map(str, parts))
-    os.makedirs(path)
-    return path
+def steps(found) -> list[int]:
+    return [checkpoint.step for checkpoint in found]
 
 
-def test_checkpoints_are_listed_by_number_not_by_name(tmp_path):
+def test_checkpoints_are_listed_by_number_not_by_name(folder, make_checkpoint):
     for step in (10, 9, 100):
-        make(step_folder(tmp_path, step))
-    assert [checkpoint.step for checkpoint in list_checkpoints(str(tmp_path))] == [9, 10, 100]
+        make_checkpoint(folder, step)
+    assert list_checkpoints(folder) == [Checkpoint(step, join(folder, f"step-{step}")) for step in (9, 10, 100)]
+    assert list_checkpoints(folder + "/") == list_checkpoints(folder) == find_checkpoints(folder)
 
 
 @pytest.mark.parametrize(
-    "name", ["step-", "step-5.orbax-checkpoint-tmp-17", "deleting-step-5", "step-x", "xstep-5", "step--5", "Step-5"]
+    "name",
+    [
+        "step-",
+        "step-5.orbax-checkpoint-tmp",
+        "step-5.partial",
+        "damaged-step-5",
+        "damaged-step-5.1",
+        "earlier-step-5",
+        "step-x",
+        "xstep-5",
+        "step--5",
+        "Step-5",
+    ],
 )
-def test_other_names_are_not_checkpoints(tmp_path, name):
-    make(tmp_path, name)
-    assert list_checkpoints(str(tmp_path)) == []
-    with pytest.raises(UserError, match="there is no complete checkpoint in it"):
-        find_checkpoint(str(tmp_path))
+def test_a_manifest_under_another_name_is_no_checkpoint(folder, put, name):
+    put(folder, name, NAME)
+    assert list_checkpoints(folder) == []
+    for path in (folder, join(folder, name)):
+        with pytest.raises(UserError, match="there is no complete checkpoint in it; `lmtrain train` saves them"):
+            find_checkpoints(path)
 
 
-def test_a_file_is_not_a_checkpoint(tmp_path):
-    make(tmp_path, "step-3")
+def test_a_step_folder_without_manifest_is_no_checkpoint(folder, put, make_checkpoint):
+    put(folder, "step-5", "params", "a")
+    assert (list_checkpoints(folder), list_step_folders(folder)) == ([], [5])
+    with pytest.raises(UserError, match="step-5: there is no complete checkpoint in it"):
+        find_checkpoints(join(folder, "step-5"))
+    make_checkpoint(folder, 3)
+    assert steps(find_checkpoints(folder)) == [3]
+    assert list_step_folders(folder) == [3, 5]
+
+
+def test_a_file_is_not_a_checkpoint(tmp_path, make_checkpoint):
+    make_checkpoint(str(tmp_path), 3)
     (tmp_path / "step-5").write_text("")
-    assert [checkpoint.step for checkpoint in list_checkpoints(str(tmp_path))] == [3]
+    assert steps(list_checkpoints(str(tmp_path))) == [3]
 
 
-def test_a_folder_that_does_not_exist_has_none(tmp_path):
-    assert list_checkpoints(str(tmp_path / "none")) == []
+def test_a_folder_that_does_not_exist_has_none(folder):
+    assert list_checkpoints(join(folder, "none")) == []
+    assert list_step_folders(join(folder, "none")) == list_partial(join(folder, "none")) == []
 
 
-def test_a_path_may_name_the_checkpoint_the_run_or_any_parent(tmp_path):
-    newest = make(tmp_path, "all", "run", "step-12")
-    make(tmp_path, "all", "run", "step-7")
-    make(tmp_path, "all", "other", "deep", "step-9")
-    for path in ("", "all", "all/", "all/run", "all/run/step-12", "all/run/step-12/"):
-        assert find_checkpoint(f"{tmp_path}/{path}") == Checkpoint(12, newest)
-    assert find_checkpoint(str(tmp_path / "all" / "run" / "step-7")).step == 7
-    assert find_checkpoint(str(tmp_path / "all" / "other")).step == 9
+def test_a_path_may_name_the_checkpoint_the_run_or_any_parent(folder, make_checkpoint):
+    run = join(folder, "all", "run")
+    for place, step in ((run, 12), (run, 7), (join(folder, "all", "other", "deep"), 9)):
+        make_checkpoint(place, step)
+    for path in ("", "all", "all/"):
+        assert steps(find_checkpoints(join(folder, path))) == [7, 9, 12]
+    assert find_checkpoints(run)[-1] == Checkpoint(12, join(run, "step-12"))
+    for path in ("all/run/step-7", "all/run/step-7/"):
+        assert find_checkpoints(join(folder, path)) == [Checkpoint(7, join(run, "step-7"))]
+    assert steps(find_checkpoints(join(folder, "all", "other"))) == [9]
+    assert list_checkpoints(join(folder, "all")) == []
 
 
-def test_folders_inside_a_checkpoint_are_not_searched(tmp_path):
-    make(tmp_path, "run", "step-3", "params", "step-99")
-    assert find_checkpoint(str(tmp_path)).step == 3
+def test_equal_steps_of_several_runs_come_in_the_order_of_their_paths(folder, make_checkpoint):
+    made = [make_checkpoint(join(folder, run), 5) for run in ("b", "a")]
+    assert find_checkpoints(folder) == made[::-1]
 
 
-def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
-    make(tmp_path, "checkpoints", "step-4")
+def test_folders_inside_a_checkpoint_are_not_searched(folder, make_checkpoint):
+    made = make_checkpoint(folder, 3)
+    make_checkpoint(join(made.path, "params"), 99)
+    assert steps(find_checkpoints(folder)) == steps(list_checkpoints(folder)) == [3]
+
+
+def test_folders_inside_a_step_folder_without_manifest_are_not_searched(folder, put, make_checkpoint):
+    put(folder, "step-4", "params", "a")
+    make_checkpoint(join(folder, "step-4", "params"), 99)
+    make_checkpoint(folder, 3)
+    assert steps(find_checkpoints(folder)) == [3]
+
+
+def test_a_home_folder_is_expanded(tmp_path, make_checkpoint, monkeypatch):
+    made = make_checkpoint(str(tmp_path / "checkpoints"), 4)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_checkpoint("~/checkpoints").step == 4
+    assert find_checkpoints("~/checkpoints") == find_checkpoints("~") == list_checkpoints("~/checkpoints") == [made]
+    assert find_checkpoints("~/checkpoints/step-4") == [made]
+
+
+def test_a_relative_path_is_followed(tmp_path, make_checkpoint, monkeypatch):
+    make_checkpoint(str(tmp_path / "run"), 4)
+    monkeypatch.chdir(tmp_path)
+    for path in (".", "run", "./run", "run/step-4"):
+        assert steps(find_checkpoints(path)) == [4]
+    assert steps(list_checkpoints("run")) == steps(list_checkpoints("./run/")) == [4]
 
 
 @pytest.mark.parametrize("name", ["nowhere", "step-5", "größe"])
-def test_a_path_that_does_not_exist_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match=f"{name}: no such folder"):
-        find_checkpoint(str(tmp_path / name))
+def test_a_path_that_does_not_exist_is_refused(folder, name):
+    message = re.escape(f"checkpoint {join(folder, name)}: no such folder; `lmtrain train` saves them")
+    with pytest.raises(UserError, match=f"^{message}$"):
+        find_checkpoints(join(folder, name))
 
 
-def test_kind_is_read_from_the_run_info(tmp_path):
-    folder = make(tmp_path, "step-4", "run")
-    with open(os.path.join(folder, "metadata"), "w") as file:
-        json.dump({"kind": "temporary", "step": 4}, file)
-    checkpoint = find_checkpoint(str(tmp_path))
-    assert checkpoint.kind is Kind.TEMPORARY
-    assert checkpoint.read_run_info() == {"kind": "temporary", "step": 4}
+def test_a_local_folder_with_nothing_in_it_is_there(tmp_path):
+    with pytest.raises(UserError, match="there is no complete checkpoint in it"):
+        find_checkpoints(str(tmp_path))
+
+
+def test_marks_and_what_was_set_aside_are_told_apart(folder, put, make_checkpoint):
+    make_checkpoint(folder, 3)
+    for name in ("step-20.partial", "step-3.partial", "step-x.partial", "damaged-step-9", "damaged-step-10", "other"):
+        put(folder, name, *(["a"] if name.startswith("damaged") else []))
+    assert list_partial(folder) == [3, 20]
+    assert list_set_aside(folder) == [join(folder, name) for name in ("damaged-step-10", "damaged-step-9")]
+    assert list_step_folders(folder) == [3]
+
+
+def test_names_of_a_step():
+    assert step_folder("gs://b/run/", 7) == "gs://b/run/step-7"
+    assert partial_marker("run", 7) == "run/step-7.partial"
+
+
+def test_run_info_and_manifest_are_read_from_the_checkpoint(folder, make_checkpoint):
+    made = make_checkpoint(folder, 4)
+    write_json(join(made.path, "run.json"), {"identity": {"größe": 1}})
+    assert made.read_run_info() == {"identity": {"größe": 1}}
+    assert made.read_manifest().step == 4
+    assert sorted(made.read_manifest().files) == ["optimizer/a", "params/d/a", "run.json"]

@@ -1,7 +1,5 @@
 """When to save, as a table."""
 
-from datetime import timedelta
-
 import pytest
 
 from lmtrain.checkpoint.config import KeepInterval
@@ -24,18 +22,20 @@ def test_without_entries_nothing_is_permanent():
 
 
 @pytest.mark.parametrize(
-    ("step", "interval", "elapsed", "last", "expected"),
+    ("step", "last", "asked", "expected"),
     [
-        (7, None, 1e9, False, None),
-        (7, 60, 59.9, False, None),
-        (7, 60, 60.0, False, Kind.TEMPORARY),
-        (10, 60, 0.0, False, Kind.PERMANENT),
-        (10, 60, 999.0, False, Kind.PERMANENT),
-        (10, None, 0.0, False, Kind.PERMANENT),
-        (7, None, 0.0, True, Kind.PERMANENT),
-        (7, 60, 999.0, True, Kind.PERMANENT),
+        (7, False, False, None),
+        (7, False, True, Kind.TEMPORARY),
+        (7, True, False, Kind.PERMANENT),
+        (7, True, True, Kind.PERMANENT),
+        (10, False, False, Kind.PERMANENT),
+        (10, False, True, Kind.PERMANENT),
+        (10, True, False, Kind.PERMANENT),
     ],
 )
-def test_which_kind_to_save(step, interval, elapsed, last, expected):
-    limit = None if interval is None else timedelta(seconds=interval)
-    assert decide(step, KEEP, limit, elapsed, last) is expected
+def test_which_kind_to_save(step, last, asked, expected):
+    assert decide(step, KEEP, last=last, asked=asked) is expected
+
+
+def test_the_end_of_a_run_is_kept_even_if_nothing_else_is():
+    assert decide(7, [], last=True, asked=False) is Kind.PERMANENT

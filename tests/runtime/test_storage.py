@@ -5,14 +5,20 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.storage import (
+    check_writable,
+    delete_file,
+    delete_folder,
     download,
     file_size,
     is_url,
     join,
+    list_files,
     list_names,
     open_fs,
+    read_blocks,
     read_bytes,
     read_json,
+    rename_folder,
     told,
     upload,
     write_bytes,
@@ -54,7 +60,7 @@ class _Broken(fsspec.AbstractFileSystem):
     def _fail(self, *arguments, **keywords):
         raise self.error
 
-    cat_file = pipe_file = ls = info = put_file = open = _fail
+    cat_file = pipe_file = ls = info = put_file = open = find = exists = rm = rm_file = mv = cp_file = _fail
 
 
 @pytest.fixture
@@ -73,8 +79,22 @@ DO = {
     "file_size": file_size,
     "upload": lambda url: upload(__file__, url),
     "download": lambda url: download(url, "/dev/null"),
+    "list_files": list_files,
+    "read_blocks": lambda url: list(read_blocks(url, 10)),
+    "delete_folder": delete_folder,
+    "delete_file": delete_file,
+    "rename_folder": lambda url: rename_folder(url, f"{url} 2"),
 }
-DOING = {"write_bytes": "written", "write_json": "written", "upload": "written", "list_names": "listed"}
+DOING = {
+    "write_bytes": "written",
+    "write_json": "written",
+    "upload": "written",
+    "list_names": "listed",
+    "list_files": "listed",
+    "delete_folder": "deleted",
+    "delete_file": "deleted",
+    "rename_folder": "renamed",
+}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +191,7 @@ def test_a_local_folder_is_no_file(tmp_path):
     assert file_size(str(tmp_path)) is None
 
 
-@pytest.mark.parametrize("name", ["read_bytes", "read_json", "download"])
+@pytest.mark.parametrize("name", ["read_bytes", "read_json", "download", "read_blocks"])
 def test_a_file_that_is_not_there_is_an_error_of_its_own(files, name):
     with pytest.raises(FileNotFoundError):
         DO[name](join(files, "none"))
@@ -185,6 +205,60 @@ def test_a_file_goes_up_and_comes_down_as_it_is(files, tmp_path, content):
     (tmp_path / "copy").write_bytes(b"of before")
     download(join(files, "b"), str(tmp_path / "copy"))
     assert (tmp_path / "copy").read_bytes() == content
+
+
+@pytest.mark.parametrize(("content", "size"), [(b"", 3), (b"12", 3), (b"123", 3), (b"1234567", 3), (b"1" * 6, 3)])
+def test_blocks_are_the_content_and_all_but_the_last_are_full(files, content, size):
+    write_bytes(join(files, "a"), content)
+    blocks = list(read_blocks(join(files, "a"), size))
+    assert b"".join(blocks) == content
+    assert [len(block) for block in blocks[:-1]] == [size] * (len(blocks) - 1)
+    assert len(blocks) == -(-len(content) // size)
+
+
+def test_all_files_below_a_folder_are_listed_with_their_sizes(files):
+    assert list_files(files) == list_files(files + "/") == {"a": 1, "b": 2, "c/d": 0}
+    assert list(list_files(files)) == ["a", "b", "c/d"]
+    assert list_files(join(files, "c")) == {"d": 0}
+    assert list_files(join(files, "none")) == {}
+
+
+def test_a_folder_goes_with_all_below_it_and_nothing_else(files):
+    write_bytes(join(files, "c2"), b"")  # begins like the folder
+    delete_folder(join(files, "c"))
+    assert list_names(files) == ["a", "b", "c2"]
+    delete_folder(join(files, "c"))  # twice is no error
+    delete_folder(files)
+    assert list_files(files) == {}
+    assert list_names(files) == []
+
+
+def test_a_file_that_is_deleted_twice_is_gone(files):
+    for _ in range(2):
+        delete_file(join(files, "a"))
+        assert list_files(files) == {"b": 2, "c/d": 0}
+    delete_file(join(files, "none", "a"))
+
+
+def test_a_folder_gets_another_name_with_all_below_it(files):
+    write_bytes(join(files, "c", "e"), b"4444")
+    write_bytes(join(files, "c2"), b"")
+    rename_folder(join(files, "c"), join(files, "new"))
+    assert list_files(files) == {"a": 1, "b": 2, "c2": 0, "new/d": 0, "new/e": 4}
+    assert list_names(files) == ["a", "b", "c2", "new"]
+    assert read_bytes(join(files, "new", "e")) == b"4444"
+
+
+def test_whether_a_url_can_be_written_to_is_found_out_without_a_trace(tmp_path):
+    url = f"memory://{tmp_path}"
+    write_bytes(join(url, "a"), b"1")
+    check_writable(url)
+    assert list_names(url) == ["a"]
+
+
+def test_a_url_that_cannot_be_written_to_is_told(broken):
+    with pytest.raises(UserError, match=f"^{broken}/.writable: cannot be written: the reason$"):
+        check_writable(broken)
 
 
 def test_a_download_of_nothing_leaves_nothing(files, tmp_path):

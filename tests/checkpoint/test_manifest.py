@@ -1,0 +1,220 @@
+"""A manifest says what was written, and nothing else than what was written: every damage is found."""
+
+import os
+
+import pytest
+
+from lmtrain.checkpoint import manifest as module
+from lmtrain.checkpoint.manifest import (
+    NAME,
+    DamagedError,
+    FileRecord,
+    Manifest,
+    check_sizes,
+    read_manifest,
+    record_files,
+    write_manifest,
+    wrong_bytes,
+)
+from lmtrain.checkpoint.policies import Kind
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.storage import delete_file, join, list_files, read_bytes, write_bytes
+
+BLOCK = 8
+CONTENTS = {
+    "empty": b"",
+    "a byte": b"x",
+    "less than a block": b"x" * (BLOCK - 1),
+    "a block": b"x" * BLOCK,
+    "a byte more": b"x" * (BLOCK + 1),
+    "two blocks": b"x" * 2 * BLOCK,
+    "deep/in/ö": bytes(range(256)),
+}
+SMALL = Manifest(1234567, Kind.TEMPORARY, 1795282636.4889033, {"ö/a": FileRecord(1234567, "0f" * 16)})
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK_BYTES", BLOCK)
+
+
+@pytest.fixture
+def files(folder, put):
+    """A folder with a file of each of `CONTENTS`."""
+    for name, content in CONTENTS.items():
+        put(folder, *name.split("/"), content=content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        Manifest(0, Kind.PERMANENT, 0.0, {}),
+        SMALL,
+        Manifest(2**40, Kind.PERMANENT, 1e-7, {"b": FileRecord(0, ""), 'a"\\\n': FileRecord(2**50, "ff")}),
+    ],
+    ids=["empty", "small", "odd"],
+)
+def test_a_manifest_reads_back_as_it_was_written(manifest, folder, put):
+    put(folder, "before")
+    write_manifest(folder, manifest)
+    assert read_manifest(folder) == manifest
+
+
+def test_a_manifest_has_the_bytes_of_all_its_files():
+    assert Manifest(1, Kind.PERMANENT, 0.0, {"a": FileRecord(3, ""), "b": FileRecord(4, "")}).size == 7
+
+
+def test_a_folder_without_manifest_is_an_error_of_its_own(folder, put):
+    put(folder, "before")
+    with pytest.raises(FileNotFoundError):
+        read_manifest(folder)
+
+
+def written(tmp_path):
+    write_manifest(str(tmp_path), SMALL)
+    return (tmp_path / NAME).read_bytes()
+
+
+def test_no_byte_of_a_manifest_can_change_its_meaning_in_silence(tmp_path):
+    """At every place a bit, a space, and all that JSON has a meaning for: a digit may become an exponent."""
+    content = written(tmp_path)
+    path = tmp_path / NAME
+    accepted = []
+    for place, right in enumerate(content):
+        for value in {right ^ 1, right ^ 0x80, ord(" "), *b'0123456789eE.-+"{}[],:\\\n\x00aAnN'} - {right}:
+            path.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
+            try:
+                manifest = read_manifest(str(tmp_path))
+            except DamagedError:
+                continue
+            if manifest != SMALL:
+                accepted.append((place, chr(value), manifest))
+    assert accepted == []
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, -2, -1])
+def test_the_rest_of_a_manifest_is_missed(tmp_path, keep):
+    content = written(tmp_path)
+    (tmp_path / NAME).write_bytes(content[:keep])
+    with pytest.raises(DamagedError, match=r"^manifest.json is damaged$"):
+        read_manifest(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"null", b"[]", b"{}", b'{"files": 1}', b"\x00" * 500, b"[" * 100_000, b'{"step": ' + b"1" * 5000 + b"}"],
+    ids=["null", "list", "empty", "number", "zeros", "deep", "long"],
+)
+def test_what_is_no_manifest_is_damaged(tmp_path, content):
+    (tmp_path / NAME).write_bytes(content)
+    with pytest.raises(DamagedError):
+        read_manifest(str(tmp_path))
+
+
+def test_a_manifest_with_something_after_it_is_damaged(tmp_path):
+    (tmp_path / NAME).write_bytes(written(tmp_path) + b"\n")
+    with pytest.raises(DamagedError):
+        read_manifest(str(tmp_path))
+
+
+def test_files_are_recorded_with_their_sizes_and_differ_by_their_bytes(files):
+    records = record_files(files, CONTENTS)
+    assert {name: record.size for name, record in records.items()} == {n: len(c) for n, c in CONTENTS.items()}
+    assert len({record.checksum for record in records.values()}) == len(CONTENTS)
+
+
+def test_paths_and_urls_give_the_same_checksums(tmp_path, put):
+    url = f"memory://{tmp_path}"
+    for name, content in CONTENTS.items():
+        for folder in (str(tmp_path), url):
+            put(folder, *name.split("/"), content=content)
+    assert record_files(str(tmp_path), CONTENTS) == record_files(url, CONTENTS)
+
+
+def test_nothing_to_record_gives_nothing(files):
+    assert record_files(files, []) == {}
+
+
+def test_blocks_that_change_places_are_found(folder, put):
+    put(folder, "a", content=b"1" * BLOCK + b"2" * BLOCK)
+    put(folder, "b", content=b"2" * BLOCK + b"1" * BLOCK)
+    records = record_files(folder, ["a", "b"])
+    assert records["a"] != records["b"]
+
+
+@pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK])
+def test_a_bit_in_any_block_is_found(folder, put, place):
+    content = b"x" * (2 * BLOCK + 1)
+    put(folder, "a", content=content)
+    manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(folder, ["a"]))
+    assert wrong_bytes(folder, manifest, ["a"]) == []
+    put(folder, "a", content=content[:place] + b"y" + content[place + 1 :])
+    check_sizes(folder, manifest)
+    assert wrong_bytes(folder, manifest, ["a"]) == ["a"]
+
+
+def test_only_the_files_that_are_asked_for_are_compared(files):
+    manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
+    for name in ("a block", "two blocks"):
+        write_bytes(join(files, name), read_bytes(join(files, name)).replace(b"x", b"y"))
+    assert wrong_bytes(files, manifest, ["a block", "a byte"]) == ["a block"]
+    assert wrong_bytes(files, manifest, CONTENTS) == ["a block", "two blocks"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: delete_file(path), "a block is missing"),
+        (lambda path: write_bytes(path, b"x" * 7), "a block has 7 bytes, not 8"),
+        (lambda path: write_bytes(path, b"x" * 12345), "a block has 12,345 bytes, not 8"),
+        (lambda path: write_bytes(path, b""), "a block has 0 bytes, not 8"),
+    ],
+    ids=["missing", "shorter", "longer", "empty"],
+)
+def test_a_file_of_another_size_is_told(files, change, message):
+    manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
+    check_sizes(files, manifest)
+    change(join(files, "a block"))
+    with pytest.raises(DamagedError, match=f"^{message}$"):
+        check_sizes(files, manifest)
+
+
+def test_an_empty_file_that_is_gone_is_missed(files):
+    manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
+    delete_file(join(files, "empty"))
+    with pytest.raises(DamagedError, match=r"^empty is missing$"):
+        check_sizes(files, manifest)
+
+
+def test_all_files_of_another_size_are_told_at_once(files):
+    manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
+    for name in ("a byte", "deep/in/ö"):
+        delete_file(join(files, name))
+    with pytest.raises(DamagedError, match=r"^a byte is missing; deep/in/ö is missing$"):
+        check_sizes(files, manifest)
+
+
+def test_a_file_more_is_no_damage(files, put):
+    manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
+    put(files, "notes.txt")
+    assert "notes.txt" in list_files(files)
+    check_sizes(files, manifest)
+
+
+def test_blocks_hashed_by_one_or_many_threads_give_the_same(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(os.urandom(100 * BLOCK + 3))
+    found = []
+    for count in (1, 32):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        found.append(record_files(str(tmp_path), ["a"]))
+    assert found[0] == found[1]
+
+
+def test_a_manifest_of_another_version_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
+    """It would be set aside, and with it what a newer version of lmtrain has trained."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_FORMAT", 2)
+        write_manifest(str(tmp_path), SMALL)
+    with pytest.raises(UserError, match="has format 2, this version of lmtrain reads 1"):
+        read_manifest(str(tmp_path))

@@ -1,0 +1,220 @@
+"""Damage of any file of a real checkpoint is found before a run goes on from it."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.discovery import list_checkpoints, list_set_aside
+from lmtrain.checkpoint.manifest import NAME, DamagedError
+from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.verify import choose_checkpoint, newest_intact, verify
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.processes import ALONE
+from lmtrain.runtime.storage import join, list_files, rename_folder
+
+
+def truncate(file: Path, other: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def flip(file: Path, other: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def delete(file: Path, other: Path) -> None:
+    file.unlink()
+
+
+def replace(file: Path, other: Path) -> None:
+    shutil.copyfile(other, file)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A run's folder with the steps 5 and 10."""
+    run = tmp_path_factory.mktemp("saved") / "run"
+    checkpointer = Checkpointer(str(run), CheckpointerConfig())
+    for step in (5, 10):
+        parts = {"params": {"a": {"kernel": jnp.full((2, 3), 1.0 / step)}}, "optimizer": (jnp.int32(step),)}
+        checkpointer.save_now(step, Kind.PERMANENT, parts, {"rows": step * [step]})
+    checkpointer.close()
+    return run
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def newest(run: Path, how: str = "full"):
+    checkpointer = Checkpointer(str(run), CheckpointerConfig(verify_on_restore=how))
+    try:
+        return checkpointer.newest()
+    finally:
+        checkpointer.close()
+
+
+def damages(damage, saved: Path) -> list[str]:
+    """The files of step 10 that can be damaged in this way."""
+    names = list(list_files(str(saved / "step-10")))
+    if damage is not replace:
+        return names
+    same = [name for name in names if (saved / "step-5" / name).is_file()]
+    return [n for n in same if (saved / "step-5" / n).read_bytes() != (saved / "step-10" / n).read_bytes()]
+
+
+def changes_size(damage, saved: Path, name: str) -> bool:
+    sizes = {(saved / step / name).stat().st_size for step in ("step-5", "step-10") if damage is replace}
+    return damage in (truncate, delete) or len(sizes) > 1
+
+
+@pytest.mark.parametrize("how", ["full", "sizes"])
+def test_an_intact_checkpoint_is_the_newest(run, how):
+    found = newest(run, how)
+    assert (found.step, found.path) == (10, str(run / "step-10"))
+    assert list_set_aside(str(run)) == []
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, delete, replace])
+def test_damage_of_any_file_is_told_and_the_checkpoint_before_is_used(saved, tmp_path, caplog, damage):
+    names = damages(damage, saved)
+    assert {NAME, "run.json", "params/manifest.ocdbt"} <= set(names)
+    for number, name in enumerate(names):
+        run = Path(shutil.copytree(saved, tmp_path / str(number)))
+        damage(run / "step-10" / name, run / "step-5" / name)
+        before = list_files(str(run / "step-10"))
+        caplog.clear()
+        found = newest(run)
+        assert found is not None, name
+        assert (found.step, found.path) == (5, str(run / "step-5")), name
+        assert f"{run / 'step-10'} is damaged: " in caplog.text
+        assert name == NAME or name in caplog.text
+        assert list_files(str(run / "damaged-step-10")) == before
+        assert [checkpoint.step for checkpoint in list_checkpoints(str(run))] == [5]
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, delete, replace])
+def test_sizes_find_only_what_changes_a_size(saved, tmp_path, damage):
+    for number, name in enumerate(damages(damage, saved)):
+        run = Path(shutil.copytree(saved, tmp_path / str(number)))
+        damage(run / "step-10" / name, run / "step-5" / name)
+        found = changes_size(damage, saved, name) or name == NAME  # which has a checksum of its own
+        assert newest(run, "sizes").step == (5 if found else 10), name
+
+
+@pytest.mark.parametrize("how", ["full", "sizes"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run, how):
+    for step in ("step-5", "step-10"):
+        (run / step / "run.json").unlink()
+    message = f"no checkpoint in {re.escape(str(run))} is whole: damaged-step-10, damaged-step-5. Put a copy of one"
+    for _ in range(2):  # nor when it is started again
+        with pytest.raises(UserError, match=message):
+            newest(run, how)
+    assert sorted(os.listdir(run)) == ["damaged-step-10", "damaged-step-5"]
+
+
+def test_a_run_whose_only_checkpoint_lost_its_manifest_does_not_begin_anew(run):
+    shutil.rmtree(run / "step-5")
+    (run / "step-10" / NAME).unlink()
+    with pytest.raises(UserError, match="is whole: damaged-step-10"):
+        newest(run)
+
+
+def test_a_copy_put_in_place_is_used_again(run, saved):
+    (run / "step-10" / "run.json").unlink()
+    assert newest(run).step == 5
+    shutil.copytree(saved / "step-10", run / "step-10")
+    assert newest(run).step == 10
+
+
+def test_a_run_without_checkpoints_begins(tmp_path):
+    assert newest(tmp_path / "new") is None
+
+
+def test_a_checkpoint_under_the_number_of_another_is_damaged(run, caplog):
+    shutil.copytree(run / "step-10", run / "step-20")
+    assert newest(run).step == 10
+    assert "step-20 is damaged: its manifest is of step 10" in caplog.text
+
+
+def in_part(run: Path, step: str, part: str) -> Path:
+    """A file of a part's arrays."""
+    return max((run / step / part / "d").iterdir())
+
+
+def test_only_the_parts_that_are_wanted_are_read(run):
+    flip(in_part(run, "step-10", "optimizer"), run)
+    assert choose_checkpoint(str(run), "full", parts=["params"]).step == 10
+    for parts in (None, ["optimizer"], ["params", "optimizer"]):
+        assert choose_checkpoint(str(run), "full", parts=parts).step == 5
+    flip(in_part(run, "step-10", "params"), run)
+    assert choose_checkpoint(str(run), "full", parts=["params"]).step == 5
+
+
+def test_what_is_beside_the_parts_is_always_read(run):
+    flip(run / "step-10" / "run.json", run)
+    assert choose_checkpoint(str(run), "full", parts=[]).step == 5
+
+
+def test_a_choice_moves_nothing_and_tells_what_is_damaged(run, caplog):
+    (run / "step-10" / "run.json").unlink()
+    before = list_files(str(run))
+    assert choose_checkpoint(str(run.parent), "full").path == str(run / "step-5")
+    assert f"{run}/step-10 is damaged: run.json is missing" in caplog.text
+    assert list_files(str(run)) == before
+
+
+@pytest.mark.parametrize(("path", "message"), [("", "each of 2 is damaged"), ("step-10", "it is damaged")])
+def test_a_choice_of_nothing_but_damaged_ones_is_refused(run, path, message):
+    for step in ("step-5", "step-10"):
+        flip(run / step / "run.json", run)
+    place = os.path.join(run, path).rstrip("/")
+    with pytest.raises(UserError, match=f"^checkpoint {re.escape(place)}: {message}, see above$"):
+        choose_checkpoint(place, "full")
+
+
+def test_all_that_is_wrong_is_told_at_once(run):
+    for name in ("run.json", "_CHECKPOINT_METADATA"):
+        flip(run / "step-10" / name, run)
+    (checkpoint,) = list_checkpoints(str(run))[1:]
+    message = "^_CHECKPOINT_METADATA has other bytes than were written; run.json has other bytes than were written$"
+    with pytest.raises(DamagedError, match=message):
+        verify(checkpoint, "full")
+
+
+@pytest.mark.parametrize("folder", ["memory"], indirect=True)
+@pytest.mark.parametrize("how", ["full", "sizes"])
+def test_a_store_that_does_not_answer_is_not_taken_for_damage(folder, make_checkpoint, monkeypatch, how):
+    """To set an intact checkpoint aside because of a bad connection would lose the steps since the one before."""
+    made = make_checkpoint(folder, 5)
+    damaged = []
+
+    def refuse(*arguments, **keywords):
+        raise OSError("503 Slow Down")
+
+    for name in ("_open", "cat_file"):
+        monkeypatch.setattr(MemoryFileSystem, name, refuse)
+    with pytest.raises(UserError, match="503 Slow Down"):
+        newest_intact([made], how, ALONE, lambda checkpoint, error: damaged.append(checkpoint))
+    assert damaged == []
+
+
+def test_damage_at_a_url_is_found_too(folder, make_checkpoint, put):
+    for step in (1, 2):
+        make_checkpoint(folder, step)
+    put(folder, "step-2", "params", "d", "a", content=b"params/d/a of         3")
+    assert choose_checkpoint(folder, "sizes").step == 2
+    assert choose_checkpoint(folder, "full").step == 1
+    rename_folder(join(folder, "step-1"), join(folder, "elsewhere"))
+    with pytest.raises(UserError, match="it is damaged"):
+        choose_checkpoint(folder, "full")

@@ -1,0 +1,283 @@
+"""Checkpoints in buckets: Orbax writes to Google's itself, those for Amazon's take their way over a local disk."""
+
+import os
+import re
+import shutil
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from etils.epath import backend
+
+from lmtrain.checkpoint import staging as module
+from lmtrain.checkpoint.arrays import load_arrays
+from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
+from lmtrain.checkpoint.claim import TakenOverError
+from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.discovery import find_checkpoints, list_checkpoints
+from lmtrain.checkpoint.manifest import DamagedError
+from lmtrain.checkpoint.policies import Kind
+from lmtrain.checkpoint.staging import local_copy
+from lmtrain.checkpoint.verify import choose_checkpoint
+from lmtrain.config.errors import UserError
+from lmtrain.runtime import storage
+from lmtrain.runtime.storage import delete_folder, list_names, rename_folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _arrays_too(emulators, environment):
+    """Orbax reaches Google's store by two ways: TensorStore for arrays, and gcsfs, which etils makes only once."""
+    environment.setenv("TENSORSTORE_GCS_HTTP_URL", os.environ["STORAGE_EMULATOR_HOST"])
+    backend.fsspec_backend._get_filesystem.cache_clear()
+    yield
+    backend.fsspec_backend._get_filesystem.cache_clear()
+
+
+@pytest.fixture
+def staging(tmp_path):
+    """The local disk between; empty whenever no save is under way."""
+    (tmp_path / "staging").mkdir()
+    yield tmp_path / "staging"
+    assert os.listdir(tmp_path / "staging") == []
+
+
+@pytest.fixture
+def make(store, staging):
+    """`make()` starts the run of the folder `run` once more."""
+    made = []
+
+    def start(**settings) -> Checkpointer:
+        made.append(Checkpointer(f"{store.url}/run", CheckpointerConfig(staging_dir=str(staging), **settings)))
+        return made[-1]
+
+    yield start
+    for checkpointer in made:
+        checkpointer.close()
+
+
+def parts(step: int) -> dict:
+    odd = np.array([0x7FC00001, 0xFF800000, 0x80000000], np.uint32).view(np.float32)
+    return {"params": {"a": {"kernel": jnp.full((2, 3), step, jnp.bfloat16)}}, "optimizer": (jnp.asarray(odd),)}
+
+
+def save(checkpointer: Checkpointer, step: int, kind: Kind = Kind.PERMANENT, names=("params",)) -> None:
+    """One part only, where that will do: each has a dozen objects."""
+    checkpointer.save_now(step, kind, {name: parts(step)[name] for name in names}, {"größe": step})
+
+
+def load(path: str, part: str, step: int) -> None:
+    """Loads the part and compares it bit by bit."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), parts(step)[part])
+    loaded = jax.tree.leaves(load_arrays(path, part, target))
+    saved = jax.tree.leaves(parts(step)[part])
+    assert [np.asarray(x).tobytes() for x in loaded] == [np.asarray(x).tobytes() for x in saved]
+
+
+def steps(store) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(f"{store.url}/run")]
+
+
+def an_array(store, step: int) -> str:
+    """An object with values of the parameters."""
+    return "run/" + max(name for name in store.contents("run") if name.startswith(f"step-{step}/params/d/"))
+
+
+def test_what_is_saved_is_found_verified_and_loaded(make, store, staging):
+    checkpointer = make()
+    assert checkpointer.newest() is None
+    save(checkpointer, 9)
+    save(checkpointer, 10, names=("params", "optimizer"))
+    newest = checkpointer.newest()
+    assert (newest.step, newest.path) == (10, f"{store.url}/run/step-10")
+    assert newest.read_run_info() == {"größe": 10, "step": 10}
+    assert [found.step for found in find_checkpoints(store.url)] == [9, 10]
+    assert set(newest.read_manifest().files) | {"manifest.json"} == set(store.contents("run/step-10"))
+    with local_copy(newest, ["params", "optimizer"], str(staging)) as path:
+        assert (path == newest.path) is (store.scheme == "gs")
+        for part in ("params", "optimizer"):
+            load(path, part, 10)
+
+
+@pytest.mark.parametrize("scheme", ["s3"], indirect=True)
+def test_only_the_parts_that_are_wanted_are_copied(make, staging):
+    checkpointer = make()
+    save(checkpointer, 5, names=("params", "optimizer"))
+    with local_copy(checkpointer.newest(), ["params"], str(staging)) as path:
+        assert os.path.dirname(path) == str(staging)
+        assert {"params", "run.json"} <= set(os.listdir(path))
+        assert "optimizer" not in os.listdir(path)
+        load(path, "params", 5)
+
+
+def test_a_temporary_checkpoint_goes_when_the_next_is_complete(make, store):
+    checkpointer = make()
+    for step, kind in ((1, Kind.TEMPORARY), (2, Kind.PERMANENT), (3, Kind.TEMPORARY)):
+        save(checkpointer, step, kind)
+    assert steps(store) == [2, 3]
+    checkpointer.close()
+    checkpointer = make()
+    assert steps(store) == [2, 3]
+    save(checkpointer, 4, Kind.TEMPORARY)
+    assert steps(store) == [2, 4]
+    assert {name.split("/")[0] for name in store.contents("run")} == {"attempt.json", "step-2", "step-4"}
+
+
+@pytest.mark.parametrize("damage", ["other bytes", pytest.param("shorter", marks=pytest.mark.long), "deleted"])
+def test_damage_of_one_object_is_found(make, store, damage, caplog):
+    checkpointer = make()
+    for step in (1, 2):
+        save(checkpointer, step)
+    name = an_array(store, 2)
+    content = store.get(name)
+    if damage == "deleted":
+        store.delete(name)
+    else:
+        store.put(name, content[:-1] + (bytes([content[-1] ^ 1]) if damage == "other bytes" else b""))
+    before = store.contents("run/step-2")
+    assert choose_checkpoint(store.url, "sizes").step == (2 if damage == "other bytes" else 1)
+    assert checkpointer.newest().step == 1
+    assert f"step-2 is damaged: {name.removeprefix('run/step-2/')}" in caplog.text
+    assert store.contents("run/damaged-step-2") == before
+    assert steps(store) == [1]
+
+
+@pytest.mark.parametrize("scheme", ["s3"], indirect=True)
+@pytest.mark.parametrize("damage", ["other bytes", "deleted"])
+def test_damage_after_it_was_verified_is_noticed_on_the_way(make, store, staging, damage):
+    checkpointer = make()
+    save(checkpointer, 1)
+    newest = checkpointer.newest()
+    name = an_array(store, 1)
+    content = store.get(name)
+    if damage == "deleted":
+        store.delete(name)
+    else:
+        store.put(name, bytes([content[0] ^ 1]) + content[1:])
+    with local_copy(newest, ["optimizer"], str(staging)):
+        pass
+    with (
+        pytest.raises(DamagedError, match=re.escape(name.removeprefix("run/step-1/"))),
+        local_copy(newest, ["params"], str(staging)),
+    ):
+        pass
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_begin_anew(make, store):
+    checkpointer = make()
+    save(checkpointer, 1)
+    store.delete(an_array(store, 1))
+    with pytest.raises(UserError, match=f"^no checkpoint in {store.url}/run is whole: damaged-step-1. Put a copy"):
+        checkpointer.newest()
+
+
+def test_what_was_being_written_or_deleted_when_a_process_was_killed_is_deleted(make, store):
+    checkpointer = make()
+    save(checkpointer, 1)
+    checkpointer.close()
+    for name in ("step-1.partial", "step-3.partial", "step-3/params/d/a", "step-3/run.json", "step-2/params/d/a"):
+        store.put(f"run/{name}", b"")
+    checkpointer = make()
+    assert {name.split("/")[0] for name in store.contents("run")} == {"attempt.json", "damaged-step-2", "step-1"}
+    assert checkpointer.newest().step == 1
+
+
+def test_the_newest_of_two_starts_wins(make, store):
+    older, newer = make(), make()
+    with pytest.raises(TakenOverError, match="the same run was started again at"):
+        save(older, 1)
+    assert steps(store) == []
+    save(newer, 1)
+    older.release()
+    save(newer, 2)
+    assert steps(store) == [1, 2]
+
+
+def test_a_start_while_the_older_one_saves_ends_the_older_one(make, store):
+    older = make()
+    save(older, 1)
+    with pytest.raises(TakenOverError):
+        older.save_now(2, Kind.PERMANENT, {"params": parts(2)["params"]}, {}, before_commit=make)
+    assert steps(store) == [1]
+
+
+@pytest.fixture
+def little_room(monkeypatch):
+    """The local disk has a kilobyte."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
+
+
+@pytest.mark.parametrize("scheme", ["s3"], indirect=True)
+def test_too_little_room_on_the_way_is_told_with_the_sizes(make, store, staging, little_room, caplog):
+    checkpointer = make()
+    big = {"params": {"w": jnp.zeros(2_500_000)}}
+    with pytest.raises(SaveError):
+        checkpointer.save_now(1, Kind.PERMANENT, big, {})
+    message = f"{staging} has 1000 B free, a checkpoint on its way to or from a URL takes 9.5 MiB; set trainer."
+    assert message in caplog.text
+    assert set(store.contents("run")) == {"attempt.json"}
+
+
+@pytest.mark.parametrize("scheme", ["s3"], indirect=True)
+def test_too_little_room_on_the_way_back_is_told_with_the_sizes(make, staging, request):
+    checkpointer = make()
+    save(checkpointer, 1)
+    newest = checkpointer.newest()
+    request.getfixturevalue("little_room")
+    with (
+        pytest.raises(UserError, match=rf"^{staging} has 1000 B free, .* takes \d.\d KiB; set trainer.checkpointer"),
+        local_copy(newest, ["params"], str(staging)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("scheme", ["gs"], indirect=True)
+def test_what_goes_there_directly_needs_no_room(make, little_room):
+    checkpointer = make()
+    save(checkpointer, 1)
+    assert checkpointer.newest().step == 1
+
+
+@pytest.mark.parametrize("scheme", ["s3"], indirect=True)
+def test_an_upload_that_fails_leaves_nothing_and_the_next_save_works(make, store, monkeypatch, caplog):
+    checkpointer = make()
+    with monkeypatch.context() as patch:
+        sent = []
+
+        def refused(local, url):
+            sent.append(url)
+            if len(sent) % 5 == 0:
+                raise UserError(f"{url}: cannot be written: Connection reset by peer")
+            storage.upload(local, url)
+
+        patch.setattr(module, "upload", refused)
+        with pytest.raises(SaveError):
+            save(checkpointer, 1)
+    assert "cannot be written: Connection reset by peer" in caplog.text
+    assert set(store.contents("run")) == {"attempt.json"}
+    save(checkpointer, 1)
+    assert checkpointer.newest().step == 1
+
+
+def test_a_bucket_that_is_not_there_is_told_at_the_start(scheme, staging, emulators):
+    with pytest.raises(
+        UserError, match=rf"^trainer.checkpointer.base_path: {scheme}://no-such-bucket/run/.writable: cannot"
+    ):
+        Checkpointer(f"{scheme}://no-such-bucket/run", CheckpointerConfig(staging_dir=str(staging)))
+
+
+def test_folders_are_listed_renamed_and_deleted_in_buckets(store):
+    for name in ("a", "a/b", "a/c/d", "ab"):
+        store.put(f"x/{name}/file", name.encode())
+    before = store.contents("x/a")
+    rename_folder(f"{store.url}/x/a", f"{store.url}/x/new")
+    assert store.contents("x/new") == before
+    assert list_names(f"{store.url}/x") == ["ab", "new"]
+    assert storage.list_files(f"{store.url}/x/new") == {"b/file": 3, "c/d/file": 5, "file": 1}
+    delete_folder(f"{store.url}/x/new")
+    delete_folder(f"{store.url}/x/none")
+    storage.delete_file(f"{store.url}/x/none")
+    assert set(store.contents("x")) == {"ab/file"}
