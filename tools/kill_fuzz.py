@@ -23,11 +23,14 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import count
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,7 +72,7 @@ class Watch:
         self._folder = folder
         self._log = self._log_now()
         self._present: set[str] = set()
-        self._looked_at = self._step_at = time.time()
+        self._looked_at = self._step_at = self.began = time.time()
         self.steps: list[int] = []
         self.first_step_at = 0.0
         self.longest_step = self.longest_nap = 0.0
@@ -122,17 +125,17 @@ def listed(folder: Path) -> list[str]:
     return os.listdir(folder) if folder.is_dir() else []
 
 
-def disturb(folder: Path, told: str, moment: str, count: int, delay: float) -> Kill | None:
-    """Start, and kill `delay` seconds after what `moment` says appeared the `count`th time. None: it ended before."""
+def disturb(folder: Path, told: str, moment: str, times: int, delay: float) -> Kill | None:
+    """Start, and kill `delay` seconds after `moment` was seen so many times. None: it reached its end before."""
     pattern, _ = MOMENTS[moment]
     watch = Watch(folder)
-    began, due = time.time(), None
+    due: float | None = None
     with runs.running(folder, told=told) as process:
         while due is None or time.time() < due:
             found = watch.look()
-            count -= sum(fnmatch(name, pattern) for name in found) if pattern else count
-            if count <= 0 and due is None:
-                due = (time.time() if pattern else began) + delay
+            times -= sum(fnmatch(name, pattern) for name in found) if pattern else times
+            if times <= 0 and due is None:
+                due = (time.time() if pattern else watch.began) + delay
             if process.poll() is not None:
                 assert process.returncode == 0, (folder / told).read_text()
                 return None
@@ -141,20 +144,21 @@ def disturb(folder: Path, told: str, moment: str, count: int, delay: float) -> K
         killed_at = time.time()
         if process.returncode == 0:
             return None
+        assert process.returncode == -signal.SIGKILL, (folder / told).read_text()
     watch.look()  # what it still wrote
     kept = max(runs.complete_steps(folder), default=0)
-    return Kill(moment, stage(folder, watch), max(watch.steps, default=0), kept, *cost(folder, watch, kept, killed_at))
+    hit = " + ".join(stages(folder, watch, (folder / told).read_text()))
+    return Kill(moment, hit, max(watch.steps, default=0), kept, *cost(folder, watch, kept, killed_at))
 
 
-def stage(folder: Path, watch: Watch) -> str:
-    """What the process was doing, from what it left."""
-    place, complete, found = runs.run_folder(folder), runs.complete_steps(folder), []
-    temporary = [
-        name for top in (place, folder / "logs", folder / "logs/one") for name in listed(top) if ".tmp" in name
-    ]
-    found += [f"writing {name.partition('.tmp')[0]}" for name in temporary]
+def stages(folder: Path, watch: Watch, told: str) -> list[str]:
+    """What the process was doing, from what it left; several things at once."""
+    place, complete = runs.run_folder(folder), runs.complete_steps(folder)
+    tops = (place, folder / "logs", folder / "logs/one")
+    temporary = [path for top in tops for path in top.glob("*.tmp*") if path.stat().st_mtime > watch.began]
+    found = [f"writing {path.name.partition('.tmp')[0]}" for path in temporary]
     if not watch.steps:
-        return " + ".join(["start-up", *found])
+        return ["start-up" if runs.continued_from(told) is None else "first step", *found]
     for step in (int(path.stem.removeprefix("step-")) for path in place.glob("step-*.partial")):
         names = listed(place / f"step-{step}")
         if step in complete:
@@ -170,7 +174,7 @@ def stage(folder: Path, watch: Watch) -> str:
     last = json.loads(runs.log_file(folder).read_bytes().rpartition(b"\n")[0].splitlines()[-1])
     if last["step"] % 50 == 0 and "train/loss" in last:
         found.append("evaluating")
-    return " + ".join(found) or "training"
+    return found or ["training"]
 
 
 def cost(folder: Path, watch: Watch, kept: int, killed_at: float) -> tuple[float, float]:
@@ -205,40 +209,46 @@ def check_starts(folder: Path, kills: list[tuple[str, Kill]], last: str) -> list
     return problems
 
 
+def kill_a_run(folder: Path, most: int, deck: Iterator[str], dice: random.Random) -> tuple[list[Kill], list[str]]:
+    """Kill a new run up to so many times, and let it end. -> the kills, and which starts were not right"""
+    kills: list[tuple[str, Kill]] = []
+    while True:
+        told = f"start-{len(kills)}.txt"
+        if len(kills) == most:
+            runs.finish(folder, told=told)
+            break
+        moment = next(deck)
+        kill = disturb(folder, told, moment, dice.randint(1, 2), dice.uniform(0, MOMENTS[moment][1]))
+        if kill is None:
+            break
+        kills.append((told, kill))
+        print(row(kill), flush=True)
+    return [kill for _, kill in kills], check_starts(folder, kills, told)
+
+
 def fuzz(folder: Path, kills: int, steps: int, dice: random.Random) -> tuple[list[Kill], list[str]]:
     """All kills, and what is wrong in words."""
-    undisturbed = folder / "undisturbed"
-    runs.write_config(undisturbed, runs.full_settings(steps))
-    runs.finish(undisturbed)
-    all_kills: list[Kill] = []
-    problems, deck, place = [], [], 0
-    while len(all_kills) < kills:
-        place += 1
-        run = folder / f"killed-{place}"
-        runs.write_config(run, runs.full_settings(steps))
-        here: list[tuple[str, Kill]] = []
-        ended = False
-        while not ended and len(all_kills) < kills:
-            deck = deck or dice.sample(list(MOMENTS), len(MOMENTS))
-            moment, told = deck.pop(), f"start-{len(here)}.txt"
-            kill = disturb(run, told, moment, dice.randint(1, 3), dice.uniform(0, MOMENTS[moment][1]))
-            ended = kill is None
-            if kill is not None:
-                here.append((told, kill))
-                all_kills.append(kill)
-                print(row(len(all_kills), kill), flush=True)
-        if not ended:
-            told = f"start-{len(here)}.txt"
-            runs.finish(run, told=told)
-        wrong = check_starts(run, here, told) + runs.differences(run, undisturbed, steps)
-        problems += [f"{run.name}: {problem}" for problem in wrong]
-        print(f"{run.name}: at its end after {len(here)} kills, {len(wrong)} problems", flush=True)
-    return all_kills, problems
+    undisturbed, settings = folder / "undisturbed", runs.full_settings(steps)
+    deck = (moment for _ in count() for moment in dice.sample(list(MOMENTS), len(MOMENTS)))
+    made: list[Kill] = []
+    problems: list[str] = []
+    runs.write_config(undisturbed, settings)
+    with runs.running(undisturbed) as beside:
+        while len(made) < kills:
+            run = folder / f"killed-after-{len(made)}"
+            runs.write_config(run, settings)
+            here, wrong = kill_a_run(run, kills - len(made), deck, dice)
+            assert beside.wait() == 0, (undisturbed / "told.txt").read_text()
+            wrong += runs.differences(run, undisturbed, steps)
+            print(f"  at its end after {len(here)} kills: {len(wrong)} problems", flush=True)
+            made += here
+            problems += [f"{run.name}: {problem}" for problem in wrong]
+    return made, problems
 
 
-def row(number: object, kill: Kill) -> str:
+def row(kill: Kill) -> str:
     lost = f"{kill.reached - kill.kept if kill.reached else 0:6} {kill.lost:7.2f} {kill.allowed:7.2f}"
-    return f"{number:>4}  {kill.moment:<16}  {kill.stage:<40} {kill.reached:6} {kill.kept:6} {lost}"
+    return f"  {kill.moment:<16}  {kill.stage:<42} {kill.reached:6} {kill.kept:6} {lost}"
 
 
 def main() -> int:
@@ -248,10 +258,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run is ended too, as it is by Ctrl-C
     with tempfile.TemporaryDirectory() as temporary:
         folder = (chosen.folder or Path(temporary)).absolute()
         os.environ.setdefault("LMTRAIN_TEST_COMPILATION_CACHE", str(folder / "compiled"))
-        print("kill  after             hit                                       step   kept   lost:   s  of allowed")
+        print(f"  {'after':<16}  {'hit':<42}   step   kept   lost       s  allowed")
         kills, problems = fuzz(folder, chosen.kills, chosen.steps, random.Random(chosen.seed))
     print(f"{len(kills)} kills; most lost {max(kill.lost for kill in kills):.2f} s", *problems, sep="\n")
     return 1 if problems else 0

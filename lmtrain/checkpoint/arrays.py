@@ -3,7 +3,9 @@
 Arrays are stored uncompressed: random bits do not compress, and trying halves the speed.
 """
 
+import functools
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +23,7 @@ class ArrayWriter:
     """Writes in the background, all processes of a run together. A save under way has to be waited for."""
 
     def __init__(self) -> None:
+        _drop_late_callbacks()
         options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_SECONDS)
         self._orbax = ocp.AsyncCheckpointer(_handler(), async_options=options)
 
@@ -35,6 +38,19 @@ class ArrayWriter:
 
     def close(self) -> None:
         self._orbax.close()
+
+
+@functools.cache
+def _drop_late_callbacks() -> None:
+    """Once: when a save fails, TensorStore's threads go on telling an event loop that Orbax has closed: hundreds of
+    tracebacks of no use, printed past all logging, which would bury the one line that says what failed."""
+    others = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+            others(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def load_arrays(path: str, part: str, like: Any) -> Any:

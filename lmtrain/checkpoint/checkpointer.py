@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,8 +141,8 @@ class Checkpointer:
         saved, self._saved = self._saved, []
         return saved
 
-    def finish(self) -> bool:
-        """Wait for the save under way. False if it failed.
+    def finish(self, then: str = f"training goes on, and tries again in {_RETRY_SECONDS:.0f} s") -> bool:
+        """Wait for the save under way. False if it failed, which is told with what happens `then`.
 
         Raises `SaveError` if it failed and `on_save_error` is `stop`, and `TakenOverError`.
         """
@@ -156,19 +156,20 @@ class Checkpointer:
             return True
         if isinstance(save.problem, TakenOverError):
             raise save.problem
+        self._renew_writer()
         text = f"the checkpoint of step {save.step} could not be saved: {save.problem}"
         if self._config.on_save_error == "stop":
             raise SaveError(f"{text} (trainer.checkpointer.on_save_error: stop)") from save.problem
-        log.error(f"{text}; training goes on, and tries again in {_RETRY_SECONDS:.0f} s")
+        log.error(f"{text}; {then}")
         self._retry_at = self._clock() + _RETRY_SECONDS
         return False
 
     def save_now(self, step: int, kind: Kind, parts: Mapping[str, Any], run_info: dict[str, Any], **more: Any) -> float:
         """Save and wait for it: training does not go on. Raises `SaveError` if a second try fails too."""
         began = self._clock()
-        for _ in range(2):
+        for then in ("trying again now", "that was the second try"):
             self.save(step, kind, parts, run_info, **more)
-            if self.finish():
+            if self.finish(then):
                 return self._clock() - began
         raise SaveError(
             f"the state after step {step} is not saved, for the reason above; the same command goes on from "
@@ -178,15 +179,22 @@ class Checkpointer:
     def close(self) -> None:
         """Finish, and let others claim the folder."""
         try:
-            self.finish()
+            self.finish("the run is ending")
         finally:
-            self._writer.close()
+            with suppress(Exception):  # what it may still hold of a save that failed has been told
+                self._writer.close()
             self.release()
 
     def release(self) -> None:
         """Let others claim the folder; nothing may be saved any more."""
         if self._folder is not None:
             self._folder.claim.release()
+
+    def _renew_writer(self) -> None:
+        """Orbax's keeps what went wrong, and would fail the next save with it."""
+        with suppress(Exception):
+            self._writer.close()
+        self._writer = ArrayWriter()
 
     def _begin(self, save: _Save, parts: Mapping[str, Any]) -> None:
         """Copy, and start to write: if all processes can."""

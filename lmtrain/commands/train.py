@@ -1,6 +1,8 @@
 """`lmtrain train CONFIG`: train, or go on where the last run of the same config stopped."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pydantic import ValidationError
 
@@ -15,7 +17,7 @@ from lmtrain.hf.upload import check_upload
 from lmtrain.preprocess.build import Build
 from lmtrain.run_config import RunConfig, data_seed, resolved
 from lmtrain.runtime.distributed import ending_for_all, start_processes
-from lmtrain.runtime.files import write_atomically
+from lmtrain.runtime.files import remove_temporaries, write_atomically
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
 from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.run_path import fill_run_id
@@ -38,15 +40,8 @@ def _run(run: Run, processes: Processes) -> int:
     if config.hf_upload is not None and processes.is_first:
         check_upload(config.hf_upload)
     log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {_checkpoints(run)})")
-    try:
-        log_dir = fill_run_id(config.trainer.log_dir, run.id)
-        start_file_log(log_dir, run.id, processes)
-        os.makedirs(os.path.join(log_dir, run.id), exist_ok=True)
-        if processes.is_first:
-            config_text = show(resolved(config), run.loaded.layer).encode()
-            write_atomically(os.path.join(log_dir, run.id, "config.yaml"), config_text)
-    except OSError as error:
-        raise UserError(f"trainer.log_dir: {config.trainer.log_dir} cannot be made: {error.strerror}") from None
+    with _told(config):
+        start_file_log(fill_run_id(config.trainer.log_dir, run.id), run.id, processes)
 
     with StopRequest() as stop:
         plans = plan_caches(config.data)
@@ -73,6 +68,8 @@ def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes:
 
     checkpointer = Checkpointer(_checkpoints(run), config.trainer.checkpointer, processes)
     try:
+        if processes.is_first:  # and only now that the run is surely this process's own
+            _write_config(run)
         own = own_checkpoint(config, checkpointer, processes)
         finished = own is not None and own.step >= config.trainer.num_train_steps
         if own is not None and finished and not is_missing(export_folder(config, run.id), own.step):
@@ -115,6 +112,25 @@ def _wait_for_data(config: RunConfig, plans: Plans, build: Build, stop: StopRequ
     wait(build, stop, enough)
     if build.running:
         log.info("training begins while the rest of the data is tokenized")
+
+
+def _write_config(run: Run) -> None:
+    """The resolved config, into the run's folder of logs."""
+    folder = os.path.join(fill_run_id(run.config.trainer.log_dir, run.id), run.id)
+    with _told(run.config):
+        os.makedirs(folder, exist_ok=True)
+        remove_temporaries(folder)
+        text = show(resolved(run.config), run.loaded.layer)
+        write_atomically(os.path.join(folder, "config.yaml"), text.encode())
+
+
+@contextmanager
+def _told(config: RunConfig) -> Iterator[None]:
+    """Errors of the file system as ones that name the setting."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"trainer.log_dir: {config.trainer.log_dir} cannot be made: {error.strerror}") from None
 
 
 def _checkpoints(run: Run) -> str:

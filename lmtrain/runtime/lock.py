@@ -53,7 +53,7 @@ class FileLock:
 
     def release(self) -> None:
         if self._descriptor is not None:
-            with contextlib.suppress(FileNotFoundError):  # someone may have deleted the folder
+            with contextlib.suppress(OSError):  # someone may have deleted the folder, or put a file in its place
                 os.unlink(self.path)
             os.close(self._descriptor)
             self._descriptor = None

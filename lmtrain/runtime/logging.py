@@ -27,7 +27,8 @@ def start_console_log(processes: Processes = ALONE) -> None:
     log.propagate = False
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax tells there, at length, what it then raises
+    for name in ("absl", "asyncio"):  # Orbax tells there, at length, what it then raises
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def start_file_log(log_dir: str, run: str, processes: Processes = ALONE) -> str:

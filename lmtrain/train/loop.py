@@ -94,11 +94,13 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
         raise
     finally:
         # whatever happened: a save under way becomes complete, and what was logged is flushed
-        if not others_gone:  # of several processes: saving would wait for all of them
-            checkpointer.close()
-        if exporter is not None:
-            exporter.finish()
-        setup.trackers.finish()
+        try:
+            if not others_gone:  # of several processes: saving would wait for all of them
+                checkpointer.close()
+        finally:
+            if exporter is not None:
+                exporter.finish()
+            setup.trackers.finish()
     if throughput.summary:
         log.info(throughput.summary)
     return done == last_step

@@ -1,0 +1,511 @@
+"""What goes wrong round a run: its disk, its folders, its trackers, its clock, its own second start.
+
+Real processes and real files. Wherever a run goes on in the end, it ends with the bytes of one that was left alone.
+"""
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import tiny_settings
+from faults.runs import (
+    complete_steps,
+    differences,
+    end,
+    finish,
+    log_file,
+    metrics,
+    run_folder,
+    running,
+    trained_steps,
+    wait_for,
+    write_config,
+)
+
+from lmtrain.checkpoint.discovery import list_checkpoints
+from lmtrain.checkpoint.verify import FULL, verify
+from lmtrain.runtime.lock import FileLock
+
+pytestmark = pytest.mark.end_to_end
+
+LAST, KEEP = 60, 10
+SECONDS = 240
+FOR_EVER = ("--trainer.num_train_steps", 1_000_000, "--hf_save_steps", 1_000_000)
+# Exports and what libraries say on the terminal would reach the limit of the size of files too.
+NO_OTHER_LARGE_FILES = ("--hf_save_path", "null")
+STOP = ("--trainer.checkpointer.on_save_error", "stop")
+
+
+def settings() -> dict:
+    """Checkpoints and exports every ten steps, of sixty."""
+    found = tiny_settings()
+    found["trainer"] |= {"num_train_steps": LAST, "steps_per_eval": KEEP}
+    found["trainer"]["checkpointer"]["keep"] = [{"every": KEEP}]
+    return found | {"hf_save_path": "exports", "hf_save_steps": KEEP}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """The folder of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_config(folder, settings())
+    finish(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(undisturbed, tmp_path) -> Path:
+    """With the config and the caches, for a run of the test's own."""
+    write_config(tmp_path, settings())
+    shutil.copytree(undisturbed / "cache", tmp_path / "cache")
+    return tmp_path
+
+
+def begun(folder: Path, undisturbed: Path, *steps: int) -> None:
+    """Let the run have these checkpoints, and what was logged and exported up to the last of them."""
+    for step in steps:
+        shutil.copytree(run_folder(undisturbed) / f"step-{step}", run_folder(folder) / f"step-{step}")
+    for step in range(KEEP, max(steps) + 1, KEEP):
+        name = Path("exports", "one", f"step-{step}")
+        shutil.copytree(undisturbed / name, folder / name)
+    log_file(folder).parent.mkdir()
+    shutil.copy(log_file(undisturbed), log_file(folder))
+
+
+def ends(folder: Path, *flags: object, code: int, told: str = "told.txt") -> str:
+    """Let it run to its end, which must be with `code` and without a traceback. -> what it said"""
+    with running(folder, *flags, told=told) as process:
+        found = process.wait(timeout=SECONDS)
+    return checked(folder / told, found, code)
+
+
+def checked(told: Path, found: int, code: int) -> str:
+    text = told.read_text()
+    assert found == code, text
+    assert "Traceback" not in text
+    return text
+
+
+def log_lines(folder: Path) -> list[str]:
+    """What lmtrain itself said, in its log, without times."""
+    lines = (folder / "logs" / "one.log").read_text().splitlines()
+    return [line.partition(" lmtrain: ")[2] for line in lines if " lmtrain: " in line]
+
+
+@contextlib.contextmanager
+def paused(process: subprocess.Popen) -> Iterator[None]:
+    """What happens within happens between two instructions of the run, however slow this machine is."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # every thread stands still now
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def contents(*folders: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file below, with its bytes and when they were written."""
+    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def beside_whole_checkpoints(folder: Path) -> set[str]:
+    """What there is but checkpoints, which all have to verify: parts of one, a mark, a lock."""
+    checkpoints = list_checkpoints(str(run_folder(folder)))
+    for checkpoint in checkpoints:
+        verify(checkpoint, FULL)
+    return set(os.listdir(run_folder(folder))) - {os.path.basename(found.path) for found in checkpoints}
+
+
+@dataclass(frozen=True)
+class Room:
+    """For a run's checkpoints, which can be taken and given back. The process is to be paused, or has ended."""
+
+    take: Callable[[subprocess.Popen], None]
+    give: Callable[[subprocess.Popen], None]
+
+
+@contextlib.contextmanager
+def room_on_a_disk(mount: Path) -> Iterator[Room | None]:
+    """A small file system, taken by a file that leaves no byte; None where nothing may be mounted."""
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", mount], capture_output=True)
+    if done.returncode:
+        yield None
+        return
+    ballast = mount / "ballast"
+
+    def take(_: subprocess.Popen) -> None:
+        with open(ballast, "wb", buffering=0) as file:
+            for size in (1 << 20, 1 << 12, 1):  # to the last byte, though only whole blocks are given
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)):
+                        pass
+
+    try:
+        yield Room(take, lambda _: ballast.unlink())
+    finally:
+        subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+@contextlib.contextmanager
+def room_by_limit(most_bytes: int = 45_000) -> Iterator[Room]:
+    """The kernel refuses to let files of the process grow further: the embedding is larger, logs are smaller."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    assert hard == resource.RLIM_INFINITY or hard > 100 * most_bytes
+
+    def limit(process: subprocess.Popen, size: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, hard))
+
+    yield Room(lambda process: limit(process, most_bytes), lambda process: limit(process, hard))
+
+
+@pytest.fixture(params=["disk", pytest.param("limit", marks=pytest.mark.long)])
+def room(request, folder) -> Iterator[Room]:
+    disk = room_on_a_disk(folder / "checkpoints") if request.param == "disk" else contextlib.nullcontext()
+    with disk as found, room_by_limit() as limit:
+        yield found or limit
+
+
+def full_at_step_ten(process: subprocess.Popen, folder: Path, room: Room) -> None:
+    wait_for(lambda: KEEP in complete_steps(folder), [process])
+    with paused(process):
+        room.take(process)
+        assert LAST not in complete_steps(folder), "it was too late to take anything"
+
+
+def test_a_full_disk_costs_later_checkpoints_only_and_the_same_command_ends_with_the_same_bytes(
+    folder, room, undisturbed
+):
+    with running(folder, *NO_OTHER_LARGE_FILES, told=os.devnull) as process:
+        full_at_step_ten(process, folder, room)
+        code = process.wait(timeout=SECONDS)
+        room.give(process)
+    assert code == 1
+    told = "\n".join(log_lines(folder))
+    failed = re.findall(r"the checkpoint of step (\d+) could not be saved: ", told)
+    ends = ("; training goes on, and tries again", "; trying again now", "; that was the second try")
+    assert [told.count(end) for end in ends] == [len(failed) - 2, 1, 1]
+    assert failed[-2:] == [str(LAST), str(LAST)]  # twice, as nothing comes after it
+    last_line = f"lmtrain: error: the state after step {LAST} is not saved, for the reason above; the same command"
+    assert log_lines(folder)[-1].startswith(last_line), log_lines(folder)
+    assert trained_steps(folder) == list(range(1, LAST + 1))
+    kept = complete_steps(folder)
+    assert KEEP in kept
+    assert not {int(step) for step in failed} & set(kept)
+    left = beside_whole_checkpoints(folder)
+    assert f"continuing after step {kept[-1]} " in finish(folder, *NO_OTHER_LARGE_FILES)
+    assert [found for found in differences(folder, undisturbed, LAST) if "export" not in found] == []
+    assert left == set()
+
+
+@pytest.mark.long
+def test_when_there_is_room_again_later_checkpoints_are_saved(folder, room):
+    with running(folder, *NO_OTHER_LARGE_FILES, told=os.devnull) as process:
+        full_at_step_ten(process, folder, room)
+        wait_for(lambda: "training goes on" in "\n".join(log_lines(folder)), [process])
+        with paused(process):
+            room.give(process)
+            begun_by_now = trained_steps(folder)[-1] // KEEP * KEEP
+        code = process.wait(timeout=SECONDS)
+    assert code == 0, log_lines(folder)
+    told = "\n".join(log_lines(folder))
+    failed = {int(step) for step in re.findall(r"the checkpoint of step (\d+) could not be saved", told)}
+    assert failed
+    assert max(failed) <= begun_by_now + KEEP
+    assert complete_steps(folder) == sorted(set(range(KEEP, LAST + 1, KEEP)) - failed)
+    assert beside_whole_checkpoints(folder) == set()
+
+
+AFTER_A_FAILURE = """
+import contextlib, os, resource, sys
+import jax.numpy as jnp
+from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.policies import Kind
+
+folder, by_limit = sys.argv[1], sys.argv[2] == "limit"
+ballast = os.path.join(folder, "ballast")
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+def take():
+    if by_limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    else:
+        with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
+def give():
+    if by_limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    else:
+        os.unlink(ballast)
+
+checkpointer = Checkpointer(os.path.join(folder, "run"), CheckpointerConfig())
+params = {"params": {"w": jnp.arange(100_000.0)}}
+for step, before in ((1, take), (2, give), (3, lambda: None)):
+    before()
+    checkpointer.save(step, Kind.PERMANENT, params, {})
+    print(step, checkpointer.finish())
+checkpointer.close()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["disk", "limit"])
+def test_the_save_after_one_that_failed_is_a_save_of_its_own(tmp_path, kind):
+    """It does not fail by the error of the one before. Where nothing may be mounted it is the limit both times."""
+    disk = room_on_a_disk(tmp_path / "disk") if kind == "disk" else contextlib.nullcontext()
+    with disk as mounted:
+        kind, place = ("disk", tmp_path / "disk") if mounted else ("limit", tmp_path)
+        command = [sys.executable, "-c", AFTER_A_FAILURE, place, kind]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1 False", "2 True", "3 True"], done.stderr[-3000:]
+
+
+@pytest.mark.long
+def test_a_save_that_fails_is_told_in_a_line_and_not_in_tracebacks(folder):
+    with running(folder, *NO_OTHER_LARGE_FILES) as process, room_by_limit() as room:
+        full_at_step_ten(process, folder, room)
+        process.wait(timeout=SECONDS)
+    told = (folder / "told.txt").read_text()
+    assert "training goes on" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.long
+def test_a_full_disk_ends_a_run_that_is_to_stop(folder, room):
+    with running(folder, *NO_OTHER_LARGE_FILES, *STOP, told=os.devnull) as process:
+        full_at_step_ten(process, folder, room)
+        code = process.wait(timeout=SECONDS)
+    assert code == 1
+    (error,) = [line for line in log_lines(folder) if line.startswith("lmtrain: error: ")]
+    assert re.match(r"lmtrain: error: the checkpoint of step \d+ could not be saved: ", error)
+    assert error.endswith("(trainer.checkpointer.on_save_error: stop)")
+    assert max(trained_steps(folder)) < LAST
+    assert KEEP in complete_steps(folder)
+    assert beside_whole_checkpoints(folder) == set()
+
+
+def replace_by_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("in the way")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("flags", "to_the_end"), [((), True), (STOP, False)], ids=["continue", "stop"])
+@pytest.mark.parametrize("vanish", [shutil.rmtree, replace_by_file], ids=["gone", "a file"])
+def test_when_the_folder_of_checkpoints_vanishes_training_goes_on_or_stops_as_set(folder, vanish, flags, to_the_end):
+    keep = '[{"every": 10, "until": 10}, {"every": 50}]'  # no save is under way when the first has become complete
+    with running(folder, "--trainer.checkpointer.keep", keep, *flags) as process:
+        wait_for(lambda: KEEP in complete_steps(folder), [process])
+        with paused(process):
+            vanish(folder / "checkpoints")
+        code = process.wait(timeout=SECONDS)
+    told = checked(folder / "told.txt", code, 1)
+    failed = re.findall(r"the checkpoint of step (\d+) could not be saved", told)
+    assert failed == (["50", "60", "60"] if to_the_end else ["50"])
+    steps = trained_steps(folder)
+    assert steps == list(range(1, len(steps) + 1))
+    assert (steps[-1] == LAST) == to_the_end
+
+
+def test_a_second_start_of_a_run_is_refused_and_changes_nothing_and_after_a_kill_it_starts(folder):
+    with running(folder, *FOR_EVER) as first:
+        wait_for(lambda: KEEP in complete_steps(folder), [first])
+        with paused(first):
+            before = contents(run_folder(folder), folder / "exports", folder / "cache"), log_file(folder).read_bytes()
+            told = ends(folder, *FOR_EVER, code=2, told="second.txt")
+            after = contents(run_folder(folder), folder / "exports", folder / "cache"), log_file(folder).read_bytes()
+        end([first])
+    holder = f"a run of the same id saves there already (process {first.pid} on {socket.gethostname()})"
+    assert holder in told.splitlines()[-1]
+    assert after == before
+    with running(folder, *FOR_EVER, told="third.txt") as third:
+        wait_for(lambda: "continuing after step " in (folder / "third.txt").read_text(), [third])
+
+
+def test_a_start_that_is_refused_leaves_the_config_beside_the_logs_as_it_was(folder):
+    """It is the config of the run that holds the folder, and what is asked for now may differ."""
+    kept = folder / "logs" / "one" / "config.yaml"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("the holder's\n")
+    run_folder(folder).mkdir(parents=True)
+    holder = FileLock(str(run_folder(folder) / "lock"))
+    assert holder.acquire()
+    try:
+        ends(folder, "--trainer.num_train_steps", 99, code=2)
+    finally:
+        holder.release()
+    assert kept.read_text() == "the holder's\n"
+
+
+def test_a_finished_run_says_so_and_changes_no_byte(undisturbed):
+    places = [undisturbed / name for name in ("checkpoints", "exports", "cache")]
+    before = contents(*places), log_file(undisturbed).read_bytes()
+    told = ends(undisturbed, code=0)
+    assert f"nothing to do: {run_folder(undisturbed)}/step-{LAST} has all {LAST} steps" in told
+    assert (contents(*places), log_file(undisturbed).read_bytes()) == before
+
+
+def test_a_run_that_goes_on_without_a_shard_of_its_cache_is_refused_with_its_name(folder, undisturbed):
+    begun(folder, undisturbed, KEEP)
+    before = contents(run_folder(folder))
+    shard = sorted((folder / "cache" / "train").glob("*.arrayrecord"))[1]
+    shard.unlink()
+    last = ends(folder, code=2).splitlines()[-1]
+    assert last.startswith(f"lmtrain: error: cache/train/{shard.name} is missing: the cache is damaged; delete ")
+    assert contents(run_folder(folder)) == before
+
+
+@pytest.mark.long
+def test_a_shard_that_is_deleted_as_told_is_made_again_and_the_run_goes_on(folder, undisturbed):
+    begun(folder, undisturbed, KEEP)
+    shard = sorted((folder / "cache" / "train").glob("*.arrayrecord"))[1]
+    for path in (*shard.parent.glob(f"{shard.stem}.*"), shard.parent / "manifest.json"):
+        path.unlink()
+    assert f"continuing after step {KEEP} " in finish(folder)
+    assert differences(folder, undisturbed, LAST) == []
+
+
+@pytest.mark.long
+def test_a_tracker_whose_folder_is_a_file_is_left_behind(folder, undisturbed):
+    (folder / "in_the_way").write_text("")
+    changed = settings()
+    changed["trainer"]["tracker"] = {"type": "tensorboard", "logdir": "in_the_way"}
+    write_config(folder, changed)
+    told = finish(folder)
+    assert len(re.findall(r"tracker tensorboard: .*in_the_way.*; training goes on without it", told)) == 1
+    assert metrics(folder) == metrics(undisturbed)
+
+
+@pytest.mark.long
+def test_a_service_that_cannot_be_reached_neither_stops_training_nor_delays_its_end(folder, undisturbed):
+    """W&B would try for minutes; lmtrain gives it 20 s, then logs offline. The rest is for a slow machine."""
+    changed = settings()
+    changed["trainer"]["tracker"] = {"type": "wandb", "mode": "online", "project": "none"}
+    write_config(folder, changed)
+    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0123456789" * 4}
+    with running(folder, **nowhere) as process:
+        wait_for(lambda: LAST in complete_steps(folder), [process])
+        since = time.monotonic()
+        code = process.wait(timeout=SECONDS)
+        waited = time.monotonic() - since
+    told = checked(folder / "told.txt", code, 0)
+    assert "W&B does not answer (" in told
+    assert list(folder.glob("logs/wandb/offline-run-*/run-*.wandb"))  # to be sent later
+    assert "done: checkpoints in checkpoints/one" in told
+    assert metrics(folder) == metrics(undisturbed)
+    assert waited < 55
+
+
+BACKWARDS = """
+import time
+
+forwards = time.time
+began = forwards()
+time.time = lambda: began - (forwards() - began)
+"""
+
+
+@pytest.mark.long
+def test_a_wall_clock_that_runs_backwards_delays_no_save(folder):
+    """Python reads `sitecustomize` before anything else."""
+    (folder / "hooks").mkdir()
+    (folder / "hooks" / "sitecustomize.py").write_text(BACKWARDS)
+    path = os.pathsep.join([str(folder / "hooks"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    flags = ["--trainer.checkpointer.save_interval", "0.2s", "--trainer.checkpointer.keep", "[]"]
+    told = finish(folder, "--trainer.num_train_steps", 300, "--hf_save_steps", 300, *flags, PYTHONPATH=path)
+    saved = [int(step) for step in re.findall(r"saved .*/step-(\d+)", told)]
+    assert len(saved) > 2
+    assert saved == sorted(saved)
+    assert complete_steps(folder) == [300]  # those of the clock are temporary
+    stamps = [line.split(" ")[1] for line in (folder / "logs" / "one.log").read_text().splitlines() if line[:2] == "20"]
+    assert stamps[-1] < stamps[0]  # the clock of the log did run backwards
+
+
+def flip_a_byte(step: Path) -> None:
+    """In the middle of the largest file, which holds arrays."""
+    path = max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(step: Path) -> None:
+    path = max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGES = {
+    "a flipped byte": flip_a_byte,
+    "a truncated file": truncate,
+    "no run.json": lambda step: (step / "run.json").unlink(),
+    "no manifest": lambda step: (step / "manifest.json").unlink(),
+    "an empty manifest": lambda step: (step / "manifest.json").write_bytes(b""),
+    "no parameters": lambda step: shutil.rmtree(step / "params"),
+}
+IN_SHORT = "a flipped byte"
+
+
+@pytest.mark.parametrize(
+    "damage", [IN_SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in DAMAGES if name != IN_SHORT)]
+)
+def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_with_the_same_bytes(folder, undisturbed, damage):
+    begun(folder, undisturbed, 10, 20, 30)
+    newest = run_folder(folder) / "step-30"
+    DAMAGES[damage](newest)
+    damaged = {path.removeprefix(str(newest)): found for path, found in contents(newest).items()}
+    told = finish(folder)
+    assert f"{newest} is damaged: " in told
+    assert f"{newest} was set aside as damaged-step-30" in told
+    assert "continuing after step 20 " in told
+    aside = run_folder(folder) / "damaged-step-30"
+    assert {path.removeprefix(str(aside)): found for path, found in contents(aside).items()} == damaged
+    shutil.rmtree(aside)
+    assert differences(folder, undisturbed, LAST) == []
+
+
+def test_when_all_checkpoints_are_damaged_the_run_is_refused_and_no_byte_is_lost(folder, undisturbed):
+    """Twice: the second start finds only what the first has set aside."""
+    begun(folder, undisturbed, 10, 20)
+    for step in (10, 20):
+        flip_a_byte(run_folder(folder) / f"step-{step}")
+    places = (run_folder(folder), folder / "exports", log_file(folder).parent)
+    before = contents(*places)
+    for _ in range(2):
+        last = ends(folder, code=2).splitlines()[-1]
+        assert f"no checkpoint in {run_folder(folder)} is whole: damaged-step-10, damaged-step-20" in last
+        after = {name.replace("damaged-", ""): found for name, found in contents(*places).items()}
+        assert {name: after.get(name) for name in before} == before
+
+
+@pytest.mark.long
+def test_killed_between_an_export_and_its_save_the_run_has_export_and_evaluation_once(folder, undisturbed):
+    """The moment is short: if a save was faster than this test, the next export is another chance."""
+    for step in range(KEEP, LAST, KEEP):
+        exported = folder / "exports" / "one" / f"step-{step}"
+        with running(folder) as process:
+            wait_for(exported.exists, [process])
+            process.kill()
+            process.wait()
+        if step not in complete_steps(folder):
+            break
+    else:
+        raise AssertionError("every kill came too late")
+    finish(folder)
+    assert differences(folder, undisturbed, LAST) == []

@@ -1,0 +1,43 @@
+"""A run killed with SIGKILL at random moments, again and again, ends with the bytes of one that was left alone.
+
+Told in full by tools/kill_fuzz.py, which this runs.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults.runs import finish, full_settings, names, run_folder, write_config
+
+pytestmark = pytest.mark.end_to_end
+
+TOOL = Path(__file__).parents[2] / "tools" / "kill_fuzz.py"
+
+
+@pytest.mark.parametrize(
+    ("kills", "steps", "seed"), [(5, 300, 0), pytest.param(20, 600, 1, marks=pytest.mark.long)], ids=["5", "20"]
+)
+def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(tmp_path, kills, steps, seed):
+    command = [sys.executable, TOOL, "--kills", kills, "--steps", steps, "--seed", seed, "--folder", tmp_path]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"\n{kills} kills; most lost " in done.stdout
+
+
+def test_what_a_killed_process_was_writing_under_a_temporary_name_is_gone_after_the_next_start(tmp_path):
+    """Small files are written as `<name>.tmp-<process>` and renamed: a kill in between leaves that name."""
+    write_config(tmp_path, full_settings(steps=2))
+    half_written = [
+        run_folder(tmp_path) / "attempt.json.tmp-1",
+        run_folder(tmp_path) / "step-1.partial.tmp-1",
+        tmp_path / "logs" / "one" / "config.yaml.tmp-1",
+        tmp_path / "cache" / "train" / "manifest.json.tmp-1",
+        tmp_path / "exports" / "one" / "step-1.tmp-1" / "config.json",
+        tmp_path / "logs" / "one.metrics.jsonl.tmp",
+    ]
+    for path in half_written:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{")
+    finish(tmp_path)
+    assert [name for name in sorted(names(tmp_path)) if ".tmp" in name] == []
