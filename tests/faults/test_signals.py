@@ -92,13 +92,11 @@ def check_stopped(folder, told, code, from_step):
     assert marks(folder) == []
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.long)])
-def test_stopped_at_random_moments_a_run_saves_its_last_step_and_ends_as_if_nothing_had_happened(
-    undisturbed, tmp_path, count
-):
-    dice = random.Random(count)
+@pytest.mark.long
+def test_stopped_at_random_moments_a_run_saves_its_last_step_and_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
+    dice = random.Random(0)
     write_config(tmp_path, full_settings(STEPS))
-    for attempt in range(count):
+    for attempt in range(10):
         moment, number, before = MOMENTS[attempt % 3], dice.choice(SIGNALS), newest(tmp_path)
         with running(tmp_path) as process:
             wait_until(moment, tmp_path, [process], before, dice)
@@ -168,6 +166,7 @@ def saved_steps(folder, log):
     return [int(step) for step in re.findall(r"saved \S*/step-(\d+)", (folder / "logs" / log).read_text())]
 
 
+@pytest.mark.long
 def test_two_processes_stop_and_save_together_whichever_is_signalled_and_go_on_with_the_same_losses(
     settings_of_two, undisturbed_two, tmp_path
 ):
