@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lmtrain.checkpoint.arrays import ArrayWriter, count_bytes
@@ -77,7 +78,7 @@ class Checkpointer:
         self._save: _Save | None = None
         self._saved: list[float] = []
         with _told(self.path):
-            _make(self.path)
+            self._made = _make(self.path)
             self._folder = RunFolder(self.path) if processes.is_first else None
         gather(processes, "checkpoints", None)  # nobody looks before all is in order
         self._staging = Staging(self.path, config.staging_dir, processes)
@@ -186,9 +187,12 @@ class Checkpointer:
             self.release()
 
     def release(self) -> None:
-        """Let others claim the folder; nothing may be saved any more."""
+        """Let others claim the folder; nothing may be saved any more. What was made for nothing goes."""
         if self._folder is not None:
             self._folder.claim.release()
+            with suppress(OSError):  # which says that there is something in it
+                for folder in self._made:
+                    os.rmdir(folder)
 
     def _renew_writer(self) -> None:
         """Orbax's keeps what went wrong, and would fail the next save with it."""
@@ -258,14 +262,17 @@ class Checkpointer:
             self._folder.move_away(checkpoint.path, "damaged")
 
 
-def _make(folder: str) -> None:
+def _make(folder: str) -> list[str]:
+    """Make the folder; returns those that were not there before, the innermost first."""
     if not is_url(folder):
+        missing = [str(place) for place in (Path(folder), *Path(folder).parents) if not place.exists()]
         os.makedirs(folder, exist_ok=True)
-        return
+        return missing
     try:
         check_writable(folder)
     except UserError as error:
         raise UserError(f"trainer.checkpointer.base_path: {error}") from None
+    return []
 
 
 @contextmanager

@@ -83,6 +83,7 @@ def test_every_step_and_evaluation_is_logged_once_in_order(undisturbed):
     assert [m["step"] for m in lines if "eval/loss" in m] == [6, 12]
 
 
+@pytest.mark.long
 def test_training_twice_gives_the_same_bytes(undisturbed, tmp_path):
     train(tmp_path)
     assert arrays(tmp_path, 12) == arrays(undisturbed[0], 12)
@@ -145,9 +146,14 @@ def test_a_longer_run_goes_on_with_a_notice(undisturbed, tmp_path):
     ("override", "field"),
     [
         (("--trainer.seed", "1"), "seed"),
-        (("--model.num_heads", "4"), "model.num_heads"),
-        (("--trainer.train_batch_size", "8"), "train_batch_size"),
-        (("--data.enforce_bos", "true", "--data.cache_dir", "cache2"), "data.enforce_bos"),
+        *(
+            pytest.param(*values, marks=pytest.mark.long)
+            for values in (
+                (("--model.num_heads", "4"), "model.num_heads"),
+                (("--trainer.train_batch_size", "8"), "train_batch_size"),
+                (("--data.enforce_bos", "true", "--data.cache_dir", "cache2"), "data.enforce_bos"),
+            )
+        ),
     ],
 )
 def test_another_run_under_the_same_id_is_refused(undisturbed, override, field):

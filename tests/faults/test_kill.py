@@ -15,14 +15,12 @@ pytestmark = pytest.mark.end_to_end
 TOOL = Path(__file__).parents[2] / "tools" / "kill_fuzz.py"
 
 
-@pytest.mark.parametrize(
-    ("kills", "steps", "seed"), [(2, 200, 0), pytest.param(5, 300, 1, marks=pytest.mark.long)], ids=["2", "5"]
-)
-def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(tmp_path, kills, steps, seed):
-    command = [sys.executable, TOOL, "--kills", kills, "--steps", steps, "--seed", seed, "--folder", tmp_path]
+@pytest.mark.long
+def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(tmp_path):
+    command = [sys.executable, TOOL, "--kills", 5, "--steps", 300, "--seed", 1, "--folder", tmp_path]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"\n{kills} kills; most lost " in done.stdout
+    assert "\n5 kills; most lost " in done.stdout
 
 
 @pytest.mark.long

@@ -123,6 +123,7 @@ def signal_twice(folder, moment, dice, delay=0.0):
     return told
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_at_once_and_the_next_start_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path):
     write_config(tmp_path, full_settings(STEPS))
     dice = random.Random(0)

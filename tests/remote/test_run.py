@@ -1,9 +1,10 @@
-"""A whole run of which everything but the checkpoints is in a bucket."""
+"""A whole run of which everything is in a bucket but its logs: config, text, cache and checkpoints."""
 
 import hashlib
 import json
 import os
 
+import pytest
 import yaml
 from conftest import TRAIN_FILES, VALIDATION_FILES
 
@@ -11,7 +12,8 @@ from conftest import TRAIN_FILES, VALIDATION_FILES
 FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 
 
-def test_a_run_with_config_text_and_cache_in_a_bucket(store, settings, lmtrain, tmp_path):
+@pytest.mark.parametrize("scheme", [pytest.param("gs", marks=pytest.mark.long), "s3"], indirect=True)
+def test_a_run_with_config_text_cache_and_checkpoints_in_a_bucket(store, settings, lmtrain, tmp_path):
     for path in (*TRAIN_FILES, *VALIDATION_FILES):
         with open(path, "rb") as file:
             store.put(f"text/{os.path.basename(path)}", file.read())
@@ -22,6 +24,7 @@ def test_a_run_with_config_text_and_cache_in_a_bucket(store, settings, lmtrain, 
         "mirror_dir": "mirror",
     }
     settings["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 2, "checkpointer": {"save_interval": None}}
+    settings["trainer"]["checkpointer"]["base_path"] = f"{store.url}/checkpoints"
     settings["optimizer"]["warmup"] = 1
     store.put("configs/parts/data.yaml", yaml.safe_dump(settings.pop("data")).encode())
     store.put("configs/tiny.yaml", f"{yaml.safe_dump(settings)}data: !include parts/data.yaml\n".encode())
@@ -31,7 +34,8 @@ def test_a_run_with_config_text_and_cache_in_a_bucket(store, settings, lmtrain, 
     assert f"{store.url}/cache/train: complete, 200 documents" in built.stderr
     cache = store.contents("cache")
 
-    trained = lmtrain("train", f"{store.url}/configs/tiny.yaml", "--trainer.id", "tiny", env=os.environ | FAST)
+    environment = os.environ | FAST | {"TENSORSTORE_GCS_HTTP_URL": os.environ.get("STORAGE_EMULATOR_HOST", "")}
+    trained = lmtrain("train", f"{store.url}/configs/tiny.yaml", "--trainer.id", "tiny", env=environment)
     assert trained.returncode == 0, trained.stderr
     assert "shards to build" not in trained.stderr
     lines = [json.loads(line) for line in (tmp_path / "logs" / "tiny.metrics.jsonl").read_text().splitlines()]
@@ -39,3 +43,11 @@ def test_a_run_with_config_text_and_cache_in_a_bucket(store, settings, lmtrain, 
     assert store.contents("cache") == cache
     copies = {hashlib.sha256(content).hexdigest() for name, content in cache.items() if name.endswith("arrayrecord")}
     assert {path.stem for path in (tmp_path / "mirror").iterdir()} == copies
+
+    listed = lmtrain("checkpoint", "list", f"{store.url}/checkpoints")
+    assert listed.returncode == 0, listed.stderr
+    assert "step-2         permanent" in listed.stdout
+    more = ["--trainer.id", "tiny", "--trainer.num_train_steps", "3"]
+    longer = lmtrain("train", f"{store.url}/configs/tiny.yaml", *more, env=environment)
+    assert longer.returncode == 0, longer.stderr
+    assert f"continuing after step 2 from {store.url}/checkpoints/tiny/step-2" in longer.stderr
