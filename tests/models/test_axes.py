@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.multi_device
 
 SCRIPT = """
-import json, jax
+import json, sys, jax
 from lmtrain.hf.key_map import flatten
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
@@ -49,6 +49,7 @@ def placed(model, **partitioning):
         path: [list(leaf.shape), list(leaf.addressable_shards[0].data.shape)] for path, leaf in flatten(params).items()
     }
 
+PRESETS = json.loads(sys.argv[1])
 result = {}
 for family, config in FAMILIES.items():
     model = build_model(config, 64)
@@ -57,9 +58,30 @@ for family, config in FAMILIES.items():
     result[family]["none"] = planned(model, fsdp_axis=None)
     result[family]["fsdp"] = planned(model)
     result[family]["tensor"] = placed(model, model_axis_size=4, tensor_parallel_axes=["mlp", "heads", "kv_heads"])
+    for preset, partitioning in PRESETS.items():
+        result[family][preset] = planned(model, **partitioning)
     result[family]["senses"] = planned(model, model_axis_size=4, tensor_parallel_axes=["senses", "heads"])
 print(json.dumps(result))
 """
+
+# name -> settings of partitioning, and into how many parts each axis of parameters is split
+SPLITS = {
+    "data alone": ({"fsdp_axis": None}, {}),
+    "fsdp": ({}, {"embed": 8}),
+    "two replicas": ({"replica_ici_axis_size": 2}, {"embed": 4}),
+    "replicas over slices": ({"replica_dcn_axis_size": 2}, {"embed": 4}),
+    "fsdp over mlp": ({"fsdp_axis": "mlp"}, {"mlp": 8}),
+    "vocabulary": ({"model_axis_size": 4, "tensor_parallel_axes": "vocab"}, {"embed": 2, "vocab": 4}),
+    "advanced": (
+        {"model_axis_size": 2, "parameter_axis_resources": {"embed": "model", "mlp": "data"}, "fsdp_axis": None},
+        {"embed": 2, "mlp": 4},
+    ),
+    "both axes on one": (
+        {"model_axis_size": 2, "parameter_axis_resources": {"embed": ["data", "model"]}, "fsdp_axis": None},
+        {"embed": 8},
+    ),
+}
+PRESETS = {name: settings for name, (settings, _) in SPLITS.items()}
 
 EMBEDDINGS = {
     "gpt2": ["tokens", "positions"],
@@ -74,7 +96,13 @@ PARAMETERS = {"gpt2": 16, "llama": 21, "mpt": 16, "backpack": 32}
 def all_found():
     flags = "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(PRESETS)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -146,6 +174,13 @@ def test_tensor_parallelism_splits_what_it_names_by_4_and_fsdp_the_rest_by_2(fou
             expected = [2 if name == "embed" else 4 if name in split else 1 for name in names]
             assert parts(found[layout][path]) == expected, (path, layout)
         assert 4 in parts(found["tensor"][path]) + parts(found["senses"][path]), path
+
+
+@pytest.mark.parametrize("preset", list(SPLITS))
+def test_every_parameter_is_split_as_the_mapping_says_and_nowhere_else(found, preset):
+    for path, shapes in found[preset].items():
+        names, _ = found["names"][path]
+        assert parts(shapes) == [SPLITS[preset][1].get(name, 1) for name in names], path
 
 
 def test_without_any_axis_everything_is_whole_everywhere(found):
