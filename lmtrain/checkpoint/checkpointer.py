@@ -75,6 +75,7 @@ class Checkpointer:
         self._clock = clock
         self._last_save = clock()
         self._retry_at: float | None = None
+        self._owes_permanent = False  # one could not be saved: the next that can takes its place
         self._save: _Save | None = None
         self._saved: list[float] = []
         with _told(self.path):
@@ -110,7 +111,8 @@ class Checkpointer:
 
     def kind_at(self, step: int, *, last: bool, asked: bool) -> Kind | None:
         """The kind of checkpoint to save after `step` updates, None for no save. `asked`: by the clock, or a signal."""
-        return decide(step, self._config.keep, last=last, asked=asked)
+        kind = decide(step, self._config.keep, last=last, asked=asked)
+        return Kind.PERMANENT if kind and self._owes_permanent else kind
 
     def save(
         self,
@@ -154,9 +156,11 @@ class Checkpointer:
         if save.problem is None:
             log.info(f"saved {step_folder(self.path, save.step)}")
             self._saved.append(save.seconds)
+            self._owes_permanent = self._owes_permanent and save.kind is not Kind.PERMANENT
             return True
         if isinstance(save.problem, TakenOverError):
             raise save.problem
+        self._owes_permanent = self._owes_permanent or save.kind is Kind.PERMANENT
         self._renew_writer()
         text = f"the checkpoint of step {save.step} could not be saved: {save.problem}"
         if self._config.on_save_error == "stop":

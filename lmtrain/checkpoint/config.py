@@ -49,6 +49,13 @@ class CheckpointerConfig(Section):
         """Where a run's checkpoints are."""
         return run_path(self.base_path, run) if self.append_run_id_to_base_path else fill_run_id(self.base_path, run)
 
+    @field_validator("base_path")
+    @classmethod
+    def _lasting(cls, path: str) -> str:
+        if path.startswith("memory://"):
+            raise ValueError("what is in memory:// ends with the process; give a folder, or gs:// or s3://")
+        return path.removeprefix("file://")
+
     @field_validator("keep")
     @classmethod
     def _ascending(cls, keep: list[KeepInterval]) -> list[KeepInterval]:

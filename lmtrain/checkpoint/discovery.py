@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.checkpoint.manifest import NAME, Manifest, read_manifest
+from lmtrain.checkpoint.manifest import NAME, DamagedError, Manifest, read_manifest
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.storage import is_url, join, list_files, list_names, read_json
 
@@ -27,8 +27,13 @@ class Checkpoint:
     path: str
 
     def read_run_info(self) -> dict[str, Any]:
-        """What was saved beside the arrays: identity, config, machine, versions."""
-        value: dict[str, Any] = read_json(join(self.path, RUN_INFO))
+        """What was saved beside the arrays: identity, config, machine, versions. Raises `DamagedError`."""
+        try:
+            value = read_json(join(self.path, RUN_INFO))
+        except (FileNotFoundError, ValueError):
+            value = None
+        if not isinstance(value, dict):
+            raise DamagedError(f"{self.path}: {RUN_INFO} is missing or damaged")
         return value
 
     def read_manifest(self) -> Manifest:
@@ -65,11 +70,19 @@ def list_set_aside(run_folder: str) -> list[str]:
     return [join(run_folder, name) for name in list_names(run_folder) if name.startswith("damaged-step-")]
 
 
+def list_without_manifest(run_folder: str) -> list[str]:
+    """Paths of step folders that are neither complete nor being written or deleted: damaged."""
+    fine = {checkpoint.step for checkpoint in list_checkpoints(run_folder)} | set(list_partial(run_folder))
+    return [step_folder(run_folder, step) for step in list_step_folders(run_folder) if step not in fine]
+
+
 def find_checkpoints(path: str) -> list[Checkpoint]:
     """The checkpoint at `path`, or all in the run folder or any parent that it names, by step.
 
     Raises `UserError` if there is none.
     """
+    if not path:
+        raise UserError("checkpoint '': expected a path")
     path = join(path).rstrip("/") or "/"
     match = _STEP.fullmatch(os.path.basename(path))
     if match and NAME in list_names(path):
@@ -78,6 +91,8 @@ def find_checkpoints(path: str) -> list[Checkpoint]:
     if not found:
         there = bool(list_names(path)) or os.path.isdir(path)
         reason = "there is no complete checkpoint in it" if there else "no such folder"
+        if NAME in list_names(path):
+            reason = "was set aside as damaged, or renamed: a checkpoint is called step-<N>"
         raise UserError(f"checkpoint {path}: {reason}; `lmtrain train` saves them")
     return found
 
@@ -102,7 +117,7 @@ def _manifests(folder: str, recursive: bool) -> Iterable[str]:
     if not recursive:
         return [join(folder, name) for name in list_names(folder) if os.path.isfile(join(folder, name, NAME))]
     found = []
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, followlinks=True):
         if NAME in names:
             found.append(place)
         folders[:] = [name for name in folders if not _STEP.fullmatch(os.path.basename(place))]

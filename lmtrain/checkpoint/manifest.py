@@ -22,7 +22,7 @@ _BLOCK_BYTES = 1 << 24
 _FORMAT = 1
 
 
-class DamagedError(Exception):
+class DamagedError(UserError):
     """A checkpoint is not what was written; the message says which files."""
 
 

@@ -12,6 +12,7 @@ from lmtrain.checkpoint.discovery import (
     find_checkpoints,
     list_partial,
     list_set_aside,
+    list_without_manifest,
     partial_marker,
 )
 from lmtrain.checkpoint.manifest import DamagedError, Manifest
@@ -41,8 +42,7 @@ def _list(path: str) -> int:
         if not _unusable(path):
             raise
         found = []
-    folders = sorted({os.path.dirname(checkpoint.path) for checkpoint in found}) or [path]
-    for folder in folders:
+    for folder in sorted({os.path.dirname(checkpoint.path) for checkpoint in found}) or [path]:
         print(folder)
         before: Checkpoint | None = None
         for checkpoint in [c for c in found if os.path.dirname(c.path) == folder]:
@@ -88,8 +88,9 @@ def _inspect(path: str) -> int:
 
 def _verify(path: str) -> int:
     """that every byte of each is what was written"""
+    found = find_checkpoints(path)
     damaged = 0
-    for checkpoint in find_checkpoints(path):
+    for checkpoint in found:
         began = time.monotonic()
         try:
             verify(checkpoint, FULL)
@@ -99,7 +100,20 @@ def _verify(path: str) -> int:
             continue
         size, seconds = checkpoint.read_manifest().size, time.monotonic() - began
         print(f"{checkpoint.path}: whole, {format_bytes(size)} read at {format_bytes(size / max(seconds, 1e-9))}/s")
+    for folder in _run_folders(found, path):
+        for place in list_without_manifest(folder):
+            damaged += 1
+            print(f"{place}: DAMAGED: it has lost its manifest")
+        for place in list_set_aside(folder):
+            damaged += 1
+            print(f"{place}: DAMAGED: it was set aside")
     return 1 if damaged else 0
+
+
+def _run_folders(found: list[Checkpoint], path: str) -> list[str]:
+    """The run folders that are looked at; none if `path` is a checkpoint."""
+    folders = sorted({os.path.dirname(checkpoint.path) for checkpoint in found})
+    return [] if found and found[0].path == path.rstrip("/") else folders or [path]
 
 
 _ACTIONS = {"list": _list, "inspect": _inspect, "verify": _verify}
@@ -127,16 +141,19 @@ def _changes(before: Checkpoint | None, now: Checkpoint) -> list[str]:
         return []
     try:
         old, new = (checkpoint.read_run_info()["config"] for checkpoint in (before, now))
-    except (FileNotFoundError, ValueError):  # damaged, which its own line says
+    except (DamagedError, KeyError):  # which `verify` says
         return []
     return describe_differences(old, new, f"step-{before.step}", f"step-{now.step}")
 
 
 def _unusable(folder: str) -> list[str]:
     """What else is in a run's folder."""
-    partial = [os.path.basename(partial_marker(folder, step)) for step in list_partial(folder)]
-    aside = [os.path.basename(path) for path in list_set_aside(folder)]
-    return [f"{name:<14} being written or deleted" for name in partial] + [f"{name:<14} set aside" for name in aside]
+    kinds = {
+        "DAMAGED: it has lost its manifest": list_without_manifest(folder),
+        "being written or deleted": [partial_marker(folder, step) for step in list_partial(folder)],
+        "set aside": list_set_aside(folder),
+    }
+    return [f"{os.path.basename(path):<14} {text}" for text, paths in kinds.items() for path in paths]
 
 
 def _plain(value: dict[str, Any]) -> str:

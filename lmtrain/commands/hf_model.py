@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lmtrain.checkpoint.discovery import find_checkpoints, list_checkpoints
+from lmtrain.checkpoint.manifest import DamagedError
 from lmtrain.commands.arguments import Run
 from lmtrain.config.errors import UserError
 from lmtrain.hf.weights import locate, read_model_config
@@ -55,7 +56,7 @@ def _saved_config(run: Run, checkpoint: str | None) -> dict[str, Any] | None:
     else:
         found = list_checkpoints(run.config.trainer.checkpointer.run_folder(run.id))
     for newest in reversed(found):
-        with suppress(FileNotFoundError, ValueError):  # a damaged one is told when its arrays are to be used
+        with suppress(DamagedError):  # a damaged one is told when its arrays are to be used
             config: dict[str, Any] = newest.read_run_info()["config"]
             return config
     return None

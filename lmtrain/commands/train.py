@@ -64,6 +64,7 @@ def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes:
     from lmtrain.train.export import export_folder, is_missing
     from lmtrain.train.loop import DivergedError, train
     from lmtrain.train.program import OutOfMemoryError
+    from lmtrain.train.resume import check_identity, run_identity
     from lmtrain.train.setup import set_up
 
     checkpointer = Checkpointer(_checkpoints(run), config.trainer.checkpointer, processes)
@@ -71,11 +72,12 @@ def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes:
         if processes.is_first:  # and only now that the run is surely this process's own
             _write_config(run)
         own = own_checkpoint(config, checkpointer, processes)
-        finished = own is not None and own.step >= config.trainer.num_train_steps
-        if own is not None and finished and not is_missing(export_folder(config, run.id), own.step):
-            log.info(f"nothing to do: {own.path} has all {config.trainer.num_train_steps:,} steps")
-            return 0
         tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
+        if own is not None and own.step >= config.trainer.num_train_steps:
+            check_identity(own, run_identity(config, tokenizer.identity, caches.identity))
+            if not is_missing(export_folder(config, run.id), own.step):
+                log.info(f"nothing to do: {own.path} has all {config.trainer.num_train_steps:,} steps")
+                return 0
         setup = set_up(config, run.id, tokenizer, caches, checkpointer, own, hf_ref(config), processes)
         complete = train(setup, config.trainer, stop, lambda: f", cache {build.text}" if build.running else "")
     except (DivergedError, OutOfMemoryError, SaveError, TakenOverError) as error:

@@ -65,7 +65,7 @@ def list_names(folder: str) -> list[str]:
         with told(folder, "listed", missing_too=False):
             fs, inside = open_fs(folder)
             return sorted(entry.rstrip("/").rpartition("/")[2] for entry in fs.ls(inside, detail=False))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 

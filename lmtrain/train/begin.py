@@ -31,6 +31,8 @@ from lmtrain.train.restore import restore_state
 from lmtrain.train.resume import check_same_run
 from lmtrain.train.state import TrainState
 
+_OF_NO_USE = "of no use any more, the run has begun; to go back to an earlier step, move its later checkpoints away"
+
 # Of a checkpoint's identity what the state of another run must share.
 _SAME_STATE = ("model", "optimizer", "tokenizer")
 
@@ -50,9 +52,14 @@ def own_checkpoint(config: RunConfig, checkpointer: Checkpointer, processes: Pro
             )
         return None
     if own is not None:  # once the run has saved something itself, that is where it goes on
+        if trainer.load_checkpoint_path is not None:
+            log.info(f"trainer.load_checkpoint_path: {_OF_NO_USE}")
         return own
     if trainer.load_checkpoint_path is not None:
-        return choose_checkpoint(trainer.load_checkpoint_path, trainer.checkpointer.verify_on_restore, processes)
+        try:
+            return choose_checkpoint(trainer.load_checkpoint_path, trainer.checkpointer.verify_on_restore, processes)
+        except UserError as error:
+            raise UserError(f"trainer.load_checkpoint_path: {error}") from None
     if trainer.load_checkpoint:
         raise UserError(
             f"trainer.load_checkpoint: there is no complete checkpoint in {checkpointer.path}; set it to null to begin "
@@ -83,11 +90,16 @@ def begin(
     if own is not None:
         check_same_run(own, run_info)
         for name in [name for name, value in settings.items() if value is not None]:
-            log.info(f"{name}: of no use any more, the run has begun")
+            log.info(f"{name}: {_OF_NO_USE}")
         log.info(f"continuing after step {own.step:,} from {own.path}")
         return _restore(program, own, partial), own.step
     if trainer.initialize_from is not None:
         checkpoint = _other_run("trainer.initialize_from", trainer.initialize_from, run_info, program, processes)
+        if checkpoint.step >= trainer.num_train_steps:
+            raise UserError(
+                f"trainer.initialize_from: {checkpoint.path} has {checkpoint.step:,} steps behind it, and "
+                f"trainer.num_train_steps is {trainer.num_train_steps:,}"
+            )
         log.info(f"beginning with the state of {checkpoint.path}, after its step {checkpoint.step:,}")
         return _restore(program, checkpoint, partial), checkpoint.step
     if config.initialize_from_checkpoint_path is not None:
@@ -109,8 +121,16 @@ def begin(
 def _restore(program: Program, checkpoint: Checkpoint, partial: bool) -> TrainState:
     with program.explaining_memory():
         fresh = program.init if partial else None
-        staging_dir = program.config.trainer.checkpointer.staging_dir
-        return restore_state(checkpoint, program.abstract, program.shardings, fresh, staging_dir)
+        settings = program.config.trainer.checkpointer
+        try:
+            return restore_state(checkpoint, program.abstract, program.shardings, fresh, settings.staging_dir)
+        except UserError:
+            raise
+        except (ValueError, KeyError, OSError) as error:  # what Orbax raises for files it cannot make sense of
+            raise UserError(
+                f"{checkpoint.path} cannot be read: {str(error).splitlines()[0]}; `lmtrain checkpoint verify` says "
+                "whether it is damaged, and trainer.checkpointer.verify_on_restore: full sets damaged ones aside"
+            ) from error
 
 
 def _other_run(

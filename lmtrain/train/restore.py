@@ -36,6 +36,11 @@ def restore_state(
     step = jax.device_put(jnp.int32(checkpoint.step), shardings.step)
     wanted = {name: with_shardings(part, shardings.parts[name]) for name, part in abstract.parts.items()}
     with local_copy(checkpoint, list(wanted), staging_dir) as path:
+        if "average" in wanted and not stored_shapes(path, "average"):
+            log.info(f"{checkpoint.path} has no average: it begins as a copy of the parameters")
+            alone = (abstract.replace(average=None), shardings.replace(average=None))
+            state = restore_state(checkpoint, *alone, fresh, staging_dir)
+            return state.replace(average=jax.tree.map(jnp.copy, state.params))
         missing = _missing(checkpoint, path, abstract)
         if not missing:
             return TrainState(step=step, **{name: load_arrays(path, name, part) for name, part in wanted.items()})

@@ -19,7 +19,7 @@ from lmtrain.data.caches import Cache, Caches, open_store, plan_mixture
 from lmtrain.data.token_store import TokenStore
 from lmtrain.hf.token_bytes import token_bytes
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.run_config import RunConfig, data_seed, identity, resolved
+from lmtrain.run_config import RunConfig, data_seed, resolved
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.progress import format_bytes
@@ -31,6 +31,7 @@ from lmtrain.train.begin import begin
 from lmtrain.train.export import Exporter
 from lmtrain.train.layout_table import layout_table
 from lmtrain.train.program import Program, plan_program
+from lmtrain.train.resume import run_identity
 from lmtrain.train.state import TrainState, count_parameters
 from lmtrain.train.step import build_eval_step
 
@@ -168,12 +169,9 @@ def _run_info(
     """What goes into every checkpoint beside the arrays."""
     # with dropout, masks follow from the number of microbatches
     microbatches = {str(size): number for size, number in program.batching.num_microbatches.items()}
-    same = identity(config)
-    # other learning rates and decays continue the same state; another optimizer cannot
-    same["optimizer"] = {"type": config.optimizer.type}
     return {
         "run_id": run,
-        "identity": same | {"tokenizer": tokenizer, "data_tokens": caches.identity},
+        "identity": run_identity(config, tokenizer, caches.identity),
         "config": resolved(config),
         "machine": {
             "device": jax.devices()[0].device_kind,

@@ -343,6 +343,18 @@ def test_a_save_that_failed_is_tried_again_without_an_interval_too(make, clock):
     assert checkpointer.is_time
 
 
+def test_a_permanent_checkpoint_that_failed_is_made_up_for_by_the_next_save(make):
+    """Not by a temporary one, which would go again: the next permanent one may be days away."""
+    checkpointer = make()
+    save(checkpointer, 10, Kind.PERMANENT, before_commit=fail)
+    checkpointer.finish()
+    assert checkpointer.kind_at(11, last=False, asked=False) is None
+    assert checkpointer.kind_at(11, last=False, asked=True) is Kind.PERMANENT
+    save(checkpointer, 11, Kind.PERMANENT)
+    checkpointer.finish()
+    assert checkpointer.kind_at(12, last=False, asked=True) is Kind.TEMPORARY
+
+
 def test_a_save_that_failed_is_noticed_without_waiting_for_the_next(make, clock, caplog):
     checkpointer = make()
     save(checkpointer, 1, before_commit=fail)

@@ -87,6 +87,8 @@ def test_verify_tells_whole_ones_from_damaged_ones_and_exits_with_1(made, capsys
     ("arguments", "message"),
     [
         (["list", "nowhere"], "checkpoint nowhere: no such folder"),
+        (["list", ""], "checkpoint '': expected a path"),
+        (["list", "/etc/hostname"], "no such folder"),
         (["verify", "nowhere"], "checkpoint nowhere: no such folder"),
         (["look", "nowhere"], "invalid choice: 'look'"),
         (["list"], "the following arguments are required: PATH"),
@@ -97,3 +99,21 @@ def test_mistakes_are_told_with_exit_code_2(arguments, message, capsys, tmp_path
     code, _, err = lmtrain(capsys, "checkpoint", *arguments)
     assert code == 2
     assert message in err
+
+
+def test_a_step_that_lost_its_manifest_is_listed_and_does_not_verify(capsys, tmp_path):
+    for step in (4, 8):
+        checkpointer = Checkpointer(str(tmp_path / "run"), CheckpointerConfig())
+        checkpointer.save(step, Kind.PERMANENT, {"params": {"w": jnp.arange(10.0)}}, {})
+        checkpointer.close()
+    os.remove(tmp_path / "run" / "step-8" / "manifest.json")
+    code, out, _ = lmtrain(capsys, "checkpoint", "verify", tmp_path)
+    assert code == 1
+    assert "step-8: DAMAGED: it has lost its manifest" in out
+    assert "step-8         DAMAGED: it has lost its manifest" in lmtrain(capsys, "checkpoint", "list", tmp_path)[1]
+    assert lmtrain(capsys, "checkpoint", "verify", tmp_path / "run" / "step-4")[0] == 0
+
+
+def test_checkpoints_that_are_links_are_found_like_others(made, capsys, tmp_path):
+    (tmp_path / "run").symlink_to(made / "one")
+    assert "step-8 " in lmtrain(capsys, "checkpoint", "list", tmp_path)[1]

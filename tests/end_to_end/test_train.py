@@ -127,6 +127,12 @@ def test_sigterm_saves_the_last_finished_step_and_exits_75(undisturbed, tmp_path
     assert metrics(tmp_path) == metrics(undisturbed[0])
 
 
+def test_a_finished_run_of_another_model_is_not_taken_for_this_one(undisturbed):
+    told = train(undisturbed[0], "--trainer.seed", "7", code=2)
+    assert "step-12 is of another run" in told
+    assert "seed: the checkpoint has 0, this config has 7" in told
+
+
 def test_a_finished_run_says_so_and_changes_nothing(undisturbed):
     folder, _ = undisturbed
     before = arrays(folder, 12), metrics(folder)

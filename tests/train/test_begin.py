@@ -145,16 +145,47 @@ def test_a_beginning_that_is_not_there_is_told_with_its_setting(setting):
 
 
 def test_what_a_checkpoint_lacks_is_told_or_begins_fresh():
-    """One of before the parameters were averaged, and before bad steps were skipped."""
+    """One of before bad steps were skipped."""
     other = save("mine", 9)
-    more = {"model_averaging": {"beta": 0.9}}
-    with pytest.raises(UserError, match=r"step-9 lacks average/blocks/.* and 11 more; with trainer.allow_partial"):
+    more = {"optimizer": {"skip_bad_steps": True}}
+    with pytest.raises(UserError, match=r"step-9 lacks optimizer/.* more; with trainer.allow_partial"):
         start(configure(**more))
     state, step = start(configure(**more, allow_partial_checkpoint=True))
     assert step == 9
     assert same(state.params, other.params)
-    assert same(state.optimizer, other.optimizer)
-    assert same(state.average, plan_program(configure(**more), VOCAB).init().average)
+    fresh = plan_program(configure(**more), VOCAB).init().optimizer
+    assert jax.tree.structure(state.optimizer) == jax.tree.structure(fresh)
+
+
+@pytest.mark.parametrize("setting", ["own", "initialize_from", "initialize_from_checkpoint_path"])
+def test_an_average_that_a_checkpoint_lacks_begins_as_its_parameters(setting, caplog):
+    """And not as the average of fresh ones, which would be evaluated and exported for long."""
+    other = save("mine" if setting == "own" else "other", 9)
+    where = {} if setting == "own" else {setting: "checkpoints/other"}
+    with caplog.at_level(logging.INFO):
+        state, _ = start(configure(model_averaging={"beta": 0.9}, **where))
+    assert same(state.params, other.params)
+    assert same(state.average, other.params)
+    assert "step-9 has no average: it begins as a copy of the parameters" in caplog.text
+
+
+def test_a_run_that_begins_after_its_end_is_refused():
+    save("other", 9)
+    with pytest.raises(UserError, match=r"initialize_from: .*step-9 has 9 steps behind it, and .*num_train_steps is 9"):
+        start(configure(initialize_from="checkpoints/other", num_train_steps=9))
+
+
+def test_another_place_to_load_from_is_told_to_be_of_no_use_once_the_run_has_its_own(caplog):
+    save("elsewhere", 7)
+    save("mine", 8)
+    with caplog.at_level(logging.INFO):
+        assert start(configure(load_checkpoint_path="checkpoints/elsewhere"))[1] == 8
+    assert "trainer.load_checkpoint_path: of no use any more, the run has begun; to go back" in caplog.text
+
+
+def test_where_a_run_began_may_be_taken_out_of_its_config():
+    save("mine", 9, configure(initialize_from="checkpoints/gone"))
+    assert start(configure())[1] == 9
 
 
 def test_arrays_of_another_shape_are_refused_however_partial():
