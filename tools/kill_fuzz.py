@@ -25,7 +25,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -258,10 +257,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run is ended too, as it is by Ctrl-C
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (chosen.folder or Path(temporary)).absolute()
-        os.environ.setdefault("LMTRAIN_TEST_COMPILATION_CACHE", str(folder / "compiled"))
+    with runs.working_folder(chosen.folder) as folder:
         print(f"  {'after':<16}  {'hit':<42}   step   kept   lost       s  allowed")
         kills, problems = fuzz(folder, chosen.kills, chosen.steps, random.Random(chosen.seed))
     print(f"{len(kills)} kills; most lost {max(kill.lost for kill in kills):.2f} s", *problems, sep="\n")

@@ -11,9 +11,7 @@ the straight line that fits best. One state of 7 MiB kept from each of its ten o
 
 import argparse
 import os
-import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -103,10 +101,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run is ended too, as it is by Ctrl-C
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = (chosen.folder or Path(temporary)).absolute()
-        os.environ.setdefault("LMTRAIN_TEST_COMPILATION_CACHE", str(folder / "compiled"))
+    with runs.working_folder(chosen.folder) as folder:
         print("   step   RSS MiB  files  threads")
         lines = soak(folder, chosen.steps)
     grown = growth(lines)

@@ -60,6 +60,8 @@ class Claim:
         """What is there now; empty if there is nothing that can be read as a mark."""
         try:
             mark = read_json(join(self._folder, _MARK))
+        except UserError:  # the store does not answer: that says nothing of a mark
+            raise
         except (FileNotFoundError, ValueError):
             return {}
         return mark if isinstance(mark, dict) else {}

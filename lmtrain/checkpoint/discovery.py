@@ -30,6 +30,8 @@ class Checkpoint:
         """What was saved beside the arrays: identity, config, machine, versions. Raises `DamagedError`."""
         try:
             value = read_json(join(self.path, RUN_INFO))
+        except UserError:  # a store that does not answer has damaged nothing
+            raise
         except (FileNotFoundError, ValueError):
             value = None
         if not isinstance(value, dict):

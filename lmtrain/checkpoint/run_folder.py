@@ -10,6 +10,7 @@ from lmtrain.checkpoint.discovery import (
     list_checkpoints,
     list_partial,
     list_step_folders,
+    list_without_manifest,
     partial_marker,
     step_folder,
 )
@@ -110,10 +111,9 @@ class RunFolder:
         self._delete_unnamed("step-")
         if not is_url(self.path):
             remove_temporaries(self.path)
-        for step in list_step_folders(self.path):
-            if step not in steps:
-                log.error(f"{step_folder(self.path, step)} is damaged: it has no {NAME}")
-                self.move_away(step_folder(self.path, step), "damaged")
+        for path in list_without_manifest(self.path):
+            log.error(f"{path} is damaged: it has no {NAME}")
+            self.move_away(path, "damaged")
         for checkpoint in complete:
             with contextlib.suppress(DamagedError):  # which is found out when it is to be used
                 if checkpoint.read_manifest().kind is Kind.TEMPORARY:

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from lmtrain.config.base import find_planned
 from lmtrain.config.describe import describe, format_settings
@@ -35,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         text = super().format_help()
         return f"{text}\n{format_settings(describe(RunConfig))}" if self._lists_settings else text
 
-    def error(self, message: str) -> None:  # type: ignore[override]  # argparse says NoReturn, and so do we: it raises
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}\n{self.format_usage().rstrip()}")
 
 

@@ -8,6 +8,7 @@ SIGTERM: a run of several processes agrees with its steps (`lmtrain/train/agreem
 import os
 import signal
 from types import FrameType, TracebackType
+from typing import Any
 
 from lmtrain.runtime.logging import log
 
@@ -25,7 +26,7 @@ class StopRequest:
     def __init__(self, doing: str = "finishing this step and saving") -> None:
         self.requested = False
         self.doing = doing
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         for number in _SIGNALS:
@@ -34,7 +35,7 @@ class StopRequest:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned, it takes
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

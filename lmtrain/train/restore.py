@@ -34,23 +34,26 @@ def restore_state(
     and for arrays of another shape.
     """
     step = jax.device_put(jnp.int32(checkpoint.step), shardings.step)
-    wanted = {name: with_shardings(part, shardings.parts[name]) for name, part in abstract.parts.items()}
-    with local_copy(checkpoint, list(wanted), staging_dir) as path:
-        if "average" in wanted and not stored_shapes(path, "average"):
+    with local_copy(checkpoint, list(abstract.parts), staging_dir) as path:
+        copies = abstract.average is not None and not stored_shapes(path, "average")
+        if copies:
             log.info(f"{checkpoint.path} has no average: it begins as a copy of the parameters")
-            alone = (abstract.replace(average=None), shardings.replace(average=None))
-            state = restore_state(checkpoint, *alone, fresh, staging_dir)
-            return state.replace(average=jax.tree.map(jnp.copy, state.params))
+            abstract = abstract.replace(average=None)
         missing = _missing(checkpoint, path, abstract)
-        if not missing:
-            return TrainState(step=step, **{name: load_arrays(path, name, part) for name, part in wanted.items()})
-        if fresh is None:
+        if missing and fresh is None:
             raise UserError(
                 f"{checkpoint.path} lacks {_listed(missing)}; with trainer.allow_partial_checkpoint: true they would "
                 "begin with fresh values"
             )
-        log.warning(f"{checkpoint.path} lacks {_listed(missing)}: they begin with fresh values")
-        parts = {name: load_some_arrays(path, name, wanted[name], part) for name, part in fresh().parts.items()}
+        wanted = {name: with_shardings(part, shardings.parts[name]) for name, part in abstract.parts.items()}
+        if missing and fresh is not None:
+            log.warning(f"{checkpoint.path} lacks {_listed(missing)}: they begin with fresh values")
+            begun = fresh().parts
+            parts = {name: load_some_arrays(path, name, part, begun[name]) for name, part in wanted.items()}
+        else:
+            parts = {name: load_arrays(path, name, part) for name, part in wanted.items()}
+    if copies:
+        parts["average"] = jax.tree.map(jnp.copy, parts["params"])
     return TrainState(step=step, **parts)
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,16 @@ def full_settings(steps: int) -> dict:
         "checkpointer": {"save_interval": "1s", "keep": [{"every": 100}]},
     }
     return settings | {"hf_save_path": "exports", "hf_save_steps": 60}
+
+
+@contextlib.contextmanager
+def working_folder(given: Path | None) -> Iterator[Path]:
+    """Where a tool makes its runs: the folder that was given, or one that goes in the end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its runs are ended too, as they are by Ctrl-C
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (given or Path(temporary)).absolute()
+        os.environ.setdefault("LMTRAIN_TEST_COMPILATION_CACHE", str(folder / "compiled"))
+        yield folder
 
 
 def write_config(folder: Path, settings: dict) -> None:

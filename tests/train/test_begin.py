@@ -1,6 +1,7 @@
 """Where a run's state comes from: the numbered list of `lmtrain/train/begin.py`, one by one."""
 
 import logging
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -167,6 +168,21 @@ def test_an_average_that_a_checkpoint_lacks_begins_as_its_parameters(setting, ca
     assert same(state.params, other.params)
     assert same(state.average, other.params)
     assert "step-9 has no average: it begins as a copy of the parameters" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("params/_METADATA", r"step-9 cannot be read: .*`lmtrain checkpoint verify` says whether it is damaged"),
+        ("run.json", r"step-9: run.json is missing or damaged"),
+    ],
+)
+def test_damage_that_was_not_looked_for_is_told(name, message):
+    save("mine", 9)
+    path = Path("checkpoints/mine/step-9", name)
+    path.write_bytes(b"\xff" + path.read_bytes()[1:])
+    with pytest.raises(UserError, match=message):
+        start(configure(checkpointer={"verify_on_restore": "sizes"}))
 
 
 def test_a_run_that_begins_after_its_end_is_refused():
