@@ -194,6 +194,8 @@ def cost(folder: Path, watch: Watch, kept: int, killed_at: float) -> tuple[float
 
 def check_starts(folder: Path, kills: list[tuple[str, Kill]], last: str) -> list[str]:
     """Whether each start went on from what the kill before it had left, as far as it came to say so."""
+    if not kills:
+        sys.exit("the run ended before it could be killed; give it more --steps")
     problems = []
     for (_, kill), told in zip(kills, [*(told for told, _ in kills[1:]), last], strict=True):
         said = (folder / told).read_text()

@@ -35,9 +35,7 @@ CASES: list[tuple[str, ModelConfig, dict[str, object]]] = [
 
 def main() -> None:
     for name, model, trainer in CASES:
-        config = RunConfig.model_validate(
-            {"model": model, "trainer": {"train_batch_size": 32, **trainer}}
-        )  # pydantic makes a section of it
+        config = RunConfig.model_validate({"model": model, "trainer": {"train_batch_size": 32, **trainer}})
         program = plan_program(config, 50257)
         memory = program.memory
         compiled = program.compile().memory_analysis()
