@@ -5,6 +5,7 @@ import re
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -105,9 +106,12 @@ class Exporter:
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the export under way; any thread may."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait for the export under way."""
+        self.under_way()()
+
+    def under_way(self) -> Callable[[], None]:
+        """What waits for the export that is under way now, in any thread and whatever is exported after it."""
+        return (lambda: None) if self._thread is None else self._thread.join
 
     def _write(self, step: int, tensors: list[np.ndarray]) -> None:
         try:

@@ -77,8 +77,8 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                     setup.trackers.sync()
                     save = checkpointer.save_now if last or granted.stop else checkpointer.save
                     # what is exported up to now is there before the checkpoint that would not export it again
-                    finish_exports = (lambda: None) if exporter is None else exporter.finish
-                    seconds = save(done, kind, state.parts, setup.run_info, before_commit=finish_exports)
+                    exported = (lambda: None) if exporter is None else exporter.under_way()
+                    seconds = save(done, kind, state.parts, setup.run_info, before_commit=exported)
                     setup.trackers.log({"checkpoint/blocking_seconds": seconds}, done)
                     agreement.saved(done)
                 for seconds in checkpointer.take_saved():

@@ -72,8 +72,8 @@ DELETING = [
 ]
 CLEANING = [
     "shutil.rmtree /step-2",
-    "os.remove /step-2.partial",
     "shutil.rmtree /step-2.orbax-checkpoint-tmp",
+    "os.remove /step-2.partial",
     "os.rename /step-0",
 ]
 STAGES = {

@@ -61,6 +61,7 @@ def undisturbed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     write_config(folder, settings())
     finish(folder)
+    assert complete_steps(folder) == [*range(KEEP, LAST + 1, KEEP)], "\n".join(log_lines(folder))
     return folder
 
 
