@@ -21,7 +21,7 @@ from lmtrain.checkpoint.claim import TakenOverError
 from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.checkpoint.discovery import RUN_INFO, Checkpoint, list_checkpoints, list_set_aside, step_folder
 from lmtrain.checkpoint.manifest import FileRecord, Manifest, record_files
-from lmtrain.checkpoint.policies import Kind, decide
+from lmtrain.checkpoint.policies import Kind, decide, next_permanent_step
 from lmtrain.checkpoint.run_folder import RunFolder
 from lmtrain.checkpoint.staging import Staging
 from lmtrain.checkpoint.verify import newest_intact
@@ -108,6 +108,16 @@ class Checkpointer:
             return self._clock() >= self._retry_at
         interval = self._config.save_interval
         return interval is not None and self._clock() - self._last_save >= interval.total_seconds()
+
+    @property
+    def seconds_to_next(self) -> float | None:
+        """Until the clock asks for a checkpoint; None if it never does."""
+        interval = self._config.save_interval
+        return None if interval is None else max(0.0, self._last_save + interval.total_seconds() - self._clock())
+
+    def next_permanent(self, step: int, last: int) -> int:
+        """The first step after `step` whose checkpoint is permanent."""
+        return next_permanent_step(step, self._config.keep, last)
 
     def kind_at(self, step: int, *, last: bool, asked: bool) -> Kind | None:
         """The kind of checkpoint to save after `step` updates, None for no save. `asked`: by the clock, or a signal."""

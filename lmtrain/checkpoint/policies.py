@@ -24,6 +24,16 @@ def is_permanent_step(step: int, keep: Sequence[KeepInterval]) -> bool:
     return False
 
 
+def next_permanent_step(step: int, keep: Sequence[KeepInterval], last: int) -> int:
+    """The first step after `step` with a permanent checkpoint; the last step of a run has one."""
+    for entry in keep:
+        candidate = (step // entry.every + 1) * entry.every
+        if entry.until is None or candidate <= entry.until:
+            return min(candidate, last)
+        step = max(step, entry.until)
+    return last
+
+
 def decide(step: int, keep: Sequence[KeepInterval], *, last: bool, asked: bool) -> Kind | None:
     """The kind of checkpoint to save after `step` updates, None for no save.
 

@@ -1,6 +1,7 @@
 """`lmtrain train CONFIG`: train, or go on where the last run of the same config stopped."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,16 +26,17 @@ from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 
 
 def run(argv: list[str]) -> int:
+    began = time.time()
     description = "Train a model, or go on where the last run of the same config stopped."
     run = parse_run(Parser("train", description, lists_settings=True), argv)
     require_text(run.config.data, "train")
     processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
     with ending_for_all(processes):
-        return _run(run, processes)
+        return _run(run, processes, began)
 
 
-def _run(run: Run, processes: Processes) -> int:
+def _run(run: Run, processes: Processes, began: float) -> int:
     run = resolve_hf(run)
     config = run.config
     if config.hf_upload is not None and processes.is_first:
@@ -48,7 +50,7 @@ def _run(run: Run, processes: Processes) -> int:
         build = start_build(config, plans, processes, background=True)
         try:
             _wait_for_data(config, plans, build, stop)
-            return _train(run, _end_with_data(config, plans.caches), plans.caches, build, processes, stop)
+            return _train(run, _end_with_data(config, plans.caches), plans.caches, build, processes, stop, began)
         except StoppedError:
             log.info("stopped before training began; run the same command again to go on")
             return STOPPED_BY_SIGNAL
@@ -56,14 +58,24 @@ def _run(run: Run, processes: Processes) -> int:
             build.stop()
 
 
-def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes: Processes, stop: StopRequest) -> int:
+def _train(
+    run: Run,
+    config: RunConfig,
+    caches: Caches,
+    build: Build,
+    processes: Processes,
+    stop: StopRequest,
+    began: float,
+) -> int:
     # JAX and what stands on it are imported only now: a mistake so far has cost no seconds
     from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
     from lmtrain.checkpoint.claim import TakenOverError
+    from lmtrain.tracking.goodput import Ledger
     from lmtrain.train.begin import own_checkpoint
     from lmtrain.train.export import export_folder, is_missing
-    from lmtrain.train.loop import DivergedError, train
+    from lmtrain.train.loop import train
     from lmtrain.train.program import OutOfMemoryError
+    from lmtrain.train.reporter import DivergedError
     from lmtrain.train.resume import check_identity, run_identity
     from lmtrain.train.setup import set_up
 
@@ -78,8 +90,9 @@ def _train(run: Run, config: RunConfig, caches: Caches, build: Build, processes:
             if not is_missing(export_folder(config, run.id), own.step):
                 log.info(f"nothing to do: {own.path} has all {config.trainer.num_train_steps:,} steps")
                 return 0
-        setup = set_up(config, run.id, tokenizer, caches, checkpointer, own, hf_ref(config), processes)
-        complete = train(setup, config.trainer, stop, lambda: f", cache {build.text}" if build.running else "")
+        ledger = Ledger(_folder(run) if processes.is_first else None, began)
+        setup = set_up(config, run.id, tokenizer, caches, checkpointer, own, hf_ref(config), processes, ledger)
+        complete = train(setup, config.trainer, stop, lambda: f"cache {build.text}" if build.running else "")
     except (DivergedError, OutOfMemoryError, SaveError, TakenOverError) as error:
         log.error(f"lmtrain: error: {error}")
         return 1
@@ -116,9 +129,14 @@ def _wait_for_data(config: RunConfig, plans: Plans, build: Build, stop: StopRequ
         log.info("training begins while the rest of the data is tokenized")
 
 
+def _folder(run: Run) -> str:
+    """The run's own in the folder of logs."""
+    return os.path.join(fill_run_id(run.config.trainer.log_dir, run.id), run.id)
+
+
 def _write_config(run: Run) -> None:
     """The resolved config, into the run's folder of logs."""
-    folder = os.path.join(fill_run_id(run.config.trainer.log_dir, run.id), run.id)
+    folder = _folder(run)
     with _told(run.config):
         os.makedirs(folder, exist_ok=True)
         remove_temporaries(folder)

@@ -43,11 +43,15 @@ class _ByType(Discriminator):
         return hash(self.custom_error_type)
 
 
-def by_type(what: str, default: str, known: Sequence[str]) -> Discriminator:
-    """How a section that is one of several kinds is told apart: by its `type`, `default` if it has none."""
+def by_type(what: str, default: str, known: Sequence[str], other: tuple[str, str] | None = None) -> Discriminator:
+    """How a section that is one of several kinds is told apart: by its `type`, `default` if it has none.
+
+    `other` is the tag of a kind whose `type` is any text that fits a pattern.
+    """
 
     def type_of(value: Any) -> str:
-        return str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None))
+        name = str(value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None))
+        return other[0] if other is not None and re.match(other[1], name) else name
 
     context: dict[str, str | int | float] = {"what": what, "known": " ".join(known)}
     return _ByType(

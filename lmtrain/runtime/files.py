@@ -5,14 +5,15 @@ import hashlib
 import os
 
 
-def write_atomically(path: str, content: bytes) -> None:
-    """Write under a temporary name in the same folder, flush to disk, then rename into place."""
+def write_atomically(path: str, content: bytes, durable: bool = True) -> None:
+    """Write under a temporary name in the same folder, flush to disk if it is to be `durable`, rename into place."""
     temporary = f"{path}.tmp-{os.getpid()}"
     try:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from typing import Any
 
 from lmtrain.runtime.processes import ALONE, Processes
 
@@ -12,12 +13,20 @@ log = logging.getLogger("lmtrain")
 _CHATTY = ("absl", "jax", "orbax", "tensorboardX", "urllib3", "asyncio", "grain")
 
 
+class _StderrHandler(logging.StreamHandler[Any]):
+    """Writes to what `sys.stderr` is at the time: a live view puts itself there, to draw below the log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def start_console_log(processes: Processes = ALONE) -> None:
     """Messages of lmtrain to stderr as plain lines; of libraries only from warnings up.
 
     Of several processes only the first tells what all would, and the others say who they are.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     if not processes.is_first:
         handler.setFormatter(logging.Formatter(f"[process {processes.index}] %(message)s"))

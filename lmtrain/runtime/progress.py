@@ -11,11 +11,12 @@ _SECONDS_BETWEEN_LINES = 5.0
 class Progress:
     """`update(done, text)` as often as you like; it draws at a bearable rate, or not at all if `quiet`.
 
-    Use as a context manager.
+    Without `bar` there are lines on a terminal too. Use as a context manager.
     """
 
-    def __init__(self, label: str, total: int, start: int = 0, quiet: bool = False):
+    def __init__(self, label: str, total: int, start: int = 0, quiet: bool = False, bar: bool = True):
         self._quiet = quiet
+        self._may_draw = bar
         self.label = label
         self.total = total
         self._start = start
@@ -25,7 +26,7 @@ class Progress:
         self._task: Any = None
 
     def __enter__(self) -> "Progress":
-        if sys.stderr.isatty() and not self._quiet:
+        if self._may_draw and sys.stderr.isatty() and not self._quiet:
             from rich.console import Console
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bar

@@ -11,16 +11,23 @@ from lmtrain.tracking.tracker import Tracker
 
 _QUEUE_SIZE = 1000
 _FINISH_SECONDS = 30.0
+# A call that takes longer is told.
+_HANGING_SECONDS = 60.0
 
 
 class BackgroundTracker:
-    """A tracker whose calls return at once. What it raises is reported once; after that it is left alone."""
+    """A tracker whose calls return at once. What it raises is reported once; after that it is left alone.
+
+    One that hangs is reported once, and what its queue has no room for is dropped, which is told and counted.
+    """
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]):
         self._name = name
         self._open = open_tracker
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(_QUEUE_SIZE)
         self._dropped = 0
+        self._busy_since: float | None = None  # when the call began that it is at
+        self._told_hanging = False
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._started = False
         self._failed = False
@@ -34,6 +41,9 @@ class BackgroundTracker:
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._put("summary", values)
+
+    def artifact(self, path: str, name: str, kind: str) -> None:
+        self._put("artifact", path, name, kind)
 
     def finish(self) -> None:
         """Wait for what is queued, at most 30 s in all."""
@@ -49,7 +59,7 @@ class BackgroundTracker:
         if self._thread.is_alive():
             log.warning(f"tracker {self._name}: still busy after {_FINISH_SECONDS:.0f} s, leaving it behind")
         if self._dropped:
-            log.warning(f"tracker {self._name}: too slow, {self._dropped} calls were dropped")
+            log.warning(f"tracker {self._name}: too slow, {self._dropped} calls were dropped; the JSON log has them")
 
     def _start(self) -> None:
         if not self._started:
@@ -59,17 +69,31 @@ class BackgroundTracker:
     def _put(self, verb: str, *arguments: Any) -> None:
         if self._failed:
             return
+        self._watch()
         try:
             self._calls.put_nowait((verb, arguments))
         except queue.Full:
             self._dropped += 1
+            if self._dropped == 1:
+                log.warning(
+                    f"tracker {self._name}: too slow, its queue is full and calls are dropped; training goes on"
+                )
+
+    def _watch(self) -> None:
+        since = self._busy_since
+        if since is not None and not self._told_hanging and time.monotonic() - since > _HANGING_SECONDS:
+            self._told_hanging = True
+            log.warning(f"tracker {self._name}: no answer for {_HANGING_SECONDS:.0f} s; training goes on")
 
     def _work(self) -> None:
         try:
+            self._busy_since = time.monotonic()
             tracker = self._open()
             verb = ""
             while verb != "finish":
+                self._busy_since = None
                 verb, arguments = self._calls.get()
+                self._busy_since = time.monotonic()
                 getattr(tracker, verb)(*arguments)
         except Exception as error:
             self._failed = True

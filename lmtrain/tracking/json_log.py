@@ -1,10 +1,14 @@
 """The metrics of a run as JSON lines, `<log_dir>/<run_id>.metrics.jsonl`: always written, whatever tracker is set."""
 
+import contextlib
+import errno
 import json
 import math
 import os
 from collections.abc import Mapping
 from typing import Any
+
+from lmtrain.runtime.logging import log
 
 
 class JsonLog:
@@ -22,10 +26,13 @@ class JsonLog:
         with open(temporary, "w", encoding="utf-8") as file:
             file.writelines(kept)
         os.replace(temporary, path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed by finish
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by finish
+        self._whole = os.path.getsize(path)  # bytes of whole lines
+        self._waiting = b""  # lines that there was no room for
+        self._told = False
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
-        """Not metrics: the config is kept in the checkpoints and given to the other trackers."""
+        """Not metrics: the config lies in the run's folder, and is kept in the checkpoints."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         # JSON has no word for a number that is none
@@ -33,8 +40,16 @@ class JsonLog:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.items()
         }
-        self._file.write(json.dumps({"step": step, **line}, allow_nan=False) + "\n")
-        self._file.flush()
+        self._waiting += (json.dumps({"step": step, **line}, allow_nan=False) + "\n").encode()
+        try:
+            self._write()
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                log.error(
+                    f"{self._file.name} cannot be written: {error.strerror or error}; training goes on, and metrics "
+                    "wait in memory until they can"
+                )
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """The first line of a new log; a restart does not repeat it."""
@@ -43,10 +58,37 @@ class JsonLog:
 
     def sync(self) -> None:
         """Make sure that all is on disk: called before a checkpoint that counts on it."""
-        os.fsync(self._file.fileno())
+        with contextlib.suppress(OSError):  # which `log` tells; without it training went on
+            self._write()
+            os.fsync(self._file.fileno())
+
+    def artifact(self, path: str, name: str, kind: str) -> None:
+        """Stays where it is, in the run's folder beside this log."""
 
     def finish(self) -> None:
+        with contextlib.suppress(OSError):
+            self._write()
+        lost = self._waiting.count(b"\n")
+        if lost:
+            log.error(f"{self._file.name}: {lost} lines of metrics could not be written")
         self._file.close()
+
+    def _write(self) -> None:
+        """What waits, as whole lines: half a line that a full disk took is taken back."""
+        while self._waiting:
+            try:
+                written = self._file.write(self._waiting) or 0
+            except OSError:
+                os.ftruncate(self._file.fileno(), self._whole)
+                raise
+            if written < len(self._waiting):  # the disk took a part; trying again says why
+                whole = self._waiting.rfind(b"\n", 0, written) + 1
+                os.ftruncate(self._file.fileno(), self._whole + whole)
+                self._whole += whole
+                self._waiting = self._waiting[whole:]
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._whole += written
+            self._waiting = b""
 
 
 def _lines_until(path: str, step: int) -> list[str]:

@@ -5,10 +5,12 @@ from typing import Any
 
 from lmtrain.runtime.run_path import run_path
 from lmtrain.tracking.background import BackgroundTracker
-from lmtrain.tracking.config import TensorboardConfig, TrackerConfig, WandbConfig
+from lmtrain.tracking.config import OwnConfig, TensorboardConfig, TrackerConfig, TrackioConfig, WandbConfig
 from lmtrain.tracking.json_log import JsonLog
+from lmtrain.tracking.own import import_own
 from lmtrain.tracking.tensorboard import TensorboardTracker
 from lmtrain.tracking.tracker import Tracker
+from lmtrain.tracking.trackio import TrackioTracker, check_installed
 from lmtrain.tracking.wandb import WandbTracker
 
 
@@ -31,6 +33,10 @@ class Trackers:
         for tracker in self._all:
             tracker.summary(values)
 
+    def artifact(self, path: str, name: str, kind: str) -> None:
+        for tracker in self._all:
+            tracker.artifact(path, name, kind)
+
     def sync(self) -> None:
         if self._json is not None:
             self._json.sync()
@@ -41,7 +47,10 @@ class Trackers:
 
 
 def open_trackers(configs: Sequence[TrackerConfig], log_dir: str, run: str, step: int) -> Trackers:
-    """Open all for a run that has `step` updates behind it. Those that are slow to start do so in the background."""
+    """Open all for a run that has `step` updates behind it. Those that are slow to start do so in the background.
+
+    Raises `UserError` for a tracker of the user's own that cannot be imported.
+    """
     others = []
     for config in configs:
         opener = _opener(config, log_dir, run, step)
@@ -56,4 +65,11 @@ def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callabl
         return lambda: TensorboardTracker(logdir, step)
     if isinstance(config, WandbConfig):
         return lambda: WandbTracker(config, run, log_dir)
+    if isinstance(config, TrackioConfig):
+        check_installed()
+        return lambda: TrackioTracker(config, run)
+    if isinstance(config, OwnConfig):
+        own = import_own(config.type)
+        folder = f"{log_dir.rstrip('/')}/{run}"
+        return lambda: own(run=run, folder=folder, step=step, **config.arguments)
     return None  # json is always on, noop is nothing more

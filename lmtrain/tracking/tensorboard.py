@@ -28,5 +28,8 @@ class TensorboardTracker:
         for name, value in values.items():
             self._writer.add_text(name, str(value))
 
+    def artifact(self, path: str, name: str, kind: str) -> None:
+        self._writer.add_text(f"{kind}/{name}", path)  # event files hold no others; a profile is opened from there
+
     def finish(self) -> None:
         self._writer.close()

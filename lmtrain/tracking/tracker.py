@@ -1,4 +1,4 @@
-"""What a tracker is: four verbs. Each backend is one file; `background.py` keeps its failures away from training."""
+"""What a tracker is: five verbs. Each backend is one file; `background.py` keeps its failures away from training."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -15,6 +15,9 @@ class Tracker(Protocol):
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Facts about the whole run, such as its number of parameters."""
+
+    def artifact(self, path: str, name: str, kind: str) -> None:
+        """A file or folder of the run to keep, such as its code (`kind` code) or a profile."""
 
     def finish(self) -> None:
         """Flush and close."""

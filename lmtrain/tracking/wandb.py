@@ -3,7 +3,8 @@
 import functools
 import netrc
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmtrain.runtime.logging import log
@@ -11,6 +12,8 @@ from lmtrain.tracking.config import WandbConfig
 
 # Less than a run waits for its trackers at its end, so that one that is over sooner is offline by then.
 _INIT_SECONDS = 20.0
+# Of the settings those that are ours; all others are keywords of `wandb.init`.
+_OURS = {"type", "save_code", "save_xla_dumps"}
 
 
 class WandbTracker:
@@ -23,18 +26,11 @@ class WandbTracker:
         if mode is None and not _has_key():
             mode = "offline"
             log.info(f"W&B: no API key found, logging offline under {log_dir}; send it later with `wandb sync`")
-        start = functools.partial(
-            wandb.init,
-            entity=config.entity,
-            project=config.project,
-            name=config.name or run,
-            tags=config.tags,
-            id=config.id or run,
-            group=config.group,
-            dir=log_dir,
-            resume=config.resume,
-            settings=wandb.Settings(silent=True, init_timeout=_INIT_SECONDS),
-        )
+        keywords = {name: value for name, value in config.model_dump(exclude=_OURS).items() if value is not None}
+        keywords |= {"name": config.name or run, "id": config.id or run, "dir": config.dir or log_dir}
+        settings = {"silent": True, "init_timeout": _INIT_SECONDS, **keywords.pop("settings", {})}
+        keywords.pop("mode", None)
+        start = functools.partial(wandb.init, **keywords, settings=wandb.Settings(**settings))
         try:
             self._run = start(mode=mode)
         except wandb.errors.CommError as error:
@@ -52,8 +48,25 @@ class WandbTracker:
     def summary(self, values: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(values))
 
+    def artifact(self, path: str, name: str, kind: str) -> None:
+        import wandb
+
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "_", name), type=kind)
+        for name_within, file in _files(path):  # add_dir would tell of it on the terminal
+            artifact.add_file(file, name=name_within)
+        self._run.log_artifact(artifact)
+
     def finish(self) -> None:
         self._run.finish()
+
+
+def _files(path: str) -> Iterator[tuple[str, str]]:
+    """Each file of a folder, or the one that it is: its name within, and its path."""
+    if not os.path.isdir(path):
+        yield os.path.basename(path), path
+    for folder, _, names in os.walk(path):
+        for file in (os.path.join(folder, name) for name in sorted(names)):
+            yield os.path.relpath(file, path), file
 
 
 def _has_key() -> bool:

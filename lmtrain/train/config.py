@@ -108,6 +108,26 @@ class LoopConfig(Section):
         return parse_precision(self.mp)
 
 
+class WatchConfig(Section):
+    """Norms of gradients and parameters, computed in the compiled step, in those steps that show them."""
+
+    watch_targets: list[Literal["grads", "params", "updates"]] = Field(
+        ["grads", "params"], description="What to take norms of, in total and by layer; []: nothing"
+    )
+    include_per_parameter_norms: bool = Field(False, description="Also the norm of each parameter: many metrics")
+    split_scan_layers: bool = Field(True, description="One norm for each layer; false: stacked layers as one")
+    interval: int = Field(10, ge=1, description="Show them every so many steps")
+
+
+class ProfilerConfig(Section):
+    """A trace of some steps, for TensorBoard, XProf and Perfetto, in `<log_dir>/<run_id>/profiler`."""
+
+    start_step: int = Field(
+        5, ge=1, description="Steps of this start before the trace begins: not the first, it compiles"
+    )
+    num_steps: int = Field(100, ge=1, description="Steps in the trace")
+
+
 class LoggingConfig(Section):
     """Logs and trackers."""
 
@@ -115,7 +135,20 @@ class LoggingConfig(Section):
     log_dir: str = Field("logs/", min_length=1, description="Folder of logs and metrics, named by the run id")
     tracker: Annotated[
         list[TrackerConfig], BeforeValidator(_as_list, json_schema_input_type=TrackerConfig | list[TrackerConfig])
-    ] = Field([WandbConfig()], description="One tracker or a list of them; type: wandb, tensorboard, json or noop")
+    ] = Field(
+        [WandbConfig()],
+        description="One tracker or a list of them; type: wandb, tensorboard, trackio, json, noop, or where to import "
+        "your own from: package.module.Class",
+    )
+    watch: WatchConfig = Field(default_factory=WatchConfig, description="Norms of gradients and parameters")
+    profiler: bool | ProfilerConfig = Field(False, description="Write a trace of some steps; true: as by default")
+
+    @property
+    def profile(self) -> ProfilerConfig | None:
+        """Which steps to trace, if any."""
+        if isinstance(self.profiler, bool):
+            return ProfilerConfig() if self.profiler else None
+        return self.profiler
 
 
 class TrainerConfig(InitializationConfig, PartitioningConfig, LoggingConfig, LoopConfig):  # the last comes first

@@ -21,6 +21,7 @@ from lmtrain.train.batching import Batching, check_seq_len, plan_batching
 from lmtrain.train.memory import Memory, advise, bytes_per_device, plan_memory
 from lmtrain.train.state import TrainState, init_state, parameter_axes, state_shardings
 from lmtrain.train.step import Within, build_train_step
+from lmtrain.train.watch import Watch
 
 # What XLA's errors say when an array finds no room.
 _SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
@@ -42,6 +43,7 @@ class Program:
     abstract: TrainState
     shardings: TrainState
     train_step: Within
+    watch: Watch
 
     def init(self) -> TrainState:
         """A fresh state."""
@@ -137,6 +139,7 @@ def plan_program(config: RunConfig, vocab_size: int) -> Program:
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     optimizer = build_optimizer(config.optimizer, schedule, parameter_axes(model))
     averaging = build_averaging(trainer.model_averaging)
+    watch = Watch(trainer.watch, parameter_axes(model))
     abstract, shardings = state_shardings(
         model, optimizer, layout, trainer.precision.params, averages=averaging is not None
     )
@@ -153,8 +156,9 @@ def plan_program(config: RunConfig, vocab_size: int) -> Program:
         z_loss_weight=config.z_loss_weight,
         hessian=config.optimizer.hessian,
         averaging=averaging,
+        watch=watch,
     )
-    return Program(config, model, optimizer, layout, batching, abstract, shardings, train_step)
+    return Program(config, model, optimizer, layout, batching, abstract, shardings, train_step, watch)
 
 
 def plan_attention(config: RunConfig) -> str:

@@ -26,14 +26,18 @@ from lmtrain.runtime.progress import format_bytes
 from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.tracking.goodput import RESTORE, START_UP, Ledger
+from lmtrain.tracking.keep import Keeper
 from lmtrain.tracking.open import Trackers, open_trackers
 from lmtrain.train.begin import begin
+from lmtrain.train.devices import find_device
 from lmtrain.train.export import Exporter
 from lmtrain.train.layout_table import layout_table
 from lmtrain.train.program import Program, plan_program
 from lmtrain.train.resume import run_identity
 from lmtrain.train.state import TrainState, count_parameters
 from lmtrain.train.step import build_eval_step
+from lmtrain.train.throughput import Work
 
 # Batches read ahead of the step: enough to hide a slow read, little against the model in memory.
 _PREFETCH = 8
@@ -41,8 +45,12 @@ _PREFETCH = 8
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything the loop needs."""
+    """Everything the loop needs. `folder` is the run's own among the logs; `title` and `facts` say what it is."""
 
+    run: str
+    folder: str
+    title: str
+    facts: dict[str, Any]
     state: TrainState
     first_step: int
     program: Program
@@ -51,6 +59,9 @@ class Setup:
     eval_batches: dict[str, Callable[[], Iterator[Any]]]
     checkpointer: Checkpointer
     trackers: Trackers
+    keeper: Keeper
+    ledger: Ledger
+    work: Work
     run_info: dict[str, Any]
     batch_sizes: BatchSizes
     seq_len: int
@@ -67,10 +78,11 @@ def set_up(
     own: Checkpoint | None = None,
     begin_from_hf: str | None = None,
     processes: Processes = ALONE,
+    ledger: Ledger | None = None,
 ) -> Setup:
     """Build or restore everything: the run goes on from its `own` checkpoint, or begins, perhaps with `begin_from_hf`.
 
-    Of several `processes` the first tracks and writes exports.
+    Of several `processes` the first tracks and writes exports. `ledger` takes the time that it needs.
 
     Raises `UserError` for a config that does not fit the machine or the checkpoint.
     """
@@ -91,7 +103,9 @@ def set_up(
     exports = config.hf_save_path is not None or config.hf_upload is not None
     exporter = Exporter(config, run, model, tokenizer, layout, processes.is_first) if exports else None
     run_info = _run_info(config, run, tokenizer.identity, caches, program)
-    state, first_step = begin(program, own, run_info, begin_from_hf, processes)
+    ledger = ledger or Ledger(None)
+    with ledger.timing(START_UP if own is None else RESTORE):
+        state, first_step = begin(program, own, run_info, begin_from_hf, processes)
 
     sizes = trainer.batch_sizes
     rows = {size: local_rows(layout.batch, size) for size in sizes.all}
@@ -120,9 +134,20 @@ def set_up(
     log_dir = fill_run_id(trainer.log_dir, run)
     trackers = open_trackers(trainer.tracker, log_dir, run, first_step) if processes.is_first else Trackers()
     trackers.hyperparameters(run_info["config"])
-    trackers.summary({"parameter_count": parameters})
+    work = _work(program)
+    trackers.summary({"parameter_count": parameters, **_device_facts(work, seq_len)})
+    folder = os.path.join(log_dir, run)
+    resolved_config = os.path.join(folder, "config.yaml")
+    if os.path.exists(resolved_config):
+        trackers.artifact(resolved_config, f"{run}-config", "config")
+    keeper = Keeper(trainer.tracker if processes.is_first else [], folder, run, trackers)
+    devices = f"{jax.device_count()} {jax.devices()[0].device_kind}"
 
     return Setup(
+        run=run,
+        folder=folder,
+        title=f"{run}  {config.model.type}, {parameters:,} parameters, {devices}",
+        facts={**run_info["machine"], "devices": devices, "parameters": parameters, "versions": run_info["versions"]},
         state=state,
         first_step=first_step,
         program=program,
@@ -131,6 +156,9 @@ def set_up(
         eval_batches=open_eval_batches(config, layout, program.batching.eval_batch, caches.validation),
         checkpointer=checkpointer,
         trackers=trackers,
+        keeper=keeper,
+        ledger=ledger,
+        work=work,
         run_info=run_info,
         batch_sizes=sizes,
         seq_len=seq_len,
@@ -180,6 +208,36 @@ def _run_info(
         },
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
     }
+
+
+def _work(program: Program) -> Work:
+    """What a token costs and what the devices can do; told in the log."""
+    config = program.config
+    vocab = program.model.vocab_size
+    full, causal = (3 * config.model.num_flops_per_token(vocab, causal=causal) for causal in (False, True))
+    kind = jax.devices()[0].device_kind
+    device = find_device(kind)
+    if device is None:
+        log.info(f"no peak speed is known of {kind}: tokens per second are logged, but no MFU")
+        return Work(full, causal, None)
+    log.info(
+        f"MFU is in percent of {device.peak_flops / 1e12:,.0f} TFLOP/s ({device.name}, dense 16-bit products) on each "
+        "device; mfu counts attention in full, mfu_causal half of it"
+    )
+    return Work(full, causal, device.peak_flops * jax.device_count())
+
+
+def _device_facts(work: Work, seq_len: int) -> dict[str, Any]:
+    """For the trackers' summary; FLOPs are those of forward and backward pass, theoretical ones a second."""
+    facts = {
+        "throughput/device_kind": jax.devices()[0].device_kind,
+        "throughput/device_count": jax.device_count(),
+        "throughput/flops_per_example": work.flops_per_token * seq_len,
+    }
+    if work.peak_flops is not None:
+        facts["throughput/theoretical_flops_per_device"] = work.peak_flops / jax.device_count()
+        facts["throughput/theoretical_flops"] = work.peak_flops
+    return facts
 
 
 def _use_compilation_cache(folder: str | None) -> None:

@@ -11,12 +11,14 @@ import optax
 from lmtrain.models.interface import LanguageModel
 from lmtrain.optim.schedules import Schedule
 from lmtrain.sharding.mesh import Layout
+from lmtrain.tracking.jit_log import METRICS, Collected, collecting
 from lmtrain.train.agreement import WISHES
 from lmtrain.train.averaging import Averaging, move_average
 from lmtrain.train.hessian import estimate_hessian
 from lmtrain.train.loss import next_token_targets, summed_cross_entropy
 from lmtrain.train.microbatches import sum_over_microbatches
 from lmtrain.train.state import TrainState, without_kernels
+from lmtrain.train.watch import Watch
 
 Metrics = dict[str, jax.Array]
 
@@ -51,17 +53,22 @@ def build_train_step(
     z_loss_weight: float = 0.0,
     hessian: str | None = None,
     averaging: Averaging | None = None,
+    watch: Watch | None = None,
 ) -> Within:
     """The jitted step: (state, batch) -> (state after one update, metrics on the device). The state is donated.
 
     The loss is the mean over all target tokens of the batch, whatever the number of microbatches, which
-    `num_microbatches` gives for each size of batch. Dropout is a function of (seed, step, microbatch).
+    `num_microbatches` gives for each size of batch. Dropout is a function of (seed, step, microbatch). What the model
+    sows and what `jit_log` is given comes out with the metrics.
     """
 
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def loss_sum(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        return _loss_sum(model, params, batch, not dropout, {"dropout": key} if dropout else {}, z_loss_weight)
+    def loss_sum(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Metrics]:
+        with collecting() as logged:
+            rngs = {"dropout": key} if dropout else {}
+            loss = _loss_sum(model, params, batch, not dropout, rngs, z_loss_weight, logged)
+        return loss, logged.means
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         wishes = batch.get(WISHES)
@@ -72,15 +79,16 @@ def build_train_step(
         compute_params = cast(state.params, compute_dtype)  # once for all microbatches
 
         def value_and_grad(micro: Any, key: jax.Array) -> Any:
-            return jax.value_and_grad(loss_sum)(compute_params, micro, key)
+            return jax.value_and_grad(loss_sum, has_aux=True)(compute_params, micro, key)
 
-        loss, gradients = sum_over_microbatches(value_and_grad, batch, key, parts)
+        (loss, logged), gradients = sum_over_microbatches(value_and_grad, batch, key, parts)
         loss = loss * scale
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), gradients, state.params)
         extra: dict[str, Any] = {"loss": loss}
         if hessian is not None:
             extra["hessian"] = lambda key: estimate_hessian(hessian, model, compute_params, batch, key, parts)
-        updates, moments = optimizer.update(gradients, state.optimizer, state.params, **extra)
+        with collecting() as also_logged:
+            updates, moments = optimizer.update(gradients, state.optimizer, state.params, **extra)
         params = optax.apply_updates(state.params, updates)
         average = state.average
         if averaging is not None:
@@ -94,6 +102,12 @@ def build_train_step(
             metrics["optim/skipped_steps"] = skipped
         if wishes is not None:
             metrics[WISHES] = wishes.max()
+        if watch is not None:
+            metrics |= watch.on_device(state.step + 1, {"grads": gradients, "params": params, "updates": updates})
+        logged = {name: total / parts for name, total in logged.items()} | also_logged.means
+        if taken := metrics.keys() & logged.keys():
+            raise ValueError(f"jit_log: {', '.join(sorted(taken))}: lmtrain itself logs this; take another name")
+        metrics |= logged
         return TrainState(state.step + 1, params, moments, average), metrics
 
     return Within(layout, jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.replicated)))
@@ -127,13 +141,23 @@ def build_eval_step(
 
 
 def _loss_sum(
-    model: LanguageModel, params: Any, batch: Any, deterministic: bool, rngs: Any, z_loss_weight: float = 0.0
+    model: LanguageModel,
+    params: Any,
+    batch: Any,
+    deterministic: bool,
+    rngs: Any,
+    z_loss_weight: float = 0.0,
+    logged: Collected | None = None,
 ) -> jax.Array:
     """Cross entropy summed over the targets of a batch; documents are kept apart if it has `segments`."""
     variables = {"params": params}
-    apply = model.apply
-    hidden = apply(variables, batch["tokens"], deterministic, batch.get("segments"), method="hidden", rngs=rngs)
-    head = apply(variables, method="head")
+    arguments = (batch["tokens"], deterministic, batch.get("segments"))
+    if logged is None:
+        hidden = model.apply(variables, *arguments, method="hidden", rngs=rngs)
+    else:
+        hidden, sown = model.apply(variables, *arguments, method="hidden", rngs=rngs, mutable=[METRICS])
+        logged.add_sown(sown)
+    head = model.apply(variables, method="head")
     targets = next_token_targets(batch["tokens"])
     return summed_cross_entropy(hidden, head, targets, batch["loss_mask"], model.vocab_size, z_loss_weight)
 

@@ -21,7 +21,7 @@ def stack(block: type[nn.Module], num_layers: int, scan: bool, policy: bool | st
     """
     block = remat(block, policy, scan, static_argnums=(3,))
     shared = {
-        "variable_axes": {"params": 0},
+        "variable_axes": {"params": 0, "metrics": 0},  # what is sown to be logged
         "split_rngs": {"params": True, "dropout": True},
         "length": num_layers,
         "unroll": 1 if scan else num_layers,

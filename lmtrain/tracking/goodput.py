@@ -1,0 +1,157 @@
+"""Where the wall time of a run went, over all its starts: how much of it was training that counts.
+
+The ledger is `<log_dir>/<run_id>/goodput.json`: one entry for each start of the run, its seconds by kind. It is written
+as the run goes, so that an entry of a start that was killed is there up to its last ten seconds or so.
+"""
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lmtrain.runtime.files import write_atomically
+from lmtrain.runtime.logging import log
+
+NAME = "goodput.json"
+
+# Kinds of time that are measured. Within the loop all that is none of the others is `steps`.
+START_UP, RESTORE, COMPILE, DATA, STEPS, EVALUATION, SAVING = KINDS = (
+    "start_up",
+    "restore",
+    "compile",
+    "data_wait",
+    "steps",
+    "evaluation",
+    "save_blocking",
+)
+# Kinds that are only known later: steps that a later start had to do again, and the time between two starts.
+LOST, DOWN = "lost", "down"
+
+_SECONDS_BETWEEN_WRITES = 10.0
+
+
+@dataclass
+class Attempt:
+    """One start of a run. Times are seconds since 1970, `seconds` by kind; steps are updates done."""
+
+    started: float
+    updated: float
+    first_step: int
+    last_step: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Ledger:
+    """The entry of this start. Begins in start-up; `begin_steps` is called when the loop begins.
+
+    `began` is when the process did, by `wall`, which gives seconds since 1970; durations are by `clock`, which never
+    runs backwards. With `folder` None nothing is written: for the processes of a run that are not its first.
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        began: float | None = None,
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._wall, self._clock = wall, clock
+        self._path = None if folder is None else os.path.join(folder, NAME)
+        self._earlier = [] if self._path is None else read_attempts(self._path)
+        now = wall()
+        began = now if began is None else began
+        self._attempt = Attempt(began, now, 0, 0, dict.fromkeys(KINDS, 0.0))
+        self._attempt.seconds[START_UP] = now - began
+        self._base = START_UP
+        self._timing = False
+        self._written = self._since = clock()  # up to `_since` all time is in `seconds`
+
+    def begin_steps(self, first_step: int, facts: Mapping[str, Any]) -> None:
+        """From now on what is not timed is training. `facts` say what the run is on."""
+        self._settle()
+        self._base = STEPS
+        self._attempt.first_step = self._attempt.last_step = first_step
+        self._attempt.facts = dict(facts)
+        self.write()
+
+    @contextmanager
+    def timing(self, kind: str) -> Iterator[None]:
+        """What happens within is of this kind; a `timing` within another one counts for the outer."""
+        if self._timing:
+            yield
+            return
+        self._settle()
+        self._timing = True
+        try:
+            yield
+        finally:
+            self._timing = False
+            self._settle(kind)
+
+    def step_done(self, step: int) -> dict[str, float]:
+        """After `step` updates. Every ten seconds or so writes the ledger and gives its metrics, else nothing."""
+        self._attempt.last_step = step
+        if self._clock() - self._written < _SECONDS_BETWEEN_WRITES:
+            return {}
+        self.write()
+        return self.metrics()
+
+    def metrics(self) -> dict[str, float]:
+        """`goodput/<kind>`: the fraction of the wall time since the run was first started."""
+        self._settle()
+        seconds = total_seconds([*self._earlier, self._attempt])
+        whole = sum(seconds.values()) or 1.0
+        return {f"goodput/{kind}": value / whole for kind, value in seconds.items()}
+
+    def write(self) -> None:
+        self._settle()
+        self._written, self._attempt.updated = self._clock(), self._wall()
+        if self._path is None:
+            return
+        attempts = [asdict(attempt) for attempt in (*self._earlier, self._attempt)]
+        try:
+            write_atomically(self._path, json.dumps({"attempts": attempts}, indent=1).encode(), durable=False)
+        except OSError as error:
+            log.warning(f"{self._path} cannot be written, and is not tried again: {error.strerror or error}")
+            self._path = None
+
+    def _settle(self, kind: str | None = None) -> None:
+        """Book the time since the last call."""
+        now = self._clock()
+        if self._timing and kind is None:
+            return
+        self._attempt.seconds[kind or self._base] += max(0.0, now - self._since)
+        self._since = now
+
+
+def read_attempts(path: str) -> list[Attempt]:
+    """The entries of a ledger, the oldest first; none if there is no ledger, or none that can be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [Attempt(**entry) for entry in json.load(file)["attempts"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def total_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Seconds of a whole run by kind, all of `KINDS`, `lost` and `down`.
+
+    Steps beyond the one that the next start went on from are lost: as large a part of a start's steps as of its time.
+    Down is from the last that was heard of a start to the beginning of the next.
+    """
+    seconds = {kind: sum(attempt.seconds.get(kind, 0.0) for attempt in attempts) for kind in KINDS}
+    seconds |= {LOST: 0.0, DOWN: 0.0}
+    for attempt, after in itertools.pairwise(attempts):
+        done = attempt.last_step - attempt.first_step
+        lost = min(max(0, attempt.last_step - after.first_step), done)
+        if lost:
+            again = attempt.seconds.get(STEPS, 0.0) * lost / done
+            seconds[STEPS] -= again
+            seconds[LOST] += again
+        seconds[DOWN] += max(0.0, after.started - attempt.updated)
+    return seconds

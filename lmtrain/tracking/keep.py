@@ -1,0 +1,155 @@
+"""What is kept with a run beside its metrics: the code it was started from, and what XLA dumped.
+
+Both go into the run's folder of logs and, as artifacts, to its trackers.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.logging import log
+from lmtrain.tracking.config import TrackerConfig, WandbConfig
+from lmtrain.tracking.tracker import Tracker
+
+# A repository with larger files in it is kept without them: its commit says where they are.
+_MOST_ARCHIVE_BYTES = 64 << 20
+_GIT_SECONDS = 30.0
+_SECRETS_IN_URL = re.compile(r"(?<=://)[^/@]*@")
+
+
+class Keeper:
+    """Keeps what the W&B trackers among `configs` ask for: the code in the background, XLA's dumps at the end.
+
+    Raises `UserError` if XLA is not told to dump anything.
+    """
+
+    def __init__(self, configs: Sequence[TrackerConfig], folder: str, run: str, tracker: Tracker):
+        wandb = [config for config in configs if isinstance(config, WandbConfig)]
+        self._folder, self._run, self._tracker = folder, run, tracker
+        self._dumps = any(config.save_xla_dumps for config in wandb)
+        if self._dumps:
+            xla_dump_folder()
+        self._thread = threading.Thread(target=self._keep_code, name="keeping the code", daemon=True)
+        if any(config.save_code for config in wandb):
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Before the trackers are finished."""
+        if self._thread.is_alive():
+            self._thread.join(_GIT_SECONDS)
+        if self._dumps:
+            self._hand_over(keep_xla_dumps(os.path.join(self._folder, "xla_dumps")), "xla-dumps")
+
+    def _keep_code(self) -> None:
+        self._hand_over(keep_code(os.path.join(self._folder, "code")), "code")
+
+    def _hand_over(self, path: str | None, kind: str) -> None:
+        if path is not None:
+            self._tracker.artifact(path, f"{self._run}-{kind}", kind)
+
+
+def keep_code(folder: str, place: str | None = None) -> str | None:
+    """The git repository of the main script, else that of the current folder, into `folder`; None if there is none.
+
+    `git.json` has commit, branch, remote and changed files, `changes.diff` what differs from the commit, and
+    `code.tar.gz` the files of the commit.
+    """
+    try:
+        root = _find_repository([place] if place else [os.path.dirname(os.path.abspath(sys.argv[0])), os.getcwd()])
+        if root is None:
+            return None
+        os.makedirs(folder, exist_ok=True)
+        facts = describe_repository(root)
+        with open(os.path.join(folder, "git.json"), "w", encoding="utf-8") as file:
+            json.dump(facts, file, indent=2, ensure_ascii=False)
+        with open(os.path.join(folder, "changes.diff"), "wb") as file:
+            file.write(_git(root, "diff", "HEAD", "--binary") if facts["commit"] else b"")
+        if facts["commit"]:
+            _archive(root, os.path.join(folder, "code.tar.gz"))
+        return folder
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning(f"the code could not be kept with the run: {error}; training goes on")
+        return None
+
+
+def describe_repository(root: str) -> dict[str, object]:
+    """Commit, branch, remote (without passwords) and changed files of a git repository; null where there is none."""
+    changed = _git(root, "status", "--porcelain").decode(errors="replace").splitlines()
+    facts = {
+        "root": root,
+        "commit": _line(root, "rev-parse", "--verify", "HEAD"),
+        "branch": _line(root, "symbolic-ref", "--short", "HEAD"),
+        "remote": _line(root, "config", "--get", "remote.origin.url"),
+    }
+    if facts["remote"]:
+        facts["remote"] = _SECRETS_IN_URL.sub("", facts["remote"])
+    return {**facts, "changed": changed}
+
+
+def xla_dump_folder() -> str:
+    """Where XLA_FLAGS lets XLA dump to. Raises `UserError` if it does not."""
+    for flag in shlex.split(os.environ.get("XLA_FLAGS", "")):
+        if flag.startswith("--xla_dump_to="):
+            return flag.partition("=")[2]
+    raise UserError(
+        "trainer.tracker.save_xla_dumps: XLA dumps nothing; set the environment variable "
+        "XLA_FLAGS=--xla_dump_to=FOLDER, or turn it off"
+    )
+
+
+def keep_xla_dumps(folder: str) -> str | None:
+    """Copy what XLA has dumped into `folder`; None if it dumped nothing."""
+    dumped = xla_dump_folder()
+    if not os.path.isdir(dumped) or not os.listdir(dumped):
+        log.warning(f"XLA dumped nothing to {dumped}: what comes out of the compilation cache is not compiled")
+        return None
+    try:
+        shutil.copytree(dumped, folder, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        log.warning(f"XLA's dumps in {dumped} could not be kept with the run: {error}")
+        return None
+    return folder
+
+
+def _find_repository(places: list[str]) -> str | None:
+    for place in places:
+        try:
+            return _git(place, "rev-parse", "--show-toplevel").decode().strip()
+        except (subprocess.CalledProcessError, OSError):
+            continue  # no repository there, no such folder, or no git
+    return None
+
+
+def _archive(root: str, path: str) -> None:
+    size = sum(
+        int(line.split()[3]) for line in _git(root, "ls-tree", "-r", "-l", "HEAD").splitlines() if b" blob " in line
+    )
+    if size > _MOST_ARCHIVE_BYTES:
+        log.info(f"the code of {root} is large ({size >> 20} MiB): its commit and changes are kept, not its files")
+        return
+    _git(root, "archive", "--format=tar.gz", "-o", os.path.abspath(path), "HEAD")
+
+
+def _line(root: str, *arguments: str) -> str | None:
+    try:
+        return _git(root, *arguments).decode(errors="replace").strip() or None
+    except subprocess.CalledProcessError:
+        return None
+
+
+def _git(place: str, *arguments: str) -> bytes:
+    done = subprocess.run(
+        ["git", "-C", place, *arguments],
+        capture_output=True,
+        check=True,
+        timeout=_GIT_SECONDS,
+        stdin=subprocess.DEVNULL,
+    )
+    return done.stdout

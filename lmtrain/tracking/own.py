@@ -1,0 +1,39 @@
+"""A tracker that is not lmtrain's: a class named by where to import it from."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.suggest import suggest_name
+from lmtrain.tracking.tracker import Tracker
+
+_VERBS = ("hyperparameters", "log", "summary", "artifact", "finish")
+
+
+def import_own(path: str) -> Callable[..., Tracker]:
+    """The class `package.module.Class`, from the installed packages or the current folder.
+
+    Raises `UserError` if it cannot be imported, or has not the methods of a tracker.
+    """
+    module_name, _, class_name = path.replace(":", ".").rpartition(".")
+    if os.getcwd() not in sys.path:  # an installed command does not look there by itself
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's code raises
+        raise UserError(
+            f"trainer.tracker: {module_name} cannot be imported: {type(error).__name__}: {error}; it has to be in the "
+            "current folder, on PYTHONPATH or installed"
+        ) from error
+    own = getattr(module, class_name, None)
+    if own is None:
+        hint = suggest_name(class_name, dir(module))
+        advice = f"; did you mean {hint!r}?" if hint else ""
+        raise UserError(f"trainer.tracker: {module.__file__ or module_name} has no {class_name!r}{advice}")
+    missing = [verb for verb in _VERBS if not callable(getattr(own, verb, None))]
+    if missing:
+        raise UserError(f"trainer.tracker: {path} is no tracker: it has no {' and no '.join(missing)}")
+    tracker: Callable[..., Tracker] = own
+    return tracker

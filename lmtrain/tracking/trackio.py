@@ -1,0 +1,50 @@
+"""Trackio. The only file that knows it."""
+
+import contextlib
+import importlib.util
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.tracking.config import TrackioConfig
+
+
+def check_installed() -> None:
+    """Raises `UserError` if Trackio is not there: better now than in the background."""
+    if importlib.util.find_spec("trackio") is None:
+        raise UserError(
+            "trainer.tracker: type trackio needs Trackio, which comes with `pip install 'lmtrain[trackio]'`"
+        )
+
+
+class TrackioTracker:
+    """Continues the run of the same name after a restart, without the steps that it has already."""
+
+    def __init__(self, config: TrackioConfig, run: str):
+        import trackio  # slow to import: only the tracker's thread waits for it
+
+        settings = config.model_dump(exclude={"type", "name"})
+        with contextlib.redirect_stdout(io.StringIO()):  # how to open a dashboard, in colours
+            self._run = trackio.init(
+                name=config.name or run, embed=False, auto_log_gpu=False, auto_log_cpu=False, **settings
+            )
+        # a run that was killed after its last checkpoint repeats steps, with the same values
+        self._first = int(getattr(self._run, "_next_step", 0))
+
+    def hyperparameters(self, config: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(config))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if step >= self._first:
+            self._run.log(dict(metrics), step=step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(values))
+
+    def artifact(self, path: str, name: str, kind: str) -> None:
+        """Stays where it is, in the run's folder of logs: Trackio has no place for files of a run on this machine."""
+
+    def finish(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run.finish()

@@ -1,0 +1,47 @@
+"""What a run says of its progress: a live view on a terminal, a plain line every few seconds elsewhere."""
+
+import sys
+from types import TracebackType
+
+from lmtrain.runtime.live import LiveView, Shown
+from lmtrain.runtime.progress import Progress
+
+
+class Console:
+    """`show` after every step; use as a context manager. A run's first process shows, the others are quiet."""
+
+    def __init__(self, title: str, total: int, start: int, is_first: bool):
+        self._total = total
+        self._view = LiveView(title, total, start) if is_first and sys.stderr.isatty() else None
+        self._lines = Progress("train", total, start, quiet=not is_first, bar=False)
+
+    def __enter__(self) -> "Console":
+        if self._view is not None:
+            self._view.__enter__()
+        else:
+            self._lines.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._view is not None:
+            self._view.__exit__(kind, error, at)
+        else:
+            self._lines.__exit__(kind, error, at)
+
+    def show(self, shown: Shown) -> None:
+        if self._view is not None:
+            self._view.show(shown)
+        else:
+            self._lines.update(shown.step, self._line(shown), force=shown.step in (1, self._total))
+
+    def _line(self, shown: Shown) -> str:
+        parts = [
+            f"{shown.step}/{self._total}",
+            f"loss {shown.loss:.3f}",
+            *([f"eval {shown.evaluated.loss:.3f}"] if shown.evaluated else []),
+            f"lr {shown.learning_rate:.2e}",
+            f"{shown.tokens_per_second:,.0f} tokens/s",
+            *([f"MFU {shown.mfu:.1f} %"] if shown.mfu is not None else []),
+            *([shown.beside] if shown.beside else []),
+        ]
+        return ", ".join(parts)

@@ -1,0 +1,171 @@
+"""Opens a report in headless Chromium, without a network: `python tools/check_report.py REPORT.html [--screenshot F]`.
+
+Exits with 1 if the page asks for anything but itself, if the browser's console has a warning or an error, if a picture
+is empty, or if the page is wider than the window. Needs Debian's `chromium`; it is driven over its debugging pipe.
+"""
+
+import argparse
+import base64
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+_SECONDS = 60
+_FLAGS = [
+    "--headless",
+    "--no-sandbox",  # in a container there is none
+    "--disable-gpu",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
+    "--disable-background-networking",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+]
+# What a reader would see to be missing, measured in the page.
+_MEASURE = """JSON.stringify({
+  text: document.body.innerText.length,
+  pictures: document.querySelectorAll("svg").length,
+  empty: [...document.querySelectorAll("svg, img")].filter(e => e.getBoundingClientRect().height < 40).length,
+  wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  height: document.documentElement.scrollHeight,
+})"""
+
+
+class Browser:
+    """Chromium with one page; commands and events of its DevTools protocol go over two pipes, ended by a zero byte."""
+
+    def __init__(self, program: str, profile: str, width: int):
+        to_browser, self._out = os.pipe()
+        self._in, from_browser = os.pipe()
+
+        def connect() -> None:  # it reads from 3 and writes to 4; first out of the way of one another
+            read, write = os.dup(to_browser), os.dup(from_browser)
+            os.dup2(read, 3)
+            os.dup2(write, 4)
+
+        flags = [*_FLAGS, f"--window-size={width},900", f"--user-data-dir={profile}", "about:blank"]
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            [program, *flags], stdout=quiet, stderr=quiet, close_fds=False, preexec_fn=connect
+        )
+        os.close(to_browser)
+        os.close(from_browser)
+        self._pending = b""
+        self._number = 0
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []
+
+    def open_page(self) -> None:
+        targets = self.send("Target.getTargets")["targetInfos"]
+        target = next(each["targetId"] for each in targets if each["type"] == "page")
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        """The result; events that come before it are kept."""
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + _SECONDS
+        while time.monotonic() < deadline:
+            answer = self._read()
+            if answer.get("id") == self._number:
+                if "error" in answer:
+                    raise SystemExit(f"{method}: {answer['error']['message']}")
+                return answer["result"]
+            self.events.append(answer)
+        raise SystemExit(f"{method}: no answer")
+
+    def wait_for(self, event: str) -> None:
+        while not any(each.get("method") == event for each in self.events):
+            self.events.append(self._read())
+
+    def _read(self) -> dict[str, Any]:
+        while b"\0" not in self._pending:
+            part = os.read(self._in, 1 << 16)
+            if not part:
+                raise SystemExit("the browser ended")
+            self._pending += part
+        message, self._pending = self._pending.split(b"\0", 1)
+        return json.loads(message)
+
+
+def check(browser: Browser, page: Path, screenshot: Path | None, dark: bool, opened: bool, width: int) -> list[str]:
+    """What is wrong with the page, in words."""
+    browser.open_page()
+    for domain in ("Page", "Network", "Runtime", "Log"):
+        browser.send(f"{domain}.enable")
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    browser.send("Emulation.setEmulatedMedia", features=scheme)
+    browser.send("Page.navigate", url=page.resolve().as_uri())
+    browser.wait_for("Page.loadEventFired")
+    if opened:
+        browser.send("Runtime.evaluate", expression="document.querySelectorAll('details').forEach(e => e.open = true)")
+    time.sleep(0.5)  # a script or a style may ask for something a little later
+    found = json.loads(browser.send("Runtime.evaluate", expression=_MEASURE)["result"]["value"])
+    if screenshot is not None:
+        clip = {"x": 0, "y": 0, "width": width, "height": min(found["height"], 16_000), "scale": 1}
+        picture = browser.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
+        screenshot.write_bytes(base64.b64decode(picture))
+    print(f"{page}: {found['pictures']} pictures, {found['text']:,} letters, {found['height']:,} pixels high")
+    problems = _told(browser.events, page.resolve().as_uri())
+    if found["empty"] or not found["pictures"]:
+        problems.append(f"{found['empty']} of {found['pictures']} pictures are empty")
+    if found["wide"] > 0:
+        problems.append(f"it is {found['wide']} pixels wider than the window")
+    return problems
+
+
+def _told(events: list[dict[str, Any]], page: str) -> list[str]:
+    """Requests, and what the console said."""
+    problems = []
+    for event in events:
+        params = event.get("params", {})
+        if event.get("method") == "Network.requestWillBeSent":
+            url = params["request"]["url"]
+            if url != page and not url.startswith("data:"):
+                problems.append(f"it asks for {url}")
+        elif event.get("method") == "Network.loadingFailed":
+            problems.append(f"a request fails: {params['errorText']}")
+        elif event.get("method") == "Runtime.exceptionThrown":
+            problems.append(f"a script fails: {params['exceptionDetails']['text']}")
+        elif event.get("method") == "Runtime.consoleAPICalled":
+            problems.append(f"a script says: {[each.get('value') for each in params['args']]}")
+        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("warning", "error"):
+            problems.append(f"console: {params['entry']['text']}")
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--screenshot", type=Path, metavar="FILE.png", help="of the whole page")
+    parser.add_argument("--dark", action="store_true", help="for a reader who prefers dark pages")
+    parser.add_argument("--open", action="store_true", help="with all that can be unfolded unfolded")
+    parser.add_argument("--width", type=int, default=1280, help="of the window, in pixels")
+    parser.add_argument("--chromium", default="chromium", help="the program")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(arguments.chromium, profile, arguments.width)
+        try:
+            problems = check(
+                browser, arguments.report, arguments.screenshot, arguments.dark, arguments.open, arguments.width
+            )
+            browser.send("Page.close")
+        finally:
+            browser.process.terminate()
+            browser.process.wait()
+    for problem in problems:
+        print(f"  {problem}")
+    print("failed" if problems else "whole, and needs nothing else")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
