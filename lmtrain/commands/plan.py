@@ -103,7 +103,7 @@ def _print_memory(program: "Program", device: Device | None) -> bool:
         print(f"fits: {100 * memory.total / usable:.0f} % of {of}")
         return True
     print(f"does not fit: {memory.total / usable:.1f} times {of}. What to turn down, what helps most first:")
-    for line in program.advice()[1:]:
+    for line in program.advice():
         print(line)
     return False
 

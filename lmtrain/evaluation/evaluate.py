@@ -1,23 +1,34 @@
 """Validation loss: the mean over all target tokens of a split."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from clu.metrics import Average
+
 _LARGEST_EXPONENT = 700  # beyond it a float has no exponential
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Of a set: summed loss in nats, its targets, and the bytes of their text (0 if that is not known)."""
+class Means:
+    """Of a set: its loss in nats, per target and per byte of text; the bytes are 0 if they are not known.
 
-    loss: float
-    tokens: int
-    bytes: int
+    Totals are kept on the host: the loss in float64, counts as whole numbers.
+    """
 
-    def __add__(self, other: "Sums") -> "Sums":
-        return Sums(self.loss + other.loss, self.tokens + other.tokens, self.bytes + other.bytes)
+    per_token: Average
+    per_byte: Average
+
+    @classmethod
+    def of(cls, loss: float, tokens: int, size: int) -> "Means":
+        total = np.float64(loss)
+        return cls(Average(total, np.int64(tokens)), Average(total, np.int64(size)))
+
+    def merge(self, other: "Means") -> "Means":
+        return Means(self.per_token.merge(other.per_token), self.per_byte.merge(other.per_byte))
 
 
 def evaluate(
@@ -31,14 +42,14 @@ def evaluate(
     `eval/bpb` are bits per byte of text, where the tokenizer tells its tokens' bytes. Of several sets also
     `eval/<name>/loss` and `/bpb` of each, and `eval/macro_loss` and `/macro_bpb`, the means of these.
     """
-    sums = {name: _sum(eval_step, params, batches()) for name, batches in sets.items()}
-    whole = sum(sums.values(), Sums(0.0, 0, 0))
-    metrics = {**_means(prefix, whole), f"{prefix}/tokens": float(whole.tokens)}
-    if len(sums) > 1:
-        for name, part in sums.items():
-            metrics |= _means(f"{prefix}/{name}", part)
+    means = {name: _means(eval_step, params, batches()) for name, batches in sets.items()}
+    whole = functools.reduce(Means.merge, means.values(), Means.of(0.0, 0, 0))
+    metrics = {**_metrics(prefix, whole), f"{prefix}/tokens": float(whole.per_token.count)}
+    if len(means) > 1:
+        for name, part in means.items():
+            metrics |= _metrics(f"{prefix}/{name}", part)
         for kind in ("loss", "bpb"):
-            values = [metrics.get(f"{prefix}/{name}/{kind}") for name in sums]
+            values = [metrics.get(f"{prefix}/{name}/{kind}") for name in means]
             known = [value for value in values if value is not None]
             if known:
                 metrics[f"{prefix}/macro_{kind}"] = sum(known) / len(known)
@@ -57,18 +68,15 @@ def describe_evaluation(metrics: Mapping[str, float]) -> str:
     return f"eval loss {loss:.4f} ({', '.join(parts)})"
 
 
-def _means(prefix: str, sums: Sums) -> dict[str, float]:
-    means = {f"{prefix}/loss": sums.loss / max(sums.tokens, 1)}
-    if sums.bytes:
-        means[f"{prefix}/bpb"] = sums.loss / math.log(2) / sums.bytes
-    return means
+def _metrics(prefix: str, means: Means) -> dict[str, float]:
+    metrics = {f"{prefix}/loss": float(means.per_token.compute()) if means.per_token.count else 0.0}
+    if means.per_byte.count:
+        metrics[f"{prefix}/bpb"] = float(means.per_byte.compute()) / math.log(2)
+    return metrics
 
 
-def _sum(eval_step: Callable[[Any, Any], Any], params: Any, batches: Iterable[Any]) -> Sums:
-    """Batches are dispatched without waiting for their results, which are added up on the host in float64."""
+def _means(eval_step: Callable[[Any, Any], Any], params: Any, batches: Iterable[Any]) -> Means:
+    """Batches are dispatched without waiting for their results, which are added up when all are on their way."""
     results = [eval_step(params, batch) for batch in batches]
-    return Sums(
-        sum(float(loss) for loss, _, _ in results),
-        sum(int(tokens) for _, tokens, _ in results),
-        sum(int(size) for _, _, size in results),
-    )
+    parts = (Means.of(float(loss), int(tokens), int(size)) for loss, tokens, size in results)
+    return functools.reduce(Means.merge, parts, Means.of(0.0, 0, 0))

@@ -66,7 +66,8 @@ class LiveView:
 
     def show(self, shown: Shown) -> None:
         """Drawn at the next chance: this costs the step nothing."""
-        self._losses.add(shown.loss)
+        if self._shown is None or shown.step > self._shown.step:
+            self._losses.add(shown.loss)
         self._shown = shown
 
     def render(self) -> Any:
@@ -145,12 +146,17 @@ class Thinned:
 
 
 def sparkline(values: list[float]) -> str:
-    """`█▆▄▃▂▁▁` for values that fall; empty for none."""
+    """`█▆▄▃▂▁▁` for values that fall; empty for none.
+
+    The scale is that of the last three quarters: a loss falls so far at first that nothing else would be seen.
+    """
     if not values:
         return ""
-    low, high = min(values), max(values)
+    shown = values[len(values) // 4 :]
+    low, high = min(shown), max(shown)
     span = (high - low) or 1.0
-    return "".join(_BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)] for value in values)
+    levels = (int((value - low) / span * len(_BARS)) for value in values)
+    return "".join(_BARS[max(0, min(level, len(_BARS) - 1))] for level in levels)
 
 
 def _short(seconds: float) -> str:

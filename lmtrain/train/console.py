@@ -1,9 +1,10 @@
 """What a run says of its progress: a live view on a terminal, a plain line every few seconds elsewhere."""
 
 import sys
+from dataclasses import replace
 from types import TracebackType
 
-from lmtrain.runtime.live import LiveView, Shown
+from lmtrain.runtime.live import Evaluated, LiveView, Shown
 from lmtrain.runtime.progress import Progress
 
 
@@ -12,6 +13,7 @@ class Console:
 
     def __init__(self, title: str, total: int, start: int, is_first: bool):
         self._total = total
+        self._shown: Shown | None = None
         self._view = LiveView(title, total, start) if is_first and sys.stderr.isatty() else None
         self._lines = Progress("train", total, start, quiet=not is_first, bar=False)
 
@@ -28,7 +30,13 @@ class Console:
         else:
             self._lines.__exit__(kind, error, at)
 
+    def show_evaluation(self, evaluated: Evaluated) -> None:
+        """A view has it at once; in lines it comes with the next."""
+        if self._view is not None and self._shown is not None:
+            self._view.show(replace(self._shown, evaluated=evaluated))
+
     def show(self, shown: Shown) -> None:
+        self._shown = shown
         if self._view is not None:
             self._view.show(shown)
         else:

@@ -1,10 +1,12 @@
 """A table of what is split how: for `lmtrain plan` and the start of a run."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
 import jax
+from clu.parameter_overview import make_table
 
 from lmtrain.models.interface import LanguageModel
 from lmtrain.runtime.progress import format_bytes
@@ -12,8 +14,16 @@ from lmtrain.sharding.mesh import Layout
 from lmtrain.train.state import abstract_params
 
 
+@dataclass(frozen=True)
+class _Row:
+    parameter: str
+    dimensions: str
+    size: int
+    on_each_device: str
+
+
 def layout_table(model: LanguageModel, layout: Layout, dtype: str) -> list[str]:
-    """One line for each parameter: its dimensions by name, size and mesh axis, and its bytes on each device."""
+    """A table of the parameters: dimensions by name, size and mesh axis, how many scalars, and bytes on each device."""
     boxes: Any = jax.tree_util.tree_leaves_with_path(
         abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
     )
@@ -24,9 +34,10 @@ def layout_table(model: LanguageModel, layout: Layout, dtype: str) -> list[str]:
         dims = [f"{name} {size:,}{_over(rules.get(name), layout)}" for name, size in named]
         parts = math.prod(layout.mesh.shape[axis] for name in box.names for axis in _axes(rules.get(name)))
         size = math.prod(box.value.shape) * jax.numpy.dtype(dtype).itemsize // parts
-        rows.append((jax.tree_util.keystr(path, simple=True, separator="/"), ", ".join(dims), format_bytes(size)))
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return [f"{name:<{widths[0]}}  {dims:<{widths[1]}}  {size:>10}" for name, dims, size in rows]
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        rows.append(_Row(name, ", ".join(dims), math.prod(box.value.shape), format_bytes(size)))
+    lines: list[str] = make_table(rows).splitlines()
+    return lines
 
 
 def _axes(mesh_axes: str | tuple[str, ...] | None) -> tuple[str, ...]:

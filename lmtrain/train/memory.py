@@ -84,6 +84,19 @@ def bytes_per_device(tree: Any, shardings: Any) -> int:
     return sum(jax.tree.leaves(parts))
 
 
+def largest_arrays(parts: Mapping[str, Any], shardings: Mapping[str, Any], number: int = 4) -> list[tuple[str, int]]:
+    """The arrays of the state that take most of one device: `params/tokens/embedding` and its bytes, the largest first.
+
+    Adam's two moments of a parameter are two arrays.
+    """
+    sizes = jax.tree.map(lambda leaf, sharding: bytes_per_device(leaf, sharding), dict(parts), dict(shardings))
+    named = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), size)
+        for path, size in jax.tree_util.tree_leaves_with_path(sizes)
+    ]
+    return sorted(named, key=lambda one: -one[1])[:number]
+
+
 def _gathered(params: Any, shardings: Any, num_layers: int) -> int:
     """Of the stacked blocks one, with what FSDP splits put together; 0 where nothing is split over `data`."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from lmtrain.config.describe import written
 from lmtrain.models.attention_backends import choose_attention
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.registry import build_model
@@ -18,7 +19,7 @@ from lmtrain.runtime.progress import format_bytes
 from lmtrain.sharding.mesh import Layout, plan_layout
 from lmtrain.train.averaging import build_averaging
 from lmtrain.train.batching import Batching, check_seq_len, plan_batching
-from lmtrain.train.memory import Memory, advise, bytes_per_device, plan_memory
+from lmtrain.train.memory import Memory, advise, bytes_per_device, largest_arrays, plan_memory
 from lmtrain.train.state import TrainState, init_state, parameter_axes, state_shardings
 from lmtrain.train.step import Within, build_train_step
 from lmtrain.train.watch import Watch
@@ -99,7 +100,8 @@ class Program:
             if not any(sign in str(error) for sign in _SIGNS):
                 raise
             first = str(error).splitlines()[0]
-            raise OutOfMemoryError("\n".join([f"out of memory: {first}", *self.advice()])) from error
+            lines = [f"out of memory: {first}", *self._where_memory_goes(), "what to change, what helps most first:"]
+            raise OutOfMemoryError("\n".join([*lines, *self.advice()])) from error
 
     @property
     def memory(self) -> Memory:
@@ -118,13 +120,23 @@ class Program:
         )
 
     def advice(self) -> list[str]:
-        """Where the memory of a step goes, and what to turn down: for one that did not fit."""
-        memory = self.memory
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in {**memory.state, **memory.work}.items())
+        """What to turn down for a step that does not fit, what helps most first."""
         fsdp = self.layout.mesh.shape["data"] > 1 and bool(self.config.trainer.fsdp_axis)
+        return [f"  {line}" for line in advise(self.memory, self.config.model, self.rows, fsdp)]
+
+    def _where_memory_goes(self) -> list[str]:
+        memory, trainer, model = self.memory, self.config.trainer, self.config.model
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in {**memory.state, **memory.work}.items())
+        biggest = largest_arrays(self.abstract.parts, self.shardings.parts)
+        arrays = ", ".join(f"{name} {format_bytes(size)}" for name, size in biggest)
+        microbatches = max(self.batching.num_microbatches.values())
         return [
             f"about {format_bytes(memory.total)} on each device: {parts}",
-            *(f"  {line}" for line in advise(memory, self.config.model, self.rows, fsdp)),
+            f"biggest arrays that lie there: {arrays}",
+            f"now: {self.rows} sequences of {model.seq_len} tokens at once on each part of the mesh, "
+            f"{microbatches} microbatch{'es' if microbatches > 1 else ''}, gradient_checkpointing "
+            f"{written(model.gradient_checkpointing)}, mp {trainer.mp}, mesh {dict(self.layout.mesh.shape)}, "
+            f"parameters split by fsdp_axis {written(trainer.fsdp_axis)}",
         ]
 
 

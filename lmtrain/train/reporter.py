@@ -1,6 +1,7 @@
 """What a run says of its steps: to the trackers, the terminal and the ledger, one step late."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,10 @@ from lmtrain.train.memory_in_use import memory_in_use
 from lmtrain.train.setup import Setup
 from lmtrain.train.throughput import Throughput
 from lmtrain.train.watch import WATCH
+
+
+# What is shown of the speed is the mean of so many steps.
+_RECENT = 20
 
 
 class DivergedError(RuntimeError):
@@ -43,6 +48,8 @@ class Reporter:
         self._waiting: tuple[int, Any] | None = None
         self._evaluated: Evaluated | None = None
         self._extra: dict[str, float] = {}
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._reported = 0
 
     def add(self, metrics: dict[str, float]) -> None:
         """Metrics to go with those of the next step that is reported."""
@@ -74,6 +81,7 @@ class Reporter:
     def report_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self._setup.trackers.log(metrics, step)
         self._evaluated = Evaluated(step, metrics["eval/loss"])
+        self._console.show_evaluation(self._evaluated)
         log.info(f"step {step}: {describe_evaluation(metrics)}")
 
     def report_end(self, step: int) -> None:
@@ -82,7 +90,14 @@ class Reporter:
         self._setup.trackers.log(self._setup.ledger.metrics() | memory_in_use(jax.local_devices()), step)
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
-        checkpointer, seconds = self._setup.checkpointer, metrics["throughput/duration"]
+        checkpointer = self._setup.checkpointer
+        self._reported += 1
+        if self._reported <= 3:  # the first waits for the compiler, and the second was dispatched while it did
+            self._recent.clear()
+        self._recent.append((metrics["throughput/tokens_per_second"], metrics["throughput/duration"]))
+        whole = sum(seconds for _, seconds in self._recent)
+        tokens_per_second = sum(rate * seconds for rate, seconds in self._recent) / whole
+        seconds = whole / len(self._recent)
         last = self._config.num_train_steps
         every = self._config.steps_per_eval
         next_save: int | None = None
@@ -96,9 +111,9 @@ class Reporter:
                 step=step,
                 loss=metrics["train/loss"],
                 learning_rate=metrics["train/learning_rate"],
-                tokens_per_second=metrics["throughput/tokens_per_second"],
+                tokens_per_second=tokens_per_second,
                 seconds_per_step=seconds,
-                mfu=metrics.get("throughput/mfu"),
+                mfu=self._setup.work.rates(tokens_per_second).get("throughput/mfu"),
                 evaluated=self._evaluated,
                 next_evaluation=min(step // every * every + every, last)
                 if self._setup.eval_batches and step < last

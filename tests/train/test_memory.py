@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from lmtrain.models.gpt2.config import Gpt2Config
@@ -49,9 +50,18 @@ def test_out_of_memory_says_where_it_went_and_what_helps():
     planned = program({"gradient_checkpointing": False}, train_batch_size=32)
     with pytest.raises(OutOfMemoryError) as caught, planned.explaining_memory():
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes\nmuch more")
-    first, where, *advice = str(caught.value).splitlines()
+    first, where, biggest, now, head, *advice = str(caught.value).splitlines()
     assert first == "out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes"
     assert "saved activations" in where
+    sizes = jax.tree.map(lambda leaf: leaf.size * leaf.dtype.itemsize, planned.abstract.params)
+    largest = max(jax.tree.leaves(sizes))
+    assert biggest.startswith("biggest arrays that lie there: ")
+    assert f" {format_bytes(largest)}" in biggest.partition(",")[0]
+    assert now == (
+        "now: 32 sequences of 128 tokens at once on each part of the mesh, 1 microbatch, gradient_checkpointing false, "
+        "mp f32, mesh {'replica': 1, 'data': 1, 'model': 1}, parameters split by fsdp_axis embed"
+    )
+    assert head == "what to change, what helps most first:"
     assert advice[0].strip().startswith("model.gradient_checkpointing: true")
     assert any("trainer.per_device_parallelism: 16 " in line for line in advice)
     with pytest.raises(RuntimeError, match=r"^something else$"), planned.explaining_memory():
