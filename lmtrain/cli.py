@@ -18,7 +18,9 @@ VERBS = {
     "generate": ("generate", "sample text from a checkpoint"),
     "plan": ("plan", "parameters, FLOPs, layout and memory of a run, before it"),
     "checkpoint": ("checkpoint", "list checkpoints, show what is in one, prove that it is whole"),
+    "report": ("report", "one HTML page and plots of a run, or of several side by side"),
     "config": ("config", "check a config, or show it resolved"),
+    "doctor": ("doctor", "what a run would see on this machine, and how to mend it"),
     "tokenizer": ("tokenizer", "learn a tokenizer from text"),
 }
 

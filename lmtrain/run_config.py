@@ -10,9 +10,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from lmtrain.config.base import as_base
+from lmtrain.config.describe import sections_of
 from lmtrain.config.errors import UserError, field_error
 from lmtrain.config.redact import redact
 from lmtrain.config.suggest import nearest_divisors
@@ -49,6 +51,13 @@ class RunConfig(HuggingFaceConfig):
     epoch: int = Field(0, ge=0, description="End training after so many passes over the data; 0: at num_train_steps")
     data_seed: int | None = Field(None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed")
     z_loss_weight: float = Field(0.0, ge=0, description="Weight of logsumexp(logits)^2, added to the training loss")
+
+    @field_validator("data", "model", "trainer", "optimizer")
+    @classmethod
+    def _of_a_known_class(cls, section: BaseModel, info: ValidationInfo) -> BaseModel:
+        """A subclass with other defaults becomes its base with these values: what a run is must not depend on it."""
+        known = sections_of(cls.model_fields[str(info.field_name)].annotation)
+        return as_base(section, next(base for base in type(section).__mro__ if base in known))
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "RunConfig":

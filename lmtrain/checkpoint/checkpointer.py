@@ -111,9 +111,11 @@ class Checkpointer:
 
     @property
     def seconds_to_next(self) -> float | None:
-        """Until the clock asks for a checkpoint; None if it never does."""
-        interval = self._config.save_interval
-        return None if interval is None else max(0.0, self._last_save + interval.total_seconds() - self._clock())
+        """Until the clock asks for a checkpoint, or for another try of one that failed; None if it never does."""
+        interval, at = self._config.save_interval, self._retry_at
+        if at is None and interval is not None:
+            at = self._last_save + interval.total_seconds()
+        return None if at is None else max(0.0, at - self._clock())
 
     def next_permanent(self, step: int, last: int) -> int:
         """The first step after `step` whose checkpoint is permanent."""

@@ -1,5 +1,6 @@
 """`lmtrain train CONFIG`: train, or go on where the last run of the same config stopped."""
 
+import argparse
 import os
 import time
 from collections.abc import Iterator
@@ -10,13 +11,16 @@ from pydantic import ValidationError
 from lmtrain.commands.arguments import Parser, Run, parse_run
 from lmtrain.commands.caches import Plans, plan_caches, require_text, start_build, wait
 from lmtrain.commands.hf_model import hf_ref, resolve_hf
+from lmtrain.commands.trained_model import TrainedModel, from_checkpoint
 from lmtrain.config.errors import UserError
+from lmtrain.config.layers import Layer
+from lmtrain.config.load import Loaded
 from lmtrain.config.show import show
 from lmtrain.data.caches import Caches, needs_all, plan_steps
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.upload import check_upload
 from lmtrain.preprocess.build import Build
-from lmtrain.run_config import RunConfig, data_seed, resolved
+from lmtrain.run_config import RunConfig, data_seed, resolved, run_id
 from lmtrain.runtime.distributed import ending_for_all, start_processes
 from lmtrain.runtime.files import remove_temporaries, write_atomically
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
@@ -34,6 +38,26 @@ def run(argv: list[str]) -> int:
     start_console_log(processes)
     with ending_for_all(processes):
         return _run(run, processes, began)
+
+
+def train_config(config: RunConfig, name: str = "python") -> TrainedModel:
+    """What `lmtrain train` does, for a config made in Python; `name` stands for the file's in the run's id.
+
+    The same call continues the same run. Returns the model from the run's newest checkpoint. Raises `UserError` for a
+    mistake, and SystemExit with the command's exit code if the run was stopped (75) or failed (1). The program has to
+    be importable: with `if __name__ == "__main__":` round what starts it, since text is tokenized in processes of
+    their own.
+    """
+    began = time.time()
+    require_text(config.data, "train")
+    run = Run(argparse.Namespace(), Loaded(config, Layer({}), name), run_id(config, name))
+    processes = start_processes(config.trainer.distributed)
+    start_console_log(processes)
+    with ending_for_all(processes):
+        code = _run(run, processes, began)
+        if code != 0:
+            raise SystemExit(code)
+        return from_checkpoint(resolve_hf(run), None)
 
 
 def _run(run: Run, processes: Processes, began: float) -> int:
@@ -91,6 +115,7 @@ def _train(
                 log.info(f"nothing to do: {own.path} has all {config.trainer.num_train_steps:,} steps")
                 return 0
         ledger = Ledger(_folder(run) if processes.is_first else None, began)
+        ledger.write()  # so that a start which dies before its first step is known too
         setup = set_up(config, run.id, tokenizer, caches, checkpointer, own, hf_ref(config), processes, ledger)
         complete = train(setup, config.trainer, stop, lambda: f"cache {build.text}" if build.running else "")
     except (DivergedError, OutOfMemoryError, SaveError, TakenOverError) as error:

@@ -59,6 +59,23 @@ def by_type(what: str, default: str, known: Sequence[str], other: tuple[str, str
     )
 
 
+def as_base(section: BaseModel, base: type[BaseModel]) -> BaseModel:
+    """A section of a subclass of `base`, as one of `base` with the same values.
+
+    Raises ValueError if the subclass has settings of its own.
+    """
+    kind = type(section)
+    if kind is base:
+        return section
+    own = sorted(kind.model_fields.keys() - base.model_fields.keys())
+    if own:
+        raise ValueError(f"{kind.__name__} has {', '.join(own)}, which nothing that {base.__name__} is for would read")
+    values = {name: getattr(section, name) for name in base.model_fields}
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in base.model_fields.items()}
+    given = {n: v for n, v in values.items() if n in section.model_fields_set or v != defaults[n]}
+    return base.model_validate(given)
+
+
 def planned(default: Any, *, description: str, **constraints: Any) -> Any:
     """A setting that is checked like any other, but not in force yet; using it is told (see `find_planned`)."""
     return Field(default, description=description, json_schema_extra={"planned": True}, **constraints)

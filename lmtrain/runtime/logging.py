@@ -31,6 +31,8 @@ def start_console_log(processes: Processes = ALONE) -> None:
     if not processes.is_first:
         handler.setFormatter(logging.Formatter(f"[process {processes.index}] %(message)s"))
         handler.setLevel(logging.WARNING)
+    for earlier in [handler for handler in log.handlers if isinstance(handler, _StderrHandler)]:
+        log.removeHandler(earlier)  # of another run in this process
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

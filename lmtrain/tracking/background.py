@@ -95,7 +95,7 @@ class BackgroundTracker:
                 verb, arguments = self._calls.get()
                 self._busy_since = time.monotonic()
                 getattr(tracker, verb)(*arguments)
-        except Exception as error:
+        except BaseException as error:  # a library's sys.exit too, which would end this thread without a word
             self._failed = True
             # whatever a tracker's library raises, training goes on; the metrics are in the JSON log
             log.warning(f"tracker {self._name}: {type(error).__name__}: {error}; training goes on without it")

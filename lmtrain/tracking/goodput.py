@@ -141,14 +141,15 @@ def read_attempts(path: str) -> list[Attempt]:
 def total_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:
     """Seconds of a whole run by kind, all of `KINDS`, `lost` and `down`.
 
-    Steps beyond the one that the next start went on from are lost: as large a part of a start's steps as of its time.
+    Steps beyond the one that a later start went on from are lost: as large a part of a start's steps as of its time.
     Down is from the last that was heard of a start to the beginning of the next.
     """
     seconds = {kind: sum(attempt.seconds.get(kind, 0.0) for attempt in attempts) for kind in KINDS}
     seconds |= {LOST: 0.0, DOWN: 0.0}
-    for attempt, after in itertools.pairwise(attempts):
+    for number, (attempt, after) in enumerate(itertools.pairwise(attempts), start=1):
         done = attempt.last_step - attempt.first_step
-        lost = min(max(0, attempt.last_step - after.first_step), done)
+        kept = min(later.first_step for later in attempts[number:])
+        lost = min(max(0, attempt.last_step - kept), done)
         if lost:
             again = attempt.seconds.get(STEPS, 0.0) * lost / done
             seconds[STEPS] -= again

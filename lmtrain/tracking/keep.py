@@ -21,7 +21,9 @@ from lmtrain.tracking.tracker import Tracker
 # A repository with larger files in it is kept without them: its commit says where they are.
 _MOST_ARCHIVE_BYTES = 64 << 20
 _GIT_SECONDS = 30.0
-_SECRETS_IN_URL = re.compile(r"(?<=://)[^/@]*@")
+# As `git apply` takes it, whatever the user's own settings make of a diff.
+_PLAIN = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
+_SECRETS_IN_URL = re.compile(r"(?<=://)[^/]*@")
 
 
 class Keeper:
@@ -70,7 +72,7 @@ def keep_code(folder: str, place: str | None = None) -> str | None:
         with open(os.path.join(folder, "git.json"), "w", encoding="utf-8") as file:
             json.dump(facts, file, indent=2, ensure_ascii=False)
         with open(os.path.join(folder, "changes.diff"), "wb") as file:
-            file.write(_git(root, "diff", "HEAD", "--binary") if facts["commit"] else b"")
+            file.write(_git(root, "diff", *_PLAIN, "HEAD") if facts["commit"] else b"")
         if facts["commit"]:
             _archive(root, os.path.join(folder, "code.tar.gz"))
         return folder
@@ -95,9 +97,10 @@ def describe_repository(root: str) -> dict[str, object]:
 
 def xla_dump_folder() -> str:
     """Where XLA_FLAGS lets XLA dump to. Raises `UserError` if it does not."""
-    for flag in shlex.split(os.environ.get("XLA_FLAGS", "")):
-        if flag.startswith("--xla_dump_to="):
-            return flag.partition("=")[2]
+    flags = shlex.split(os.environ.get("XLA_FLAGS", ""))
+    folders = [flag.partition("=")[2] for flag in flags if flag.startswith("--xla_dump_to=")]
+    if folders and folders[-1]:  # XLA takes the last
+        return folders[-1]
     raise UserError(
         "trainer.tracker.save_xla_dumps: XLA dumps nothing; set the environment variable "
         "XLA_FLAGS=--xla_dump_to=FOLDER, or turn it off"
@@ -110,8 +113,14 @@ def keep_xla_dumps(folder: str) -> str | None:
     if not os.path.isdir(dumped) or not os.listdir(dumped):
         log.warning(f"XLA dumped nothing to {dumped}: what comes out of the compilation cache is not compiled")
         return None
+    if os.path.realpath(dumped) == os.path.realpath(folder):
+        return folder  # it dumped right there
+
+    def itself(place: str, names: list[str]) -> list[str]:
+        return [name for name in names if os.path.realpath(os.path.join(place, name)) == os.path.realpath(folder)]
+
     try:
-        shutil.copytree(dumped, folder, dirs_exist_ok=True)
+        shutil.copytree(dumped, folder, ignore=itself, dirs_exist_ok=True)
     except (OSError, shutil.Error) as error:
         log.warning(f"XLA's dumps in {dumped} could not be kept with the run: {error}")
         return None
@@ -128,9 +137,8 @@ def _find_repository(places: list[str]) -> str | None:
 
 
 def _archive(root: str, path: str) -> None:
-    size = sum(
-        int(line.split()[3]) for line in _git(root, "ls-tree", "-r", "-l", "HEAD").splitlines() if b" blob " in line
-    )
+    entries = [line.split(maxsplit=4) for line in _git(root, "ls-tree", "-r", "-l", "HEAD").splitlines()]
+    size = sum(int(size) for _, kind, _, size, _ in entries if kind == b"blob")
     if size > _MOST_ARCHIVE_BYTES:
         log.info(f"the code of {root} is large ({size >> 20} MiB): its commit and changes are kept, not its files")
         return
@@ -146,7 +154,7 @@ def _line(root: str, *arguments: str) -> str | None:
 
 def _git(place: str, *arguments: str) -> bytes:
     done = subprocess.run(
-        ["git", "-C", place, *arguments],
+        ["git", "--no-optional-locks", "-C", place, *arguments],  # the user may be committing meanwhile
         capture_output=True,
         check=True,
         timeout=_GIT_SECONDS,

@@ -31,7 +31,8 @@ def import_own(path: str) -> Callable[..., Tracker]:
     if own is None:
         hint = suggest_name(class_name, dir(module))
         advice = f"; did you mean {hint!r}?" if hint else ""
-        raise UserError(f"trainer.tracker: {module.__file__ or module_name} has no {class_name!r}{advice}")
+        place = getattr(module, "__file__", None) or module_name
+        raise UserError(f"trainer.tracker: {place} has no {class_name!r}{advice}")
     missing = [verb for verb in _VERBS if not callable(getattr(own, verb, None))]
     if missing:
         raise UserError(f"trainer.tracker: {path} is no tracker: it has no {' and no '.join(missing)}")

@@ -19,24 +19,32 @@ def check_installed() -> None:
 
 
 class TrackioTracker:
-    """Continues the run of the same name after a restart, without the steps that it has already."""
+    """Continues the run of the same name after a restart, without what it has already."""
 
     def __init__(self, config: TrackioConfig, run: str):
         import trackio  # slow to import: only the tracker's thread waits for it
+        from trackio.sqlite_storage import SQLiteStorage
 
         settings = config.model_dump(exclude={"type", "name"})
         with contextlib.redirect_stdout(io.StringIO()):  # how to open a dashboard, in colours
             self._run = trackio.init(
                 name=config.name or run, embed=False, auto_log_gpu=False, auto_log_cpu=False, **settings
             )
-        # a run that was killed after its last checkpoint repeats steps, with the same values
-        self._first = int(getattr(self._run, "_next_step", 0))
+        # A run that was killed after its last checkpoint repeats steps, with the same values. Of the last one there may
+        # be only a part, such as the loss but not yet the evaluation; of a Space this is not known, and taken as all.
+        self._last = int(getattr(self._run, "_next_step", 0)) - 1
+        self._last_has: set[str] | None = None
+        if getattr(self._run, "_is_local", False):
+            self._last_has = set(SQLiteStorage.get_snapshot(config.project, step=self._last, run_id=self._run.id))
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         self._run.config.update(dict(config))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if step >= self._first:
+        if step <= self._last:
+            has = self._last_has if step == self._last else None
+            metrics = {} if has is None else {name: value for name, value in metrics.items() if name not in has}
+        if metrics:
             self._run.log(dict(metrics), step=step)
 
     def summary(self, values: Mapping[str, Any]) -> None:

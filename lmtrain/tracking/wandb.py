@@ -12,6 +12,8 @@ from lmtrain.tracking.config import WandbConfig
 
 # Less than a run waits for its trackers at its end, so that one that is over sooner is offline by then.
 _INIT_SECONDS = 20.0
+# Of an artifact's name; its end says what it is.
+_MOST_NAME_CHARACTERS = 128
 # Of the settings those that are ours; all others are keywords of `wandb.init`.
 _OURS = {"type", "save_code", "save_xla_dumps"}
 
@@ -23,11 +25,13 @@ class WandbTracker:
         import wandb  # slow to import: only the tracker's thread waits for it
 
         mode = config.mode
-        if mode is None and not _has_key():
+        if mode is None and not has_key():
             mode = "offline"
             log.info(f"W&B: no API key found, logging offline under {log_dir}; send it later with `wandb sync`")
         keywords = {name: value for name, value in config.model_dump(exclude=_OURS).items() if value is not None}
         keywords |= {"name": config.name or run, "id": config.id or run, "dir": config.dir or log_dir}
+        if config.resume_from or config.fork_from:  # which say what to resume, and W&B takes one of the three
+            keywords.pop("resume", None)
         settings = {"silent": True, "init_timeout": _INIT_SECONDS, **keywords.pop("settings", {})}
         keywords.pop("mode", None)
         start = functools.partial(wandb.init, **keywords, settings=wandb.Settings(**settings))
@@ -51,7 +55,8 @@ class WandbTracker:
     def artifact(self, path: str, name: str, kind: str) -> None:
         import wandb
 
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "_", name), type=kind)
+        allowed = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-_MOST_NAME_CHARACTERS:]
+        artifact = wandb.Artifact(allowed, type=kind)
         for name_within, file in _files(path):  # add_dir would tell of it on the terminal
             artifact.add_file(file, name=name_within)
         self._run.log_artifact(artifact)
@@ -69,7 +74,8 @@ def _files(path: str) -> Iterator[tuple[str, str]]:
             yield os.path.relpath(file, path), file
 
 
-def _has_key() -> bool:
+def has_key() -> bool:
+    """Whether there is an API key of W&B, in the environment or in ~/.netrc, where `wandb login` puts it."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:

@@ -35,7 +35,8 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
     reporter = Reporter(setup, config, throughput, agreement, console, beside)
     checkpointer, exporter, ledger = setup.checkpointer, setup.exporter, setup.ledger
     step = CompilingStep(setup.program.train_step)
-    profiler = Profiler(config.profile, os.path.join(setup.folder, "profiler"))
+    # of several processes one traces: JAX cannot make a trace for Perfetto in a folder where others write theirs
+    profiler = Profiler(config.profile if setup.processes.is_first else None, os.path.join(setup.folder, "profiler"))
     done = setup.first_step
     ledger.begin_steps(done, setup.facts)
 
@@ -63,17 +64,18 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                 # This step is running now; the one before it is finished or nearly so. Reading its metrics rather than
                 # this one's keeps the device busy.
                 reporter.report(keep=(done, metrics))
-                if profiler.step_ended(metrics):
-                    setup.trackers.artifact(profiler.folder, f"{setup.run}-profile", "profile")
 
                 last = done == last_step
                 granted = agreement.granted(wishes)
                 evaluating = bool(setup.eval_batches) and (last or done % config.steps_per_eval == 0)
                 kind = checkpointer.kind_at(done, last=last, asked=granted.save or granted.stop)
                 exporting = exporter is not None and exporter.due(done, last)
-                if evaluating or kind or exporting:
+                pauses = evaluating or kind is not None or exporting or profiler.is_last_step
+                if pauses:
                     reporter.report()  # waits for this step: its loss is checked before anything is saved
                 with throughput.hooks:
+                    if profiler.is_last_step:
+                        _end_profile(setup, profiler)
                     if evaluating:
                         with ledger.timing(EVALUATION):
                             evaluation = evaluate(setup.eval_step, state.params, setup.eval_batches)
@@ -92,9 +94,9 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                             seconds = save(done, kind, state.parts, setup.run_info, before_commit=exported)
                         setup.trackers.log({"checkpoint/blocking_seconds": seconds}, done)
                         agreement.saved(done)
-                    for seconds in checkpointer.take_saved():
-                        setup.trackers.log({"checkpoint/total_seconds": seconds}, done)
-                if evaluating or kind or exporting:
+                    if saved := checkpointer.take_saved():  # several if this one waited for the one before it
+                        setup.trackers.log({"checkpoint/total_seconds": max(saved)}, done)
+                if pauses:
                     throughput.resume_clock()
                 if granted.stop:
                     break
@@ -105,20 +107,27 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
         others_gone = setup.processes.count > 1
         raise
     finally:
-        profiler.close()
         # whatever happened: a save under way becomes complete, and what was logged is flushed
         try:
-            if not others_gone:  # of several processes: saving would wait for all of them
-                checkpointer.close()
+            with ledger.timing(SAVING):
+                if not others_gone:  # of several processes: saving would wait for all of them
+                    checkpointer.close()
         finally:
             if exporter is not None:
-                exporter.finish()
+                with ledger.timing(SAVING):
+                    exporter.finish()
+            ledger.write()  # waiting for trackers is no training
+            _end_profile(setup, profiler)
             setup.keeper.finish()
             setup.trackers.finish()
-            ledger.write()
     if throughput.summary:
         log.info(throughput.summary)
     return done == last_step
+
+
+def _end_profile(setup: Setup, profiler: Profiler) -> None:
+    if profiler.close():
+        setup.trackers.artifact(profiler.folder, f"{setup.run}-profile", "profile")
 
 
 def _stop_without_data(setup: Setup, state: TrainState, done: int, reporter: Reporter) -> None:

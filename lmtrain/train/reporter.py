@@ -18,7 +18,6 @@ from lmtrain.train.setup import Setup
 from lmtrain.train.throughput import Throughput
 from lmtrain.train.watch import WATCH
 
-
 # What is shown of the speed is the mean of so many steps.
 _RECENT = 20
 
@@ -70,11 +69,11 @@ class Reporter:
         self._agreement.learn(step, metrics)
         metrics |= self._throughput.step_done(sizes.at(step - 1), sizes.before(step))
         with self._throughput.hooks:
-            ledger = self._setup.ledger.step_done(step)
-            if ledger:
-                metrics |= ledger | memory_in_use(jax.local_devices())
             extra, self._extra = self._extra, {}
             self._setup.trackers.log(metrics | extra, step)
+            ledger = self._setup.ledger.step_done(step)
+            if ledger:  # with the next step: if this is the last one, `report_end` has them, and nothing is there twice
+                self.add(ledger | memory_in_use(jax.local_devices()))
             self._check(step, metrics["train/loss"])
             self._show(step, metrics)
 
@@ -85,8 +84,10 @@ class Reporter:
         log.info(f"step {step}: {describe_evaluation(metrics)}")
 
     def report_end(self, step: int) -> None:
-        """The last figures of the ledger and of memory, after `step` updates."""
+        """The last figures of the ledger and of memory, after `step` updates; none if nothing was trained."""
         self._setup.ledger.write()
+        if not self._reported:
+            return
         self._setup.trackers.log(self._setup.ledger.metrics() | memory_in_use(jax.local_devices()), step)
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:

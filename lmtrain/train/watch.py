@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from lmtrain.train.config import WatchConfig
 
@@ -24,9 +23,7 @@ class Watch:
     def __init__(self, config: WatchConfig, axes: Any):
         self._config = config
         self._stacked = jax.tree.map(
-            lambda names: names[0] == "layers" and config.split_scan_layers,
-            axes,
-            is_leaf=lambda node: isinstance(node, tuple),
+            lambda names: names[0] == "layers", axes, is_leaf=lambda node: isinstance(node, tuple)
         )
 
     def shows(self, step: int) -> bool:
@@ -47,7 +44,10 @@ class Watch:
         return {WATCH: jax.lax.cond(shows, self._compute, lambda _: zeros, watched)}
 
     def by_name(self, norms: Mapping[str, Any]) -> dict[str, float]:
-        """`grad/norm/total`, `grad/norm/blocks/<layer>` and, if that is wanted, each parameter's, on the host."""
+        """`grad/norm/total`, `grad/norm/blocks/<layer>` and, if that is wanted, each parameter's, on the host.
+
+        Without `split_scan_layers` it is `grad/norm/blocks`.
+        """
         metrics: dict[str, float] = {}
         for target, found in norms.items():
             prefix = f"{_PREFIXES[target]}/norm"
@@ -75,12 +75,11 @@ class Watch:
             if square.ndim:  # stacks of layers stand at the top of a model: blocks/attn/...
                 stack = path.partition("/")[0]
                 layers[stack] = layers.get(stack, 0.0) + square
+        total = sum(square.sum() for square in by_path.values())
+        if not self._config.split_scan_layers:
+            layers, by_path = ({name: square.sum() for name, square in each.items()} for each in (layers, by_path))
         parameters = by_path if self._config.include_per_parameter_norms else {}
-        return {
-            "total": optax.tree.norm(tree).astype(jnp.float32),
-            "layers": jax.tree.map(jnp.sqrt, layers),
-            "parameters": jax.tree.map(jnp.sqrt, dict(parameters)),
-        }
+        return jax.tree.map(jnp.sqrt, {"total": total, "layers": layers, "parameters": parameters})
 
 
 def _sum_of_squares(leaf: jax.Array, stacked: bool) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import pytest
 
@@ -10,7 +11,7 @@ from lmtrain.tracking.background import BackgroundTracker
 
 
 class Recorder:
-    """Remembers its calls; `log` waits for `gate`, and raises at the step that is `broken`."""
+    """Remembers its calls; `log` waits for `gate`, and raises at the step that is `broken`, as does the artifact."""
 
     def __init__(self, broken=None):
         self.calls = []
@@ -35,6 +36,11 @@ class Recorder:
     def summary(self, values):
         self.calls.append(("summary", values))
 
+    def artifact(self, path, name, kind):
+        if name == self.broken:
+            raise FileNotFoundError(path)
+        self.calls.append(("artifact", path, name, kind))
+
     def finish(self):
         self.calls.append(("finish",))
         self.finished.set()
@@ -54,9 +60,11 @@ def test_calls_arrive_in_order_and_finish_waits_for_all_of_them(warnings):
     tracker.summary({"b": 2})
     for step in range(100):
         tracker.log({"c": 3.0}, step)
+    tracker.artifact("logs/run-1/code", "run-1-code", "code")
     tracker.finish()
     logs = [("log", {"c": 3.0}, step) for step in range(100)]
-    assert recorder.calls == [("hyperparameters", {"a": 1}), ("summary", {"b": 2}), *logs, ("finish",)]
+    artifact = ("artifact", "logs/run-1/code", "run-1-code", "code")
+    assert recorder.calls == [("hyperparameters", {"a": 1}), ("summary", {"b": 2}), *logs, artifact, ("finish",)]
     assert warnings() == []
 
 
@@ -76,6 +84,16 @@ def test_the_tracker_is_opened_by_the_first_log_and_in_its_own_thread():
     assert opened.wait(60)
     assert threads != [threading.current_thread()]
     tracker.finish()
+
+
+def test_an_artifact_alone_opens_no_tracker_and_waits_for_the_first_log():
+    recorder, opened = Recorder(), []
+    tracker = BackgroundTracker("x", lambda: opened.append(1) or recorder)
+    tracker.artifact("config.yaml", "run-1-config", "config")
+    assert opened == []
+    tracker.log({}, 1)
+    tracker.finish()
+    assert [call[0] for call in recorder.calls] == ["artifact", "log", "finish"]
 
 
 def test_a_run_that_logged_nothing_still_delivers_its_summary():
@@ -110,6 +128,28 @@ def test_a_tracker_that_raises_at_a_log_is_reported_once_and_left_alone(warnings
     assert warnings() == ["tracker x: ConnectionError: the service is gone; training goes on without it"]
 
 
+def test_a_tracker_that_raises_at_an_artifact_is_reported_once_and_left_alone(warnings):
+    recorder = Recorder(broken="run-1-code")
+    tracker = BackgroundTracker("x", lambda: recorder)
+    tracker.log({}, 0)
+    for _ in range(3):
+        tracker.artifact("code", "run-1-code", "code")
+    tracker.log({}, 1)
+    tracker.finish()
+    assert recorder.calls == [("log", {}, 0)]
+    assert warnings() == ["tracker x: FileNotFoundError: code; training goes on without it"]
+
+
+def test_a_library_that_exits_ends_neither_training_nor_its_own_thread_in_silence(warnings):
+    def open_tracker():
+        raise SystemExit("log in first")
+
+    tracker = BackgroundTracker("x", open_tracker)
+    tracker.log({}, 0)
+    tracker.finish()
+    assert warnings() == ["tracker x: SystemExit: log in first; training goes on without it"]
+
+
 def test_a_dead_tracker_is_not_called_slow_however_long_the_run_goes_on(warnings):
     def open_tracker():
         raise ImportError("no such library")
@@ -132,16 +172,18 @@ def fill(recorder):
     return tracker
 
 
-def test_a_full_queue_drops_what_comes_and_reports_how_much(warnings, monkeypatch):
+def test_a_full_queue_drops_what_comes_which_is_told_once_and_counted_at_the_end(warnings, monkeypatch):
     monkeypatch.setattr(background, "_QUEUE_SIZE", 5)
     recorder = Recorder()
     tracker = fill(recorder)  # one free place is left
     for step in range(5, 9):
         tracker.log({}, step)
+    full = "tracker x: too slow, its queue is full and calls are dropped; training goes on"
+    assert warnings() == [full]
     recorder.gate.set()
     assert all(recorder.logged.acquire(timeout=60) for _ in range(6))
     tracker.finish()
-    assert warnings() == ["tracker x: too slow, 3 calls were dropped"]
+    assert warnings() == [full, "tracker x: too slow, 3 calls were dropped; the JSON log has them"]
     assert recorder.calls == [*(("log", {}, step) for step in range(6)), ("finish",)]
 
 
@@ -156,6 +198,54 @@ def test_finish_closes_a_tracker_whose_queue_was_full(monkeypatch):
     recorder.gate.set()
     ending.join(60)
     assert recorder.finished.wait(1), "the call to finish was dropped, so nothing was flushed"
+
+
+def test_a_call_that_hangs_is_told_once_and_training_goes_on(warnings, monkeypatch):
+    monkeypatch.setattr(background, "_HANGING_SECONDS", -1.0)  # any call that is not over by now hangs
+    recorder = Recorder()
+    recorder.gate.clear()
+    tracker = BackgroundTracker("x", lambda: recorder)
+    tracker.log({}, 0)
+    assert recorder.busy.wait(60)
+    for step in range(1, 4):
+        tracker.log({}, step)
+    assert warnings() == ["tracker x: no answer for -1 s; training goes on"]
+    recorder.gate.set()
+    tracker.finish()
+    assert len(warnings()) == 1
+    assert [call[0] for call in recorder.calls] == ["log"] * 4 + ["finish"]  # what waited is not lost
+
+
+def test_one_that_hangs_when_it_is_opened_is_told_too(warnings, monkeypatch):
+    monkeypatch.setattr(background, "_HANGING_SECONDS", -1.0)
+    gate, opening = threading.Event(), threading.Event()
+    recorder = Recorder()
+
+    def open_tracker():
+        opening.set()
+        gate.wait(60)
+        return recorder
+
+    tracker = BackgroundTracker("x", open_tracker)
+    tracker.log({}, 0)
+    assert opening.wait(60)
+    tracker.log({}, 1)
+    gate.set()
+    tracker.finish()
+    assert warnings() == ["tracker x: no answer for -1 s; training goes on"]
+
+
+def test_a_tracker_that_waits_for_calls_does_not_hang(warnings, monkeypatch):
+    recorder = Recorder()
+    tracker = BackgroundTracker("x", lambda: recorder)
+    tracker.log({}, 0)
+    assert recorder.logged.acquire(timeout=60)
+    while tracker._busy_since is not None:  # it is on its way back to the queue
+        time.sleep(0.001)
+    monkeypatch.setattr(background, "_HANGING_SECONDS", -1.0)
+    tracker._watch()
+    assert warnings() == []
+    tracker.finish()
 
 
 def test_a_tracker_that_never_ends_is_left_behind_with_a_warning(warnings, monkeypatch):

@@ -1,7 +1,10 @@
 """The JSON log: every metric once, however often a run is killed."""
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -118,3 +121,93 @@ def test_a_loss_that_is_no_number_still_makes_a_line_of_json(path, value):
     log.log({"train/loss": value}, 1)
     log.finish()
     assert [line["step"] for line in read(path)] == [1]
+
+
+# A process of its own: the limit holds for all its files. What it finds in the log it says on its standard output.
+FULL = """
+import contextlib, json, logging, os, resource, sys
+from lmtrain.tracking.json_log import JsonLog
+
+logging.basicConfig(format="%(message)s")
+folder, by_limit, room_again = sys.argv[1], sys.argv[2] == "limit", sys.argv[3] == "True"
+path, ballast = os.path.join(folder, "run.metrics.jsonl"), os.path.join(folder, "ballast")
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+def take():
+    if by_limit:  # in the middle of a line
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path) + 150, hard))
+        return
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+def give():
+    if by_limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    else:
+        os.unlink(ballast)
+
+def say():
+    with open(path) as file:
+        print(json.dumps(file.read()))
+
+log = JsonLog(path, 0)
+log.log({"train/loss": 0.5}, 1)
+take()
+for step in range(2, 302):
+    log.log({"train/loss": step / 2, "throughput/tokens_per_second": 123456.0}, step)
+    log.sync()
+    if step % 100 == 0:
+        say()
+if room_again:
+    give()
+    log.log({"train/loss": 0.25}, 302)
+    say()
+log.finish()
+say()
+"""
+
+
+def fill_the_disk(folder, kind, room_again):
+    """What the log held at times, as steps, each of which is a whole line, and the last text; and what was told."""
+    folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        if kind == "disk":
+            mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder]
+            if subprocess.run(mount, capture_output=True).returncode:
+                kind = "limit"  # where nothing may be mounted it is the limit both times
+            else:
+                stack.callback(subprocess.run, ["umount", "--lazy", folder], check=True)
+        command = [sys.executable, "-c", FULL, str(folder), kind, str(room_again)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    texts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(text.endswith("\n") for text in texts), "half a line is in the log"
+    steps = [[json.loads(line)["step"] for line in text.splitlines()] for text in texts]
+    return steps, texts[-1], done.stderr
+
+
+@pytest.mark.parametrize("kind", ["limit", "disk"])
+def test_a_full_disk_loses_no_line_and_all_are_there_once_there_is_room(tmp_path, kind):
+    steps, text, told = fill_the_disk(tmp_path / "full", kind, room_again=True)
+    *while_full, with_room, at_the_end = steps
+    assert [found == list(range(1, len(found) + 1)) for found in while_full] == [
+        True
+    ] * 3  # and nothing but whole lines
+    assert 1 <= len(while_full[0]) == len(while_full[-1]) < 100
+    assert with_room == at_the_end == list(range(1, 303))
+    line_of_step_301 = {"step": 301, "train/loss": 150.5, "throughput/tokens_per_second": 123456.0}
+    assert json.loads(text.splitlines()[300]) == line_of_step_301
+    (notice,) = told.splitlines()
+    assert "run.metrics.jsonl cannot be written: " in notice
+    assert notice.endswith("; training goes on, and metrics wait in memory until they can")
+
+
+@pytest.mark.parametrize("kind", ["limit", "disk"])
+def test_a_disk_that_stays_full_to_the_end_is_told_with_the_lines_that_are_lost(tmp_path, kind):
+    steps, _, told = fill_the_disk(tmp_path / "full", kind, room_again=False)
+    written = len(steps[-1])
+    assert steps[-1] == list(range(1, written + 1))
+    first, last = told.splitlines()
+    assert "; training goes on" in first
+    assert last.endswith(f"run.metrics.jsonl: {301 - written} lines of metrics could not be written")

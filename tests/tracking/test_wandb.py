@@ -11,7 +11,7 @@ import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
 RUN = """
-import json, logging, sys
+import json, logging, os, sys
 from lmtrain.tracking.config import WandbConfig
 from lmtrain.tracking.wandb import WandbTracker
 
@@ -22,17 +22,22 @@ tracker.hyperparameters({"model": {"hidden_dim": 32}, "note": None})
 tracker.log({"train/loss": 1.5}, 3)
 tracker.log({"train/loss": 1.25}, 7)
 tracker.summary({"parameters": 7})
+if os.path.exists("artifacts"):
+    tracker.artifact("artifacts/code", "run-1-code", "code")
+    tracker.artifact("artifacts/config.yaml", "a run/of mine: ü-config", "config")
+    tracker.artifact("artifacts/config.yaml", "x" * 200 + "-again", "config")
 tracker.finish()
 print(tracker._run.settings.mode)
 """
 
 
-def track(folder, settings, **environment):
-    """Run a tracker in `folder`; returns (mode, stderr)."""
+def run(folder, script, *arguments, **environment):
+    """Run a script in `folder`, which is its home too; returns (stdout, stderr)."""
     folder.mkdir(exist_ok=True)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
+    away = ("WANDB", "NETRC", "XDG")  # caches too are below the home
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(away)}
     done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(settings), str(folder)],
+        [sys.executable, "-c", script, *arguments],
         cwd=folder,
         env=kept | {"HOME": str(folder), "WANDB_BASE_URL": "http://127.0.0.1:9"} | environment,
         capture_output=True,
@@ -43,16 +48,34 @@ def track(folder, settings, **environment):
     return done.stdout.strip(), done.stderr
 
 
+def track(folder, settings, **environment):
+    """Run a tracker in `folder`; returns (mode, stderr)."""
+    return run(folder, RUN, json.dumps(settings), str(folder), **environment)
+
+
 def read_records(folder):
-    """The records of the one offline run: after 7 bytes, each is crc (4), length (2), type (1; 1 is whole), payload."""
+    """The records of the one offline run."""
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    data, at, records = path.read_bytes(), 7, defaultdict(list)
+    return read_file(path)
+
+
+def read_file(path):
+    """After 7 bytes come chunks, of blocks of 32 KiB: each is crc (4), length (2), type (1), payload.
+
+    Type 1 is a whole record; 2, 3 and 4 are the first, a middle and the last part of one.
+    """
+    data, at, records, parts = path.read_bytes(), 7, defaultdict(list), b""
     while at < len(data):
+        left = 32768 - at % 32768
+        if left < 7:  # no place for a chunk in this block
+            at += left
+            continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
-        assert kind == 1
-        record = Record.FromString(data[at + 7 : at + 7 + length])
-        name = record.WhichOneof("record_type")
-        records[name].append(getattr(record, name))
+        parts = (parts if kind in (3, 4) else b"") + data[at + 7 : at + 7 + length]
+        if kind in (1, 4):
+            record = Record.FromString(parts)
+            name = record.WhichOneof("record_type")
+            records[name].append(getattr(record, name))
         at += length + 7
     return records
 
@@ -92,6 +115,92 @@ def test_the_config_and_the_summary_are_recorded(offline):
     summary = {update.key: json.loads(update.value_json) for record in records["summary"] for update in record.update}
     assert config["model"] == {"hidden_dim": 32}
     assert summary["parameters"] == 7
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory):
+    """A run with further keywords of wandb.init, and with artifacts: its folder, stderr and records."""
+    folder = tmp_path_factory.mktemp("furnished")
+    code = folder / "artifacts" / "code"
+    (code / "within").mkdir(parents=True)
+    (code / "git.json").write_text("{}")
+    (code / "within" / "a file.txt").write_text("a")
+    (folder / "artifacts" / "config.yaml").write_text("model: {}")
+    settings = {
+        "notes": "a longer text",
+        "job_type": "pretraining",
+        "group": "g",
+        "config": {"cluster": "west"},
+        "settings": {"run_tags": ["from settings"], "host": "somewhere"},
+        "resume": True,
+    }
+    _, stderr = track(folder, settings)
+    return folder, stderr, read_records(folder)
+
+
+def test_further_keywords_reach_wandb(furnished):
+    records = furnished[2]
+    (run,) = records["run"]
+    assert (run.notes, run.job_type, run.run_group) == ("a longer text", "pretraining", "g")
+    assert {update.key: json.loads(update.value_json) for update in run.config.update}["cluster"] == "west"
+    assert run.host == "somewhere"
+    config = {update.key: json.loads(update.value_json) for record in records["config"] for update in record.update}
+    assert config["model"] == {"hidden_dim": 32}  # beside those of the tracker
+
+
+def test_artifacts_are_recorded_with_their_files_under_names_that_wandb_allows(furnished):
+    found = {
+        artifact.name: (artifact.type, {entry.path for entry in artifact.manifest.contents})
+        for artifact in furnished[2]["artifact"]
+    }
+    assert found == {
+        "run-1-code": ("code", {"git.json", "within/a file.txt"}),
+        "a_run_of_mine___-config": ("config", {"config.yaml"}),
+        "x" * 122 + "-again": ("config", {"config.yaml"}),
+    }
+
+
+def test_nothing_is_printed_for_keywords_and_artifacts(furnished):
+    folder, stderr, _ = furnished
+    assert stderr == f"W&B: no API key found, logging offline under {folder}; send it later with `wandb sync`\n"
+
+
+def test_a_restart_goes_on_in_the_run_of_the_same_id(furnished):
+    """The second start in one folder: W&B keeps a file for each, which are the same run to it."""
+    folder = furnished[0]
+    _, stderr = track(folder, {"resume": False, "mode": "offline"})
+    assert stderr == ""
+    paths = list(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert [read_file(path)["run"][0].run_id for path in paths] == ["run-1", "run-1"]
+
+
+RESUMED = """
+import json, sys
+import wandb
+from lmtrain.tracking.config import WandbConfig
+from lmtrain.tracking.wandb import WandbTracker
+
+real, given = wandb.init, []
+
+def init(**keywords):
+    given.append({name: value for name, value in keywords.items() if name in ("resume", "resume_from", "fork_from")})
+    return real(**keywords)
+
+wandb.init = init
+for settings in json.loads(sys.argv[1]):
+    WandbTracker(WandbConfig(mode="offline", **settings), "run-1", ".").finish()
+print(json.dumps(given))
+"""
+
+
+def test_wandb_takes_all_that_resume_may_be_and_going_on_elsewhere_takes_its_place(tmp_path):
+    """It takes one of resume, resume_from and fork_from only, and resume is "allow" where nothing is said."""
+    settings = [{"resume": value} for value in (True, False, "allow", "never", "must", "auto", None)]
+    settings += [{}, {"resume_from": "run-1?_step=7"}, {"fork_from": "run-0?_step=7", "resume": "must"}]
+    given, stderr = run(tmp_path, RESUMED, json.dumps(settings))
+    elsewhere = [{"resume_from": "run-1?_step=7"}, {"fork_from": "run-0?_step=7"}]
+    assert json.loads(given) == [*settings[:6], {}, {"resume": "allow"}, *elsewhere]
+    assert stderr == ""
 
 
 def test_the_mode_that_is_set_wins_over_the_key(tmp_path):

@@ -1,0 +1,56 @@
+"""What is plotted: one row for each plot, and the metrics that belong in it. All other metrics are left out."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MOST_METRICS = 16  # that one picture can show
+
+
+@dataclass(frozen=True)
+class Chart:
+    """`metrics` are patterns of whole names; if `one`, only what the first of them finds that finds anything.
+
+    Of so many of them as `compared` says each has a plot of its own when runs are compared.
+    """
+
+    name: str
+    title: str
+    unit: str
+    metrics: tuple[str, ...]
+    one: bool = False
+    from_zero: bool = False
+    compared: int = MOST_METRICS
+
+
+CHARTS = (
+    Chart("loss", "Training loss", "nats per token", ("train/loss",)),
+    Chart("eval-loss", "Evaluation loss", "nats per token", (r"eval/(.+/)?(macro_)?loss",)),
+    Chart("eval-bpb", "Evaluation, bits per byte", "bits per byte", (r"eval/(.+/)?(macro_)?bpb",)),
+    Chart("learning-rate", "Learning rate", "", ("train/learning_rate",), from_zero=True),
+    Chart("gradient-norm", "Gradient norm", "", ("train/gradient_norm", "grad/norm/total"), one=True, from_zero=True),
+    Chart("parameter-norm", "Parameter norm", "", ("params/norm/total",)),
+    Chart("skipped-steps", "Updates skipped so far", "", ("optim/skipped_steps",), from_zero=True),
+    Chart("throughput", "Throughput", "tokens per second", ("throughput/tokens_per_second",), from_zero=True),
+    Chart("mfu", "Model FLOPs utilization", "percent", (r"throughput/mfu(_causal)?",), from_zero=True, compared=1),
+    Chart("step-time", "Time of a step", "seconds", (r"throughput/(duration|\w+_time)",), from_zero=True, compared=1),
+    Chart("saving", "Training waits for a save", "seconds", ("checkpoint/blocking_seconds",), from_zero=True),
+    Chart("memory", "Peak memory", "bytes", (r"memory/(.+/)?(.+_)?peak_bytes",), from_zero=True, compared=2),
+)
+
+GOODPUT, TOKENS = "goodput/", "throughput/total_tokens"
+_PLOTTED = re.compile("|".join(f"(?:{pattern})" for chart in CHARTS for pattern in chart.metrics))
+
+
+def is_wanted(metric: str) -> bool:
+    """Whether a report has a use for it."""
+    return metric == TOKENS or metric.startswith(GOODPUT) or _PLOTTED.fullmatch(metric) is not None
+
+
+def metrics_of(chart: Chart, there: Iterable[str]) -> list[str]:
+    """Which of the metrics that are there belong in a chart: what is of the whole first, then by name."""
+    names = sorted(set(there), key=lambda name: (name.count("/"), name.endswith(("macro_loss", "macro_bpb")), name))
+    found = [[name for name in names if re.fullmatch(pattern, name)] for pattern in chart.metrics]
+    if chart.one:
+        return next((each for each in found if each), [])
+    return [name for each in found for name in each]

@@ -1,0 +1,79 @@
+"""`lmtrain report RUN [RUN ...]`, as a user calls it."""
+
+import os
+
+import pytest
+from report.made import Page, write_log, write_whole
+
+from lmtrain import cli
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def lmtrain(capsys, *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(map(str, arguments)))
+    told = capsys.readouterr()
+    return int(ended.value.code or 0), told.out, told.err
+
+
+def test_a_report_lies_in_the_folder_of_its_run(folder, capsys):
+    write_whole(folder / "logs")
+    code, out, err = lmtrain(capsys, "report", "one")
+    assert (code, err) == (0, "")
+    assert out.startswith("one: 40 steps, ")
+    assert "logs/one/report.html: " in out
+    assert "8 plots in logs/one/report-plots" in out
+    assert Page((folder / "logs/one/report.html").read_text()).problems == []
+    assert len(os.listdir(folder / "logs/one/report-plots")) == 8
+
+
+def test_runs_of_one_id_are_compared_in_the_folder_one_is_in(folder, capsys):
+    write_whole(folder / "logs", rate=1e-3)
+    write_whole(folder / "other", rate=2e-3, offset=0.5)
+    code, out, _ = lmtrain(capsys, "report", "one", "other/one.metrics.jsonl")
+    assert code == 0
+    assert "report.html: " in out
+    page = Page((folder / "report.html").read_text())
+    assert page.problems == []
+    assert page.row("") == ["one (logs)", "one (other)"]
+    assert page.row("optimizer.learning_rate") == ["0.001", "0.002"]
+    assert {"loss-restart-0", "loss-restart-1", "goodput-time-1-lost"} <= set(page.ids)
+    assert (folder / "report-plots" / "eval-loss-eval-books-loss.png").stat().st_size > 5000
+
+
+def test_a_run_that_is_going_on_is_reported_and_told_what_lacks(folder, capsys):
+    write_log(folder / "there", "going", [{"step": n, "train/loss": 1.0} for n in range(21)], torn='{"step": 21, "tra')
+    code, out, _ = lmtrain(capsys, "report", "going", "--log_dir", "there", "--output", "out/now.html")
+    assert code == 0
+    assert out.splitlines()[:3] == [
+        "going: 20 steps, 1 metrics shown",
+        "  no there/going/goodput.json: restarts and the times of the run are not known",
+        "  no there/going/config.yaml: the settings of the run are not known",
+    ]
+    assert sorted(os.listdir(folder / "out")) == ["now-plots", "now.html"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["onne"], "no run onne; did you mean 'one'? in logs/ there are: one, empty"),
+        (["one", "logs/one"], "one and logs/one are the same run"),
+        (["empty"], "logs/empty.metrics.jsonl holds no metric"),
+        (["one", "--output", "x.pdf"], "--output x.pdf: a report is an .html file"),
+        ([], "the following arguments are required: RUN"),
+        (["one", "--outptu", "x.html"], "unrecognized arguments"),
+    ],
+)
+def test_mistakes_are_told_and_leave_nothing(folder, capsys, arguments, told):
+    write_log(folder / "logs", "empty", [])
+    os.utime(folder / "logs/empty.metrics.jsonl", (1, 1))
+    write_whole(folder / "logs")
+    code, out, err = lmtrain(capsys, "report", *arguments)
+    assert (code, out) == (2, "")
+    assert told in err
+    assert not [path for path in folder.rglob("*") if path.suffix in (".html", ".png")]

@@ -1,0 +1,149 @@
+"""Runs on disk to make reports of, and a reader of the pages that is as strict as a browser is lenient."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+
+WITHOUT_END = {"meta", "br", "img", "link", "input", "hr"}
+
+
+def write_log(folder: Path, run: str, lines: list[dict], torn: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{run}.metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + torn, encoding="utf-8")
+    return path
+
+
+def training(steps: int = 40, offset: float = 0.0, sets: tuple[str, ...] = ("books", "code")) -> list[dict]:
+    """The lines of a run that evaluates every ten steps."""
+    lines: list[dict] = [{"step": 0, "parameter_count": 1234567, "throughput/device_kind": "abacus"}]
+    for step in range(1, steps + 1):
+        loss = 3 + offset + 6 * math.exp(-step / 5)
+        line = {
+            "step": step,
+            "train/loss": loss,
+            "train/learning_rate": 1e-3 * step / steps,
+            "train/gradient_norm": 1.0 + 0.1 * (step % 3),
+            "throughput/tokens_per_second": 5000.0 + step,
+            "throughput/duration": 0.5,
+            "grad/norm/blocks/kernel": 0.25,
+        }
+        lines.append(line)
+        if step % 10 == 0:
+            means = {"eval/loss": loss + 0.1, "eval/bpb": loss / 3}
+            lines.append({"step": step, **means, **{f"eval/{name}/loss": loss + 0.2 for name in sets}})
+    return lines
+
+
+def attempt(started: float, updated: float, first: int, last: int, facts: dict | None = None, **seconds: float) -> dict:
+    found = {"device": "abacus"} if facts is None else facts
+    return {
+        "started": started,
+        "updated": updated,
+        "first_step": first,
+        "last_step": last,
+        "seconds": seconds,
+        "facts": found,
+    }
+
+
+def write_ledger(folder: Path, run: str, attempts: list[dict]) -> None:
+    (folder / run).mkdir(parents=True, exist_ok=True)
+    (folder / run / "goodput.json").write_text(json.dumps({"attempts": attempts}))
+
+
+def write_config(folder: Path, run: str, text: str) -> None:
+    (folder / run).mkdir(parents=True, exist_ok=True)
+    (folder / run / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def write_whole(folder: Path, run: str = "one", offset: float = 0.0, rate: float = 6e-4) -> Path:
+    """A run of 40 steps that was killed after 25 and went on from 20, with all its files."""
+    path = write_log(folder, run, training(offset=offset))
+    versions = {"versions": {"jax": "0.10.2"}}
+    first = attempt(1e9, 1e9 + 100, 0, 25, versions, start_up=10.0, steps=50.0, compile=40.0)
+    second = attempt(1e9 + 150, 1e9 + 250, 20, 40, versions, start_up=10.0, steps=90.0)
+    write_ledger(folder, run, [first, second])
+    write_config(folder, run, f"optimizer:\n  learning_rate: {rate}  # my.yaml:3\ntrainer:\n  num_train_steps: 40\n")
+    return path
+
+
+def pixels(path: Path, colour: str) -> int:
+    """How many of a picture are of a colour, nearly."""
+    picture = matplotlib.image.imread(path)[..., :3]
+    wanted = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    return int((np.abs(picture - wanted).max(-1) < 0.04).sum())
+
+
+@dataclass
+class Page(HTMLParser):
+    """`text` is what is seen; `problems` are tags that are not balanced, and whatever would load or run something."""
+
+    source: str
+    text: str = ""
+    ids: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    cells: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._open: list[str] = []
+        self.feed(self.source)
+        self.close()
+        self.problems += [f"<{tag}> is not closed" for tag in self._open]
+        repeated = {found for found in self.ids if self.ids.count(found) > 1}
+        self.problems += [f"id {found} is there twice" for found in repeated]
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self._begin(tag, attrs)
+        if tag not in WITHOUT_END:
+            self._open.append(tag)
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self._begin(tag, attrs)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open.pop() != tag:
+            self.problems.append(f"</{tag}> closes nothing")
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open:
+            self._check_style(data)
+            return
+        self.text += data
+        if {"td", "th"} & set(self._open):
+            self.cells[-1][-1] += data
+
+    def row(self, name: str) -> list[str]:
+        """The cells of the first table row of that name, without it."""
+        return next(cells[1:] for cells in self.cells if cells[0] == name)
+
+    def _begin(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        if tag in ("script", "link", "iframe", "object", "embed", "base", "form"):
+            self.problems.append(f"there is a <{tag}>")
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name.startswith("on"):
+                self.problems.append(f"{tag} {name} runs a script")
+            if name.split(":")[-1] in ("src", "href", "srcset", "data") and not value.startswith(("data:", "#")):
+                self.problems.append(f"{tag} {name} loads {value}")
+            self._check_style(value or "")
+
+    def _check_style(self, text: str) -> None:
+        for part in text.split("url(")[1:]:
+            if not part.startswith("#"):
+                self.problems.append(f"a style loads {part[:40]}")
+        if "@import" in text:
+            self.problems.append("a style imports another")

@@ -1,0 +1,45 @@
+"""Which metrics are plotted, and where."""
+
+import pytest
+
+from lmtrain.report.charts import CHARTS, is_wanted, metrics_of
+
+
+def chart(name: str):
+    return next(chart for chart in CHARTS if chart.name == name)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "train/loss",
+        "eval/loss",
+        "eval/my/set/loss",
+        "eval/macro_bpb",
+        "eval/ema/books/bpb",
+        "throughput/mfu",
+        "goodput/steps",
+        "memory/device_3/peak_bytes",
+        "memory/host_peak_bytes",
+    ],
+)
+def test_what_is_plotted(metric):
+    assert is_wanted(metric)
+
+
+@pytest.mark.parametrize(
+    "metric", ["grad/norm/blocks/0/kernel", "params/norm/embed", "eval/tokens", "train/loss/x", "xtrain/loss", ""]
+)
+def test_what_is_not(metric):
+    assert not is_wanted(metric)
+
+
+def test_of_an_evaluation_all_sets_together_come_first():
+    there = ["eval/a/loss", "train/loss", "eval/macro_loss", "eval/loss", "eval/bpb", "eval/loss"]
+    assert metrics_of(chart("eval-loss"), there) == ["eval/loss", "eval/macro_loss", "eval/a/loss"]
+
+
+def test_a_norm_that_is_logged_under_two_names_is_drawn_once():
+    gradient = chart("gradient-norm")
+    assert metrics_of(gradient, ["grad/norm/total", "train/gradient_norm"]) == ["train/gradient_norm"]
+    assert metrics_of(gradient, ["grad/norm/total"]) == ["grad/norm/total"]

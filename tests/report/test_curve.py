@@ -1,0 +1,74 @@
+"""Thinning: a short run stays whole, a long one keeps its extremes and means in bounded room."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lmtrain.report.curve import MOST_STRETCHES, Thinner
+
+
+def thin(steps, values, chunk: int = 1000):
+    thinner = Thinner()
+    for begin in range(0, len(steps), chunk):
+        thinner.steps += list(steps[begin : begin + chunk])
+        thinner.values += list(values[begin : begin + chunk])
+        thinner.fold()
+    return thinner.curve()
+
+
+def test_a_short_run_stays_as_it_is():
+    steps, values = list(range(1, 1500)), [math.sin(step) for step in range(1, 1500)]
+    curve = thin(steps, values, chunk=7)
+    for kept_steps, kept in ((curve.steps, curve.values), (curve.mean_steps, curve.means)):
+        assert kept_steps.tolist() == steps
+        assert kept.tolist() == values
+    assert (curve.last_step, curve.last, curve.bad) == (1499, values[-1], 0)
+    assert curve.sum == pytest.approx(sum(values))
+    assert curve.median == float(np.median(values))
+
+
+@pytest.mark.parametrize("chunk", [50, 200_000])
+def test_a_long_run_keeps_every_extreme_and_the_means_of_stretches(chunk):
+    steps = np.arange(1, 100_001)
+    values = np.cos(steps * 0.7) + steps / 1e5
+    values[70_000], values[1234] = 50.0, -40.0
+    curve = thin(steps.tolist(), values.tolist(), chunk)
+    assert curve.highest == (70_001, 50.0)
+    assert curve.lowest == (1235, -40.0)
+    width = 64  # the shortest power of two that makes at most 2048 stretches of 100,000 steps
+    assert len(curve.steps) <= 2 * MOST_STRETCHES
+    assert len(curve.means) == 100_000 // width + 1
+    assert curve.means[5] == pytest.approx(values[5 * width - 1 : 6 * width - 1].mean())
+    assert curve.mean_steps[5] == pytest.approx(5.5 * width - 0.5)
+    for stretch in (0, 700, 1093):
+        within = (steps // width) == stretch
+        drawn = (curve.steps // width) == stretch
+        assert {*curve.values[drawn]} == {values[within].min(), values[within].max()}
+    assert (np.diff(curve.steps) > 0).all()
+    assert np.isin(curve.values, values).all()  # nothing is made up
+
+
+def test_numbers_that_are_none_are_counted_and_leave_gaps():
+    curve = thin([1, 2, 3, 4], [1.0, math.nan, math.inf, 4.0])
+    assert (curve.bad, curve.bad_steps.tolist()) == (2, [2, 3])
+    assert np.isnan(curve.values).tolist() == np.isnan(curve.means).tolist() == [False, True, True, False]
+    assert (curve.sum, curve.last) == (5.0, 4.0)
+    long = thin(range(10_000), [math.nan if step in (5000, 9999) else 1.0 for step in range(10_000)])
+    assert long.bad == 2
+    assert np.isfinite(long.values).all()
+    assert math.isnan(long.last)
+
+
+def test_a_metric_that_was_never_a_number_has_no_extremes():
+    curve = thin([1, 2], [math.nan, math.nan])
+    assert curve.lowest is curve.highest is None
+    assert math.isnan(curve.median)
+    assert (curve.bad, curve.sum) == (2, 0.0)
+
+
+def test_a_rare_metric_of_a_long_run_keeps_all_its_values():
+    steps = list(range(500, 1_000_001, 1000))
+    curve = thin(steps, [1 / step for step in steps])
+    assert curve.steps.tolist() == steps
+    assert curve.values.tolist() == [1 / step for step in steps]

@@ -1,0 +1,76 @@
+"""Finding a run by its log, its folder or its id."""
+
+import os
+
+import pytest
+from report.made import training, write_log
+
+from lmtrain.config.errors import UserError
+from lmtrain.report.find import RunFiles, find_run, find_runs, tell_apart
+
+
+@pytest.fixture
+def logs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for age, run in enumerate(("gpt2_nano-b2e784", "llama-1", "two.5")):
+        path = write_log(tmp_path / "logs", run, training(1))
+        os.utime(path, (1e9 - age, 1e9 - age))
+    return tmp_path / "logs"
+
+
+@pytest.mark.parametrize("name", ["two.5", "logs/two.5", "logs/two.5/", "logs/two.5.metrics.jsonl", "./logs//two.5"])
+def test_a_run_is_named_by_its_log_its_folder_or_its_id(logs, name):
+    found = find_run(name, "logs/")
+    assert found.id == "two.5"
+    assert os.path.samefile(found.metrics, logs / "two.5.metrics.jsonl")
+    assert os.path.abspath(found.folder) == str(logs / "two.5")
+
+
+def test_a_run_is_found_from_within_its_own_folder(logs, monkeypatch):
+    (logs / "two.5").mkdir()
+    monkeypatch.chdir(logs / "two.5")
+    assert find_run(".", "logs/").id == "two.5"
+
+
+def test_the_folder_of_logs_can_be_another(logs, tmp_path):
+    other = write_log(tmp_path / "elsewhere", "two.5", training(1))
+    assert find_run("two.5", "elsewhere").metrics == str(other.relative_to(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("gpt2_nano", "no run gpt2_nano; did you mean 'gpt2_nano-b2e784'?"),
+        ("logs/llama-2", "did you mean 'llama-1'?"),
+        ("zzz", "no run zzz; in logs/ there are: gpt2_nano-b2e784, llama-1, two.5"),
+        ("logs", "in logs there are: gpt2_nano-b2e784, llama-1, two.5"),
+        ("nowhere/one", "no nowhere/one.metrics.jsonl, and no *.metrics.jsonl in nowhere; --log_dir"),
+        ("gs://bucket/logs/one", "local files"),
+    ],
+)
+def test_a_run_that_is_not_there_is_told_with_those_that_are(logs, name, told):
+    with pytest.raises(UserError) as error:
+        find_run(name, "logs/")
+    assert told in str(error.value)
+
+
+def test_of_very_many_runs_the_newest_are_listed(logs):
+    for number in range(30):
+        write_log(logs, f"many-{number}", training(1))
+    with pytest.raises(UserError, match=r"there are: many-.*, and 13 more$") as error:
+        find_run("zzz", "logs/")
+    assert "llama-1" not in str(error.value)
+
+
+def test_a_run_that_is_named_twice_is_a_mistake(logs):
+    assert [run.id for run in find_runs(["two.5", "llama-1"], "logs/")] == ["two.5", "llama-1"]
+    with pytest.raises(UserError, match=r"two\.5 and logs/two\.5 are the same run"):
+        find_runs(["two.5", "llama-1", "logs/two.5"], "logs/")
+
+
+def test_runs_of_one_id_are_told_apart_by_as_much_of_their_folders_as_it_takes():
+    places = ["a/x/logs/one", "b/x/logs/one", "b/y/logs/one", "b/y/logs/two"]
+    runs = [RunFiles(os.path.basename(place), f"/{place}.metrics.jsonl", f"/{place}") for place in places]
+    assert tell_apart(runs) == ["one (a/x/logs)", "one (b/x/logs)", "one (y/logs)", "two"]
+    in_one_folder = [RunFiles("one", "/l/one.metrics.jsonl", "/l/one"), RunFiles("one", "/l/one.jsonl", "/l/one")]
+    assert len(set(tell_apart(in_one_folder))) == 2

@@ -1,0 +1,285 @@
+"""The ledger of a run's wall time, by clocks that the test turns."""
+
+import contextlib
+import json
+import logging
+import os
+
+import pytest
+
+from lmtrain.tracking.goodput import (
+    COMPILE,
+    DATA,
+    DOWN,
+    EVALUATION,
+    KINDS,
+    LOST,
+    NAME,
+    RESTORE,
+    SAVING,
+    START_UP,
+    STEPS,
+    Attempt,
+    Ledger,
+    read_attempts,
+    total_seconds,
+)
+
+
+class Clocks:
+    """Both clocks of a ledger: `turn` lets seconds pass."""
+
+    def __init__(self):
+        self.now = 1_000_000.0
+
+    def turn(self, seconds):
+        self.now += seconds
+
+    def wall(self):
+        return self.now
+
+    def monotonic(self):
+        return self.now - 999_000.0
+
+    def ledger(self, folder, began=None):
+        return Ledger(None if folder is None else str(folder), began, self.wall, self.monotonic)
+
+
+@pytest.fixture
+def clocks():
+    return Clocks()
+
+
+def seconds(folder):
+    """Of the run so far, by kind, without those that took none."""
+    return {kind: value for kind, value in total_seconds(read_attempts(str(folder / NAME))).items() if value}
+
+
+def run(clocks, folder, first, steps):
+    """A start that takes 5 s to begin, and a second for each step; killed 10 s after it wrote its ledger last."""
+    ledger = clocks.ledger(folder)
+    clocks.turn(5)
+    ledger.begin_steps(first, {})
+    for step in range(first + 1, first + steps + 1):
+        clocks.turn(1)
+        ledger.step_done(step)
+    ledger.write()
+    clocks.turn(10)
+
+
+def test_kinds_add_up_to_the_wall_time(clocks, tmp_path):
+    began = clocks.wall() - 3  # what was before there was a ledger is start-up
+    ledger = clocks.ledger(tmp_path, began)
+    clocks.turn(4)
+    with ledger.timing(RESTORE):
+        clocks.turn(20)
+    clocks.turn(1)
+    ledger.begin_steps(0, {})
+    with ledger.timing(COMPILE):
+        clocks.turn(30)
+    for step in range(1, 4):
+        with ledger.timing(DATA):
+            clocks.turn(0.5)
+        clocks.turn(2)
+        ledger.step_done(step)
+    with ledger.timing(EVALUATION):
+        clocks.turn(7)
+    with ledger.timing(SAVING):
+        clocks.turn(0.25)
+    clocks.turn(1)
+    ledger.write()
+    assert seconds(tmp_path) == {
+        START_UP: 8,
+        RESTORE: 20,
+        COMPILE: 30,
+        DATA: 1.5,
+        STEPS: 7,
+        EVALUATION: 7,
+        SAVING: 0.25,
+    }
+    assert sum(seconds(tmp_path).values()) == clocks.wall() - began
+
+
+def test_a_timing_within_another_counts_for_the_outer(clocks, tmp_path):
+    ledger = clocks.ledger(tmp_path)
+    ledger.begin_steps(0, {})
+    with ledger.timing(SAVING):
+        clocks.turn(1)
+        with ledger.timing(EVALUATION):
+            clocks.turn(2)
+        with ledger.timing(SAVING):
+            clocks.turn(4)
+        ledger.write()  # in the middle, nothing is booked twice
+        clocks.turn(8)
+    clocks.turn(16)
+    ledger.write()
+    assert seconds(tmp_path) == {SAVING: 15, STEPS: 16}
+
+
+def test_what_raises_is_timed_to_where_it_raised(clocks, tmp_path):
+    ledger = clocks.ledger(tmp_path)
+    ledger.begin_steps(0, {})
+    with contextlib.suppress(KeyError), ledger.timing(EVALUATION):
+        clocks.turn(3)
+        raise KeyError
+    clocks.turn(2)
+    ledger.write()
+    assert seconds(tmp_path) == {EVALUATION: 3, STEPS: 2}
+
+
+def test_all_fractions_are_there_and_sum_to_one(clocks, tmp_path):
+    run(clocks, tmp_path, 0, 30)
+    clocks.turn(100)
+    ledger = clocks.ledger(tmp_path)
+    clocks.turn(7)
+    ledger.begin_steps(20, {})
+    clocks.turn(13)
+    metrics = ledger.metrics()
+    assert set(metrics) == {f"goodput/{kind}" for kind in (*KINDS, LOST, DOWN)}
+    assert sum(metrics.values()) == pytest.approx(1)
+    assert metrics["goodput/lost"] == pytest.approx(10 / (5 + 30 + 110 + 7 + 13))
+
+
+def test_before_any_time_has_passed_all_fractions_are_zero(clocks, tmp_path):
+    assert set(clocks.ledger(tmp_path).metrics().values()) == {0.0}
+
+
+def test_a_restart_from_an_earlier_step_makes_what_has_to_be_done_again_lost(clocks, tmp_path):
+    run(clocks, tmp_path, 0, 40)
+    run(clocks, tmp_path, 30, 20)
+    assert seconds(tmp_path) == {START_UP: 10, STEPS: 30 + 20, LOST: 10, DOWN: 10}
+
+
+def test_a_restart_from_the_last_step_loses_nothing(clocks, tmp_path):
+    run(clocks, tmp_path, 0, 40)
+    run(clocks, tmp_path, 40, 5)
+    assert seconds(tmp_path) == {START_UP: 10, STEPS: 45, DOWN: 10}
+
+
+def test_of_the_seconds_of_a_start_as_large_a_part_is_lost_as_of_its_steps():
+    first = Attempt(0, 100, 50, 60, {STEPS: 80.0, EVALUATION: 20.0})
+    found = total_seconds([first, Attempt(100, 110, 57, 58, {STEPS: 10.0})])
+    assert found == {
+        **dict.fromkeys(KINDS, 0.0),
+        STEPS: 80 * 0.7 + 10,
+        LOST: pytest.approx(24),
+        EVALUATION: 20,
+        DOWN: 0,
+    }
+
+
+def test_several_restarts_lose_each_second_once(clocks, tmp_path):
+    run(clocks, tmp_path, 0, 40)
+    run(clocks, tmp_path, 30, 0)  # killed before its first step
+    run(clocks, tmp_path, 30, 20)
+    run(clocks, tmp_path, 45, 5)
+    assert seconds(tmp_path) == {START_UP: 20, STEPS: 55 - 5, LOST: 10 + 5, DOWN: 30}
+
+
+def test_steps_are_lost_too_by_a_start_that_is_not_the_next(clocks, tmp_path):
+    """The second goes on where the first ended; then the checkpoints of both are gone but one."""
+    run(clocks, tmp_path, 0, 40)
+    run(clocks, tmp_path, 40, 10)
+    run(clocks, tmp_path, 10, 1)
+    assert seconds(tmp_path) == {START_UP: 15, STEPS: 10 + 0 + 1, LOST: 30 + 10, DOWN: 20}
+
+
+def test_the_time_between_two_starts_is_down_from_the_last_that_was_heard(clocks, tmp_path):
+    run(clocks, tmp_path, 0, 3)
+    clocks.turn(990)
+    began = clocks.wall()
+    clocks.turn(50)  # the interpreter, before there was a ledger
+    clocks.ledger(tmp_path, began).begin_steps(3, {})
+    assert seconds(tmp_path) == {START_UP: 5 + 50, STEPS: 3, DOWN: 1000}
+
+
+def test_a_killed_start_is_there_up_to_its_last_write(clocks, tmp_path):
+    ledger = clocks.ledger(tmp_path)
+    clocks.turn(5)
+    ledger.begin_steps(0, {"host": "a"})
+    for step in range(1, 26):  # writes after 10 and 20 seconds
+        clocks.turn(1)
+        ledger.step_done(step)
+    (attempt,) = read_attempts(str(tmp_path / NAME))
+    assert (attempt.first_step, attempt.last_step, attempt.facts) == (0, 20, {"host": "a"})
+    assert attempt.updated - attempt.started == sum(attempt.seconds.values()) == 25
+    assert os.listdir(tmp_path) == [NAME]
+
+
+def test_metrics_come_every_ten_seconds_only(clocks, tmp_path):
+    ledger = clocks.ledger(tmp_path)
+    ledger.begin_steps(0, {})
+    given = []
+    for step in range(1, 26):
+        clocks.turn(1.5)
+        if ledger.step_done(step):
+            given.append(step)
+    assert given == [7, 14, 21]
+
+
+def test_begin_steps_says_where_the_start_begins_and_is_written_at_once(clocks, tmp_path):
+    ledger = clocks.ledger(tmp_path)
+    assert not (tmp_path / NAME).exists()
+    clocks.turn(5)
+    ledger.begin_steps(70, {"devices": "8 H100"})
+    (attempt,) = read_attempts(str(tmp_path / NAME))
+    assert (attempt.first_step, attempt.last_step, attempt.facts) == (70, 70, {"devices": "8 H100"})
+    assert attempt.seconds == {**dict.fromkeys(KINDS, 0.0), START_UP: 5}
+
+
+def test_earlier_starts_stay_in_the_ledger_as_they_were(clocks, tmp_path):
+    run(clocks, tmp_path, 0, 3)
+    before = read_attempts(str(tmp_path / NAME))
+    run(clocks, tmp_path, 3, 3)
+    assert read_attempts(str(tmp_path / NAME))[:1] == before
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"attempts": null}',
+        b'{"attempts": ["x"]}',
+        b'{"attempts": [{"started": 1}]}',
+        b"\xff\x00",
+    ],
+)
+def test_a_damaged_ledger_is_no_error_and_begins_anew(clocks, tmp_path, damaged):
+    (tmp_path / NAME).write_bytes(damaged)
+    run(clocks, tmp_path, 0, 3)
+    assert seconds(tmp_path) == {START_UP: 5, STEPS: 3}
+
+
+def test_half_a_ledger_is_no_error(clocks, tmp_path):
+    run(clocks, tmp_path, 0, 3)
+    whole = (tmp_path / NAME).read_bytes()
+    (tmp_path / NAME).write_bytes(whole[: len(whole) // 2])
+    assert read_attempts(str(tmp_path / NAME)) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told_once_and_times_go_on(clocks, tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    with caplog.at_level(logging.WARNING, "lmtrain"):
+        ledger = clocks.ledger(tmp_path / "file")
+        ledger.begin_steps(0, {})
+        clocks.turn(10)
+        assert ledger.step_done(1)["goodput/steps"] == 1
+        ledger.write()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"{tmp_path}/file/{NAME} cannot be written, and is not tried again: ")
+
+
+def test_without_a_folder_nothing_is_written(clocks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(clocks, None, 0, 30)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_ledger_is_plain_json_for_other_programs(clocks, tmp_path):
+    run(clocks, tmp_path, 0, 3)
+    (attempt,) = json.loads((tmp_path / NAME).read_text())["attempts"]
+    assert (attempt["started"], attempt["updated"]) == (1_000_000.0, 1_000_008.0)
+    assert attempt["seconds"][STEPS] == 3

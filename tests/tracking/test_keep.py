@@ -1,0 +1,406 @@
+"""What is kept with a run: its code from a real git repository, and what XLA dumped."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import threading
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.tracking import keep
+from lmtrain.tracking.config import JsonConfig, WandbConfig
+from lmtrain.tracking.keep import Keeper, describe_repository, keep_code, keep_xla_dumps, xla_dump_folder
+
+
+def git(place, *arguments):
+    who = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=trunk"]
+    done = subprocess.run(["git", "-C", place, *who, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """Of no settings of git but a test's own, and of no repository round the test's folder."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    return folder
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """With one commit of two files, and nothing changed since."""
+    root = tmp_path / "our code"
+    (root / "within").mkdir(parents=True)
+    git(root, "init", "--quiet")
+    (root / "main.py").write_text("print(1)\n")
+    (root / "within" / "weights.bin").write_bytes(bytes(range(256)))
+    git(root, "add", ".")
+    git(root, "commit", "--quiet", "-m", "one")
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "logs" / "run-1" / "code"
+
+
+@pytest.fixture
+def told(caplog):
+    """`told()` gives what lmtrain has said so far."""
+    caplog.set_level(logging.INFO, "lmtrain")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def change(repository):
+    """One file changed, another changed and staged, a new one staged, and one that git does not know."""
+    (repository / "main.py").write_text("print(2)\n")
+    (repository / "within" / "weights.bin").write_bytes(bytes(range(255, -1, -1)))
+    git(repository, "add", "within/weights.bin")
+    (repository / "new.py").write_text("new\n")
+    git(repository, "add", "new.py")
+    (repository / "scratch.txt").write_text("not git's")
+
+
+def files(place):
+    """Of a working tree, without git's own."""
+    paths = [path for path in place.rglob("*") if path.is_file() and ".git" not in path.parts]
+    return {str(path.relative_to(place)): path.read_bytes() for path in paths}
+
+
+def restore(folder, place):
+    """What was kept, put together again."""
+    with tarfile.open(folder / "code.tar.gz") as archive:
+        archive.extractall(place, filter="data")
+    if (folder / "changes.diff").stat().st_size:
+        git(place, "apply", str(folder / "changes.diff"))
+    return files(place)
+
+
+def test_commit_branch_and_remote_are_named_and_its_password_is_not(repository, folder):
+    git(repository, "remote", "add", "origin", "https://me:p@ss:word@example.org/team/code.git")
+    assert keep_code(str(folder), str(repository)) == str(folder)
+    assert json.loads((folder / "git.json").read_text()) == {
+        "root": str(repository),
+        "commit": git(repository, "rev-parse", "HEAD"),
+        "branch": "trunk",
+        "remote": "https://example.org/team/code.git",
+        "changed": [],
+    }
+    assert (folder / "changes.diff").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("url", "kept"),
+    [
+        ("https://token@example.org/a.git", "https://example.org/a.git"),
+        ("ssh://git@example.org:22/a@b.git", "ssh://example.org:22/a@b.git"),
+        ("git@example.org:team/a.git", "git@example.org:team/a.git"),
+        ("https://example.org/a.git", "https://example.org/a.git"),
+        ("../other", "../other"),
+    ],
+)
+def test_of_a_remote_only_what_logs_in_is_left_out(repository, url, kept):
+    git(repository, "remote", "add", "origin", url)
+    assert describe_repository(str(repository))["remote"] == kept
+
+
+def test_changed_staged_and_untracked_files_are_named(repository):
+    change(repository)
+    assert describe_repository(str(repository))["changed"] == [
+        " M main.py",
+        "A  new.py",
+        "M  within/weights.bin",
+        "?? scratch.txt",
+    ]
+
+
+def test_archive_and_changes_make_the_code_that_was_run(repository, folder, tmp_path):
+    change(repository)
+    keep_code(str(folder), str(repository / "within"))  # from a folder within it too
+    expected = files(repository)
+    del expected["scratch.txt"]
+    assert restore(folder, tmp_path / "restored") == expected
+
+
+def test_the_archive_holds_the_committed_files(repository, folder):
+    expected = files(repository)
+    change(repository)
+    keep_code(str(folder), str(repository))
+    with tarfile.open(folder / "code.tar.gz") as archive:
+        assert {m.name: archive.extractfile(m).read() for m in archive if m.isfile()} == expected
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["color.ui=always", "diff.external=false", "diff.noprefix=true", "diff.mnemonicPrefix=true", "diff.b.textconv=wc"],
+)
+def test_changes_can_be_applied_whatever_the_users_settings_of_git_are(repository, folder, home, tmp_path, setting):
+    change(repository)
+    (repository / ".git" / "info" / "attributes").write_text("*.py diff=b\n")
+    keep_code(str(folder), str(repository))
+    expected = (folder / "changes.diff").read_bytes()
+    subprocess.run(["git", "config", "--global", *setting.split("=")], check=True)
+    keep_code(str(folder), str(repository))
+    assert (folder / "changes.diff").read_bytes() == expected
+    assert b"print(2)" in expected
+
+
+def test_the_index_is_left_alone_for_whoever_works_in_the_repository(repository, folder):
+    os.utime(repository / "main.py", (1, 1))  # git status would like to note that it has not changed
+    index = repository / ".git" / "index"
+    before = index.read_bytes(), index.stat().st_mtime_ns
+    keep_code(str(folder), str(repository))
+    assert (index.read_bytes(), index.stat().st_mtime_ns) == before
+
+
+def test_a_second_start_keeps_the_code_of_now(repository, folder, tmp_path):
+    keep_code(str(folder), str(repository))
+    change(repository)
+    git(repository, "commit", "--quiet", "-a", "-m", "two")
+    keep_code(str(folder), str(repository))
+    expected = files(repository)
+    del expected["scratch.txt"]
+    assert restore(folder, tmp_path / "restored") == expected
+
+
+def test_a_detached_head_has_a_commit_and_no_branch(repository):
+    git(repository, "checkout", "--quiet", "--detach")
+    facts = describe_repository(str(repository))
+    assert (facts["commit"], facts["branch"]) == (git(repository, "rev-parse", "HEAD"), None)
+
+
+def test_a_repository_without_a_commit_is_described(tmp_path, folder):
+    root = tmp_path / "empty"
+    root.mkdir()
+    git(root, "init", "--quiet")
+    (root / "main.py").write_text("print(1)\n")
+    git(root, "add", "main.py")
+    assert keep_code(str(folder), str(root)) == str(folder)
+    facts = json.loads((folder / "git.json").read_text())
+    assert (facts["commit"], facts["branch"], facts["remote"]) == (None, "trunk", None)
+    assert facts["changed"] == ["A  main.py"]
+    assert sorted(os.listdir(folder)) == ["changes.diff", "git.json"]
+
+
+@pytest.mark.parametrize("place", ["there", "not there"])
+def test_without_a_repository_nothing_is_kept_and_nothing_said(tmp_path, folder, told, place):
+    (tmp_path / "there").mkdir()
+    assert keep_code(str(folder), str(tmp_path / place)) is None
+    assert not folder.exists()
+    assert told() == []
+
+
+def test_without_git_nothing_is_kept(repository, folder, monkeypatch, told):
+    monkeypatch.setenv("PATH", str(folder))
+    assert keep_code(str(folder), str(repository)) is None
+    assert not folder.exists()
+    assert told() == []
+
+
+def test_a_git_that_hangs_is_given_up_and_told(repository, folder, monkeypatch, told):
+    monkeypatch.setattr(keep, "_GIT_SECONDS", 0.0)
+    assert keep_code(str(folder), str(repository)) is None
+    (warning,) = told()
+    assert warning.startswith("the code could not be kept with the run: ")
+    assert warning.endswith("; training goes on")
+
+
+def test_one_that_is_too_large_is_kept_without_its_files_which_is_told(repository, folder, monkeypatch, told):
+    monkeypatch.setattr(keep, "_MOST_ARCHIVE_BYTES", len("print(1)\n") + 256 - 1)
+    change(repository)
+    assert keep_code(str(folder), str(repository)) == str(folder)
+    assert sorted(os.listdir(folder)) == ["changes.diff", "git.json"]
+    (line,) = told()
+    assert line.endswith("its commit and changes are kept, not its files")
+    monkeypatch.setattr(keep, "_MOST_ARCHIVE_BYTES", len("print(1)\n") + 256)
+    keep_code(str(folder), str(repository))
+    assert (folder / "code.tar.gz").exists()
+
+
+def test_a_submodule_counts_as_nothing_whatever_its_name(repository, folder):
+    commit = git(repository, "rev-parse", "HEAD")
+    git(repository, "update-index", "--add", "--cacheinfo", f"160000,{commit},a blob within")
+    git(repository, "commit", "--quiet", "-m", "with a submodule")
+    assert keep_code(str(folder), str(repository)) == str(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_told(repository, folder, told):
+    folder.parent.mkdir(parents=True)
+    folder.write_text("in the way")
+    assert keep_code(str(folder), str(repository)) is None
+    (warning,) = told()
+    assert warning.startswith("the code could not be kept with the run: ")
+
+
+def test_the_main_scripts_repository_comes_before_that_of_the_current_folder(repository, folder, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "--quiet")
+    monkeypatch.chdir(other)
+
+    def root(script):
+        monkeypatch.setattr(sys, "argv", [str(script)])
+        keep_code(str(folder))
+        return json.loads((folder / "git.json").read_text())["root"]
+
+    assert root(repository / "within" / "train.py") == str(repository)
+    assert root(tmp_path / "train.py") == str(other)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--xla_dump_to=dumps", "dumps"),
+        ("--xla_cpu_use_x=true --xla_dump_to=/a/b --xla_dump_hlo_as_text", "/a/b"),
+        ("--xla_dump_to='a b/c'", "a b/c"),
+        ('"--xla_dump_to=a b"', "a b"),
+        ("--xla_dump_to=a=b", "a=b"),
+        ("--xla_dump_to=one --xla_dump_to=two", "two"),
+    ],
+)
+def test_the_folder_of_xla_dumps_is_read_from_its_flags(monkeypatch, flags, expected):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert xla_dump_folder() == expected
+
+
+@pytest.mark.parametrize(
+    "flags", [None, "", "--xla_dump_hlo_as_text", "--xla_dump_to", "--xla_dump_to=", "xla_dump_to=a"]
+)
+def test_without_the_flag_it_is_the_users_mistake(monkeypatch, flags):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if flags is not None:
+        monkeypatch.setenv("XLA_FLAGS", flags)
+    with pytest.raises(UserError, match="XLA_FLAGS=--xla_dump_to=FOLDER"):
+        xla_dump_folder()
+
+
+@pytest.fixture
+def dumps(tmp_path, monkeypatch):
+    """Where XLA dumps to, with two files."""
+    place = tmp_path / "dumps"
+    (place / "within").mkdir(parents=True)
+    (place / "module_0001.txt").write_text("HloModule")
+    (place / "within" / "b.pb").write_bytes(b"\0\1")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={place}")
+    return place
+
+
+def test_xla_dumps_are_copied(dumps, tmp_path):
+    folder = tmp_path / "logs" / "xla_dumps"
+    for _ in range(2):  # and again by a second start
+        assert keep_xla_dumps(str(folder)) == str(folder)
+    assert files(folder) == files(dumps) == {"module_0001.txt": b"HloModule", "within/b.pb": b"\0\1"}
+
+
+def test_dumps_round_the_folder_of_the_run_do_not_copy_themselves(dumps):
+    expected = files(dumps)
+    folder = dumps / "run-1" / "xla_dumps"
+    for _ in range(2):
+        assert keep_xla_dumps(str(folder)) == str(folder)
+    assert files(folder) == expected
+
+
+def test_dumps_right_in_the_folder_of_the_run_stay_there(dumps, told):
+    expected = files(dumps)
+    assert keep_xla_dumps(str(dumps)) == str(dumps)
+    assert files(dumps) == expected
+    assert told() == []
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_where_xla_dumped_nothing_it_is_told(dumps, tmp_path, told, empty):
+    shutil.rmtree(dumps)
+    if empty:
+        dumps.mkdir()
+    assert keep_xla_dumps(str(tmp_path / "kept")) is None
+    assert told() == [f"XLA dumped nothing to {dumps}: what comes out of the compilation cache is not compiled"]
+    assert not (tmp_path / "kept").exists()
+
+
+def test_dumps_that_cannot_be_copied_are_told(dumps, tmp_path, told):
+    (tmp_path / "kept").write_text("in the way")
+    assert keep_xla_dumps(str(tmp_path / "kept")) is None
+    (warning,) = told()
+    assert warning.startswith(f"XLA's dumps in {dumps} could not be kept with the run: ")
+
+
+class Recorder:
+    def __init__(self):
+        self.artifacts = []
+
+    def artifact(self, path, name, kind):
+        self.artifacts.append((path, name, kind, sorted(os.listdir(path))))
+
+
+CODE, DUMPS = WandbConfig(), WandbConfig(save_code=False, save_xla_dumps=True)
+
+
+@pytest.mark.parametrize(
+    ("configs", "code", "xla"),
+    [
+        ([], False, False),
+        ([JsonConfig()], False, False),
+        ([WandbConfig(save_code=False)], False, False),
+        ([CODE], True, False),
+        ([JsonConfig(), DUMPS], False, True),
+        ([CODE, DUMPS], True, True),
+    ],
+)
+def test_only_what_wandb_trackers_ask_for_is_handed_over(repository, dumps, tmp_path, monkeypatch, configs, code, xla):
+    monkeypatch.setattr(sys, "argv", [str(repository / "main.py")])
+    folder, recorder = tmp_path / "logs" / "run-1", Recorder()
+    keeper = Keeper(configs, str(folder), "run-1", recorder)
+    keeper.finish()
+    expected = []
+    if code:
+        kept = ["changes.diff", "code.tar.gz", "git.json"]
+        expected.append((str(folder / "code"), "run-1-code", "code", kept))
+    if xla:
+        kept = ["module_0001.txt", "within"]
+        expected.append((str(folder / "xla_dumps"), "run-1-xla-dumps", "xla-dumps", kept))
+    assert recorder.artifacts == expected
+    assert folder.exists() == bool(expected)
+
+
+def test_what_there_is_nothing_of_is_not_handed_over(tmp_path, monkeypatch, dumps):
+    shutil.rmtree(dumps)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder()
+    Keeper([CODE, DUMPS], str(tmp_path / "logs"), "run-1", recorder).finish()
+    assert recorder.artifacts == []
+
+
+def test_dumps_without_the_flag_are_refused_before_anything_begins(monkeypatch, tmp_path):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_x=true")
+    before = threading.active_count()
+    with pytest.raises(UserError, match=r"trainer\.tracker\.save_xla_dumps"):
+        Keeper([CODE, DUMPS], str(tmp_path / "logs"), "run-1", Recorder())
+    assert threading.active_count() == before
+
+
+def test_code_is_kept_in_the_background_and_the_end_waits_for_it(tmp_path, monkeypatch):
+    gate, recorder = threading.Event(), Recorder()
+
+    def slow(folder):
+        assert gate.wait(60)
+        os.makedirs(folder)
+        return folder
+
+    monkeypatch.setattr(keep, "keep_code", slow)
+    keeper = Keeper([CODE], str(tmp_path / "logs"), "run-1", recorder)
+    assert recorder.artifacts == []
+    threading.Timer(0.05, gate.set).start()
+    keeper.finish()
+    assert [artifact[1] for artifact in recorder.artifacts] == ["run-1-code"]

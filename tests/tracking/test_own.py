@@ -1,0 +1,157 @@
+"""Trackers of one's own: found by where to import them from, and what is wrong with one is told at once."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.tracking.config import OwnConfig
+from lmtrain.tracking.open import open_trackers
+from lmtrain.tracking.own import import_own
+
+WHOLE = """
+import json, os
+
+class Tracker:
+    def __init__(self, run, folder, step, unit="steps"):
+        self._path, self._told = os.path.join(os.path.dirname(__file__), "told.json"), [[run, folder, step, unit]]
+
+    def hyperparameters(self, config):
+        self._told.append(["hyperparameters", config])
+
+    def log(self, metrics, step):
+        self._told.append(["log", metrics, step])
+
+    def summary(self, values):
+        self._told.append(["summary", values])
+
+    def artifact(self, path, name, kind):
+        self._told.append(["artifact", path, name, kind])
+
+    def finish(self):
+        with open(self._path, "w") as file:
+            json.dump(self._told, file)
+
+
+class Half:
+    def log(self, metrics, step): ...
+    def summary(self, values): ...
+    finish = None
+
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def imports(monkeypatch):
+    """What a test makes importable is gone after it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """`our_trackers.py` in the current folder, which nothing else makes importable."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "our_trackers.py").write_text(WHOLE)
+    return tmp_path / "our_trackers.py"
+
+
+@pytest.mark.parametrize("path", ["our_trackers.Tracker", "our_trackers:Tracker"])
+def test_a_module_in_the_current_folder_is_found(module, path):
+    found = import_own(path)
+    assert (found.__module__, found.__name__) == ("our_trackers", "Tracker")
+
+
+@pytest.mark.parametrize("path", ["tools_of_ours.within.Tracker", "tools_of_ours.within:Tracker"])
+def test_a_module_of_a_package_on_the_path_of_python_is_found(tmp_path, monkeypatch, path):
+    package = tmp_path / "elsewhere" / "tools_of_ours"
+    package.mkdir(parents=True)
+    (package / "within.py").write_text(WHOLE)
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    assert import_own(path).__module__ == "tools_of_ours.within"
+
+
+def test_what_is_installed_comes_before_the_current_folder(module):
+    (module.parent / "json.py").write_text("raise RuntimeError('not this one')")
+    with pytest.raises(UserError, match=r"json.* has no 'Tracker'"):
+        import_own("json.Tracker")
+    assert sys.path[-1] == os.getcwd()
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("our_tracker.Tracker", ["our_tracker cannot be imported: ModuleNotFoundError", "on PYTHONPATH or installed"]),
+        ("our_trackers.within.Tracker", ["our_trackers.within cannot be imported", "'our_trackers' is not a package"]),
+        ("our_trackers.Trackr", ["our_trackers.py has no 'Trackr'; did you mean 'Tracker'?"]),
+        ("our_trackers:Nothing", ["our_trackers.py has no 'Nothing'"]),
+        (
+            "our_trackers.Half",
+            ["our_trackers.Half is no tracker: it has no hyperparameters and no artifact and no finish"],
+        ),
+        ("our_trackers.number", ["our_trackers.number is no tracker"]),
+        ("sys.Tracker", ["sys has no 'Tracker'"]),
+        (".Tracker", ["cannot be imported"]),
+    ],
+)
+def test_what_is_wrong_is_told(module, path, expected):
+    with pytest.raises(UserError) as caught:
+        import_own(path)
+    assert str(caught.value).startswith("trainer.tracker: ")
+    for part in expected:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["raise RuntimeError('no licence')", "def :"])
+def test_a_module_that_raises_is_told_with_its_own_words(module, source):
+    (module.parent / "broken_tracker.py").write_text(source)
+    with pytest.raises(UserError, match=r"broken_tracker cannot be imported: (RuntimeError: no licence|SyntaxError: )"):
+        import_own("broken_tracker.Tracker")
+
+
+def test_a_run_gives_it_its_arguments_and_every_call(module, tmp_path):
+    config = OwnConfig(type="our_trackers.Tracker", arguments={"unit": "tokens"})
+    trackers = open_trackers([config], "logs/", "run-1", 5)
+    trackers.hyperparameters({"a": 1})
+    trackers.summary({"parameter_count": 7})
+    trackers.log({"train/loss": 0.5}, 6)
+    trackers.artifact("logs/run-1/code", "run-1-code", "code")
+    trackers.finish()
+
+    assert json.loads((tmp_path / "told.json").read_text()) == [
+        ["run-1", "logs/run-1", 5, "tokens"],
+        ["hyperparameters", {"a": 1}],
+        ["summary", {"parameter_count": 7}],
+        ["log", {"train/loss": 0.5}, 6],
+        ["artifact", "logs/run-1/code", "run-1-code", "code"],
+    ]
+
+
+def test_arguments_that_the_class_does_not_take_cost_only_this_tracker(module, tmp_path, caplog):
+    config = OwnConfig(type="our_trackers.Tracker", arguments={"colour": "red"})
+    trackers = open_trackers([config], "logs", "run-1", 0)
+    trackers.log({"train/loss": 0.5}, 1)
+    trackers.finish()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("tracker our_trackers.Tracker: TypeError: ")
+    assert "'colour'" in told
+    assert (tmp_path / "logs" / "run-1.metrics.jsonl").read_text() == '{"step": 1, "train/loss": 0.5}\n'
+
+
+@pytest.mark.end_to_end
+def test_a_class_that_is_not_there_ends_the_command_with_one_message(lmtrain, settings, write_config, tmp_path):
+    (tmp_path / "our_trackers.py").write_text(WHOLE)
+    settings["trainer"]["tracker"] = {"type": "our_trackers.Trackr"}
+    write_config(settings)
+    done = lmtrain("train", "tiny.yaml")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "our_trackers.py has no 'Trackr'; did you mean 'Tracker'?" in done.stderr.splitlines()[-1]

@@ -1,0 +1,159 @@
+"""Trackio: the real library, in processes of its own that reach no network; what it stored is read from its SQLite."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.tracking import trackio
+from lmtrain.tracking.config import TrackioConfig
+from lmtrain.tracking.open import open_trackers
+
+# Tracks as a run does, by `open_trackers`, what is given as [[metrics, step], ...]; then ends, or waits to be killed.
+RUN = """
+import json, socket, sys, time
+
+def refuse(*arguments, **keywords):
+    print("the network was asked for", *arguments, file=sys.stderr)
+    raise OSError("no network")
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+
+from lmtrain.tracking.config import TrackioConfig
+from lmtrain.tracking.open import open_trackers
+
+settings, restored, logs, ends = map(json.loads, sys.argv[1:])
+trackers = open_trackers([TrackioConfig(**settings)], "logs", "run-1", restored)
+trackers.hyperparameters({"model": {"hidden_dim": 32}, "note": None})
+trackers.summary({"parameter_count": 7})
+trackers.artifact("code", "run-1-code", "code")
+for metrics, step in logs:
+    trackers.log(metrics, step)
+if not ends:
+    time.sleep(600)
+trackers.finish()
+"""
+
+
+def start(folder, restored, logs, ends=True, **settings):
+    away = ("TRACKIO", "HF_", "HUGGING_FACE", "XDG")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(away)}
+    arguments = [settings, restored, logs, ends]
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, *map(json.dumps, arguments)],
+        cwd=folder,
+        env=kept | {"HOME": str(folder), "TRACKIO_DIR": str(folder / "stored")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def track(folder, restored, logs, **settings):
+    """A start of the run that goes to its end; returns all that it printed."""
+    process = start(folder, restored, logs, **settings)
+    told, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    return told
+
+
+def stored(folder, table, column, project="lmtrain"):
+    """The rows of a table as (run id, name of the run, step or None, what `column` holds)."""
+    path = folder / "stored" / f"{project}.db"
+    if not path.exists():
+        return []
+    step = "step" if table == "metrics" else "NULL"
+    connection = sqlite3.connect(path, timeout=60)
+    try:
+        rows = connection.execute(f"SELECT run_id, run_name, {step}, {column} FROM {table} ORDER BY id").fetchall()
+    except sqlite3.OperationalError:  # not made yet
+        return []
+    finally:
+        connection.close()
+    return [(*row[:3], json.loads(row[3])) for row in rows]
+
+
+def metrics(folder):
+    """(step, name, value) of all that is stored."""
+    rows = stored(folder, "metrics", "metrics")
+    return [(step, name, value) for _, _, step, found in rows for name, value in found.items()]
+
+
+def training(*steps):
+    return [({"train/loss": step / 4, "train/learning_rate": 0.5}, step) for step in steps]
+
+
+def expected(*steps):
+    return [(step, name, value) for found, step in training(*steps) for name, value in found.items()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that went to its end: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    logs = [*training(1, 2), ({"eval/loss": 3.5}, 2), *training(3)]
+    return folder, track(folder, 0, logs, group="g")
+
+
+def test_metrics_are_stored_at_their_steps(finished):
+    assert metrics(finished[0]) == [*expected(1, 2), (2, "eval/loss", 3.5), *expected(3)]
+
+
+def test_the_run_has_its_name_group_config_and_summary(finished):
+    ((_, name, _, config),) = stored(finished[0], "configs", "config")
+    assert name == "run-1"
+    assert config["model"] == {"hidden_dim": 32}
+    assert (config["parameter_count"], config["_Group"]) == (7, "g")
+
+
+def test_nothing_is_printed_and_no_network_is_asked_for(finished):
+    assert finished[1] == ""
+
+
+def test_nothing_is_written_but_below_the_folder_of_trackio_and_of_the_logs(finished):
+    assert {path.name for path in finished[0].iterdir()} == {"stored", "logs"}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A run that was killed when step 6 was stored, and went on from step 3: its folder, and what it printed then."""
+    folder = tmp_path_factory.mktemp("killed")
+    process = start(folder, 0, [*training(1, 2, 3), ({"eval/loss": 3.5}, 3), *training(4, 5, 6)], ends=False)
+    while (6, "train/loss", 1.5) not in metrics(folder):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    # killed within the evaluation of step 6, it has to do that step again, from the one that was saved
+    return folder, track(folder, 3, [*training(4, 5, 6), ({"eval/loss": 2.5}, 6), *training(7)])
+
+
+def test_after_a_kill_no_metric_of_a_step_is_stored_twice_and_none_is_missing(killed):
+    assert sorted(metrics(killed[0])) == sorted([*expected(*range(1, 8)), (3, "eval/loss", 3.5), (6, "eval/loss", 2.5)])
+
+
+def test_a_second_start_goes_on_in_the_same_run(killed):
+    assert len({row[0] for row in stored(killed[0], "metrics", "metrics")}) == 1
+    assert len(stored(killed[0], "configs", "config")) == 1
+    assert killed[1] == ""
+
+
+def test_another_run_of_the_project_does_not_meet_the_steps_of_the_first(finished):
+    folder = finished[0]
+    before = metrics(folder)
+    track(folder, 0, training(1, 2), name="another")
+    assert metrics(folder) == [*before, *expected(1, 2)]
+    assert [row[1] for row in stored(folder, "configs", "config")] == ["run-1", "another"]
+
+
+def test_without_the_library_a_run_is_refused_with_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(trackio.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'lmtrain\[trackio\]'"):
+        open_trackers([TrackioConfig()], str(tmp_path / "logs"), "run-1", 0)
