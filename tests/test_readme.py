@@ -45,6 +45,8 @@ def commands_about(word: str) -> list[str]:
 
 
 CHECKPOINTS = commands_about("lmtrain checkpoint")
+REPORT = commands_about("lmtrain report")
+DOCTOR = commands_about("lmtrain doctor")
 
 
 def run_as_written(folder, command: str, extra: list[str]) -> subprocess.CompletedProcess:
@@ -57,7 +59,9 @@ def run_as_written(folder, command: str, extra: list[str]) -> subprocess.Complet
 
 def test_every_command_is_run_by_one_of_these_tests():
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("lmtrain ")]
-    assert sorted(lines) == sorted(commands_about("my.yaml") + CHECKPOINTS + commands_about("continued.yaml"))
+    assert sorted(lines) == sorted(
+        commands_about("my.yaml") + CHECKPOINTS + REPORT + DOCTOR + commands_about("continued.yaml")
+    )
 
 
 @pytest.mark.long
@@ -87,8 +91,22 @@ def test_commands_on_own_text_run_as_written(own_text):
         run_as_written(tmp_path, command, [] if command.split()[1] == "tokenizer" else SMALL + SHORT)
     for command in CHECKPOINTS:
         assert "step-4" in run_as_written(tmp_path, command, []).stdout
+    for command in REPORT + DOCTOR:
+        run_as_written(tmp_path, command, [])
+    assert list((tmp_path / "logs").glob("my-*/report.html"))
     assert (tmp_path / "my_model" / "model.safetensors").exists()
     assert any(name.name.startswith("events.") for name in (tmp_path / "tblogs").rglob("*"))
+
+
+def test_the_program_in_python_trains_and_goes_on_as_written(own_text):
+    (own_text / "my_tokenizer").symlink_to(TOKENIZER)
+    (program,) = blocks("python")
+    (own_text / "own.py").write_text(program)
+    for told in ("saved ", "nothing to do: "):
+        done = subprocess.run([sys.executable, "own.py"], cwd=own_text, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert told in done.stderr
+        assert re.fullmatch(r"checkpoints/tiny_llama-\w+/step-20 \(1, \d+, 384\)\n", done.stdout), done.stdout
 
 
 def test_the_mixture_is_tokenized_as_written(tmp_path):

@@ -59,8 +59,6 @@ for the run's id. Older names still load, with a note: `trainer.wandb` (now `tra
 (now `train_batch_size`), `trainer.eval_per_device_parallelism` (now `per_device_eval_parallelism`),
 `model: {{gpt2: {{...}}}}` (now `model: {{type: gpt2, ...}}`).
 
-Settings marked with * are checked, but not in force yet in this version; using one is told.
-
 ## Settings
 """
 
@@ -109,6 +107,31 @@ Logical axes, for `fsdp_axis`, `tensor_parallel_axes` and the `axis_resources`:
 Axes of the mesh:
 
 {mesh}
+
+## From own text to a model of your own
+
+1. **Text.** JSON lines with a `text` key, a document a line, in files of some hundred MB: each becomes a shard, and shards
+   are tokenized side by side. Deduplicate and filter before; keep some documents apart for validation. `lmtrain
+   tokenizer train 'my_text/*.jsonl' --output my_tokenizer` learns a tokenizer, or `data.tokenizer` names one of the
+   hub. `lmtrain preprocess FILE` builds the cache ahead of training, and says how many tokens there are.
+2. **Size.** As a rule of thumb a model of N parameters wants 20 N tokens (Hoffmann et al. 2022), and for use rather
+   than for the lowest loss of the training alone many times that. Begin with a shipped config near the size, on a
+   hundredth of the steps.
+3. **Batch.** `train_batch_size * seq_len` of 0.25 to 0.5 M tokens an update suits models of 100 M to 1 B parameters,
+   1 to 4 M larger ones. `lmtrain plan FILE --devices N --device KIND` says whether a step fits; if not, first
+   `gradient_checkpointing`, then a smaller `per_device_parallelism`, which accumulates and changes nothing else.
+4. **Steps.** `num_train_steps = tokens / (train_batch_size * seq_len)`, or `epoch: 1` for one pass over what is there.
+   Schedules follow it. `warmup` of 1 to 2 % of the steps, `learning_rate` about 6e-4 at 100 M parameters and 3e-4 at
+   1 B with Adam; `lmtrain config show FILE --plot-lr lr.png` draws it.
+5. **Watching.** `train/loss` and `eval/loss` over the logarithm of the step: nearly a straight line once the learning
+   rate is warm, then slowly flatter. On plain axes a healthy run looks finished after a tenth of it. A loss that jumps
+   and stays wants a lower learning rate, or `optimizer.skip_bad_steps`; `grad/norm/total` that grows for thousands
+   of steps comes before it. `eval/bpb`, bits per byte, compares models with different tokenizers. `lmtrain report`
+   draws all of it.
+6. **Evaluating.** Every `steps_per_eval`, for every validation set; afterwards `lmtrain eval FILE`, also with
+   `--checkpoint` or `--hf`.
+7. **Exporting.** `lmtrain export-hf FILE --output my_model --verify`, and then
+   `AutoModelForCausalLM.from_pretrained("my_model")` anywhere.
 """
 
 
@@ -154,15 +177,13 @@ def _about(name: str) -> str:
 
 
 def _section(group: Group) -> str:
-    star = " *" if group.planned else ""
     rows = [_row(setting) for setting in group.settings]
     table = "\n".join(["| setting | meaning | type | default |", "| --- | --- | --- | --- |", *rows])
-    return f"### {group.title}{star}\n\n{_escape(group.doc)}\n\n{table}\n"
+    return f"### {group.title}\n\n{_escape(group.doc)}\n\n{table}\n"
 
 
 def _row(setting: Setting) -> str:
-    star = " *" if setting.planned else ""
-    cells = (f"`{setting.name}`{star}", _escape(setting.description), _escape(setting.type), f"`{setting.default}`")
+    cells = (f"`{setting.name}`", _escape(setting.description), _escape(setting.type), f"`{setting.default}`")
     return f"| {' | '.join(cells)} |"
 
 

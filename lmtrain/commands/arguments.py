@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from lmtrain.config.base import find_planned
 from lmtrain.config.describe import describe, format_settings
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Layer, Path, dotted
+from lmtrain.config.layers import Layer
 from lmtrain.config.load import Loaded, load_config
 from lmtrain.config.overrides import split_overrides
 from lmtrain.config.suggest import suggest_name
@@ -52,23 +51,6 @@ class Run:
     def config(self) -> RunConfig:
         return self.loaded.config
 
-    def notices(self) -> list[str]:
-        """What the user should know of the config, one line each."""
-        planned = [
-            f"{self._place(path)}: {self._name(path)} is checked, but not in force yet in this version"
-            for path in find_planned(self.config)
-        ]
-        return [*self.loaded.layer.notices, *planned]
-
-    def _place(self, path: Path) -> str:
-        return str(self.loaded.layer.origin_of(path) or self.loaded.path)
-
-    def _name(self, path: Path) -> str:
-        value: object = self.config
-        for part in path:
-            value = value[part] if isinstance(value, list) and isinstance(part, int) else getattr(value, str(part))
-        return f"{dotted(path)} {value}" if path[-1] in ("type", "id") else dotted(path)
-
 
 def parse_run(
     parser: Parser,
@@ -107,7 +89,7 @@ def parse_run(
     path = configs[0]
     loaded = load_config(RunConfig, path, overrides)
     run = Run(arguments, loaded, run_id(loaded.config, loaded.stem))
-    for notice in run.notices():
+    for notice in loaded.layer.notices:
         print(f"note: {notice}", file=sys.stderr)
     return run
 

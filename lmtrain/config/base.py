@@ -1,13 +1,11 @@
 """The base of every settings section: immutable, strict about names, documented field by field."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
-
-from lmtrain.config.layers import Path
 
 
 class Section(BaseModel):
@@ -74,23 +72,3 @@ def as_base(section: BaseModel, base: type[BaseModel]) -> BaseModel:
     defaults = {name: field.get_default(call_default_factory=True) for name, field in base.model_fields.items()}
     given = {n: v for n, v in values.items() if n in section.model_fields_set or v != defaults[n]}
     return base.model_validate(given)
-
-
-def planned(default: Any, *, description: str, **constraints: Any) -> Any:
-    """A setting that is checked like any other, but not in force yet; using it is told (see `find_planned`)."""
-    return Field(default, description=description, json_schema_extra={"planned": True}, **constraints)
-
-
-def find_planned(section: BaseModel, at: Path = ()) -> Iterator[Path]:
-    """The settings and sections below `section` that are not in force yet, and are used: not as by default."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra.get("planned"):
-            if value != field.get_default(call_default_factory=True):
-                yield (*at, name)
-            continue
-        members = enumerate(value) if isinstance(value, list | tuple) else [(None, value)]
-        for index, member in members:
-            if isinstance(member, BaseModel):
-                yield from find_planned(member, (*at, name) if index is None else (*at, name, index))

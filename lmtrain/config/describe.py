@@ -24,7 +24,6 @@ class Setting:
     type: str
     default: str
     description: str
-    planned: bool
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ class Group:
     section: str
     kind: str | None
     doc: str
-    planned: bool
     settings: list[Setting]
 
     @property
@@ -47,29 +45,26 @@ class Group:
 def describe(model: type[BaseModel], at: str = "") -> list[Group]:
     """All groups below `model`; what several kinds of a section share comes once, before what each has of its own."""
     groups: dict[tuple[str, type], Group] = {}
-    for key, group in _groups(model, at, None, False):
+    for key, group in _groups(model, at, None):
         groups.setdefault(key, group)
     return [group for group in groups.values() if group.settings]
 
 
 def format_settings(groups: list[Group]) -> str:
-    """The groups as text for a terminal; `*` marks what is not in force yet."""
-    lines = ["settings, as --section.field VALUE or in a file (* checked, but not in force yet in this version):"]
+    """The groups as text for a terminal."""
+    lines = ["settings, as --section.field VALUE or in a file:"]
     for group in groups:
         lines += ["", f"{group.title}: {group.doc}"]
         lines += [
-            f"  --{setting.name}{' *' if setting.planned or group.planned else ''}\n"
-            f"        {setting.description}\n        {setting.type}, default {setting.default}"
+            f"  --{setting.name}\n        {setting.description}\n        {setting.type}, default {setting.default}"
             for setting in group.settings
         ]
     return "\n".join(lines) + "\n"
 
 
-def _groups(
-    model: type[BaseModel], at: str, kind: str | None, planned: bool
-) -> Iterator[tuple[tuple[str, type], Group]]:
+def _groups(model: type[BaseModel], at: str, kind: str | None) -> Iterator[tuple[tuple[str, type], Group]]:
     by_class: dict[type, list[Setting]] = {}
-    below: list[tuple[str, type[BaseModel], bool]] = []
+    below: list[tuple[str, type[BaseModel]]] = []
     for name, field in model.model_fields.items():
         path = f"{at}.{name}" if at else name
         sections = sections_of(field.annotation)
@@ -78,12 +73,12 @@ def _groups(
         if not sections or not _only_sections(field.annotation):
             by_class.setdefault(_defined_in(model, name), []).append(_setting(path, field))
         listed = "[]" if _is_list(field.annotation) else ".<name>" if _is_map(field.annotation) else ""
-        below += [(path + listed, section, planned or _is_planned(field)) for section in sections]
+        below += [(path + listed, section) for section in sections]
     for cls, settings in by_class.items():
         own = kind if cls is model else None
-        yield (at, cls), Group(at, own, _doc(cls), planned, settings)
-    for path, section, also in below:
-        yield from _groups(section, path, _kind(section), also)
+        yield (at, cls), Group(at, own, _doc(cls), settings)
+    for path, section in below:
+        yield from _groups(section, path, _kind(section))
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
@@ -130,12 +125,7 @@ def _without_defaults(section: BaseModel) -> dict[str, Any]:
 
 def _setting(path: str, field: FieldInfo) -> Setting:
     default = "required" if field.is_required() else written(field.get_default(call_default_factory=True))
-    return Setting(path, type_name(field.annotation), default, field.description or "", _is_planned(field))
-
-
-def _is_planned(field: FieldInfo) -> bool:
-    extra = field.json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("planned"))
+    return Setting(path, type_name(field.annotation), default, field.description or "")
 
 
 def _defined_in(model: type[BaseModel], name: str) -> type:

@@ -21,7 +21,10 @@ class RunFiles:
 
 
 def find_run(name: str, log_dir: str) -> RunFiles:
-    """`name` is a metrics.jsonl, `<log_dir>/<run_id>`, or a run id. Raises `UserError` that says what there is."""
+    """`name` is a metrics.jsonl, `<log_dir>/<run_id>`, a run id, or the beginning of only one.
+
+    Raises `UserError` that says what there is.
+    """
     if "://" in name:
         raise UserError(f"{name}: a report is made of local files; copy <run id>{_ENDING} and <run id>/ here first")
     log_dir = os.path.expanduser(log_dir)
@@ -29,6 +32,10 @@ def find_run(name: str, log_dir: str) -> RunFiles:
     for path in (base, f"{base}{_ENDING}", f"{os.path.abspath(base)}{_ENDING}", os.path.join(log_dir, base + _ENDING)):
         if os.path.isfile(path):
             return _files(path)
+    folder = os.path.dirname(base) or log_dir
+    begin_so = [run for run in _ids(folder) if run.startswith(os.path.basename(base))]
+    if len(begin_so) == 1:
+        return _files(os.path.join(folder, begin_so[0] + _ENDING))
     raise UserError(_unknown(name, base, log_dir))
 
 

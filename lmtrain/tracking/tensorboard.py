@@ -6,6 +6,9 @@ from typing import Any
 
 import yaml
 
+# What a run that is killed may lose, of what comes before its last checkpoint too.
+_FLUSH_SECONDS = 10
+
 
 class TensorboardTracker:
     """Writes to `logdir`. After a restart at `step`, TensorBoard forgets what was logged for later steps."""
@@ -15,7 +18,8 @@ class TensorboardTracker:
 
         # event files are named by second and host: two starts within one second would share a file
         suffix = f".{os.getpid()}"
-        self._writer = SummaryWriter(logdir, purge_step=step + 1 if step else None, filename_suffix=suffix)
+        purge_step = step + 1 if step else None
+        self._writer = SummaryWriter(logdir, purge_step=purge_step, filename_suffix=suffix, flush_secs=_FLUSH_SECONDS)
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(dict(config), sort_keys=False)}```")

@@ -91,16 +91,13 @@ def test_a_flag_may_name_the_config_and_flags_of_the_references_programs_are_set
     assert (run.config.trainer.ray.address, run.config.trainer.ray.start_workers) == ("auto", False)
 
 
-def test_what_is_not_in_force_yet_is_told_with_its_place(parse, capsys):
-    run = parse("tiny.yaml", "--trainer.tracker", "{type: wandb, save_xla_dumps: true, save_code: false}")
+def test_what_a_layer_says_is_told_before_anything_happens(parse, capsys):
+    run = parse("tiny.yaml", "--trainer.batch_size", "2")
     told = capsys.readouterr().err.splitlines()
-    assert told == [f"note: {notice}" for notice in run.notices()]
-    assert sorted(told) == [
-        f"note: --trainer.tracker: trainer.tracker[0].{name} is checked, but not in force yet in this version"
-        for name in ("save_code", "save_xla_dumps")
-    ]
+    assert told == [f"note: {notice}" for notice in run.loaded.layer.notices]
+    assert told == ["note: --trainer.batch_size: trainer.batch_size is now called trainer.train_batch_size"]
 
 
-def test_the_config_of_tests_uses_nothing_that_is_not_in_force(parse, capsys):
+def test_of_a_config_in_todays_words_nothing_is_told(parse, capsys):
     parse("tiny.yaml")
     assert capsys.readouterr().err == ""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from lmtrain.config.base import Section, planned
+from lmtrain.config.base import Section
 from lmtrain.config.describe import describe, format_settings, type_name, written
 from lmtrain.run_config import RunConfig
 
@@ -38,7 +38,7 @@ class Whole(Section):
     """All of it."""
 
     name: str | None = Field(None, description="What it is called")
-    later: float = planned(0.5, description="What is to come")
+    later: float = Field(0.5, description="What is to come")
     side: Left | Right = Field(Left(), description="One of two")
     parts: list[Small] = Field([Small(size=2)], description="Several parts")
     named: dict[str, Small] = Field({}, description="Parts with names")
@@ -60,10 +60,10 @@ def test_settings_stand_below_the_section_they_are_described_at():
 
 def test_the_terminals_list_is_this():
     assert format_settings(describe(Whole)) == (
-        "settings, as --section.field VALUE or in a file (* checked, but not in force yet in this version):\n"
+        "settings, as --section.field VALUE or in a file:\n"
         "\ntop level: All of it.\n"
         "  --name\n        What it is called\n        text | null, default null\n"
-        "  --later *\n        What is to come\n        float, default 0.5\n"
+        "  --later\n        What is to come\n        float, default 0.5\n"
         "  --parts\n        Several parts\n        list of map, default [{size: 2}]\n"
         "  --named\n        Parts with names\n        map of text to map, default {}\n"
         "\nside (type: left): The left kind.\n"
@@ -80,13 +80,6 @@ def test_the_terminals_list_is_this():
 def test_each_setting_of_a_class_comes_once_at_each_place():
     described = [(group.doc, setting.name) for group in GROUPS for setting in group.settings]
     assert not [key for key, count in Counter(described).items() if count > 1]
-
-
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.title)
-def test_the_mark_stands_at_what_is_planned_and_nowhere_else(group):
-    lines = [line for line in format_settings([group]).splitlines() if line.startswith("  --")]
-    marked = [group.planned or setting.planned for setting in group.settings]
-    assert [line.endswith(" *") for line in lines] == marked
 
 
 @pytest.mark.parametrize(

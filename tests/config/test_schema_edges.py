@@ -22,6 +22,8 @@ SECTIONS = [
     "trainer.ray",
     "trainer.distributed",
     "trainer.model_averaging",
+    "trainer.profiler",
+    "trainer.watch",
     "optimizer.skip_bad_steps",
 ]
 

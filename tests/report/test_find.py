@@ -40,7 +40,7 @@ def test_the_folder_of_logs_can_be_another(logs, tmp_path):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("gpt2_nano", "no run gpt2_nano; did you mean 'gpt2_nano-b2e784'?"),
+        ("gpt3_nano-b2e784", "no run gpt3_nano-b2e784; did you mean 'gpt2_nano-b2e784'?"),
         ("logs/llama-2", "did you mean 'llama-1'?"),
         ("zzz", "no run zzz; in logs/ there are: gpt2_nano-b2e784, llama-1, two.5"),
         ("logs", "in logs there are: gpt2_nano-b2e784, llama-1, two.5"),
@@ -52,6 +52,17 @@ def test_a_run_that_is_not_there_is_told_with_those_that_are(logs, name, told):
     with pytest.raises(UserError) as error:
         find_run(name, "logs/")
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["gpt2_nano", "g", "logs/gpt2"])
+def test_the_beginning_of_only_one_is_enough(logs, name):
+    assert find_run(name, "logs/").id == "gpt2_nano-b2e784"
+
+
+def test_the_beginning_of_two_is_not(logs):
+    write_log(logs, "gpt2_nano-ffffff", training(1))
+    with pytest.raises(UserError, match="did you mean 'gpt2_nano-"):
+        find_run("gpt2_nano", "logs/")
 
 
 def test_of_very_many_runs_the_newest_are_listed(logs):

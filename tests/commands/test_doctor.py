@@ -1,0 +1,18 @@
+"""`lmtrain doctor` as a user runs it."""
+
+
+def test_a_machine_that_is_well_exits_with_0_and_each_line_says_how_it_is(lmtrain, tmp_path):
+    done = lmtrain("doctor", tmp_path / "checkpoints")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert last == "a run can begin here"
+    assert {line.split()[0] for line in lines} <= {"ok", "note", "->"}
+    assert any(line.startswith(f"ok   storage      {tmp_path}/checkpoints: written") for line in lines)
+    assert done.stderr == ""
+
+
+def test_a_place_that_cannot_be_used_exits_with_1(lmtrain):
+    done = lmtrain("doctor", "/proc/nothing")
+    assert done.returncode == 1
+    assert "BAD  storage      /proc/nothing: " in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 would stop a run"

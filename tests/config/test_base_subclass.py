@@ -1,0 +1,60 @@
+"""Configs subclassed in Python: a run is known by its values, whatever class gave them."""
+
+import pytest
+from pydantic import Field, ValidationError
+
+from lmtrain.data.config import DataConfig
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.run_config import RunConfig, identity, resolved, run_id
+
+SIZES = {"hidden_dim": 64, "num_heads": 4, "num_layers": 2, "intermediate_dim": 128}
+
+
+class Small(LlamaConfig):
+    """Other defaults."""
+
+    hidden_dim: int = 64
+    num_heads: int = 4
+    num_layers: int = 2
+    intermediate_dim: int = Field(128, ge=64)
+
+
+class Own(LlamaConfig):
+    """A setting that nothing reads."""
+
+    temperature: float = 1.0
+
+
+class Bytes(DataConfig):
+    """Another default of a section that has no kinds."""
+
+    tokenizer: str = "byte"
+
+
+def test_other_defaults_make_the_same_run_as_the_same_values_written_out():
+    subclassed, plain = RunConfig(model=Small(seq_len=128)), RunConfig(model=LlamaConfig(seq_len=128, **SIZES))
+    assert subclassed == plain
+    assert type(subclassed.model) is LlamaConfig
+    assert identity(subclassed) == identity(plain)
+    assert identity(plain)["model"]["hidden_dim"] == 64
+    assert (resolved(subclassed), run_id(subclassed, "a")) == (resolved(plain), run_id(plain, "a"))
+
+
+def test_what_was_given_is_known_as_given_and_no_more():
+    model = RunConfig(model=Small(seq_len=128)).model
+    assert model.model_fields_set == {"seq_len", *SIZES}
+
+
+def test_sections_without_kinds_too():
+    config = RunConfig(data=Bytes())
+    assert (type(config.data), config.data.tokenizer) == (DataConfig, "byte")
+
+
+def test_a_setting_of_the_subclass_that_nothing_would_read_is_refused():
+    with pytest.raises(ValidationError, match=r"Own has temperature, which nothing that LlamaConfig is for would read"):
+        RunConfig(model=Own())
+
+
+def test_constraints_of_the_base_hold():
+    with pytest.raises(ValidationError, match="does not divide hidden_dim"):
+        RunConfig(model=Small(num_heads=7))

@@ -1,0 +1,86 @@
+"""Devices as the doctor sees them: with tools and answers that play other machines, and JAX's real answer here."""
+
+import pytest
+
+from lmtrain.doctor import devices
+from lmtrain.doctor.devices import look_at_devices
+from lmtrain.doctor.finding import State
+
+H100 = {"backend": "gpu", "kind": "NVIDIA H100 80GB HBM3", "count": 8, "memory": 80 << 30, "right": True}
+CPU = {"backend": "cpu", "kind": "cpu", "count": 1, "memory": None, "right": True}
+
+
+@pytest.fixture
+def play(monkeypatch, tmp_path):
+    """`play(nvidia=..., jax=...)`: what nvidia-smi prints (None: there is none), and what JAX answers."""
+
+    def set_up(nvidia: str | None, jax: dict | str, code: int = 0) -> list:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        if nvidia is not None:
+            tool = folder / "nvidia-smi"
+            tool.write_text(f"#!/bin/sh\ncat <<'END'\n{nvidia}\nEND\nexit {code}\n")
+            tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin" if nvidia is not None else str(folder))
+        monkeypatch.setattr(devices, "_ask_jax", lambda: jax)
+        monkeypatch.setattr(devices, "glob", lambda pattern: [])
+        return list(look_at_devices())
+
+    return set_up
+
+
+def test_the_device_of_this_machine_computes():
+    found = list(look_at_devices())
+    assert [(finding.what, finding.state) for finding in found] == [("devices", State.OK), ("peak", State.NOTE)]
+    assert "x cpu (cpu)" in found[0].seen
+
+
+def test_a_machine_with_gpus_that_jax_uses(play):
+    found = play("NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06\n" * 8, H100)
+    assert [finding.state for finding in found] == [State.OK] * 3
+    assert found[0].seen == "8 x NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"
+    assert found[1].seen == "8 x NVIDIA H100 80GB HBM3 (gpu, 80.0 GiB each)"
+    assert found[2].seen.startswith("989 TFLOP/s")
+
+
+@pytest.mark.parametrize(("platforms", "mend"), [("", "lmtrain[cuda12]"), ("cpu", "unset JAX_PLATFORMS, which is cpu")])
+def test_a_gpu_that_jax_does_not_use_is_bad(play, monkeypatch, platforms, mend):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    _, finding = play("NVIDIA A100, 40960 MiB, 535.1", CPU)
+    assert finding.state is State.BAD
+    assert mend in finding.mend
+
+
+def test_a_driver_that_fails_is_bad(play):
+    finding = play("Failed to initialize NVML: Driver/library version mismatch", CPU, code=18)[0]
+    assert finding.state is State.BAD
+    assert finding.seen == "Failed to initialize NVML: Driver/library version mismatch"
+
+
+def test_a_tpu_that_jax_does_not_use_is_bad(play, monkeypatch):
+    monkeypatch.setattr(devices, "_has", lambda package: package == "libtpu")
+    (finding,) = play(None, CPU)
+    assert finding.state is State.BAD
+    assert "lmtrain[tpu]" in finding.mend
+
+
+def test_jax_without_an_answer_is_bad(play):
+    (finding,) = play(None, "no answer within 120 s")
+    assert (finding.state, finding.seen) == (State.BAD, "JAX finds none: no answer within 120 s")
+
+
+def test_a_device_that_computes_wrongly_is_bad(play):
+    (finding,) = play(None, H100 | {"right": False})
+    assert finding.state is State.BAD
+    assert "wrong" in finding.seen
+
+
+def test_a_process_that_does_not_answer_is_ended(monkeypatch):
+    monkeypatch.setattr(devices, "_ASK", "import time; time.sleep(600)")
+    monkeypatch.setattr(devices, "_SECONDS", 0.2)
+    assert devices._ask_jax() == "no answer within 0 s"
+
+
+def test_what_jax_says_last_is_told(monkeypatch):
+    monkeypatch.setattr(devices, "_ASK", "raise RuntimeError('no backend')")
+    assert devices._ask_jax() == "RuntimeError: no backend"

@@ -1,0 +1,73 @@
+"""The host as the doctor sees it: each limit that would stop a run is BAD or noted, with the way to mend it."""
+
+import resource
+
+import pytest
+
+from lmtrain.doctor import machine
+from lmtrain.doctor.finding import Finding, State
+from lmtrain.doctor.machine import look_at_machine
+
+
+def look() -> dict[str, Finding]:
+    return {finding.what: finding for finding in look_at_machine()}
+
+
+def test_here_nothing_is_bad_and_versions_are_those_installed():
+    found = look()
+    assert [finding for finding in found.values() if finding.state is State.BAD] == []
+    import jax
+
+    assert f"jax {jax.__version__}" in found["libraries"].seen
+    assert "cores" in found["host"].seen
+    assert "memory free" in found["host"].seen
+
+
+@pytest.mark.parametrize(("found", "told"), [(None, "flax is missing"), ("0.0.1", "flax is 0.0.1, needed is >=")])
+def test_a_library_that_is_missing_or_too_old_is_bad(monkeypatch, found, told):
+    real = machine._version
+    monkeypatch.setattr(machine, "_version", lambda name: found if name == "flax" else real(name))
+    libraries = look()["libraries"]
+    assert libraries.state is State.BAD
+    assert told in libraries.seen
+    assert "pip install" in libraries.mend
+
+
+def test_libraries_of_extras_are_not_missed(monkeypatch):
+    real = machine._version
+    monkeypatch.setattr(machine, "_version", lambda name: None if name in ("ray", "torch", "trackio") else real(name))
+    assert look()["libraries"].state is State.OK
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "what", "state"),
+    [
+        (resource.RLIMIT_NOFILE, (256, 4096), "open files", State.NOTE),
+        (resource.RLIMIT_NOFILE, (4096, 4096), "open files", State.OK),
+        (resource.RLIMIT_NOFILE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), "open files", State.OK),
+        (resource.RLIMIT_FSIZE, (1 << 20, 1 << 20), "file size", State.BAD),
+    ],
+)
+def test_limits_of_the_system(monkeypatch, limit, value, what, state):
+    real = resource.getrlimit
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: value if kind == limit else real(kind))
+    finding = look()[what]
+    assert finding.state is state
+    assert bool(finding.mend) == (state is not State.OK)
+
+
+def test_a_full_disk_is_noted(monkeypatch):
+    usage = machine.shutil.disk_usage("/")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert look()["disk"].state is State.NOTE
+
+
+@pytest.mark.parametrize(
+    ("finding", "lines"),
+    [
+        (Finding("disk", "all there"), ["ok   disk         all there"]),
+        (Finding("disk", "full", State.BAD, "delete"), ["BAD  disk         full", "                  -> delete"]),
+    ],
+)
+def test_a_finding_is_one_line_and_one_with_the_way_to_mend_it(finding, lines):
+    assert finding.lines() == lines

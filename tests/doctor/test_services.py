@@ -1,0 +1,104 @@
+"""Places and services: real files, a real server on this machine, and no token in anything that is said."""
+
+import http.server
+import os
+import threading
+
+import fsspec
+import pytest
+
+from lmtrain.doctor import services
+from lmtrain.doctor.finding import State
+from lmtrain.doctor.services import look_at_place, look_at_services
+
+SECRET = "s3cr3t" * 7
+
+
+def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
+    finding = look_at_place(str(tmp_path / "new"))
+    assert finding.state is State.OK
+    assert "written, listed, read and deleted" in finding.seen
+    assert os.listdir(tmp_path / "new") == []
+
+
+def test_a_bucket_is_tried_and_left_as_it_was():
+    assert look_at_place("memory://doctor/place").state is State.OK
+    assert fsspec.filesystem("memory").find("doctor") == []
+
+
+def test_a_file_is_read(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    finding = look_at_place(str(tmp_path / "config.yaml"))
+    assert finding.seen.startswith(f"{tmp_path}/config.yaml: a file of 5 B, read in ")
+
+
+@pytest.mark.parametrize("place", ["nosuch://x", "/proc/nothing/here", "/dev/null/x"])
+def test_a_place_that_cannot_be_written_is_bad(place):
+    finding = look_at_place(place)
+    assert finding.state is State.BAD
+    assert place in finding.seen
+
+
+def test_a_store_that_gives_back_something_else_is_bad(monkeypatch, tmp_path):
+    monkeypatch.setattr(services, "read_bytes", lambda path: b"")
+    finding = look_at_place(str(tmp_path))
+    assert finding.state is State.BAD
+    assert "what was written is not what is read" in finding.seen
+
+
+@pytest.fixture
+def server():
+    """A server that answers everything with 404; its address."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{found.server_port}"
+        found.shutdown()
+
+
+@pytest.fixture
+def wandb(monkeypatch, tmp_path):
+    """`wandb(NAME=value)`: what is found with these variables, and a home of its own."""
+
+    def look(**environment):
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return next(finding for finding in look_at_services() if finding.what == "wandb")
+
+    return look
+
+
+def test_wandb_without_a_key_is_noted(wandb):
+    assert wandb().seen == "no API key: runs log offline"
+
+
+def test_wandb_with_a_key_and_a_server_that_answers_is_well(wandb, server):
+    finding = wandb(WANDB_API_KEY=SECRET, WANDB_BASE_URL=server)
+    assert (finding.state, finding.seen) == (State.OK, f"a key is there, {server} answers")
+    assert SECRET not in "".join(finding.lines())
+
+
+def test_wandb_that_cannot_be_reached_is_noted(wandb):
+    finding = wandb(WANDB_API_KEY=SECRET, WANDB_BASE_URL="http://127.0.0.1:9")
+    assert finding.state is State.NOTE
+    assert "cannot be reached" in finding.seen
+    assert SECRET not in "".join(finding.lines())
+
+
+def test_wandb_that_is_switched_off_is_noted(wandb):
+    assert wandb(WANDB_MODE="disabled").seen == "WANDB_MODE is disabled"
+
+
+def test_an_offline_hub_is_noted():
+    hub = next(finding for finding in look_at_services() if finding.what == "hub")
+    assert (hub.state, hub.seen) == (State.NOTE, "offline: HF_HUB_OFFLINE is set")
