@@ -80,7 +80,9 @@ def test_loss_and_every_gradient_agree(in_torch, name):
         assert np.abs(gradient - other).max() < 1e-4 * max(1, np.abs(other).max()), name
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-grouped", "llama-yarn", "mistral", "qwen3", "olmo2", "mpt-6-heads"])
+@pytest.mark.parametrize(
+    "name", some_now(["gpt2", "llama-grouped", "llama-yarn", "mistral", "qwen3", "olmo2", "mpt-6-heads"])
+)
 def test_extending_a_cache_equals_the_full_forward(name):
     variant = make(name)
     params = {"params": variant.params}

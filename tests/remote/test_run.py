@@ -12,7 +12,8 @@ from conftest import TRAIN_FILES, VALIDATION_FILES
 FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("gs", marks=pytest.mark.long), "s3"], indirect=True)
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["gs", "s3"], indirect=True)
 def test_a_run_with_config_text_cache_and_checkpoints_in_a_bucket(store, settings, lmtrain, tmp_path):
     for path in (*TRAIN_FILES, *VALIDATION_FILES):
         with open(path, "rb") as file:
