@@ -27,6 +27,7 @@ from lmtrain.runtime.logging import log, start_console_log, start_file_log
 from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
+from lmtrain.tracking.open import check_trackers
 
 
 def run(argv: list[str]) -> int:
@@ -63,6 +64,8 @@ def train_config(config: RunConfig, name: str = "python") -> TrainedModel:
 def _run(run: Run, processes: Processes, began: float) -> int:
     run = resolve_hf(run)
     config = run.config
+    if processes.is_first:
+        check_trackers(config.trainer.tracker)
     if config.hf_upload is not None and processes.is_first:
         check_upload(config.hf_upload)
     log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {_checkpoints(run)})")

@@ -1,6 +1,7 @@
 """The live view of a training run on a terminal: a few lines that are drawn again and again below the log."""
 
 import math
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class LiveView:
             get_renderable=self.render,
             refresh_per_second=_DRAWS_PER_SECOND,
             transient=False,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
         )
 
     def __enter__(self) -> "LiveView":

@@ -94,7 +94,12 @@ class BackgroundTracker:
                 self._busy_since = None
                 verb, arguments = self._calls.get()
                 self._busy_since = time.monotonic()
-                getattr(tracker, verb)(*arguments)
+                try:
+                    getattr(tracker, verb)(*arguments)
+                except Exception as error:
+                    if verb != "artifact":
+                        raise
+                    log.warning(f"tracker {self._name}: {arguments[0]} is not kept there: {error}")
         except BaseException as error:  # a library's sys.exit too, which would end this thread without a word
             self._failed = True
             # whatever a tracker's library raises, training goes on; the metrics are in the JSON log

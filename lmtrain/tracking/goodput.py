@@ -133,9 +133,15 @@ def read_attempts(path: str) -> list[Attempt]:
     """The entries of a ledger, the oldest first; none if there is no ledger, or none that can be read."""
     try:
         with open(path, encoding="utf-8") as file:
-            return [Attempt(**entry) for entry in json.load(file)["attempts"]]
-    except (OSError, ValueError, KeyError, TypeError):
+            return [_attempt(entry) for entry in json.load(file)["attempts"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
+
+
+def _attempt(entry: Mapping[str, Any]) -> Attempt:
+    seconds = {str(kind): float(value) for kind, value in entry["seconds"].items()}
+    times = float(entry["started"]), float(entry["updated"])
+    return Attempt(*times, int(entry["first_step"]), int(entry["last_step"]), seconds, dict(entry["facts"]))
 
 
 def total_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:

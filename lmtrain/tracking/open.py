@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lmtrain.config.errors import UserError
 from lmtrain.runtime.run_path import run_path
 from lmtrain.tracking.background import BackgroundTracker
 from lmtrain.tracking.config import OwnConfig, TensorboardConfig, TrackerConfig, TrackioConfig, WandbConfig
 from lmtrain.tracking.json_log import JsonLog
+from lmtrain.tracking.keep import xla_dump_folder
 from lmtrain.tracking.own import import_own
 from lmtrain.tracking.tensorboard import TensorboardTracker
 from lmtrain.tracking.tracker import Tracker
@@ -49,14 +51,30 @@ class Trackers:
 def open_trackers(configs: Sequence[TrackerConfig], log_dir: str, run: str, step: int) -> Trackers:
     """Open all for a run that has `step` updates behind it. Those that are slow to start do so in the background.
 
-    Raises `UserError` for a tracker of the user's own that cannot be imported.
+    Raises `UserError` for one's own tracker that cannot be imported, and for a log that cannot be written.
     """
     others = []
     for config in configs:
         opener = _opener(config, log_dir, run, step)
         if opener is not None:
             others.append(BackgroundTracker(config.type, opener))
-    return Trackers(JsonLog(f"{log_dir.rstrip('/')}/{run}.metrics.jsonl", step), others)
+    path = f"{log_dir.rstrip('/')}/{run}.metrics.jsonl"
+    try:
+        return Trackers(JsonLog(path, step), others)
+    except OSError as error:
+        raise UserError(f"trainer.log_dir: {path} cannot be written: {error.strerror or error}") from None
+
+
+def check_trackers(configs: Sequence[TrackerConfig]) -> None:
+    """Raise `UserError` for trackers that cannot work here: their libraries, one's own, XLA's dumps."""
+    for config in configs:
+        match config:
+            case TrackioConfig():
+                check_installed()
+            case OwnConfig():
+                import_own(config.type)
+            case WandbConfig(save_xla_dumps=True):
+                xla_dump_folder()
 
 
 def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callable[[], Tracker] | None:
@@ -66,7 +84,6 @@ def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callabl
     if isinstance(config, WandbConfig):
         return lambda: WandbTracker(config, run, log_dir)
     if isinstance(config, TrackioConfig):
-        check_installed()
         return lambda: TrackioTracker(config, run)
     if isinstance(config, OwnConfig):
         own = import_own(config.type)

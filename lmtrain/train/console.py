@@ -1,5 +1,6 @@
 """What a run says of its progress: a live view on a terminal, a plain line every few seconds elsewhere."""
 
+import os
 import sys
 from dataclasses import replace
 from types import TracebackType
@@ -14,7 +15,9 @@ class Console:
     def __init__(self, title: str, total: int, start: int, is_first: bool):
         self._total = total
         self._shown: Shown | None = None
-        self._view = LiveView(title, total, start) if is_first and sys.stderr.isatty() else None
+        # a terminal that cannot move its cursor would show nothing of a view until the end
+        draws = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._view = LiveView(title, total, start) if is_first and draws else None
         self._lines = Progress("train", total, start, quiet=not is_first, bar=False)
 
     def __enter__(self) -> "Console":

@@ -37,6 +37,7 @@ def layout_table(model: LanguageModel, layout: Layout, dtype: str) -> list[str]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         rows.append(_Row(name, ", ".join(dims), math.prod(box.value.shape), format_bytes(size)))
     lines: list[str] = make_table(rows).splitlines()
+    lines[1] = lines[1].replace("_", " ")  # headings are names of fields
     return lines
 
 

@@ -72,7 +72,8 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                 exporting = exporter is not None and exporter.due(done, last)
                 pauses = evaluating or kind is not None or exporting or profiler.is_last_step
                 if pauses:
-                    reporter.report()  # waits for this step: its loss is checked before anything is saved
+                    # waits for this step: its loss is checked before anything is saved
+                    reporter.report(ends=last or granted.stop)
                 with throughput.hooks:
                     if profiler.is_last_step:
                         _end_profile(setup, profiler)
@@ -132,7 +133,7 @@ def _end_profile(setup: Setup, profiler: Profiler) -> None:
 
 def _stop_without_data(setup: Setup, state: TrainState, done: int, reporter: Reporter) -> None:
     """Save what was trained, unless others would have to: they may not have been told to stop."""
-    reporter.report()
+    reporter.report(ends=True)
     if setup.processes.count > 1:
         log.warning("stopped while waiting for data: the last checkpoint is where the run goes on")
     elif done > setup.first_step:

@@ -49,13 +49,17 @@ class Reporter:
         self._extra: dict[str, float] = {}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._reported = 0
+        self._ledger_at = setup.first_step  # the last step with figures of the ledger: no step has them twice
 
     def add(self, metrics: dict[str, float]) -> None:
         """Metrics to go with those of the next step that is reported."""
         self._extra |= metrics
 
-    def report(self, keep: tuple[int, Any] | None = None) -> None:
-        """Report the step that is waiting, and let `keep` wait in its place. Raises `DivergedError`."""
+    def report(self, keep: tuple[int, Any] | None = None, ends: bool = False) -> None:
+        """Report the step that is waiting, and let `keep` wait in its place. Raises `DivergedError`.
+
+        `ends` says that `report_end` will be called of the same step.
+        """
         waiting, self._waiting = self._waiting, keep
         if waiting is None:
             return
@@ -69,11 +73,12 @@ class Reporter:
         self._agreement.learn(step, metrics)
         metrics |= self._throughput.step_done(sizes.at(step - 1), sizes.before(step))
         with self._throughput.hooks:
+            ledger = self._setup.ledger.step_done(step)
+            if ledger and not ends:
+                self._ledger_at = step
+                metrics |= ledger | memory_in_use(jax.local_devices())
             extra, self._extra = self._extra, {}
             self._setup.trackers.log(metrics | extra, step)
-            ledger = self._setup.ledger.step_done(step)
-            if ledger:  # with the next step: if this is the last one, `report_end` has them, and nothing is there twice
-                self.add(ledger | memory_in_use(jax.local_devices()))
             self._check(step, metrics["train/loss"])
             self._show(step, metrics)
 
@@ -86,9 +91,8 @@ class Reporter:
     def report_end(self, step: int) -> None:
         """The last figures of the ledger and of memory, after `step` updates; none if nothing was trained."""
         self._setup.ledger.write()
-        if not self._reported:
-            return
-        self._setup.trackers.log(self._setup.ledger.metrics() | memory_in_use(jax.local_devices()), step)
+        if step > self._ledger_at:
+            self._setup.trackers.log(self._setup.ledger.metrics() | memory_in_use(jax.local_devices()), step)
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
         checkpointer = self._setup.checkpointer

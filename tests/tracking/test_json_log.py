@@ -129,7 +129,7 @@ import contextlib, json, logging, os, resource, sys
 from lmtrain.tracking.json_log import JsonLog
 
 logging.basicConfig(format="%(message)s")
-folder, by_limit, room_again = sys.argv[1], sys.argv[2] == "limit", sys.argv[3] == "True"
+folder, by_limit, room_again = sys.argv[1], sys.argv[2] == "limit", sys.argv[3]
 path, ballast = os.path.join(folder, "run.metrics.jsonl"), os.path.join(folder, "ballast")
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -159,10 +159,12 @@ for step in range(2, 302):
     log.sync()
     if step % 100 == 0:
         say()
-if room_again:
+if room_again == "while it trains":
     give()
     log.log({"train/loss": 0.25}, 302)
     say()
+if room_again == "at the end":
+    give()
 log.finish()
 say()
 """
@@ -178,7 +180,7 @@ def fill_the_disk(folder, kind, room_again):
                 kind = "limit"  # where nothing may be mounted it is the limit both times
             else:
                 stack.callback(subprocess.run, ["umount", "--lazy", folder], check=True)
-        command = [sys.executable, "-c", FULL, str(folder), kind, str(room_again)]
+        command = [sys.executable, "-c", FULL, str(folder), kind, room_again]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     texts = [json.loads(line) for line in done.stdout.splitlines()]
@@ -189,7 +191,7 @@ def fill_the_disk(folder, kind, room_again):
 
 @pytest.mark.parametrize("kind", ["limit", "disk"])
 def test_a_full_disk_loses_no_line_and_all_are_there_once_there_is_room(tmp_path, kind):
-    steps, text, told = fill_the_disk(tmp_path / "full", kind, room_again=True)
+    steps, text, told = fill_the_disk(tmp_path / "full", kind, room_again="while it trains")
     *while_full, with_room, at_the_end = steps
     assert [found == list(range(1, len(found) + 1)) for found in while_full] == [
         True
@@ -203,9 +205,15 @@ def test_a_full_disk_loses_no_line_and_all_are_there_once_there_is_room(tmp_path
     assert notice.endswith("; training goes on, and metrics wait in memory until they can")
 
 
+def test_lines_that_waited_are_written_at_the_end_if_there_is_room_only_then(tmp_path):
+    steps, _, told = fill_the_disk(tmp_path / "full", "limit", room_again="at the end")
+    assert steps[-1] == list(range(1, 302))
+    assert len(told.splitlines()) == 1
+
+
 @pytest.mark.parametrize("kind", ["limit", "disk"])
 def test_a_disk_that_stays_full_to_the_end_is_told_with_the_lines_that_are_lost(tmp_path, kind):
-    steps, _, told = fill_the_disk(tmp_path / "full", kind, room_again=False)
+    steps, _, told = fill_the_disk(tmp_path / "full", kind, room_again="never")
     written = len(steps[-1])
     assert steps[-1] == list(range(1, written + 1))
     first, last = told.splitlines()

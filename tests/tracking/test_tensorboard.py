@@ -1,10 +1,12 @@
-"""TensorBoard: what was logged is in the event file, read here byte by byte."""
+"""TensorBoard: what was logged is in the event file, read here byte by byte, and by TensorBoard's own reader."""
 
+import itertools
 import struct
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from lmtrain.tracking import tensorboard
 from lmtrain.tracking.tensorboard import TensorboardTracker
 
 
@@ -70,3 +72,58 @@ def test_a_new_run_purges_nothing(folder):
     tracker.log({"train/loss": 1.0}, 1)
     tracker.finish()
     assert purged_from(folder) == []
+
+
+def as_tensorboard_reads(folder):
+    """The scalars as {tag: [(step, value)]} and the texts as {tag: text}, of all event files of the folder."""
+    from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={TENSORS: 0}).Reload()
+    scalars = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    return scalars, texts
+
+
+def test_tensorboard_itself_reads_scalars_and_texts(folder):
+    tracker = TensorboardTracker(str(folder), 0)
+    tracker.hyperparameters({"model": {"type": "gpt2"}})
+    tracker.summary({"parameter_count": 1234})
+    tracker.artifact("logs/run-1/profiler", "run-1-profile", "profile")
+    for step in range(1, 4):
+        tracker.log({"train/loss": step / 4, "throughput/mfu": 0.5}, step)
+    tracker.finish()
+    scalars, texts = as_tensorboard_reads(folder)
+    assert scalars == {
+        "train/loss": [(1, 0.25), (2, 0.5), (3, 0.75)],
+        "throughput/mfu": [(1, 0.5), (2, 0.5), (3, 0.5)],
+    }
+    assert texts == {
+        "config/text_summary": "```yaml\nmodel:\n  type: gpt2\n```",
+        "parameter_count/text_summary": "1234",
+        "profile/run-1-profile/text_summary": "logs/run-1/profiler",
+    }
+
+
+def test_tensorboard_itself_shows_each_step_once_after_a_kill_and_a_restart(folder, monkeypatch):
+    """Up to step 5, then again from step 3: what the first start logged of later steps is forgotten."""
+    processes = itertools.count(1)
+    monkeypatch.setattr(tensorboard.os, "getpid", lambda: next(processes))  # each start is one of its own
+    killed = TensorboardTracker(str(folder), 0)
+    for step in range(1, 6):
+        killed.log({"train/loss": float(step)}, step)
+    killed.finish()
+    (path,) = folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-5])  # the kill came within a line
+    restarted = TensorboardTracker(str(folder), 3)
+    for step in range(4, 7):
+        restarted.log({"train/loss": 10.0 * step}, step)
+    restarted.finish()
+    scalars, _ = as_tensorboard_reads(folder)
+    assert scalars == {"train/loss": [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0)]}
+
+
+def test_a_kill_costs_seconds_of_what_was_logged_and_not_minutes(folder):
+    """What was not flushed is not logged again if a checkpoint was saved since; tensorboardX waits for two minutes."""
+    tracker = TensorboardTracker(str(folder), 0)
+    assert tracker._writer.file_writer.event_writer._flush_secs <= 10
+    tracker.finish()

@@ -1,0 +1,461 @@
+"""Logging from inside the compiled step: values come out as its outputs, and where none is logged nothing changes."""
+
+import dataclasses
+import threading
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from models import quick
+
+from lmtrain.models.gpt2 import model as gpt2
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.layers.stack import stack
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import plan_layout
+from lmtrain.tracking.jit_log import METRICS, collecting, jit_log
+from lmtrain.train import step as train_step
+from lmtrain.train.microbatches import sum_over_microbatches
+from lmtrain.train.state import TrainState, state_shardings
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+
+
+def floats(metrics):
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def logged_by(function, *arguments):
+    """What `function` logs when it is compiled."""
+
+    def collected(*arguments):
+        with collecting() as logged:
+            function(*arguments)
+        return logged.means
+
+    return floats(jax.jit(collected)(*arguments))
+
+
+# Functions.
+
+
+def test_values_of_a_compiled_function_come_out():
+    assert logged_by(lambda x: jit_log({"a": x.sum(), "b": x[0, 1]}), X) == {"a": 15.0, "b": 1.0}
+
+
+def test_what_is_no_float_comes_out_as_one():
+    def function(x):
+        jit_log({"count": (x > 1).sum(), "share": x > 1, "half": x.astype(jnp.bfloat16)[1, 2], "python": 3})
+
+    assert logged_by(function, X) == {"count": 4.0, "share": pytest.approx(4 / 6), "half": 5.0, "python": 3.0}
+
+
+def test_of_an_array_and_of_several_calls_the_mean_is_taken():
+    def function(x):
+        jit_log({"a": x, "b": 1.0})  # 2.5
+        jit_log({"a": 3.5})
+        jit_log({"a": x[1]})  # 4
+
+    assert logged_by(function, X) == {"a": pytest.approx(10 / 3), "b": 1.0}
+
+
+def test_values_are_scalars_of_float32():
+    with collecting() as logged:
+        jit_log({"a": np.arange(3), "b": jnp.bfloat16(1)})
+    assert {(value.shape, str(value.dtype)) for value in logged.means.values()} == {((), "float32")}
+
+
+def test_within_a_gradient_they_come_out_beside_it():
+    def loss(x):
+        with collecting() as logged:
+            jit_log({"largest": x.max()})
+            total = (x**2).sum()
+        return total, logged.means
+
+    gradient, logged = jax.jit(jax.grad(loss, has_aux=True))(X)
+    assert floats(logged) == {"largest": 5.0}
+    np.testing.assert_array_equal(gradient, 2 * X)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_over_microbatches_they_sum_up(parts):
+    def one(batch, key):
+        with collecting() as logged:
+            jit_log({"mean": batch["x"]})
+        return logged.means
+
+    rows = {"x": jnp.arange(8.0)}
+    sums = jax.jit(lambda key: sum_over_microbatches(one, rows, key, parts))(jax.random.key(0))
+    assert float(sums["mean"]) / parts == 3.5
+
+
+def in_scan(log):
+    return lambda x: jax.lax.scan(lambda carry, row: (carry, log(row)), 0.0, x)
+
+
+OF_ONES_OWN = {
+    "scan": in_scan,
+    "cond": lambda log: lambda x: jax.lax.cond(x[0, 0] > 0, lambda y: log(y) or 0, lambda y: 0, x),
+    "while": lambda log: lambda x: jax.lax.fori_loop(0, 3, lambda i, y: log(y) or y, x),
+    "checkpoint": lambda log: jax.checkpoint(lambda x: log(x) or x),
+    "grad": lambda log: jax.grad(lambda x: log(x) or x.sum()),
+    "vmap": lambda log: jax.vmap(lambda x: log(x) or x),
+    "jit": lambda log: jax.jit(lambda x: log(x) or x),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ONES_OWN)
+@pytest.mark.parametrize("within_a_module", [False, True])
+def test_out_of_a_transformation_of_ones_own_it_is_refused_with_what_to_do(kind, within_a_module):
+    def log(x):
+        jit_log({"train/mine": x})
+
+    class Module(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            OF_ONES_OWN[kind](log)(x)
+
+    def function(x):
+        if within_a_module:
+            Module().apply({}, x, mutable=[METRICS])
+        else:
+            OF_ONES_OWN[kind](log)(x)
+
+    with pytest.raises(ValueError, match=r"jit_log: 'train/mine' is logged within .*: return it from there"):
+        logged_by(function, X)
+
+
+def test_what_is_returned_from_there_can_be_logged():
+    assert logged_by(lambda x: jit_log({"a": jax.lax.scan(lambda c, row: (c, row.max()), 0.0, x)[1]}), X) == {"a": 3.5}
+
+
+# Nothing collected.
+
+
+def test_outside_nothing_is_collected_and_nothing_computed():
+    def silent(x):
+        return x * 2
+
+    def logging(x):
+        jit_log({"a": x})
+        return silent(x)
+
+    assert str(jax.make_jaxpr(logging)(X)) == str(jax.make_jaxpr(silent)(X))
+    with collecting() as logged:
+        pass
+    jit_log({"a": 1.0})
+    assert logged.means == {}
+
+
+def test_the_innermost_place_collects_and_one_that_raised_does_not_stay():
+    with collecting() as outer:
+        with collecting() as inner:
+            jit_log({"a": 1.0})
+        with pytest.raises(KeyError), collecting():
+            raise KeyError
+        jit_log({"b": 2.0})
+    assert (floats(inner.means), floats(outer.means)) == ({"a": 1.0}, {"b": 2.0})
+
+
+def test_threads_that_trace_at_the_same_time_do_not_mix_their_values():
+    barrier, found = threading.Barrier(2, timeout=60), {}
+
+    def trace(name, value):
+        def function():
+            barrier.wait()
+            jit_log({name: value})
+            barrier.wait()
+
+        found[name] = logged_by(function)
+
+    def without():
+        barrier.wait()
+        jit_log({"c": 3.0})  # nobody asked this thread
+        barrier.wait()
+
+    def beside(other):
+        found.clear()
+        thread = threading.Thread(target=other)
+        thread.start()
+        trace("a", 1.0)
+        thread.join()
+        return found
+
+    assert beside(lambda: trace("b", 2.0)) == {"a": {"a": 1.0}, "b": {"b": 2.0}}
+    assert beside(without) == {"a": {"a": 1.0}}
+
+
+# Modules.
+
+
+class Block(nn.Module):
+    """As `stack` has them: adds a weight of each layer, and logs what comes in, in both ways."""
+
+    logs: bool = True
+
+    @nn.compact
+    def __call__(self, x, layer, deterministic, segments):
+        if self.logs:
+            jit_log({"layer": layer, "input": x})
+            self.sow(METRICS, "sown", x.max())
+        return x + self.param("w", nn.initializers.ones, ()), None
+
+    def extend(self, x, layer, cache, start):
+        raise NotImplementedError
+
+
+class Stacked(nn.Module):
+    scan: bool
+    policy: bool | str
+    logs: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        x, _ = stack(Block, 3, self.scan, self.policy)(self.logs, name="blocks")(x, jnp.arange(3.0), True, None)
+        return x
+
+
+class Looped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for layer in range(3):
+            x, _ = Block(name=f"block_{layer}")(x, layer, True, None)
+        return x
+
+
+STACKED, LOOPED = {"blocks": {"w": jnp.ones(3)}}, {f"block_{layer}": {"w": jnp.ones(())} for layer in range(3)}
+CASES = [
+    *((Stacked(scan, policy), STACKED) for scan in (True, False) for policy in (False, True, "dots")),
+    (Looped(), LOOPED),
+]
+
+
+def logged_by_module(module, params):
+    def loss(params, x):
+        with collecting() as logged:
+            out, sown = module.apply({"params": params}, x, mutable=[METRICS])
+            logged.add_sown(sown)
+        return out.sum(), logged.means
+
+    return floats(jax.jit(jax.grad(loss, has_aux=True))(params, X)[1])
+
+
+@pytest.mark.parametrize(("module", "params"), CASES)
+def test_scanned_unrolled_recomputed_and_separate_layers_say_the_same(module, params):
+    assert logged_by_module(module, params) == {"layer": 1.0, "input": 3.5, "sown": 6.0}
+
+
+class Headed(nn.Module):
+    """Layers, and a head that logs under the same name."""
+
+    body: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        x = self.body(x)
+        jit_log({"input": 100.0})
+        return x
+
+
+@pytest.mark.parametrize(("module", "params"), [CASES[0], CASES[3], CASES[6]])
+def test_each_layer_counts_once_beside_other_places_of_the_same_name(module, params):
+    found = logged_by_module(Headed(module), {"body": params})
+    assert found["input"] == pytest.approx((2.5 + 3.5 + 4.5 + 100) / 4)
+
+
+def test_a_module_that_is_called_twice_logs_the_mean():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            block = Block(name="block")
+            return block(block(x, 0, True, None)[0], 4, True, None)[0]
+
+    assert logged_by_module(Twice(), {"block": {"w": jnp.ones(())}}) == {"layer": 2.0, "input": 3.0, "sown": 5.5}
+
+
+def test_within_other_lifted_transformations_values_come_out():
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            jit_log({"a": x})
+            return x * self.param("w", nn.initializers.ones, ())
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            mapped = nn.vmap(Inner, variable_axes={"params": None, METRICS: 0}, split_rngs={"params": False})
+            return nn.jit(nn.remat(Inner))(name="second")(mapped(name="first")(x))
+
+    params = {"first": {"w": jnp.float32(2)}, "second": {"w": jnp.float32(1)}}
+    # each row counts of the first, which is mapped over two, and all at once of the second
+    assert logged_by_module(Outer(), params) == {"a": pytest.approx((1 + 4 + 5) / 3)}
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_module_whose_metrics_nobody_wants_computes_nothing_more(scan):
+    def program(logs):
+        module = Stacked(scan, True, logs)
+        return str(jax.make_jaxpr(lambda params: module.apply({"params": params}, X))(STACKED))
+
+    assert "reduce_sum" not in program(True)  # the mean; what is sown has to be computed by whoever sows it
+    assert "reduce_max" in program(True)
+    assert "reduce_max" not in program(False)
+
+
+def test_a_module_that_is_not_applied_logs_as_a_function_does():
+    class Module(nn.Module):
+        def count(self):
+            jit_log({"a": 1.0})
+
+    assert logged_by(Module().count) == {"a": 1.0}
+
+
+# The step of training.
+
+VOCAB = 24
+CONFIG = Gpt2Config(hidden_dim=16, num_heads=2, num_layers=2, seq_len=8, mlp_scale=2)
+LAYOUT = plan_layout(PartitioningConfig())
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (4, 8)).astype(np.int32)
+BATCH = {"tokens": TOKENS, "loss_mask": np.ones((4, 8), bool)}
+PLAIN = gpt2.Gpt2LM(CONFIG, VOCAB)
+VALUES = quick.random_params(PLAIN, 0.3)
+
+
+class LoggingBlock(gpt2.Gpt2Block):
+    def __call__(self, x, layer, deterministic, segments_BS):
+        self.sow(METRICS, "train/layer", layer)
+        jit_log({"train/input": jnp.abs(x)})
+        return super().__call__(x, layer, deterministic, segments_BS)
+
+
+class LoggingLM(gpt2.Gpt2LM):
+    name_of_loss: str = "train/mine"
+
+    def hidden(self, tokens_BS, deterministic, segments_BS=None):
+        hidden = super().hidden(tokens_BS, deterministic, segments_BS)
+        jit_log({self.name_of_loss: jnp.square(hidden)})
+        return hidden
+
+
+def logging_optimizer(name="optim/mine"):
+    def update(updates, state, params=None):
+        jit_log({name: optax.tree.norm(updates)})
+        return updates, state
+
+    return optax.chain(optax.sgd(0.5), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+
+
+def build(model=PLAIN, optimizer=None, microbatches=1):
+    optimizer = optimizer or optax.sgd(0.5)
+    _, shardings = state_shardings(model, optimizer, LAYOUT, "float32")
+    step = train_step.build_train_step(
+        model,
+        optimizer,
+        lambda step: 0.5,
+        LAYOUT,
+        shardings,
+        seed=0,
+        compute_dtype="float32",
+        num_microbatches={4: microbatches},
+        dropout=False,
+    )
+    params = jax.tree.map(jnp.array, VALUES)
+    return step, jax.device_put(TrainState(jnp.int32(0), params, optimizer.init(params)), shardings)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The metrics of a step that logs nothing of its own."""
+    step, state = build()
+    return step(state, BATCH)[1]
+
+
+@pytest.fixture(scope="module")
+def inputs_and_hidden():
+    """What goes into the layers, its size on average, and what comes out of the model, by other means."""
+    inputs = []
+
+    class Recording(gpt2.Gpt2Block):
+        def __call__(self, x, *arguments):
+            jax.debug.callback(lambda x: inputs.append(np.abs(x).mean()), x)
+            return super().__call__(x, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt2, "Gpt2Block", Recording)
+        hidden = PLAIN.apply({"params": VALUES}, TOKENS, True, None, method="hidden")
+        jax.effects_barrier()
+    return np.mean(inputs), np.asarray(hidden)
+
+
+@dataclasses.dataclass
+class Stepped:
+    text: str
+    metrics: list
+    compiled: int
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def stepped(request):
+    """A step over so many microbatches, of a model and an optimizer that log: as text, and taken three times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt2, "Gpt2Block", LoggingBlock)
+        step, state = build(LoggingLM(CONFIG, VOCAB), logging_optimizer(), request.param)
+        text, all_metrics = step.lower(state, BATCH).as_text(), []
+        for _ in range(3):
+            state, metrics = step(state, BATCH)
+            all_metrics.append(metrics)
+        return Stepped(text, all_metrics, step.jitted._cache_size())
+
+
+def test_the_step_gives_what_model_and_optimizer_log_with_its_metrics(stepped, plain, inputs_and_hidden):
+    metrics, (inputs, hidden) = stepped.metrics[0], inputs_and_hidden
+    assert floats({name: value for name, value in metrics.items() if name not in plain}) == {
+        "train/layer": 0.5,
+        "train/input": pytest.approx(inputs, rel=1e-5),
+        "train/mine": pytest.approx(np.square(hidden).mean(), rel=1e-5),
+        "optim/mine": pytest.approx(0.5 * float(metrics["train/gradient_norm"]), rel=1e-5),
+    }
+    assert floats({name: metrics[name] for name in plain}) == pytest.approx(floats(plain), rel=1e-5)
+    assert {str(value.dtype) for value in metrics.values()} == {"float32"}
+
+
+def test_logging_costs_no_second_compile_and_no_callback(stepped):
+    assert stepped.compiled == 1
+    assert "callback" not in stepped.text
+    assert len({float(metrics["train/mine"]) for metrics in stepped.metrics}) == 3  # each step has its own
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_where_nothing_is_logged_the_program_is_that_of_one_that_cannot_log(monkeypatch, microbatches):
+    step, state = build(microbatches=microbatches)
+    text = step.lower(state, BATCH).as_text()
+    whole = train_step._loss_sum
+
+    def unheard_of(model, params, batch, deterministic, rngs, z_loss_weight, logged):
+        return whole(model, params, batch, deterministic, rngs, z_loss_weight)
+
+    monkeypatch.setattr(train_step, "_loss_sum", unheard_of)
+    other, state = build(microbatches=microbatches)
+    assert other.lower(state, BATCH).as_text() == text
+
+
+def test_evaluation_is_the_same_program_whatever_the_model_logs():
+    def program(model):
+        return train_step.build_eval_step(model, LAYOUT, "float32").lower(VALUES, BATCH).as_text()
+
+    assert program(LoggingLM(CONFIG, VOCAB)) == program(PLAIN)
+
+
+@pytest.mark.parametrize("where", ["model", "optimizer"])
+def test_a_name_that_lmtrain_logs_itself_is_refused(where):
+    model = LoggingLM(CONFIG, VOCAB, name_of_loss="train/loss") if where == "model" else PLAIN
+    optimizer = logging_optimizer("train/learning_rate") if where == "optimizer" else None
+    name = {"model": "train/loss", "optimizer": "train/learning_rate"}[where]
+    step, state = build(model, optimizer)
+    with pytest.raises(ValueError, match=f"jit_log: {name}: lmtrain itself logs this; take another name"):
+        step.lower(state, BATCH)
