@@ -110,8 +110,8 @@ Axes of the mesh:
 
 ## From own text to a model of your own
 
-1. **Text.** JSON lines with a `text` key, a document a line, in files of some hundred MB: each becomes a shard, and shards
-   are tokenized side by side. Deduplicate and filter before; keep some documents apart for validation. `lmtrain
+1. **Text.** JSON lines with a `text` key, a document a line, in files of some hundred MB: each becomes a shard, and
+   shards are tokenized side by side. Deduplicate and filter before; keep some documents apart for validation. `lmtrain
    tokenizer train 'my_text/*.jsonl' --output my_tokenizer` learns a tokenizer, or `data.tokenizer` names one of the
    hub. `lmtrain preprocess FILE` builds the cache ahead of training, and says how many tokens there are.
 2. **Size.** As a rule of thumb a model of N parameters wants 20 N tokens (Hoffmann et al. 2022), and for use rather

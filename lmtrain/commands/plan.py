@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.preprocess.prepare_demo import missing_demo
+from lmtrain.preprocess.prepare_demo import missing_demo_tokenizer
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.logging import start_console_log
 from lmtrain.train.devices import NAMES, Device, find_device
@@ -30,8 +30,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--no_compile", action="store_true", help="leave out compiling the step for them")
     run = parse_run(parser, argv, short_for="trainer")
     arguments, config = run.arguments, run.config
-    missing = missing_demo(config.data)
-    if missing:
+    if missing_demo_tokenizer(config.data):
+        missing = config.data.tokenizer
         raise UserError(f"{missing} is not made yet, and the vocabulary is in it; `lmtrain preprocess` makes it")
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
     start_console_log()

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 from lmtrain.doctor.finding import Finding, State
+from lmtrain.runtime.cores import usable_cores
 from lmtrain.runtime.progress import format_bytes
 
 # Told with their versions; all that lmtrain needs is checked.
@@ -23,7 +24,7 @@ _LEAST_DISK = 10 << 30
 def look_at_machine() -> Iterator[Finding]:
     yield _python()
     yield _libraries()
-    yield Finding("host", f"{platform.platform()}, {len(os.sched_getaffinity(0))} cores{_memory()}")
+    yield Finding("host", f"{platform.platform()}, {usable_cores()} cores{_memory()}")
     yield _open_files()
     yield from _other_limits()
     yield _disk(os.getcwd())

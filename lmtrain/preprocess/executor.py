@@ -10,9 +10,10 @@ import numpy as np
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.manifest import ShardInfo
-from lmtrain.preprocess.local import build_locally, usable_cores
+from lmtrain.preprocess.local import build_locally
 from lmtrain.preprocess.shard import ShardJob
 from lmtrain.runtime.config import RayConfig
+from lmtrain.runtime.cores import usable_cores
 from lmtrain.runtime.processes import Processes
 
 # Documents, tokens and input bytes done of each job, int64 [jobs, 3].

@@ -15,17 +15,13 @@ import numpy as np
 from lmtrain.config.errors import UserError
 from lmtrain.data.manifest import ShardInfo
 from lmtrain.preprocess.shard import ShardJob, build_shard
+from lmtrain.runtime.cores import usable_cores
 from lmtrain.runtime.signals import StoppedError
 
 _POLL_SECONDS = 0.2
 
 # In a worker: documents, tokens and input bytes of each job, shared with the parent.
 _counters: Any = None
-
-
-def usable_cores() -> int:
-    """Cores this process may use, which in a container or under Slurm is less than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def build_locally(

@@ -18,6 +18,11 @@ def missing_demo(config: DataConfig) -> str | None:
     return None if _corpus_is_there(config.demo) and _tokenizer_is_there(config) else config.demo
 
 
+def missing_demo_tokenizer(config: DataConfig) -> bool:
+    """Whether the config's tokenizer is that of a demo, and not made yet."""
+    return config.demo is not None and not _tokenizer_is_there(config)
+
+
 def prepare_demo(config: DataConfig) -> None:
     """Make whatever is missing of the demo; nothing if the config does not use it."""
     if config.demo is None:

@@ -40,13 +40,15 @@ def start_processes(config: DistributedConfig) -> Processes:
     from jax._src import distributed  # the public module does not tell who and how many they are
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of no effect where there are other devices
-    ids = config.local_device_ids
+    ids = [config.local_device_ids] if isinstance(config.local_device_ids, int) else config.local_device_ids
+    if ids is None and "JAX_LOCAL_DEVICE_IDS" not in os.environ and is_alone_on_its_node(os.environ):
+        ids = []  # all there are: of a Slurm process JAX takes the one device of its number on the node
     try:
         jax.distributed.initialize(
             coordinator_address=config.coordinator_address,
             num_processes=config.num_processes,
             process_id=config.process_id,
-            local_device_ids=[ids] if isinstance(ids, int) else ids,
+            local_device_ids=ids,
             heartbeat_timeout_seconds=int(config.heartbeat_timeout.total_seconds()),
         )
     except (ValueError, RuntimeError) as error:
@@ -85,6 +87,16 @@ def detects_others(environment: Mapping[str, str]) -> bool:
     counts = [environment.get(name, "") for name in _COUNTS]
     lists = [environment.get(name, "") for name in _LISTS]
     return any(count.isdigit() and int(count) > 1 for count in counts) or any("," in names for names in lists)
+
+
+def is_alone_on_its_node(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm started no other process of the job step on this node."""
+    counts: list[int] = []
+    for part in filter(None, environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):  # such as 8(x3),4
+        tasks, _, times = part.rstrip(")").partition("(x")
+        counts += [int(tasks)] * int(times or 1)
+    node = int(environment.get("SLURM_NODEID", 0))
+    return node < len(counts) and counts[node] == 1
 
 
 def gather(processes: Processes, name: str, value: Any) -> list[Any]:

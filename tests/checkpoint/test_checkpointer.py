@@ -245,6 +245,38 @@ def test_without_an_interval_the_clock_never_asks(make, clock):
     checkpointer = make(save_interval=None)
     clock.now = 1e9
     assert not checkpointer.is_time
+    assert checkpointer.seconds_to_next is None
+
+
+def test_the_seconds_until_the_clock_asks_are_known(make, clock):
+    """They are over just when it does."""
+    checkpointer = make()
+    for now, left in ((0, 60), (45, 15), (60, 0), (1000, 0)):
+        clock.now = now
+        assert checkpointer.seconds_to_next == left
+        assert checkpointer.is_time is (left == 0)
+    save(checkpointer, 2, Kind.TEMPORARY)
+    clock.now = 1010
+    assert checkpointer.seconds_to_next == 50
+
+
+@pytest.mark.parametrize("interval", ["3600s", None])
+def test_after_a_save_that_failed_they_are_those_until_the_next_try(make, clock, interval):
+    checkpointer = make(save_interval=interval)
+    save(checkpointer, 1, before_commit=fail)
+    checkpointer.finish()
+    for now, left in ((0, 60), (45, 15), (60, 0), (61, 0)):
+        clock.now = now
+        assert checkpointer.seconds_to_next == left
+        assert checkpointer.is_time is (left == 0)
+    save(checkpointer, 2)
+    checkpointer.finish()
+    assert checkpointer.seconds_to_next == (3600 if interval else None)
+
+
+def test_the_next_permanent_checkpoint_is_that_of_the_settings_or_of_the_last_step(make):
+    checkpointer = make()
+    assert [checkpointer.next_permanent(step, 25) for step in (0, 9, 10, 20, 24)] == [10, 10, 20, 25, 25]
 
 
 def test_the_kind_of_a_save_follows_the_settings(make):

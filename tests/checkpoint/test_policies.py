@@ -1,9 +1,11 @@
 """When to save, as a table."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lmtrain.checkpoint.config import KeepInterval
-from lmtrain.checkpoint.policies import Kind, decide, is_permanent_step
+from lmtrain.checkpoint.config import CheckpointerConfig, KeepInterval
+from lmtrain.checkpoint.policies import Kind, decide, is_permanent_step, next_permanent_step
 
 KEEP = [KeepInterval(every=10, until=50), KeepInterval(every=100, until=300), KeepInterval(every=1000)]
 
@@ -39,3 +41,32 @@ def test_which_kind_to_save(step, last, asked, expected):
 
 def test_the_end_of_a_run_is_kept_even_if_nothing_else_is():
     assert decide(7, [], last=True, asked=False) is Kind.PERMANENT
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [(0, 10), (9, 10), (10, 20), (49, 50), (50, 100), (299, 300), (300, 1000), (999, 1000), (2999, 3000), (3000, 3500)],
+)
+def test_the_next_permanent_step_as_a_table(step, expected):
+    assert next_permanent_step(step, KEEP, 3500) == expected
+
+
+def test_without_entries_the_last_step_is_the_next_permanent_one():
+    assert next_permanent_step(3, [], 700) == 700
+
+
+@st.composite
+def keeps(draw) -> list[KeepInterval]:
+    """As a config may have them: `until` ascends, and only the last entry may have none."""
+    ends = sorted(draw(st.sets(st.integers(1, 60), max_size=4)))
+    entries = [KeepInterval(every=draw(st.integers(1, 40)), until=end) for end in ends]
+    if draw(st.booleans()):
+        entries.append(KeepInterval(every=draw(st.integers(1, 40))))
+    return list(CheckpointerConfig(keep=entries).keep)
+
+
+@given(keeps(), st.integers(1, 120), st.data())
+def test_the_next_permanent_step_is_the_first_one_after_a_step_or_the_last_of_the_run(keep, last, data):
+    step = data.draw(st.integers(0, last - 1))
+    by_force = next(later for later in range(step + 1, last + 1) if later == last or is_permanent_step(later, keep))
+    assert next_permanent_step(step, keep, last) == by_force

@@ -92,7 +92,8 @@ BROKEN = [
     ),
     (
         "trainer:\n  tracker: {type: foo}\n",
-        "c.yaml:2: trainer.tracker.type: no such tracker 'foo'; expected wandb, tensorboard, trackio, json, noop or package.module.Class",
+        "c.yaml:2: trainer.tracker.type: no such tracker 'foo'; expected wandb, tensorboard, trackio, json, noop or "
+        "package.module.Class",
     ),
     ("trainer:\n  tracker: {mode: offlin}\n", "tracker.mode: expected 'online', 'offline' or 'disabled', not 'offlin'"),
     ("trainer:\n  seed: 4294967296\n", "c.yaml:2: trainer.seed: expected"),
@@ -135,7 +136,8 @@ BROKEN = [
     ("model:\n  type: llama\n  mlp_scale: 4\n", "c.yaml:3: model.mlp_scale: no such setting"),
     (
         "trainer:\n  tracker: tensorboard\n",
-        "c.yaml:2: trainer.tracker: expected a map with type: wandb, tensorboard, trackio, json, noop or package.module.Class, not 'tensorboard'",
+        "c.yaml:2: trainer.tracker: expected a map with type: wandb, tensorboard, trackio, json, noop or "
+        "package.module.Class, not 'tensorboard'",
     ),
     ("model: gpt2\n", "c.yaml:1: model: expected a map with type: gpt2, llama, mpt or backpack, not 'gpt2'"),
     ("trainer:\n  seed: null\n", "c.yaml:2: trainer.seed: expected a whole number, not null"),

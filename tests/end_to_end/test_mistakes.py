@@ -114,3 +114,18 @@ def test_a_wrong_command_line(lmtrain, settings, write_config, tmp_path, argumen
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == ["tiny.yaml"]
+
+
+def test_dumps_that_xla_is_not_told_to_make_are_refused_before_anything_is_saved(
+    lmtrain, settings, write_config, tmp_path
+):
+    settings["trainer"]["tracker"] = {"type": "wandb", "mode": "disabled", "save_xla_dumps": True}
+    write_config(settings)
+    done = lmtrain("train", "tiny.yaml")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith("lmtrain: error: trainer.tracker.save_xla_dumps: XLA dumps nothing; set the environment")
+    assert "XLA_FLAGS=--xla_dump_to=FOLDER" in told
+    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / "wandb").exists()

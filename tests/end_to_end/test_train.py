@@ -18,7 +18,7 @@ from conftest import tiny_settings
 pytestmark = pytest.mark.end_to_end
 
 RUN = "one"
-TIMES = ("throughput/", "checkpoint/")
+TIMES = ("throughput/", "checkpoint/", "goodput/", "memory/", "compile/")
 
 
 @pytest.fixture(scope="module")

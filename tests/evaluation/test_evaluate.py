@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax.core.meta import unbox
 
-from lmtrain.evaluation.evaluate import describe_evaluation, evaluate
+from lmtrain.evaluation.evaluate import Means, describe_evaluation, evaluate
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.sharding.config import PartitioningConfig
@@ -45,6 +45,22 @@ def test_sums_are_kept_in_float64():
 
 def test_token_counts_beyond_int32_are_exact():
     assert evaluate(already_summed, None, {"": lambda: [(1.0, 2**31 - 1)] * 3})["eval/tokens"] == 3.0 * (2**31 - 1)
+
+
+def test_many_counts_add_up_beyond_int32_without_a_warning():
+    """Of all sets together too, whose counts are added once more."""
+    sets = {name: lambda: [(2.0**31, 2**31 - 1)] * 2 for name in ("a", "b")}
+    result = evaluate(already_summed, None, sets)
+    assert result["eval/tokens"] == 4.0 * (2**31 - 1)
+    assert result["eval/loss"] == result["eval/a/loss"] == 2**31 / (2**31 - 1)  # 1.0 in float32
+
+
+def test_totals_are_float64_and_counts_are_whole_numbers_of_the_host():
+    means = Means.of(0.1, 3, 5)
+    for merged in (means, means.merge(Means.of(0.2, 2**40, 2**41))):
+        for average in (merged.per_token, merged.per_byte):
+            assert (type(average.total), type(average.count)) == (np.float64, np.int64)
+    assert (merged.per_token.total, merged.per_token.count, merged.per_byte.count) == (0.1 + 0.2, 2**40 + 3, 2**41 + 5)
 
 
 def test_results_are_plain_floats():

@@ -6,8 +6,8 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.preprocess.executor import choose_executor
-from lmtrain.preprocess.local import usable_cores
 from lmtrain.runtime.config import RayConfig
+from lmtrain.runtime.cores import usable_cores
 from lmtrain.runtime.processes import ALONE, Processes
 
 SEVERAL = Processes(1, 3, "host:1234")

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from lmtrain.config.errors import UserError
-from lmtrain.preprocess.local import build_locally, usable_cores
+from lmtrain.preprocess.local import build_locally
 from lmtrain.preprocess.shard import ShardJob
 from lmtrain.preprocess.sources import Source, describe_source
 from lmtrain.preprocess.tokenize import DocumentSettings
+from lmtrain.runtime.cores import usable_cores
 
 DEADLINE_SECONDS = 60
 

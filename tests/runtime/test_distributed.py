@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.config import DistributedConfig
-from lmtrain.runtime.distributed import detects_others, start_processes
+from lmtrain.runtime.distributed import detects_others, is_alone_on_its_node, start_processes
 from lmtrain.runtime.processes import ALONE
 
 
@@ -31,6 +31,47 @@ from lmtrain.runtime.processes import ALONE
 )
 def test_job_starters_say_whether_there_are_others(environment, several):
     assert detects_others(environment) == several
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "alone"),
+    [
+        ("1(x2)", "1", True),
+        ("8(x2)", "0", False),
+        ("2,1", "0", False),
+        ("2,1", "1", True),
+        ("1", "0", True),
+        ("", "0", False),
+    ],
+)
+def test_whether_slurm_gave_a_process_a_node_of_its_own(tasks, node, alone):
+    assert is_alone_on_its_node({"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}) is alone
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings", "ids"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, {}, []),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, {}, None),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, {"local_device_ids": 3}, [3]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "JAX_LOCAL_DEVICE_IDS": "0,1"}, {}, None),
+    ],
+)
+def test_a_process_that_has_a_node_of_its_own_has_all_its_devices(monkeypatch, variables, settings, ids):
+    import jax
+
+    for name, value in {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0", **variables}.items():
+        monkeypatch.setenv(name, value)
+    given = {}
+
+    def initialize(**keywords):
+        given.update(keywords)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(UserError):
+        start_processes(DistributedConfig(**settings))
+    assert given["local_device_ids"] == ids
 
 
 def test_without_settings_and_job_starter_a_process_is_alone_and_imports_no_jax():

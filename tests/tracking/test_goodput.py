@@ -244,6 +244,7 @@ def test_earlier_starts_stay_in_the_ledger_as_they_were(clocks, tmp_path):
         b'{"attempts": null}',
         b'{"attempts": ["x"]}',
         b'{"attempts": [{"started": 1}]}',
+        b'{"attempts": [{"started":1,"updated":1,"first_step":0,"last_step":0,"seconds":null,"facts":{}}]}',
         b"\xff\x00",
     ],
 )

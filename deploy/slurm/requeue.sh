@@ -1,0 +1,21 @@
+# shellcheck shell=bash
+# Sourced by the batch scripts. By lmtrain's exit codes: 0 is done, 2 is a mistake that another start would repeat;
+# everything else goes on when the same command runs again: 75 stopped by a signal with all saved, 134 a collective
+# aborted because another process died, 1 and signals a crash.
+
+# run_or_requeue COMMAND ...: exits with its code, after putting the job back into the queue if that helps.
+# MAX_REQUEUES (20) ends a crash loop. Slurm counts every requeue of the job, its own after a node failure too.
+run_or_requeue() {
+    local code=0 count=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20}
+    "$@" || code=$?
+    if [ "$code" -eq 0 ] || [ "$code" -eq 2 ]; then
+        exit "$code"
+    fi
+    if [ "$count" -ge "$limit" ]; then
+        echo "job $SLURM_JOB_ID: exit $code after $count requeues, MAX_REQUEUES is $limit: not requeued" >&2
+        exit "$code"
+    fi
+    echo "job $SLURM_JOB_ID: exit $code, requeue $((count + 1)) of at most $limit" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+    exit "$code"
+}

@@ -1,0 +1,105 @@
+# shellcheck shell=bash
+# What runs on a worker. lib.sh sends it with a call of one of these functions through the standard input of ssh, so
+# that nothing of it is in a command line or a file; then that input stays open. When it closes (Ctrl-C, a dead
+# laptop, a broken connection) the command gets SIGTERM, as from a preemption, and 300 seconds.
+
+begin() {
+    echo "lmtrain-tpu: begun" >&2
+    mkdir -p ~/lmtrain/logs
+    cd ~/lmtrain || exit 1
+    PATH="$PWD/.venv/bin:$PATH"
+}
+
+find_command() {
+    type -P "$1" > /dev/null && return
+    echo "lmtrain-tpu: no command $1 on this worker (CMD is a program and its words; for a shell line: bash -c '...')" >&2
+    exit 127
+}
+
+# Its first SIGTERM makes lmtrain save, a second one ends it at once: whoever removes this file may send the first.
+mark_running() { : > ~/.lmtrain-running-"${RUN_ID:-setup}"; }
+may_stop() { rm ~/.lmtrain-running-"${RUN_ID:-setup}" 2> /dev/null; }
+
+# Output on its way to ssh. When that is gone the rest is thrown away, so that a command may still end in order.
+relay() {
+    trap '' TERM PIPE
+    cat
+    cat > /dev/null
+} 2> /dev/null
+
+# Run the words and end with their code.
+in_foreground() {
+    local code interrupted='' child watcher
+    find_command "$1"
+    # The system's SIGTERM at a preemption reaches every process by itself; it is not passed on.
+    trap 'interrupted=1' TERM
+    exec 3<&0 < /dev/null
+    mark_running
+    setsid "$@" 3<&- > >(relay 3<&-) 2> >(relay 3<&- >&2) &
+    child=$!
+    (
+        trap - TERM
+        sleep 30
+        sleep 2 # at a preemption this process is gone by now
+        may_stop && kill -TERM -- "-$child"
+        for ((code = 0; code < 300; code++)); do
+            sleep 1
+            kill -0 -- "-$child" || exit
+        done
+        kill -KILL -- "-$child"
+    ) <&3 > /dev/null 2>&1 &
+    watcher=$!
+    exec 3<&-
+    wait "$child"
+    code=$?
+    while [ -n "$interrupted" ] && [ "$code" -eq 143 ]; do # it may be the wait that was interrupted
+        interrupted=''
+        wait "$child"
+        code=$?
+        [ "$code" -ne 127 ] || code=143
+    done
+    kill "$watcher" 2> /dev/null
+    return "$code"
+}
+
+# The same after what is left of this run has ended, for a connection that broke may have left it going.
+in_place_of_the_last() {
+    local second left
+    export -n RUN_ID # so that what looks for it does not find itself
+    for ((second = 0; second <= 310; second++)); do
+        left=$(grep -lzxF "RUN_ID=$RUN_ID" /proc/[0-9]*/environ 2> /dev/null | xargs -r grep -lzxF "HOME=$HOME" 2> /dev/null | cut -d/ -f3)
+        [ -n "$left" ] || break
+        # shellcheck disable=SC2086
+        case $second in
+            0)
+                echo "lmtrain-tpu: ending what is left of $RUN_ID" >&2
+                may_stop && kill -TERM $left 2> /dev/null ;;
+            300) kill -KILL $left 2> /dev/null ;;
+        esac
+        sleep 1
+    done
+    export RUN_ID
+    in_foreground "$@"
+}
+
+# Run the words after we have gone, with a log.
+detached() {
+    local log=~/lmtrain/logs/$RUN_ID.out
+    find_command "$1"
+    mark_running
+    setsid nohup "$@" >> "$log" 2>&1 < /dev/null &
+    echo "lmtrain-tpu: $HOSTNAME: process $!, log $log"
+}
+
+# set_up STAMP SCRIPT
+set_up() {
+    rm -f ~/.lmtrain-set-up
+    printf '%s\n' "$2" > ~/.lmtrain-setup.sh
+    in_foreground bash ~/.lmtrain-setup.sh && echo "$1" > ~/.lmtrain-set-up
+}
+
+set_up_once() {
+    [ "$(cat ~/.lmtrain-set-up 2> /dev/null)" = "$1" ] || set_up "$@"
+}
+
+begin

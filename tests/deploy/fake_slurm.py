@@ -1,0 +1,129 @@
+"""A Slurm of one machine: `sbatch`, `srun` and `scontrol` as far as deploy/slurm/ uses them.
+
+What real Slurm does and matters here is done too: the batch script runs from a copy in a spool folder, with the
+variables that sbatch sets; `srun` sets those of each task, all "nodes" being 127.0.0.1; a signal goes to the tasks and
+not to the script, so to the processes that srun started and not to their children; `scontrol requeue` needs
+`--requeue`, and the script then runs again with a greater SLURM_RESTART_COUNT. An option it does not know is an error.
+
+Below FAKE_SLURM lie: `job.json`, what was submitted; `tasks.json`, the process ids of the running step; `requeue`, if
+the job is to be requeued; `steps.jsonl`, the options of every srun.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+OPTIONS = {
+    "sbatch": {
+        *("job-name", "nodes", "ntasks", "cpus-per-task", "gpus-per-node", "time", "signal", "open-mode", "output"),
+    },
+    "srun": {"ntasks", "ntasks-per-node", "cpus-per-task", "cpu-bind", "kill-on-bad-exit"},
+}
+FLAGS = {"sbatch": {"exclusive", "requeue"}, "srun": set()}
+
+
+def parse(command: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The options before the first word that is none, and the rest."""
+    options = {}
+    while words and words[0].startswith("--"):
+        name, equals, value = words.pop(0)[2:].partition("=")
+        if name in FLAGS[command]:
+            options[name] = "yes"
+        elif name in OPTIONS[command]:
+            options[name] = value if equals else words.pop(0)
+        else:
+            sys.exit(f"{command}: unrecognized option '--{name}'")
+    return options, words
+
+
+def sbatch(words: list[str]) -> int:
+    """Run the job until it is not requeued any more. -> the exit code of its last run"""
+    state = Path(os.environ["FAKE_SLURM"])
+    given, (script, *arguments) = parse("sbatch", words)
+    lines = Path(script).read_text().splitlines()
+    written = [line.split()[1] for line in lines if line.startswith("#SBATCH ")]
+    options = parse("sbatch", written)[0] | given
+    spooled = state / "slurm_script"
+    shutil.copy(script, spooled)
+    (state / "job.json").write_text(json.dumps(options))
+    environment = os.environ | {
+        "SLURM_JOB_ID": os.environ["FAKE_SLURM_JOB_ID"],
+        "SLURM_SUBMIT_DIR": os.getcwd(),
+        "SLURM_JOB_NUM_NODES": options.get("nodes", "1"),
+    }
+    if "gpus-per-node" in options:
+        environment["SLURM_GPUS_ON_NODE"] = options["gpus-per-node"]
+    if "cpus-per-task" in options:
+        environment["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
+    count = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    while True:
+        if count:
+            environment["SLURM_RESTART_COUNT"] = str(count)
+        code = subprocess.call(["bash", str(spooled), *arguments], env=environment)
+        if not (state / "requeue").exists():
+            return code
+        (state / "requeue").unlink()
+        count += 1
+
+
+def srun(words: list[str]) -> int:
+    """Start the tasks and wait for all. -> the highest exit code, 128 + number for a signal"""
+    state = Path(os.environ["FAKE_SLURM"])
+    options, command = parse("srun", words)
+    with open(state / "steps.jsonl", "a") as file:
+        file.write(json.dumps(options) + "\n")
+    tasks = int(options.get("ntasks", 1))
+    per_node = int(options.get("ntasks-per-node", tasks))
+    processes = []
+    for number in range(tasks):
+        place = {
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NODELIST": "127.0.0.1",
+            "SLURM_STEP_NUM_NODES": str(tasks // per_node),
+            "SLURM_NTASKS": str(tasks),
+            "SLURM_STEP_NUM_TASKS": str(tasks),
+            "SLURM_PROCID": str(number),
+            "SLURM_NODEID": str(number // per_node),
+            "SLURM_LOCALID": str(number % per_node),
+        }
+        processes.append(subprocess.Popen(command, env=os.environ | place))
+    (state / "tasks.json").write_text(json.dumps([process.pid for process in processes]))
+    codes = [process.wait() for process in processes]
+    (state / "tasks.json").unlink()
+    return max(code if code >= 0 else 128 - code for code in codes)
+
+
+def scontrol(words: list[str]) -> int:
+    state = Path(os.environ["FAKE_SLURM"])
+    assert words == ["requeue", os.environ["SLURM_JOB_ID"]], words
+    if "requeue" not in json.loads((state / "job.json").read_text()):
+        sys.exit("scontrol: error: Requested operation is presently disabled")
+    (state / "requeue").touch()
+    return 0
+
+
+def install(folder: Path, job: int) -> dict[str, str]:
+    """Put the three commands into `folder/bin`. -> the environment in which they are found"""
+    (folder / "bin").mkdir()
+    for name in ("sbatch", "srun", "scontrol"):
+        shim = folder / "bin" / name
+        shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" {name} "$@"\n')
+        shim.chmod(0o755)
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"PATH": path, "FAKE_SLURM": str(folder), "FAKE_SLURM_JOB_ID": str(job)}
+
+
+def warn(folder: Path) -> None:
+    """Send the running tasks the signal that the job asked for."""
+    name, seconds = json.loads((folder / "job.json").read_text())["signal"].split("@")
+    assert int(seconds) >= 60, "too little for a save"
+    for process in json.loads((folder / "tasks.json").read_text()):
+        os.kill(process, signal.Signals[f"SIG{name}"])
+
+
+if __name__ == "__main__":
+    sys.exit({"sbatch": sbatch, "srun": srun, "scontrol": scontrol}[sys.argv[1]](sys.argv[2:]))

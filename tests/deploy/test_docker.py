@@ -1,0 +1,178 @@
+"""deploy/docker: clean by hadolint, small, pinned, without privileges; and the install steps work."""
+
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import tiny_settings
+from deploy.scripts import BIN, DEPLOY, ROOT, blocks, needs
+from faults.runs import write_config
+
+DOCKER = DEPLOY / "docker"
+FILES = ["Dockerfile.gpu", "Dockerfile.tpu"]
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """(instruction, arguments) of each line, continued lines joined, comments left out."""
+    lines = [line for line in (DOCKER / name).read_text().splitlines() if line and not line.startswith("#")]
+    joined = re.sub(r"\s*\\\n\s*", " ", "\n".join(lines))
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in joined.splitlines()]
+
+
+def arguments(name: str, instruction: str) -> list[str]:
+    return [rest for word, rest in instructions(name) if word == instruction]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_hadolint_has_nothing_to_say(name):
+    done = subprocess.run([BIN / "hadolint", "--no-color", DOCKER / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_image_is_pinned_without_privileges_and_starts_lmtrain(name):
+    bases = [base.split(" AS ")[0] for base in arguments(name, "FROM")]
+    assert len(bases) == 2  # what builds stays behind in the first
+    assert all(re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+(@sha256:[0-9a-f]{64})?", base) for base in bases)
+    assert all(tuple(map(int, re.findall(r"\d+", base)[:2])) == sys.version_info[:2] for base in bases)
+    last = instructions(name)[[word for word, _ in instructions(name)].index("FROM", 1) :]
+    assert [rest for word, rest in last if word == "COPY"] == ["--from=build /opt/lmtrain /opt/lmtrain"]
+    assert not any("install" in rest for word, rest in last if word == "RUN")
+    assert arguments(name, "USER") == ["1000"]
+    assert arguments(name, "ENTRYPOINT") == ['["lmtrain"]']
+    assert not re.search(r"API_KEY|TOKEN", (DOCKER / name).read_text())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_install_is_held_by_the_constraints(name):
+    (step,) = arguments(name, "RUN")[:1]
+    installs = re.findall(r"pip install [^&]*", step)
+    assert len(installs) == 2
+    assert all("--constraint tools/constraints.txt" in install for install in installs)
+    assert re.search(r"^uv==", (ROOT / "tools" / "constraints.txt").read_text(), re.MULTILINE)
+
+
+def travels(path: str) -> bool:
+    """Whether .dockerignore lets a path through: the last pattern that matches it or a parent of it says."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    parents = [path, *map(str, Path(path).parents)]
+    keep = True
+    for line in lines:
+        pattern = line.removeprefix("!")
+        names = [part for parent in parents for part in (parent, Path(parent).name)] if "**" in pattern else parents
+        if any(fnmatch.fnmatch(name, pattern.removeprefix("**/")) for name in names):
+            keep = line.startswith("!")
+    return keep
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory):
+    """What travels to the builder."""
+    folder = tmp_path_factory.mktemp("context")
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.splitlines()
+    for path in filter(travels, tracked):
+        if (ROOT / path).exists():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
+    return folder
+
+
+def test_nothing_private_or_needless_travels(context):
+    assert not any(
+        map(travels, (".git/config", ".venv/bin/python", "secrets.env", "tests/conftest.py", "tools/lock.sh"))
+    )
+    assert not travels("lmtrain/__pycache__/cli.cpython-311.pyc")
+    assert sorted(path.name for path in context.iterdir()) == [
+        *("LICENSE", "README.md", "configs", "lmtrain", "pyproject.toml", "tools"),
+    ]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_everything_copied_is_there(name, context):
+    for rest in arguments(name, "COPY")[:-1]:
+        *sources, _ = rest.split()
+        assert all((context / source).exists() for source in sources)
+
+
+def install_step(name: str, home: Path, extras: str | None = None) -> str:
+    """The RUN step that installs, with /opt/lmtrain below `home`, and other extras if they are given."""
+    step = arguments(name, "RUN")[0].replace("/opt/lmtrain", str(home / "lmtrain"))
+    return step if extras is None else re.sub(r'"\.\[[^]]*\]"', f'".{extras}"', step)
+
+
+def run_step(step: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    path = {"PATH": f"{folder / 'python' / 'bin'}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", "-euc", step],
+        cwd=folder,
+        env=os.environ | path | environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+@pytest.fixture
+def builder(tmp_path, context):
+    """A copy of the context with a Python of its own, as the base image has one: `pip install` goes there."""
+    folder = tmp_path / "src"
+    shutil.copytree(context, folder)
+    subprocess.run([sys.executable, "-m", "venv", folder / "python"], check=True)
+    return folder
+
+
+@pytest.mark.long
+def test_the_install_step_makes_an_environment_that_runs(builder, tmp_path):
+    """The step of both images, as written but for the accelerator: gigabytes of wheels, of no use without it."""
+    extras = [re.search(r"\.\[([^]]*)\]", arguments(name, "RUN")[0])[1] for name in FILES]
+    assert extras == ["${CUDA},ray", "tpu,ray"]
+    steps = {install_step(name, tmp_path, "[ray]") for name in FILES}
+    assert len(steps) == 1  # so the two are one step but for the extra
+    done = run_step(steps.pop(), builder)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(builder)  # nothing may depend on the stage that is left behind
+    installed = tmp_path / "lmtrain" / "bin"
+    assert not (installed / "pip").exists()
+    assert not (installed / "uv").exists()
+    clean = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    write_config(tmp_path, tiny_settings())
+    for command in (["--help"], ["config", "check", "gpt2_nano"], ["plan", "tiny.json"]):
+        ran = subprocess.run([installed / "lmtrain", *command], cwd=tmp_path, env=clean, capture_output=True, text=True)
+        assert ran.returncode == 0, (command, ran.stderr)
+    ran = subprocess.run([installed / "ray", "--version"], env=clean, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "argument"), [("Dockerfile.gpu", "cuda12"), ("Dockerfile.gpu", "cuda13"), ("Dockerfile.tpu", "")]
+)
+def test_the_install_step_resolves_with_its_accelerator(name, argument, builder, tmp_path):
+    """A dry run in a clean environment: the wheels are gigabytes. The rest of the step is done as written.
+
+    The platform is that of the base image, Debian 12 with glibc 2.36: libtpu has no wheels for one before 2.31.
+    """
+    step = install_step(name, tmp_path).replace(
+        "--compile-bytecode", "--dry-run --python-platform x86_64-manylinux_2_36"
+    )
+    assert "--dry-run" in step
+    done = run_step(step, builder, CUDA=argument)
+    assert done.returncode == 0, done.stderr
+    expected = f"jax-{argument}-plugin" if argument else "libtpu"
+    assert f"+ {expected}==" in done.stderr
+    assert "+ ray==" in done.stderr
+
+
+def test_cuda_12_is_the_default():
+    assert arguments("Dockerfile.gpu", "ARG") == ["CUDA=cuda12"]
+
+
+def test_the_page_says_what_its_commands_need():
+    assert all(needs(before) for before, _ in blocks(DOCKER / "README.md"))

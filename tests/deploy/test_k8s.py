@@ -1,0 +1,250 @@
+"""deploy/k8s: valid by the schemas, restarted by lmtrain's exit codes, one run over restarts, no secrets."""
+
+import copy
+import re
+from itertools import pairwise
+
+import kubernetes_validate
+import pytest
+import yaml
+from deploy.scripts import DEPLOY, blocks, needs, shellcheck
+
+from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
+
+K8S = DEPLOY / "k8s"
+FILES = {path.name: path.read_text() for path in K8S.glob("*.yaml")}
+JOBSETS = ["train-gpu.yaml", "train-tpu.yaml"]
+# The oldest that the page names, where pod failure policies are stable, and the newest that is known.
+VERSIONS = ["1.31", kubernetes_validate.latest_version()]
+MISTAKE = 2
+ABORTED = 134
+
+
+def load(name: str) -> dict:
+    return yaml.safe_load(FILES[name])
+
+
+def jobs(name: str) -> list[dict]:
+    """The Job specs of a manifest."""
+    manifest = load(name)
+    if manifest["kind"] == "Job":
+        return [manifest["spec"]]
+    return [job["template"]["spec"] for job in manifest["spec"].get("replicatedJobs", [])]
+
+
+def pods(name: str) -> list[dict]:
+    """The Pod specs of a manifest."""
+    manifest = load(name)
+    if manifest["kind"] == "RayJob":
+        cluster = manifest["spec"]["rayClusterSpec"]
+        return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    return [job["template"]["spec"] for job in jobs(name)]
+
+
+WITH_PODS = sorted(name for name in FILES if pods(name))
+
+
+def validate(kind: str, api: str, spec: dict, version: str) -> None:
+    whole = {"apiVersion": api, "kind": kind, "metadata": {"name": "x"}, "spec": spec}
+    kubernetes_validate.validate(whole, version, strict=True)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_every_part_is_valid_by_the_schemas(name, version):
+    manifest = load(name)
+    if manifest["kind"] not in ("JobSet", "RayJob"):
+        kubernetes_validate.validate(manifest, version, strict=True)
+    for spec in jobs(name):
+        validate("Job", "batch/v1", spec, version)
+    for spec in pods(name):
+        validate("Pod", "v1", spec, version)
+
+
+def test_the_schemas_see_mistakes():
+    spec = copy.deepcopy(jobs("train-gpu.yaml")[0])
+    spec["podFailurePolicy"]["rules"][0]["onExitCode"] = spec["podFailurePolicy"]["rules"][0].pop("onExitCodes")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate("Job", "batch/v1", spec, VERSIONS[0])
+
+
+# The fields of jobset.x-k8s.io/v1alpha2 that are used, each with what is in it.
+FIELDS = {
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {"network", "failurePolicy", "replicatedJobs"},
+    "spec.network": {"enableDNSHostnames", "subdomain"},
+    "spec.failurePolicy": {"maxRestarts", "rules"},
+}
+
+
+def at(manifest: dict, path: str) -> dict:
+    for name in filter(None, path.split(".")):
+        manifest = manifest[name]
+    return manifest
+
+
+@pytest.mark.parametrize("name", JOBSETS)
+def test_jobsets_have_the_fields_of_their_interface(name):
+    manifest = load(name)
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    for path, fields in FIELDS.items():
+        assert at(manifest, path).keys() == fields
+    assert manifest["spec"]["network"]["enableDNSHostnames"] is True
+    (job,) = manifest["spec"]["replicatedJobs"]
+    assert job.keys() == {"name", "replicas", "template"}
+    assert (job["replicas"], job["template"].keys()) == (1, {"spec"})
+    # names of pods are host names, of at most 63 letters
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", f"{manifest['metadata']['name']}-{job['name']}")
+
+
+@pytest.mark.parametrize("name", JOBSETS)
+def test_a_mistake_fails_the_jobset_and_all_else_restarts_it(name):
+    policy = load(name)["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] > 0
+    (rule,) = policy["rules"]
+    assert rule.keys() == {"name", "action", "onJobFailureReasons"}
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    (job,) = jobs(name)
+    assert job["backoffLimit"] == 0  # what no rule names fails the job for another reason
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "In")
+    assert rule["onExitCodes"]["values"] == [MISTAKE]
+    assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
+
+
+def test_the_batch_job_starts_again_without_counting_what_is_no_failure():
+    (job,) = jobs("preprocess.yaml")
+    rules = [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in job["podFailurePolicy"]["rules"]]
+    assert rules == [("FailJob", [MISTAKE]), ("Ignore", [STOPPED_BY_SIGNAL]), ("Ignore", None)]
+    assert job["podFailurePolicy"]["rules"][2]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert job["backoffLimit"] > 0
+
+
+def test_exit_codes_are_those_of_lmtrain(lmtrain):
+    """A mistake exits with the code that fails a job, and the comments name the others rightly."""
+    assert lmtrain("train", "no such file.yaml").returncode == MISTAKE
+    for name in JOBSETS:
+        assert f"{STOPPED_BY_SIGNAL} stopped and saved, {ABORTED} a collective" in FILES[name]
+
+
+@pytest.mark.parametrize("name", JOBSETS)
+def test_all_hosts_of_a_run_are_pods_of_one_indexed_job(name):
+    (job,) = jobs(name)
+    assert job["completionMode"] == "Indexed"
+    assert job["parallelism"] == job["completions"] > 1
+
+
+def settings(name: str) -> dict[str, str]:
+    """--name=value of the container's arguments."""
+    (pod,) = pods(name)
+    return dict(word.removeprefix("--").split("=", 1) for word in pod["containers"][0]["args"] if word.startswith("--"))
+
+
+def test_gpu_hosts_find_the_first_pod_by_its_name():
+    manifest = load("train-gpu.yaml")
+    (job,) = manifest["spec"]["replicatedJobs"]
+    host = f"{manifest['metadata']['name']}-{job['name']}-0-0.{manifest['spec']['network']['subdomain']}"
+    given = settings("train-gpu.yaml")
+    assert given["trainer.distributed.coordinator_address"].rpartition(":")[0] == host
+    assert int(given["trainer.distributed.num_processes"]) == job["template"]["spec"]["parallelism"]
+    assert given["trainer.distributed.process_id"] == "$(JOB_COMPLETION_INDEX)"
+
+
+def test_a_tpu_slice_has_a_host_for_every_four_chips():
+    (pod,), (job,) = pods("train-tpu.yaml"), jobs("train-tpu.yaml")
+    x, y = map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
+    assert x * y == job["parallelism"] * pod["containers"][0]["resources"]["limits"]["google.com/tpu"]
+
+
+@pytest.mark.parametrize("name", WITH_PODS)
+def test_commands_are_taken_by_lmtrain(name, lmtrain, write_config):
+    """The flags of every manifest, given to `config check` with a config that is here."""
+    entry = load(name)["spec"].get("entrypoint")
+    words = entry.partition("lmtrain ")[2].split() if entry else pods(name)[0]["containers"][0]["args"]
+    verb, _, *flags = words
+    assert verb in ("train", "preprocess")
+    write_config({"data": {"train_urls": ["x.jsonl"], "tokenizer": "byte"}})
+    flags = [flag.replace("$(JOB_COMPLETION_INDEX)", "1") for flag in flags]
+    flags = [f"--trainer.ray.{flag[2:]}" if flag == "--address" else flag for flag in flags]
+    done = lmtrain("config", "check", "tiny.yaml", *flags)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", WITH_PODS)
+def test_pods_have_no_privileges_and_no_secrets_in_them(name):
+    for pod in pods(name):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == 1000  # the user of the images
+        (container,) = pod["containers"]
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        secrets = [entry for entry in container["env"] if re.search("KEY|TOKEN", entry["name"])]
+        assert {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"} <= {entry["name"] for entry in secrets}
+        assert all(entry.keys() == {"name", "valueFrom"} for entry in secrets)
+        assert all(entry["valueFrom"]["secretKeyRef"]["key"] == entry["name"] for entry in secrets)
+
+
+@pytest.mark.parametrize("name", JOBSETS)
+def test_a_run_keeps_its_id_and_its_checkpoints_and_has_time_to_save(name):
+    (pod,) = pods(name)
+    (container,) = pod["containers"]
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert environment["RUN_ID"] == load(name)["metadata"]["name"]
+    assert "WANDB_API_KEY" in environment
+    assert pod["terminationGracePeriodSeconds"] >= 300
+    assert pod["restartPolicy"] == "Never"
+    bucket = settings(name).get("trainer.checkpointer.base_path", "").startswith("gs://")
+    claims = {volume["name"] for volume in pod.get("volumes", []) if "persistentVolumeClaim" in volume}
+    mounted = {mount["mountPath"] for mount in container.get("volumeMounts", []) if mount["name"] in claims}
+    assert bucket or container.get("workingDir") in mounted
+
+
+def test_claims_are_of_the_volume():
+    volume = load("volume.yaml")
+    assert volume["spec"]["accessModes"] == ["ReadWriteMany"]
+    for name in WITH_PODS:
+        for claim in (
+            volume["persistentVolumeClaim"]
+            for pod in pods(name)
+            for volume in pod.get("volumes", [])
+            if "persistentVolumeClaim" in volume
+        ):
+            assert claim["claimName"] == load("volume.yaml")["metadata"]["name"]
+
+
+def test_the_ray_job_has_the_fields_of_its_interface():
+    manifest = load("preprocess-ray.yaml")
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    spec = manifest["spec"]
+    assert spec.keys() == {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "rayClusterSpec"}
+    assert spec["shutdownAfterJobFinishes"] is True
+    assert spec["rayClusterSpec"].keys() == {"headGroupSpec", "workerGroupSpecs"}
+    assert spec["rayClusterSpec"]["headGroupSpec"].keys() == {"rayStartParams", "template"}
+    (workers,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    assert workers.keys() == {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    params = (spec["rayClusterSpec"]["headGroupSpec"]["rayStartParams"], workers["rayStartParams"])
+    assert all(isinstance(value, str) for given in params for value in given.values())
+
+
+def shell_snippets(value: object) -> list[str]:
+    """What a shell is given anywhere in a manifest: `sh -c` commands and Ray's entrypoint."""
+    if isinstance(value, list):
+        shells = [after for word, after in pairwise(value) if word in ("-c", "-ec", "-euc")]
+        return shells + [snippet for entry in value for snippet in shell_snippets(entry)]
+    if isinstance(value, dict):
+        own = [value["entrypoint"]] if isinstance(value.get("entrypoint"), str) else []
+        return own + [snippet for entry in value.values() for snippet in shell_snippets(entry)]
+    return []
+
+
+def test_shell_within_manifests_is_clean():
+    snippets = [snippet for name in FILES for snippet in shell_snippets(load(name))]
+    assert len(snippets) >= 1
+    for snippet in snippets:
+        shellcheck("--shell=bash", "-", text=f"{snippet}\n")
+
+
+def test_the_page_names_every_file_and_what_its_commands_need():
+    page = (K8S / "README.md").read_text()
+    assert all(f"]({name})" in page for name in FILES)
+    assert all(needs(before) for before, _ in blocks(K8S / "README.md"))

@@ -1,0 +1,594 @@
+"""deploy/tpu against a fake gcloud: what it asks for, what reaches the workers, what stops it, what it never says."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from deploy.fake_gcloud import Cloud
+from deploy.scripts import DEPLOY, ROOT, blocks, needs, shellcheck
+
+SCRIPTS = DEPLOY / "tpu"
+NAMES = ("spin-up", "run", "launch", "babysit")
+PLACE = ("my-tpu", "-z", "us-east1-d")
+MADE_OF = ("-t", "v3-32")
+DEADLINE_SECONDS = 60
+SECRET = "hf_do-not-tell-$me'\""
+NETWORK = "UNAVAILABLE: Connection reset by peer"
+
+
+class Desk(Cloud):
+    """The machine somebody sits at: the scripts with the fake gcloud, and an ssh-agent with a key."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.started: list[subprocess.Popen] = []
+        tools = folder / "bin"
+        tools.mkdir(parents=True)
+        self._program(tools / "gcloud", f'exec {shlex.quote(sys.executable)} {ROOT}/tests/deploy/fake_gcloud.py "$@"')
+        self.agent(0)
+        (folder / "calls.jsonl").touch()
+        state = {"vm": None, "made": 0, "workers": 1, "states": ["READY"], "queue_states": [], "faults": []}
+        (folder / "cloud.json").write_text(json.dumps(state))
+        self.setup = folder / "setup"
+        self.setup.write_text("mkdir -p ~/lmtrain/.venv/bin\n")
+        self.own_setup = ("-s", str(self.setup), "-r", "not used")  # so that no copy of the checkout is sent
+        workers_path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if ".venv" not in p)
+        self.environment = {
+            "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+            "HOME": str(folder),
+            "FAKE_GCLOUD": str(folder),
+            "FAKE_WORKER_PATH": workers_path,
+            "LMTRAIN_TPU_POLL": "0.1",
+            "LMTRAIN_TPU_GRACE": "1",
+            "LMTRAIN_TPU_HELLO": "2",
+        }
+
+    @staticmethod
+    def _program(path: Path, line: str) -> None:
+        path.write_text(f"#!/bin/sh\n{line}\n")
+        path.chmod(0o755)
+
+    def agent(self, code: int) -> None:
+        self._program(self.folder / "bin" / "ssh-add", f"exit {code}")
+
+    def set(self, **changes: object) -> None:
+        with self.state() as state:
+            state.update(changes)
+
+    def make_vm(self, workers: int = 1) -> None:
+        vm = {"name": "my-tpu", "number": 0, "queue": [], "queued": False, "states": ["READY"]}
+        self.set(vm=vm, workers=workers)
+
+    def worker(self, number: int = 0, vm: int = 0) -> Path:
+        return self.home({"number": vm}, number)
+
+    def calls(self) -> list[list[str]]:
+        return [json.loads(line) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
+
+    def verbs(self) -> list[str]:
+        """What was asked of gcloud, a verb once for calls in a row."""
+        found: list[str] = []
+        for call in self.calls():
+            verb = call[call.index("tpus") + 2]
+            if found[-1:] != [verb]:
+                found.append(verb)
+        return found
+
+    def call(self, verb: str) -> list[str]:
+        return next(call for call in self.calls() if verb in call)
+
+    def start(self, script: str, *words: str, **environment: str) -> subprocess.Popen:
+        process = subprocess.Popen(
+            [SCRIPTS / script, *words],
+            env=self.environment | environment,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def do(self, script: str, *words: str, **environment: str) -> subprocess.CompletedProcess:
+        process = self.start(script, *words, **environment)
+        out, err = process.communicate(timeout=DEADLINE_SECONDS)
+        return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+    def run(self, *cmd: str, **environment: str) -> subprocess.CompletedProcess:
+        return self.do("run", *PLACE, "--", *cmd, **environment)
+
+    def babysit(self, *words: str, **environment: str) -> subprocess.CompletedProcess:
+        return self.do("babysit", *PLACE, *MADE_OF, *self.own_setup, *words, **environment)
+
+    def preempt(self, number: int) -> None:
+        """As Google does it: SIGTERM to every process and half a minute, or (SIGKILL) no warning. The disk is lost."""
+        with self.state() as state:
+            vm = state["vm"]
+        self.signal(vm, number)
+        deadline = time.monotonic() + 60
+        while self.processes(vm) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.signal(vm, signal.SIGKILL)
+        with self.state() as state:
+            if state["vm"] and state["vm"]["number"] == vm["number"]:
+                state["vm"]["states"] = ["PREEMPTED"]
+
+    def end(self) -> None:
+        """Whatever a failed test has left."""
+        for process in self.started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for number in range(10):
+            self.signal({"number": number}, signal.SIGKILL)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path / "desk")
+    yield made
+    made.end()
+
+
+def wait_for(found: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ------------------------------------------------------------------------------------------------- flags and shellcheck
+
+
+def test_shellcheck_finds_nothing():
+    scripts = [path for path in sorted(SCRIPTS.iterdir()) if path.suffix != ".md"]
+    assert len(scripts) == 7
+    shellcheck(*(path.relative_to(ROOT) for path in scripts))
+
+
+def test_every_command_of_the_page_says_what_it_needs():
+    assert all(needs(before) for before, _ in blocks(SCRIPTS / "README.md"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_names_every_flag_that_is_taken(desk, name):
+    done = desk.do(name, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"{name} NAME -z ZONE")
+    taken = re.search(r'^parse "(.*)" "\$@"', (SCRIPTS / name).read_text(), re.MULTILINE)
+    assert taken
+    assert set(re.findall(r"^  .*?(--[a-z-]+) ", done.stdout, re.MULTILINE)) == set(taken[1].split())
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("run", ["my-tpu", "-z", "a", "--zoned", "b", "--", "true"], "no flag --zoned here"),
+        ("run", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "true"], "no flag -t here"),
+        ("run", ["my-tpu", "--", "true"], "-z ZONE is missing"),
+        ("run", ["-z", "a", "--", "true"], "NAME first"),
+        ("run", ["my-tpu", "-z", "--", "true"], "-z needs a value"),
+        ("run", ["my-tpu", "-z", "a"], "no CMD"),
+        ("run", ["my-tpu", "-z", "a", "--", "A=1"], "no CMD"),
+        ("run", ["my-tpu", "-z", "a", "true"], "CMD comes after --"),
+        ("launch", ["My_TPU", "-z", "a", "--", "true"], "small letters"),
+        ("spin-up", ["my-tpu", "-z", "a"], "-t TYPE is missing"),
+        ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "true"], "runs no CMD"),
+        ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-s", "nowhere"], "no set-up script"),
+        ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-b", "nowhere"], "no branch nowhere"),
+        ("spin-up", ["my-tpu", "-z", "a", "-t", "v9-8"], "give it with -i"),
+        ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "--retries", "0", "--", "true"], "--retries"),
+        ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "RUN_ID=../x", "true"], "RUN_ID"),
+    ],
+)
+def test_a_mistake_in_the_flags_is_one_line_and_asks_gcloud_nothing(desk, name, words, message):
+    done = desk.do(name, *words)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if "changes that are not" not in line]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert desk.calls() == []
+
+
+# ------------------------------------------------------------------------------------------------------------------ run
+
+
+def test_run_gives_the_code_and_the_output_of_the_command(desk):
+    desk.make_vm()
+    done = desk.run("bash", "-c", "echo out; echo err >&2; pwd; exit 7")
+    assert done.returncode == 7
+    assert done.stdout == f"out\n{desk.worker()}/lmtrain\n"
+    assert "\nerr\n" in done.stderr
+    assert "begun" not in done.stderr
+
+
+def test_every_word_of_the_command_arrives_as_given(desk):
+    desk.make_vm()
+    words = ["a  b", "'", '"', "$HOME `id` $(id)", "line\nline\n", "", "*", "\\", "ä€\t", "--", "# the end", "A=b"]
+    program = "import json, sys, os; print(json.dumps([sys.argv[1:], os.environ['X'], os.environ['Y']]))"
+    done = desk.run(f"X={words[0]}\n$'", "Y=", "python3", "-c", program, *words)
+    assert json.loads(done.stdout) == [words, "a  b\n$'", ""]
+
+
+def test_all_workers_run_it_with_the_same_run_id_and_the_worst_code_is_given(desk):
+    desk.make_vm(workers=3)
+    command = 'echo "$RUN_ID $HOSTNAME"; case $HOSTNAME in *-1) exit 75 ;; *-2) exit 5 ;; esac'
+    done = desk.run("bash", "-c", command)
+    assert done.returncode == 5
+    lines = sorted(done.stdout.splitlines())
+    assert [line.split()[0] for line in lines] == ["[0]", "[1]", "[2]"]
+    assert [line.split()[2] for line in lines] == ["t1v-0", "t1v-1", "t1v-2"]
+    (run_id,) = {line.split()[1] for line in lines}
+    assert run_id.startswith("my-tpu-")
+    assert f"RUN_ID={run_id}" in done.stderr
+
+
+@pytest.mark.parametrize(("codes", "expected"), [("0 0", 0), ("75 0", 75), ("1 2", 2), ("2 75", 2), ("75 1", 1)])
+def test_the_code_of_several_workers(desk, codes, expected):
+    desk.make_vm(workers=2)
+    first, second = codes.split()
+    assert desk.run("bash", "-c", f"[[ $HOSTNAME == *-0 ]] && exit {first}; exit {second}").returncode == expected
+
+
+def test_the_run_id_is_of_the_name_and_the_command_but_not_of_its_secrets_and_can_be_given(desk):
+    desk.make_vm()
+
+    def run_id(*words: str, **environment: str) -> str:
+        return desk.run(*words, "bash", "-c", "echo $RUN_ID", **environment).stdout.strip()
+
+    plain = run_id()
+    assert run_id("WANDB_API_KEY=a") == run_id("WANDB_API_KEY=b") == run_id(HF_TOKEN="c") == plain
+    assert run_id("A=b") != plain
+    assert run_id(RUN_ID="mine") == "mine"
+    assert run_id("RUN_ID=own", RUN_ID="mine") == "own"
+
+
+def test_secrets_reach_the_command_and_are_seen_nowhere_else(desk):
+    desk.make_vm(workers=2)
+    program = f"""
+import os, pathlib
+assert os.environ["HF_TOKEN"] == {SECRET!r}
+assert os.environ["WANDB_API_KEY"] == "from-CMD"
+me = os.environ["HF_TOKEN"].encode()
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        assert me not in path.read_bytes(), path
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+print("arrived")
+"""
+    script = desk.folder / "look.py"
+    script.write_text(program)
+    done = desk.run("WANDB_API_KEY=from-CMD", "python3", str(script), HF_TOKEN=SECRET, WANDB_API_KEY="from here")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("arrived") == 2
+    told = done.stdout + done.stderr + json.dumps(desk.calls())
+    for secret in (SECRET, "from-CMD", "from here"):
+        assert secret not in told
+        assert json.dumps(secret)[1:-1] not in told
+    left = [path for path in desk.worker().parent.rglob("*") if path.is_file()]
+    assert left
+    assert not any(b"hf_do" in path.read_bytes() or b"from-CMD" in path.read_bytes() for path in left)
+
+
+def test_without_the_vm_or_a_program_there_is_one_clear_line(desk):
+    done = desk.run("true")
+    assert done.returncode == 1
+    assert "is MISSING, not READY" in done.stderr
+    desk.make_vm()
+    done = desk.run("no-such-program")
+    assert done.returncode == 127
+    assert "no command no-such-program" in done.stderr
+
+
+def test_when_a_worker_fails_the_others_are_stopped_after_a_while(desk):
+    desk.make_vm(workers=2)
+    done = desk.run("bash", "-c", "trap 'exit 75' TERM; [[ $HOSTNAME == *-0 ]] && exit 3; sleep 100 & wait")
+    assert done.returncode == 3
+    assert "stopping 1 worker(s)" in done.stderr
+
+
+def test_a_worker_that_is_not_reached_is_no_failure_of_the_command(desk):
+    desk.make_vm()
+    desk.set(faults=[{"verb": "tpu-vm ssh", "error": "Could not SSH", "times": 1, "code": 2}])
+    assert desk.run("true").returncode == 69
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ended_here_the_command_ends_there_by_one_sigterm(desk, number):
+    desk.make_vm(workers=2)
+    command = (
+        "trap 'sleep 0.3; echo stopped; echo once >> ~/term; exit 75' TERM; echo up > ~/up; while :; do sleep 0.1; done"
+    )
+    process = desk.start("run", *PLACE, "--", "bash", "-c", command)
+    wait_for(lambda: all((desk.worker(worker) / "up").exists() for worker in range(2)))
+    process.send_signal(number)
+    if number == signal.SIGINT:
+        out, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        assert process.returncode == 75
+        assert sorted(out.splitlines()) == ["[0] stopped", "[1] stopped"]
+    with desk.state() as state:
+        wait_for(lambda: not desk.processes(state["vm"]))
+    assert [(desk.worker(worker) / "term").read_text() for worker in range(2)] == ["once\n", "once\n"]
+    process.communicate()
+
+
+def test_launch_leaves_it_running_with_a_log_on_each_worker(desk):
+    desk.make_vm(workers=2)
+    command = 'echo "$A $HF_TOKEN"; while [ ! -e ~/go ]; do sleep 0.1; done; echo "end of $RUN_ID"'
+    done = desk.do("launch", *PLACE, "--", "A=x y", "bash", "-c", command, HF_TOKEN="hf_one")
+    assert done.returncode == 0, done.stderr
+    run_id = re.search(r"RUN_ID=(\S+):", done.stderr)
+    assert run_id
+    for number in range(2):
+        log = desk.worker(number) / "lmtrain" / "logs" / f"{run_id[1]}.out"
+        assert f"{log}" in done.stdout
+        wait_for(lambda log=log: log.exists() and log.read_text() == "x y hf_one\n")
+        (desk.worker(number) / "go").touch()
+        wait_for(lambda log=log: log.read_text().endswith(f"end of {run_id[1]}\n"))
+    assert "hf_one" not in done.stdout + done.stderr
+
+
+# -------------------------------------------------------------------------------------------------------------- spin-up
+
+
+def own_repository(folder: Path) -> Path:
+    """A checkout with these scripts and an install.sh that says how it was called."""
+    (folder / "tools").mkdir(parents=True)
+    (folder / "deploy").mkdir()
+    subprocess.run(["cp", "-r", SCRIPTS, folder / "deploy"], check=True)
+    (folder / "tools" / "install.sh").write_text(
+        'echo "installed $* from $(cat which)" >> ~/done; echo "$PYTHON" > ~/python\n'
+    )
+    (folder / "which").write_text("the commit")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q", "-b", "main"], ["add", "."], [*who, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
+def test_spin_up_creates_and_sets_up_every_worker_with_a_copy_of_what_is_committed(desk, tmp_path):
+    checkout = own_repository(tmp_path / "checkout")
+    (checkout / "which").write_text("not committed")
+    desk.set(workers=2, states=["CREATING", "CREATING", "READY"])
+    script = checkout / "deploy" / "tpu" / "spin-up"
+    done = desk.do(str(script), *PLACE, *MADE_OF)
+    assert done.returncode == 0, done.stderr
+    assert "changes that are not" in done.stderr
+    assert "it costs until" in done.stderr
+    assert "--spot" not in desk.call("create")
+    for number in range(2):
+        assert (desk.worker(number, 1) / "done").read_text() == "installed tpu from the commit\n"
+        assert (desk.worker(number, 1) / "python").read_text().startswith("python")
+        assert (desk.worker(number, 1) / "lmtrain" / "deploy" / "tpu" / "run").exists()
+    assert desk.verbs() == ["describe", "create", "describe", "ssh"]
+    # once more: the VM stays, the workers get the new commit, and files that are gone go
+    (checkout / "deploy" / "tpu" / "run").unlink()
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "2"], cwd=checkout, check=True
+    )
+    assert desk.do(str(script), *PLACE, *MADE_OF).returncode == 0
+    assert desk.verbs().count("create") == 1
+    assert (desk.worker(0, 1) / "done").read_text().endswith("installed tpu from not committed\n")
+    assert not (desk.worker(0, 1) / "lmtrain" / "deploy" / "tpu" / "run").exists()
+
+
+def test_spin_up_clones_a_repository_at_a_branch(desk, tmp_path):
+    checkout = own_repository(tmp_path / "elsewhere")
+    subprocess.run(["git", "checkout", "-q", "-b", "other"], cwd=checkout, check=True)
+    (checkout / "which").write_text("the branch")
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "2"], cwd=checkout, check=True
+    )
+    subprocess.run(["git", "checkout", "-q", "main"], cwd=checkout, check=True)
+    done = desk.do("spin-up", *PLACE, *MADE_OF, "-r", f"file://{checkout}", "-b", "other")
+    assert done.returncode == 0, done.stderr
+    assert (desk.worker(0, 1) / "done").read_text() == "installed tpu from the branch\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["-t", "v5litepod-16", "-p"], ["--version=v2-alpha-tpuv5-lite", "--accelerator-type=v5litepod-16", "--spot"]),
+        (["-t", "v6e-8", "-n", "sub"], ["--version=v2-alpha-tpuv6e", "--subnetwork=sub"]),
+        (["-t", "v4-8", "-i", "own"], ["--version=own"]),
+        (["--type=v4-8", "--use-alpha"], ["alpha", "--version=tpu-ubuntu2204-base"]),
+        (["-t", "v5p-8", "--queued"], ["queued-resources", "--node-id=my-tpu", "--runtime-version=v2-alpha-tpuv5"]),
+    ],
+)
+def test_what_is_asked_of_gcloud(desk, words, expected):
+    desk.set(queue_states=["WAITING_FOR_RESOURCES", "PROVISIONING"])
+    done = desk.do("spin-up", *PLACE, *desk.own_setup, *words)
+    assert done.returncode == 0, done.stderr
+    assert set(expected) <= set(desk.call("create"))
+    assert ("QUEUE_PROVISIONING" in done.stderr) == ("--queued" in words)
+
+
+def test_spin_up_asks_again_when_the_network_fails_and_gives_up_when_gcloud_refuses(desk):
+    faults = [{"verb": f"tpu-vm {verb}", "error": NETWORK, "times": 2} for verb in ("describe", "create", "ssh")]
+    desk.set(faults=faults)
+    done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
+    assert done.returncode == 0, done.stderr
+    assert NETWORK in done.stderr
+    desk.set(vm=None, faults=[{"verb": "tpu-vm create", "error": "PERMISSION_DENIED: no TPUs for you", "times": 9}])
+    done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
+    assert done.returncode == 2
+    assert "no TPUs for you" in done.stderr
+    desk.set(faults=[{"verb": "tpu-vm create", "error": "RESOURCE_EXHAUSTED: no more capacity", "times": 9}])
+    done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
+    assert done.returncode == 1
+    assert "no such TPU for now" in done.stderr
+
+
+def test_a_set_up_that_fails_is_told_with_its_code(desk):
+    desk.setup.write_text("echo broken >&2; exit 9")
+    done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
+    assert done.returncode == 9
+    assert "broken" in done.stderr
+    assert "runs and costs" in done.stderr
+
+
+# -------------------------------------------------------------------------------------------------------------- babysit
+
+
+def test_babysit_creates_runs_and_deletes(desk):
+    desk.set(states=["CREATING", "READY"])
+    done = desk.babysit("-p", "--", "echo", "hello")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hello\n"
+    assert desk.verbs() == ["describe", "create", "describe", "ssh", "delete"]
+    assert "--spot" in desk.call("create")
+    with desk.state() as state:
+        assert state["vm"] is None
+
+
+def test_babysit_uses_a_vm_that_is_there_and_keeps_it_if_asked(desk):
+    desk.make_vm()
+    done = desk.babysit("--keep", "--", "true")
+    assert done.returncode == 0, done.stderr
+    assert desk.verbs() == ["describe", "ssh"]
+    assert "it costs until" in done.stderr
+
+
+@pytest.mark.parametrize(("code", "told"), [(2, "no ssh-agent"), (1, "ssh-agent has no key")])
+def test_babysit_wants_an_ssh_agent(desk, code, told):
+    desk.agent(code)
+    done = desk.babysit("--", "true")
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "ssh-add ~/.ssh/google_compute_engine" in done.stderr
+    assert desk.calls() == []
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "FAILED", "TERMINATED", "STOPPED", "REPAIRING"])
+def test_a_vm_in_another_state_is_deleted_and_made_anew(desk, state):
+    desk.make_vm()
+    with desk.state() as cloud:
+        cloud["vm"]["states"] = [state]
+    done = desk.babysit("--", "true")
+    assert done.returncode == 0, done.stderr
+    assert desk.verbs() == ["describe", "delete", "describe", "create", "describe", "ssh", "delete"]
+
+
+def test_a_queued_resource_that_failed_is_deleted_and_asked_for_anew(desk):
+    desk.set(queue_states=["ACCEPTED", "FAILED"])
+    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--queued", "--", "true")
+    wait_for(lambda: "delete" in desk.verbs())
+    desk.set(queue_states=["WAITING_FOR_RESOURCES"])
+    _, told = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, told
+    assert "QUEUE_FAILED" in told
+    assert "--force" in desk.call("delete")
+    with desk.state() as state:
+        assert state["vm"] is None
+
+
+def test_flaky_answers_are_no_failures(desk):
+    verbs = ("tpu-vm describe", "tpu-vm create", "tpu-vm ssh", "tpu-vm delete")
+    desk.set(faults=[{"verb": verb, "error": NETWORK, "times": 3} for verb in verbs])
+    done = desk.babysit("--retries", "1", "--", "echo", "hello")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hello\n"
+    with desk.state() as state:
+        assert state["vm"] is None
+
+
+def counting(then: str) -> list[str]:
+    """A command that writes a line for each time it runs, and then does so."""
+    return ["bash", "-c", f'echo "$RUN_ID" >> ~/../../runs; number=$(wc -l < ~/../../runs); {then}']
+
+
+def runs(desk: Desk) -> list[str]:
+    return (desk.folder / "runs").read_text().splitlines()
+
+
+def test_the_retries_run_out_and_the_code_is_the_commands(desk):
+    done = desk.babysit("--retries", "3", "--", *counting("exit 6"))
+    assert done.returncode == 6
+    assert len(runs(desk)) == 3
+    assert len(set(runs(desk))) == 1
+    assert "failed 3 time(s)" in done.stderr
+    assert desk.verbs()[-1] == "delete"
+
+
+def test_a_mistake_is_not_tried_again(desk):
+    done = desk.babysit("--", *counting("exit 2"))
+    assert done.returncode == 2
+    assert len(runs(desk)) == 1
+    assert desk.verbs()[-1] == "delete"
+
+
+def test_what_gcloud_refuses_ends_it(desk):
+    desk.set(faults=[{"verb": "tpu-vm create", "error": "INVALID_ARGUMENT: no such type", "times": 9}])
+    done = desk.babysit("--", "true")
+    assert done.returncode == 2
+    assert "no such type" in done.stderr
+
+
+def test_a_clean_stop_is_no_failure(desk):
+    done = desk.babysit("--retries", "1", "--", *counting("[ $number -ge 4 ] || exit 75"))
+    assert done.returncode == 0, done.stderr
+    assert len(runs(desk)) == 4
+
+
+def test_a_preemption_is_no_failure_even_if_gcloud_learns_of_it_late(desk):
+    command = counting("[ $number -ge 3 ] || { touch ~/up; sleep 100; }")
+    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--retries", "2", "--", *command)
+    for vm in (1, 2):
+        wait_for(lambda vm=vm: (desk.worker(0, vm) / "up").exists())
+        with desk.state() as state:
+            desk.signal(state["vm"], signal.SIGKILL)
+            # gcloud says READY to the look after the failure and to that before the next run
+            state["vm"]["states"] = ["READY", "READY", "PREEMPTED"]
+    _, told = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, told
+    assert len(runs(desk)) == 3
+
+
+def test_the_set_up_is_not_done_twice_on_a_vm_and_done_again_on_a_new_one(desk):
+    desk.setup.write_text("echo set up >> ~/../../set-ups")
+    desk.babysit("--keep", "--", *counting("[ $number -ge 3 ] || exit 1"))
+    desk.babysit("--", "true")
+    assert (desk.folder / "set-ups").read_text() == "set up\n"
+    desk.babysit("--", "true")
+    assert (desk.folder / "set-ups").read_text() == "set up\n" * 2
+
+
+def test_after_a_broken_connection_the_run_goes_on_and_is_there_once(desk):
+    """What the broken connection left is ended by one SIGTERM before the next begins."""
+    command = (
+        "trap 'echo TERM >> ~/terms; sleep 0.5; rm ~/one; exit 75' TERM; [ ! -e ~/one ] || exit 2; touch ~/one; "
+        "[ $number -ge 2 ] || while :; do sleep 0.1; done"
+    )
+    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--retries", "2", "--", *counting(command))
+    wait_for(lambda: (desk.worker(0, 1) / "one").exists())
+    # the next connection, which the real gcloud makes with no script left to send, must not pass for a success
+    (desk.worker(0, 1) / "break").touch()
+    _, told = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, told
+    assert "CMD ended with 69" in told
+    assert len(runs(desk)) == 2
+    assert (desk.worker(0, 1) / "terms").read_text() == "TERM\n"
+
+
+def test_ctrl_c_stops_the_command_keeps_the_vm_and_says_so(desk):
+    command = "trap 'exit 75' TERM; touch ~/up; while :; do sleep 0.1; done"
+    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--", "bash", "-c", command)
+    wait_for(lambda: (desk.worker(0, 1) / "up").exists())
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, told = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 75, told
+    assert "it costs until: gcloud compute tpus tpu-vm delete my-tpu --zone us-east1-d" in told
+    assert "delete" not in desk.verbs()
+    with desk.state() as state:
+        wait_for(lambda: not desk.processes(state["vm"]))
