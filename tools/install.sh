@@ -41,7 +41,7 @@ for place in ${PIP_FIND_LINKS:-}; do
     links+=(--find-links "$place")
 done
 if ! { "$venv/bin/python" -m pip install -q --disable-pip-version-check -c tools/constraints.txt uv \
-    && "$venv/bin/uv" pip install -q --compile-bytecode --python "$venv/bin/python" "${links[@]}" -c tools/constraints.txt -e "$target"; }; then
+    && "$venv/bin/uv" pip install -q --compile-bytecode --python "$venv/bin/python" ${links[@]+"${links[@]}"} -c tools/constraints.txt -e "$target"; }; then
     echo "install: uv could not do it, trying pip" >&2
     "$venv/bin/python" -m pip install -q --disable-pip-version-check -c tools/constraints.txt -e "$target"
 fi

@@ -39,7 +39,7 @@ in_foreground() {
     child=$!
     (
         trap - TERM
-        sleep 30
+        while read -r _; do :; done
         sleep 2 # at a preemption this process is gone by now
         may_stop && kill -TERM -- "-$child"
         for ((code = 0; code < 300; code++)); do

@@ -86,7 +86,7 @@ class LiveView:
         done = f"{step:,}/{self._total:,}"
         bar.add_row(
             ProgressBar(self._total, step, width=40),
-            Text(f"{done}  {100 * step / self._total:.0f} %{self._left(step, elapsed)}"),
+            Text(f"{done}  {100 * step / self._total:.0f} %{self._left(step)}"),
         )
         if shown is None:
             return Group(head, bar, Text("compiling the first step", style="dim"))
@@ -110,11 +110,11 @@ class LiveView:
             grid.add_row(Text("beside", "dim"), Text(shown.beside))
         return Group(head, bar, grid)
 
-    def _left(self, step: int, elapsed: float) -> str:
-        gained = step - self._start
-        if gained <= 0 or step >= self._total:
+    def _left(self, step: int) -> str:
+        """At the speed of the last steps: evaluations and saves come on top."""
+        if self._shown is None or step >= self._total:
             return ""
-        return f"    {format_seconds(elapsed * (self._total - step) / gained)} left"
+        return f"    {format_seconds(self._shown.seconds_per_step * (self._total - step))} left"
 
     def _in(self, steps: int, seconds: float) -> str:
         return f" (in {format_seconds(steps * seconds)})" if steps > 0 else ""

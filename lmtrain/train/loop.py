@@ -59,6 +59,7 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                     if step.is_new(batch):
                         with ledger.timing(COMPILE):
                             reporter.add(step.compile(state, batch))
+                        throughput.resume_clock()
                     state, metrics = step(state, batch)
                 done += 1
                 # This step is running now; the one before it is finished or nearly so. Reading its metrics rather than

@@ -1,5 +1,6 @@
 """deploy/tpu against a fake gcloud: what it asks for, what reaches the workers, what stops it, what it never says."""
 
+import contextlib
 import json
 import os
 import re
@@ -579,6 +580,27 @@ def test_after_a_broken_connection_the_run_goes_on_and_is_there_once(desk):
     assert "CMD ended with 69" in told
     assert len(runs(desk)) == 2
     assert (desk.worker(0, 1) / "terms").read_text() == "TERM\n"
+
+
+def test_a_command_whose_connection_is_cut_hears_one_sigterm_and_may_still_speak(desk):
+    """gcloud dies: the worker notices and so does babysit, and both want to end what is left."""
+    command = (
+        "trap 'echo saving; echo TERM >> ~/terms; asked=1' TERM; touch ~/up; "
+        'until [ -n "$asked" ] || [ $number -ge 2 ]; do sleep 0.1; done; '
+        "[ $number -ge 2 ] || { sleep 4; echo end >> ~/terms; }"
+    )
+    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--", *counting(command))
+    wait_for(lambda: (desk.worker(0, 1) / "up").exists())
+    mark = f"FAKE_GCLOUD={desk.folder}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (path / "environ").read_bytes() and b"fake_gcloud.py" in (path / "cmdline").read_bytes():
+                os.kill(int(path.name), signal.SIGKILL)
+    _, told = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, told
+    assert "ending what is left" in told
+    assert len(runs(desk)) == 2
+    assert (desk.worker(0, 1) / "terms").read_text() == "TERM\nend\n"
 
 
 def test_ctrl_c_stops_the_command_keeps_the_vm_and_says_so(desk):

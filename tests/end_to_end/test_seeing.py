@@ -171,6 +171,9 @@ def test_the_ledger_accounts_for_all_of_the_time(seen):
     (attempt,) = read_attempts(str(seen[0] / "logs" / RUN / NAME))
     assert (attempt.first_step, attempt.last_step) == (0, STEPS)
     assert sum(attempt.seconds.values()) == pytest.approx(attempt.updated - attempt.started, rel=0.02, abs=0.5)
+    # the last figures are those after the last evaluation: between the two kinds nothing changes any more
+    evaluation, data = (attempt.seconds[kind] for kind in ("evaluation", "data_wait"))
+    assert last["goodput/evaluation"] / last["goodput/data_wait"] == pytest.approx(evaluation / data)
     assert attempt.facts["parameters"] == found[0]["parameter_count"]
 
 
