@@ -7,6 +7,10 @@
 # MAX_REQUEUES (20) ends a crash loop. Slurm counts every requeue of the job, its own after a node failure too.
 run_or_requeue() {
     local code=0 count=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20}
+    if ! [[ $limit =~ ^[0-9]+$ ]]; then
+        echo "job $SLURM_JOB_ID: MAX_REQUEUES is a number, not $limit" >&2
+        exit 2
+    fi
     "$@" || code=$?
     if [ "$code" -eq 0 ] || [ "$code" -eq 2 ]; then
         exit "$code"

@@ -18,13 +18,25 @@ hello=${LMTRAIN_TPU_HELLO:-60} # seconds until the first line of the script must
 case $poll in 0*) tick=$poll ;; *) tick=1 ;; esac
 patience=10         # how often gcloud is asked again; -1: for ever
 at_interrupt="exit" # what follows Ctrl-C or SIGTERM while nothing runs on the workers
-on_workers_now='' interrupted='' members=()
+on_workers_now='' interrupted='' members=() seen=''
 
 say() { echo "$program: $*" >&2; }
 
 mistake() {
     say "$*"
     exit 2
+}
+
+still_there() { # a VM costs until it is deleted: said whenever a script leaves one that it has seen or made
+    local kind=tpu-vm
+    [ -n "$seen" ] || return 0
+    [ -z "${queued:-}" ] || kind="queued-resources"
+    say "$name is not deleted; it costs until: gcloud compute tpus $kind delete $name --zone $zone${queued:+ --force}"
+}
+
+stopped() {
+    still_there
+    exit "$1"
 }
 
 help() { # the comment at the top of the script
@@ -173,16 +185,19 @@ look() {
             read -r state workers <<< "$answer" || true
             [ "$state" != READY ] || [ "${workers:-0}" -gt 0 ] || state=CREATING
         elif [ $? -eq 2 ]; then
-            exit 2 # said already, in the subshell
+            stopped 2 # why is said already, in the subshell
         elif says NOT_FOUND; then
             state=MISSING
             [ -z "$queued" ] || look_in_queue
         fi
-        [ -z "$state" ] || return 0
+        if [ -n "$state" ]; then
+            [ "$state" = MISSING ] && seen='' || seen=1
+            return 0
+        fi
         tries=$((tries + 1))
         say "gcloud does not say how $name is; asking again"
         told
-        [ "$patience" -lt 0 ] || [ "$tries" -lt "$patience" ] || { say "asked $tries times"; exit 1; }
+        [ "$patience" -lt 0 ] || [ "$tries" -lt "$patience" ] || { say "asked $tries times"; stopped 1; }
         sleep "$poll"
     done
 }
@@ -192,7 +207,7 @@ look_in_queue() { # a queued resource has the name of its VM
     if answer=$(asked queued-resources describe "$name" --format='value(state.state)'); then
         state=${answer:+QUEUE_$answer}
     elif [ $? -eq 2 ]; then
-        exit 2
+        stopped 2
     else
         says NOT_FOUND || state=''
     fi
@@ -213,6 +228,7 @@ create() {
     [ -z "$subnetwork" ] || words+=(--subnetwork="$subnetwork")
     [ -z "$spot" ] || words+=(--spot)
     say "creating $name, a $type${spot:+, spot,} in $zone; this takes minutes"
+    seen=1 # it may be there whatever the answer
     if [ -n "$queued" ]; then
         words=(queued-resources create "$name" --node-id="$name" --runtime-version="$image" "${words[@]}")
     else

@@ -43,8 +43,9 @@ def _changed_kinds(model: type[BaseModel], under: Any, over: Any, at: Path) -> I
         }
         if len(kinds) > 1:
             default = next(iter(kinds))
-            if "type" in above and above["type"] in kinds and above["type"] != below.get("type", default):
-                yield (*at, name), kinds[above["type"]]
+            kind = above.get("type")
+            if isinstance(kind, str) and kind in kinds and kind != below.get("type", default):
+                yield (*at, name), kinds[kind]
         else:
             for section in sections[:1]:
                 yield from _changed_kinds(section, below, above, (*at, name))

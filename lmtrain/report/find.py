@@ -36,6 +36,8 @@ def find_run(name: str, log_dir: str) -> RunFiles:
     begin_so = [run for run in _ids(folder) if run.startswith(os.path.basename(base))]
     if len(begin_so) == 1:
         return _files(os.path.join(folder, begin_so[0] + _ENDING))
+    if begin_so and os.path.basename(base):
+        raise UserError(f"{name} may be {', '.join(begin_so[:_MOST_LISTED])}")
     raise UserError(_unknown(name, base, log_dir))
 
 

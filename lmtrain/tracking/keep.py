@@ -58,13 +58,15 @@ class Keeper:
 
 
 def keep_code(folder: str, place: str | None = None) -> str | None:
-    """The git repository of the main script, else that of the current folder, into `folder`; None if there is none.
+    """The git repository of the main script into `folder`; None if there is none.
+
+    Of the command `lmtrain`, which is the script of no user, it is that of the current folder.
 
     `git.json` has commit, branch, remote and changed files, `changes.diff` what differs from the commit, and
     `code.tar.gz` the files of the commit.
     """
     try:
-        root = _find_repository([place] if place else [os.path.dirname(os.path.abspath(sys.argv[0])), os.getcwd()])
+        root = _find_repository([place] if place else _places(os.path.abspath(sys.argv[0])))
         if root is None:
             return None
         os.makedirs(folder, exist_ok=True)
@@ -125,6 +127,13 @@ def keep_xla_dumps(folder: str) -> str | None:
         log.warning(f"XLA's dumps in {dumped} could not be kept with the run: {error}")
         return None
     return folder
+
+
+def _places(script: str) -> list[str]:
+    """Folders to look for a repository in, the likelier first."""
+    folder = os.path.dirname(script)
+    is_command = not script.endswith(".py") or os.path.basename(folder) == "lmtrain"  # installed, or `python -m`
+    return [os.getcwd(), folder] if is_command else [folder, os.getcwd()]
 
 
 def _find_repository(places: list[str]) -> str | None:

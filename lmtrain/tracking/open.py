@@ -10,7 +10,7 @@ from lmtrain.tracking.background import BackgroundTracker
 from lmtrain.tracking.config import OwnConfig, TensorboardConfig, TrackerConfig, TrackioConfig, WandbConfig
 from lmtrain.tracking.json_log import JsonLog
 from lmtrain.tracking.keep import xla_dump_folder
-from lmtrain.tracking.own import import_own
+from lmtrain.tracking.own import check_arguments, import_own
 from lmtrain.tracking.tensorboard import TensorboardTracker
 from lmtrain.tracking.tracker import Tracker
 from lmtrain.tracking.trackio import TrackioTracker, check_installed
@@ -77,7 +77,7 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
             case TrackioConfig():
                 check_installed()
             case OwnConfig():
-                import_own(config.type)
+                check_arguments(config.type, import_own(config.type), config.arguments)
             case WandbConfig(save_xla_dumps=True):
                 xla_dump_folder()
 

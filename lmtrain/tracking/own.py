@@ -1,9 +1,11 @@
 """A tracker that is not lmtrain's: a class named by where to import it from."""
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import suggest_name
@@ -38,3 +40,19 @@ def import_own(path: str) -> Callable[..., Tracker]:
         raise UserError(f"trainer.tracker: {path} is no tracker: it has no {' and no '.join(missing)}")
     tracker: Callable[..., Tracker] = own
     return tracker
+
+
+def check_arguments(path: str, own: Callable[..., Tracker], arguments: Mapping[str, Any]) -> None:
+    """Raise `UserError` if the class does not take what it will be called with."""
+    given = {"run": "", "folder": "", "step": 0}
+    try:
+        twice = sorted(given.keys() & arguments.keys())
+        if twice:
+            raise TypeError(f"{', '.join(twice)} is given by lmtrain")
+        inspect.signature(own).bind(**given, **arguments)
+    except TypeError as error:
+        raise UserError(
+            f"trainer.tracker: {path} is called with run, folder, step and trainer.tracker.arguments: {error}"
+        ) from None
+    except ValueError:  # of a class that tells no signature
+        return

@@ -1,9 +1,12 @@
 """Weights & Biases. The only file that knows wandb."""
 
+import configparser
+import contextlib
 import functools
 import netrc
 import os
 import re
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +17,8 @@ from lmtrain.tracking.config import WandbConfig
 _INIT_SECONDS = 20.0
 # Of an artifact's name; its end says what it is.
 _MOST_NAME_CHARACTERS = 128
+# Under which `wandb login` keeps its key, by version; the first is where it logs to.
+HOSTS = ("api.forge.coreweave.com", "api.wandb.ai")
 # Of the settings those that are ours; all others are keywords of `wandb.init`.
 _OURS = {"type", "save_code", "save_xla_dumps"}
 
@@ -25,7 +30,7 @@ class WandbTracker:
         import wandb  # slow to import: only the tracker's thread waits for it
 
         mode = config.mode
-        if mode is None and not has_key():
+        if mode is None and not os.environ.get("WANDB_MODE") and not has_key():
             mode = "offline"
             log.info(f"W&B: no API key found, logging offline under {log_dir}; send it later with `wandb sync`")
         keywords = {name: value for name, value in config.model_dump(exclude=_OURS).items() if value is not None}
@@ -75,10 +80,24 @@ def _files(path: str) -> Iterator[tuple[str, str]]:
 
 
 def has_key() -> bool:
-    """Whether there is an API key of W&B, in the environment or in ~/.netrc, where `wandb login` puts it."""
+    """Whether there is an API key of W&B, in the environment or in the netrc file, where `wandb login` puts it."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    url = os.environ.get("WANDB_BASE_URL") or _host_of_login()
+    hosts = HOSTS if url is None else (urllib.parse.urlsplit(url).netloc or url,)
+    places = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    for place in map(os.path.expanduser, places):
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            found = netrc.netrc(place)
+            if any(found.authenticators(host) for host in hosts):
+                return True
+    return False
+
+
+def _host_of_login() -> str | None:
+    """What `wandb login --host` was given, which it keeps in a file of settings."""
+    folder = os.environ.get("WANDB_CONFIG_DIR", os.path.expanduser("~/.config/wandb"))
+    settings = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
+        settings.read(os.path.join(folder, "settings"), encoding="utf-8")
+    return settings.get("default", "base_url", fallback=None)

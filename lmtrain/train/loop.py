@@ -59,6 +59,7 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                     if step.is_new(batch):
                         with ledger.timing(COMPILE):
                             reporter.add(step.compile(state, batch))
+                        ledger.write()
                         throughput.resume_clock()
                     state, metrics = step(state, batch)
                 done += 1
@@ -76,8 +77,8 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                     # waits for this step: its loss is checked before anything is saved
                     reporter.report(ends=last or granted.stop)
                 with throughput.hooks:
-                    if profiler.is_last_step:
-                        _end_profile(setup, profiler)
+                    if profiler.is_last_step and profiler.close():
+                        _keep_profile(setup, profiler)
                     if evaluating:
                         with ledger.timing(EVALUATION):
                             evaluation = evaluate(setup.eval_step, state.params, setup.eval_batches)
@@ -119,7 +120,8 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
                 with ledger.timing(SAVING):
                     exporter.finish()
             ledger.write()  # waiting for trackers is no training
-            _end_profile(setup, profiler)
+            if profiler.end():
+                _keep_profile(setup, profiler)
             setup.keeper.finish()
             setup.trackers.finish()
     if throughput.summary:
@@ -127,9 +129,8 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
     return done == last_step
 
 
-def _end_profile(setup: Setup, profiler: Profiler) -> None:
-    if profiler.close():
-        setup.trackers.artifact(profiler.folder, f"{setup.run}-profile", "profile")
+def _keep_profile(setup: Setup, profiler: Profiler) -> None:
+    setup.trackers.artifact(profiler.folder, f"{setup.run}-profile", "profile")
 
 
 def _stop_without_data(setup: Setup, state: TrainState, done: int, reporter: Reporter) -> None:

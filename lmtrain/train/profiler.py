@@ -19,12 +19,14 @@ class Profiler:
         self.folder = folder
         self._steps = 0
         self._tracing = False
+        self._begun = False
 
     def step_begins(self) -> None:
         """Called before each step; a trace that is due begins."""
         self._steps += 1
         if self._config is None or self._steps != self._config.start_step + 1:
             return
+        self._begun = True
         try:
             os.makedirs(self.folder, exist_ok=True)
             jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
@@ -40,6 +42,15 @@ class Profiler:
         if not self._tracing or self._config is None:
             return False
         return self._steps >= self._config.start_step + self._config.num_steps
+
+    def end(self) -> bool:
+        """At the end of a run: as `close`, and a trace that never began is told."""
+        if self._config is not None and not self._begun:
+            log.warning(
+                f"profiler: no trace, as this start made {self._steps} steps and start_step is "
+                f"{self._config.start_step}"
+            )
+        return self.close()
 
     def close(self) -> bool:
         """End a trace that is under way. Whether there is one now."""

@@ -15,10 +15,35 @@ SECRET = "s3cr3t" * 7
 
 
 def test_a_folder_is_tried_and_left_as_it_was(tmp_path):
-    finding = look_at_place(str(tmp_path / "new"))
+    finding = look_at_place(str(tmp_path))
     assert finding.state is State.OK
-    assert "written, listed, read and deleted" in finding.seen
-    assert os.listdir(tmp_path / "new") == []
+    assert finding.seen.startswith(f"{tmp_path}: written, listed, read and deleted in ")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path):
+    finding = look_at_place(str(tmp_path / "a" / "b"))
+    assert finding.state is State.OK
+    assert finding.seen.startswith(f"{tmp_path}/a/b: not there yet, can be made; {tmp_path}: written")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["trian.jsonl", "my*.jsonl", "config.yaml", "shard.{1..3}.jsonl.gz"])
+def test_a_file_that_is_not_there_is_bad(tmp_path, name):
+    finding = look_at_place(str(tmp_path / name))
+    assert (finding.state, finding.seen) == (State.BAD, f"{tmp_path}/{name}: no such file")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_home_folder_may_be_written_as_one_does(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert look_at_place("~/checkpoints").seen.startswith(f"{tmp_path}/checkpoints: not there yet, can be made")
+
+
+def test_of_a_large_file_only_the_beginning_is_read(monkeypatch, tmp_path):
+    with open(tmp_path / "large.bin", "wb") as file:
+        file.truncate(1 << 40)
+    assert look_at_place(str(tmp_path / "large.bin")).seen.startswith(f"{tmp_path}/large.bin: a file of 1.00 TiB")
 
 
 def test_a_bucket_is_tried_and_left_as_it_was():
@@ -29,7 +54,7 @@ def test_a_bucket_is_tried_and_left_as_it_was():
 def test_a_file_is_read(tmp_path):
     (tmp_path / "config.yaml").write_text("a: 1\n")
     finding = look_at_place(str(tmp_path / "config.yaml"))
-    assert finding.seen.startswith(f"{tmp_path}/config.yaml: a file of 5 B, read in ")
+    assert finding.seen.startswith(f"{tmp_path}/config.yaml: a file of 5 B, can be read in ")
 
 
 @pytest.mark.parametrize("place", ["nosuch://x", "/proc/nothing/here", "/dev/null/x"])

@@ -251,6 +251,7 @@ def test_killed_and_begun_again_every_metric_is_there_once_and_what_was_lost_is_
     assert sum(found[last][name] for name in GOODPUT) == pytest.approx(1.0)
 
 
+@pytest.mark.long
 def test_what_xla_dumps_is_kept_with_the_run(tmp_path):
     tracker = {"type": "wandb", "mode": "disabled", "save_code": False, "save_xla_dumps": True}
     # what comes out of the compilation cache is not compiled, and dumps nothing

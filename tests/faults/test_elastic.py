@@ -150,7 +150,7 @@ def arrays(folder: Path, run: str, step: int = LAST) -> dict[str, np.ndarray]:
 def test_the_checkpoint_is_of_split_arrays_and_the_run_learns(folder):
     told = (folder / "eight.0.txt").read_text()
     assert "8 cpu device(s), mesh {'replica': 1, 'data': 4, 'model': 2}" in told
-    assert re.search(r"blocks/mlp/up/kernel +layers 2, embed 32/data 4, mlp 128/model 2 ", told)
+    assert re.search(r"blocks/mlp/up/kernel +\| layers 2, embed 32/data 4, mlp 128/model 2 ", told)
     found = losses(folder, "eight")
     assert found[LAST] < found[1] - 1
     assert {name.split("'")[1] for name in arrays(folder, "eight", SAVED)} == set(PARTS)

@@ -61,7 +61,7 @@ def test_the_beginning_of_only_one_is_enough(logs, name):
 
 def test_the_beginning_of_two_is_not(logs):
     write_log(logs, "gpt2_nano-ffffff", training(1))
-    with pytest.raises(UserError, match="did you mean 'gpt2_nano-"):
+    with pytest.raises(UserError, match=r"^gpt2_nano may be gpt2_nano-\w+, gpt2_nano-\w+$"):
         find_run("gpt2_nano", "logs/")
 
 

@@ -9,7 +9,7 @@ import pytest
 from lmtrain.config.errors import UserError
 from lmtrain.tracking.config import OwnConfig
 from lmtrain.tracking.open import open_trackers
-from lmtrain.tracking.own import import_own
+from lmtrain.tracking.own import check_arguments, import_own
 
 WHOLE = """
 import json, os
@@ -155,3 +155,24 @@ def test_a_class_that_is_not_there_ends_the_command_with_one_message(lmtrain, se
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "our_trackers.py has no 'Trackr'; did you mean 'Tracker'?" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"channel": "x"}, None),
+        ({}, "missing a required argument: 'channel'"),
+        ({"channel": "x", "colour": "red"}, "unexpected keyword argument 'colour'"),
+        ({"channel": "x", "run": "y"}, "run is given by lmtrain"),
+    ],
+)
+def test_what_the_class_does_not_take_is_told_before_anything_begins(arguments, told):
+    class Own:
+        def __init__(self, run, folder, step, channel):
+            pass
+
+    if told is None:
+        check_arguments("my.Own", Own, arguments)
+        return
+    with pytest.raises(UserError, match=f"my.Own is called with run, folder, step .*{told}"):
+        check_arguments("my.Own", Own, arguments)

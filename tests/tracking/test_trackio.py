@@ -13,7 +13,7 @@ import pytest
 from lmtrain.config.errors import UserError
 from lmtrain.tracking import trackio
 from lmtrain.tracking.config import TrackioConfig
-from lmtrain.tracking.open import open_trackers
+from lmtrain.tracking.open import check_trackers
 
 # Tracks as a run does, by `open_trackers`, what is given as [[metrics, step], ...]; then ends, or waits to be killed.
 RUN = """
@@ -153,7 +153,7 @@ def test_another_run_of_the_project_does_not_meet_the_steps_of_the_first(finishe
     assert [row[1] for row in stored(folder, "configs", "config")] == ["run-1", "another"]
 
 
-def test_without_the_library_a_run_is_refused_with_what_to_install(monkeypatch, tmp_path):
+def test_without_the_library_a_run_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setattr(trackio.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'lmtrain\[trackio\]'"):
-        open_trackers([TrackioConfig()], str(tmp_path / "logs"), "run-1", 0)
+        check_trackers([TrackioConfig()])

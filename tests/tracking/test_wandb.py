@@ -214,3 +214,30 @@ def test_disabled_writes_nothing(tmp_path):
     mode, stderr = track(tmp_path / "logs", {"mode": "disabled"})
     assert (mode, stderr) == ("disabled", "")
     assert not list(tmp_path.rglob("*.wandb"))
+
+
+KEY = "0123456789" * 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "host"),
+    [
+        ({}, []),
+        ({}, ["--host", "http://wandb.example.com:8080"]),
+        ({"WANDB_BASE_URL": "http://wandb.example.com:8080"}, []),
+        ({"NETRC": "other"}, []),
+    ],
+)
+def test_the_key_that_wandb_login_keeps_is_found(tmp_path, variables, host):
+    """By the real command, in a home of its own; without it there is none."""
+    code = "from lmtrain.tracking.wandb import has_key; print(has_key())"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
+    environment = kept | {"HOME": str(tmp_path)} | variables
+    keywords = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    login = [sys.executable, "-m", "wandb", "login", "--no-verify", *host, KEY]
+    found = []
+    for command in ([sys.executable, "-c", code], login, [sys.executable, "-c", code]):
+        done = subprocess.run(command, timeout=120, **keywords)
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.strip())
+    assert (found[0], found[2]) == ("False", "True")

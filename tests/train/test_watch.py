@@ -87,7 +87,10 @@ def gradients(planned, state, data) -> dict[str, np.ndarray]:
     return flat(jax.jit(jax.grad(mean_loss))(state.params))
 
 
-@pytest.mark.parametrize(("scan", "split"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("scan", "split"),
+    [(True, True), *(pytest.param(*case, marks=pytest.mark.long) for case in ((False, True), (True, False)))],
+)
 def test_norms_in_total_by_layer_and_by_parameter_are_those_of_numpy(scan, split):
     watch = {"watch_targets": ALL, "include_per_parameter_norms": True, "split_scan_layers": split, "interval": 1}
     planned = program(watch, scan_layers=scan)
@@ -211,6 +214,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.multi_device
+@pytest.mark.long
 def test_on_a_mesh_the_norms_are_those_of_one_device():
     tensor = {"model_axis_size": 2, "tensor_parallel_axes": ["mlp", "heads"]}
     cases = [["one", 1, {}], ["fsdp", 4, {"per_device_parallelism": 1}], ["tensor", 4, tensor]]
