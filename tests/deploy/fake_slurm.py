@@ -87,6 +87,7 @@ def srun(words: list[str]) -> int:
             "SLURM_NTASKS": str(tasks),
             "SLURM_STEP_NUM_TASKS": str(tasks),
             "SLURM_PROCID": str(number),
+            "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{tasks // per_node})" if tasks > per_node else str(per_node),
             "SLURM_NODEID": str(number // per_node),
             "SLURM_LOCALID": str(number % per_node),
         }
