@@ -67,7 +67,7 @@ def _print_model(program: "Program") -> None:
 
     config: RunConfig = program.config
     model, trainer = config.model, config.trainer
-    full, causal = (3 * model.num_flops_per_token(program.model.vocab_size, causal=causal) for causal in (False, True))
+    full, causal = program.flops_per_token
     mesh = " x ".join(f"{name} {size}" for name, size in program.layout.mesh.shape.items())
     print(f"model       {model.type}, {count_parameters(program.model):,} parameters")
     print(f"precision   {trainer.precision}")

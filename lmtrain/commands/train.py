@@ -34,11 +34,7 @@ def run(argv: list[str]) -> int:
     began = time.time()
     description = "Train a model, or go on where the last run of the same config stopped."
     run = parse_run(Parser("train", description, lists_settings=True), argv)
-    require_text(run.config.data, "train")
-    processes = start_processes(run.config.trainer.distributed)
-    start_console_log(processes)
-    with ending_for_all(processes):
-        return _run(run, processes, began)
+    return _start(run, began)
 
 
 def train_config(config: RunConfig, name: str = "python") -> TrainedModel:
@@ -50,15 +46,19 @@ def train_config(config: RunConfig, name: str = "python") -> TrainedModel:
     their own.
     """
     began = time.time()
-    require_text(config.data, "train")
     run = Run(argparse.Namespace(), Loaded(config, Layer({}), name), run_id(config, name))
-    processes = start_processes(config.trainer.distributed)
+    code = _start(run, began)
+    if code != 0:
+        raise SystemExit(code)
+    return from_checkpoint(resolve_hf(run), None)
+
+
+def _start(run: Run, began: float) -> int:
+    require_text(run.config.data, "train")
+    processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
     with ending_for_all(processes):
-        code = _run(run, processes, began)
-        if code != 0:
-            raise SystemExit(code)
-        return from_checkpoint(resolve_hf(run), None)
+        return _run(run, processes, began)
 
 
 def _run(run: Run, processes: Processes, began: float) -> int:

@@ -4,15 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from lmtrain.doctor.finding import Finding, State
-from lmtrain.runtime.distributed import detects_others
-
-# Who starts several processes -> variables of its that say how many, and which one this is.
-_STARTERS = {
-    "Slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    "MPI": ("PMI_SIZE", "PMI_RANK"),
-    "JAX's variables": ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
-}
+from lmtrain.runtime.distributed import JOB_STARTERS, detects_others
 
 
 def look_at_cluster(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -21,7 +13,7 @@ def look_at_cluster(environment: Mapping[str, str] = os.environ) -> Iterator[Fin
         worker = environment.get("TPU_WORKER_ID", "?")
         yield Finding("processes", f"TPU worker {worker} of {len(hosts.split(','))}: start the same command on each")
         return
-    for starter, (count, index) in _STARTERS.items():
+    for starter, (count, index) in JOB_STARTERS.items():
         number = environment.get(count, "")
         if number.isdigit() and int(number) > 1:
             yield Finding("processes", f"{starter}: process {environment.get(index, '?')} of {number}")

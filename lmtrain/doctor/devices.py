@@ -11,10 +11,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from glob import glob
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lmtrain.doctor.finding import Finding, State
+from lmtrain.doctor.machine import installed_version
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.train.devices import find_device
 
@@ -106,7 +106,7 @@ def _jax(found: dict[str, Any] | str, has_gpu: bool) -> Iterator[Finding]:
         )
         yield Finding("devices", f"{seen}: JAX does not use the GPU", State.BAD, mend)
         return
-    if found["backend"] == "cpu" and (glob("/dev/accel*") or _has("libtpu")):
+    if found["backend"] == "cpu" and (glob("/dev/accel*") or installed_version("libtpu")):
         yield Finding(
             "devices",
             f"{seen}: JAX does not use the TPU",
@@ -120,10 +120,3 @@ def _jax(found: dict[str, Any] | str, has_gpu: bool) -> Iterator[Finding]:
         yield Finding("peak", f"{device.peak_flops / 1e12:,.0f} TFLOP/s each in 16 bits: MFU is in percent of it")
     else:
         yield Finding("peak", f"not known of {found['kind']}: no MFU is logged", State.NOTE)
-
-
-def _has(package: str) -> bool:
-    try:
-        return bool(version(package))
-    except PackageNotFoundError:
-        return False

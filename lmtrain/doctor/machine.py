@@ -38,13 +38,13 @@ def _python() -> Finding:
 
 
 def _libraries() -> Finding:
-    seen = ", ".join(f"{name} {_version(name) or 'missing'}" for name in _SHOWN)
+    seen = ", ".join(f"{name} {installed_version(name) or 'missing'}" for name in _SHOWN)
     wrong = []
     for text in requires("lmtrain") or []:
         wanted = Requirement(text)
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
-        found = _version(wanted.name)
+        found = installed_version(wanted.name)
         if found is None or not wanted.specifier.contains(found, prereleases=True):
             wrong.append(f"{wanted.name} is {found or 'missing'}, needed is {wanted.specifier}")
     if wrong:
@@ -57,7 +57,8 @@ def _libraries() -> Finding:
     return Finding("libraries", seen)
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

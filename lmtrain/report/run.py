@@ -124,22 +124,10 @@ def _is_goodput(metric: str) -> bool:
 
 def _read_ledger(path: str, notices: list[str]) -> list[Attempt]:
     attempts = read_attempts(path)
-    try:
-        numbers = [
-            number
-            for attempt in attempts
-            for number in (attempt.started, attempt.updated, attempt.first_step, attempt.last_step)
-        ]
-        numbers += [number for attempt in attempts for number in attempt.seconds.values()]
-        sound = all(math.isfinite(number) and number >= 0 for number in numbers)
-        sound = sound and all(isinstance(attempt.facts, dict) for attempt in attempts)
-    except (TypeError, AttributeError, OverflowError):
-        sound = False
-    if not os.path.exists(path):
-        notices.append(f"no {path}: restarts and the times of the run are not known")
-    elif not attempts or not sound:
-        notices.append(f"{path} cannot be read: restarts and the times of the run are not known")
-    return attempts if sound else []
+    if not attempts:
+        what = f"{path} cannot be read" if os.path.exists(path) else f"no {path}"
+        notices.append(f"{what}: restarts and the times of the run are not known")
+    return attempts
 
 
 def _read_config(path: str, notices: list[str]) -> tuple[str | None, dict[str, Any] | None]:

@@ -12,7 +12,7 @@ from lmtrain.report.run import Run
 from lmtrain.report.summary import format_value, summarize
 from lmtrain.report.theme import TIMES
 from lmtrain.runtime.progress import format_seconds
-from lmtrain.tracking.goodput import Attempt, total_seconds
+from lmtrain.tracking.goodput import Attempt, lost_steps, total_seconds
 
 NOTHING = "-"
 
@@ -67,13 +67,10 @@ def attempts_table(attempts: Sequence[Attempt]) -> Markup:
     """A row for each start of a run; only the kinds of time that it had."""
     kinds = [kind for kind in TIMES if any(attempt.seconds.get(kind, 0.0) >= 0.5 for attempt in attempts)]
     rows: list[list[str]] = []
-    for number, attempt in enumerate(attempts):
-        done = attempt.last_step - attempt.first_step
-        kept = min((later.first_step for later in attempts[number + 1 :]), default=attempt.last_step)
-        lost = min(max(0, attempt.last_step - kept), done)
+    for number, (attempt, lost) in enumerate(zip(attempts, lost_steps(attempts), strict=True), start=1):
         rows.append(
             [
-                f"{number + 1}",
+                f"{number}",
                 format_time(attempt.started),
                 format_time(attempt.updated),
                 f"{attempt.first_step:,}",

@@ -19,7 +19,12 @@ from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import Processes
 
 # What job starters set for each of several processes; JAX knows the rest.
-_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES")
+JOB_STARTERS = {
+    "Slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "MPI": ("PMI_SIZE", "PMI_RANK"),
+    "JAX's variables": ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+}
 _LISTS = ("TPU_WORKER_HOSTNAMES",)
 
 # How long one process waits for the others to say something; a dead one is noticed far sooner.
@@ -84,7 +89,7 @@ def ending_for_all(processes: Processes) -> Iterator[None]:
 
 def detects_others(environment: Mapping[str, str]) -> bool:
     """Whether a job starter says that this is one process of several."""
-    counts = [environment.get(name, "") for name in _COUNTS]
+    counts = [environment.get(name, "") for name, _ in JOB_STARTERS.values()]
     lists = [environment.get(name, "") for name in _LISTS]
     return any(count.isdigit() and int(count) > 1 for count in counts) or any("," in names for names in lists)
 

@@ -100,7 +100,7 @@ class LiveView:
         speed = f"{shown.tokens_per_second:,.0f} tokens/s    {_short(shown.seconds_per_step)} a step{mfu}"
         grid.add_row(Text("speed", "dim"), Text(f"{speed}    lr {shown.learning_rate:.2e}"))
         coming = [
-            f"{what} at step {at:,}{self._in(at - step, shown.seconds_per_step)}"
+            f"{what} at step {at:,}{_in(at - step, shown.seconds_per_step)}"
             for what, at in (("evaluation", shown.next_evaluation), ("checkpoint", shown.next_save))
             if at is not None
         ]
@@ -115,9 +115,6 @@ class LiveView:
         if self._shown is None or step >= self._total:
             return ""
         return f"    {format_seconds(self._shown.seconds_per_step * (self._total - step))} left"
-
-    def _in(self, steps: int, seconds: float) -> str:
-        return f" (in {format_seconds(steps * seconds)})" if steps > 0 else ""
 
 
 class Thinned:
@@ -159,6 +156,10 @@ def sparkline(values: list[float]) -> str:
     span = (high - low) or 1.0
     levels = (int((value - low) / span * len(_BARS)) for value in values)
     return "".join(_BARS[max(0, min(level, len(_BARS) - 1))] for level in levels)
+
+
+def _in(steps: int, seconds: float) -> str:
+    return f" (in {format_seconds(steps * seconds)})" if steps > 0 else ""
 
 
 def _short(seconds: float) -> str:

@@ -6,6 +6,7 @@ as the run goes, so that an entry of a start that was killed is there up to its 
 
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -134,14 +135,18 @@ def read_attempts(path: str) -> list[Attempt]:
     try:
         with open(path, encoding="utf-8") as file:
             return [_attempt(entry) for entry in json.load(file)["attempts"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return []
 
 
 def _attempt(entry: Mapping[str, Any]) -> Attempt:
+    """Raises what conversions raise, and ValueError for numbers that no start has."""
     seconds = {str(kind): float(value) for kind, value in entry["seconds"].items()}
     times = float(entry["started"]), float(entry["updated"])
-    return Attempt(*times, int(entry["first_step"]), int(entry["last_step"]), seconds, dict(entry["facts"]))
+    steps = int(entry["first_step"]), int(entry["last_step"])
+    if not all(math.isfinite(number) and number >= 0 for number in (*times, *steps, *seconds.values())):
+        raise ValueError("a number below 0, or none")
+    return Attempt(*times, *steps, seconds, dict(entry["facts"]))
 
 
 def total_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:
@@ -152,13 +157,21 @@ def total_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:
     """
     seconds = {kind: sum(attempt.seconds.get(kind, 0.0) for attempt in attempts) for kind in KINDS}
     seconds |= {LOST: 0.0, DOWN: 0.0}
-    for number, (attempt, after) in enumerate(itertools.pairwise(attempts), start=1):
-        done = attempt.last_step - attempt.first_step
-        kept = min(later.first_step for later in attempts[number:])
-        lost = min(max(0, attempt.last_step - kept), done)
+    for attempt, lost in zip(attempts, lost_steps(attempts), strict=True):
         if lost:
-            again = attempt.seconds.get(STEPS, 0.0) * lost / done
+            again = attempt.seconds.get(STEPS, 0.0) * lost / (attempt.last_step - attempt.first_step)
             seconds[STEPS] -= again
             seconds[LOST] += again
+    for attempt, after in itertools.pairwise(attempts):
         seconds[DOWN] += max(0.0, after.started - attempt.updated)
     return seconds
+
+
+def lost_steps(attempts: Sequence[Attempt]) -> list[int]:
+    """How many steps of each start a later one had to do again."""
+    lost: list[int] = []
+    kept: float = math.inf  # up to here, as far as the starts after it went back
+    for attempt in reversed(attempts):
+        lost.append(int(min(max(0, attempt.last_step - kept), attempt.last_step - attempt.first_step)))
+        kept = min(kept, attempt.first_step)
+    return lost[::-1]

@@ -28,7 +28,7 @@ class JsonLog:
         os.replace(temporary, path)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by finish
         self._whole = os.path.getsize(path)  # bytes of whole lines
-        self._waiting = b""  # lines that there was no room for
+        self._waiting = bytearray()  # lines that there was no room for
         self._told = False
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
@@ -85,10 +85,10 @@ class JsonLog:
                 whole = self._waiting.rfind(b"\n", 0, written) + 1
                 os.ftruncate(self._file.fileno(), self._whole + whole)
                 self._whole += whole
-                self._waiting = self._waiting[whole:]
+                del self._waiting[:whole]
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._whole += written
-            self._waiting = b""
+            self._waiting.clear()
 
 
 def _lines_until(path: str, step: int) -> list[str]:

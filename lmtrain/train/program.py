@@ -80,6 +80,14 @@ class Program:
         return self.train_step.lower(*self.example()).compile()
 
     @property
+    def flops_per_token(self) -> tuple[float, float]:
+        """Of forward and backward pass, with attention counted in full, and half of it, as a causal model needs."""
+        full, causal = (
+            3 * self.config.model.num_flops_per_token(self.model.vocab_size, causal=causal) for causal in (False, True)
+        )
+        return full, causal
+
+    @property
     def rows(self) -> int:
         """The most sequences that a device computes at once."""
         shards = self.layout.num_batch_shards

@@ -212,9 +212,7 @@ def _run_info(
 
 def _work(program: Program) -> Work:
     """What a token costs and what the devices can do; told in the log."""
-    config = program.config
-    vocab = program.model.vocab_size
-    full, causal = (3 * config.model.num_flops_per_token(vocab, causal=causal) for causal in (False, True))
+    full, causal = program.flops_per_token
     kind = jax.devices()[0].device_kind
     device = find_device(kind)
     if device is None:

@@ -58,7 +58,7 @@ def test_a_driver_that_fails_is_bad(play):
 
 
 def test_a_tpu_that_jax_does_not_use_is_bad(play, monkeypatch):
-    monkeypatch.setattr(devices, "_has", lambda package: package == "libtpu")
+    monkeypatch.setattr(devices, "installed_version", lambda package: "1" if package == "libtpu" else None)
     (finding,) = play(None, CPU)
     assert finding.state is State.BAD
     assert "lmtrain[tpu]" in finding.mend

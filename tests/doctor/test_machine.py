@@ -25,8 +25,8 @@ def test_here_nothing_is_bad_and_versions_are_those_installed():
 
 @pytest.mark.parametrize(("found", "told"), [(None, "flax is missing"), ("0.0.1", "flax is 0.0.1, needed is >=")])
 def test_a_library_that_is_missing_or_too_old_is_bad(monkeypatch, found, told):
-    real = machine._version
-    monkeypatch.setattr(machine, "_version", lambda name: found if name == "flax" else real(name))
+    real = machine.installed_version
+    monkeypatch.setattr(machine, "installed_version", lambda name: found if name == "flax" else real(name))
     libraries = look()["libraries"]
     assert libraries.state is State.BAD
     assert told in libraries.seen
@@ -34,8 +34,10 @@ def test_a_library_that_is_missing_or_too_old_is_bad(monkeypatch, found, told):
 
 
 def test_libraries_of_extras_are_not_missed(monkeypatch):
-    real = machine._version
-    monkeypatch.setattr(machine, "_version", lambda name: None if name in ("ray", "torch", "trackio") else real(name))
+    real = machine.installed_version
+    monkeypatch.setattr(
+        machine, "installed_version", lambda name: None if name in ("ray", "torch", "trackio") else real(name)
+    )
     assert look()["libraries"].state is State.OK
 
 
