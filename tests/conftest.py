@@ -10,6 +10,7 @@ for _name in ("RUN_ID", "WANDB_API_KEY"):
 # Tiny programs run for microseconds; what takes time is compiling them, here and in every process that is started.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
+import signal  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
@@ -17,6 +18,9 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import yaml  # noqa: E402
+
+# A suite that a script starts in the background is told to ignore Ctrl-C, and so would be what its tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CORPUS = Path(__file__).parent / "corpus"
 TOKENIZER = CORPUS / "tokenizer"

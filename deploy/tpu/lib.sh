@@ -374,7 +374,7 @@ judge() { # one code for all workers: a mistake (2) before a failure before a cl
 }
 
 # The script that runs CMD: all that is secret is in here, and it is nowhere but in memory and in the ssh connection.
-command_script() { # command_script FUNCTION, one of worker.sh
+command_script() { # command_script FUNCTION..., one of worker.sh with the words before CMD
     local word
     printf 'export RUN_ID=%q\n' "$run_id"
     for word in $SECRETS; do
@@ -383,7 +383,7 @@ command_script() { # command_script FUNCTION, one of worker.sh
     for word in ${assignments[@]+"${assignments[@]}"}; do
         printf 'export %s=%q\n' "${word%%=*}" "${word#*=}"
     done
-    printf '%s' "$1"
+    printf '%s' "$*"
     printf ' %q' "${cmd[@]}"
 }
 

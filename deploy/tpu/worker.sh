@@ -62,12 +62,17 @@ in_foreground() {
     return "$code"
 }
 
+# The processes of this run. RUN_ID must not be exported meanwhile, or what looks for it would find itself.
+find_running() {
+    grep -lzxF "RUN_ID=$RUN_ID" /proc/[0-9]*/environ 2> /dev/null | xargs -r grep -lzxF "HOME=$HOME" 2> /dev/null | cut -d/ -f3
+}
+
 # The same after what is left of this run has ended, for a connection that broke may have left it going.
 in_place_of_the_last() {
     local second left
-    export -n RUN_ID # so that what looks for it does not find itself
+    export -n RUN_ID
     for ((second = 0; second <= 310; second++)); do
-        left=$(grep -lzxF "RUN_ID=$RUN_ID" /proc/[0-9]*/environ 2> /dev/null | xargs -r grep -lzxF "HOME=$HOME" 2> /dev/null | cut -d/ -f3)
+        left=$(find_running)
         [ -n "$left" ] || break
         # shellcheck disable=SC2086
         case $second in
@@ -80,6 +85,23 @@ in_place_of_the_last() {
     done
     export RUN_ID
     in_foreground "$@"
+}
+
+# unless_running FUNCTION WORDS: two of one run on one worker would be in each other's way.
+unless_running() {
+    local second left=''
+    export -n RUN_ID
+    for ((second = 0; second < 3; second++)); do # what just ended may need a moment
+        left=$(find_running)
+        [ -n "$left" ] || break
+        sleep 1
+    done
+    export RUN_ID
+    if [ -n "$left" ]; then
+        echo "lmtrain-tpu: $HOSTNAME: $RUN_ID runs already (process ${left%%$'\n'*}); its log, if it was launched: tail -f logs/$RUN_ID.out. End it first (pkill lmtrain), or set another RUN_ID" >&2
+        exit 1
+    fi
+    "$@"
 }
 
 # Run the words after we have gone, with a log.

@@ -1,5 +1,6 @@
 """The tables of a report."""
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -138,4 +139,6 @@ def _flat(tree: Any) -> dict[str, str]:
 def _plain(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
     return f"{value:,}" if type(value) is int and value >= 1_000_000 else str(value)

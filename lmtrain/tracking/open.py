@@ -14,7 +14,7 @@ from lmtrain.tracking.own import check_arguments, import_own
 from lmtrain.tracking.tensorboard import TensorboardTracker
 from lmtrain.tracking.tracker import Tracker
 from lmtrain.tracking.trackio import TrackioTracker, check_installed
-from lmtrain.tracking.wandb import WandbTracker
+from lmtrain.tracking.wandb import WandbTracker, check_settings
 
 
 class Trackers:
@@ -78,8 +78,11 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
                 check_installed()
             case OwnConfig():
                 check_arguments(config.type, import_own(config.type), config.arguments)
-            case WandbConfig(save_xla_dumps=True):
-                xla_dump_folder()
+            case WandbConfig():
+                if config.save_xla_dumps:
+                    xla_dump_folder()
+                if config.settings:
+                    check_settings(config.settings)
 
 
 def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callable[[], Tracker] | None:

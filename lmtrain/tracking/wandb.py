@@ -10,6 +10,10 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.suggest import suggest_name
 from lmtrain.runtime.logging import log
 from lmtrain.tracking.config import WandbConfig
 
@@ -68,6 +72,22 @@ class WandbTracker:
 
     def finish(self) -> None:
         self._run.finish()
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise `UserError` if `wandb.Settings` has no such field, or not with such a value."""
+    import wandb
+
+    try:
+        wandb.Settings(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"][:1])
+        hint = suggest_name(name, wandb.Settings.model_fields)
+        advice = f"; did you mean {hint!r}?" if hint and hint != name else ""
+        raise UserError(
+            f"trainer.tracker: wandb.Settings does not take settings.{name}: {first['msg']}{advice}"
+        ) from None
 
 
 def _files(path: str) -> Iterator[tuple[str, str]]:

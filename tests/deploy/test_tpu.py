@@ -340,6 +340,22 @@ def test_launch_leaves_it_running_with_a_log_on_each_worker(desk):
     assert "hf_one" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("verb", ["launch", "run"])
+def test_a_run_is_not_started_beside_itself(desk, verb):
+    desk.make_vm()
+    command = ["bash", "-c", "echo once >> ~/begun; while [ ! -e ~/go ]; do sleep 0.1; done"]
+    assert desk.do("launch", *PLACE, "--", *command).returncode == 0
+    begun = desk.worker(0) / "begun"
+    wait_for(begun.exists)
+    second = desk.do(verb, *PLACE, "--", *command)
+    assert second.returncode == 1
+    assert "runs already" in second.stderr and "another RUN_ID" in second.stderr
+    assert desk.do(verb, *PLACE, "--", "true").returncode == 0  # another run is not in the way
+    (desk.worker(0) / "go").touch()
+    assert desk.do(verb, *PLACE, "--", *command).returncode == 0  # it waits for one that is ending
+    wait_for(lambda: begun.read_text() == "once\nonce\n")
+
+
 # -------------------------------------------------------------------------------------------------------------- spin-up
 
 

@@ -58,7 +58,7 @@ def test_without_a_ledger_the_facts_are_those_of_the_log(tmp_path):
 
 
 def test_only_settings_that_differ_are_compared(tmp_path):
-    configs = ["a: {x: 1, y: [1, 2], z: null}\n", "a: {x: 2, y: [1, 2], z: null}\n", "a: {x: 1, y: [1, 2]}\n"]
+    configs = ["a: {x: 1, y: [1, 2], z: null}\n", "a: {x: 2, y: [1, 2], z: null}\n", "a: {x: 1, y: [true, ü]}\n"]
     for name, text in zip("abc", configs, strict=True):
         write_whole(tmp_path, name)
         write_config(tmp_path, name, text)
@@ -66,6 +66,7 @@ def test_only_settings_that_differ_are_compared(tmp_path):
     assert Page(differences_table(runs, NAMES)).cells == [
         ["", "a", "b", "c"],
         ["a.x", "1", "2", "1"],
+        ["a.y", "[1, 2]", "[1, 2]", '[true, "ü"]'],
         ["a.z", "null", "null", "-"],
     ]
     assert differences_table([runs[0], runs[0]], NAMES[:2]) is None

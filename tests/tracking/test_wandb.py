@@ -10,6 +10,10 @@ from collections import defaultdict
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
+from lmtrain.config.errors import UserError
+from lmtrain.tracking.config import WandbConfig
+from lmtrain.tracking.open import check_trackers
+
 RUN = """
 import json, logging, os, sys
 from lmtrain.tracking.config import WandbConfig
@@ -208,6 +212,16 @@ def test_the_mode_that_is_set_wins_over_the_key(tmp_path):
     assert (mode, stderr) == ("offline", "")
     (run,) = read_records(tmp_path)["run"]
     assert (run.run_id, run.display_name) == ("other", "run-1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({"init_timeot": 5}, "settings.init_timeot: .*did you mean 'init_timeout'"), ({"init_timeout": "x"}, "number")],
+)
+def test_settings_that_wandb_does_not_know_are_told_before_anything_begins(settings, told):
+    check_trackers([WandbConfig(settings={"init_timeout": 5})])
+    with pytest.raises(UserError, match=told):
+        check_trackers([WandbConfig(settings=settings)])
 
 
 def test_disabled_writes_nothing(tmp_path):
