@@ -349,7 +349,8 @@ def test_a_run_is_not_started_beside_itself(desk, verb):
     wait_for(begun.exists)
     second = desk.do(verb, *PLACE, "--", *command)
     assert second.returncode == 1
-    assert "runs already" in second.stderr and "another RUN_ID" in second.stderr
+    assert "runs already" in second.stderr
+    assert "another RUN_ID" in second.stderr
     assert desk.do(verb, *PLACE, "--", "true").returncode == 0  # another run is not in the way
     (desk.worker(0) / "go").touch()
     assert desk.do(verb, *PLACE, "--", *command).returncode == 0  # it waits for one that is ending
