@@ -121,7 +121,7 @@ class AdamConfig(ClippedConfig):
         return SkipStepConfig(rolling_interval_length=self.skip_bad_steps)
 
 
-class SophiaConfig(ScheduleConfig):
+class SophiaConfig(ClippedConfig):
     """Sophia: momentum divided by an estimate of the Hessian's diagonal, clipped element by element."""
 
     beta1: float = Field(0.96, ge=0, lt=1, description="Decay of the momentum")

@@ -39,8 +39,8 @@ def scale_by_sophia(
     """
 
     def init(params: Any) -> SophiaState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return SophiaState(jnp.int32(0), zeros, zeros)
+        mu, hessian = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))  # two: each is donated to the step
+        return SophiaState(jnp.int32(0), mu, hessian)
 
     def update(
         gradients: Any, state: SophiaState, params: Any = None, *, hessian: HessianEstimate, **_: Any

@@ -54,12 +54,12 @@ def text() -> str:
     return " ".join(written)
 
 
-def curve(folder: Path) -> list[float]:
+def curve(folder: Path, config: str = "gpt2_nano") -> list[float]:
     """The losses of a run in `folder`."""
     (folder / "text.jsonl").write_text(json.dumps({"text": text()}) + "\n")
     data = ["--data.train_urls", "[text.jsonl]", "--data.tokenizer", "byte", "--data.cache_dir", "cache"]
     trainer = ["--trainer.num_train_steps", STEPS, "--trainer.id", "curve", "--trainer.tracker", "{type: json}"]
-    command = [sys.executable, "-m", "lmtrain", "train", "gpt2_nano", *data, *trainer]
+    command = [sys.executable, "-m", "lmtrain", "train", config, *data, *trainer]
     # compiled as for users: quick compiles make slow programs
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
@@ -81,6 +81,13 @@ def test_the_nano_models_curve_is_the_stored_one_and_the_same_bits_twice(tmp_pat
     assert len(stored) == STEPS
     assert stored[-1] < 0.25 * stored[0]
     np.testing.assert_allclose(found[0], stored, rtol=1e-3)
+
+
+@pytest.mark.long
+def test_sophia_learns_at_least_as_much_per_step(tmp_path):
+    """Compared at the end, over the last 20 steps: the batches are the same, and one of them is noise."""
+    adam, sophia = json.loads(STORED.read_text()), curve(tmp_path, "gpt2_nano_sophia")
+    assert np.mean(sophia[-20:]) < np.mean(adam[-20:])
 
 
 if __name__ == "__main__":
