@@ -24,10 +24,12 @@ from lmtrain.run_config import RunConfig, data_seed, resolved, run_id
 from lmtrain.runtime.distributed import ending_for_all, start_processes
 from lmtrain.runtime.files import remove_temporaries, write_atomically
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
+from lmtrain.runtime.malloc import keep_freed_memory
 from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 from lmtrain.tracking.open import check_trackers
+from lmtrain.train.devices import is_cpu_only
 
 
 def run(argv: list[str]) -> int:
@@ -54,6 +56,8 @@ def train_config(config: RunConfig, name: str = "python") -> TrainedModel:
 
 
 def _start(run: Run, began: float) -> int:
+    if is_cpu_only():
+        keep_freed_memory()
     require_text(run.config.data, "train")
     processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)

@@ -1,6 +1,9 @@
 """What accelerators can do: peak speed and memory, by the names that JAX gives them."""
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,9 @@ def find_device(kind: str) -> Device | None:
     """What JAX calls `kind`, or a person `h100` or `v5p`; None if it is not known."""
     kind = kind.lower().replace("v5p", "v5")
     return next((device for part, device in _KINDS if part in kind), None)
+
+
+def is_cpu_only(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether JAX will compute on CPUs: told so, or installed without support for anything else. It is not started."""
+    platforms = environment.get("JAX_PLATFORMS")
+    return platforms == "cpu" if platforms else not any(map(find_spec, ("jax_plugins", "libtpu")))

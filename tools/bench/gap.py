@@ -3,8 +3,8 @@
     .venv/bin/python tools/bench/gap.py [--steps 40]
 
 Trains gpt2_nano as `lmtrain train` does, with all trackers that need no service, and lets `trainer.profiler` trace the
-steps, without evaluation or saves in between. In the trace each operation of the compiled program is an event. The gap
-between two steps is the time from the last of one to the first of the next with nothing running on any thread.
+steps, without evaluation or saves in between. In the trace each operation of the compiled program is an event that says
+of which run of the program it is. The gap is the time from the last operation of one run to the first of the next.
 """
 
 import argparse
@@ -21,28 +21,19 @@ import jax
 _BEFORE = 10  # steps that are not traced
 
 
-def operations(folder: str) -> list[tuple[float, float]]:
-    """Begin and end, in seconds, of every operation of the step's program, on whatever thread."""
+def runs(folder: str) -> list[tuple[float, float]]:
+    """Begin and end, in seconds, of every run of the step's program: of its operations, on whatever thread."""
     (path,) = glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True)
-    found = []
+    found: dict[int, tuple[float, float]] = {}
     for plane in jax.profiler.ProfileData.from_file(path).planes:
         for line in plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
                 if "hlo_op" in stats and str(stats.get("hlo_module", "")).startswith("jit_step"):
-                    found.append((event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9))
-    return sorted(found)
-
-
-def busy(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The times with something running: overlapping spans put together."""
-    merged: list[tuple[float, float]] = []
-    for begin, end in spans:
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
+                    begin, end = event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9
+                    first, last = found.get(stats["run_id"], (begin, end))
+                    found[stats["run_id"]] = min(first, begin), max(last, end)
+    return sorted(found.values())
 
 
 def main() -> None:
@@ -60,14 +51,12 @@ def main() -> None:
         flags += ["--trainer.profiler", f"{{start_step: {_BEFORE}, num_steps: {arguments.steps}}}"]
         if train.run(["gpt2_nano", *flags]):
             sys.exit("the run failed")
-        running = busy(operations(os.path.join("logs", "gap", "profiler")))
-    idle = sorted(later[0] - earlier[1] for earlier, later in itertools.pairwise(running))
-    whole = running[-1][1] - running[0][0]
-    largest = idle[-arguments.steps :]
+        steps_run = runs(os.path.join("logs", "gap", "profiler"))
+    gaps = [later[0] - earlier[1] for earlier, later in itertools.pairwise(steps_run)]
+    whole = steps_run[-1][1] - steps_run[0][0]
     print(
-        f"{arguments.steps} steps in {whole:.2f} s; nothing ran for {1000 * sum(idle):.1f} ms of it, "
-        f"{100 * sum(idle) / whole:.2f} %; the {arguments.steps} longest waits, one for each step, make "
-        f"{1e6 * sum(largest) / arguments.steps:.0f} us a step, {100 * sum(largest) / whole:.2f} % (goal 1 %)"
+        f"{len(steps_run)} steps in {whole:.2f} s; between two of them {1000 * sum(gaps) / len(gaps):.2f} ms in the "
+        f"mean, {1000 * max(gaps):.2f} ms at most: {100 * sum(gaps) / whole:.2f} % of the time (goal 1 %)"
     )
 
 
