@@ -52,7 +52,6 @@ class Program:
         return init_state(
             self.model,
             self.optimizer,
-            self.layout,
             self.shardings,
             seed=trainer.seed,
             dtype=trainer.precision.params,

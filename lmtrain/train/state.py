@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -38,8 +39,13 @@ class TrainState(struct.PyTreeNode):
 @functools.lru_cache(maxsize=8)
 def abstract_params(model: LanguageModel) -> Any:
     """Shapes, types and logical names of the parameters, without computing any."""
-    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    return jax.eval_shape(without_kernels(model).init, jax.random.key(0), tokens)["params"]
+    return jax.eval_shape(_initializer(model), jax.random.key(0))
+
+
+@functools.lru_cache(maxsize=8)
+def _initializer(model: LanguageModel) -> Callable[[jax.Array], Any]:
+    """key -> parameters, boxed with their names. One function for shapes and values: it is traced once for both."""
+    return jax.jit(lambda key: without_kernels(model).init(key, jnp.zeros((1, 2), jnp.int32))["params"])
 
 
 def without_kernels(model: LanguageModel) -> LanguageModel:
@@ -78,7 +84,6 @@ def state_shardings(
 def init_state(
     model: LanguageModel,
     optimizer: optax.GradientTransformation,
-    layout: Layout,
     shardings: Any,
     *,
     seed: int,
@@ -87,13 +92,11 @@ def init_state(
     """A fresh state, each array computed where it lives. The same seed gives the same values on any mesh."""
 
     def init(key: jax.Array) -> TrainState:
-        boxed = without_kernels(model).init(key, jnp.zeros((1, 2), jnp.int32))["params"]
-        params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(boxed))
+        params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(_initializer(model)(key)))
         average = None if shardings.average is None else jax.tree.map(jnp.copy, params)
         return TrainState(jnp.int32(0), params, optimizer.init(params), average)
 
-    with layout.active():
-        return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
 
 
 def parameter_axes(model: LanguageModel) -> Any:

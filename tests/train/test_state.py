@@ -29,7 +29,7 @@ def layout():
 def make(layout):
     def make(seed: int = 0, dtype: str = "float32"):
         _, shardings = state_shardings(MODEL, OPTIMIZER, layout, dtype)
-        return init_state(MODEL, OPTIMIZER, layout, shardings, seed=seed, dtype=dtype)
+        return init_state(MODEL, OPTIMIZER, shardings, seed=seed, dtype=dtype)
 
     return make
 

@@ -44,7 +44,7 @@ def lmtrain_step(tokens: np.ndarray, **execution: bool) -> Callable[[], float]:
     schedule = build_schedule(adam, 1000)
     optimizer = build_optimizer(adam, schedule)
     _, shardings = state_shardings(model, optimizer, layout, "float32")
-    state = init_state(model, optimizer, layout, shardings, seed=0, dtype="float32")
+    state = init_state(model, optimizer, shardings, seed=0, dtype="float32")
     step = build_train_step(
         model,
         optimizer,
