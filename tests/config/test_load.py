@@ -248,7 +248,7 @@ def test_a_config_that_is_not_there(folder, config, message):
 
 def test_another_kind_on_the_command_line_leaves_out_what_it_does_not_have(folder):
     (folder / "c.yaml").write_text(
-        "trainer:\n  tracker:\n    project: p\noptimizer:\n  learning_rate: 2E-4\n  max_grad_norm: 2\n"
+        "trainer:\n  tracker:\n    project: p\noptimizer:\n  learning_rate: 2E-4\n  nesterov: true\n"
         "model:\n  num_layers: 3\n  mlp_scale: 2\n"
     )
     flags = [("trainer.tracker", "{type: json}"), ("optimizer.type", "sophia-h"), ("model.type", "llama")]
@@ -259,7 +259,7 @@ def test_another_kind_on_the_command_line_leaves_out_what_it_does_not_have(folde
     assert (config.model.type, config.model.num_layers) == ("llama", 3)
     assert loaded.layer.notices == [
         "--trainer.tracker: leaves out trainer.tracker.project of c.yaml:3, which json does not have",
-        "--optimizer.type: leaves out optimizer.max_grad_norm of c.yaml:6, which sophia-h does not have",
+        "--optimizer.type: leaves out optimizer.nesterov of c.yaml:6, which sophia-h does not have",
         "--model.type: leaves out model.mlp_scale of c.yaml:9, which llama does not have",
     ]
 
