@@ -10,9 +10,12 @@ for _name in ("RUN_ID", "WANDB_API_KEY"):
 # Tiny programs run for microseconds; what takes time is compiling them, here and in every process that is started.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
+import atexit  # noqa: E402
+import shutil  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
+import tempfile  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -21,6 +24,13 @@ import yaml  # noqa: E402
 
 # A suite that a script starts in the background is told to ignore Ctrl-C, and so would be what its tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# All processes of a test session share what they compile: these tests, the suite's other worker, and what tests start.
+if "LMTRAIN_TEST_COMPILATION_CACHE" not in os.environ:
+    _compiled = tempfile.mkdtemp(prefix="lmtrain-compiled-")
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
+    os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 CORPUS = Path(__file__).parent / "corpus"
 TOKENIZER = CORPUS / "tokenizer"
@@ -74,14 +84,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Processes of one test session share what they compile."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = str(shared / "compiled")
-    os.environ["XDG_CACHE_HOME"] = str(
-        base / "user cache"
-    )  # what a hub library or lmtrain keeps of the user's stays out
+def _user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a hub library or lmtrain keeps of the user's stays out."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "user cache")
 
 
 @pytest.fixture(scope="module")
