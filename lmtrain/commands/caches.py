@@ -14,7 +14,8 @@ from lmtrain.preprocess.plan import CachePlan, plan_cache, split_folder
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.sources import has_text
 from lmtrain.run_config import RunConfig
-from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.config import RayConfig
+from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import StoppedError, StopRequest
 
@@ -48,7 +49,10 @@ def plan_caches(config: DataConfig, train: bool = True) -> Plans:
 
 def start_build(config: RunConfig, plans: Plans, processes: Processes, background: bool = False) -> Build:
     """Begin to build what is missing. Of several processes the first builds, and the others follow."""
-    executor = choose_executor(config.trainer.ray, config.data.num_preprocess_workers, processes, background)
+    if all(plan.complete for plan in plans.all):  # then Ray is not needed, nor has it to be installed
+        executor = choose_executor(RayConfig(), None, ALONE)
+    else:
+        executor = choose_executor(config.trainer.ray, config.data.num_preprocess_workers, processes, background)
     return Build(plans.all, executor, follows=not processes.is_first).start()
 
 
