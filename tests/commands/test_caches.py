@@ -19,5 +19,5 @@ def test_only_what_is_missing_needs_ray_to_be_installed(monkeypatch):
     complete, missing = SimpleNamespace(complete=True), SimpleNamespace(complete=False)
     several = Processes(1, 2, "host:1234")
     assert "local" in start_build(RunConfig(), Plans({"": complete}, {"": complete}), several).label
-    with pytest.raises(UserError, match="Ray, which is not installed.*`lmtrain preprocess`"):
+    with pytest.raises(UserError, match=r"Ray, which is not installed.*`lmtrain preprocess`"):
         start_build(RunConfig(), Plans({"": complete}, {"": missing}), several)
