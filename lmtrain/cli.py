@@ -8,6 +8,7 @@ import sys
 
 from lmtrain import __version__
 from lmtrain.config.errors import UserError
+from lmtrain.runtime.accelerators import keep_to_cpus
 
 # verb -> (module in lmtrain.commands, what it does)
 VERBS = {
@@ -52,6 +53,8 @@ def _run(verb: str, argv: list[str]) -> int:
 
         hint = suggest_name(verb, VERBS)
         raise UserError(f"no verb {verb!r}; " + (f"did you mean {hint!r}?" if hint else f"one of: {', '.join(VERBS)}"))
+    if verb != "doctor":  # which looks for devices, and why there are none
+        keep_to_cpus()
     command = importlib.import_module(f"lmtrain.commands.{VERBS[verb][0]}")
     code: int = command.run(argv)
     return code

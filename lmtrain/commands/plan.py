@@ -1,125 +1,265 @@
-"""`lmtrain plan CONFIG`: parameters, FLOPs, layout and memory of a run, on the devices here or on others, before it."""
+"""`lmtrain plan CONFIG`: what a run needs on devices that are not here, by their own compilers; which settings fit."""
 
+import json
 import os
-from collections import Counter
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from lmtrain.commands.arguments import Parser, parse_run
+from lmtrain.commands.arguments import Parser, Run, parse_run
+from lmtrain.commands.hf_model import hf_ref, resolve_hf
 from lmtrain.config.errors import UserError
-from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.preprocess.prepare_demo import missing_demo_tokenizer
-from lmtrain.run_config import RunConfig
-from lmtrain.runtime.logging import start_console_log
-from lmtrain.train.devices import NAMES, Device, find_device
+from lmtrain.plan import report
+from lmtrain.plan.answers import Answer, ask, read_hlo
+from lmtrain.plan.candidates import to_yaml
+from lmtrain.plan.request import STEPS, Request, Target
+from lmtrain.plan.search import Search, Trial, find_settings
+from lmtrain.plan.vocabulary import find_vocab_size
+from lmtrain.runtime.accelerators import Accelerator, find_accelerator
+from lmtrain.runtime.files import write_atomically
+from lmtrain.runtime.progress import Progress
+from lmtrain.runtime.topologies import KINDS, find_topology
 
-if TYPE_CHECKING:
-    from lmtrain.train.program import Program
-
-# An allocator cannot use all there is: fragments, kernels' work space, the driver.
-_USABLE = 0.92
+_EXTRAS = {"tpu": "pip install 'lmtrain[tpu]'", "cuda12": "pip install 'lmtrain[cuda12]' (or cuda13)"}
 
 
 def run(argv: list[str]) -> int:
+    arguments = _parser()
+    run = parse_run(arguments, argv, short_for="trainer")
+    flags = run.arguments
+    run = _with_local_model(run)
+    vocab_size, where = find_vocab_size(run.config.data, flags.vocab_size)
+    target = _target(flags)
+    extra = target.missing_extra
+    steps = ("measure",) if flags.measure else (flags.step,) if flags.step else STEPS
+    if flags.search and not flags.measure:
+        steps = ("train",)
+    request = Request.of(run.config, vocab_size, target, steps, extra is None and not flags.no_compile)
+    if extra is not None and not flags.no_compile:
+        _say(f"the compiler for {target.kind} is not installed ({_EXTRAS[extra]}); this is the estimate alone")
+    if flags.hlo is not None and len(steps) > 1:
+        steps = ("train",)
+        request = request.changed({}, steps=steps)
+    if flags.search or flags.measure:
+        if not request.compile:
+            raise UserError(
+                f"--search needs the compiler of {target.kind}: {_EXTRAS.get(extra or '', 'leave --no_compile out')}"
+            )
+        return _search(request, flags)
+    with _progress("plan", flags.json) as tell:
+        answer = ask(request, flags.compile_timeout, tell)
+    accelerator = _accelerator(answer)
+    fits = answer.fits(report.capacity_of(accelerator))
+    if answer.failure:
+        _say(f"compiling failed; this is the estimate alone:\n  {answer.failure.replace(chr(10), chr(10) + '  ')}")
+    if flags.hlo is not None:
+        text = read_hlo(request, steps[0])
+        if text is None:
+            raise UserError(f"--hlo {flags.hlo}: nothing was compiled, so there is no HLO text")
+        write_atomically(flags.hlo, text.encode())
+    advice = [] if fits is not False else _largest(request, answer, accelerator, flags)
+    if flags.json:
+        print(json.dumps(_as_json(answer, target, accelerator, fits)))
+    else:
+        _print(answer, accelerator, target, f"{vocab_size:,} tokens, from {where}", advice)
+    return 1 if fits is False else 0
+
+
+def _parser() -> Parser:
     parser = Parser(
         "plan",
-        "Say what a run needs, and whether it fits, without running it. Settings of the trainer may be given without "
-        "their section: --model_axis_size 8. Exits with 1 if it does not fit.",
+        "Compile the run's steps for devices that are not here and report memory, FLOPs, memory traffic, communication "
+        "and a bound on speed. Settings of the trainer may be given without their section: --model_axis_size 8. "
+        "Exits with 1 if the run does not fit.",
     )
-    parser.add_argument("--devices", type=int, metavar="N", help="plan for so many devices (default: those here)")
-    parser.add_argument("--device", choices=NAMES, metavar="KIND", help=f"of this kind: {', '.join(NAMES)}")
-    parser.add_argument("--no_compile", action="store_true", help="leave out compiling the step for them")
-    run = parse_run(parser, argv, short_for="trainer")
-    arguments, config = run.arguments, run.config
-    if missing_demo_tokenizer(config.data):
-        missing = config.data.tokenizer
-        raise UserError(f"{missing} is not made yet, and the vocabulary is in it; `lmtrain preprocess` makes it")
-    tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
-    start_console_log()
-    if arguments.devices is not None:
-        _pretend(arguments.devices)
-
-    # only now: JAX looks at the environment when it is imported
-    import jax
-
-    from lmtrain.train.program import plan_program
-
-    program = plan_program(config, tokenizer.vocab_size)
-    kind = arguments.device or ("" if arguments.devices else jax.devices()[0].device_kind)
-    device = find_device(kind)
-    _print_model(program)
-    fits = _print_memory(program, device)
-    if not arguments.no_compile:
-        _print_collectives(program)
-    return 0 if fits else 1
-
-
-def _pretend(devices: int) -> None:
-    if devices < 1:
-        raise UserError("--devices: expected 1 or more")
-    flag = f"--xla_force_host_platform_device_count={devices}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    parser.add_argument(
+        "--device", metavar="KIND", help=f"{', '.join(KINDS)}, or Google's names (v5p-128); default: this machine's own"
+    )
+    parser.add_argument("--topology", metavar="SHAPE", help="shape of a TPU slice in chips: 2x4, 4x4x4")
+    parser.add_argument("--devices", type=int, metavar="N", help="number of devices (default: one GPU or one TPU host)")
+    parser.add_argument("--hosts", type=int, metavar="H", help="hosts of these devices (GPUs; default: 8 a host)")
+    parser.add_argument("--slices", type=int, default=1, metavar="S", help="slices, joined by the data center network")
+    parser.add_argument("--vocab_size", type=int, metavar="N", help="tokens, if the tokenizer is not known")
+    parser.add_argument("--step", choices=STEPS, help="compile this step alone")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON on stdout, and nothing else")
+    parser.add_argument("--hlo", metavar="FILE", help="write the optimized HLO text of the step (default: train)")
+    parser.add_argument("--no_compile", action="store_true", help="print the quick estimate of memory alone")
+    parser.add_argument("--search", action="store_true", help="find settings that fit and are fast; prints YAML")
+    parser.add_argument(
+        "--measure", action="store_true", help="search by running a few steps on this machine's own devices"
+    )
+    parser.add_argument("--minutes", type=float, default=15.0, metavar="M", help="limit of --search (default: 15)")
+    parser.add_argument(
+        "--compile_timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="limit of one compile in seconds (default 600)",
+    )
+    return parser
 
 
-def _print_model(program: "Program") -> None:
-    from lmtrain.train.layout_table import layout_table
-    from lmtrain.train.state import count_parameters
-
-    config: RunConfig = program.config
-    model, trainer = config.model, config.trainer
-    full, causal = program.flops_per_token
-    mesh = " x ".join(f"{name} {size}" for name, size in program.layout.mesh.shape.items())
-    print(f"model       {model.type}, {count_parameters(program.model):,} parameters")
-    print(f"precision   {trainer.precision}")
-    print(f"devices     {program.layout.mesh.size}: {mesh}")
-    for batch, parts in program.batching.num_microbatches.items():
-        on_each = batch // program.layout.num_batch_shards
-        micro = f", in {parts} microbatches of {on_each // parts}" if parts > 1 else ""
-        print(f"batch       {batch} sequences of {model.seq_len} tokens, {on_each} on each part of the mesh{micro}")
-        print(f"FLOPs       {full * batch * model.seq_len:.3g} a step")
-    print(f"            {full:.4g} a token, forward and backward; {causal:.4g} with causal attention counted as half")
-    print("\nparameters, what they are split over, and their size on each device")
-    for line in layout_table(program.model, program.layout, trainer.precision.params):
-        print(f"  {line}")
+def _target(flags: Any) -> Target:
+    if flags.device is None:
+        for name in ("topology", "hosts"):
+            if getattr(flags, name) is not None:
+                raise UserError(f"--{name}: needs --device KIND; kinds: {', '.join(KINDS)}")
+        if flags.devices is not None and flags.devices < 1:
+            raise UserError(f"--devices: expected 1 or more, not {flags.devices}")
+        return Target(shape=() if flags.devices is None else (flags.devices,))
+    if flags.measure:
+        raise UserError("--measure runs on this machine's own devices; leave --device out")
+    return Target.of(find_topology(flags.device, flags.topology, flags.devices, flags.hosts, flags.slices))
 
 
-def _print_memory(program: "Program", device: Device | None) -> bool:
-    """Whether it fits, or nobody knows."""
-    from lmtrain.runtime.progress import format_bytes
+def _with_local_model(run: Run) -> Run:
+    """With `use_hf_model_config`, the sizes of a model in a local folder; a hub is never asked."""
+    ref = hf_ref(run.config)
+    if ref is None or not run.config.use_hf_model_config:
+        return run
+    if os.path.isdir(ref):
+        return resolve_hf(run)
+    _say(f"initialize_from_hf {ref} is not a local folder: sizes are those of the config's model section")
+    return run
 
-    memory = program.memory
-    print("\nmemory of each device")
-    for name, size in memory.state.items():
-        print(f"  {name:<26}{format_bytes(size):>12}   exact")
-    for name, size in memory.work.items():
-        print(f"  {name:<26}{format_bytes(size):>12}   estimate, while a step runs")
-    print(f"  {'total':<26}{format_bytes(memory.total):>12}")
-    if device is None:
-        print("whether it fits: name a kind of device, as in --device h100")
-        return True
-    usable = _USABLE * device.memory
-    of = f"{format_bytes(usable)}, {100 * _USABLE:.0f} % of a {device.name}"
-    if memory.total <= usable:
-        print(f"fits: {100 * memory.total / usable:.0f} % of {of}")
-        return True
-    print(f"does not fit: {memory.total / usable:.1f} times {of}. What to turn down, what helps most first:")
-    for line in program.advice():
+
+def _accelerator(answer: Answer) -> Accelerator | None:
+    return find_accelerator(answer.estimate["device"])
+
+
+def _print(answer: Answer, accelerator: Accelerator | None, target: Target, vocabulary: str, advice: list[str]) -> None:
+    estimate = answer.estimate
+    topology = target.topology
+    name = accelerator.name if accelerator else estimate["device"]
+    device = f"{estimate['devices']} x {name}" + (
+        f" ({topology.name})" if topology and topology.num_devices > 1 else ""
+    )
+    lines: list[str] = [*report.model_lines(estimate, device, vocabulary), ""]
+    lines += report.estimate_lines(estimate)
+    for figures in answer.steps.values():
+        lines += report.step_lines(figures, estimate, accelerator)
+    lines += ["", report.verdict(answer, accelerator), *advice]
+    print("\n".join(lines))
+
+
+def _largest(request: Request, answer: Answer, accelerator: Accelerator | None, flags: Any) -> list[str]:
+    """What to change so that it fits: advice by the estimate and, with a compiler, the first change that does."""
+    advice = ["what to reduce, most effective first:", *(f"  {line}" for line in answer.estimate["advice"])]
+    if not request.compile or answer.failure:
+        return advice
+    with _progress("trying smaller settings", flags.json) as tell:
+        found = _first_that_fits(request, report.capacity_of(accelerator), flags, tell)
+    if found is None:
+        return [*advice, "no value of per_device_parallelism and gradient_checkpointing fits these devices; use more"]
+    return [
+        f"largest that fits ({found.peak / 2**30:.2f} GiB by the compiler): {found.name}",
+        *(f"  {line}" for line in to_yaml(found.changes)),
+        *advice,
+    ]
+
+
+def _first_that_fits(request: Request, capacity: float | None, flags: Any, tell: Callable[[str], None]) -> Trial | None:
+    from lmtrain.plan.search import first_that_fits
+
+    return first_that_fits(request.changed({}, steps=("train",)), capacity, flags.compile_timeout, tell)
+
+
+def _search(request: Request, flags: Any) -> int:
+    found = Search()
+    with _progress("search", flags.json) as tell:
+        first = ask(request.changed({}, compile=False), flags.compile_timeout, tell)
+        accelerator = _accelerator(first)
+        capacity = report.capacity_of(accelerator)
+        if request.target.kind is None and not flags.measure:
+            raise UserError("--search needs --device KIND, or --measure to run on this machine's own devices")
+        if request.run_config.model_dump().get("model") and _has_dropout(request):
+            _say("note: with dropout, another number of microbatches draws other random numbers")
+        try:
+            find_settings(request, capacity, flags.minutes, flags.compile_timeout, _say, tell, found)
+        except KeyboardInterrupt:
+            _say("interrupted; this is what was found so far")
+    return _print_search(found, flags.json)
+
+
+def _has_dropout(request: Request) -> bool:
+    model = request.config["model"]
+    return any(model.get(name) for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop"))
+
+
+def _print_search(found: Search, as_json: bool) -> int:
+    best = found.best
+    if as_json:
+        trials = [{"name": t.name, "changes": dict(t.changes), "seconds": _finite(t.seconds), "peak": _finite(t.peak),
+                   "fits": t.fits} for t in found.trials]  # fmt: skip
+        chosen = None if best is None else dict(best.changes)
+        print(json.dumps({"best": chosen, "trials": trials, "too_large": found.too_large, "untried": found.untried}))
+        return 0 if best is not None else 1
+    if best is None:
+        print(f"nothing fits: {len(found.trials)} tried, {found.too_large} too large by the estimate; use more devices")
+        return 1
+    print(
+        f"# best of {len(found.trials)} compiled: {best.seconds:.4g} s a step, {best.peak / 2**30:.2f} GiB per device"
+    )
+    print(f"# {found.too_large} were too large by the estimate, {found.untried} were not tried for lack of time")
+    for line in to_yaml(best.changes) or ["# the config as it is"]:
         print(line)
-    return False
+    for line in _costs(found, best):
+        print(f"# {line}")
+    return 0
 
 
-def _print_collectives(program: "Program") -> None:
-    """Compile the step for these devices, without any arrays: it partitions, or this raises."""
-    from lmtrain.runtime.progress import format_bytes
-    from lmtrain.sharding.collectives import find_collectives
+def _costs(found: Search, best: Trial) -> Iterator[str]:
+    """What each choice costs and gains beside the trials that differ from the best in it alone."""
+    for trial in found.trials:
+        names = {name for name in {*trial.changes, *best.changes} if trial.changes.get(name) != best.changes.get(name)}
+        sections = {name for name in names if name not in ("trainer.tensor_parallel_axes",)}
+        if trial is best or len(sections) != 1 or trial.seconds == float("inf"):
+            continue
+        yield (
+            f"{trial.name}: {trial.seconds / best.seconds:.2f} x the time, "
+            f"{trial.peak / best.peak:.2f} x the memory{'' if trial.fits else ', does not fit'}"
+        )
 
-    compiled = program.compile()
-    found = find_collectives(compiled.as_text())
-    counts = Counter(collective.kind for collective in found)
-    print(f"\nthe step compiles for these {program.layout.mesh.size} devices (XLA's CPU backend)")
-    for kind, count in sorted(counts.items()):
-        sizes = [collective.bytes for collective in found if collective.kind == kind]
-        print(f"  {count:>4} {kind:<20} results of up to {format_bytes(max(sizes))}; those in loops run many times")
-    if not counts:
-        print("  no collectives")
-    print(f"  XLA's own figure for what comes and goes: {format_bytes(compiled.memory_analysis().temp_size_in_bytes)}")
+
+def _finite(number: float) -> float | None:
+    return number if number == number and abs(number) != float("inf") else None
+
+
+def _as_json(answer: Answer, target: Target, accelerator: Accelerator | None, fits: bool | None) -> dict[str, Any]:
+    """The figures of the training step at the top level, those of the evaluation step under `eval`."""
+    estimate = answer.estimate
+    topology = target.topology
+    found: dict[str, Any] = {
+        "device": estimate["device"],
+        "devices": estimate["devices"],
+        "topology": topology.name if topology else "local",
+        "mesh": estimate["mesh"],
+        "attention": estimate["attention"],
+        "parameters": estimate["parameters"],
+        "microbatches": estimate["microbatches"],
+        "fits": fits,
+        "failure": answer.failure or None,
+    }
+    capacity = report.capacity_of(accelerator)
+    steps = {name: _step_json(figures, estimate, capacity) for name, figures in answer.steps.items()}
+    if not steps:
+        memory = {"arguments": None, "peak": None, "temporary": None}
+        return found | {"memory": memory | {"capacity": capacity, "estimate": estimate["estimate"]["total"]}}
+    first = next(iter(steps))
+    return found | steps[first] | {name: figures for name, figures in steps.items() if name != first}
+
+
+def _step_json(figures: dict[str, Any], estimate: dict[str, Any], capacity: float | None) -> dict[str, Any]:
+    extra = {"capacity": capacity, "estimate": estimate["estimate"]["total"] if figures["step"] == "train" else None}
+    return figures | {"memory": {**figures.get("memory", {}), **extra}}
+
+
+@contextmanager
+def _progress(label: str, quiet: bool) -> Iterator[Callable[[str], None]]:
+    with Progress(label, 1, bar=not quiet) as progress:
+        yield lambda text: progress.update(0, text)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -21,6 +21,7 @@ from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.upload import check_upload
 from lmtrain.preprocess.build import Build
 from lmtrain.run_config import RunConfig, data_seed, resolved, run_id
+from lmtrain.runtime.accelerators import is_cpu_only
 from lmtrain.runtime.distributed import ending_for_all, start_processes
 from lmtrain.runtime.files import remove_temporaries, write_atomically
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
@@ -29,7 +30,6 @@ from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 from lmtrain.tracking.open import check_trackers
-from lmtrain.train.devices import is_cpu_only
 
 
 def run(argv: list[str]) -> int:

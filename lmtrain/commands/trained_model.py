@@ -41,11 +41,12 @@ class TrainedModel:
     def load(self) -> Loaded:
         """The model with its parameters, on the devices of this machine."""
         from lmtrain.models.registry import build_model
-        from lmtrain.sharding.mesh import plan_layout
+        from lmtrain.sharding.mesh import plan_layout, platform_of
         from lmtrain.train.program import plan_attention
 
         layout = plan_layout(self.config.trainer)
-        model = build_model(self.config.model, self.tokenizer.vocab_size, plan_attention(self.config))
+        attention = plan_attention(self.config, platform_of(layout.mesh.devices.flat[0]))
+        model = build_model(self.config.model, self.tokenizer.vocab_size, attention)
         return Loaded(model, self.get_params(model, layout), layout)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from lmtrain.doctor.finding import Finding, State
 from lmtrain.doctor.machine import installed_version
+from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.runtime.progress import format_bytes
-from lmtrain.train.devices import find_device
 
 _SECONDS = 120.0
 
@@ -115,7 +115,7 @@ def _jax(found: dict[str, Any] | str, has_gpu: bool) -> Iterator[Finding]:
         )
         return
     yield Finding("devices", seen)
-    device = find_device(found["kind"])
+    device = find_accelerator(found["kind"])
     if device is not None:
         yield Finding("peak", f"{device.peak_flops / 1e12:,.0f} TFLOP/s each in 16 bits: MFU is in percent of it")
     else:

@@ -72,11 +72,26 @@ def plan_layout(config: PartitioningConfig, devices: Sequence[Any] | None = None
     return Layout(mesh, _rules(config.parameter_mapping), _rules(config.compute_mapping))
 
 
+def platform_of(device: Any) -> str:
+    """`cpu`, `gpu` or `tpu`, of a device of this machine or of a topology."""
+    platform: str = device.platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def island_of(device: Any) -> int:
+    """The number of the slice, or host of GPUs, that a device is in: the fast network joins those of one number.
+
+    TPUs of a single slice have no `slice_index`. Of other devices without one, those of a process are together.
+    """
+    number = getattr(device, "slice_index", None)
+    alone: int = 0 if platform_of(device) == "tpu" else device.process_index
+    return alone if number is None else number
+
+
 def _slices(devices: Sequence[Any]) -> list[list[Any]]:
-    """Devices by the slice they are in; where there are no slices, by process; the fast network joins each group."""
     groups: dict[int, list[Any]] = {}
     for device in devices:
-        groups.setdefault(getattr(device, "slice_index", device.process_index), []).append(device)
+        groups.setdefault(island_of(device), []).append(device)
     return [groups[number] for number in sorted(groups)]
 
 

@@ -1,6 +1,6 @@
 """What a run computes, before there are any arrays: model, optimizer, where everything lies, and the step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ from lmtrain.optim.schedules import build_schedule
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
-from lmtrain.sharding.mesh import Layout, plan_layout
+from lmtrain.sharding.mesh import Layout, plan_layout, platform_of
 from lmtrain.train.averaging import build_averaging
 from lmtrain.train.batching import Batching, check_seq_len, plan_batching
 from lmtrain.train.memory import Memory, advise, bytes_per_device, largest_arrays, plan_memory
 from lmtrain.train.state import TrainState, init_state, parameter_axes, state_shardings
-from lmtrain.train.step import Within, build_train_step
+from lmtrain.train.step import Within, build_eval_step, build_train_step
 from lmtrain.train.watch import Watch
 
 # What XLA's errors say when an array finds no room.
@@ -58,21 +58,32 @@ class Program:
         )
 
     def example(self) -> tuple[Any, Any]:
-        """An abstract state and the largest batch, each array with its place."""
-        shape = (max(self.batching.num_microbatches), self.config.model.seq_len)
-
-        def one(dtype: str) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self.layout.batch)
-
-        batch = {"tokens": one("int32"), "loss_mask": one("bool")}
-        if self.config.data.mask_across_documents:
-            batch["segments"] = one("int32")
+        """An abstract state and the largest batch, each array with its sharding."""
         state = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             self.abstract,
             self.shardings,
         )
-        return state, batch
+        return state, self._batch(max(self.batching.num_microbatches))
+
+    def _batch(self, sequences: int) -> Any:
+        shape = (sequences, self.config.model.seq_len)
+        kinds = {"tokens": "int32", "loss_mask": "bool"}
+        if self.config.data.mask_across_documents:
+            kinds["segments"] = "int32"
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.layout.batch) for name, dtype in kinds.items()}
+
+    def eval_step(self, token_bytes: Any = None) -> Within:
+        """The evaluation step: (params, batch) -> (summed loss, targets, bytes of their text).
+
+        `token_bytes` [V] are the lengths of the tokens' texts, if the tokenizer is known.
+        """
+        return build_eval_step(self.model, self.layout, self.config.trainer.precision.compute, token_bytes)
+
+    def eval_example(self) -> tuple[Any, Any]:
+        """Abstract parameters and a batch of evaluation, each array with its sharding."""
+        state, _ = self.example()
+        return state.params, self._batch(self.batching.eval_batch)
 
     def compile(self) -> Any:
         """The compiled step for its largest batch, without any arrays: `as_text()`, `memory_analysis()`."""
@@ -147,14 +158,23 @@ class Program:
         ]
 
 
-def plan_program(config: RunConfig, vocab_size: int) -> Program:
-    """The program of a run on the devices that there are. Raises `UserError` for what does not fit them."""
+def plan_program(
+    config: RunConfig, vocab_size: int, devices: Sequence[Any] | None = None, platform: str | None = None
+) -> Program:
+    """The program of a run on `devices`, by default those that JAX has here. They may be of a topology that is not.
+
+    `platform` is that of the devices which these stand for, if they are others.
+
+    Raises `UserError` for what does not fit them.
+    """
     trainer = config.trainer
-    layout = plan_layout(trainer)
-    log.info(f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
+    devices = jax.devices() if devices is None else devices
+    layout = plan_layout(trainer, devices)
+    log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
     batching = plan_batching(trainer, layout.num_batch_shards)
     check_seq_len(config.model.seq_len, layout.num_parts("act_seq"))
-    model = build_model(config.model, vocab_size, plan_attention(config))
+    attention = plan_attention(config, platform or platform_of(devices[0]))
+    model = build_model(config.model, vocab_size, attention)
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     optimizer = build_optimizer(config.optimizer, schedule, parameter_axes(model))
     averaging = build_averaging(trainer.model_averaging)
@@ -180,11 +200,20 @@ def plan_program(config: RunConfig, vocab_size: int) -> Program:
     return Program(config, model, optimizer, layout, batching, abstract, shardings, train_step, watch)
 
 
-def plan_attention(config: RunConfig) -> str:
-    """The attention backend of this run on these devices; told in the log.
+def plan_attention(config: RunConfig, platform: str) -> str:
+    """The attention backend of this run on devices of a platform (cpu, gpu, tpu); logged, with the reason.
 
     Raises `UserError` if the one that was asked for cannot do it.
     """
+    name, why = attention_choice(config, platform)
+    log.info(f"attention: {name} ({why})")
+    if config.model.flash_attention_block_size is not None and name in ("xla", "cudnn"):
+        log.info(f"model.flash_attention_block_size: {name} has no use for it")
+    return name
+
+
+def attention_choice(config: RunConfig, platform: str) -> tuple[str, str]:
+    """The attention backend on devices of a platform, and why. Raises `UserError` as `plan_attention` does."""
     model, needs = config.model, config.model.attention_needs
     if config.data.mask_across_documents:
         needs.add("segments")
@@ -192,8 +221,4 @@ def plan_attention(config: RunConfig) -> str:
         needs.add("float32")
     if config.optimizer.hessian == "hutchinson":
         needs.add("second_derivatives")
-    name, why = choose_attention(model.attn_backend, needs, jax.default_backend(), model.seq_len)
-    log.info(f"attention: {name} ({why})")
-    if model.flash_attention_block_size is not None and name in ("xla", "cudnn"):
-        log.info(f"model.flash_attention_block_size: {name} has no use for it")
-    return name
+    return choose_attention(model.attn_backend, needs, platform, model.seq_len)

@@ -20,6 +20,7 @@ from lmtrain.data.token_store import TokenStore
 from lmtrain.hf.token_bytes import token_bytes
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.run_config import RunConfig, data_seed, resolved
+from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.progress import format_bytes
@@ -30,13 +31,11 @@ from lmtrain.tracking.goodput import RESTORE, START_UP, Ledger
 from lmtrain.tracking.keep import Keeper
 from lmtrain.tracking.open import Trackers, open_trackers
 from lmtrain.train.begin import begin
-from lmtrain.train.devices import find_device
 from lmtrain.train.export import Exporter
 from lmtrain.train.layout_table import layout_table
 from lmtrain.train.program import Program, plan_program
 from lmtrain.train.resume import run_identity
 from lmtrain.train.state import TrainState, count_parameters
-from lmtrain.train.step import build_eval_step
 from lmtrain.train.throughput import Work
 
 # Batches read ahead of the step: enough to hide a slow read, little against the model in memory.
@@ -151,7 +150,7 @@ def set_up(
         state=state,
         first_step=first_step,
         program=program,
-        eval_step=build_eval_step(model, layout, trainer.precision.compute, token_bytes(tokenizer)),
+        eval_step=program.eval_step(token_bytes(tokenizer)),
         train_batches=train_batches,
         eval_batches=open_eval_batches(config, layout, program.batching.eval_batch, caches.validation),
         checkpointer=checkpointer,
@@ -214,7 +213,7 @@ def _work(program: Program) -> Work:
     """What a token costs and what the devices can do; told in the log."""
     full, causal = program.flops_per_token
     kind = jax.devices()[0].device_kind
-    device = find_device(kind)
+    device = find_accelerator(kind)
     if device is None:
         log.info(f"no peak speed is known of {kind}: tokens per second are logged, but no MFU")
         return Work(full, causal, None)

@@ -122,9 +122,7 @@ def build_logits(model: LanguageModel, params: Any, layout: Layout) -> Callable[
     return lambda tokens: jax.device_get(function(tokens))
 
 
-def build_eval_step(
-    model: LanguageModel, layout: Layout, compute_dtype: str, token_bytes: Any = None
-) -> Callable[[Any, Any], Any]:
+def build_eval_step(model: LanguageModel, layout: Layout, compute_dtype: str, token_bytes: Any = None) -> Within:
     """The jitted (params, batch) -> (summed loss, targets, bytes of their text), without dropout.
 
     `token_bytes` [V] are the lengths of the tokens' texts; without it the last is 0.

@@ -9,9 +9,10 @@ import sys
 import jax
 import numpy as np
 
+from lmtrain.compiled.figures import measure
 from lmtrain.hf.key_map import flatten
+from lmtrain.plan.figures import network_of
 from lmtrain.run_config import RunConfig
-from lmtrain.sharding.collectives import find_collectives
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.train.program import plan_program
 
@@ -37,14 +38,7 @@ def run(case: dict) -> dict:
         optimizer={**OPTIMIZER, **case.get("optimizer", {})},
         data={"tokenizer": "passthrough", "vocab_size": VOCAB},
     )
-    # the first devices only, for a mesh of one
-    with_devices = case.get("devices", 8)
-    every = jax.devices
-    jax.devices = lambda *_: every()[:with_devices]
-    try:
-        program = plan_program(config, VOCAB)
-    finally:
-        jax.devices = every
+    program = plan_program(config, VOCAB, jax.devices()[: case.get("devices", 8)])
     compiled = program.compile()
     state = program.init()
     rows = local_rows(program.layout.batch, BATCH)
@@ -55,7 +49,7 @@ def run(case: dict) -> dict:
         norms.append(float(metrics["train/gradient_norm"]))
     found = {"losses": losses, "norms": norms}
     if case.get("inspect"):
-        collectives = find_collectives(compiled.as_text())
+        collectives = measure(compiled.as_text(), network_of(program.layout, None)).collectives
         found["collectives"] = [[c.kind, c.bytes, [list(shape) for shape in c.shapes]] for c in collectives]
         found["whole"] = {path: list(leaf.shape) for path, leaf in flatten(program.abstract.params).items()}
         found["optimizer"] = [

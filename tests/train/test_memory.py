@@ -10,7 +10,6 @@ import pytest
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.progress import format_bytes
-from lmtrain.train.devices import NAMES, find_device
 from lmtrain.train.program import OutOfMemoryError, plan_program
 
 SIZES = {"hidden_dim": 256, "num_heads": 4, "num_layers": 4, "seq_len": 128}
@@ -80,49 +79,3 @@ def test_advice_leaves_out_what_is_done_already():
 )
 def test_bytes_are_written_in_the_unit_that_fits(size, text):
     assert format_bytes(size) == text
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
-        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100 40GB"),
-        ("TPU v5 lite", "TPU v5e"),
-        ("TPU v5", "TPU v5p"),
-        ("TPU v6 lite", "TPU v6e"),
-        ("TPU v4", "TPU v4"),
-        ("v5p", "TPU v5p"),
-        ("cpu", None),
-    ],
-)
-def test_devices_are_known_by_jaxs_names_and_by_short_ones(kind, name):
-    found = find_device(kind)
-    assert (found and found.name) == name
-    assert all(find_device(short) for short in NAMES)
-
-
-def test_plan_prints_the_layout_of_absent_devices_and_whether_it_fits(write_config, settings, tmp_path):
-    settings["data"] = {"tokenizer": "passthrough", "vocab_size": 50000, "train_urls": ["x.jsonl"]}
-    settings["model"] |= {"hidden_dim": 64, "num_heads": 4, "seq_len": 64}
-    settings["trainer"]["train_batch_size"] = 64
-    config = write_config(settings)
-
-    def plan(*flags):
-        command = [sys.executable, "-m", "lmtrain", "plan", str(config), *flags]
-        clean = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=clean)
-
-    done = plan("--devices", "16", "--model_axis_size", "4", "--tensor_parallel_axes", "[mlp, heads]", "--device", "l4")
-    assert done.returncode == 0, done.stderr
-    assert "16: replica 1 x data 4 x model 4" in done.stdout
-    assert "embed 64/data 4, mlp 256/model 4" in done.stdout
-    assert "fits: " in done.stdout
-    assert "all-gather" in done.stdout
-    big = ["--model.hidden_dim", "8192", "--model.num_layers", "48", "--model.num_heads", "64", "--no_compile"]
-    done = plan("--devices", "2", "--device", "v5e", *big)
-    assert done.returncode == 1, done.stderr
-    assert "does not fit: " in done.stdout
-    assert "more devices" in done.stdout
-    done = plan("--devices", "12", "--model_axis_size", "5")
-    assert done.returncode == 2
-    assert "trainer.model_axis_size: 12 devices do not divide by 5; it could be 4 or 6" in done.stderr

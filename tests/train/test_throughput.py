@@ -8,9 +8,9 @@ import pytest
 from lmtrain.commands.plan import _print_model
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.run_config import RunConfig
+from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.train import setup as putting_together
 from lmtrain.train import throughput as module
-from lmtrain.train.devices import find_device
 from lmtrain.train.program import plan_program
 from lmtrain.train.throughput import Throughput, Work
 
@@ -73,7 +73,7 @@ def test_of_a_device_whose_peak_is_not_known_there_is_no_mfu(clock):
 
 
 def test_a_device_that_is_busy_all_the_time_has_a_hundred_percent():
-    work = Work(1e12, 0.75e12, find_device("NVIDIA H100 80GB HBM3").peak_flops)
+    work = Work(1e12, 0.75e12, find_accelerator("NVIDIA H100 80GB HBM3").peak_flops)
     rates = work.rates(989.0)
     assert rates == pytest.approx(
         {"throughput/gflops_per_second": 989e3, "throughput/mfu": 100.0, "throughput/mfu_causal": 75.0}
@@ -167,8 +167,8 @@ def test_a_token_costs_the_matrix_products_of_the_model_forward_and_twice_backwa
 
 
 def test_the_peak_is_that_of_all_devices_and_the_convention_is_told(program, monkeypatch, caplog):
-    h100 = find_device("h100")
-    monkeypatch.setattr(putting_together, "find_device", lambda kind: h100)
+    h100 = find_accelerator("h100")
+    monkeypatch.setattr(putting_together, "find_accelerator", lambda kind: h100)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with caplog.at_level("INFO"):
         work = putting_together._work(program)

@@ -57,6 +57,14 @@ def blockwise(
     return mixed.reshape(batch, heads, length + extra, -1)[:, :, :length].astype(kind)
 
 
+def mean_blocks(length: int, block_size: int | None = None, window: int | None = None) -> float:
+    """Blocks of keys that are computed for a block of queries, averaged over these. Backward it is the same number."""
+    block = min(block_size or DEFAULT_BLOCK_SIZE, length)
+    blocks = -(-length // block)
+    first = (0 if window is None else max(i * block - window + 1, 0) // block for i in range(blocks))
+    return sum(i + 1 - begin for i, begin in enumerate(first)) / blocks
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, form: _Form) -> jax.Array:
     return _forward(q, k, v, segments, form)[0]

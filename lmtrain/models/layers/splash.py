@@ -32,6 +32,10 @@ def splash(
     The length must be a multiple of 128.
     """
     length = q_BHSC.shape[2]
+    mesh = jax.sharding.get_abstract_mesh()
+    # of the devices that the program is for, which may not be those of this machine
+    platform = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
+    is_tpu = platform == "tpu"
     # the kernel's own unit is 128
     block = math.gcd(-(-(block_size or DEFAULT_BLOCK_SIZE) // 128) * 128, length)
     if segments_BS is None:
@@ -48,12 +52,11 @@ def splash(
             head_shards=1,
             q_seq_shards=1,
             residual_checkpoint_name=SAVED_ATTENTION,
-            interpret=jax.default_backend() != "tpu",
+            interpret=not is_tpu,
         )
         return jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=kernels.SegmentIds(s, s)))(q, k, v, segments)
 
     q_BHSC = (q_BHSC * scale).astype(q_BHSC.dtype)
-    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(q_BHSC, k_BKSC, v_BKSC, segments_BS)
 

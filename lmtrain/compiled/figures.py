@@ -1,0 +1,115 @@
+"""All figures of one compiled program, per device and execution."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmtrain.compiled.collectives import Collective, Network, find_collectives
+from lmtrain.compiled.executions import Execution, Loop, Trips, walk
+from lmtrain.compiled.hlo import Module, parse_hlo
+from lmtrain.compiled.products import call_target, flops
+from lmtrain.compiled.traffic import hbm_bytes
+
+# Calls of the compiler's own that are no kernels.
+_NO_KERNELS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked",
+               "AsyncCollective", "Sharding", "SPMD", "LayoutConstraint", "TopK", "annotate_device_placement",
+               "MoveToHost", "MoveToDevice", "xla.sdy", "__cublas", "__onednn", "__gpu$TopK")  # fmt: skip
+
+
+# Instructions to look at for the source line of one that has none.
+_LOOK_BACK = 12
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrix products of one source line. `flops` are those of all executions."""
+
+    where: str
+    op_name: str
+    flops: float
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether it is a part of the forward pass that gradient checkpointing runs again."""
+        return "rematted_computation" in self.op_name
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A call of a kernel whose operations the program's text does not tell."""
+
+    target: str
+    where: str
+    op_name: str
+    times: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one device in one execution of the program. `op_name`s and places are those of the source."""
+
+    products: Sequence[Product]
+    kernels: Sequence[Kernel]
+    hbm_bytes: float
+    collectives: Sequence[Collective]
+    places: Sequence[str]
+    loops: Sequence[Loop]
+    loop_places: Sequence[str]
+
+    @property
+    def flops(self) -> float:
+        return sum(product.flops for product in self.products)
+
+    @property
+    def wire_bytes(self) -> float:
+        return sum(collective.wire_bytes for collective in self.collectives)
+
+
+def measure(
+    text: str,
+    network: Network,
+    trips: Trips = lambda stack: None,
+) -> Figures:
+    """Figures of a program from its HLO text.
+
+    `trips` gives the mean trips of loops whose bound is computed. Places are source lines, see `place_of`.
+    """
+    module = parse_hlo(text)
+    executions, loops = walk(module, trips)
+    collectives = find_collectives(module, executions, network)
+    products: list[Product] = []
+    kernels: list[Kernel] = []
+    traffic = 0.0
+    for execution in executions:
+        one = execution.instruction
+        operations = flops(execution.inside, one) * execution.times
+        if operations:
+            products.append(Product(place_of(module, execution), one.op_name, operations))
+        target = call_target(one)
+        if target and not target.startswith(_NO_KERNELS):
+            kernels.append(Kernel(target, place_of(module, execution), one.op_name, execution.times))
+        traffic += hbm_bytes(module, execution) * execution.times
+    return Figures(
+        products,
+        kernels,
+        traffic,
+        collectives,
+        [place_of(module, one.execution) for one in collectives],
+        loops,
+        [place_of(module, one.execution) for one in loops],
+    )
+
+
+def place_of(module: Module, execution: Execution, package: str = "lmtrain/") -> str:
+    """The innermost source line within the package, `models/layers/linear.py:57`; empty if there is none.
+
+    What the compiler inserted has no line: then that of its fusion counts, or of what it takes.
+    """
+    seen = [execution.instruction, *([execution.fusion] if execution.fusion else [])]
+    for one in seen:
+        stack = module.stack(one.frame)
+        found = next((frame for frame in stack if package in frame.file), None)
+        if found is not None:
+            return f"{found.file.rpartition(package)[2]}:{found.line}"
+        if len(seen) < _LOOK_BACK:
+            seen += [execution.inside.by_name[name] for name in one.operands if name in execution.inside.by_name]
+    return ""

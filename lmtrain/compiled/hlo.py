@@ -1,0 +1,205 @@
+"""HLO text -> computations, their instructions, and the source lines these come from."""
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lmtrain.compiled.shapes import Shape, parse_shapes
+
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
+_NAME = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*(?P<opcode>[a-z][\w\-]*)\(")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_TABLE = re.compile(r"(FileNames|FunctionNames|FileLocations|StackFrames)$")
+_ENTRY = re.compile(r"(\d+) (.*)$")
+_FIELD = re.compile(r"(\w+)=(\d+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation. `operands` are names of others of it; `attributes` is the text after them."""
+
+    name: str
+    opcode: str
+    type_text: str
+    operands: tuple[str, ...]
+    arguments: str
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def shapes(self) -> list[Shape]:
+        """The arrays of the result."""
+        return parse_shapes(self.type_text)
+
+    def called(self, attribute: str) -> str | None:
+        """The computation named by an attribute such as `calls`, `body`, `condition`."""
+        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
+        return found[1] if found else None
+
+    def called_all(self, attribute: str) -> list[str]:
+        """The computations of an attribute that is a list, such as `branch_computations`."""
+        found = re.search(rf"\b{attribute}=\{{([^}}]*)\}}", self.attributes)
+        return [name.strip().removeprefix("%") for name in found[1].split(",")] if found else []
+
+    @property
+    def op_name(self) -> str:
+        """JAX's name of the operation it comes from, `jit(step)/jvp(Model.hidden)/while/body/...`; may be empty."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def frame(self) -> int | None:
+        found = re.search(r"stack_frame_id=(\d+)", self.attributes)
+        return int(found[1]) if found else None
+
+    def integers(self, attribute: str) -> tuple[int, ...]:
+        """An attribute such as `lhs_contracting_dims={1,2}`."""
+        found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(part) for part in found[1].split(",") if part) if found else ()
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A list of instructions in the order they are scheduled."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        return next((one for one in self.instructions if one.is_root), self.instructions[-1])
+
+    @functools.cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        """Its parameters by number."""
+        return {int(one.arguments): one for one in self.instructions if one.opcode == "parameter"}
+
+    def operand_shapes(self, instruction: Instruction) -> list[Shape]:
+        """The arrays of all operands."""
+        return [shape for name in instruction.operands if name in self.by_name for shape in self.by_name[name].shapes]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A place in a source file; `parent` is the number of the frame that called it, 0 for none."""
+
+    file: str
+    line: int
+    function: str
+    parent: int
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program."""
+
+    computations: Mapping[str, Computation]
+    entry: str
+    frames: Mapping[int, Frame]
+
+    def stack(self, frame: int | None) -> list[Frame]:
+        """The frames of a call, innermost first."""
+        found: list[Frame] = []
+        while frame is not None and frame in self.frames and len(found) < 100:
+            found.append(self.frames[frame])
+            frame = found[-1].parent
+        return found
+
+
+def parse_hlo(text: str) -> Module:
+    """Parse what `compiled.as_text()` gives. Raises ValueError if there is no entry computation in it."""
+    computations: dict[str, Computation] = {}
+    tables: dict[str, dict[int, str]] = {}
+    entry = ""
+    name: str | None = None
+    table: dict[int, str] | None = None
+    lines: list[str] = []
+    for line in text.splitlines():
+        if name is not None:
+            if line == "}" or line.startswith("}, execution_thread"):
+                parsed = (_parse_instruction(one) for one in lines)
+                computations[name] = Computation(name, tuple(one for one in parsed if one is not None))
+                name, lines = None, []
+            elif line.startswith("  ") or not lines:
+                lines.append(line)
+            else:  # an attribute with line breaks in it, as kernels have
+                lines[-1] += line
+        elif (found := _TABLE.match(line)) is not None:
+            table = tables.setdefault(found[1], {})
+        elif table is not None and (numbered := _ENTRY.match(line)) is not None:
+            table[int(numbered[1])] = numbered[2]
+        elif not line.startswith("HloModule") and (header := _COMPUTATION.match(line)) is not None:
+            name, table = header["name"], None
+            entry = name if header["entry"] else entry
+    if not entry:
+        raise ValueError("no ENTRY computation: this is not the text of a compiled program")
+    return Module(computations, entry, _frames(tables))
+
+
+def _parse_instruction(line: str) -> Instruction | None:
+    named = _NAME.match(line)
+    if named is None:
+        return None
+    end = _end_of_type(line, named.end())
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        return None
+    close = _closing(line, opcode.end() - 1)
+    arguments = line[opcode.end() : close]
+    return Instruction(
+        named["name"],
+        opcode["opcode"],
+        line[named.end() : end],
+        tuple(_OPERAND.findall(arguments)),
+        arguments,
+        line[close + 1 :],
+        named["root"] is not None,
+    )
+
+
+def _end_of_type(line: str, start: int) -> int:
+    if line[start] == "(":
+        return _closing(line, start) + 1
+    found = line.find(" ", start)
+    return len(line) if found < 0 else found
+
+
+def _closing(line: str, start: int) -> int:
+    """Where the parenthesis at `start` closes."""
+    depth = 0
+    for index in range(start, len(line)):
+        if line[index] == "(":
+            depth += 1
+        elif line[index] == ")":
+            depth -= 1
+            if depth == 0:
+                return index
+    return len(line)
+
+
+def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, Frame]:
+    files, functions = ({number: name.strip('"') for number, name in tables.get(kind, {}).items()}
+                        for kind in ("FileNames", "FunctionNames"))  # fmt: skip
+    locations = {number: _fields(entry) for number, entry in tables.get("FileLocations", {}).items()}
+    frames = {}
+    for number, entry in tables.get("StackFrames", {}).items():
+        fields = _fields(entry)
+        place = locations.get(fields.get("file_location_id", 0), {})
+        # XLA prints a parent's number plus one, so that 1 is none
+        frames[number] = Frame(
+            files.get(place.get("file_name_id", 0), ""),
+            place.get("line", 0),
+            functions.get(place.get("function_name_id", 0), ""),
+            fields.get("parent_frame_id", 1) - 1,
+        )
+    return frames
+
+
+def _fields(entry: str) -> dict[str, int]:
+    return {name: int(value) for name, value in _FIELD.findall(entry)}

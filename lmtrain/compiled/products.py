@@ -1,0 +1,98 @@
+"""Floating point operations of the products in a program: dot, convolution and calls of matrix libraries.
+
+A multiplication and an addition are two operations. On programs without loops the sum equals XLA's own count of them.
+"""
+
+import math
+import re
+
+from lmtrain.compiled.hlo import Computation, Instruction
+
+_GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
+_CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+
+
+def call_target(instruction: Instruction) -> str:
+    """The function that a custom call calls; empty for other instructions."""
+    found = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
+    return found[1] if found else ""
+
+
+def flops(inside: Computation, instruction: Instruction) -> float:
+    """Operations of one execution of an instruction, 0 if it is no product."""
+    if instruction.opcode == "dot":
+        contracted = instruction.integers("lhs_contracting_dims")
+        return _dot(inside, instruction, contracted)
+    if instruction.opcode == "convolution":
+        return _convolution(inside, instruction)
+    if call_target(instruction).startswith(_GEMM_CALLS):
+        found = _CONTRACTING.search(instruction.attributes)
+        dims = tuple(int(part) for part in re.findall(r"\d+", found[1])) if found else ()
+        return _dot(inside, instruction, dims)
+    return 0.0
+
+
+def _dot(inside: Computation, instruction: Instruction, contracted: tuple[int, ...]) -> float:
+    left = inside.by_name[instruction.operands[0]].shapes[0]
+    return 2.0 * instruction.shapes[0].size * math.prod(left.dims[dim] for dim in contracted)
+
+
+def _convolution(inside: Computation, instruction: Instruction) -> float:
+    """2 x batch x output features x input features of a group x valid positions of the window.
+
+    XLA:TPU turns products into convolutions whose window reaches beyond the array, so that only positions inside count.
+    """
+    labels = _LABELS.search(instruction.attributes)
+    assert labels is not None, instruction.name
+    of_input, of_kernel, of_output = labels[1], labels[2], labels[3]
+    data, kernel = (inside.by_name[name].shapes[0] for name in instruction.operands[:2])
+    result = instruction.shapes[0]
+    groups = _number(instruction, "batch_group_count")
+    positions = 1
+    for axis in range(len(of_input) - 2):
+        digit = str(axis)
+        positions *= _valid_positions(
+            _window(instruction, axis),
+            data.dims[of_input.index(digit)],
+            kernel.dims[of_kernel.index(digit)],
+            result.dims[of_output.index(digit)],
+        )
+    batch = data.dims[of_input.index("b")] // groups
+    # the kernel's input features are those of one group already
+    features = kernel.dims[of_kernel.index("i")] * kernel.dims[of_kernel.index("o")]
+    return 2.0 * batch * features * positions
+
+
+def _number(instruction: Instruction, attribute: str) -> int:
+    found = re.search(rf"\b{attribute}=(\d+)", instruction.attributes)
+    return int(found[1]) if found else 1
+
+
+def _window(instruction: Instruction, axis: int) -> dict[str, tuple[int, ...]]:
+    found = _WINDOW.search(instruction.attributes)
+    parts = dict(item.split("=", 1) for item in found[1].split()) if found else {}
+    return {name: tuple(int(part) for part in value.split("x")[axis].split("_")) for name, value in parts.items()}
+
+
+def _valid_positions(window: dict[str, tuple[int, ...]], size: int, kernel: int, outputs: int) -> int:
+    """Pairs of an output and a kernel position that meet an element of the input, neither padding nor a hole."""
+    (stride,), low = window.get("stride", (1,)), window.get("pad", (0, 0))[0]
+    (base,), (hole,) = window.get("lhs_dilate", (1,)), window.get("rhs_dilate", (1,))
+    last = (size - 1) * base
+    total = 0
+    for position in range(kernel):
+        offset = position * hole - low
+        if base == 1:
+            # outputs o with 0 <= o * stride + offset <= last
+            first = max(-(offset // stride), 0)
+            final = min((last - offset) // stride, outputs - 1)
+            total += max(final - first + 1, 0)
+        else:
+            total += sum(
+                0 <= output * stride + offset <= last and (output * stride + offset) % base == 0
+                for output in range(outputs)
+            )
+    return total

@@ -1,0 +1,89 @@
+"""Settings that change how a run is executed and not what it learns: what `plan --search` may choose from.
+
+Fixed are the global batch, `seq_len`, the optimizer, precision and dropout.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lmtrain.plan.request import Request
+from lmtrain.run_config import RunConfig
+
+Changes = Mapping[str, Any]
+
+# From the least to the most that is computed again in the backward pass.
+POLICIES: tuple[bool | str, ...] = (False, "dots", "dots_no_batch", "save_attention", "full", "offload")
+
+# Axes that tensor parallelism splits: each product is then a part on each device, and none is computed twice.
+TENSOR_AXES = ["mlp", "heads", "kv_heads", "vocab"]
+
+
+def parallelisms(request: Request, changes: Changes | None = None) -> list[int]:
+    """Values of `trainer.per_device_parallelism`: divisors of every batch's share of a data shard, largest first."""
+    config = request.changed(changes or {}).run_config
+    shards = data_shards(request, config)
+    shares = [batch // shards for batch in config.trainer.batch_sizes.all if batch % shards == 0]
+    common = math.gcd(*shares) if shares else 0
+    return [size for size in range(common, 0, -1) if common % size == 0]
+
+
+def data_shards(request: Request, config: RunConfig) -> int:
+    """Parts into which a mesh of the target's devices splits the batch."""
+    return num_devices(request) // config.trainer.model_axis_size
+
+
+def num_devices(request: Request) -> int:
+    topology = request.target.topology
+    return topology.num_devices if topology else math.prod(request.target.shape)
+
+
+def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Changes]]:
+    """Each with its name: `current` with one setting changed; those of memory first. Some may not divide or not fit."""
+    config = request.changed(current).run_config
+    recomputes = "full" if config.model.gradient_checkpointing is True else config.model.gradient_checkpointing
+    for policy in POLICIES:
+        if policy != recomputes:
+            yield f"gradient_checkpointing {_yaml(policy)}", {**current, "model.gradient_checkpointing": policy}
+    now = config.trainer.per_device_parallelism
+    for size in parallelisms(request, current):
+        if size != now:
+            yield f"per_device_parallelism {size}", {**current, "trainer.per_device_parallelism": size}
+    yield from _meshes(request, config, current)
+    other = not config.model.scan_layers
+    yield f"scan_layers {_yaml(other)}", {**current, "model.scan_layers": other}
+
+
+def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[tuple[str, Changes]]:
+    topology = request.target.topology
+    devices = num_devices(request)
+    near = topology.per_slice if topology else devices
+    axes = [axis for axis in TENSOR_AXES if axis != "kv_heads" or config.model.type == "llama"]
+    for size in (1, 2, 4, 8):
+        if size != config.trainer.model_axis_size and near % size == 0:
+            mesh = {"trainer.model_axis_size": size, "trainer.tensor_parallel_axes": axes if size > 1 else None}
+            yield f"model_axis_size {size}", {**current, **mesh}
+    slices = topology.slices if topology else 1
+    for copies in {1, slices}:
+        if copies != config.trainer.replica_dcn_axis_size:
+            yield f"replica_dcn_axis_size {copies}", {**current, "trainer.replica_dcn_axis_size": copies}
+    for copies in (1, 2, 4, 8):
+        if copies != config.trainer.replica_ici_axis_size and near % (copies * config.trainer.model_axis_size) == 0:
+            yield f"replica_ici_axis_size {copies}", {**current, "trainer.replica_ici_axis_size": copies}
+
+
+def to_yaml(changes: Changes) -> list[str]:
+    """Lines to paste into a config."""
+    sections: dict[str, list[str]] = {}
+    for path, value in sorted(changes.items()):
+        section, _, name = path.partition(".")
+        sections.setdefault(section, []).append(f"  {name}: {_yaml(value)}")
+    return [line for section, lines in sections.items() for line in (f"{section}:", *lines)]
+
+
+def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)

@@ -1,0 +1,43 @@
+"""Running a few steps of a program on the devices of this machine, with random tokens."""
+
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from lmtrain.plan.figures import compiled_figures
+from lmtrain.runtime.accelerators import Accelerator
+from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.train.program import Program
+
+_MOST_STEPS, _SECONDS = 20, 10.0
+_FEWEST_STEPS = 3
+
+
+def measure(program: Program, accelerator: Accelerator | None) -> dict[str, Any]:
+    """Figures of the compiled training step, and in `seconds` the median time of a step after the first."""
+    batch_size = max(program.batching.num_microbatches)
+    shape = (batch_size, program.config.model.seq_len)
+    rows = local_rows(program.layout.batch, batch_size)
+    tokens = np.random.default_rng(0).integers(0, program.model.vocab_size, shape, dtype=np.int32)
+    batch = {"tokens": tokens[rows], "loss_mask": np.ones(shape, bool)[rows]}
+    if program.config.data.mask_across_documents:
+        batch["segments"] = np.zeros(shape, np.int32)[rows]
+    placed = place_batch(batch, program.layout.batch, rows, batch_size)
+    compiled = program.compile()
+    state = program.init()
+    seconds: list[float] = []
+    while len(seconds) <= _FEWEST_STEPS or (sum(seconds) < _SECONDS and len(seconds) <= _MOST_STEPS):
+        began = time.perf_counter()
+        state, metrics = compiled(state, placed)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - began)
+    figures = compiled_figures(program, compiled, compiled.as_text(), "train", accelerator)
+    median = statistics.median(seconds[1:])
+    tokens_per_second = batch_size * shape[1] / median
+    return figures | {
+        "seconds": {**figures.get("seconds", {}), "total": median, "steps": len(seconds) - 1},
+        "tokens_per_second": tokens_per_second,
+    }
