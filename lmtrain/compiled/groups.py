@@ -9,7 +9,7 @@ import numpy as np
 _LISTS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})?\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
-    r"replica_groups=mesh\[(?P<axes>[^\]]*?)(?:, device_ids=\((?P<ids>[^)]*\)?)\))?\] \{(?P<used>[^}]*)\}"
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>\[[\d,]+\](?:T\([\d,]+\))?)\))? \{(?P<used>[^}]*)\}"
 )
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
@@ -20,7 +20,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})?\}")
 def parse_groups(attributes: str, num_devices: int) -> list[list[int]]:
     """The groups of devices that exchange data, by their numbers in the program. All devices if none are written.
 
-    A permutation's groups are its cycles or chains.
+    A permutation's groups are its cycles or chains. Raises ValueError for a form that is not known.
     """
     if (pairs := _PAIRS.search(attributes)) is not None:
         return _chains([(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs[1] or "")])
@@ -30,6 +30,8 @@ def parse_groups(attributes: str, num_devices: int) -> list[list[int]]:
         rows = _iota(iota[2], iota[3]).reshape(_numbers(iota[1]))
         return [[int(number) for number in row] for row in rows.reshape(rows.shape[0], -1)]
     lists = _LISTS.search(attributes)
+    if lists is None and "replica_groups=" in attributes:
+        raise ValueError(f"unknown form of replica groups: {attributes[attributes.index('replica_groups=') :][:80]}")
     if lists is not None and lists[1]:
         return [list(_numbers(group)) for group in re.findall(r"\{([\d, ]*)\}", lists[1])]
     return [list(range(num_devices))]

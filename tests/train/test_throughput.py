@@ -5,8 +5,9 @@ import re
 import jax
 import pytest
 
-from lmtrain.commands.plan import _print_model
 from lmtrain.data.batch_sizes import BatchSizes
+from lmtrain.plan.figures import describe
+from lmtrain.plan.report import model_lines
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.train import setup as putting_together
@@ -146,10 +147,9 @@ def program():
     return plan_program(RunConfig(model=model, trainer={"train_batch_size": 4}), 100)
 
 
-def test_a_token_costs_what_lmtrain_plan_says(program, capsys):
+def test_a_token_costs_what_lmtrain_plan_says(program):
     work = putting_together._work(program)
-    _print_model(program)
-    told = capsys.readouterr().out
+    told = "\n".join(model_lines(describe(program, "cpu"), "here", ""))
     full, causal = re.search(r"(\S+) a token, forward and backward; (\S+) with causal attention", told).groups()
     assert (work.flops_per_token, work.causal_flops_per_token) == pytest.approx((float(full), float(causal)), rel=1e-3)
     (a_step,) = re.search(r"FLOPs +(\S+) a step", told).groups()
