@@ -47,6 +47,7 @@ def commands_about(word: str) -> list[str]:
 CHECKPOINTS = commands_about("lmtrain checkpoint")
 REPORT = commands_about("lmtrain report")
 DOCTOR = commands_about("lmtrain doctor")
+PLANS = commands_about("lmtrain plan llama3_8b")  # run with the accelerators' compilers by tests/compiled/test_plan.py
 
 
 def run_as_written(folder, command: str, extra: list[str]) -> subprocess.CompletedProcess:
@@ -60,7 +61,7 @@ def run_as_written(folder, command: str, extra: list[str]) -> subprocess.Complet
 def test_every_command_is_run_by_one_of_these_tests():
     lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("lmtrain ")]
     assert sorted(lines) == sorted(
-        commands_about("my.yaml") + CHECKPOINTS + REPORT + DOCTOR + commands_about("continued.yaml")
+        commands_about("my.yaml") + CHECKPOINTS + REPORT + DOCTOR + commands_about("continued.yaml") + PLANS
     )
 
 

@@ -3,12 +3,13 @@
 #
 #     bash tools/install.sh [EXTRA ...]        for example: bash tools/install.sh dev
 #
-# Needs Python 3.11 or newer. PYTHON names another interpreter, VENV another folder. A second call that finds nothing
-# changed does nothing.
+# Needs Python 3.11 or newer. PYTHON names another interpreter, VENV another folder, CONSTRAINTS a further file of
+# versions. A second call that finds nothing changed does nothing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
 extras=$(IFS=,; echo "$*")
+versions=(-c tools/constraints.txt ${CONSTRAINTS:+-c "$CONSTRAINTS"})
 
 find_python() {
     for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python}; do
@@ -22,7 +23,7 @@ find_python() {
 }
 
 stamp="$venv/.installed"
-wanted=$(cat pyproject.toml tools/constraints.txt tools/install.sh | cksum)
+wanted=$(cat pyproject.toml tools/constraints.txt ${CONSTRAINTS:-} tools/install.sh | cksum)
 for done in "$extras" dev; do # dev holds all that a plain install has
     if [ "$(cat "$stamp" 2> /dev/null)" = "$wanted extras:$done" ]; then
         exit 0
@@ -41,9 +42,9 @@ for place in ${PIP_FIND_LINKS:-}; do
     links+=(--find-links "$place")
 done
 if ! { "$venv/bin/python" -m pip install -q --disable-pip-version-check -c tools/constraints.txt uv \
-    && "$venv/bin/uv" pip install -q --compile-bytecode --python "$venv/bin/python" ${links[@]+"${links[@]}"} -c tools/constraints.txt -e "$target"; }; then
+    && "$venv/bin/uv" pip install -q --compile-bytecode --python "$venv/bin/python" ${links[@]+"${links[@]}"} "${versions[@]}" -e "$target"; }; then
     echo "install: uv could not do it, trying pip" >&2
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c tools/constraints.txt -e "$target"
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check "${versions[@]}" -e "$target"
 fi
 "$venv/bin/python" -m compileall -q lmtrain # else every start compiles it where PYTHONDONTWRITEBYTECODE is set
 echo "$wanted extras:$extras" > "$stamp"

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from lmtrain.commands.arguments import Parser, Run, parse_run
@@ -13,9 +14,11 @@ from lmtrain.config.errors import UserError
 from lmtrain.plan import report
 from lmtrain.plan.answers import Answer, ask, read_hlo
 from lmtrain.plan.candidates import to_yaml
+from lmtrain.plan.known_models import KNOWN_MODELS
 from lmtrain.plan.request import STEPS, Request, Target
 from lmtrain.plan.search import Search, Trial, find_settings
 from lmtrain.plan.vocabulary import find_vocab_size
+from lmtrain.run_config import RunConfig
 from lmtrain.runtime.accelerators import Accelerator, find_accelerator
 from lmtrain.runtime.files import write_atomically
 from lmtrain.runtime.progress import Progress
@@ -28,7 +31,7 @@ def run(argv: list[str]) -> int:
     arguments = _parser()
     run = parse_run(arguments, argv, short_for="trainer")
     flags = run.arguments
-    run = _with_local_model(run)
+    run = _with_model_sizes(run)
     vocab_size, where = find_vocab_size(run.config.data, flags.vocab_size)
     target = _target(flags)
     extra = target.missing_extra
@@ -113,15 +116,22 @@ def _target(flags: Any) -> Target:
     return Target.of(find_topology(flags.device, flags.topology, flags.devices, flags.hosts, flags.slices))
 
 
-def _with_local_model(run: Run) -> Run:
-    """With `use_hf_model_config`, the sizes of a model in a local folder; a hub is never asked."""
+def _with_model_sizes(run: Run) -> Run:
+    """With `use_hf_model_config`, the sizes of a model in a local folder or of a well-known one; no hub is asked."""
     ref = hf_ref(run.config)
     if ref is None or not run.config.use_hf_model_config:
         return run
     if os.path.isdir(ref):
         return resolve_hf(run)
-    _say(f"initialize_from_hf {ref} is not a local folder: sizes are those of the config's model section")
-    return run
+    sizes = KNOWN_MODELS.get(ref.partition("@")[0])
+    if sizes is None:
+        raise UserError(
+            f"use_hf_model_config: the sizes of {ref} are unknown without downloading it; add --use_hf_model_config "
+            "false and write them into the model section, or set initialize_from_hf to a local folder"
+        )
+    given = run.config.model.model_dump(include=run.config.model.model_fields_set - {"type"})
+    config = RunConfig.model_validate(run.config.model_dump() | {"model": sizes | given})
+    return replace(run, loaded=replace(run.loaded, config=config))
 
 
 def _accelerator(answer: Answer) -> Accelerator | None:

@@ -9,7 +9,8 @@ import numpy as np
 _LISTS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})?\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(
-    r"replica_groups=mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<ids>\[[\d,]+\](?:T\([\d,]+\))?)\))? \{(?P<used>[^}]*)\}"
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\]"
+    r"(?:, device_ids=\((?P<ids>\[[\d,]+\](?:T\([\d,]+\))?)\))? \{(?P<used>[^}]*)\}"
 )
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")

@@ -99,11 +99,13 @@ def _work(request: Request, path: Path, folder: Path, timeout: float, progress: 
     """Run a worker to its end. -> why it failed, in a few lines; empty if it did not."""
     log = path.with_name("log.txt")
     command = [sys.executable, "-m", "lmtrain.plan.worker", str(path), str(path.parent)]
-    began = time.monotonic()
+    began = compiling_since = time.monotonic()
     with open(log, "w") as file, _running(command, file, environment(request.target, request.compile)) as process:
         while process.poll() is None:
             elapsed = time.monotonic() - began
-            if elapsed > timeout:
+            if not (path.parent / "estimate.json").exists():
+                compiling_since = time.monotonic()
+            elif time.monotonic() - compiling_since > timeout:
                 _collect(path.parent, folder)
                 return f"it took longer than --compile_timeout {timeout:.0f} s and was stopped"
             progress(_doing(path.parent, request, elapsed))

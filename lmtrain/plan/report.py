@@ -130,7 +130,8 @@ def _collective_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     if not rows:
         yield "              no collectives"
         return
-    yield f"    {'collective':<19}{'over':<13}{'network':<8}{'array':>13} {'times':>7} {'sent':>9}  {'overlap':<8}source"
+    heads = f"{'collective':<19}{'over':<13}{'network':<8}{'array':>13} {'times':>7} {'sent':>9}"
+    yield f"    {heads}  {'overlap':<8}source"
     for row in rows[:_ROWS]:
         over = "+".join(row["axes"]) or "some"
         array = f"{row['dtype']} {_decimal(row['bytes'])}"

@@ -1,14 +1,17 @@
-"""How much memory a training step takes on each device: exactly what lies there, roughly what comes and goes.
+"""How much memory a training step takes on each device: exactly what is stored there, roughly what is temporary.
 
-The estimate is
-    gradients    as the parameters lie: in the computation's type, with accumulation in float32
-    copy         of the parameters in the computation's type, where that is another one
-    gathered     the largest block's weights whole (FSDP), twice: one is used while the next one comes
-    saved        what autodiff keeps between forward and backward pass, counted in the traced program
-    block        0.6 of what a block would keep that is computed again: the compiler fuses the rest away
-    logits       of a chunk of the loss, three times: logits, probabilities, gradient; and the head's gradient
-of one microbatch. On the CPU backend the total was 0.74 to 1.10 of XLA's own figure for eight compiled steps
-(tools/bench/memory_plan.py); a GPU's allocator and its kernels' work space want another tenth.
+The step is at its largest in one of these phases; the estimate is that of the largest.
+
+    backward   gradients, the activations saved for the backward pass, one block's own, gathered weights of two blocks
+    loss       the saved activations, the logits of a chunk three times (logits, probabilities, gradient), the head
+               and its float32 gradient
+    update     gradients, and what the optimizer makes of them
+    hessian    (Sophia-H) as backward, twice: values and their tangents
+
+Beside each there is a copy of the parameters in the computation's type, where that is another one. Saved activations
+are counted in the traced program. A block has, at once, a share of what is not saved of it (the compiler fuses the
+rest away), and its largest values once more as gradients. Both shares are fitted to the compilers' figures:
+tools/bench/memory_plan.py compares.
 """
 
 import math
@@ -28,23 +31,39 @@ from lmtrain.sharding.mesh import Layout
 from lmtrain.train.loss import logits_held
 from lmtrain.train.state import TrainState, abstract_params, with_dtype
 
-# Of the values of a block that is computed again, the share that is in memory at once: measured, see above.
-_HELD_OF_A_BLOCK = 0.6
+# Of the values of a block that are computed again, the share that is in memory at once.
+_HELD_OF_A_BLOCK = 0.45
+# Gradients of activations that are in memory at once, in sizes of a block's largest activation.
+_GRADIENTS_AT_ONCE = 1.25
+# Of what is saved outside the blocks, the share that the compiler does not compute again from the rest.
+_HELD_OUTSIDE = 0.6
+# Blocks whose weights are gathered at once: in a loop one and the next, unrolled as many as the scheduler prefetches.
+_GATHERED_BLOCKS = {True: 2, False: 4}
 
-# A batch of so many rows is traced: a size that no other dimension is likely to have.
-_ROWS = 13
+# A batch of so many rows is traced: a prime, so that it is seen in sizes that it was multiplied with.
+_ROWS = 10_007
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device: `state` lies there all the time, `work` comes and goes within a step; both by name."""
+    """Bytes on each device: `state` is stored all the time, `work` is temporary, in the step's largest `phase`."""
 
     state: Mapping[str, int]
     work: Mapping[str, int]
+    phase: str = "backward"
 
     @property
     def total(self) -> int:
         return sum(self.state.values()) + sum(self.work.values())
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """Bytes on a device: kept for the backward pass, of a block that are computed again, of the largest one."""
+
+    saved: int
+    again: int
+    largest: int
 
 
 def plan_memory(
@@ -59,21 +78,45 @@ def plan_memory(
     rows: int,
     accumulates: bool,
     separate_documents: bool,
+    optimizer: str = "adam",
+    hessian: str | None = None,
 ) -> Memory:
     """`rows` are the sequences that a device computes at once; `state` is abstract."""
     params = state.params
     of_params = shardings.parts["params"]
     compute_params = with_dtype(params, compute_dtype)
-    gradients = with_dtype(params, "float32") if accumulates else compute_params
-    work = {"gradients": bytes_per_device(gradients, of_params)}
+    gradients = bytes_per_device(with_dtype(params, "float32") if accumulates else compute_params, of_params)
+    copy = {}
     if jax.tree.leaves(params)[0].dtype != jnp.dtype(compute_dtype):
-        work["copy of the parameters"] = bytes_per_device(compute_params, of_params)
-    work["gathered weights"] = 2 * _gathered(compute_params, of_params, config.num_layers)
-    saved, block = _activations(config, model, layout, compute_dtype, rows, separate_documents)
-    work["saved activations"] = saved
-    work["one block's activations"] = block
-    work["logits"] = _logits(config, model, layout, rows)
-    return Memory(state_bytes, work)
+        copy["copy of the parameters"] = bytes_per_device(compute_params, of_params)
+    activations = _activations(config, model, layout, compute_dtype, rows, separate_documents)
+    block = int(_HELD_OF_A_BLOCK * activations.again + _GRADIENTS_AT_ONCE * activations.largest)
+    blocks = min(_GATHERED_BLOCKS[config.scan_layers], config.num_layers)
+    gathered = blocks * _gathered(compute_params, of_params, config.num_layers)
+    logits = _logits(config, model, layout, rows)
+    head = _head(config, model, layout, compute_dtype)
+    phases = {
+        "backward": {
+            **copy,
+            "gradients": gradients,
+            "gathered weights": gathered,
+            "saved activations": activations.saved,
+            "one block's activations": block,
+        },
+        "loss": {**copy, "saved activations": activations.saved, "logits": logits, "head": head}
+        | ({"gradients": gradients} if accumulates else {}),
+        "update": {"gradients": gradients, "updates": _updates(optimizer, params, of_params)},
+    }
+    if hessian == "hutchinson":
+        phases["hessian"] = {
+            **copy,
+            "gradients": gradients + bytes_per_device(with_dtype(params, "float32"), of_params),
+            "gathered weights": 2 * gathered,
+            "saved activations": 2 * activations.saved,
+            "one block's activations": 2 * block,
+        }
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    return Memory(state_bytes, phases[phase], phase)
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:
@@ -113,20 +156,27 @@ def _gathered(params: Any, shardings: Any, num_layers: int) -> int:
 
 def _activations(
     config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str, rows: int, separate_documents: bool
-) -> tuple[int, int]:
-    """Bytes saved for the backward pass, and what a block takes that is computed again."""
-    saved = _saved(config, model, layout, dtype, rows, separate_documents)
-    if config.gradient_checkpointing is False:
-        return saved, saved // config.num_layers
-    # beyond what the policy keeps, one block has everything at a time
-    single = config.model_copy(update={"num_layers": 1, "gradient_checkpointing": False})
-    one = build_model(single, model.vocab_size, getattr(model, "attention", "xla"))
-    return saved, int(_HELD_OF_A_BLOCK * _saved(single, one, layout, dtype, rows, separate_documents))
+) -> _Activations:
+    def residuals(layers: int, policy: bool | str) -> tuple[int, int]:
+        changed = config.model_copy(update={"num_layers": layers, "gradient_checkpointing": policy})
+        built = build_model(changed, model.vocab_size, getattr(model, "attention", "xla"))
+        return _residuals(changed, built, layout, dtype, rows, separate_documents)
+
+    policy = config.gradient_checkpointing
+    (three, _), (one, largest) = residuals(3, False), residuals(1, False)
+    of_a_block = kept = (three - one) // 2
+    if policy is not False:
+        (three, _), (one, _) = residuals(3, policy), residuals(1, policy)
+        kept = (three - one) // 2
+    outside = int(_HELD_OUTSIDE * (one - kept))
+    blocks = 1 if policy == "offload" else config.num_layers  # what goes into the others waits in the host's memory
+    return _Activations(outside + kept * blocks, max(of_a_block - kept, 0), largest)
 
 
-def _saved(
+def _residuals(
     config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str, rows: int, separate_documents: bool
-) -> int:
+) -> tuple[int, int]:
+    """Bytes on a device that are kept for the backward pass, and those of the largest array of a block among them."""
     tokens = jax.ShapeDtypeStruct((_ROWS, config.seq_len), jnp.int32)
     params = with_dtype(nn.meta.unbox(abstract_params(model)), dtype)
 
@@ -144,13 +194,14 @@ def _saved(
 
     leaves = jax.tree.leaves(jax.eval_shape(pull_back, params, tokens, jax.random.key(0)))
     widths = _split_widths(model, layout)
-    total = 0.0
+    sizes = []
     for leaf in leaves:
-        if _ROWS in leaf.shape:
-            inner = leaf.shape[leaf.shape.index(_ROWS) + 1 :]
+        rows_at = next((dim for dim, size in enumerate(leaf.shape) if size % _ROWS == 0), None)
+        if rows_at is not None:
+            inner = leaf.shape[rows_at + 1 :]
             parts = next((parts for size, parts in widths.items() if size in inner), 1)
-            total += leaf.size * leaf.dtype.itemsize / parts
-    return int(total * rows / _ROWS)
+            sizes.append(leaf.size * leaf.dtype.itemsize / parts * rows / _ROWS)
+    return int(sum(sizes)), int(max(sizes, default=0))
 
 
 def _split_widths(model: LanguageModel, layout: Layout) -> dict[int, int]:
@@ -166,8 +217,22 @@ def _logits(config: ModelConfig, model: LanguageModel, layout: Layout, rows: int
     vocab = config.padded(model.vocab_size)
     shards = layout.num_batch_shards
     parts = layout.num_parts("act_vocab")
-    head = vocab * config.hidden_dim * 4 // parts
-    return 3 * 4 * logits_held(rows * shards, config.seq_len, vocab) // shards // parts + head
+    return 3 * 4 * logits_held(rows * shards, config.seq_len, vocab) // shards // parts
+
+
+def _head(config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str) -> int:
+    """The head together, and its float32 gradient."""
+    size = config.padded(model.vocab_size) * config.hidden_dim // layout.num_parts("act_vocab")
+    return size * (jnp.dtype(dtype).itemsize + 4)
+
+
+def _updates(optimizer: str, params: Any, shardings: Any) -> int:
+    """What an optimizer computes between gradients and parameters: Muon gathers its matrices, twice over."""
+    if optimizer != "muon":
+        return 0
+    blocks = params.get("blocks", {})
+    whole = sum(4 * leaf.size for leaf in jax.tree.leaves(blocks) if len(leaf.shape) > 2)
+    return 2 * whole
 
 
 def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> list[str]:
@@ -175,7 +240,7 @@ def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> li
 
     `is_split` says that FSDP splits the state over several devices already.
     """
-    sizes = {**memory.state, **memory.work}
+    sizes = {"saved activations": 0, "one block's activations": 0, **memory.state, **memory.work}
     saved = sizes["saved activations"] + sizes["one block's activations"]
     options = [
         (

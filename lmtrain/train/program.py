@@ -135,6 +135,8 @@ class Program:
             rows=self.rows,
             accumulates=max(self.batching.num_microbatches.values()) > 1,
             separate_documents=self.config.data.mask_across_documents,
+            optimizer=self.config.optimizer.type,
+            hessian=self.config.optimizer.hessian,
         )
 
     def advice(self) -> list[str]:

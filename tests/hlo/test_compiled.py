@@ -25,7 +25,14 @@ def test_shapes_have_sizes_types_and_memory_spaces():
         Shape("f32", ()),
         Shape("pred", (2, 4)),
     ]
-    assert [Shape(kind, (6,)).bytes for kind in ("bf16", "s4", "f32", "pred", "f8e4m3fn", "c64")] == [12, 3, 24, 6, 6, 48]
+    assert [Shape(kind, (6,)).bytes for kind in ("bf16", "s4", "f32", "pred", "f8e4m3fn", "c64")] == [
+        12,
+        3,
+        24,
+        6,
+        6,
+        48,
+    ]
     assert Shape("f32", (6,), 1).hbm_bytes == 0
 
 

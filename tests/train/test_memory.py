@@ -1,9 +1,5 @@
 """The memory of a step: exact for what lies there, near the compiler's figure for the rest; advice in order of gain."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
 

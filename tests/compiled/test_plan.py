@@ -1,0 +1,112 @@
+"""`lmtrain plan` with the compilers: what does not fit, limits, two at once, kinds of devices, hosts and slices."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+from compiled.plans import FOUR, plan, run
+
+NANO = ("gpt2_nano",)
+
+
+def test_a_run_that_does_not_fit_says_which_setting_does():
+    flags = ("llama2_7b", *FOUR, "--trainer.train_batch_size", "256", "--device", "v5e", "--devices", "16")
+    done = run(*flags, "--step", "train")
+    assert done.returncode == 1, done.stderr
+    assert "the compiler refuses it" in done.stdout
+    lines = done.stdout.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("largest that fits"))
+    pasted = yaml.safe_load("\n".join(line[2:] for line in lines[at + 1 : at + 3]))
+    size = pasted["trainer"]["per_device_parallelism"]
+    assert plan(*flags, "--step", "train", "--per_device_parallelism", str(size))["fits"]
+    assert not plan(*flags, "--step", "train", "--per_device_parallelism", str(2 * size))["fits"]
+
+
+def test_two_plans_at_once_work():
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda kind: run(*NANO, "--device", kind, "--devices", "4", "--json"), ("v5e", "v6e")))
+    for done in both:
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["memory"]["peak"] > 0
+
+
+def test_the_compilers_change_nothing_for_a_run_on_this_machine(tmp_path):
+    """They are installed, and there is no device: JAX is not to look for one, nor to complain."""
+    program = "from lmtrain.cli import main; import sys; sys.argv[1:] = ['plan', 'gpt2_nano', '--devices', '1']; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=_without_platform(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cpu" in done.stdout
+    assert "plugin" not in done.stderr
+    assert "TPU" not in done.stderr
+
+
+def _without_platform(folder: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    return {**kept, "XDG_CACHE_HOME": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "network", "axes"),
+    [
+        (("--device", "h100", "--devices", "4", "--hosts", "2"), "DCN", ["replica"]),
+        (("--device", "v5e-4", "--slices", "2"), "DCN", ["replica"]),
+    ],
+    ids=["two hosts of GPUs", "two slices of TPUs"],
+)
+def test_copies_of_the_model_on_hosts_and_slices_speak_over_the_slow_network(flags, network, axes):
+    found = plan(*NANO, *flags, "--step", "train", "--replica_dcn_axis_size", "2")
+    assert found["mesh"]["replica"] == 2
+    slow = [row for row in found["collectives"] if row["network"] == network]
+    assert slow
+    assert any(row["axes"] == axes for row in slow)
+    fast = [row for row in found["collectives"] if row["network"] != network]
+    assert all("replica" not in row["axes"] for row in fast)
+
+
+def test_a_slice_of_several_hosts_is_one_island():
+    found = plan(*NANO, "--device", "v5e", "--topology", "2x4", "--step", "train", "--replica_dcn_axis_size", "-1")
+    assert found["mesh"] == {"replica": 1, "data": 8, "model": 1}
+    assert {row["network"] for row in found["collectives"]} == {"ICI"}
+
+
+def readme_plans() -> list[str]:
+    text = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    return re.findall(r"^lmtrain plan (llama3_8b .*)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", readme_plans())
+def test_the_commands_of_the_readme_run_as_written(command, tmp_path):
+    """With four layers and, as a search takes as long as it is given, half a minute."""
+    shorter = [*FOUR, *(["--minutes", "0.5"] if "--search" in command else ["--step", "train"])]
+    done = run(*command.split(), *shorter, folder=str(tmp_path))
+    assert done.returncode in (0, 1), done.stderr
+    assert "fit" in done.stdout
+    if "--search" in command and done.returncode == 0:
+        assert isinstance(yaml.safe_load(done.stdout), dict | None)
+
+
+def test_settings_that_search_finds_are_accepted_by_the_compiler(tmp_path):
+    flags = ("--device", "l4", "--devices", "4", "--trainer.train_batch_size", "16")
+    done = run(*NANO, *flags, "--search", "--minutes", "1", folder=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = yaml.safe_load(done.stdout)
+    for section, values in (found or {}).items():
+        flags += tuple(part for name, value in values.items() for part in (f"--{section}.{name}", json.dumps(value)))
+    assert plan(*NANO, *flags, "--step", "train")["fits"]
+    assert "tried" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["v4", "v5p", "v6e", "a100-40gb", "a100", "h200", "l4", "l40s", "b200"])
+def test_every_kind_compiles(kind):
+    found = plan(*NANO, "--device", kind, "--step", "train")
+    assert found["device"] == kind
+    assert found["fits"]
+    assert found["memory"]["peak"] > found["memory"]["arguments"]

@@ -1,0 +1,85 @@
+"""What `--device`, `--topology`, `--devices`, `--hosts` and `--slices` ask for."""
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.runtime.accelerators import ACCELERATORS
+from lmtrain.runtime.topologies import KINDS, find_topology
+
+
+@pytest.mark.parametrize(
+    ("flags", "shape", "slices"),
+    [
+        ({"device": "h100"}, (1,), 1),
+        ({"device": "H100", "devices": 8}, (8,), 1),
+        ({"device": "h100", "devices": 16}, (8,), 2),
+        ({"device": "h100", "devices": 16, "hosts": 4}, (4,), 4),
+        ({"device": "a100-40gb", "hosts": 2}, (8,), 2),
+        ({"device": "l4", "devices": 3}, (3,), 1),
+        ({"device": "v5p"}, (2, 2, 1), 1),
+        ({"device": "v5e"}, (2, 2), 1),
+        ({"device": "v5e", "devices": 1}, (1, 1), 1),
+        ({"device": "v5e", "topology": "4x2"}, (2, 4), 1),
+        ({"device": "v5p", "topology": "4x4x4"}, (4, 4, 4), 1),
+        ({"device": "v5p", "topology": "4x12x8"}, (4, 8, 12), 1),
+        ({"device": "v5p", "devices": 64}, (4, 4, 4), 1),
+        ({"device": "v5p", "devices": 128, "slices": 2}, (4, 4, 4), 2),
+        ({"device": "v5p-128"}, (4, 4, 4), 1),
+        ({"device": "v4-8"}, (2, 2, 1), 1),
+        ({"device": "v5litepod-16"}, (4, 4), 1),
+        ({"device": "v6e-8"}, (2, 4), 1),
+        ({"device": "v6e-8", "slices": 2}, (2, 4), 2),
+        ({"device": "v6e", "hosts": 4}, (4, 4), 1),
+    ],
+)
+def test_sizes_are_found(flags, shape, slices):
+    found = find_topology(**flags)
+    assert (found.shape, found.slices) == (shape, slices)
+    assert len(found.islands) == found.num_devices
+    assert len(set(found.islands)) == slices
+
+
+def test_slices_are_rings_where_the_hardware_is():
+    assert find_topology("v5p-128").wrap == (True, True, True)
+    assert find_topology("v5p", "2x4x4").wrap == (False, False, False)
+    assert find_topology("v5e", "8x16").wrap == (False, True, False)
+    assert find_topology("v6e", "16x16").wrap == (True, True, False)
+    assert find_topology("v5e", devices=1).host_bounds == (1, 1, 1)
+
+
+def test_names_are_read_by_people():
+    assert find_topology("v5p-128").name == "4x4x4"
+    assert find_topology("v6e-8", slices=2).name == "2 slices of 2x4"
+    assert find_topology("h100", devices=16).name == "2 hosts of 8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({"device": "h10"}, ["--device h10", "did you mean h100?", "v5p-128"]),
+        ({"device": "v7x"}, ["--device v7x: unknown kind", "known: v4"]),
+        ({"device": "h100-8"}, ["--device h100-8: unknown kind"]),
+        ({"device": "v5p", "topology": "5x5x5"}, ["--topology 5x5x5", "the nearest are", "4x4x8"]),
+        ({"device": "v5e", "topology": "4x4x4"}, ["--topology 4x4x4", "8x8"]),
+        ({"device": "v5e", "topology": "nonsense"}, ["--topology nonsense", "1x1"]),
+        ({"device": "v5e", "devices": 12}, ["no slice has 12 chips", "8 (2x4)", "16 (4x4)"]),
+        ({"device": "v5p-7"}, ["v5p-7", "even"]),
+        ({"device": "v5p-128", "devices": 8}, ["--devices 8", "64 chips"]),
+        ({"device": "v5p", "topology": "4x4x4", "devices": 8}, ["--topology 4x4x4", "64", "8"]),
+        ({"device": "v5p", "devices": 6, "slices": 4}, ["--devices 6", "4 slices", "4 or 8"]),
+        ({"device": "v5e", "topology": "4x4", "hosts": 3}, ["--hosts 3", "has 4"]),
+        ({"device": "h100", "topology": "2x2"}, ["--topology", "is a GPU", "--devices"]),
+        ({"device": "h100", "devices": 10, "hosts": 4}, ["--devices 10", "4 hosts", "8 or 12"]),
+        ({"device": "h100", "devices": 0}, ["--devices: expected 1 or more, not 0"]),
+        ({"device": "h100", "hosts": 2, "slices": 2}, ["--slices", "--hosts"]),
+    ],
+)
+def test_what_there_is_not_is_refused_with_the_nearest_that_there_is(flags, parts):
+    with pytest.raises(UserError) as caught:
+        find_topology(**flags)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_every_kind_has_figures():
+    assert set(KINDS) <= ACCELERATORS.keys()

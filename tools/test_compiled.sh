@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Compile the steps of every model family for TPUs and GPUs that are not here, and check what the compilers made of them.
+#
+#     bash tools/test_compiled.sh            the tests, in an environment of their own (.venv-compiled: 7 GB)
+#     bash tools/test_compiled.sh --all      the full product of families, devices and variants, as a table
+#
+# Other arguments go to pytest. Needs no accelerator.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export VENV=.venv-compiled CONSTRAINTS=tools/constraints-compiled.txt
+bash tools/install.sh compiled
+export HF_HUB_OFFLINE=1 TF_CPP_MIN_LOG_LEVEL=2
+if [ "${1:-}" = "--all" ]; then
+    shift
+    exec "$VENV/bin/python" tools/bench/compiled.py --all "$@"
+fi
+# two workers: one traces while the other compiles
+[ $# -gt 0 ] || set -- -n 2 tests/compiled
+exec "$VENV/bin/python" -m pytest -o addopts="-q --strict-markers --import-mode=importlib -p no:cacheprovider" "$@"
