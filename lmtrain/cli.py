@@ -17,7 +17,7 @@ VERBS = {
     "eval": ("eval", "validation loss of a checkpoint"),
     "export-hf": ("export_hf", "write a checkpoint as a Hugging Face model folder"),
     "generate": ("generate", "sample text from a checkpoint"),
-    "plan": ("plan", "parameters, FLOPs, layout and memory of a run, before it"),
+    "plan": ("plan", "memory, communication and speed of a run on devices that are not here; find settings"),
     "checkpoint": ("checkpoint", "list checkpoints, show what is in one, prove that it is whole"),
     "report": ("report", "one HTML page and plots of a run, or of several side by side"),
     "config": ("config", "check a config, or show it resolved"),

@@ -14,6 +14,6 @@ if [ "${1:-}" = "--all" ]; then
     shift
     exec "$VENV/bin/python" tools/bench/compiled.py --all "$@"
 fi
-# two workers: one traces while the other compiles
-[ $# -gt 0 ] || set -- -n 2 tests/compiled
+# two workers, each taking all tests of a program
+[ $# -gt 0 ] || set -- -n 2 --dist loadgroup tests/compiled
 exec "$VENV/bin/python" -m pytest -o addopts="-q --strict-markers --import-mode=importlib -p no:cacheprovider" "$@"

@@ -80,7 +80,9 @@ def _parser() -> Parser:
         "--device", metavar="KIND", help=f"{', '.join(KINDS)}, or Google's names (v5p-128); default: this machine's own"
     )
     parser.add_argument("--topology", metavar="SHAPE", help="shape of a TPU slice in chips: 2x4, 4x4x4")
-    parser.add_argument("--devices", type=int, metavar="N", help="number of devices (default: one GPU or one TPU host)")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="number of devices (default: one GPU, or the smallest TPU host)"
+    )
     parser.add_argument("--hosts", type=int, metavar="H", help="hosts of these devices (GPUs; default: 8 a host)")
     parser.add_argument("--slices", type=int, default=1, metavar="S", help="slices, joined by the data center network")
     parser.add_argument("--vocab_size", type=int, metavar="N", help="tokens, if the tokenizer is not known")

@@ -14,8 +14,7 @@ from glob import glob
 from typing import Any
 
 from lmtrain.doctor.finding import Finding, State
-from lmtrain.doctor.machine import installed_version
-from lmtrain.runtime.accelerators import find_accelerator
+from lmtrain.runtime.accelerators import find_accelerator, has_tpu
 from lmtrain.runtime.progress import format_bytes
 
 _SECONDS = 120.0
@@ -106,7 +105,7 @@ def _jax(found: dict[str, Any] | str, has_gpu: bool) -> Iterator[Finding]:
         )
         yield Finding("devices", f"{seen}: JAX does not use the GPU", State.BAD, mend)
         return
-    if found["backend"] == "cpu" and (glob("/dev/accel*") or installed_version("libtpu")):
+    if found["backend"] == "cpu" and has_tpu():
         yield Finding(
             "devices",
             f"{seen}: JAX does not use the TPU",

@@ -145,7 +145,9 @@ def _doing(folder: Path, request: Request, seconds: float) -> str:
     if not (folder / "estimate.json").exists():
         return f"tracing the model, {seconds:.0f} s"
     left = [step for step in request.steps if not (folder / f"{step}.json").exists()]
-    what = {"train": "training", "eval": "evaluation"}.get(left[0], left[0]) if left else "last"
+    if not left:
+        return f"finishing, {seconds:.0f} s"
+    what = {"train": "training", "eval": "evaluation"}.get(left[0], left[0])
     return f"compiling the {what} step, {seconds:.0f} s"
 
 

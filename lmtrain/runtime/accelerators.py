@@ -99,12 +99,17 @@ def find_accelerator(device_kind: str) -> Accelerator | None:
     return ACCELERATORS.get(kind)
 
 
+def has_tpu(pci: str = "/sys/bus/pci/devices", devices: str = "/dev") -> bool:
+    """Whether a TPU is attached to this machine, by its device file or as Google's device on the PCI bus."""
+    if os.path.exists(os.path.join(devices, "accel0")):
+        return True
+    return any(_first_line(path) == "0x1ae0" for path in glob.glob(os.path.join(pci, "*", "vendor")))
+
+
 def has_accelerator(pci: str = "/sys/bus/pci/devices", devices: str = "/dev") -> bool:
     """Whether this machine has a device that JAX could use: a GPU or a TPU. Reads /dev and /sys only."""
-    names = ("nvidia0", "nvidiactl", "dxg", "kfd", "accel0")
-    if any(os.path.exists(os.path.join(devices, name)) for name in names):
-        return True
-    return any(_first_line(path) == "0x1ae0" for path in glob.glob(os.path.join(pci, "*", "vendor")))  # Google's
+    gpus = ("nvidia0", "nvidiactl", "dxg", "kfd")
+    return any(os.path.exists(os.path.join(devices, name)) for name in gpus) or has_tpu(pci, devices)
 
 
 def is_cpu_only(environment: Mapping[str, str] = os.environ) -> bool:

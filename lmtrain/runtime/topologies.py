@@ -152,7 +152,7 @@ def _slice(
     elif hosts is not None:
         chips = hosts * accelerator.host_devices
     if chips is None:
-        chips = accelerator.host_devices
+        chips = math.prod(shapes[0])  # the smallest host
     found = next((shape for shape in shapes if math.prod(shape) == chips), None)
     if found is None:
         sizes_known = sorted({math.prod(shape) for shape in shapes})

@@ -10,8 +10,8 @@ The step is at its largest in one of these phases; the estimate is that of the l
 
 Beside each there is a copy of the parameters in the computation's type, where that is another one. Saved activations
 are counted in the traced program. A block has, at once, a share of what is not saved of it (the compiler fuses the
-rest away), and its largest values once more as gradients. Both shares are fitted to the compilers' figures:
-tools/bench/memory_plan.py compares.
+rest away), and its largest values once more as gradients. The shares are fitted to the compilers' figures,
+which tools/bench/compiled.py prints beside the estimate.
 """
 
 import math
@@ -80,6 +80,7 @@ def plan_memory(
     separate_documents: bool,
     optimizer: str = "adam",
     hessian: str | None = None,
+    platform: str = "cpu",
 ) -> Memory:
     """`rows` are the sequences that a device computes at once; `state` is abstract."""
     params = state.params
@@ -105,7 +106,7 @@ def plan_memory(
         },
         "loss": {**copy, "saved activations": activations.saved, "logits": logits, "head": head}
         | ({"gradients": gradients} if accumulates else {}),
-        "update": {"gradients": gradients, "updates": _updates(optimizer, params, of_params)},
+        "update": {"gradients": gradients, "updates": _updates(optimizer, platform, params)},
     }
     if hessian == "hutchinson":
         phases["hessian"] = {
@@ -226,13 +227,15 @@ def _head(config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str)
     return size * (jnp.dtype(dtype).itemsize + 4)
 
 
-def _updates(optimizer: str, params: Any, shardings: Any) -> int:
-    """What an optimizer computes between gradients and parameters: Muon gathers its matrices, twice over."""
+def _updates(optimizer: str, platform: str, params: Any) -> int:
+    """What an optimizer computes between gradients and parameters: Muon gathers its matrices, whole stacks in float32.
+
+    XLA:GPU works on all of them at once, with results beside them; XLA:TPU on one after the other.
+    """
     if optimizer != "muon":
         return 0
-    blocks = params.get("blocks", {})
-    whole = sum(4 * leaf.size for leaf in jax.tree.leaves(blocks) if len(leaf.shape) > 2)
-    return 2 * whole
+    stacks = [4 * leaf.size for leaf in jax.tree.leaves(params.get("blocks", {})) if len(leaf.shape) > 2]
+    return 2 * sum(stacks) if platform == "gpu" else 3 * max(stacks, default=0)
 
 
 def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> list[str]:

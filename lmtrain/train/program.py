@@ -34,7 +34,10 @@ class OutOfMemoryError(RuntimeError):
 
 @dataclass(frozen=True)
 class Program:
-    """`abstract` and `shardings` are the state's shapes and places; `train_step` is compiled when first called."""
+    """`abstract` and `shardings` are the state's shapes and places; `train_step` is compiled when first called.
+
+    `platform` is that of the devices: cpu, gpu or tpu.
+    """
 
     config: RunConfig
     model: LanguageModel
@@ -45,6 +48,7 @@ class Program:
     shardings: TrainState
     train_step: Within
     watch: Watch
+    platform: str
 
     def init(self) -> TrainState:
         """A fresh state."""
@@ -137,6 +141,7 @@ class Program:
             separate_documents=self.config.data.mask_across_documents,
             optimizer=self.config.optimizer.type,
             hessian=self.config.optimizer.hessian,
+            platform=self.platform,
         )
 
     def advice(self) -> list[str]:
@@ -175,7 +180,8 @@ def plan_program(
     log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
     batching = plan_batching(trainer, layout.num_batch_shards)
     check_seq_len(config.model.seq_len, layout.num_parts("act_seq"))
-    attention = plan_attention(config, platform or platform_of(devices[0]))
+    platform = platform or platform_of(devices[0])
+    attention = plan_attention(config, platform)
     model = build_model(config.model, vocab_size, attention)
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     optimizer = build_optimizer(config.optimizer, schedule, parameter_axes(model))
@@ -199,7 +205,7 @@ def plan_program(
         averaging=averaging,
         watch=watch,
     )
-    return Program(config, model, optimizer, layout, batching, abstract, shardings, train_step, watch)
+    return Program(config, model, optimizer, layout, batching, abstract, shardings, train_step, watch, platform)
 
 
 def plan_attention(config: RunConfig, platform: str) -> str:

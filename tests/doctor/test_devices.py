@@ -58,10 +58,15 @@ def test_a_driver_that_fails_is_bad(play):
 
 
 def test_a_tpu_that_jax_does_not_use_is_bad(play, monkeypatch):
-    monkeypatch.setattr(devices, "installed_version", lambda package: "1" if package == "libtpu" else None)
+    monkeypatch.setattr(devices, "has_tpu", lambda: True)
     (finding,) = play(None, CPU)
     assert finding.state is State.BAD
     assert "lmtrain[tpu]" in finding.mend
+
+
+def test_a_compiler_for_tpus_without_a_tpu_is_fine(play, monkeypatch):
+    monkeypatch.setattr(devices, "has_tpu", lambda: False)
+    assert all(finding.state is not State.BAD for finding in play(None, CPU))
 
 
 def test_jax_without_an_answer_is_bad(play):

@@ -8,6 +8,7 @@ import sys
 import pytest
 from conftest import TOKENIZER
 
+from lmtrain.commands.plan import run
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.plan import answers
@@ -33,12 +34,12 @@ def plan(write_config, settings, tmp_path):
     settings["trainer"]["train_batch_size"] = 64
     config = write_config(settings)
 
-    def run(*flags, name=str(config)):
+    def run_plan(*flags, name=str(config)):
         command = [sys.executable, "-m", "lmtrain", "plan", name, *flags]
         env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "kept")}
         return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=env)
 
-    return run
+    return run_plan
 
 
 def test_the_steps_are_compiled_for_fake_devices_and_all_figures_are_printed(plan):
@@ -89,21 +90,39 @@ def test_json_alone_is_on_stdout_and_the_program_in_its_file(plan, tmp_path):
     assert "ENTRY" in (tmp_path / "step.txt").read_text()
 
 
-def test_without_a_compiler_the_estimate_is_printed_with_the_extra_to_install(plan):
-    assert Target.of(find_topology("l4")).missing_extra == "cuda12", "the suite's environment has a GPU compiler"
-    done = plan("--device", "l4", "--devices", "8")
-    assert done.returncode == 0, done.stderr
-    assert "lmtrain[cuda12]" in done.stderr
-    assert "memory per device, estimated" in done.stdout
-    assert "fits: " in done.stdout
-    assert "(by the estimate)" in done.stdout
+@pytest.fixture
+def without_compilers(monkeypatch, tmp_path):
+    """As on a machine on which none is installed, also where one is. Plans in this process."""
+    monkeypatch.setattr("lmtrain.plan.request._is_installed", lambda module: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+
+
+SMALL = ["gpt2_nano", "--data.tokenizer", "gpt2"]
+
+
+def test_without_a_compiler_the_estimate_is_printed_with_the_extra_to_install(without_compilers, capsys):
+    assert run([*SMALL, "--device", "l4", "--devices", "8"]) == 0
+    told = capsys.readouterr()
+    assert "lmtrain[cuda12]" in told.err
+    for part in (
+        "memory per device, estimated",
+        "50,257 tokens, from known size of gpt2",
+        "fits: ",
+        "(by the estimate)",
+    ):
+        assert part in told.out
     big = ["--model.hidden_dim", "8192", "--model.num_layers", "48", "--model.num_heads", "64"]
-    done = plan("--device", "v5e-4", "--json", *big)
-    assert done.returncode == 1, done.stderr
-    assert "lmtrain[tpu]" in done.stderr
-    found = json.loads(done.stdout)
+    assert run([*SMALL, "--device", "v5litepod-4", "--json", *big]) == 1
+    told = capsys.readouterr()
+    assert "lmtrain[tpu]" in told.err
+    found = json.loads(told.out)
     assert found["fits"] is False
     assert found["memory"]["estimate"] > found["memory"]["capacity"]
+
+
+def test_a_search_without_a_compiler_says_what_to_install(without_compilers):
+    with pytest.raises(UserError, match=r"--search needs the compiler of h100: pip install 'lmtrain\[cuda12\]'"):
+        run([*SMALL, "--device", "h100", "--search"])
 
 
 def test_attention_is_chosen_for_the_device_that_is_asked_for(plan):
@@ -132,21 +151,26 @@ def test_a_well_known_model_is_planned_without_downloading_it(plan):
         (["--device", "v5p", "--topology", "7x7x7"], ["--topology 7x7x7", "nearest"]),
         (["--topology", "2x2"], ["--topology", "--device"]),
         (["--devices", "0"], ["--devices"]),
-        (["--devices", "12", "--model_axis_size", "5"], ["trainer.model_axis_size", "4 or 6"]),
         (["--device", "h100", "--measure"], ["--measure", "leave --device out"]),
-        (["--device", "h100", "--search"], ["--search", "lmtrain[cuda12]"]),
-        (["--data.vocab_size", "null", "--data.tokenizer", "some/unknown-tokenizer"], ["--vocab_size"]),
+        (["--search", "--devices", "2"], ["--search", "--device KIND", "--measure"]),
+        (["--data.tokenizer", "some/unknown-tokenizer"], ["--vocab_size"]),
         (["--vocab_size", "0"], ["--vocab_size"]),
         (["--step", "both"], ["--step"]),
-        (["--devices", "8", "--compile_timout", "3"], ["--compile_timeout"]),
+        (["--compile_timout", "3"], ["--compile_timeout"]),
     ],
 )
-def test_mistakes_are_one_message_with_what_to_do(plan, flags, parts):
-    done = plan(*flags)
+def test_mistakes_are_one_message_with_what_to_do(without_compilers, flags, parts):
+    with pytest.raises(UserError) as caught:
+        run([*SMALL, *flags])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_mesh_that_does_not_divide_is_refused_by_the_worker_as_by_training(plan):
+    done = plan("--devices", "12", "--model_axis_size", "5")
     assert done.returncode == 2, done.stdout
     assert "Traceback" not in done.stderr
-    for part in parts:
-        assert part in done.stderr
+    assert "trainer.model_axis_size: 12 devices do not divide by 5; it could be 4 or 6" in done.stderr
 
 
 def test_a_compiler_that_takes_too_long_costs_only_its_figures(plan):
