@@ -18,8 +18,10 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all
          "collective-broadcast")  # fmt: skip
 
 # Instructions that take no time of their own: between the start and the end of a transfer they hide nothing.
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-         "opt-barrier", "iota"}  # fmt: skip
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *("opt-barrier", "iota", "send", "recv"),
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ def find_collectives(module: Module, executions: Sequence[Execution], network: N
     counted: set[str | None] = set()
     for execution in executions:
         one = execution.instruction
+        if one.opcode == "send" and (across := _across_slices(execution, network)) is not None:
+            found.append(across)
         kind = one.opcode.removesuffix("-start")
         if kind not in KINDS:
             continue
@@ -82,6 +86,63 @@ def find_collectives(module: Module, executions: Sequence[Execution], network: N
             found.append(collective)
             counted.add(channel)
     return found
+
+
+def _across_slices(execution: Execution, network: Network) -> Collective | None:
+    """A transfer between slices of TPUs, which XLA writes as a send to its runtime and a receive from it.
+
+    The devices at one place in each slice exchange what they hold.
+    """
+    one, inside = execution.instruction, execution.inside
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
+    slices = len(set(network.islands))
+    if found is None or slices < 2:
+        return None
+    kind = found[1].lower().replace("_", "-")
+    held = inside.by_name[one.operands[0]].shapes
+    first = [network.islands.index(number) for number in sorted(set(network.islands))]
+    meeting = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', one.attributes)
+    received = {
+        other.name
+        for other in inside.instructions
+        if other.opcode == "recv" and meeting is not None and f'"{meeting[1]}"' in other.attributes
+    }
+    done = next((other for other in inside.instructions if received & set(other.operands)), None)
+    return Collective(
+        kind,
+        slices,
+        mesh_axes(first, network.mesh),
+        network.slow,
+        1,
+        max(held, key=lambda shape: shape.bytes).dtype,
+        _whole(kind, sum(shape.bytes for shape in held), slices),
+        execution.times,
+        _wire(kind, sum(shape.bytes for shape in held), slices) * execution.times,
+        done is not None and _works_until(inside, one, done),
+        execution,
+        tuple(shape.dims for shape in held),
+    )
+
+
+def _wire(kind: str, held: float, devices: int) -> float:
+    """Bytes that a device sends of the bytes it holds before the collective."""
+    share = (devices - 1) / devices
+    return {
+        "all-gather": held * (devices - 1),
+        "all-reduce": 2 * held * share,
+        "reduce-scatter": held * share,
+        "all-to-all": held * share,
+        "ragged-all-to-all": held * share,
+    }.get(kind, held)
+
+
+def _whole(kind: str, held: float, devices: int) -> float:
+    return held * devices if kind == "all-gather" else held
+
+
+def _works_until(inside: Computation, start: Instruction, end: Instruction) -> bool:
+    begin, last = (inside.instructions.index(one) for one in (start, end))
+    return any(_takes_time(one) for one in inside.instructions[begin + 1 : last])
 
 
 def _channel(one: Instruction) -> str | None:
@@ -106,14 +167,6 @@ def _collective(execution: Execution, kind: str, network: Network, asynchronous:
     held = sum(shape.bytes for shape in operands)
     if kind == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # how XLA:TPU writes it: a fusion that keeps one slice of an all-reduce
-    share = (devices - 1) / devices
-    wire = {
-        "all-gather": held * (devices - 1),
-        "all-reduce": 2 * held * share,
-        "reduce-scatter": held * share,
-        "all-to-all": held * share,
-        "ragged-all-to-all": held * share,
-    }.get(kind, held)
     islands = {network.islands[number] for number in group if number < len(network.islands)}
     return Collective(
         kind,
@@ -122,9 +175,9 @@ def _collective(execution: Execution, kind: str, network: Network, asynchronous:
         network.slow if len(islands) > 1 else network.fast,
         devices // max(len(islands), 1),
         max(operands, key=lambda shape: shape.bytes).dtype if operands else "",
-        held * devices if kind == "all-gather" else held,
+        _whole(kind, held, devices),
         execution.times,
-        wire * execution.times,
+        _wire(kind, held, devices) * execution.times,
         asynchronous,
         execution,
         tuple(shape.dims for shape in one.shapes),

@@ -10,13 +10,14 @@ from lmtrain.compiled.products import call_target, flops
 from lmtrain.compiled.traffic import hbm_bytes
 
 # Calls of the compiler's own that are no kernels.
-_NO_KERNELS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked",
-               "AsyncCollective", "Sharding", "SPMD", "LayoutConstraint", "TopK", "annotate_device_placement",
-               "MoveToHost", "MoveToDevice", "xla.sdy", "__cublas", "__onednn", "__gpu$TopK")  # fmt: skip
-
+_NO_KERNELS = (
+    *("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "SliceId"),
+    *("AsyncCollective", "Sharding", "SPMD", "LayoutConstraint", "TopK", "annotate_device_placement", "ZeroCrop"),
+    *("MoveToHost", "MoveToDevice", "xla.sdy", "__cublas", "__onednn", "__gpu$TopK"),
+)
 
 # Instructions to look at for the source line of one that has none.
-_LOOK_BACK = 12
+_LOOK_BACK = 60
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lmtrain.compiled.figures import Figures, measure
 from lmtrain.compiled.hlo import Frame
 from lmtrain.models.layers.blockwise import mean_blocks
 from lmtrain.runtime.accelerators import Accelerator
-from lmtrain.sharding.mesh import Layout, island_of
+from lmtrain.sharding.mesh import Layout
 from lmtrain.train.layout_table import layout_table
 from lmtrain.train.program import Program, attention_choice
 from lmtrain.train.state import abstract_params, count_parameters
@@ -92,9 +92,8 @@ def compiled_figures(
 
 def network_of(layout: Layout, accelerator: Accelerator | None) -> Network:
     """How the devices of a layout are joined, in the order in which a program numbers them."""
-    islands = [island_of(device) for device in layout.mesh.devices.flat]
     fast = accelerator.link if accelerator else "local"
-    return Network(dict(layout.mesh.shape), islands, fast, "DCN")
+    return Network(dict(layout.mesh.shape), layout.islands, fast, "DCN")
 
 
 def mean_trips(program: Program) -> Trips:

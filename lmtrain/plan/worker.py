@@ -42,7 +42,8 @@ def answer(request: Request, folder: Path) -> None:
     topology = request.target.topology
     accelerator = topology.accelerator if topology else find_accelerator(devices[0].device_kind)
     platform = accelerator.platform if accelerator else platform_of(devices[0])
-    program = plan_program(request.run_config, request.vocab_size, devices, platform)
+    islands = topology.islands if topology else None
+    program = plan_program(request.run_config, request.vocab_size, devices, platform, islands)
     described = describe(program, platform) | {
         "device": accelerator.kind if accelerator else devices[0].device_kind,
         "devices": len(devices),

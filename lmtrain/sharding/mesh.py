@@ -1,7 +1,7 @@
 """The device mesh (replica, data, model) and the two mappings from logical axes to it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +15,23 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.sharding.axes import MESH_AXES
-from lmtrain.sharding.config import Mapping, PartitioningConfig
+from lmtrain.sharding.config import Mapping as AxisMapping
+from lmtrain.sharding.config import PartitioningConfig
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things live: the mesh, how parameters and optimizer state lie at rest, how computation runs."""
+    """Where things live: the mesh, how parameters and optimizer state lie at rest, how computation runs.
+
+    `islands` has for each device, in the mesh's order, the number of the slice or host whose fast network it is on.
+    """
 
     mesh: Mesh
     parameter_rules: Rules
     compute_rules: Rules
+    islands: tuple[int, ...] = ()
 
     @property
     def num_batch_shards(self) -> int:
@@ -57,10 +62,16 @@ class Layout:
         return (axes,) if isinstance(axes, str) else axes or ()
 
 
-def plan_layout(config: PartitioningConfig, devices: Sequence[Any] | None = None) -> Layout:
-    """The layout over all `devices` of the run. Raises `UserError` if they do not divide."""
+def plan_layout(
+    config: PartitioningConfig, devices: Sequence[Any] | None = None, islands: Sequence[int] | None = None
+) -> Layout:
+    """The layout over all `devices` of the run, which are on `islands`, by default those that JAX says.
+
+    Raises `UserError` if they do not divide.
+    """
     devices = jax.devices() if devices is None else devices
-    slices = _slices(devices)
+    numbers = dict(zip(devices, islands or [island_of(device) for device in devices], strict=True))
+    slices = _slices(devices, numbers)
     across = len(slices) if config.replica_dcn_axis_size == -1 else config.replica_dcn_axis_size
     _check_sizes(config, len(devices), len(slices), across)
     replicas = config.replica_ici_axis_size
@@ -69,7 +80,8 @@ def plan_layout(config: PartitioningConfig, devices: Sequence[Any] | None = None
     grid = np.concatenate([_grid(shape, group) for group in _grouped(slices, across)], axis=0)
     # Explicit axis types, recent JAX's default, reject ordinary contractions over a sharded dimension.
     mesh = Mesh(grid, tuple(MESH_AXES), axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    return Layout(mesh, _rules(config.parameter_mapping), _rules(config.compute_mapping))
+    on = tuple(numbers[device] for device in grid.flat)
+    return Layout(mesh, _rules(config.parameter_mapping), _rules(config.compute_mapping), on)
 
 
 def platform_of(device: Any) -> str:
@@ -88,10 +100,10 @@ def island_of(device: Any) -> int:
     return alone if number is None else number
 
 
-def _slices(devices: Sequence[Any]) -> list[list[Any]]:
+def _slices(devices: Sequence[Any], numbers: Mapping[Any, int]) -> list[list[Any]]:
     groups: dict[int, list[Any]] = {}
     for device in devices:
-        groups.setdefault(island_of(device), []).append(device)
+        groups.setdefault(numbers[device], []).append(device)
     return [groups[number] for number in sorted(groups)]
 
 
@@ -125,7 +137,7 @@ def _grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
     return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
 
 
-def _rules(mapping: Mapping) -> Rules:
+def _rules(mapping: AxisMapping) -> Rules:
     return tuple(
         (axis, mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None) for axis, mesh_axes in mapping.items()
     )

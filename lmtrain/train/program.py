@@ -166,17 +166,21 @@ class Program:
 
 
 def plan_program(
-    config: RunConfig, vocab_size: int, devices: Sequence[Any] | None = None, platform: str | None = None
+    config: RunConfig,
+    vocab_size: int,
+    devices: Sequence[Any] | None = None,
+    platform: str | None = None,
+    islands: Sequence[int] | None = None,
 ) -> Program:
     """The program of a run on `devices`, by default those that JAX has here. They may be of a topology that is not.
 
-    `platform` is that of the devices which these stand for, if they are others.
+    `platform` is that of the devices which these stand for, if they are others; `islands` are as for `plan_layout`.
 
     Raises `UserError` for what does not fit them.
     """
     trainer = config.trainer
     devices = jax.devices() if devices is None else devices
-    layout = plan_layout(trainer, devices)
+    layout = plan_layout(trainer, devices, islands)
     log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
     batching = plan_batching(trainer, layout.num_batch_shards)
     check_seq_len(config.model.seq_len, layout.num_parts("act_seq"))

@@ -13,13 +13,21 @@ import yaml
 from compiled.plans import FOUR, plan, run
 
 NANO = ("gpt2_nano",)
+TWO = ("--model.num_layers", "2", "--model.gradient_checkpointing", "false")
 
 
-def test_a_run_that_does_not_fit_says_which_setting_does():
-    flags = ("llama2_7b", *FOUR, "--trainer.train_batch_size", "256", "--device", "v5e", "--devices", "16")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("llama2_7b", *FOUR, "--trainer.train_batch_size", "256", "--device", "l4", "--devices", "8"),
+        ("gpt2_small", *TWO, "--trainer.train_batch_size", "512", "--per_device_parallelism", "-1", "--device", "v5e"),
+    ],
+    ids=["gpu", "tpu"],
+)
+def test_a_run_that_does_not_fit_says_which_setting_does(flags):
     done = run(*flags, "--step", "train")
     assert done.returncode == 1, done.stderr
-    assert "the compiler refuses it" in done.stdout
+    assert "does not fit" in done.stdout
     lines = done.stdout.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("largest that fits"))
     pasted = yaml.safe_load("\n".join(line[2:] for line in lines[at + 1 : at + 3]))

@@ -193,3 +193,27 @@ ENTRY %main (stack: f32[100,8,8], other: f32[100,8,8], i: s32[]) -> f32[100,8,8]
   ROOT %changed = f32[100,8,8]{2,1,0} fusion(%other, %fast, %i), kind=kLoop, calls=%write
 }
 """
+
+# Two slices of TPUs with two chips each: within a slice a collective, between them transfers by the runtime.
+SLICES_OF_TPUS = """
+HloModule slices_of_tpus, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[]{:T(128)} parameter(0)
+  %b = f32[]{:T(128)} parameter(1)
+  ROOT %sum = f32[]{:T(128)} add(%a, %b)
+}
+
+ENTRY %main (g: f32[64,16]) -> f32[64,16] {
+  %g = f32[64,16]{1,0:T(8,128)} parameter(0)
+  %within = f32[64,16]{1,0:T(8,128)} all-reduce(%g), channel_id=1, replica_groups={{0,1}}, use_global_device_ids=true, to_apply=%add
+  %order = token[] after-all()
+  %sent = (f32[64,16]{1,0}, u32[], token[]) send(%within, %order), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="one",_xla_megascale_target="{1,2}x{0:1}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sent-done = token[] send-done(%sent), channel_id=2
+  %received = (f32[64,16]{1,0}, u32[], token[]) recv(%order), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="one",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %twice = f32[64,16]{1,0:T(8,128)} multiply(%g, %g)
+  %received-done = (f32[64,16]{1,0}, token[]) recv-done(%received), channel_id=3
+  %whole = f32[64,16]{1,0:T(8,128)} get-tuple-element(%received-done), index=0
+  ROOT %out = f32[64,16]{1,0:T(8,128)} add(%whole, %twice)
+}
+"""

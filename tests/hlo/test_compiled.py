@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo.programs import GPU_LOOP, NESTED_LOOPS, SLICES, TPU
+from hlo.programs import GPU_LOOP, NESTED_LOOPS, SLICES, SLICES_OF_TPUS, TPU
 
 from lmtrain.compiled.bound import bound
 from lmtrain.compiled.collectives import Network
@@ -133,6 +133,15 @@ def test_a_group_over_two_islands_uses_the_slow_network_and_shares_it():
     seconds = bound(0.0, 0.0, found.collectives, h100)
     assert seconds["wire"] == pytest.approx(found.wire_bytes / 4 / h100.dcn_bandwidth)
     assert seconds["total"] == seconds["wire"]
+
+
+def test_transfers_between_slices_of_tpus_are_collectives_over_the_slow_network():
+    found = measure(SLICES_OF_TPUS, Network({"replica": 2, "data": 2}, [0, 0, 1, 1]))
+    within, across = found.collectives
+    assert (within.kind, within.network, within.axes) == ("all-reduce", "ICI", ("data",))
+    assert (across.kind, across.network, across.axes, across.devices) == ("all-reduce", "DCN", ("replica",), 2)
+    assert within.wire_bytes == across.wire_bytes == 2 * 1 / 2 * 64 * 16 * 4
+    assert across.asynchronous
 
 
 def test_the_bound_hides_asynchronous_communication_and_nothing_else():
