@@ -14,6 +14,6 @@ if [ "${1:-}" = "--all" ]; then
     shift
     exec "$VENV/bin/python" tools/bench/compiled.py --all "$@"
 fi
-# two workers, each taking all tests of a program
-[ $# -gt 0 ] || set -- -n 2 --dist loadgroup tests/compiled
+# one process: the compilers use all cores themselves
+[ $# -gt 0 ] || set -- tests/compiled
 exec "$VENV/bin/python" -m pytest -o addopts="-q --strict-markers --import-mode=importlib -p no:cacheprovider" "$@"

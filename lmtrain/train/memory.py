@@ -34,9 +34,9 @@ from lmtrain.train.state import TrainState, abstract_params, with_dtype
 # Of the values of a block that are computed again, the share that is in memory at once.
 _HELD_OF_A_BLOCK = 0.45
 # Gradients of activations that are in memory at once, in sizes of a block's largest activation.
-_GRADIENTS_AT_ONCE = 1.25
+_GRADIENTS_AT_ONCE = 1.4
 # Of what is saved outside the blocks, the share that the compiler does not compute again from the rest.
-_HELD_OUTSIDE = 0.6
+_HELD_OUTSIDE = 0.45
 # Blocks whose weights are gathered at once: in a loop one and the next, unrolled as many as the scheduler prefetches.
 _GATHERED_BLOCKS = {True: 2, False: 4}
 

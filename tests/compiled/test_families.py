@@ -22,13 +22,7 @@ FAMILIES = {
 CASES = [(family, device) for family in FAMILIES for device in ("tpu", "gpu")]
 
 
-@pytest.fixture(
-    params=[
-        pytest.param((family, device), id=f"{family}-{device}", marks=pytest.mark.xdist_group(f"{family}-{device}"))
-        for family, device in CASES
-    ],
-    scope="module",
-)
+@pytest.fixture(params=CASES, ids=[f"{family}-{device}" for family, device in CASES], scope="module")
 def compiled(request):
     family, device = request.param
     config, on_tpu, on_gpu = FAMILIES[family]
