@@ -45,6 +45,8 @@ def run(argv: list[str]) -> int:
         steps = ("train",)
         request = request.changed({}, steps=steps)
     if flags.search or flags.measure:
+        if target.kind is None and not flags.measure:
+            raise UserError("--search needs --device KIND, or --measure to run on this machine's own devices")
         if not request.compile:
             raise UserError(
                 f"--search needs the compiler of {target.kind}: {_EXTRAS.get(extra or '', 'leave --no_compile out')}"
@@ -183,9 +185,8 @@ def _search(request: Request, flags: Any) -> int:
         first = ask(request.changed({}, compile=False), flags.compile_timeout, tell)
         accelerator = _accelerator(first)
         capacity = report.capacity_of(accelerator)
-        if request.target.kind is None and not flags.measure:
-            raise UserError("--search needs --device KIND, or --measure to run on this machine's own devices")
-        if request.run_config.model_dump().get("model") and _has_dropout(request):
+        request = replace(request, target=replace(request.target, found=first.estimate["devices"]))
+        if _has_dropout(request):
             _say("note: with dropout, another number of microbatches draws other random numbers")
         try:
             find_settings(request, capacity, flags.minutes, flags.compile_timeout, _say, tell, found)

@@ -30,12 +30,7 @@ def parallelisms(request: Request, changes: Changes | None = None) -> list[int]:
 
 def data_shards(request: Request, config: RunConfig) -> int:
     """Parts into which a mesh of the target's devices splits the batch."""
-    return num_devices(request) // config.trainer.model_axis_size
-
-
-def num_devices(request: Request) -> int:
-    topology = request.target.topology
-    return topology.num_devices if topology else math.prod(request.target.shape)
+    return request.target.num_devices // config.trainer.model_axis_size
 
 
 def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Changes]]:
@@ -56,8 +51,7 @@ def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Chan
 
 def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[tuple[str, Changes]]:
     topology = request.target.topology
-    devices = num_devices(request)
-    near = topology.per_slice if topology else devices
+    near = topology.per_slice if topology else request.target.num_devices
     axes = [axis for axis in TENSOR_AXES if axis != "kv_heads" or config.model.type == "llama"]
     for size in (1, 2, 4, 8):
         if size != config.trainer.model_axis_size and near % size == 0:

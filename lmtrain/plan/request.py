@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -33,16 +34,22 @@ _COMPILERS = {"tpu": (("libtpu",), "tpu"), "gpu": (("jax_plugins.xla_cuda12", "j
 class Target:
     """Devices to plan for: a topology of a `kind`, or those of this machine, `shape` of them on CPUs.
 
-    Without a `kind` and with an empty `shape`, all that JAX finds here.
+    Without a `kind` and with an empty `shape`, all that JAX finds here; `found` is their number once it is known.
     """
 
     kind: str | None = None
     shape: tuple[int, ...] = ()
     slices: int = 1
+    found: int = 1
 
     @classmethod
     def of(cls, topology: Topology) -> "Target":
         return cls(topology.accelerator.kind, topology.shape, topology.slices)
+
+    @property
+    def num_devices(self) -> int:
+        topology = self.topology
+        return topology.num_devices if topology else math.prod(self.shape) if self.shape else self.found
 
     @property
     def topology(self) -> Topology | None:
@@ -93,7 +100,7 @@ class Request:
         values = json.loads(text)
         target = values.pop("target")
         steps = tuple(values.pop("steps"))
-        return cls(target=Target(target["kind"], tuple(target["shape"]), target["slices"]), steps=steps, **values)
+        return cls(target=Target(**target | {"shape": tuple(target["shape"])}), steps=steps, **values)
 
     @property
     def key(self) -> str:

@@ -231,6 +231,13 @@ def test_a_request_survives_json_and_its_key_depends_on_what_the_program_does():
     assert one.changed({}, steps=("eval",)).key != one.key
 
 
+def test_the_devices_of_this_machine_count_once_they_are_known():
+    assert Target().num_devices == 1
+    assert Target(found=8).num_devices == 8
+    assert Target(shape=(4,), found=8).num_devices == 4
+    assert Target.of(find_topology("h100", devices=16)).num_devices == 16
+
+
 def test_candidates_keep_what_is_learned():
     one = request()
     assert parallelisms(one) == [12, 6, 4, 3, 2, 1]
