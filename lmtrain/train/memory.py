@@ -32,13 +32,16 @@ from lmtrain.train.loss import logits_held
 from lmtrain.train.state import TrainState, abstract_params, with_dtype
 
 # Of the values of a block that are computed again, the share that is in memory at once.
-_HELD_OF_A_BLOCK = 0.45
+_HELD_OF_A_BLOCK = 0.4
 # Gradients of activations that are in memory at once, in sizes of a block's largest activation.
-_GRADIENTS_AT_ONCE = 1.4
+_GRADIENTS_AT_ONCE = 1.0
 # Of what is saved outside the blocks, the share that the compiler does not compute again from the rest.
-_HELD_OUTSIDE = 0.45
+_HELD_OUTSIDE = 0.4
 # Blocks whose weights are gathered at once: in a loop one and the next, unrolled as many as the scheduler prefetches.
 _GATHERED_BLOCKS = {True: 2, False: 4}
+
+# Small buffers of all kinds: a share of the rest, up to a size that no program exceeds.
+_OTHER_SHARE, _MOST_OTHER = 0.1, 150 * 2**20
 
 # A batch of so many rows is traced: a prime, so that it is seen in sizes that it was multiplied with.
 _ROWS = 10_007
@@ -117,7 +120,9 @@ def plan_memory(
             "one block's activations": 2 * block,
         }
     phase = max(phases, key=lambda name: sum(phases[name].values()))
-    return Memory(state_bytes, phases[phase], phase)
+    work = phases[phase]
+    other = min(int(_OTHER_SHARE * (sum(state_bytes.values()) + sum(work.values()))), _MOST_OTHER)
+    return Memory(state_bytes, {**work, "other buffers": other}, phase)
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:
