@@ -33,8 +33,8 @@ from lmtrain.train.state import TrainState, abstract_params, with_dtype
 
 # Of the values of a block that are computed again, the share that is in memory at once.
 _HELD_OF_A_BLOCK = 0.4
-# Gradients of activations that are in memory at once, in sizes of a block's largest activation.
-_GRADIENTS_AT_ONCE = 1.0
+# Gradients of activations that are in memory at once, in sizes of a block's largest activation, by platform.
+_GRADIENTS_AT_ONCE = {"gpu": 1.0, "tpu": 1.6, "cpu": 1.0}
 # Of what is saved outside the blocks, the share that the compiler does not compute again from the rest.
 _HELD_OUTSIDE = 0.4
 # Blocks whose weights are gathered at once: in a loop one and the next, unrolled as many as the scheduler prefetches.
@@ -94,7 +94,7 @@ def plan_memory(
     if jax.tree.leaves(params)[0].dtype != jnp.dtype(compute_dtype):
         copy["copy of the parameters"] = bytes_per_device(compute_params, of_params)
     activations = _activations(config, model, layout, compute_dtype, rows, separate_documents)
-    block = int(_HELD_OF_A_BLOCK * activations.again + _GRADIENTS_AT_ONCE * activations.largest)
+    block = int(_HELD_OF_A_BLOCK * activations.again + _GRADIENTS_AT_ONCE[platform] * activations.largest)
     blocks = min(_GATHERED_BLOCKS[config.scan_layers], config.num_layers)
     gathered = blocks * _gathered(compute_params, of_params, config.num_layers)
     logits = _logits(config, model, layout, rows)
