@@ -34,7 +34,7 @@ from lmtrain.train.state import TrainState, abstract_params, with_dtype
 # Of the values of a block that are computed again, the share that is in memory at once.
 _HELD_OF_A_BLOCK = 0.4
 # Gradients of activations that are in memory at once, in sizes of a block's largest activation, by platform.
-_GRADIENTS_AT_ONCE = {"gpu": 1.0, "tpu": 1.6, "cpu": 1.0}
+_GRADIENTS_AT_ONCE = {"gpu": 1.0, "tpu": 1.5, "cpu": 1.0}
 # Of what is saved outside the blocks, the share that the compiler does not compute again from the rest.
 _HELD_OUTSIDE = 0.4
 # Blocks whose weights are gathered at once: in a loop one and the next, unrolled as many as the scheduler prefetches.
