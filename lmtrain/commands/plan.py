@@ -16,7 +16,7 @@ from lmtrain.plan.answers import Answer, ask, read_hlo
 from lmtrain.plan.candidates import to_yaml
 from lmtrain.plan.known_models import KNOWN_MODELS
 from lmtrain.plan.request import STEPS, Request, Target
-from lmtrain.plan.search import Search, Trial, find_settings
+from lmtrain.plan.search import Search, Trial, find_settings, first_that_fits
 from lmtrain.plan.vocabulary import find_vocab_size
 from lmtrain.run_config import RunConfig
 from lmtrain.runtime.accelerators import Accelerator, find_accelerator
@@ -28,47 +28,78 @@ _EXTRAS = {"tpu": "pip install 'lmtrain[tpu]'", "cuda12": "pip install 'lmtrain[
 
 
 def run(argv: list[str]) -> int:
-    arguments = _parser()
-    run = parse_run(arguments, argv, short_for="trainer")
+    run = parse_run(_parser(), argv, short_for="trainer")
     flags = run.arguments
+    _check_flags(flags)
     run = _with_model_sizes(run)
     vocab_size, where = find_vocab_size(run.config.data, flags.vocab_size)
     target = _target(flags)
     extra = target.missing_extra
-    steps = ("measure",) if flags.measure else (flags.step,) if flags.step else STEPS
-    if flags.search and not flags.measure:
-        steps = ("train",)
-    request = Request.of(run.config, vocab_size, target, steps, extra is None and not flags.no_compile)
     if extra is not None and not flags.no_compile:
         _say(f"the compiler for {target.kind} is not installed ({_EXTRAS[extra]}); this is the estimate alone")
-    if flags.hlo is not None and len(steps) > 1:
-        steps = ("train",)
-        request = request.changed({}, steps=steps)
+    request = Request.of(run.config, vocab_size, target, _steps(flags), extra is None and not flags.no_compile)
     if flags.search or flags.measure:
-        if target.kind is None and not flags.measure:
-            raise UserError("--search needs --device KIND, or --measure to run on this machine's own devices")
         if not request.compile:
             raise UserError(
                 f"--search needs the compiler of {target.kind}: {_EXTRAS.get(extra or '', 'leave --no_compile out')}"
             )
         return _search(request, flags)
+    return _plan(request, flags, f"{vocab_size:,} tokens, from {where}")
+
+
+def _plan(request: Request, flags: Any, vocabulary: str) -> int:
     with _progress("plan", flags.json) as tell:
         answer = ask(request, flags.compile_timeout, tell)
-    accelerator = _accelerator(answer)
-    fits = answer.fits(report.capacity_of(accelerator))
     if answer.failure:
         _say(f"compiling failed; this is the estimate alone:\n  {answer.failure.replace(chr(10), chr(10) + '  ')}")
     if flags.hlo is not None:
-        text = read_hlo(request, steps[0])
+        text = read_hlo(request, request.steps[0])
         if text is None:
             raise UserError(f"--hlo {flags.hlo}: nothing was compiled, so there is no HLO text")
         write_atomically(flags.hlo, text.encode())
-    advice = [] if fits is not False else _largest(request, answer, accelerator, flags)
+    accelerator = _accelerator(answer)
+    capacity = report.capacity_of(accelerator)
+    fits = answer.fits(capacity)
+    largest = None
+    if fits is False and request.compile and not answer.failure:
+        with _progress("trying smaller settings", flags.json) as tell:
+            largest = first_that_fits(request.changed({}, steps=("train",)), capacity, flags.compile_timeout, tell)
     if flags.json:
-        print(json.dumps(_as_json(answer, target, accelerator, fits)))
+        found = _as_json(answer, request.target, accelerator, fits)
+        print(json.dumps(found | {"largest_that_fits": None if largest is None else dict(largest.changes)}))
     else:
-        _print(answer, accelerator, target, f"{vocab_size:,} tokens, from {where}", advice)
+        advice = [] if fits is not False else _advice(request, answer, largest)
+        _print(answer, accelerator, request.target, vocabulary, advice)
     return 1 if fits is False else 0
+
+
+def _steps(flags: Any) -> tuple[str, ...]:
+    """What is compiled or run: of several steps the HLO text of one, and for a search the training step."""
+    if flags.measure:
+        return ("measure",)
+    if flags.step is not None:
+        return (flags.step,)
+    return ("train",) if flags.search or flags.hlo is not None else STEPS
+
+
+def _check_flags(flags: Any) -> None:
+    """Raise `UserError` for flags that would have no effect, or whose values mean nothing."""
+    if flags.device is None:
+        for name, default in (("topology", None), ("hosts", None), ("slices", 1)):
+            if getattr(flags, name) != default:
+                raise UserError(f"--{name}: needs --device KIND; kinds: {', '.join(KINDS)}")
+        if flags.devices is not None and flags.devices < 1:
+            raise UserError(f"--devices: expected 1 or more, not {flags.devices}")
+        if flags.search and not flags.measure:
+            raise UserError("--search needs --device KIND, or --measure to run on this machine's own devices")
+    elif flags.measure:
+        raise UserError("--measure runs on this machine's own devices; leave --device out")
+    for name in ("minutes", "compile_timeout"):
+        if getattr(flags, name) <= 0:
+            raise UserError(f"--{name}: expected more than 0, not {getattr(flags, name):g}")
+    for name in ("hlo", "step"):
+        if (flags.search or flags.measure) and getattr(flags, name) is not None:
+            raise UserError(f"--{name}: has no effect with --search or --measure; plan the settings that they find")
 
 
 def _parser() -> Parser:
@@ -109,14 +140,7 @@ def _parser() -> Parser:
 
 def _target(flags: Any) -> Target:
     if flags.device is None:
-        for name in ("topology", "hosts"):
-            if getattr(flags, name) is not None:
-                raise UserError(f"--{name}: needs --device KIND; kinds: {', '.join(KINDS)}")
-        if flags.devices is not None and flags.devices < 1:
-            raise UserError(f"--devices: expected 1 or more, not {flags.devices}")
         return Target(shape=() if flags.devices is None else (flags.devices,))
-    if flags.measure:
-        raise UserError("--measure runs on this machine's own devices; leave --device out")
     return Target.of(find_topology(flags.device, flags.topology, flags.devices, flags.hosts, flags.slices))
 
 
@@ -157,26 +181,15 @@ def _print(answer: Answer, accelerator: Accelerator | None, target: Target, voca
     print("\n".join(lines))
 
 
-def _largest(request: Request, answer: Answer, accelerator: Accelerator | None, flags: Any) -> list[str]:
-    """What to change so that it fits: advice by the estimate and, with a compiler, the first change that does."""
-    advice = ["what to reduce, most effective first:", *(f"  {line}" for line in answer.estimate["advice"])]
-    if not request.compile or answer.failure:
-        return advice
-    with _progress("trying smaller settings", flags.json) as tell:
-        found = _first_that_fits(request, report.capacity_of(accelerator), flags, tell)
-    if found is None:
-        return [*advice, "no value of per_device_parallelism and gradient_checkpointing fits these devices; use more"]
-    return [
-        f"largest that fits ({found.peak / 2**30:.2f} GiB by the compiler): {found.name}",
-        *(f"  {line}" for line in to_yaml(found.changes)),
-        *advice,
-    ]
-
-
-def _first_that_fits(request: Request, capacity: float | None, flags: Any, tell: Callable[[str], None]) -> Trial | None:
-    from lmtrain.plan.search import first_that_fits
-
-    return first_that_fits(request.changed({}, steps=("train",)), capacity, flags.compile_timeout, tell)
+def _advice(request: Request, answer: Answer, largest: Trial | None) -> list[str]:
+    """What to change so that it fits: the largest setting that was found to, and advice by the estimate."""
+    lines = []
+    if largest is not None:
+        lines.append(f"largest that fits ({largest.peak / 2**30:.2f} GiB by the compiler): {largest.name}")
+        lines += [f"  {line}" for line in to_yaml(largest.changes)]
+    elif request.compile and not answer.failure:
+        lines.append("no value of per_device_parallelism and gradient_checkpointing fits these devices; use more")
+    return [*lines, "what to reduce, most effective first:", *(f"  {line}" for line in answer.estimate["advice"])]
 
 
 def _search(request: Request, flags: Any) -> int:
