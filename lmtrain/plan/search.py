@@ -82,7 +82,7 @@ def find_settings(
                 found.too_large += 1
                 return None
         if left() <= 0:
-            found.untried += 1
+            found.untried = max(found.untried, 1)
             return None
         try:
             answer = ask(candidate, min(timeout, max(left(), 30)), progress)
@@ -107,10 +107,11 @@ def find_settings(
         before = found.best
         waiting = list(alternatives(request, before.changes))
         for number, (name, changes) in enumerate(waiting):
+            found.untried = len(waiting) - number  # if it ends here, by the clock or by the user
             if left() <= 0:
-                found.untried += len(waiting) - number
                 return found
             attempt(name, changes)
+        found.untried = 0
         improved = found.best is not before
     return found
 

@@ -319,6 +319,22 @@ def test_a_search_without_time_keeps_what_it_has_and_counts_what_it_did_not_try(
     assert found.untried > 0
 
 
+def test_an_interrupted_search_keeps_what_it_has_and_counts_the_rest(monkeypatch):
+    compiler = Compiler(capacity=20.0)
+
+    def interrupted(asked, timeout, progress):
+        if compiler.compiled == 2:
+            raise KeyboardInterrupt
+        return compiler(asked, timeout)
+
+    monkeypatch.setattr("lmtrain.plan.search.ask", interrupted)
+    found = Search()
+    with pytest.raises(KeyboardInterrupt):
+        find_settings(request(), 20.0, 1.0, 60.0, lambda text: None, lambda text: None, found)
+    assert found.best is not None
+    assert found.untried > 5
+
+
 def test_a_failed_compiler_is_quoted_in_short():
     log = (
         "Jax plugin configuration error: noise\nTraceback (most recent call last):\n  File x\n    code\n"
