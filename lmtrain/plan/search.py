@@ -18,6 +18,8 @@ from lmtrain.plan.request import Request
 
 # The estimate may be so much too high for a candidate that is tried all the same.
 _MARGIN = 1.15
+# A compile that was begun in time may take so long beyond it.
+_LEAST_SECONDS = 30.0
 # A change must gain this share of a step's time to be kept: bounds are no exacter.
 _LEAST_GAIN = 0.01
 
@@ -85,12 +87,14 @@ def find_settings(
             found.untried = max(found.untried, 1)
             return None
         try:
-            answer = ask(candidate, min(timeout, max(left(), 30)), progress)
+            limit = min(timeout, max(left(), _LEAST_SECONDS))
+            answer = ask(candidate, limit, progress)
         except (UserError, ValidationError):
             return None
         trial = _trial(name, changes, answer, request.steps[-1], capacity)
         if trial is None:
-            told(f"  {name}: {answer.failure.splitlines()[0] if answer.failure else 'no figures'}")
+            why = answer.failure.splitlines()[0] if answer.failure else "no figures"
+            told(f"  {name}: {why if limit == timeout else 'not compiled within --minutes'}")
             return None
         found.trials.append(trial)
         told(_line(trial))
