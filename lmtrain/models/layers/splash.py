@@ -33,9 +33,7 @@ def splash(
     """
     length = q_BHSC.shape[2]
     mesh = jax.sharding.get_abstract_mesh()
-    # of the devices that the program is for, which may not be those of this machine
-    platform = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
-    is_tpu = platform == "tpu"
+    is_tpu = _platform() == "tpu"
     # the kernel's own unit is 128
     block = math.gcd(-(-(block_size or DEFAULT_BLOCK_SIZE) // 128) * 128, length)
     if segments_BS is None:
@@ -73,3 +71,10 @@ def splash(
     )
     mixed: jax.Array = placed(q_BHSC, k_BKSC, v_BKSC, segments_BS)
     return mixed
+
+
+def _platform() -> str:
+    """Of the devices that the program is for, which may not be those of this machine."""
+    mesh = jax.sharding.get_abstract_mesh()
+    platform: str = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
+    return platform
