@@ -80,7 +80,11 @@ def test_the_nano_models_curve_is_the_stored_one_and_the_same_bits_twice(tmp_pat
     stored = json.loads(STORED.read_text())
     assert len(stored) == STEPS
     assert stored[-1] < 0.25 * stored[0]
-    np.testing.assert_allclose(found[0], stored, rtol=1e-3)
+    # Another kind of processor rounds otherwise, by 2e-8 in the first loss, and training doubles that every few steps:
+    # on an AMD EPYC 8e-7 after 50 steps of a curve from an Intel Xeon, 2e-3 after 120, 2e-2 after 200.
+    np.testing.assert_allclose(found[0][:50], stored[:50], rtol=1e-5)
+    means = [np.reshape(losses, (-1, 20)).mean(axis=1) for losses in (found[0], stored)]
+    np.testing.assert_allclose(*means, rtol=0.02)
 
 
 @pytest.mark.long
