@@ -1,7 +1,6 @@
 """The answer to a request as plain data: figures of the estimate and of the compiled program, per device and step."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -264,14 +263,3 @@ def _kernels(found: Figures) -> list[dict[str, Any]]:
         row = rows.setdefault((one.target, one.where), {"target": one.target, "where": one.where, "times": 0.0})
         row["times"] += one.times
     return list(rows.values())
-
-
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """For tables: the numbers of an answer by dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= {f"{name}.{inner}": part for inner, part in flat(value).items()}
-        elif not isinstance(value, list):
-            found[name] = value
-    return found

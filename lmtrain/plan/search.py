@@ -59,7 +59,7 @@ def find_settings(
     `told` is called with a line for each trial. Of the request's steps the last is compiled or run for each candidate.
     """
     deadline = time.monotonic() + 60 * minutes
-    seen: dict[str, Answer | None] = {}
+    seen: set[str] = set()
 
     def left() -> float:
         return deadline - time.monotonic()
@@ -75,7 +75,7 @@ def find_settings(
         candidate = request.changed(changes)
         if candidate.key in seen:
             return None
-        seen[candidate.key] = None
+        seen.add(candidate.key)
         if capacity is not None:
             needed = estimate(changes)
             if needed is None:
