@@ -236,7 +236,7 @@ def _print_search(found: Search, as_json: bool) -> int:
 
 
 def _costs(found: Search, best: Trial) -> Iterator[str]:
-    """What each choice costs and gains beside the trials that differ from the best in it alone."""
+    """What each choice costs and gains against the trials that differ from the best in it alone."""
     for trial in found.trials:
         names = {name for name in {*trial.changes, *best.changes} if trial.changes.get(name) != best.changes.get(name)}
         sections = {name for name in names if name not in ("trainer.tensor_parallel_axes",)}

@@ -67,7 +67,7 @@ class Collective:
 def find_collectives(module: Module, executions: Sequence[Execution], network: Network) -> list[Collective]:
     """Every collective that moves data between devices, in the program's order."""
     found: list[Collective] = []
-    # XLA:TPU repeats an asynchronous collective in each fusion that starts it, runs beside it and ends it
+    # XLA:TPU repeats an asynchronous collective in each fusion that starts it, overlaps it and ends it
     asynchronous = {_channel(one.instruction) for one in executions if _is_fused_asynchronous(one)} - {None}
     counted: set[str | None] = set()
     for execution in executions:

@@ -50,13 +50,13 @@ def find_settings(
     capacity: float | None,
     minutes: float,
     timeout: float,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
     progress: Callable[[str], None],
     found: Search,
 ) -> Search:
     """Fill `found` until nothing gets better or the time is over.
 
-    `told` is called with a line for each trial. Of the request's steps the last is compiled or run for each candidate.
+    `report` is called with a line for each trial. Of the request's steps the last is compiled or run for each candidate.
     """
     deadline = time.monotonic() + 60 * minutes
     seen: set[str] = set()
@@ -94,10 +94,10 @@ def find_settings(
         trial = _trial(name, changes, answer, request.steps[-1], capacity)
         if trial is None:
             why = answer.failure.splitlines()[0] if answer.failure else "no figures"
-            told(f"  {name}: {why if limit == timeout else 'not compiled within --minutes'}")
+            report(f"  {name}: {why if limit == timeout else 'not compiled within --minutes'}")
             return None
         found.trials.append(trial)
-        told(_line(trial))
+        report(_line(trial))
         if trial.fits and (found.best is None or trial.seconds < (1 - _LEAST_GAIN) * found.best.seconds):
             found.best = trial
         return trial
