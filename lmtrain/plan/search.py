@@ -56,7 +56,7 @@ def find_settings(
 ) -> Search:
     """Fill `found` until nothing gets better or the time is over.
 
-    `report` is called with a line for each trial. Of the request's steps the last is compiled or run for each candidate.
+    `report` is called with a line for each trial. A candidate compiles or runs the last of the request's steps.
     """
     deadline = time.monotonic() + 60 * minutes
     seen: set[str] = set()
