@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         print("lmtrain: interrupted; the same command goes on from what is finished", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(75)
     except BrokenPipeError:
         sys.exit(1)
 

@@ -89,12 +89,12 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "lmtrain", "config", "show", "gpt2_nano"]
-    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_ctrl_c_is_a_message_without_traceback_and_exits_with_1(tmp_path):
+def test_ctrl_c_is_a_message_without_traceback_and_exits_with_75(tmp_path):
     pipe = tmp_path / "pipe.yaml"
     os.mkfifo(pipe)  # reading it blocks until someone writes
     (tmp_path / "main.yaml").write_text("model: !include pipe.yaml\n")
@@ -102,14 +102,14 @@ def test_ctrl_c_is_a_message_without_traceback_and_exits_with_1(tmp_path):
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     with open(pipe, "w"):  # returns when the command has opened its end
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
+        _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 75
     assert stderr == "lmtrain: interrupted; the same command goes on from what is finished\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["config", "check", "gpt2_nano"]])
 def test_quick_answers_import_nothing_slow(tmp_path, arguments):
     command = [sys.executable, "-c", IMPORTS, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "imported:"

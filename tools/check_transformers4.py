@@ -21,8 +21,8 @@ def export(folder: str, names: list[str]) -> int:
     from lmtrain.hf.export import write_export
     from lmtrain.sharding.config import PartitioningConfig
     from lmtrain.sharding.mesh import plan_layout
-    from lmtrain.train.export import plan_export
-    from lmtrain.train.hf_params import gather_tensors
+    from lmtrain.train.start.exporter import plan_export
+    from lmtrain.train.start.hf_params import gather_tensors
 
     layout = plan_layout(PartitioningConfig())
     os.makedirs(folder)

@@ -13,7 +13,7 @@ import yaml
 
 from lmtrain.config.describe import Group, Setting, describe
 from lmtrain.config.load import load_config
-from lmtrain.run_config import RunConfig, resolved
+from lmtrain.run.config import RunConfig, resolved
 from lmtrain.sharding.axes import MESH_AXES, USER_AXES
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -89,14 +89,26 @@ is set.
 The mesh has three axes: `replica` (copies), `data` and `model`. `model_axis_size`, `replica_ici_axis_size` and
 `replica_dcn_axis_size` say how large two of them are; `data` has the rest. In the basic mode the batch is split over
 `replica` and `data`, parameters and optimizer state at rest over `data` (`fsdp_axis`), and what
-`tensor_parallel_axes` names over `model`, in parameters and in computation: `[mlp, heads]`, with grouped heads also
-`kv_heads`, and `vocab`.
+`tensor_parallel_axes` names over `model`, in parameters and in computation. `[mlp, heads, vocab]` splits all work:
+`heads` takes `kv_heads` with it, and the residual stream is split along the sequence between the blocks. Where
+`kv_heads` do not divide, `axis_resources: {{kv_heads: null}}` gives each device all of them.
 
 In the advanced mode, mappings of logical axes to mesh axes add to that: `axis_resources` for both,
 `parameter_axis_resources` for parameters at rest, `compute_axis_resources` for computation, each a map such as
 `{{mlp: model, embed: [replica, data], vocab: null}}`. `position: model` in `compute_axis_resources` splits sequences.
 What does not divide, or would be split twice over the same devices, is an error that names the sizes. `lmtrain plan
 FILE --devices N` shows the result.
+
+## Attention and compiler options
+
+`model.attn_backend: auto` takes the fastest backend that can do what the run asks, and the log says which and why:
+on TPUs `splash`, on NVIDIA GPUs `cudnn` without documents and `triton` with them (documents, windows, ALiBi, grouped
+heads, heads up to 256 wide, in 16 bits), else `xla`, or `blockwise` from 4,096 tokens on. On an accelerator the last
+two are a warning: dropout on the attention weights (`attn_pdrop`), 32-bit computation and Sophia-H exclude the kernels.
+
+`trainer.xla_options` is a map of options of XLA's compilers, over lmtrain's own for the platform; null takes one of
+these away. They are logged at the start and kept with the run; an option that XLA does not know is an error.
+`lmtrain plan` compiles with them, so that their effect can be seen without the device.
 
 ## Axes
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a sampled model, without a network after the install: about four minutes on two cores.
+# From a fresh clone to a sampled model, without a network after the install: three to six minutes on two cores.
 # Run it again and it continues where it stopped; arguments are passed on to `lmtrain train`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,3 +29,4 @@ show lmtrain generate configs/gpt2_nano.yaml --prompt "'class TestFile(unittest.
 $lmtrain generate configs/gpt2_nano.yaml --prompt $'class TestFile(unittest.TestCase):\n    def test_read(self):'
 
 printf '\nCheckpoints: checkpoints/   Hugging Face model: exports/gpt2_nano/   Metrics: logs/\n'
+printf 'To run lmtrain commands of your own: source .venv/bin/activate\n'

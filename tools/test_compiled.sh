@@ -2,6 +2,7 @@
 # Compile the steps of every model family for TPUs and GPUs that are not here, and check what the compilers made of them.
 #
 #     bash tools/test_compiled.sh            the tests, in an environment of their own (.venv-compiled: 7 GB)
+#     bash tools/test_compiled.sh --long     the other tests: more families, shapes and variants, half an hour
 #     bash tools/test_compiled.sh --all      the full product of families, devices and variants, as a table
 #
 # Other arguments go to pytest. Needs no accelerator.
@@ -14,6 +15,11 @@ if [ "${1:-}" = "--all" ]; then
     shift
     exec "$VENV/bin/python" tools/bench/compiled.py --all "$@"
 fi
+marker="not long"
+if [ "${1:-}" = "--long" ]; then
+    shift
+    marker=long
+fi
 # one process: the compilers use all cores themselves
 [ $# -gt 0 ] || set -- tests/compiled
-exec "$VENV/bin/python" -m pytest -o addopts="-q --strict-markers --import-mode=importlib -p no:cacheprovider" "$@"
+exec "$VENV/bin/python" -m pytest -o addopts="-q --strict-markers --import-mode=importlib -p no:cacheprovider" -m "$marker" "$@"

@@ -8,21 +8,17 @@ if [ -z "${XLA_PYTHON_CLIENT_MEM_FRACTION:-}" ]; then
     export XLA_CLIENT_MEM_FRACTION="${XLA_CLIENT_MEM_FRACTION:-0.9}"
 fi
 
-# Computing while the next layer's parameters arrive: without this flag XLA orders the program for memory, and FSDP waits
-# for each collective. It is off by default; NVIDIA's JAX images set it, and no other. On one GPU it has nothing to hide.
-case " ${XLA_FLAGS:-} " in
-    *" --xla_gpu_enable_latency_hiding_scheduler="*) ;;
-    *) export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_gpu_enable_latency_hiding_scheduler=true" ;;
-esac
-
+# Options of XLA's compiler belong into `trainer.xla_options` of the config: they are logged and kept with the run.
 # Left alone on purpose:
+# * The latency-hiding scheduler: on by default in jax 0.10 and later; with its flag on, off or unset the program is the
+#   same.
 # * Command buffers (CUDA graphs), asynchronous collectives, their high-priority stream, Triton GEMMs with autotuning:
-#   on by default in jax 0.10 and later. If a driver has trouble with CUDA graphs: --xla_gpu_enable_command_buffer= .
+#   on by default too. If a driver has trouble with CUDA graphs: xla_gpu_enable_command_buffer: "".
 # * JAX_OPTIMIZATION_LEVEL=O1 also pipelines collectives and unrolls loops, for more compile time and memory. Worth
 #   a try on several nodes; we have not measured it.
-# * --xla_gpu_{all_gather,reduce_scatter,all_reduce}_combine_threshold_bytes: worth a try if a profile shows many small
+# * xla_gpu_{all_gather,reduce_scatter,all_reduce}_combine_threshold_bytes: worth a try if a profile shows many small
 #   collectives. The right size is that of one layer's parameters, so it is not one number for all models.
 # * NCCL_*: NCCL chooses protocol, algorithm and network itself. Two are for the cluster, not for us: NCCL_SOCKET_IFNAME
 #   where it picks the wrong interface, and NCCL_DEBUG=INFO to see what it picked.
 # * CUDA_DEVICE_MAX_CONNECTIONS=1: helps on some Hopper machines and slows Blackwell.
-# * --xla_gpu_deterministic_ops=true: needed for resuming with the same bits on GPUs, and slower. Add it to XLA_FLAGS.
+# * xla_gpu_deterministic_ops: true: needed for resuming with the same bits on GPUs, and slower.

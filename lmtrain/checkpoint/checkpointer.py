@@ -205,7 +205,7 @@ class Checkpointer:
     def release(self) -> None:
         """Let others claim the folder; nothing may be saved any more. What was made for nothing goes."""
         if self._folder is not None:
-            self._folder.claim.release()
+            self._folder.release()
             with suppress(OSError):  # which says that there is something in it
                 for folder in self._made:
                     os.rmdir(folder)

@@ -3,8 +3,9 @@
 import contextlib
 import itertools
 import os
+import time
 
-from lmtrain.checkpoint.claim import Claim
+from lmtrain.checkpoint.claim import Claim, TakenOverError
 from lmtrain.checkpoint.discovery import (
     Checkpoint,
     list_checkpoints,
@@ -29,6 +30,9 @@ from lmtrain.runtime.storage import (
     write_bytes,
 )
 
+# How often, and how long apart, a folder is looked at for files that a failed save still writes.
+_LATE_TRIES, _LATE_SECONDS = 20, 0.1
+
 
 class RunFolder:
     """Held by the first process of a run, and by no other run of the same id. Raises `UserError` if one has it.
@@ -41,6 +45,7 @@ class RunFolder:
         self.path = path
         self.claim = Claim(path)
         self._temporary: list[Checkpoint] = []
+        self._failed: set[int] = set()
         try:
             self._clean()
         except BaseException:
@@ -50,6 +55,7 @@ class RunFolder:
     def begin(self, step: int) -> None:
         """Mark the folder of `step` as partial. Raises `TakenOverError` if the run was started again elsewhere."""
         self.claim.check()
+        self._delete_late()
         if step in list_step_folders(self.path):
             self.move_away(step_folder(self.path, step), "earlier")
         write_bytes(partial_marker(self.path, step), b"")
@@ -60,6 +66,7 @@ class RunFolder:
         checkpoint = Checkpoint(manifest.step, step_folder(self.path, manifest.step))
         write_manifest(checkpoint.path, manifest)
         delete_file(partial_marker(self.path, manifest.step))
+        self._failed.discard(manifest.step)
         for old in list(self._temporary):
             try:
                 self._delete(old.step)
@@ -72,8 +79,19 @@ class RunFolder:
 
     def discard(self, step: int) -> None:
         """Delete what there is of a save that failed: it may be what fills the disk."""
+        self._failed.add(step)
         with contextlib.suppress(OSError, UserError):
             self._delete(step)
+
+    def release(self) -> None:
+        """Delete what failed saves left, and let others claim the folder."""
+        with contextlib.suppress(TakenOverError):
+            self.claim.check()
+            for _ in range(_LATE_TRIES if self._failed else 0):
+                time.sleep(_LATE_SECONDS)
+                if not self._delete_late():
+                    break
+        self.claim.release()
 
     def move_away(self, path: str, prefix: str) -> None:
         """Give a step's folder a name that is none of a checkpoint; it is never deleted."""
@@ -91,14 +109,31 @@ class RunFolder:
         write_bytes(partial_marker(self.path, step), b"")
         delete_file(join(folder, NAME))
         delete_folder(folder)
-        self._delete_unnamed(os.path.basename(folder))
+        self._delete_unnamed(f"{os.path.basename(folder)}.")
         delete_file(partial_marker(self.path, step))
 
     def _delete_unnamed(self, start: str) -> None:
-        """What Orbax had not given its name yet; only at paths, where it renames."""
+        """Delete what Orbax had not given its name yet (at paths, where it renames)."""
         for name in list_names(self.path):
             if name.startswith(start) and "orbax-checkpoint-tmp" in name:
                 delete_folder(join(self.path, name))
+
+    def _delete_late(self) -> bool:
+        """Delete what there is of failed saves after `discard`; returns whether there was anything.
+
+        A save fails at its first error, while TensorStore's threads still write other arrays of it: they make the
+        folders that they miss, and a deletion that meets them fails, with the step's mark left behind.
+        """
+        found = False
+        try:
+            for step in self._failed:
+                start = f"{os.path.basename(step_folder(self.path, step))}."
+                if any(name.startswith(start) for name in list_names(self.path)):
+                    found = True
+                    self._delete(step)
+        except (OSError, UserError):
+            return True
+        return found
 
     def _clean(self) -> None:
         complete = list_checkpoints(self.path)

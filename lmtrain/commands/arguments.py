@@ -1,6 +1,7 @@
 """What the verbs' command lines have in common: CONFIG, overrides, and the loaded run."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from lmtrain.config.layers import Layer
 from lmtrain.config.load import Loaded, load_config
 from lmtrain.config.overrides import split_overrides
 from lmtrain.config.suggest import suggest_name
-from lmtrain.run_config import RunConfig, run_id
+from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import run_id
 
 # Flags of the reference's programs that are settings here.
 _SYNONYMS = {name: f"trainer.ray.{name}" for name in ("address", "start_workers", "auto_start_cluster")}
@@ -78,6 +80,10 @@ def parse_run(
             raise UserError(f"--{name}: no such flag; did you mean {hint}?")
     arguments = parser.parse_args(rest)
     configs = [path for path in [arguments.config, *(arguments.config_flags or [])] if path]
+    if getattr(arguments, "run", None):
+        if configs:
+            raise UserError(f"--run {arguments.run}: has its own config; leave {configs[0]} out")
+        return _kept_run(arguments, overrides)
     if not configs and not needs_config(arguments):
         if overrides:
             raise UserError(f"--{overrides[0][0]}: is a setting of a CONFIG, and there is none")
@@ -92,6 +98,35 @@ def parse_run(
     for notice in loaded.layer.notices:
         print(f"note: {notice}", file=sys.stderr)
     return run
+
+
+def add_run_flag(parser: Parser) -> None:
+    parser.add_argument(
+        "--run",
+        metavar="ID",
+        help="instead of CONFIG: the run of this id, with the config that it was started with, from its folder of logs",
+    )
+
+
+def _kept_run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> Run:
+    """The run of an id, or of the folder of its logs."""
+    name = arguments.run.rstrip("/")
+    given = dict(overrides).get("trainer.log_dir", RunConfig().trainer.log_dir)
+    places = [os.path.join(os.path.expanduser(parent), name) for parent in (given, "")]
+    found = next((place for place in places if os.path.isfile(os.path.join(place, "config.yaml"))), None)
+    if found is None:
+        near = suggest_name(os.path.basename(name), _kept_runs(given))
+        raise UserError(
+            f"--run {name}: there is no {places[0]}/config.yaml; "
+            + (f"did you mean {near}?" if near else "set --trainer.log_dir if its logs are elsewhere")
+        )
+    return Run(arguments, load_config(RunConfig, os.path.join(found, "config.yaml"), overrides), os.path.basename(name))
+
+
+def _kept_runs(log_dir: str) -> list[str]:
+    folder = os.path.expanduser(log_dir)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return [name for name in names if os.path.isfile(os.path.join(folder, name, "config.yaml"))]
 
 
 def _short_names(section: str | None) -> dict[str, str]:

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from lmtrain.config.errors import UserError
 from lmtrain.data.caches import Cache, Caches
 from lmtrain.data.config import DataConfig
-from lmtrain.data.manifest import load_manifest
 from lmtrain.preprocess.build import Build
 from lmtrain.preprocess.executor import choose_executor
-from lmtrain.preprocess.plan import CachePlan, plan_cache, split_folder
+from lmtrain.preprocess.plan import CachePlan, has_cache, plan_cache, split_folder
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.sources import has_text
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.config import RayConfig
+from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import StoppedError, StopRequest
 
 _POLL_SECONDS = 0.05
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,26 @@ class Plans:
         return Caches(train=_caches(self.train), validation=_caches(self.validation))
 
 
-def plan_caches(config: DataConfig, train: bool = True) -> Plans:
-    """Plans for every split of every source, `validation` only where there is text; without `train` for it alone."""
+def plan_caches(config: DataConfig, train: bool = True, validation: bool = True) -> Plans:
+    """Plans for the splits of every source that are wanted, `validation` only where there is text."""
     require_text(config, "train" if train else "validation")
-    plans = Plans(_plan(config, "train") if train else {}, _plan(config, "validation"))
+    plans = Plans(_plan(config, "train") if train else {}, _plan(config, "validation") if validation else {})
     if not train and not plans.validation:
         raise UserError("data: there is no validation text in it")
+    if shared := shared_text(plans):
+        more = f" and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
+        log.warning(
+            f"{', '.join(shared[:_SHOWN])}{more}: validation text that is training text too (the same size, beginning "
+            "and end), so that eval/loss says little about new text; take it out of train_urls"
+        )
     return plans
+
+
+def shared_text(plans: Plans) -> list[str]:
+    """The validation files that are among the training files too, under whatever name."""
+    trained = {source["fingerprint"] for plan in plans.train.values() for source in plan.sources}
+    found = (s["url"] for plan in plans.validation.values() for s in plan.sources if s["fingerprint"] in trained)
+    return list(dict.fromkeys(found))
 
 
 def start_build(config: RunConfig, plans: Plans, processes: Processes, background: bool = False) -> Build:
@@ -84,7 +98,10 @@ def _plan(config: DataConfig, split: str) -> dict[str, CachePlan]:
     plans = {}
     for name, source in config.sources().items():
         # looking into a data set takes seconds, and is needed only once
-        if load_manifest(split_folder(source, split)) is not None or has_text(source, split):
+        if has_cache(source, split) or has_text(source, split):
+            if split == "validation" and source.urls("train") and not source.urls("validation"):
+                log.info(f"{split_folder(source, split)}: not used, as the config names no validation text")
+                continue
             prepare_demo(source)
             plans[name] = plan_cache(source, split)
     return plans

@@ -6,7 +6,7 @@ from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.config.schema import build_schema
 from lmtrain.config.show import show
-from lmtrain.run_config import RunConfig, resolved
+from lmtrain.run.config import RunConfig, resolved
 
 
 def run(argv: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 import json
 
-from lmtrain.commands.arguments import Parser, parse_run
+from lmtrain.commands.arguments import Parser, add_run_flag, parse_run
 from lmtrain.commands.caches import plan_caches, start_build, wait
 from lmtrain.commands.hf_model import config_of, resolve_hf
 from lmtrain.commands.trained_model import TrainedModel, add_checkpoint_flag, add_hf_flag, from_checkpoint, from_hf
@@ -10,7 +10,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.models.base_config import FREE
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
@@ -18,6 +18,7 @@ from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 
 def run(argv: list[str]) -> int:
     parser = Parser("eval", "Validation loss of a checkpoint; the result goes to standard output as JSON.")
+    add_run_flag(parser)
     add_checkpoint_flag(parser)
     add_hf_flag(parser)
     run = parse_run(parser, argv)
@@ -41,16 +42,22 @@ def run(argv: list[str]) -> int:
 
     from lmtrain.evaluation.evaluate import describe_evaluation, evaluate
     from lmtrain.hf.token_bytes import token_bytes
-    from lmtrain.train.batching import plan_batching
-    from lmtrain.train.setup import open_eval_batches
-    from lmtrain.train.step import build_eval_step
+    from lmtrain.sharding.mesh import platform_of
+    from lmtrain.train.program.batching import plan_batching
+    from lmtrain.train.program.xla_options import refused_option, xla_options
+    from lmtrain.train.start.setup import open_eval_batches
+    from lmtrain.train.step.step import build_eval_step
 
     model, params, layout = trained.load()
     trainer = config.trainer
     batching = plan_batching(trainer, layout.num_batch_shards)
     batches = open_eval_batches(config, layout, batching.eval_batch, plans.caches.validation)
-    eval_step = build_eval_step(model, layout, trainer.precision.compute, token_bytes(trained.tokenizer))
-    metrics = evaluate(eval_step, params, batches)
+    options = xla_options(trainer.xla_options, platform_of(layout.mesh.devices.flat[0]))
+    eval_step = build_eval_step(model, layout, trainer.precision.compute, token_bytes(trained.tokenizer), options)
+    try:
+        metrics = evaluate(eval_step, params, batches)
+    except RuntimeError as error:
+        raise refused_option(error) or error from None
     log.info(f"{trained.source}: {describe_evaluation(metrics)}")
     print(json.dumps({"step": trained.step, **metrics}))
     return 0

@@ -3,11 +3,11 @@
 import os
 import tempfile
 
-from lmtrain.commands.arguments import Parser, parse_run
+from lmtrain.commands.arguments import Parser, add_run_flag, parse_run
 from lmtrain.commands.hf_model import hf_ref, resolve_hf
 from lmtrain.commands.trained_model import add_checkpoint_flag, from_checkpoint
 from lmtrain.config.errors import UserError
-from lmtrain.hf.export import DTYPES, check_output, write_export
+from lmtrain.hf.export import DTYPES, check_output, check_same_run, write_export
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.storage import is_url
 
@@ -15,11 +15,13 @@ from lmtrain.runtime.storage import is_url
 def run(argv: list[str]) -> int:
     parser = Parser("export-hf", "Write a checkpoint as a folder that transformers' AutoModelForCausalLM loads.")
     parser.add_argument("--output", "--output_dir", metavar="DIR", help="folder or URL to write to")
+    add_run_flag(parser)
     add_checkpoint_flag(parser)
     parser.add_argument(
         "--dtype", choices=list(DTYPES), help="type of the weights (default: hf_save_dtype, else the parameters' own)"
     )
     parser.add_argument("--upload", metavar="REPO", help="put it on the Hugging Face hub too: owner/name[@branch]")
+    parser.add_argument("--overwrite", action="store_true", help="replace the export of another run")
     parser.add_argument(
         "--verify", action="store_true", help="compare logits with transformers afterwards; needs torch"
     )
@@ -42,14 +44,17 @@ def run(argv: list[str]) -> int:
 
         check_upload(repository)
     trained = from_checkpoint(resolve_hf(run, run.arguments.checkpoint), arguments.checkpoint)
+    assert trained.run is not None
+    if output is not None and not arguments.overwrite:
+        check_same_run(output, trained.run)
 
-    from lmtrain.train.export import plan_export
-    from lmtrain.train.hf_params import gather_tensors
+    from lmtrain.train.start.exporter import plan_export
+    from lmtrain.train.start.hf_params import gather_tensors
 
     model, params, layout = trained.load()
     config = trained.config
     dtype = arguments.dtype or config.hf_save_dtype or config.trainer.precision.params
-    export = plan_export(config.model, model, trained.tokenizer, dtype)
+    export = plan_export(config.model, model, trained.tokenizer, dtype, trained.run)
     step = trained.step
 
     def write(folder: str) -> None:
@@ -65,12 +70,12 @@ def run(argv: list[str]) -> int:
             write(local)
         if arguments.verify:
             from lmtrain.hf.compare import compare_logits
-            from lmtrain.train.step import build_logits
+            from lmtrain.train.step.step import build_logits
 
             ours = build_logits(model, params, layout)
             log.info(compare_logits(local, ours, config.model.seq_len, dtype))
         if repository is not None:
             from lmtrain.hf.upload import upload_folder
 
-            log.info(f"uploaded: {upload_folder(local, repository, f'{run.id}, step {step}')}")
+            log.info(f"uploaded: {upload_folder(local, repository, f'{trained.run}, step {step}')}")
     return 0

@@ -2,7 +2,7 @@
 
 import math
 
-from lmtrain.commands.arguments import Parser, parse_run
+from lmtrain.commands.arguments import Parser, add_run_flag, parse_run
 from lmtrain.commands.hf_model import config_of, resolve_hf
 from lmtrain.commands.trained_model import TrainedModel, add_checkpoint_flag, add_hf_flag, from_checkpoint, from_hf
 from lmtrain.config.errors import UserError
@@ -12,6 +12,7 @@ from lmtrain.runtime.logging import log, start_console_log
 def run(argv: list[str]) -> int:
     parser = Parser("generate", "Sample text from a checkpoint; the text goes to standard output.")
     parser.add_argument("--prompt", required=True, help="text to continue")
+    add_run_flag(parser)
     add_checkpoint_flag(parser)
     add_hf_flag(parser)
     parser.add_argument("--max_new_tokens", type=int, default=128, help="most tokens to add (default: 128)")
@@ -31,6 +32,7 @@ def run(argv: list[str]) -> int:
         trained = from_checkpoint(resolve_hf(run, run.arguments.checkpoint), arguments.checkpoint)
     else:
         trained = _from_hf(arguments.hf, arguments.checkpoint, given=bool(run.loaded.path))
+        log.info(f"sampling from {trained.source}")
     ids = _encode(trained, arguments.prompt)
     seq_len = trained.config.model.seq_len
     room = seq_len - len(ids)
@@ -45,10 +47,11 @@ def run(argv: list[str]) -> int:
 
     settings = SamplingSettings(min(arguments.max_new_tokens, room), arguments.temperature, arguments.top_k)
     model, params, _ = trained.load()
-    log.info(f"sampling from {trained.source}")
     prompt = jax.numpy.asarray(ids, jax.numpy.int32)
     tokenizer = trained.tokenizer
     new = sample(model, params, prompt, jax.random.key(arguments.seed), settings, tokenizer.eos_id)
+    if not new:
+        log.info("the model ended the text at once, by its end-of-text token; another --seed may give more")
     print(arguments.prompt + tokenizer.backend.decode(new))
     return 0
 

@@ -1,5 +1,6 @@
 """Models from Hugging Face in a run: sizes and tokenizer from `initialize_from_hf`, and checks that both agree."""
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -11,13 +12,20 @@ from lmtrain.checkpoint.discovery import find_checkpoints, list_checkpoints
 from lmtrain.checkpoint.manifest import DamagedError
 from lmtrain.commands.arguments import Run
 from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
+from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
 from lmtrain.hf.weights import locate, read_model_config
 from lmtrain.models.base_config import FREE
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import is_url
+
+# The share of ids that may be those of other tokens.
+_FEW = 0.01
 
 
-def resolve_hf(run: Run, checkpoint: str | None = None) -> Run:
+def resolve_hf(run: Run, checkpoint: str | None = None, check_tokenizer: bool = True) -> Run:
     """The run with what its config leaves to `initialize_from_hf` filled in: the model's sizes, the tokenizer.
 
     A run that has begun knows both from its checkpoints (or the one at `checkpoint`), and needs the model no more.
@@ -45,6 +53,8 @@ def resolve_hf(run: Run, checkpoint: str | None = None) -> Run:
     if "tokenizer" not in config.data.model_fields_set:
         values["data"]["tokenizer"] = ref
         log.info(f"data.tokenizer is not set: that of {ref}")
+    elif check_tokenizer and not config.allow_other_tokenizer:
+        check_tokens(ref, config.data)
     resolved = _validate(values, ref)
     return replace(run, loaded=replace(run.loaded, config=resolved))
 
@@ -88,6 +98,36 @@ def has_tokenizer(ref: str) -> bool:
     """Whether the model comes with its tokenizer."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     return any(locate(ref, name) is not None for name in names)
+
+
+def check_tokens(ref: str, data: DataConfig) -> None:
+    """Raise `UserError` if `data.tokenizer` gives ids to other tokens than the model was trained on.
+
+    One may have more tokens than the other, and a few may have other names, as special tokens often do.
+    """
+    if data.tokenizer == PASSTHROUGH or not has_tokenizer(ref):
+        return
+    ours, theirs = _tokens_of(open_tokenizer(data.tokenizer)), _tokens_of(_their_tokenizer(ref))
+    shared = ours.keys() & theirs.keys()
+    differ = sum(ours[number] != theirs[number] for number in shared)
+    if differ > _FEW * len(shared):
+        raise UserError(
+            f"data.tokenizer: {data.tokenizer} gives {differ:,} of {len(shared):,} ids to other tokens than {ref} was "
+            f"trained on, so that its embeddings would mean nothing; set data.tokenizer: {ref} and a cache_dir for it, "
+            "or allow_other_tokenizer: true"
+        )
+
+
+def _their_tokenizer(ref: str) -> Tokenizer:
+    """The model's own, of which the vocabulary is wanted alone: without transformers where it has a tokenizer.json."""
+    path = locate(ref, "tokenizer.json")
+    if path is None or is_url(path):
+        return open_tokenizer(ref)
+    return load_tokenizer(os.path.dirname(path))
+
+
+def _tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
+    return {number: token for token, number in tokenizer.backend.get_vocab().items()}
 
 
 def hf_settings(ref: str) -> dict[str, Any]:

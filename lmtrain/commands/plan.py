@@ -18,7 +18,7 @@ from lmtrain.plan.known_models import KNOWN_MODELS
 from lmtrain.plan.request import STEPS, Request, Target
 from lmtrain.plan.search import Search, Trial, find_settings, first_that_fits
 from lmtrain.plan.vocabulary import find_vocab_size
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import Accelerator, find_accelerator
 from lmtrain.runtime.files import write_atomically
 from lmtrain.runtime.progress import Progress
@@ -31,11 +31,12 @@ def run(argv: list[str]) -> int:
     run = parse_run(_parser(), argv, short_for="trainer")
     flags = run.arguments
     _check_flags(flags)
+    _check_hlo(flags.hlo)
     run = _with_model_sizes(run)
     vocab_size, where = find_vocab_size(run.config.data, flags.vocab_size)
     target = _target(flags)
     extra = target.missing_extra
-    if extra is not None and not flags.no_compile:
+    if extra is not None and not flags.no_compile and not flags.search:
         _say(f"the compiler for {target.kind} is not installed ({_EXTRAS[extra]}); this is the estimate alone")
     request = Request.of(run.config, vocab_size, target, _steps(flags), extra is None and not flags.no_compile)
     if flags.search or flags.measure:
@@ -65,7 +66,7 @@ def _plan(request: Request, flags: Any, vocabulary: str) -> int:
         with _progress("trying smaller settings", flags.json) as tell:
             largest = first_that_fits(request.changed({}, steps=("train",)), capacity, flags.compile_timeout, tell)
     if flags.json:
-        found = _as_json(answer, request.target, accelerator, fits)
+        found = _as_json(request, answer, accelerator, fits)
         print(json.dumps(found | {"largest_that_fits": None if largest is None else dict(largest.changes)}))
     else:
         advice = [] if fits is not False else _advice(request, answer, largest)
@@ -95,11 +96,24 @@ def _check_flags(flags: Any) -> None:
     elif flags.measure:
         raise UserError("--measure runs on this machine's own devices; leave --device out")
     for name in ("minutes", "compile_timeout"):
-        if getattr(flags, name) <= 0:
-            raise UserError(f"--{name}: expected more than 0, not {getattr(flags, name):g}")
+        if not 0 < getattr(flags, name) < float("inf"):
+            raise UserError(f"--{name}: expected a number above 0, not {getattr(flags, name):g}")
     for name in ("hlo", "step"):
         if (flags.search or flags.measure) and getattr(flags, name) is not None:
             raise UserError(f"--{name}: has no effect with --search or --measure; plan the settings that they find")
+
+
+def _check_hlo(path: str | None) -> None:
+    """Raise `UserError` now for a file that cannot be written, rather than after compiling."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        raise UserError(f"--hlo {path}: is a folder; name a file")
+    if not os.path.isdir(folder):
+        raise UserError(f"--hlo {path}: there is no folder {folder}; create it first")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UserError(f"--hlo {path}: cannot be written; check its permissions")
 
 
 def _parser() -> Parser:
@@ -116,8 +130,12 @@ def _parser() -> Parser:
     parser.add_argument(
         "--devices", type=int, metavar="N", help="number of devices (default: one GPU, or the smallest TPU host)"
     )
-    parser.add_argument("--hosts", type=int, metavar="H", help="hosts of these devices (GPUs; default: 8 a host)")
-    parser.add_argument("--slices", type=int, default=1, metavar="S", help="slices, joined by the data center network")
+    parser.add_argument(
+        "--hosts", type=int, metavar="H", help="hosts of these GPUs (default: as many as 8 on each need)"
+    )
+    parser.add_argument(
+        "--slices", type=int, default=1, metavar="S", help="TPU slices, joined by the data center network"
+    )
     parser.add_argument("--vocab_size", type=int, metavar="N", help="tokens, if the tokenizer is not known")
     parser.add_argument("--step", choices=STEPS, help="compile this step alone")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON on stdout, and nothing else")
@@ -150,7 +168,7 @@ def _with_model_sizes(run: Run) -> Run:
     if ref is None or not run.config.use_hf_model_config:
         return run
     if os.path.isdir(ref):
-        return resolve_hf(run)
+        return resolve_hf(run, check_tokenizer=False)
     sizes = KNOWN_MODELS.get(ref.partition("@")[0])
     if sizes is None:
         raise UserError(
@@ -183,13 +201,14 @@ def _print(answer: Answer, accelerator: Accelerator | None, target: Target, voca
 
 def _advice(request: Request, answer: Answer, largest: Trial | None) -> list[str]:
     """What to change so that it fits: the largest setting that was found to, and advice by the estimate."""
-    lines = []
+    lines, advice = [], answer.estimate["advice"]
     if largest is not None:
+        advice = [line for line in advice if not line.startswith("trainer.per_device_parallelism")]
         lines.append(f"largest that fits ({largest.peak / 2**30:.2f} GiB by the compiler): {largest.name}")
         lines += [f"  {line}" for line in to_yaml(largest.changes)]
     elif request.compile and not answer.failure:
         lines.append("no value of per_device_parallelism and gradient_checkpointing fits these devices; use more")
-    return [*lines, "what to reduce, most effective first:", *(f"  {line}" for line in answer.estimate["advice"])]
+    return [*lines, "what to reduce, most effective first:", *(f"  {line}" for line in advice)]
 
 
 def _search(request: Request, flags: Any) -> int:
@@ -224,9 +243,7 @@ def _print_search(found: Search, as_json: bool) -> int:
     if best is None:
         print(f"nothing fits: {len(found.trials)} tried, {found.too_large} too large by the estimate; use more devices")
         return 1
-    print(
-        f"# best of {len(found.trials)} compiled: {best.seconds:.4g} s a step, {best.peak / 2**30:.2f} GiB per device"
-    )
+    print(f"# best of {len(found.trials)} tried: {best.seconds:.4g} s a step, {best.peak / 2**30:.2f} GiB per device")
     print(f"# {found.too_large} were too large by the estimate, {found.untried} were not tried for lack of time")
     for line in to_yaml(best.changes) or ["# the config as it is"]:
         print(line)
@@ -252,10 +269,10 @@ def _finite(number: float) -> float | None:
     return number if number == number and abs(number) != float("inf") else None
 
 
-def _as_json(answer: Answer, target: Target, accelerator: Accelerator | None, fits: bool | None) -> dict[str, Any]:
+def _as_json(request: Request, answer: Answer, accelerator: Accelerator | None, fits: bool | None) -> dict[str, Any]:
     """The figures of the training step at the top level, those of the evaluation step under `eval`."""
     estimate = answer.estimate
-    topology = target.topology
+    topology = request.target.topology
     found: dict[str, Any] = {
         "device": estimate["device"],
         "devices": estimate["devices"],
@@ -265,20 +282,23 @@ def _as_json(answer: Answer, target: Target, accelerator: Accelerator | None, fi
         "parameters": estimate["parameters"],
         "microbatches": estimate["microbatches"],
         "fits": fits,
+        "fits_by": None if fits is None else "compiler" if answer.steps else "estimate",
         "failure": answer.failure or None,
     }
     capacity = report.capacity_of(accelerator)
     steps = {name: _step_json(figures, estimate, capacity) for name, figures in answer.steps.items()}
     if not steps:
-        memory = {"arguments": None, "peak": None, "temporary": None}
-        return found | {"memory": memory | {"capacity": capacity, "estimate": estimate["estimate"]["total"]}}
+        return found | _step_json({"step": request.steps[0]}, estimate, capacity)
     first = next(iter(steps))
     return found | steps[first] | {name: figures for name, figures in steps.items() if name != first}
 
 
 def _step_json(figures: dict[str, Any], estimate: dict[str, Any], capacity: float | None) -> dict[str, Any]:
     extra = {"capacity": capacity, "estimate": estimate["estimate"]["total"] if figures["step"] == "train" else None}
-    return figures | {"memory": {**figures.get("memory", {}), **extra}}
+    unknown = dict.fromkeys(("flops", "hbm_bytes", "wire_bytes", "wire_minimum", "seconds", "mfu_bound"))
+    no_memory = dict.fromkeys(("arguments", "peak", "temporary", "total", "host"))
+    empty: dict[str, Any] = {"hbm_sources": [], "collectives": [], "loops": [], "kernels": []}
+    return {**unknown, **empty, **figures, "memory": {**no_memory, **figures.get("memory", {}), **extra}}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import os
 
 from lmtrain.config.errors import UserError
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 _MOST_POINTS = 5000
 

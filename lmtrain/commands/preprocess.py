@@ -3,11 +3,12 @@
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.commands.caches import Plans, plan_caches, require_text, start_build, wait
 from lmtrain.commands.hf_model import resolve_hf
+from lmtrain.data.caches import describe_epochs
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.executor import choose_executor
 from lmtrain.preprocess.plan import CachePlan
 from lmtrain.preprocess.prepare_demo import missing_demo
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.distributed import start_processes
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE
@@ -46,12 +47,8 @@ def _tell(config: RunConfig, plans: Plans) -> None:
             f"{plan.folder}: complete, {documents:,} documents, {plan.shards.tokens:,} tokens in {len(shards)} shards"
         )
     sizes, seq_len = config.trainer.batch_sizes, config.model.seq_len
-    for name, plan in plans.train.items():
-        steps = sizes.whole_steps(plan.shards.tokens // seq_len)
-        of = f" of {name}" if name else ""
-        log.info(
-            f"one epoch{of} is {steps:,} steps of {' or '.join(map(str, sizes.all))} sequences of {seq_len} tokens"
-        )
+    for epoch in describe_epochs(config.data, plans.caches.train, seq_len, sizes):
+        log.info(f"{epoch} of {' or '.join(map(str, sizes.all))} sequences of {seq_len} tokens")
 
 
 def _print_plan(config: RunConfig) -> None:

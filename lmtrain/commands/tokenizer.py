@@ -7,6 +7,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.preprocess.learn import (
     INPUT_SENTENCE_SIZE,
     check_output,
+    existing,
     learn_from_files,
     learn_sentencepiece_from_files,
 )
@@ -32,6 +33,8 @@ def run(argv: list[str]) -> int:
         raise UserError("lmtrain tokenizer: expected `lmtrain tokenizer train FILES --output PATH`")
     arguments = parser.parse_args(argv[1:])
     check_output(arguments.output, arguments.kind)
+    if not arguments.overwrite and existing(arguments.output) is not None:
+        log.info(f"{arguments.output}: there is a tokenizer already; it stays, unless the same one is learned")
     learn = _sentencepiece if arguments.kind == "sentencepiece" else _bpe
     count = learn(arguments)
     log.info(f"{arguments.output}: a tokenizer of {count:,} entries")
@@ -48,6 +51,11 @@ def _parser() -> Parser:
         "--kind", choices=["bpe", "sentencepiece"], default="bpe", help="kind of tokenizer (default: bpe)"
     )
     parser.add_argument("--vocab_size", type=int, default=VOCAB_SIZE, help=f"entries (default: {VOCAB_SIZE})")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace another tokenizer; caches and runs made with it do not fit the new one",
+    )
     parser.add_argument("--text_key", default="text", help="key of the text in each line (default: text)")
     parser.add_argument(
         "--model_type", choices=["bpe", "unigram"], help="of sentencepiece (default: bpe, which Llama uses)"
@@ -69,7 +77,9 @@ def _bpe(arguments: argparse.Namespace) -> int:
     if arguments.vocab_size < 257:
         raise UserError(f"--vocab_size {arguments.vocab_size}: a byte-level vocabulary has at least 257 entries")
     start_console_log()
-    return learn_from_files(arguments.files, arguments.text_key, arguments.vocab_size, arguments.output)
+    return learn_from_files(
+        arguments.files, arguments.text_key, arguments.vocab_size, arguments.output, arguments.overwrite
+    )
 
 
 def _sentencepiece(arguments: argparse.Namespace) -> int:
@@ -83,5 +93,11 @@ def _sentencepiece(arguments: argparse.Namespace) -> int:
         raise UserError(f"--input_sentence_size {lines}: at least 1")
     start_console_log()
     return learn_sentencepiece_from_files(
-        arguments.files, arguments.text_key, size, arguments.output, arguments.model_type or "bpe", lines
+        arguments.files,
+        arguments.text_key,
+        size,
+        arguments.output,
+        arguments.model_type or "bpe",
+        lines,
+        arguments.overwrite,
     )

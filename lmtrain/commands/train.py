@@ -11,16 +11,18 @@ from pydantic import ValidationError
 from lmtrain.commands.arguments import Parser, Run, parse_run
 from lmtrain.commands.caches import Plans, plan_caches, require_text, start_build, wait
 from lmtrain.commands.hf_model import hf_ref, resolve_hf
+from lmtrain.commands.run_logs import keep_tokenizer, run_logs
 from lmtrain.commands.trained_model import TrainedModel, from_checkpoint
 from lmtrain.config.errors import UserError
 from lmtrain.config.layers import Layer
 from lmtrain.config.load import Loaded
 from lmtrain.config.show import show
-from lmtrain.data.caches import Caches, needs_all, plan_steps
+from lmtrain.data.caches import Caches, check_batch, needs_all, plan_steps
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.upload import check_upload
 from lmtrain.preprocess.build import Build
-from lmtrain.run_config import RunConfig, data_seed, resolved, run_id
+from lmtrain.run.config import RunConfig, data_seed, resolved
+from lmtrain.run.identity import run_id
 from lmtrain.runtime.accelerators import is_cpu_only
 from lmtrain.runtime.distributed import ending_for_all, start_processes
 from lmtrain.runtime.files import remove_temporaries, write_atomically
@@ -77,7 +79,7 @@ def _run(run: Run, processes: Processes, began: float) -> int:
         start_file_log(fill_run_id(config.trainer.log_dir, run.id), run.id, processes)
 
     with StopRequest() as stop:
-        plans = plan_caches(config.data)
+        plans = plan_caches(config.data, validation=config.trainer.steps_per_eval is not None)
         build = start_build(config, plans, processes, background=True)
         try:
             _wait_for_data(config, plans, build, stop)
@@ -101,27 +103,33 @@ def _train(
     # JAX and what stands on it are imported only now: a mistake so far has cost no seconds
     from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
     from lmtrain.checkpoint.claim import TakenOverError
+    from lmtrain.run.identity import run_identity
+    from lmtrain.sharding.mesh import find_devices
     from lmtrain.tracking.goodput import Ledger
-    from lmtrain.train.begin import own_checkpoint
-    from lmtrain.train.export import export_folder, is_missing
-    from lmtrain.train.loop import train
-    from lmtrain.train.program import OutOfMemoryError
-    from lmtrain.train.reporter import DivergedError
-    from lmtrain.train.resume import check_identity, run_identity
-    from lmtrain.train.setup import set_up
+    from lmtrain.train.loop.loop import train
+    from lmtrain.train.loop.reporter import DivergedError
+    from lmtrain.train.program.program import OutOfMemoryError
+    from lmtrain.train.start.exporter import export_folder, is_missing
+    from lmtrain.train.start.initial_state import own_checkpoint
+    from lmtrain.train.start.resume import check_identity
+    from lmtrain.train.start.setup import set_up
 
+    find_devices()
     checkpointer = Checkpointer(_checkpoints(run), config.trainer.checkpointer, processes)
     try:
         if processes.is_first:  # and only now that the run is surely this process's own
             _write_config(run)
         own = own_checkpoint(config, checkpointer, processes)
         tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
+        if processes.is_first and (own is None or own.read_run_info()["identity"]["tokenizer"] == tokenizer.identity):
+            with _told(config):
+                keep_tokenizer(run, tokenizer)
         if own is not None and own.step >= config.trainer.num_train_steps:
             check_identity(own, run_identity(config, tokenizer.identity, caches.identity))
             if not is_missing(export_folder(config, run.id), own.step):
                 log.info(f"nothing to do: {own.path} has all {config.trainer.num_train_steps:,} steps")
                 return 0
-        ledger = Ledger(_folder(run) if processes.is_first else None, began)
+        ledger = Ledger(run_logs(run) if processes.is_first else None, began)
         ledger.write()  # so that a start which dies before its first step is known too
         setup = set_up(config, run.id, tokenizer, caches, checkpointer, own, hf_ref(config), processes, ledger)
         complete = train(setup, config.trainer, stop, lambda: f"cache {build.text}" if build.running else "")
@@ -144,7 +152,7 @@ def _train(
 
 
 def _wait_for_data(config: RunConfig, plans: Plans, build: Build, stop: StopRequest) -> None:
-    """Until there is enough to begin with: the validation caches, and the first shard with tokens of each source."""
+    """Until there is enough to begin with: the validation caches, and a batch, or of a mixture a sequence of each."""
     reason = needs_all(config.data, config.epoch)
     if reason is not None:
         if any(not plan.complete for plan in plans.train.values()):
@@ -152,8 +160,11 @@ def _wait_for_data(config: RunConfig, plans: Plans, build: Build, stop: StopRequ
         wait(build, stop)
         return
 
+    sequences = 1 if config.data.configs is not None else max(config.trainer.batch_sizes.all)
+
     def enough() -> bool:
-        begun = all(plan.complete or plan.shards.tokens > config.model.seq_len for plan in plans.train.values())
+        least = sequences * config.model.seq_len
+        begun = all(plan.complete or plan.shards.tokens > least for plan in plans.train.values())
         return begun and all(plan.complete for plan in plans.validation.values())
 
     wait(build, stop, enough)
@@ -161,14 +172,9 @@ def _wait_for_data(config: RunConfig, plans: Plans, build: Build, stop: StopRequ
         log.info("training begins while the rest of the data is tokenized")
 
 
-def _folder(run: Run) -> str:
-    """The run's own in the folder of logs."""
-    return os.path.join(fill_run_id(run.config.trainer.log_dir, run.id), run.id)
-
-
 def _write_config(run: Run) -> None:
     """The resolved config, into the run's folder of logs."""
-    folder = _folder(run)
+    folder = run_logs(run)
     with _told(run.config):
         os.makedirs(folder, exist_ok=True)
         remove_temporaries(folder)
@@ -192,6 +198,7 @@ def _checkpoints(run: Run) -> str:
 def _end_with_data(config: RunConfig, caches: Caches) -> RunConfig:
     """The config with as many steps as the data gives, if that is to end the run; schedules follow."""
     trainer = config.trainer
+    check_batch(config.data, caches, config.model.seq_len, trainer.batch_sizes)
     steps = plan_steps(
         config.data,
         caches,

@@ -1,16 +1,25 @@
 """A trained model, from a checkpoint or from Hugging Face, for the verbs that use one: eval, export-hf, generate."""
 
+import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lmtrain.checkpoint.discovery import list_checkpoints
+from lmtrain.checkpoint.manifest import DamagedError
 from lmtrain.checkpoint.verify import choose_checkpoint
 from lmtrain.commands.arguments import Parser, Run
+from lmtrain.commands.run_logs import tokenizer_of
 from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.run_config import RunConfig, identity
+from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import identity
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import join, list_names
 
 if TYPE_CHECKING:
     from lmtrain.models.interface import LanguageModel
@@ -29,7 +38,8 @@ class Loaded(NamedTuple):
 class TrainedModel:
     """Where the model is from, how many steps it was trained if that is known, its config and its tokenizer.
 
-    `get_params(model, layout)` brings the arrays in; until `load` nothing imports JAX.
+    `run` is the id of its run, None if it is from Hugging Face. `get_params(model, layout)` brings the arrays in; until
+    `load` nothing imports JAX.
     """
 
     source: str
@@ -37,15 +47,16 @@ class TrainedModel:
     config: RunConfig
     tokenizer: Tokenizer
     get_params: Callable[..., Any]
+    run: str | None = None
 
     def load(self) -> Loaded:
         """The model with its parameters, on the devices of this machine."""
         from lmtrain.models.registry import build_model
         from lmtrain.sharding.mesh import plan_layout, platform_of
-        from lmtrain.train.program import plan_attention
+        from lmtrain.train.program.program import plan_attention
 
         layout = plan_layout(self.config.trainer)
-        attention = plan_attention(self.config, platform_of(layout.mesh.devices.flat[0]))
+        attention = plan_attention(self.config, platform_of(layout.mesh.devices.flat[0]), trains=False)
         model = build_model(self.config.model, self.tokenizer.vocab_size, attention)
         return Loaded(model, self.get_params(model, layout), layout)
 
@@ -70,11 +81,25 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
     """
     config = run.config
     settings = config.trainer.checkpointer
-    checkpoint = choose_checkpoint(
-        path or settings.run_folder(run.id), settings.verify_on_restore, parts=("params", "average")
-    )
-    tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
-    saved = checkpoint.read_run_info()["identity"]
+    others = _other_runs(run) if path is None else []
+    try:
+        checkpoint = choose_checkpoint(
+            path or settings.run_folder(run.id), settings.verify_on_restore, parts=("params", "average")
+        )
+    except UserError as error:
+        if not others:
+            raise
+        raise UserError(f"{error}; other runs of {run.loaded.path}: {_listed(others)}; add --run ID for one") from None
+    run_info = checkpoint.read_run_info()
+    log.info(f"run {run_info['run_id']}, step {checkpoint.step:,}: {checkpoint.path}")
+    saved_at = checkpoint.read_manifest().saved
+    if newer := [other for other in others if other.saved > saved_at]:
+        log.warning(
+            f"newer runs of {run.loaded.path}, with other settings: {_listed(newer)}; repeat their settings, or add "
+            "--run ID for one"
+        )
+    saved = run_info["identity"]
+    tokenizer = tokenizer_of(run, saved["tokenizer"])
     now = {"model": identity(config)["model"], "tokenizer": tokenizer.identity}
     differences = describe_differences({name: saved[name] for name in now}, now, "the checkpoint", "this config")
     if differences:
@@ -82,11 +107,38 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
         raise UserError(f"{checkpoint.path} is not of this config's model\n{report}")
 
     def get_params(model: "LanguageModel", layout: "Layout") -> Any:
-        from lmtrain.train.restore import restore_params
+        from lmtrain.train.start.restore import restore_params
 
         return restore_params(checkpoint, model, layout, settings.staging_dir)
 
-    return TrainedModel(checkpoint.path, checkpoint.step, config, tokenizer, get_params)
+    return TrainedModel(checkpoint.path, checkpoint.step, config, tokenizer, get_params, run_info["run_id"])
+
+
+class _Other(NamedTuple):
+    """Another run of the same file: its newest checkpoint's step, and when that was saved."""
+
+    run: str
+    step: int
+    saved: float
+
+
+def _other_runs(run: Run) -> list[_Other]:
+    """Other runs of the same file that have checkpoints, the newest first; settings on the command line make them."""
+    folder = run.config.trainer.checkpointer.run_folder(run.id)
+    parent, name = os.path.dirname(folder), os.path.basename(folder)
+    made = re.compile(re.escape(run.id.rpartition("-")[0]) + "-[0-9a-f]{6}")
+    if getattr(run.arguments, "run", None) or name != run.id or not made.fullmatch(run.id):
+        return []
+    found = []
+    for other in list_names(parent):
+        if other != run.id and made.fullmatch(other) and (checkpoints := list_checkpoints(join(parent, other))):
+            with suppress(DamagedError):
+                found.append(_Other(other, checkpoints[-1].step, checkpoints[-1].read_manifest().saved))
+    return sorted(found, key=lambda other: -other.saved)
+
+
+def _listed(others: list[_Other]) -> str:
+    return ", ".join(f"{other.run} (step {other.step:,})" for other in others[:3])
 
 
 def from_hf(ref: str, config: RunConfig) -> TrainedModel:
@@ -94,7 +146,7 @@ def from_hf(ref: str, config: RunConfig) -> TrainedModel:
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
 
     def get_params(model: "LanguageModel", layout: "Layout") -> Any:
-        from lmtrain.train.hf_params import load_hf_params
+        from lmtrain.train.start.hf_params import load_hf_params
 
         return load_hf_params(ref, config.model, model, layout, config.trainer.precision.params)
 

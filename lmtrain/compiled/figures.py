@@ -1,6 +1,7 @@
 """All figures of one compiled program, per device and execution."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lmtrain.compiled.collectives import Collective, Network, find_collectives
@@ -46,11 +47,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one device in one execution of the program. `op_name`s and places are those of the source."""
+    """Of one device in one execution of the program. `op_name`s and places are those of the source.
+
+    `traffic` has the bytes of HBM read and written, by place.
+    """
 
     products: Sequence[Product]
     kernels: Sequence[Kernel]
-    hbm_bytes: float
+    traffic: Mapping[str, float]
     collectives: Sequence[Collective]
     places: Sequence[str]
     loops: Sequence[Loop]
@@ -59,6 +63,10 @@ class Figures:
     @property
     def flops(self) -> float:
         return sum(product.flops for product in self.products)
+
+    @property
+    def hbm_bytes(self) -> float:
+        return sum(self.traffic.values())
 
     @property
     def wire_bytes(self) -> float:
@@ -79,7 +87,7 @@ def measure(
     collectives = find_collectives(module, executions, network)
     products: list[Product] = []
     kernels: list[Kernel] = []
-    traffic = 0.0
+    traffic: dict[str, float] = defaultdict(float)
     for execution in executions:
         one = execution.instruction
         operations = flops(execution.inside, one) * execution.times
@@ -88,7 +96,7 @@ def measure(
         target = call_target(one)
         if target and not target.startswith(_NO_KERNELS):
             kernels.append(Kernel(target, place_of(module, execution), one.op_name, execution.times))
-        traffic += hbm_bytes(module, execution) * execution.times
+        traffic[place_of(module, execution)] += hbm_bytes(module, execution) * execution.times
     return Figures(
         products,
         kernels,
@@ -108,9 +116,14 @@ def place_of(module: Module, execution: Execution, package: str = "lmtrain/") ->
     seen = [execution.instruction, *([execution.fusion] if execution.fusion else [])]
     for one in seen:
         stack = module.stack(one.frame)
-        found = next((frame for frame in stack if package in frame.file), None)
+        found = next((frame for frame in stack if _is_of(package, frame.file)), None)
         if found is not None:
             return f"{found.file.rpartition(package)[2]}:{found.line}"
         if len(seen) < _LOOK_BACK:
             seen += [execution.inside.by_name[name] for name in one.operands if name in execution.inside.by_name]
     return ""
+
+
+def _is_of(package: str, file: str) -> bool:
+    """Not so for other packages of an environment that lies in a folder of that name."""
+    return package in file and "site-packages/" not in file.rpartition(package)[2]

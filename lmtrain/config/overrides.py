@@ -24,6 +24,8 @@ def split_overrides(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[list
         if not argument.startswith("--") or argument == "--" or name in own_flags:
             rest.append(argument)
             continue
+        if (own := f"--{name.removeprefix('--').replace('-', '_')}") in own_flags:
+            raise UserError(f"{name}: no such flag; did you mean {own}?")
         if not equals:
             if position == len(argv) or argv[position].startswith("--"):
                 raise UserError(f"{name} needs a value, for example {name} VALUE")

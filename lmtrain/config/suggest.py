@@ -17,6 +17,8 @@ def suggest_name(wrong: str, known: Iterable[str]) -> str | None:
     siblings = {name[len(section) :]: name for name in names if name.startswith(section)}
     close, near = ([siblings[m] for m in difflib.get_close_matches(leaf, siblings, 1, cutoff)] for cutoff in (0.8, 0.6))
     elsewhere = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
+    if not section:  # the end of a name, without its section: batch_size
+        elsewhere += [name for name in names if name.endswith(f"_{leaf}")]
     others = [name for name in names if not (section and name.startswith(section))]
     loose = difflib.get_close_matches(wrong, others, n=1, cutoff=0.7)
     return next(iter(close + elsewhere + near + loose), None)

@@ -19,12 +19,14 @@ class Batch(TypedDict):
     """`tokens` int32 [rows, L]; `loss_mask` bool [rows, L], true where the next token is a target.
 
     With `mask_across_documents` also `segments` int32 [rows, L]: tokens attend to those of their own segment, which are
-    the documents of a window, or their parts in it, counted from 0.
+    the documents of a window, or their parts in it, counted from 0. With `reset_positions` also `positions` int32
+    [rows, L]: those of tokens within their segment.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
     segments: NotRequired[np.ndarray]
+    positions: NotRequired[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class TrainSource:
     shuffle: Shuffle
     seed: int
     mask_across_documents: bool
+    reset_positions: bool = False
 
     @functools.cached_property
     def orders(self) -> list[WindowOrder]:
@@ -65,7 +68,7 @@ class TrainSource:
                 chosen = sources == source
                 tokens[chosen], begins[chosen] = self._read(source, numbers[chosen])
         mask = np.broadcast_to(np.arange(self.seq_len) < self.seq_len - 1, tokens.shape)
-        return make_batch(tokens, mask.copy(), begins if self.mask_across_documents else None)
+        return make_batch(tokens, mask.copy(), begins, self.mask_across_documents, self.reset_positions)
 
     def _read(self, source: int, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         store = self.stores[source]
@@ -85,23 +88,34 @@ class EvalSource:
     rows: np.ndarray
     max_batches: int | None
     mask_across_documents: bool
+    reset_positions: bool = False
+
+    @property
+    def whole(self) -> int:
+        """Batches of the whole split."""
+        return -(-num_eval_windows(self.store.shards.tokens, self.seq_len) // self.batch_size)
 
     def __len__(self) -> int:
-        whole = -(-num_eval_windows(self.store.shards.tokens, self.seq_len) // self.batch_size)
-        return whole if self.max_batches is None else min(whole, self.max_batches)
+        return self.whole if self.max_batches is None else min(self.whole, self.max_batches)
 
     def __getitem__(self, index: int) -> Batch:
         starts = (np.int64(index) * self.batch_size + self.rows) * self.seq_len
         tokens, begins = self.store.read(starts, self.seq_len)
         positions = np.arange(self.seq_len)
         mask = (positions < self.seq_len - 1) & (starts[:, None] + positions + 1 < self.store.shards.tokens)
-        return make_batch(tokens, mask, begins if self.mask_across_documents else None)
+        return make_batch(tokens, mask, begins, self.mask_across_documents, self.reset_positions)
 
 
-def make_batch(tokens: np.ndarray, loss_mask: np.ndarray, begins: np.ndarray | None) -> Batch:
+def make_batch(
+    tokens: np.ndarray, loss_mask: np.ndarray, begins: np.ndarray, with_segments: bool, with_positions: bool
+) -> Batch:
+    """`begins` bool [rows, L] is true where a document begins."""
     batch = Batch(tokens=tokens, loss_mask=loss_mask)
-    if begins is not None:
+    if with_segments:
         batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32)
+    if with_positions:
+        positions = np.arange(tokens.shape[1], dtype=np.int32)
+        batch["positions"] = positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
     return batch
 
 

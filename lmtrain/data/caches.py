@@ -92,6 +92,40 @@ def plan_mixture(config: DataConfig, names: list[str], batch_sizes: BatchSizes, 
     return Mixture(phases, seed)
 
 
+def check_batch(config: DataConfig, caches: Caches, seq_len: int, batch_sizes: BatchSizes) -> None:
+    """Raise `UserError` if a batch takes more sequences than there are: it would hold the same text twice."""
+    if config.configs is not None:
+        return
+    (cache,) = caches.train.values()
+    sequences, largest = num_train_windows(cache.shards.tokens, seq_len), max(batch_sizes.all)
+    if cache.shards.complete and 0 < sequences < largest:
+        raise UserError(
+            f"trainer.train_batch_size: {largest:,} sequences of {seq_len:,} tokens, but {cache.folder} has "
+            f"{sequences:,} ({cache.shards.tokens:,} tokens); set it to {sequences:,} at most, lower model.seq_len, or "
+            "add text"
+        )
+
+
+def describe_epochs(
+    config: DataConfig, caches: Mapping[str, Cache], seq_len: int, batch_sizes: BatchSizes
+) -> list[str]:
+    """For each source, after how many steps all of its text has been trained on once, at its first share."""
+    weights = config.train_weights
+    first = dict.fromkeys(caches, 1.0) if weights is None else weights if isinstance(weights, dict) else weights[0][1]
+    whole = sum(first.get(name, 0.0) for name in caches)
+    lines = []
+    for name, cache in caches.items():
+        share = first.get(name, 0.0) / whole if name else 1.0
+        if not share:
+            lines.append(f"{name} has no share of the first step")
+            continue
+        sequences = num_train_windows(cache.shards.tokens, seq_len)
+        steps = f"{batch_sizes.whole_steps(int(sequences / share)):,} steps"
+        of = f" of {name} ({100 * share:.3g} % of the examples)" if name else ""
+        lines.append(f"one epoch{of} is {steps if cache.shards.complete else f'not known yet, {steps} so far'}")
+    return lines
+
+
 def plan_steps(
     config: DataConfig,
     caches: Caches,

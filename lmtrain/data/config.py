@@ -19,13 +19,17 @@ class SourceConfig(Section):
     train_urls: list[str] | None = Field(
         None,
         description="Training files (.jsonl .json .txt .parquet, plain or .gz .zst .bz2 .xz): paths and URLs with "
-        "braces ({1..8}) and globs (*), in this order; a line of a .txt is a document",
+        "braces ({1..8}) and globs (*), in this order",
     )
     validation_urls: list[str] | None = Field(None, description="Validation files, written like train_urls")
     id: str | None = Field(None, min_length=1, description="Hugging Face dataset: a hub id or a local folder")
     name: str | None = Field(None, description="Configuration of the dataset `id`; null: its default")
     stream: bool = Field(False, description="Read the dataset `id` as a stream instead of downloading it first")
     text_key: str = Field("text", description="Key of the text in each JSON line", min_length=1)
+    text_documents: Literal["line", "blank_line", "file"] = Field(
+        "line",
+        description="What is a document in a .txt: each line, what stands between blank lines, or the whole file",
+    )
 
     @model_validator(mode="after")
     def _one_kind(self) -> "SourceConfig":
@@ -35,6 +39,11 @@ class SourceConfig(Section):
             if getattr(self, setting) and self.id is None:
                 raise field_error(setting, "is about a Hugging Face dataset, and no id is set")
         return self
+
+    @property
+    def has_train(self) -> bool:
+        """Whether it has training text, as far as its settings say."""
+        return bool(self.train_urls or self.id)
 
 
 # Names folders and metrics.
@@ -60,7 +69,8 @@ class DataConfig(SourceConfig):
     tokenizer: str = Field(
         "gpt2",
         min_length=1,
-        description="A folder or URL with a tokenizer.json, a hub id (owner/name@revision), a sentencepiece .model, "
+        description="A folder or URL with a tokenizer.json, such a file, a vocab.json with its merges.txt, a "
+        "sentencepiece .model, a hub id (owner/name@revision), "
         "byte (256 bytes, built in), or passthrough (documents are lists of token ids)",
     )
     vocab_size: int | None = Field(
@@ -73,6 +83,11 @@ class DataConfig(SourceConfig):
     enforce_bos: bool = Field(False, description="Begin every document with the tokenizer's begin-of-text token")
     mask_across_documents: bool = Field(
         True, description="Tokens attend only to their own document, where a sequence holds several"
+    )
+    reset_positions: bool = Field(
+        False,
+        description="Positions begin at 0 with each document, or with its part in a sequence; off, they go on through "
+        "the sequence. with MPT only together with mask_across_documents",
     )
     stop_strategy: Literal["restart", "first_exhausted"] = Field(
         "restart", description="When a source of a mixture is used up: begin it again, or end the run"
@@ -111,6 +126,13 @@ class DataConfig(SourceConfig):
         None, ge=1, description="Processes that tokenize; null means one per core. Never changes the result"
     )
 
+    @property
+    def batch_types(self) -> dict[str, str]:
+        """The arrays of a batch, [rows, seq_len] each, and their types; see `lmtrain/data/batches.py`."""
+        types = {"tokens": "int32", "loss_mask": "bool"}
+        more = {"segments": self.mask_across_documents, "positions": self.reset_positions}
+        return types | {name: "int32" for name, wanted in more.items() if wanted}
+
     @model_validator(mode="before")
     @classmethod
     def _demo_brings_its_tokenizer(cls, value: Any) -> Any:
@@ -137,11 +159,15 @@ class DataConfig(SourceConfig):
                 "train_weights", f"entries of [step, map] begin at step 0 and ascend, but are at steps {steps}"
             )
         shares = [mixed] if isinstance(mixed, dict) else [shares for _, shares in mixed]
-        if any(not sum(share.values()) for share in shares if self.train_weights is not None):
+        shares = shares if self.train_weights is not None else []
+        if any(not sum(share.values()) for share in shares):
             raise field_error("train_weights", "give no source any weight")
         for name in {name for share in shares for name in share}:
             if name not in (self.configs or {}):
                 raise field_error("train_weights", f"{name!r} is none of the sources in configs")
+        for name, source in (self.configs or {}).items():
+            if shares and source.has_train and all(name not in share for share in shares):
+                raise field_error("train_weights", f"leave out {name!r}, which is in configs; set it, to 0 for none")
         return self
 
     def urls(self, split: str) -> list[str]:

@@ -1,9 +1,10 @@
 """Which source each example of a mixture comes from: exact shares in every block, a pure function of its index.
 
 Examples are taken in blocks of 2048. In each block every source has its share of places, rounded by largest remainder,
-and a keyed permutation of the block says where. A place is the next example of its source, so that the same example
-index always is the same example, whatever came before a restart. Where the weights change, a new sequence of blocks
-begins.
+and a keyed permutation of the block says where. If rounding would change a share by more than 1 %, as that of a source
+with a few places would, shares are rounded over several blocks, which take turns with the remaining places. A place is
+the next example of its source, so that the same example index always is the same example, whatever came before a
+restart. Where the weights change, a new sequence of blocks begins.
 """
 
 import functools
@@ -12,9 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lmtrain.config.errors import UserError
 from lmtrain.data.permutation import permute
 
 BLOCK = 2048
+
+# Shares are rounded over so many blocks at most, and over fewer if no share is changed by more than the tolerance.
+_MOST_BLOCKS = 4096
+_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,9 @@ class Mixture:
         assert phases[0].start == 0
         self._seed = seed
         self._starts = np.array([phase.start for phase in phases], np.int64)
-        self._counts = [block_counts(phase.weights) for phase in phases]
+        self._counts = [block_counts(phase.weights) for phase in phases]  # [blocks that take turns, sources]
+        zeros = np.zeros((1, len(phases[0].weights)), np.int64)
+        self._until = [np.concatenate([zeros, np.cumsum(counts, axis=0)]) for counts in self._counts]
         self._before = [np.zeros(len(phases[0].weights), np.int64)]
         for number in range(len(phases) - 1):
             self._before.append(self._before[number] + self._taken(number, int(np.diff(self._starts)[number])))
@@ -46,7 +54,7 @@ class Mixture:
             block, place = divmod(at - int(self._starts[phase]), BLOCK)
             source, rank = (int(part[place]) for part in self._block(phase, block))
             sources[row] = source
-            numbers[row] = self._before[phase][source] + block * self._counts[phase][source] + rank
+            numbers[row] = self._before[phase][source] + self._whole_blocks(phase, block)[source] + rank
         return sources, numbers
 
     def examples_within(self, limits: Sequence[int], most: int) -> int:
@@ -63,11 +71,18 @@ class Mixture:
         """How many examples of each source the first `examples` of a phase hold."""
         whole, rest = divmod(examples, BLOCK)
         sources, _ = self._make_block(phase, whole)
-        return whole * self._counts[phase] + np.bincount(sources[:rest], minlength=len(self._counts[phase]))
+        taken: np.ndarray = self._whole_blocks(phase, whole)
+        return taken + np.bincount(sources[:rest], minlength=len(taken))
+
+    def _whole_blocks(self, phase: int, blocks: int) -> np.ndarray:
+        """How many examples of each source the first `blocks` blocks of a phase hold."""
+        turns, rest = divmod(blocks, len(self._counts[phase]))
+        until = self._until[phase]
+        return np.asarray(turns * until[-1] + until[rest])
 
     def _make_block(self, phase: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """For each place of a block its source, and how many places before it in the block have the same one."""
-        counts = self._counts[phase]
+        counts = self._counts[phase][block % len(self._counts[phase])]
         key = np.full(BLOCK, phase * 2**40 + block, np.int64)
         order = permute(np.arange(BLOCK), BLOCK, self._seed, key)
         sources = np.repeat(np.arange(len(counts)), counts)[order]
@@ -79,9 +94,45 @@ class Mixture:
 
 
 def block_counts(weights: Sequence[float]) -> np.ndarray:
-    """Places of each source in a block: its share rounded down, the rest to those with the largest remainders."""
-    shares = np.array(weights, np.float64) / np.sum(weights) * BLOCK
+    """Places of each source in a block, int64 [blocks that take turns, sources]; each row has 2048 in all.
+
+    Raises `UserError` for a share that is so small that no block would have a place for it.
+    """
+    shares = np.array(weights, np.float64) / np.sum(weights)
+    blocks = 1
+    while True:
+        totals = _round(shares * BLOCK * blocks)
+        exact = np.abs(totals - shares * BLOCK * blocks) <= _TOLERANCE * shares * BLOCK * blocks
+        if exact.all() or blocks == _MOST_BLOCKS:
+            break
+        blocks *= 2
+    if (lost := (totals == 0) & (shares > 0)).any():
+        smallest = min(weight for weight, is_lost in zip(weights, lost, strict=True) if is_lost)
+        raise UserError(
+            f"data.train_weights: {smallest} of {sum(weights):g} is too small a "
+            f"share: none of {BLOCK * blocks:,} examples; set it to 0, or to more"
+        )
+    return _take_turns(totals, blocks)
+
+
+def _round(shares: np.ndarray) -> np.ndarray:
+    """To whole numbers of the same sum: rounded down, the rest to those with the largest remainders."""
     counts = np.floor(shares).astype(np.int64)
     largest_first = np.argsort(counts - shares, kind="stable")
-    counts[largest_first[: BLOCK - int(counts.sum())]] += 1
+    counts[largest_first[: round(shares.sum()) - int(counts.sum())]] += 1
     return counts
+
+
+def _take_turns(totals: np.ndarray, blocks: int) -> np.ndarray:
+    """`totals` spread evenly over the blocks, a power of two of them.
+
+    What is left after an even division is drawn by systematic sampling (Madow 1949): remainders lie end to end on a
+    line, and a block takes one of each that its comb, with teeth one apart, hits. Combs begin at van der Corput's
+    points, so that hits of a source are far apart.
+    """
+    each, left = np.divmod(totals, blocks)
+    ends = np.concatenate([[0], np.cumsum(left)])
+    bits = blocks.bit_length() - 1
+    begins = np.array([int(f"{block:0{bits}b}"[::-1], 2) if bits else 0 for block in range(blocks)])
+    teeth = -((begins[:, None] - ends[None, :]) // blocks)  # how many lie before each end
+    return np.asarray(each + np.diff(teeth, axis=1))

@@ -57,7 +57,7 @@ def evaluate(
 
 
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
-    """One line of the result of `evaluate`."""
+    """One line of the result of `evaluate`: of all sets together, then the loss of each."""
     loss = metrics["eval/loss"]
     perplexity = math.inf if loss >= _LARGEST_EXPONENT else math.exp(loss)
     parts = [f"perplexity {perplexity:.1f}"]
@@ -65,7 +65,16 @@ def describe_evaluation(metrics: Mapping[str, float]) -> str:
         parts.append(f"{metrics['eval/bpb']:.3f} bits per byte")
     if "eval/ema/loss" in metrics:
         parts.append(f"average {metrics['eval/ema/loss']:.4f}")
-    return f"eval loss {loss:.4f} ({', '.join(parts)})"
+    each = {name.split("/", 1)[1].removesuffix("/loss"): value for name, value in metrics.items() if _of_a_set(name)}
+    of_each = f"; {', '.join(f'{name} {value:.4f}' for name, value in each.items())}" if each else ""
+    return f"eval loss {loss:.4f} ({', '.join(parts)}){of_each}"
+
+
+def _of_a_set(name: str) -> bool:
+    """Whether a metric is the loss of one of several sets; those of averaged weights are not told."""
+    return (
+        name.startswith("eval/") and not name.startswith("eval/ema/") and name.endswith("/loss") and name.count("/") > 1
+    )
 
 
 def _metrics(prefix: str, means: Means) -> dict[str, float]:

@@ -16,6 +16,9 @@ class HuggingFaceConfig(Section):
     use_hf_model_config: bool = Field(
         False, description="Take the model's sizes from initialize_from_hf instead of the model section"
     )
+    allow_other_tokenizer: bool = Field(
+        False, description="Begin from initialize_from_hf though data.tokenizer gives its ids to other tokens"
+    )
     hf_save_path: str | None = Field(
         None, min_length=1, description="Folder of exports during training; the run id is appended; null: none"
     )

@@ -22,27 +22,36 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.remote import open_fs, told
 from lmtrain.hf.key_map import Piece
 from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
-from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer
+from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, read_settings
 from lmtrain.runtime.storage import file_size, is_url, join, list_names, read_bytes, write_bytes, write_json
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 _SHARD_BYTES = 5_000_000_000
 
-# In config.json: the version of lmtrain that wrote a folder, which may then be replaced.
-_MARK = "lmtrain_version"
+# In config.json: the version of lmtrain that wrote a folder, and the run that the model is of.
+_MARK, _RUN = "lmtrain_version", "lmtrain_run"
+
+# The tokenizer's settings, and the length that transformers takes and writes where none is known.
+_SETTINGS, _UNKNOWN = "tokenizer_config.json", int(1e30)
 _WRITTEN = re.compile(r"config\.json|generation_config\.json|model.*\.safetensors(\.index\.json)?|.*\.py")
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is written, apart from the values of the tensors."""
+    """What is written, apart from the values of the tensors.
+
+    `run` is the id of the model's run, if it has one; `seq_len` the longest text in tokens, which the tokenizer's
+    settings name too unless they name another.
+    """
 
     pieces: Sequence[Piece]
     config: Mapping[str, Any]
     extra_files: Mapping[str, bytes]
     tokenizer: Tokenizer
     dtype: str
+    run: str | None = None
+    seq_len: int | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -65,12 +74,13 @@ def write_export(output: str, export: Export, tensors: Iterable[np.ndarray], sha
         names = _write_weights(temporary, export, iter(tensors), shard_bytes)
         # `dtype` is what transformers 5 reads, `torch_dtype` what 4 does
         config = {**export.config, "dtype": export.dtype, "torch_dtype": export.dtype, _MARK: __version__}
+        config |= {} if export.run is None else {_RUN: export.run}
         write_json(join(temporary, "config.json"), config)
         special = {"eos_token_id": export.tokenizer.eos_id, "bos_token_id": export.tokenizer.bos_id}
         generation = {name: number for name, number in special.items() if number is not None}
         write_json(join(temporary, "generation_config.json"), generation)
         names += ["config.json", "generation_config.json"]
-        others = {**export.extra_files, **_tokenizer_files(export.tokenizer)}
+        others = {**export.extra_files, **_tokenizer_files(export.tokenizer, export.seq_len)}
         for name, content in others.items():
             write_bytes(join(temporary, name), content)
         _put_in_place(temporary, output, [*others, *names])
@@ -98,7 +108,7 @@ def check_output(output: str, extra_files: Iterable[str] = ()) -> None:
     names = list_names(folder)
     if not names:
         return
-    if not _is_ours(folder):
+    if _MARK not in _config_of(folder):
         raise UserError(f"--output {output}: the folder is not empty and is no export of lmtrain's; choose another")
     others = [name for name in names if not (_WRITTEN.fullmatch(name) or name in {*TOKENIZER_FILES, *extra_files})]
     if others:
@@ -108,14 +118,27 @@ def check_output(output: str, extra_files: Iterable[str] = ()) -> None:
         )
 
 
-def _is_ours(folder: str) -> bool:
+def check_same_run(output: str, run: str) -> None:
+    """Raise `UserError` if `output` has an export of another run's model, or of one that is not known."""
+    found = _config_of(output if is_url(output) else os.path.expanduser(output))
+    if found and found.get(_RUN) != run:
+        whose = f"of the run {found[_RUN]}" if _RUN in found else "of a run that is not known"
+        raise UserError(
+            f"--output {output}: holds an export {whose}, and this is one of {run}; choose another folder, or add "
+            "--overwrite"
+        )
+
+
+def _config_of(folder: str) -> dict[str, Any]:
+    """The content of config.json; nothing if there is none."""
     path = join(folder, "config.json")
     if file_size(path) is None:
-        return False
+        return {}
     try:
-        return _MARK in json.loads(read_bytes(path))
+        found = json.loads(read_bytes(path))
     except ValueError:
-        return False
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def plan_shards(sizes: Sequence[int], most: int) -> list[list[int]]:
@@ -176,11 +199,16 @@ def _digest(tensor: np.ndarray) -> bytes:
     return hashlib.blake2b(tensor.reshape(-1).view(np.uint8).data, digest_size=16).digest()
 
 
-def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+def _tokenizer_files(tokenizer: Tokenizer, seq_len: int | None) -> dict[str, bytes]:
     """The files of the tokenizer's folder; none for passthrough, which has none."""
     folder = os.path.expanduser(tokenizer.path)
     paths = {name: os.path.join(folder, name) for name in TOKENIZER_FILES}
-    return {name: read_bytes(path) for name, path in paths.items() if os.path.isfile(path)}
+    files = {name: read_bytes(path) for name, path in paths.items() if os.path.isfile(path)}
+    settings = read_settings(folder) if _SETTINGS in files else {}
+    if seq_len is not None and settings and settings.get("model_max_length", _UNKNOWN) >= _UNKNOWN:
+        settings["model_max_length"] = seq_len
+        files[_SETTINGS] = (json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    return files
 
 
 @contextlib.contextmanager

@@ -1,13 +1,16 @@
 """From what a config calls its tokenizer to a local folder with a `tokenizer.json`, which is all that the rest reads.
 
     a folder, or one at a URL that fsspec opens     as it is; a URL is copied once
+    a file: `tokenizer.json` or another *.json      the folder it is in, or a folder that has it alone
+    `vocab.json` with `merges.txt` beside it        converted; GPT-2's first form
     a Hugging Face id, `owner/name[@revision]`      from the hub, once
     a sentencepiece file, `*.model`                 converted
     `byte`                                          256 bytes and an end-of-text token
 
 `passthrough` has no folder: its documents are token ids already.
 
-Copies and conversions lie in the user's cache folder, under a name made from what they were made from.
+Copies and conversions lie in the user's cache folder, under a name made from their content, or from the hub's id: what
+is a file or folder here is never taken for a hub's id.
 """
 
 import contextlib
@@ -19,24 +22,30 @@ from collections.abc import Callable, Iterator
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.hub import prepare_hub
-from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, save_tokenizer
+from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, read_settings, save_tokenizer, token_text
 
 PASSTHROUGH = "passthrough"
 
+_PAIR = ("vocab.json", "merges.txt")
+_GPT2_END = "<|endoftext|>"
 _HUB_ID = re.compile(r"(?:[\w.-]+/)?[\w.-]+(?:@[\w./-]+)?")
 
 
 def find_tokenizer(name: str) -> str:
     """The folder of the tokenizer `name`. Raises `UserError` if there is none, or if it cannot be had from here."""
-    folder = os.path.expanduser(name)
-    if os.path.isdir(folder):
-        return name
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return _in_folder(name)
     if name == "byte":
         return _once("byte", _write_byte_tokenizer)
     if name.endswith(".model"):
         return _from_sentencepiece(name)
     if "://" in name:
-        return _from_url(name)
+        return _from_url(name.removesuffix("/tokenizer.json"))
+    if os.path.isfile(path):
+        return _from_file(name)
+    if name.endswith((".json", ".txt")):
+        raise UserError(f"tokenizer {name!r}: no such file; set data.tokenizer to an existing file or folder")
     if _HUB_ID.fullmatch(name):
         return _from_hub(name)
     raise UserError(
@@ -98,6 +107,78 @@ def _byte_of(letter: str) -> int:
     return [byte for byte in range(256) if byte not in printable][ord(letter) - 256]
 
 
+def _in_folder(name: str) -> str:
+    """A folder that has a tokenizer.json as it is; one with an older form only is converted."""
+    has = {file for file in ("tokenizer.json", *_PAIR, "tokenizer.model") if os.path.isfile(_join(name, file))}
+    if "tokenizer.json" in has:
+        return name
+    if has.issuperset(_PAIR):
+        return _from_pair(name)
+    return _from_sentencepiece(_join(name, "tokenizer.model")) if has == {"tokenizer.model"} else name
+
+
+def _from_file(name: str) -> str:
+    folder, file = os.path.split(name)
+    if file == "tokenizer.json":
+        return folder or "."
+    if file in _PAIR:
+        missing = [other for other in _PAIR if not os.path.isfile(_join(folder, other))]
+        if missing:
+            raise UserError(f"tokenizer {name!r}: {missing[0]} is not beside it, and the two belong together")
+        return _from_pair(folder or ".")
+    if not file.endswith(".json"):
+        raise UserError(
+            f"tokenizer {name!r}: a file of another kind; set data.tokenizer to a folder, a tokenizer.json, a "
+            "vocab.json with its merges.txt, or a sentencepiece .model"
+        )
+    content = _read(name)
+
+    def write(into: str) -> None:
+        with open(os.path.join(into, "tokenizer.json"), "wb") as target:
+            target.write(content)
+
+    return _once(f"file-{hashlib.sha256(content).hexdigest()[:16]}", write)
+
+
+def _from_pair(folder: str) -> str:
+    """A byte-level BPE from `vocab.json` and `merges.txt`, as GPT-2 was published."""
+    contents = [_read(_join(folder, file)) for file in _PAIR]
+    config = _join(folder, "tokenizer_config.json")
+    contents += [_read(config)] if os.path.isfile(config) else []
+
+    def convert(into: str) -> None:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+        vocab, merges = (os.path.expanduser(_join(folder, file)) for file in _PAIR)
+        try:
+            backend = Tokenizer(models.BPE.from_file(vocab, merges))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"tokenizer {folder!r}: {' and '.join(_PAIR)} are no tokenizer: {error}") from None
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.post_processor = processors.ByteLevel(trim_offsets=False)
+        settings = read_settings(folder)
+        named = [token_text(settings.get(kind)) for kind in ("eos_token", "bos_token")]
+        eos, bos = (token or _GPT2_END for token in named)
+        known = {token for token in (eos, bos) if backend.token_to_id(token) is not None}
+        backend.add_special_tokens(sorted(known))
+        save_tokenizer(backend, into, eos=eos if eos in known else None, bos=bos if bos in known else None)
+
+    return _once(f"pair-{hashlib.sha256(b''.join(contents)).hexdigest()[:16]}", convert)
+
+
+def _join(folder: str, file: str) -> str:
+    return os.path.join(os.path.expanduser(folder), file)
+
+
+def _read(path: str) -> bytes:
+    from lmtrain.config.remote import told
+    from lmtrain.runtime.storage import read_bytes
+
+    with _of_tokenizer(path), told(path, "read"):
+        return read_bytes(os.path.expanduser(path))
+
+
 @contextlib.contextmanager
 def _of_tokenizer(name: str) -> Iterator[None]:
     """Errors within say that they are about the tokenizer."""
@@ -157,11 +238,7 @@ def _from_hub(name: str) -> str:
 
 def _from_sentencepiece(name: str) -> str:
     """The tokenizers-library form of a sentencepiece model: the same object tokenizes here and is exported."""
-    from lmtrain.config.remote import told
-    from lmtrain.runtime.storage import read_bytes
-
-    with _of_tokenizer(name), told(name, "read"):
-        content = read_bytes(os.path.expanduser(name))
+    content = _read(name)
 
     def convert(folder: str) -> None:
         from lmtrain.hf.sentencepiece import convert_sentencepiece

@@ -132,17 +132,18 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def resize_vocab(array: np.ndarray, vocab_size: int, rows: int) -> np.ndarray:
+def resize_vocab(array: Any, vocab_size: int, rows: int, numpy: Any = np) -> Any:
     """[their tokens, D] -> [rows, D] for `vocab_size` tokens of ours, the rest padding.
 
     Tokens that they have beyond ours are left out; those that we have beyond theirs begin as the mean of all, so that
-    they are neither likely nor unlikely (Hewitt 2021, "Initializing New Word Embeddings"); padding is 0.
+    they are neither likely nor unlikely (Hewitt 2021, "Initializing New Word Embeddings"); padding is 0. `numpy` is
+    the module of the array: numpy, or jax.numpy.
     """
     kept = array[:vocab_size]
     mean = array.astype(np.float32).mean(0, keepdims=True).astype(array.dtype)
-    new = np.repeat(mean, vocab_size - len(kept), axis=0)
-    padding = np.zeros((rows - vocab_size, array.shape[1]), array.dtype)
-    return np.concatenate([kept, new, padding])
+    new = numpy.repeat(mean, vocab_size - len(kept), axis=0)
+    padding = numpy.zeros((rows - vocab_size, array.shape[1]), array.dtype)
+    return numpy.concatenate([kept, new, padding])
 
 
 def _check_names(expected: set[str], found: set[str], what: str) -> None:

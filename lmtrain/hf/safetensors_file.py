@@ -17,7 +17,7 @@ import numpy as np
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.remote import open_fs, told
-from lmtrain.runtime.storage import is_url
+from lmtrain.runtime.storage import file_size, is_url
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -62,12 +62,26 @@ def read_header(path: str) -> dict[str, TensorInfo]:
         raise UserError(f"{path}: not a safetensors file, or a damaged one: {error}") from None
 
 
+def check_length(path: str, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raise `UserError` if the file ends before its tensors do."""
+    size = file_size(path)
+    if size is not None and any(info.end > size for info in tensors.values()):
+        raise UserError(f"{path}: shorter than its header says; a download may have been cut off")
+
+
 def read_tensor(path: str, info: TensorInfo) -> np.ndarray:
     """One tensor. Raises `UserError` if the file ends before it does."""
     content = _read(path, info.begin, info.end)
     if len(content) != info.dtype.itemsize * math.prod(info.shape):
         raise UserError(f"{path}: shorter than its header says; a download may have been cut off")
     return np.frombuffer(content, info.dtype).reshape(info.shape)
+
+
+def read_rows(path: str, info: TensorInfo, first: int, last: int) -> np.ndarray:
+    """Rows `first` up to `last` of a tensor, of which nothing else is read. Raises as `read_tensor` does."""
+    width = info.dtype.itemsize * math.prod(info.shape[1:])
+    part = info._replace(shape=(last - first, *info.shape[1:]), begin=info.begin + first * width)
+    return read_tensor(path, part._replace(end=part.begin + (last - first) * width))
 
 
 def header_of(shapes: Mapping[str, Sequence[int]], dtype: np.dtype[Any]) -> bytes:

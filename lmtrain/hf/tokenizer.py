@@ -60,10 +60,10 @@ def load_tokenizer(path: str) -> Tokenizer:
         raise UserError(f"{file}: not a tokenizer: {error}") from None
     backend.no_truncation()  # some folders come with a limit, which would drop text
     backend.no_padding()
-    config = _read_config(folder)
+    config = read_settings(folder)
     split_special = bool(config.get("split_special_tokens", False))
     backend.encode_special_tokens = split_special
-    eos, bos = _token_text(config.get("eos_token")), _token_text(config.get("bos_token"))
+    eos, bos = token_text(config.get("eos_token")), token_text(config.get("bos_token"))
     with open(file, encoding="utf-8") as opened:
         content = json.load(opened)
     defining = [content, eos, bos, *(["split_special_tokens"] if split_special else [])]
@@ -100,8 +100,9 @@ def save_tokenizer(
     os.replace(temporary, os.path.join(folder, "tokenizer.json"))  # last: its presence means complete
 
 
-def _read_config(folder: str) -> dict[str, Any]:
-    file = os.path.join(folder, "tokenizer_config.json")
+def read_settings(folder: str) -> dict[str, Any]:
+    """The content of the folder's tokenizer_config.json; nothing if there is none."""
+    file = os.path.join(os.path.expanduser(folder), "tokenizer_config.json")
     if not os.path.isfile(file):
         return {}
     with open(file, encoding="utf-8") as opened:
@@ -112,7 +113,7 @@ def _read_config(folder: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _token_text(token: Any) -> str | None:
+def token_text(token: Any) -> str | None:
     """Special tokens are written as text, or as a map with `content`."""
     return token.get("content") if isinstance(token, dict) else token
 

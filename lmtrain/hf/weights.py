@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lmtrain.config.errors import UserError
-from lmtrain.hf.safetensors_file import TensorInfo, read_header, read_tensor
+from lmtrain.hf.safetensors_file import TensorInfo, check_length, read_header, read_rows, read_tensor
 from lmtrain.runtime.storage import file_size, is_url, join, read_bytes
 
 
@@ -25,6 +25,9 @@ class Weights(Protocol):
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, in the type it is stored in."""
+
+    def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """Rows `first` up to `last` of a tensor."""
 
 
 def locate(ref: str, name: str) -> str | None:
@@ -93,6 +96,8 @@ class SafetensorsWeights:
         self._where: dict[str, tuple[str, TensorInfo]] = {}
         for path in paths:
             found = read_header(path)
+            # every process reports it before any reads its share: one that stopped alone would leave the others waiting
+            check_length(path, found)
             twice = sorted(found.keys() & self._where.keys())
             if twice:
                 raise UserError(f"{path}: {twice[0]} is in {self._where[twice[0]][0]} too")
@@ -101,6 +106,9 @@ class SafetensorsWeights:
 
     def read(self, name: str) -> np.ndarray:
         return read_tensor(*self._where[name])
+
+    def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        return read_rows(*self._where[name], first, last)
 
 
 class TorchWeights:
@@ -118,6 +126,11 @@ class TorchWeights:
         from lmtrain.hf.torch_file import to_numpy
 
         return to_numpy(self._tensors[name])
+
+    def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        from lmtrain.hf.torch_file import to_numpy
+
+        return to_numpy(self._tensors[name][first:last])
 
 
 def _file(ref: str, name: str) -> str:

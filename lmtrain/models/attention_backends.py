@@ -5,6 +5,8 @@ xla        any     everything                                          grows wit
 blockwise  any     everything but dropout on the weights               grows with the length
 cudnn      GPU     grouped heads, sliding windows; 16 bits only,       grows with the length
                    heads of 8, 16, ... 128, first derivatives
+triton     GPU     everything but dropout on the weights, 32 bits,    grows with the length
+                   heads wider than 256 and second derivatives
 splash     TPU     grouped heads, sliding windows, segments; lengths   grows with the length
                    that are multiples of 128, first derivatives
 """
@@ -23,7 +25,9 @@ FEATURES = {
     "float32": "32-bit computation (trainer.mp)",
     "odd_length": "a model.seq_len that is no multiple of 128",
     "wide_heads": "heads wider than 128",
+    "very_wide_heads": "heads wider than 256",
     "wide_values": "values wider than keys (model.type backpack)",
+    "odd_values": "values wider than keys, and wider than 256 without being a multiple of 128 (model.type backpack)",
     "odd_heads": "heads whose width is no multiple of 8",
     "second_derivatives": "second derivatives (optimizer.type sophia-h)",
 }
@@ -45,11 +49,14 @@ BACKENDS = {
     "xla": Backend(None, frozenset(FEATURES)),
     "blockwise": Backend(None, _all_but("dropout")),
     "cudnn": Backend("gpu", frozenset({"window", "odd_length"})),
-    "splash": Backend("tpu", frozenset({"window", "segments", "float32", "wide_heads", "odd_heads"})),
+    "triton": Backend("gpu", _all_but("dropout", "float32", "very_wide_heads", "odd_values", "second_derivatives")),
+    "splash": Backend(
+        "tpu", frozenset({"window", "segments", "float32", "wide_heads", "very_wide_heads", "odd_heads"})
+    ),
 }
 
 # What `auto` tries, in order. From this length on, what xla holds of the scores costs more than blocks do.
-_PREFERRED = {"gpu": ("cudnn",), "tpu": ("splash",), "cpu": ()}
+_PREFERRED = {"gpu": ("cudnn", "triton"), "tpu": ("splash",), "cpu": ()}
 _LONG = 4096
 
 

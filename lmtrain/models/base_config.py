@@ -45,7 +45,7 @@ class BaseModelConfig(Section):
         "with what goes from block to block kept in the host's memory; false: nothing",
     )
     scan_layers: bool = Field(True, description="Compile one block and loop over it; false unrolls the loop")
-    attn_backend: Literal["auto", "xla", "blockwise", "cudnn", "splash"] = Field(
+    attn_backend: Literal["auto", "xla", "blockwise", "cudnn", "triton", "splash"] = Field(
         "auto", description="How attention is computed; auto takes the fastest that can, and says which"
     )
     flash_attention_block_size: int | None = Field(
@@ -84,4 +84,5 @@ class BaseModelConfig(Section):
         """What attention has to be able to do, in the words of `attention_backends.FEATURES`."""
         needs = {"odd_length"} if self.seq_len % 128 else set[str]()
         needs |= {"wide_heads"} if self.head_width > 128 else set()
+        needs |= {"very_wide_heads"} if self.head_width > 256 else set()
         return needs | ({"odd_heads"} if self.head_width % 8 else set())

@@ -1,6 +1,7 @@
 """What every language model offers, whatever its family: the training engine, evaluation and sampling use only this."""
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,17 @@ class KvCache(struct.PyTreeNode):
         )
 
 
+class Documents(NamedTuple):
+    """Where the documents of sequences lie, for the blocks of a model; None where nothing depends on it.
+
+    `segments` [B, S]: tokens attend to those of their own segment only. `positions` [B, S] are those of the tokens
+    within their documents; without, positions go on through the sequence.
+    """
+
+    segments: jax.Array | None = None
+    positions: jax.Array | None = None
+
+
 class LanguageModel(Protocol):
     """A Linen module with these methods, to be used through `apply(..., method=...)`."""
 
@@ -47,10 +59,16 @@ class LanguageModel(Protocol):
     def clone(self, **changes: Any) -> "LanguageModel":
         """Linen's: the same module with other fields, such as `attention`, the name of its backend."""
 
-    def hidden(self, tokens_BS: jax.Array, deterministic: bool, segments_BS: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self,
+        tokens_BS: jax.Array,
+        deterministic: bool,
+        segments_BS: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+    ) -> jax.Array:
         """What the head turns into logits, [B, S, D]. Not deterministic needs a `dropout` key.
 
-        With `segments_BS`, tokens attend to those of their own segment only; positions go on through the sequence.
+        For `segments_BS` and `positions_BS` see `Documents`.
         """
 
     def head(self) -> jax.Array:
@@ -61,3 +79,12 @@ class LanguageModel(Protocol):
 
     def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array) -> tuple[jax.Array, Any]:
         """Float32 logits [B, S, V] of new tokens at positions `start, start + 1, ...`, and the cache with them in."""
+
+
+def hidden_and_head(
+    model: LanguageModel, batch: Mapping[str, jax.Array], deterministic: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Both in one `apply(..., method=hidden_and_head)`, so that a tied table is gathered once. For `batch` see
+    `lmtrain/data/batches.py`."""
+    documents = {f"{name}_BS": batch[name] for name in ("segments", "positions") if name in batch}
+    return model.hidden(batch["tokens"], deterministic, **documents), model.head()

@@ -1,26 +1,34 @@
-"""Muon: which dimensions of which parameters are matrices to orthogonalize. The algorithm is optax's."""
+"""Muon: momentum, orthogonalized matrix by matrix; Adam for everything that is no matrix of a layer.
+
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": with g the gradient,
+
+    m <- beta m + (1 - beta) g;   u = beta m + (1 - beta) g with Nesterov's momentum, else m;   update = NS(u)
+
+NS is five steps of the Newton-Schulz iteration x <- a x + (b x x^T + c (x x^T)^2) x from u / |u|, which brings the
+singular values near 1. The momentum's bias is not corrected: NS does not depend on the length of u.
+"""
 
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, scale_by_muon
+from optax.contrib import MuonDimensionNumbers, MuonState
 
 from lmtrain.optim.config import MuonConfig
+from lmtrain.sharding.local import spread
 
 # Along these a parameter holds many matrices, each orthogonalized by itself.
 _STACKED = ("layers", "qkv", "senses")
 
+# a, b, c of the iteration: they make it steepest at 0 (Jordan et al. 2024).
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
 
 def muon_or_adam(config: MuonConfig, axes: Any) -> optax.GradientTransformation:
     """Muon for the matrices of the blocks; Adam, `adam_lr / learning_rate` times as large, for everything else."""
-    numbers = jax.tree.map(matrix_dims, axes, is_leaf=lambda names: isinstance(names, tuple))
-    labels = jax.tree.map(
-        lambda number: "adam" if number == () else "muon",
-        numbers,
-        is_leaf=lambda number: isinstance(number, tuple),
-    )
+    numbers = _matrices(axes)
 
     def dims(params: Any) -> Any:
         """As the parameters that reach Muon: with a masked node where there is none."""
@@ -32,20 +40,73 @@ def muon_or_adam(config: MuonConfig, axes: Any) -> optax.GradientTransformation:
         )
 
     muon = optax.chain(
-        scale_by_muon(
-            ns_steps=config.backend_steps,
-            beta=config.momentum,
-            eps=config.muon_epsilon,
-            nesterov=config.nesterov,
-            weight_dimension_numbers=dims,
-        ),
+        _orthogonalized_momentum(config, dims),
         optax.stateless(lambda updates, _: _scale_by_shape(config, updates, dims(updates))),
     )
     adam = optax.chain(
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
         optax.scale(config.adam_lr / config.learning_rate),
     )
-    return optax.partition({"muon": muon, "adam": adam}, labels)
+    return optax.partition({"muon": muon, "adam": adam}, labels_of(axes))
+
+
+def labels_of(axes: Any) -> Any:
+    """`muon` or `adam` for each parameter, of which `axes` has the dimensions' names."""
+    return jax.tree.map(
+        lambda number: "muon" if number else "adam", _matrices(axes), is_leaf=lambda number: isinstance(number, tuple)
+    )
+
+
+def _matrices(axes: Any) -> Any:
+    return jax.tree.map(matrix_dims, axes, is_leaf=lambda names: isinstance(names, tuple))
+
+
+def _orthogonalized_momentum(config: MuonConfig, dims: Any) -> optax.GradientTransformation:
+    beta = config.momentum
+
+    def init(params: Any) -> MuonState:
+        coefficients = jnp.asarray(_COEFFICIENTS)
+        return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, params), coefficients)
+
+    def update(gradients: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
+        def average(old: jax.Array, new: jax.Array) -> jax.Array:
+            return beta * old + (1 - beta) * new
+
+        momentum = jax.tree.map(average, state.mu, gradients)
+        ahead = jax.tree.map(average, momentum, gradients) if config.nesterov else momentum
+        updates = jax.tree.map(
+            lambda x, number: _orthogonalize(x, number, config),
+            ahead,
+            dims(gradients),
+            is_leaf=lambda node: isinstance(node, MuonDimensionNumbers),
+        )
+        return updates, MuonState(optax.safe_increment(state.count), momentum, state.ns_coeffs)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _orthogonalize(x: jax.Array, number: MuonDimensionNumbers, config: MuonConfig) -> jax.Array:
+    """Each matrix of a parameter, on one device: in parts, every step of the iteration would gather them."""
+    inputs, outputs = tuple(number.reduction_axis), tuple(number.output_axis)
+    stacked = tuple(dim for dim in range(x.ndim) if dim not in inputs + outputs)
+    order = stacked + inputs + outputs
+    back = tuple(order.index(dim) for dim in range(x.ndim))
+    ordered = x.transpose(order)
+    rows, columns = (math.prod(x.shape[dim] for dim in dims) for dims in (inputs, outputs))
+    matrices = spread(ordered.reshape(-1, rows, columns))
+    matrices = spread(_newton_schulz(matrices, config.backend_steps, config.muon_epsilon))
+    return matrices.reshape(ordered.shape).transpose(back)
+
+
+def _newton_schulz(x_NIO: jax.Array, steps: int, epsilon: float) -> jax.Array:
+    a, b, c = _COEFFICIENTS
+    tall = x_NIO.shape[1] > x_NIO.shape[2]
+    x = x_NIO.swapaxes(1, 2) if tall else x_NIO
+    x = x / (jnp.linalg.norm(x, axis=(1, 2), keepdims=True) + epsilon)
+    for _ in range(steps):
+        square = x @ x.swapaxes(1, 2)
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.swapaxes(1, 2) if tall else x
 
 
 def _scale_by_shape(config: MuonConfig, updates: Any, numbers: Any) -> Any:

@@ -1,5 +1,6 @@
 """The optimizer of a config, as one optax transformation: a direction, weight decay, and the learning rate."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from lmtrain.optim.config import (
     OptimizerConfig,
     SophiaConfig,
 )
-from lmtrain.optim.muon import muon_or_adam
+from lmtrain.optim.muon import labels_of, muon_or_adam
 from lmtrain.optim.schedules import Schedule
 from lmtrain.optim.skip_step import skip_bad_steps
 from lmtrain.optim.sophia import scale_by_sophia
@@ -34,13 +35,12 @@ def build_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """update = -rate * (direction(gradients, clipped) + weight_decay * parameter, where it decays).
 
-    `axes` are the logical names of each parameter's dimensions, which Muon needs. `update` takes, beside gradients,
-    state and parameters, `loss` (for `skip_bad_steps`) and `hessian` (for Sophia, see there).
+    `axes` are the logical names of each parameter's dimensions, which Muon and Adafactor need. `update` takes, beside
+    gradients, state and parameters, `loss` (for `skip_bad_steps`) and `hessian` (for Sophia, see there).
     """
     limit = config.max_grad_norm if isinstance(config, ClippedConfig) else None
     clip = [optax.clip_by_global_norm(limit)] if limit else []
-    decay = optax.add_decayed_weights(config.weight_decay, mask=lambda params: decay_mask(config, params))
-    update: optax.GradientTransformation = optax.chain(*clip, *_direction(config, axes), decay)
+    update: optax.GradientTransformation = optax.chain(*clip, *_direction(config, axes), *_decay(config, axes))
     if isinstance(config, AdamConfig) and config.skip_step is not None:
         update = skip_bad_steps(update, config.skip_step.rolling_interval_length, config.skip_step.sigma_factor)
     return optax.chain(update, scale_by_learning_rate(schedule))
@@ -55,7 +55,7 @@ def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransfo
         case MuonConfig():
             return [muon_or_adam(config, axes)]
         case AdafactorConfig():
-            return _adafactor(config)
+            return _adafactor(config, axes)
         case SophiaConfig():
             return [
                 scale_by_sophia(
@@ -70,14 +70,31 @@ def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransfo
             ]
 
 
-def _adafactor(config: AdafactorConfig) -> list[optax.GradientTransformation]:
+def _decay(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformation]:
+    """What Muon gives to Adam decays by Adam's learning rate."""
+
+    def of(weight_decay: float, among: Callable[[Any], Any] = lambda mask: mask) -> optax.GradientTransformation:
+        return optax.add_decayed_weights(weight_decay, mask=lambda params: among(decay_mask(config, params)))
+
+    if not isinstance(config, MuonConfig):
+        return [of(config.weight_decay)]
+    labels = labels_of(axes)
+
+    def only(label: str) -> Callable[[Any], Any]:
+        return lambda mask: jax.tree.map(lambda decays, found: decays and found == label, mask, labels)
+
+    rates = {"muon": 1.0, "adam": config.adam_lr / config.learning_rate}
+    return [of(config.weight_decay * rate, only(label)) for label, rate in rates.items()]
+
+
+def _adafactor(config: AdafactorConfig, axes: Any) -> list[optax.GradientTransformation]:
     """As `optax.adafactor`, with weight decay and learning rate left to the common end.
 
-    Stacked blocks count as one parameter where a root mean square is taken over a whole one.
+    Stacked blocks count as one parameter where a root mean square is taken over a whole one. A head's width is no
+    dimension of its own: rows and columns are those of the projection's matrix.
     """
-    parts: list[optax.GradientTransformation] = [
-        optax.scale_by_factored_rms(True, config.decay_rate, 0, config.min_dim_size_to_factor, config.epsilon)
-    ]
+    factored = optax.scale_by_factored_rms(True, config.decay_rate, 0, config.min_dim_size_to_factor, config.epsilon)
+    parts: list[optax.GradientTransformation] = [_with_merged_heads(factored, axes)]
     if config.clipping_threshold is not None:
         parts.append(optax.clip_by_block_rms(config.clipping_threshold))
     if config.multiply_by_parameter_scale:
@@ -85,6 +102,32 @@ def _adafactor(config: AdafactorConfig) -> list[optax.GradientTransformation]:
     if config.momentum is not None:
         parts.append(optax.ema(config.momentum, debias=False))
     return parts
+
+
+def _with_merged_heads(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
+    """`inner` on parameters whose dimensions `heads, head_dim` are one."""
+
+    def merged(tree: Any) -> Any:
+        return jax.tree.map(lambda x, names: x.reshape(_merged_shape(x.shape, names)), tree, axes)
+
+    def init(params: Any) -> Any:
+        return inner.init(merged(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        found, state = inner.update(merged(updates), state, merged(params))
+        return jax.tree.map(lambda x, like: x.reshape(like.shape), found, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _merged_shape(shape: tuple[int, ...], names: tuple[str | None, ...]) -> tuple[int, ...]:
+    merged: list[int] = []
+    for before, name, size in zip((None, *names), names, shape, strict=False):
+        if name == "head_dim" and before in ("heads", "kv_heads"):
+            merged[-1] *= size
+        else:
+            merged.append(size)
+    return tuple(merged)
 
 
 def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:

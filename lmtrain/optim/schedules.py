@@ -57,7 +57,8 @@ def build_schedule(config: ScheduleConfig, num_train_steps: int) -> Schedule:
         k = jnp.searchsorted(starts, step, side="right") - 1
         now, w, d = step - starts[k], warmups[k], decays[k]
         rising = before[k] + (peak - before[k]) * now / jnp.maximum(w, 1)
-        t = jnp.clip(step - (ends[k] - d), 0, d)
-        return jnp.where(now < w, rising, decayed(t, w, d)).astype(jnp.float32)
+        t = step - (ends[k] - d)
+        falling = jnp.where(t < 0, peak, decayed(jnp.clip(t, 0, d), w, d))
+        return jnp.where(now < w, rising, falling).astype(jnp.float32)
 
     return rate

@@ -1,4 +1,4 @@
-"""Sophia: momentum over a clipped, light-weight estimate of the Hessian's diagonal (Liu et al. 2023, algorithm 3).
+"""Sophia: momentum over a clipped, light-weight estimate of the Hessian's diagonal (Liu et al. 2023).
 
 optax's `contrib.sophia` calls the loss itself, on one whole batch. Here the step estimates, so that accumulation,
 sharding and mixed precision are those of the gradient.
@@ -36,6 +36,9 @@ def scale_by_sophia(
 
     Every `update_interval` updates, from the first on, h = beta2 h + (1 - beta2) `hessian(key)`: an argument of
     `update`, called only then. Where h is not positive the update is the momentum's sign, clipped.
+
+    The momentum's bias is corrected, as in optax and Levanter; the authors' algorithm 3 does not do so, and makes its
+    first updates smaller: the first by 1 - beta1.
     """
 
     def init(params: Any) -> SophiaState:

@@ -1,17 +1,21 @@
 """Answers of workers: started, watched, quoted when they fail, and kept for the next time the same is asked."""
 
+import atexit
 import contextlib
+import functools
 import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,57 +65,101 @@ def ask(
     """
     folder = cache_folder() / request.key
     steps = request.steps if request.compile else ()
-    if (folder / "estimate.json").exists() and all((folder / f"{step}.json").exists() for step in steps):
-        return _read(folder, steps, from_cache=True)
+    known = _read(folder, steps)
+    if known is not None and len(known.steps) == len(steps):
+        return replace(known, from_cache=True)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     # workers of two plans at once write the same bytes, each file under a name of its own first
-    with tempfile.TemporaryDirectory(prefix="lmtrain-plan-") as temporary:
+    with _terminated() as is_terminated, tempfile.TemporaryDirectory(prefix="lmtrain-plan-") as temporary:
         path = Path(temporary) / "request.json"
-        path.write_text(request.to_json())
-        failure = _work(request, path, folder, timeout, progress)
-    if not (folder / "estimate.json").exists():
+        missing = tuple(step for step in steps if known is None or step not in known.steps)
+        rest = replace(request, steps=missing)
+        path.write_text(rest.to_json())
+        failure = _work(rest, path, folder, timeout, progress, is_terminated)
+    found = _read(folder, steps)
+    if found is None:
         raise UserError(f"the worker that plans the run failed: {failure or 'it wrote nothing'}")
-    found = _read(folder, steps, failure=failure)
-    return Answer(found.estimate, found.steps, found.failure, time.monotonic() - began)
+    return replace(found, failure=failure, seconds=time.monotonic() - began)
 
 
 def read_hlo(request: Request, step: str) -> str | None:
-    """The optimized program of an answered request; None if it was not compiled."""
+    """The optimized program of an answered request; None if it was not compiled.
+
+    Raises `UserError` if it is corrupt.
+    """
     path = cache_folder() / request.key / f"{step}.hlo.gz"
-    return gzip.decompress(path.read_bytes()).decode() if path.exists() else None
+    try:
+        return gzip.decompress(path.read_bytes()).decode() if path.exists() else None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError):
+        shutil.rmtree(path.parent, ignore_errors=True)
+        raise UserError(f"{path} was corrupt and has been deleted; run the command again") from None
 
 
 def cache_folder() -> Path:
     """Where answers are kept; XDG_CACHE_HOME moves it."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(root) / "lmtrain" / "plans"
+    return _writable(Path(root) / "lmtrain" / "plans")
 
 
-def _read(folder: Path, steps: tuple[str, ...], failure: str = "", from_cache: bool = False) -> Answer:
-    found = {
-        step: json.loads((folder / f"{step}.json").read_text()) for step in steps if (folder / f"{step}.json").exists()
-    }
-    return Answer(json.loads((folder / "estimate.json").read_text()), found, failure, from_cache=from_cache)
+@functools.cache
+def _writable(folder: Path) -> Path:
+    """The folder, or with a warning a temporary one if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        print(f"warning: plans are not kept, since {folder} cannot be written: {error}", file=sys.stderr)
+        temporary = tempfile.mkdtemp(prefix="lmtrain-plans-")
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return Path(temporary)
+    return folder
 
 
-def _work(request: Request, path: Path, folder: Path, timeout: float, progress: Callable[[str], None]) -> str:
+def _read(folder: Path, steps: tuple[str, ...]) -> Answer | None:
+    """What is there of an answer; None without a whole estimate. A corrupt file counts as missing."""
+    estimate = _read_json(folder / "estimate.json", ("device", "devices", "mesh", "estimate", "advice"))
+    if estimate is None:
+        return None
+    found = {step: figures for step in steps if (figures := _read_json(folder / f"{step}.json", ("step",))) is not None}
+    return Answer(estimate, found)
+
+
+def _read_json(path: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and all(key in found for key in keys) else None
+
+
+def _work(
+    request: Request,
+    path: Path,
+    folder: Path,
+    timeout: float,
+    progress: Callable[[str], None],
+    is_terminated: Callable[[], bool],
+) -> str:
     """Run a worker to its end. -> why it failed, in a few lines; empty if it did not."""
     log = path.with_name("log.txt")
     command = [sys.executable, "-m", "lmtrain.plan.worker", str(path), str(path.parent)]
     began = compiling_since = time.monotonic()
-    with open(log, "w") as file, _running(command, file, environment(request.target, request.compile)) as process:
-        while process.poll() is None:
-            elapsed = time.monotonic() - began
-            if not (path.parent / "estimate.json").exists():
-                compiling_since = time.monotonic()
-            elif time.monotonic() - compiling_since > timeout:
-                _collect(path.parent, folder)
-                return f"it took longer than --compile_timeout {timeout:.0f} s and was stopped"
-            progress(_doing(path.parent, request, elapsed))
-            time.sleep(_POLL_SECONDS)
-        code = process.returncode
-    _collect(path.parent, folder)
+    try:
+        with open(log, "w") as file, _running(command, file, environment(request.target, request.compile)) as process:
+            while process.poll() is None:
+                if is_terminated():
+                    sys.exit(128 + signal.SIGTERM)
+                elapsed = time.monotonic() - began
+                if not (path.parent / "estimate.json").exists():
+                    compiling_since = time.monotonic()
+                elif time.monotonic() - compiling_since > timeout:
+                    return f"it took longer than --compile_timeout {timeout:.0f} s and was stopped"
+                progress(_doing(path.parent, request, elapsed))
+                time.sleep(_POLL_SECONDS)
+            code = process.returncode
+    finally:
+        _collect(path.parent, folder)  # of an interrupted plan too: the next one resumes from there
     if (error := path.with_name("error.txt")).exists():
         raise UserError(error.read_text())
     if code == 0:
@@ -133,6 +181,18 @@ def _running(command: list[str], log: Any, variables: dict[str, str]) -> Iterato
         process.wait()
 
 
+@contextlib.contextmanager
+def _terminated() -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM has come, instead of what it would do: an exception from a handler could come while a worker is
+    being started, and leave it behind."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield lambda: bool(came)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _collect(written: Path, folder: Path) -> None:
     for path in written.iterdir():
         if path.name.endswith((".json", ".hlo.gz")) and path.name != "request.json":
@@ -144,10 +204,13 @@ def _collect(written: Path, folder: Path) -> None:
 def _doing(folder: Path, request: Request, seconds: float) -> str:
     if not (folder / "estimate.json").exists():
         return f"tracing the model, {seconds:.0f} s"
-    left = [step for step in request.steps if not (folder / f"{step}.json").exists()]
+    steps = request.steps if request.compile else ()
+    left = [step for step in steps if not (folder / f"{step}.json").exists()]
     if not left:
         return f"finishing, {seconds:.0f} s"
-    what = {"train": "training", "eval": "evaluation"}.get(left[0], left[0])
+    if left[0] == "measure":
+        return f"running a few steps, {seconds:.0f} s"
+    what = {"train": "training", "eval": "evaluation"}[left[0]]
     return f"compiling the {what} step, {seconds:.0f} s"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmtrain.plan.request import Request
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 Changes = Mapping[str, Any]
 
@@ -16,7 +16,7 @@ Changes = Mapping[str, Any]
 POLICIES: tuple[bool | str, ...] = (False, "dots", "dots_no_batch", "save_attention", "full", "offload")
 
 # Axes that tensor parallelism splits: each product is then a part on each device, and none is computed twice.
-TENSOR_AXES = ["mlp", "heads", "kv_heads", "vocab"]
+TENSOR_AXES = ["mlp", "heads", "vocab"]
 
 
 def parallelisms(request: Request, changes: Changes | None = None) -> list[int]:
@@ -40,10 +40,17 @@ def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Chan
     for policy in POLICIES:
         if policy != recomputes:
             yield f"gradient_checkpointing {_yaml(policy)}", {**current, "model.gradient_checkpointing": policy}
-    now = config.trainer.per_device_parallelism
-    for size in parallelisms(request, current):
-        if size != now:
-            yield f"per_device_parallelism {size}", {**current, "trainer.per_device_parallelism": size}
+    if config.model.scan_layers and recomputes is not False:
+        # only together: in a loop all that is kept goes through memory, unrolled the compiler keeps half of it
+        unrolled = {"model.gradient_checkpointing": False, "model.scan_layers": False}
+        yield "gradient_checkpointing false, scan_layers false", {**current, **unrolled}
+    sizes = parallelisms(request, current)
+    now = (
+        config.trainer.per_device_parallelism if config.trainer.per_device_parallelism != -1 else max(sizes, default=1)
+    )
+    smaller = [size for size in sizes if size < now][:1]  # less at once rarely saves time: one is enough to see
+    for size in [size for size in sizes if size > now] + smaller:
+        yield f"per_device_parallelism {size}", {**current, "trainer.per_device_parallelism": size}
     yield from _meshes(request, config, current)
     other = not config.model.scan_layers
     yield f"scan_layers {_yaml(other)}", {**current, "model.scan_layers": other}
@@ -52,10 +59,9 @@ def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Chan
 def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[tuple[str, Changes]]:
     topology = request.target.topology
     near = topology.per_slice if topology else request.target.num_devices
-    axes = [axis for axis in TENSOR_AXES if axis != "kv_heads" or config.model.type == "llama"]
     for size in (1, 2, 4, 8):
         if size != config.trainer.model_axis_size and near % size == 0:
-            mesh = {"trainer.model_axis_size": size, "trainer.tensor_parallel_axes": axes if size > 1 else None}
+            mesh = {"trainer.model_axis_size": size, "trainer.tensor_parallel_axes": TENSOR_AXES if size > 1 else None}
             yield f"model_axis_size {size}", {**current, **mesh}
     slices = topology.slices if topology else 1
     for copies in {1, slices}:

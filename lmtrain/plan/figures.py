@@ -1,6 +1,8 @@
 """The answer to a request as plain data: figures of the estimate and of the compiled program, per device and step."""
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -15,15 +17,16 @@ from lmtrain.compiled.hlo import Frame
 from lmtrain.models.layers.blockwise import mean_blocks
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.mesh import Layout
-from lmtrain.train.layout_table import layout_table
-from lmtrain.train.program import Program, attention_choice
-from lmtrain.train.state import abstract_params, count_parameters
+from lmtrain.train.program.layout_table import layout_table
+from lmtrain.train.program.program import Program, attention_choice
+from lmtrain.train.step.state import abstract_params, count_parameters
 
 # Products of scores and weights of attention are in these files; all others are products with weights.
-_ATTENTION = ("models/layers/attention.py", "models/layers/blockwise.py", "models/layers/splash.py")
+_ATTENTION = tuple(f"models/layers/{name}" for name in ("attention.py", "blockwise.py", "splash.py", "triton/"))
 
-# Kernels of attention keep to the causal half: forward they take 2 products of queries and keys, backward 5.
-_BACKWARD_OVER_FORWARD = 2.5
+# Kernels of attention keep to the causal half. Forward they take 2 products of queries and keys; backward 5, and 2 of
+# them twice where the gradients of queries and those of keys have a kernel each.
+_BACKWARD_OVER_FORWARD = {"cudnn": 2.5, "splash": 3.5, "triton": 3.5}
 
 
 def describe(program: Program, platform: str) -> dict[str, Any]:
@@ -63,9 +66,10 @@ def compiled_figures(
     fast, slow = (_wire_by(found, network_name) for network_name in (network.fast, network.slow))
     answer = {
         "step": step,
-        "memory": memory_of(compiled),
+        "memory": memory_of(compiled, program.platform),
         "flops": flops,
         "hbm_bytes": found.hbm_bytes,
+        "hbm_sources": _by_file(found.traffic),
         "wire_bytes": found.wire_bytes,
         "wire_by_network": {network.fast: fast, network.slow: slow},
         "wire_minimum": wire_minimum(program, step),
@@ -89,6 +93,14 @@ def compiled_figures(
     }
 
 
+def _by_file(traffic: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Bytes by source file, most first."""
+    files: dict[str, float] = defaultdict(float)
+    for place, size in traffic.items():
+        files[place.partition(":")[0]] += size
+    return [{"where": where, "bytes": size} for where, size in sorted(files.items(), key=lambda one: -one[1]) if size]
+
+
 def network_of(layout: Layout, accelerator: Accelerator | None) -> Network:
     """How the devices of a layout are joined, in the order in which a program numbers them."""
     fast = accelerator.link if accelerator else "local"
@@ -108,12 +120,17 @@ def mean_trips(program: Program) -> Trips:
     return trips
 
 
-def memory_of(compiled: Any) -> dict[str, float]:
-    """Bytes by the compiler's account: arguments, the peak of what is alive at once, and temporary buffers."""
+def memory_of(compiled: Any, platform: str) -> dict[str, float]:
+    """Bytes by the compiler's account: arguments, the peak of what is alive at once, and temporary buffers.
+
+    The peak is that of buffers that are alive at once, without the fragments between them, which on a TPU are part of
+    the temporary buffers. XLA:GPU counts the host's buffers in, and XLA:CPU leaves the temporary ones out.
+    """
     stats = compiled.memory_analysis()
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = kept + stats.temp_size_in_bytes
     peak = getattr(stats, "peak_memory_in_bytes", 0) or total
+    peak = {"tpu": peak, "gpu": min(peak, total)}.get(platform, total)
     return {
         "arguments": stats.argument_size_in_bytes,
         "temporary": stats.temp_size_in_bytes,
@@ -200,7 +217,8 @@ def _flops(program: Program, found: Figures, step: str) -> dict[str, float]:
     if found.kernels and not attention:
         forward = causal_scores * tokens / (3 if step == "train" else 1)
         again = any("rematted_computation" in kernel.op_name for kernel in found.kernels)
-        kernels = forward * ((2 if again else 1) + _BACKWARD_OVER_FORWARD if step == "train" else 1)
+        backward = _BACKWARD_OVER_FORWARD[program.attention]
+        kernels = forward * ((2 if again else 1) + backward if step == "train" else 1)
     return {
         "model": model,
         "compiled": compiled,

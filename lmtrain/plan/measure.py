@@ -10,7 +10,7 @@ import numpy as np
 from lmtrain.plan.figures import compiled_figures
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.placement import local_rows, place_batch
-from lmtrain.train.program import Program
+from lmtrain.train.program.program import Program
 
 _MOST_STEPS, _SECONDS = 20, 10.0
 _FEWEST_STEPS = 3
@@ -22,9 +22,8 @@ def measure(program: Program, accelerator: Accelerator | None) -> dict[str, Any]
     shape = (batch_size, program.config.model.seq_len)
     rows = local_rows(program.layout.batch, batch_size)
     tokens = np.random.default_rng(0).integers(0, program.model.vocab_size, shape, dtype=np.int32)
-    batch = {"tokens": tokens[rows], "loss_mask": np.ones(shape, bool)[rows]}
-    if program.config.data.mask_across_documents:
-        batch["segments"] = np.zeros(shape, np.int32)[rows]
+    batch = {name: np.zeros(shape, dtype)[rows] for name, dtype in program.config.data.batch_types.items()}
+    batch |= {"tokens": tokens[rows], "loss_mask": np.ones(shape, bool)[rows]}
     placed = place_batch(batch, program.layout.batch, rows, batch_size)
     compiled = program.compile()
     state = program.init()

@@ -84,7 +84,7 @@ def _memory_lines(
     capacity = capacity_of(accelerator)
     yield (
         f"  memory      arguments {format_bytes(memory['arguments'])}, live peak {format_bytes(memory['peak'])}, "
-        f"temporary buffers {format_bytes(memory['temporary'])}"
+        f"temporary buffers {format_bytes(memory['temporary'])}{_fragments(accelerator)}"
         + (f", in host memory {format_bytes(memory['host'])}" if memory["host"] else "")
     )
     if figures["step"] == "train":
@@ -92,7 +92,11 @@ def _memory_lines(
     if capacity is not None and accelerator is not None:
         share = memory["peak"] / capacity
         yield f"              [{_bar(memory, capacity)}] {100 * share:.0f} % of {format_bytes(capacity)}"
-        yield "              # arguments, + temporary, . free"
+        yield "              # arguments, + what the peak adds to them, . free"
+
+
+def _fragments(accelerator: Accelerator | None) -> str:
+    return " with fragments" if accelerator is not None and accelerator.platform == "tpu" else ""
 
 
 def _bar(memory: Mapping[str, float], capacity: float) -> str:
@@ -118,7 +122,8 @@ def _work_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"  attention   {_flops(flops['attention'])} {by}; {_flops(flops['attention_model'])} in the model, counted in "
         f"full{f' ({kernels})' if kernels else ''}"
     )
-    yield f"  HBM         {_decimal(figures['hbm_bytes'])} read and written"
+    sources = ", ".join(f"{_decimal(row['bytes'])} {row['where'] or 'elsewhere'}" for row in figures["hbm_sources"][:4])
+    yield f"  HBM         {_decimal(figures['hbm_bytes'])} read and written: {sources}"
 
 
 def _collective_lines(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -137,7 +142,7 @@ def _collective_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         array = f"{row['dtype']} {_decimal(row['bytes'])}"
         yield (
             f"    {row['kind']:<19}{over:<13}{row['network']:<8}{array:>13} {row['times']:>7.0f} "
-            f"{_decimal(row['wire_bytes']):>9}  {'yes' if row['asynchronous'] else 'no':<8}{row['where']}"
+            f"{_decimal(row['wire_bytes']):>9}  {'yes' if row['asynchronous'] else 'no':<8}{row['where'] or 'unknown'}"
         )
     if len(rows) > _ROWS:
         rest = sum(row["wire_bytes"] for row in rows[_ROWS:])
@@ -148,7 +153,8 @@ def _loop_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     label = "loops"
     for loop in figures["loops"]:
         guess = "" if loop["known"] else "?"
-        yield f"  {label:<12}{loop['times']:,.4g}{guess} x {loop['where'] or 'unknown'}"
+        mean = "" if float(loop["times"]).is_integer() else " (on average)"
+        yield f"  {label:<12}{loop['times']:,.4g}{guess} x {loop['where'] or 'unknown'}{mean}"
         label = ""
 
 
@@ -180,7 +186,7 @@ def verdict(answer: Answer, accelerator: Accelerator | None) -> str:
         return f"fits: {format_bytes(need)} of {of} ({by})"
     if any("does_not_fit" in step for step in answer.steps.values()):
         return f"does not fit into {of} ({by})"
-    return f"does not fit: {format_bytes(need)}, {need / (capacity or 1):.1f} times {of} ({by})"
+    return f"does not fit: {format_bytes(need)}, {need / (capacity or 1):.3g} times {of} ({by})"
 
 
 def _flops(number: float) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lmtrain
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import ACCELERATORS
 from lmtrain.runtime.topologies import Topology
 
@@ -23,7 +23,7 @@ _TRAINER_SKIPS = {
     *("id", "log_dir", "tracker", "profiler", "checkpointer", "ray", "distributed", "jax_compilation_cache_dir"),
     *("load_checkpoint", "load_checkpoint_path", "initialize_from"),
 }
-_DATA_KEPT = {"mask_across_documents"}
+_DATA_KEPT = {"mask_across_documents", "reset_positions"}
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 # platform -> modules that hold its compiler, and the extra that installs one

@@ -20,8 +20,10 @@ from lmtrain.plan.request import Request
 _MARGIN = 1.15
 # A compile that was begun in time may take so long beyond it.
 _LEAST_SECONDS = 30.0
-# A change must gain this share of a step's time to be kept: bounds are no exacter.
+# A change must gain this share of a step's time to be kept: bounds are no exacter. One that costs no time is kept for
+# this share of memory: there may be room then for what saves time.
 _LEAST_GAIN = 0.01
+_LEAST_MEMORY = 0.1
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def find_settings(
             return None
         found.trials.append(trial)
         report(_line(trial))
-        if trial.fits and (found.best is None or trial.seconds < (1 - _LEAST_GAIN) * found.best.seconds):
+        if trial.fits and (found.best is None or _is_better(trial, found.best)):
             found.best = trial
         return trial
 
@@ -194,6 +196,12 @@ def _trial(name: str, changes: Changes, answer: Answer, step: str, capacity: flo
         return None
     peak = figures["memory"]["peak"]
     return Trial(name, changes, seconds, peak, capacity is None or peak <= capacity)
+
+
+def _is_better(trial: Trial, best: Trial) -> bool:
+    if trial.seconds < (1 - _LEAST_GAIN) * best.seconds:
+        return True
+    return trial.seconds <= best.seconds and trial.peak < (1 - _LEAST_MEMORY) * best.peak
 
 
 def _line(trial: Trial) -> str:

@@ -8,6 +8,8 @@ import gzip
 import json
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory", "ex
 
 
 def main(argv: list[str]) -> int:
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     request = Request.from_json(Path(argv[0]).read_text())
     folder = Path(argv[1])
     try:
@@ -29,6 +32,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _end_with_parent(parent: int) -> None:
+    """A killed command leaves no compiler behind that takes the machine's memory."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def answer(request: Request, folder: Path) -> None:
     """Write all answers to a request into a folder."""
     from lmtrain.plan.devices import open_devices
@@ -36,7 +46,8 @@ def answer(request: Request, folder: Path) -> None:
     from lmtrain.plan.measure import measure
     from lmtrain.runtime.accelerators import find_accelerator
     from lmtrain.sharding.mesh import platform_of
-    from lmtrain.train.program import plan_program
+    from lmtrain.train.program.program import plan_program
+    from lmtrain.train.program.xla_options import refused_option
 
     devices = open_devices(request.target, request.compile)
     topology = request.target.topology
@@ -57,6 +68,8 @@ def answer(request: Request, folder: Path) -> None:
         try:
             compiled = lowered.compile()
         except Exception as error:
+            if refused := refused_option(error):
+                raise refused from None
             if not any(sign in str(error) for sign in _DOES_NOT_FIT):
                 raise
             write(folder / f"{step}.json", json.dumps({"step": step, "does_not_fit": str(error)}).encode())

@@ -10,7 +10,7 @@ from lmtrain.data.config import DataConfig
 from lmtrain.data.manifest import Manifest
 from lmtrain.preprocess.executor import Executor, choose_executor
 from lmtrain.preprocess.plan import CachePlan, plan_cache
-from lmtrain.preprocess.shard import ShardJob
+from lmtrain.preprocess.shard import COUNTS, ShardJob
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.files import remove_temporaries
 from lmtrain.runtime.logging import log
@@ -119,7 +119,7 @@ class Build:
         jobs = [job for _, _, job in work]
         done: set[int] = set()
         first_seen: dict[int, float] = {}
-        totals = np.zeros(3, np.int64)
+        totals = np.zeros(COUNTS, np.int64)
 
         def on_counts(counts: np.ndarray) -> None:
             nonlocal totals
@@ -139,10 +139,9 @@ class Build:
             plan.add(index, info)
             done.add(number)
         seconds = time.monotonic() - began
-        documents, tokens, read = totals.tolist()
         log.info(
-            f"preprocess: {documents:,} documents, {tokens:,} tokens in {len(work)} shards, {format_seconds(seconds)}, "
-            f"{tokens / seconds:,.0f} tokens/s, {read / 1e6 / seconds:.1f} MB/s"
+            f"preprocess: {totals[0]:,} documents, {totals[1]:,} tokens in {len(work)} shards, "
+            f"{format_seconds(seconds)}, {_speed(totals, seconds)}"
         )
 
 
@@ -174,15 +173,22 @@ def _interleave(plans: list[CachePlan]) -> list[tuple[CachePlan, int, ShardJob]]
 
 def _describe(jobs: list[ShardJob], counts: np.ndarray, began: dict[int, float], done: set[int], now: float) -> str:
     """All jobs together, then some of those under way. `began` is when each was first seen at work, in seconds."""
-    documents, tokens, read = counts.sum(axis=0).tolist()
+    totals = counts.sum(axis=0)
+    documents, tokens, read, _ = totals.tolist()
     total = sum(job.source.bytes for job in jobs)
     text = (
         f"{100 * read // max(total, 1)}%, {len(done)}/{len(jobs)} shards, {documents:,} documents, {tokens:,} tokens, "
-        f"{tokens / max(now, 1e-9):,.0f} tokens/s, {read / 1e6 / max(now, 1e-9):.1f} MB/s"
+        f"{_speed(totals, now)}"
     )
     under_way = [number for number in began if number not in done]
     shown = [_describe_shard(jobs[n], int(counts[n, 2]), now - began[n]) for n in under_way[:_SHARDS_SHOWN]]
     return text + (f" ({'; '.join(shown)})" if shown else "")
+
+
+def _speed(totals: np.ndarray, seconds: float) -> str:
+    """Text is counted as it is, not as it is compressed in its files; token ids are no text."""
+    _, tokens, _, text = (total / max(seconds, 1e-9) for total in totals.tolist())
+    return f"{tokens:,.0f} tokens/s" + (f", {text / 1e6:.1f} MB/s of text" if text else "")
 
 
 def _describe_shard(job: ShardJob, read: int, seconds: float) -> str:

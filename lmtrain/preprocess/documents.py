@@ -26,17 +26,24 @@ _CHUNK_BYTES = 1 << 22
 class DocumentReader:
     """Iterates over (number, text) of a source; `position` is how many bytes of it have been read.
 
-    With `vocab_size` the documents are lists of token ids.
+    With `vocab_size` the documents are lists of token ids. `text_documents` says what is a document in a .txt.
 
     A record that cannot be read is a `UserError` with its place, or with `skip_bad` counted in `skipped`, the first few
     described in `bad_records`. A file that is damaged is an error in any case.
     """
 
-    def __init__(self, source: AnySource | str, text_key: str, skip_bad: bool = False, vocab_size: int | None = None):
+    def __init__(
+        self,
+        source: AnySource | str,
+        text_key: str,
+        skip_bad: bool = False,
+        vocab_size: int | None = None,
+        text_documents: str = "line",
+    ):
         self.skipped = 0
         self.bad_records: list[str] = []
         self._source = describe_source(source) if isinstance(source, str) else source
-        self._field = Field(text_key, vocab_size)
+        self._field = Field(text_key, vocab_size, text_documents)
         self._skip_bad = skip_bad
         self._dataset: DatasetReader | None = None
         self._raw: IO[Any] | None = None

@@ -16,7 +16,7 @@ from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.cores import usable_cores
 from lmtrain.runtime.processes import Processes
 
-# Documents, tokens and input bytes done of each job, int64 [jobs, 3].
+# What is done of each job, int64 [jobs, COUNTS of lmtrain/preprocess/shard.py].
 Counts = np.ndarray
 OnCounts = Callable[[Counts], None]
 Stopped = Callable[[], bool]

@@ -2,7 +2,8 @@
 
     .jsonl    one JSON object a line, numbered by line; blank lines are none
     .json     the same, or one JSON document: an object, or an array of objects, numbered from 1
-    .txt      one document a line, without its line break, numbered by line; blank lines are none
+    .txt      one document a line, without its line break, numbered by line; blank lines are none. Or, as asked for,
+              what stands between blank lines, or the whole file; numbered by the first line
     .parquet  one document a row, numbered from 1
 
 A record that cannot be read is an error given instead of its text, and numbers go on after it.
@@ -29,12 +30,35 @@ def read_jsonl(file: Iterable[bytes], field: Field, name: str) -> Iterator[Recor
 def read_txt(file: Iterable[bytes], field: Field, name: str) -> Iterator[Record]:
     if field.vocab_size is not None:
         raise UserError(f"{name}: a .txt holds text, and the passthrough tokenizer takes token ids")
+    if field.text_documents == "line":
+        yield from (record for record in _txt_lines(file, name) if not _is_blank(record[1]))
+        return
+    first = 0
+    lines: list[str] = []
+    for number, line in _txt_lines(file, name):
+        if isinstance(line, UserError):
+            yield number, line
+        elif not _is_blank(line) or (lines and field.text_documents == "file"):
+            first = number if not lines else first
+            lines.append(line)
+        elif lines:
+            yield first, "\n".join(lines)
+            lines = []
+    if lines:
+        yield first, "\n".join(lines)
+
+
+def _txt_lines(file: Iterable[bytes], name: str) -> Iterator[tuple[int, str | UserError]]:
+    """Every line without its break and without a byte order mark."""
     for number, line in enumerate(file, start=1):
-        if line.strip():
-            try:
-                yield number, line.decode().rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                yield number, UserError(f"{name}:{number}: not UTF-8: {error.reason} at byte {error.start}")
+        try:
+            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            yield number, UserError(f"{name}:{number}: not UTF-8: {error.reason} at byte {error.start}")
+
+
+def _is_blank(line: str | UserError) -> bool:
+    return isinstance(line, str) and not line.strip()
 
 
 def read_json(file: IO[Any], field: Field, name: str) -> Iterator[Record]:

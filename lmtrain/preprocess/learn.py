@@ -1,7 +1,9 @@
 """Learning a tokenizer from the documents of files, and writing it where it was asked for."""
 
+import json
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.preprocess.documents import DocumentReader
@@ -10,32 +12,48 @@ from lmtrain.runtime.files import write_atomically
 from lmtrain.runtime.storage import is_url
 
 MODEL_FILE = "tokenizer.model"
+_JSON = "tokenizer.json"
 
 # Lines that a sentencepiece model is learned from. With more, vocabularies hardly change, and memory grows.
 INPUT_SENTENCE_SIZE = 1_000_000
 
 
-def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: str) -> int:
-    """Learn a byte-level BPE from the documents of `urls` and save it in `folder`. Returns its vocabulary size."""
+def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: str, overwrite: bool = False) -> int:
+    """Learn a byte-level BPE from the documents of `urls` and save it in `folder`. Returns its vocabulary size.
+
+    Raises `UserError` if the folder has another tokenizer, unless it is to `overwrite` it.
+    """
     from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
     from lmtrain.hf.tokenizer import save_tokenizer
 
     backend = learn_bpe(_texts(urls, text_key), vocab_size)
+    before = existing(folder)
+    if before is not None and not overwrite and _parsed(before) != json.loads(backend.to_str()):
+        raise _would_be_lost(folder)
     save_tokenizer(backend, folder, eos=END_OF_TEXT, bos=END_OF_TEXT)
     return backend.get_vocab_size()
 
 
 def learn_sentencepiece_from_files(
-    urls: list[str], text_key: str, vocab_size: int, output: str, model_type: str, input_sentence_size: int
+    urls: list[str],
+    text_key: str,
+    vocab_size: int,
+    output: str,
+    model_type: str,
+    input_sentence_size: int,
+    overwrite: bool = False,
 ) -> int:
     """Learn a sentencepiece model from the documents of `urls`. Returns its vocabulary size.
 
-    `output` is the model's file if it ends in `.model`, else a folder for it and for what it is converted to.
+    `output` is the model's file if it ends in `.model`, else a folder for it and for what it is converted to. Raises
+    `UserError` if it has another tokenizer, unless it is to `overwrite` it.
     """
     from lmtrain.hf.sentencepiece import train_sentencepiece
 
     model = train_sentencepiece(_texts(urls, text_key), vocab_size, model_type, input_sentence_size)
     path = os.path.expanduser(output)
+    if not overwrite and existing(output) not in (None, model):
+        raise _would_be_lost(output)
     try:
         if is_model_file(output):
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -49,6 +67,30 @@ def learn_sentencepiece_from_files(
 
 def is_model_file(output: str) -> bool:
     return output.endswith(".model")
+
+
+def existing(output: str) -> bytes | None:
+    """The tokenizer that is there: the content of the sentencepiece model, else of tokenizer.json; None if none is."""
+    path = os.path.expanduser(output)
+    candidates = [path] if is_model_file(output) else [os.path.join(path, name) for name in (MODEL_FILE, _JSON)]
+    for candidate in filter(os.path.isfile, candidates):
+        with open(candidate, "rb") as file:
+            return file.read()
+    return None
+
+
+def _would_be_lost(output: str) -> UserError:
+    return UserError(
+        f"--output {output}: holds another tokenizer, and caches and runs that were made with it would not fit the new "
+        "one; choose another folder, or add --overwrite"
+    )
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
 
 
 def check_output(output: str, kind: str) -> None:
@@ -70,13 +112,13 @@ def check_output(output: str, kind: str) -> None:
 
 
 def _write_folder(folder: str, model: bytes) -> None:
-    """A folder that is whole, or one without tokenizer.json, which nothing takes for a tokenizer."""
+    """A folder that is whole, or one without tokenizer.json, which is then taken for what its model says."""
     from lmtrain.hf.sentencepiece import convert_sentencepiece
     from lmtrain.hf.tokenizer import save_tokenizer
 
     backend, eos, bos = convert_sentencepiece(model, folder)
     os.makedirs(folder, exist_ok=True)
-    if os.path.exists(older := os.path.join(folder, "tokenizer.json")):
+    if os.path.exists(older := os.path.join(folder, _JSON)):
         os.remove(older)
     write_atomically(os.path.join(folder, MODEL_FILE), model)
     save_tokenizer(backend, folder, eos=eos, bos=bos, special_text=False)

@@ -14,13 +14,13 @@ import numpy as np
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.manifest import ShardInfo
-from lmtrain.preprocess.shard import ShardJob, build_shard
+from lmtrain.preprocess.shard import COUNTS, ShardJob, build_shard
 from lmtrain.runtime.cores import usable_cores
 from lmtrain.runtime.signals import StoppedError
 
 _POLL_SECONDS = 0.2
 
-# In a worker: documents, tokens and input bytes of each job, shared with the parent.
+# In a worker: what is counted of each job, shared with the parent.
 _counters: Any = None
 
 
@@ -39,8 +39,8 @@ def build_locally(
     workers = min(cores, len(jobs))
     context = multiprocessing.get_context("spawn")
     # each row has one writer, and is only looked at while it is written: no lock
-    counters = context.RawArray(ctypes.c_int64, 3 * len(jobs))
-    counts = np.frombuffer(counters, np.int64).reshape(-1, 3)
+    counters = context.RawArray(ctypes.c_int64, COUNTS * len(jobs))
+    counts = np.frombuffer(counters, np.int64).reshape(-1, COUNTS)
     pool = ProcessPoolExecutor(workers, context, _start_worker, (counters, cores // workers, background))
     pending: set[Future[Any]] = set()
     workers_seen: set[Any] = set()
@@ -74,7 +74,7 @@ def build_locally(
 
 def _start_worker(counters: Any, threads: int, background: bool) -> None:
     global _counters  # a worker is one process with one job at a time
-    _counters = np.frombuffer(counters, np.int64).reshape(-1, 3)
+    _counters = np.frombuffer(counters, np.int64).reshape(-1, COUNTS)
     for number in (signal.SIGINT, signal.SIGTERM):  # which go to the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = str(threads)

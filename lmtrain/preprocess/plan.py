@@ -159,10 +159,7 @@ def plan_cache(config: DataConfig, split: str) -> CachePlan:
     settings = document_settings(config)
     check_special_tokens(tokenizer, settings)
     recipe, dtype = _recipe(tokenizer, settings), token_dtype(tokenizer.vocab_size).str
-    try:
-        finished = load_manifest(folder)
-    except NotADirectoryError:
-        raise UserError(f"data.cache_dir: {folder} cannot be made: there is a file in its way") from None
+    finished = _manifest_of(folder)
     if finished is not None:
         check_recipe(folder, finished.recipe, recipe)
         sources = _sources_of_finished(config, split, folder, finished)
@@ -174,12 +171,26 @@ def plan_cache(config: DataConfig, split: str) -> CachePlan:
     return plan
 
 
+def has_cache(config: DataConfig, split: str) -> bool:
+    """Whether there is a finished cache. Raises `UserError` if there is a file where it should be."""
+    return _manifest_of(split_folder(config, split)) is not None
+
+
+def _manifest_of(folder: str) -> Manifest | None:
+    try:
+        return load_manifest(folder)
+    except NotADirectoryError:
+        raise UserError(f"data.cache_dir: {folder} cannot be made: there is a file in its way") from None
+
+
 def split_folder(config: DataConfig, split: str) -> str:
     return join(config.cache_dir, split)
 
 
 def document_settings(config: DataConfig) -> DocumentSettings:
-    return DocumentSettings(config.text_key, config.enforce_eos, config.enforce_bos, config.on_bad_record)
+    return DocumentSettings(
+        config.text_key, config.enforce_eos, config.enforce_bos, config.on_bad_record, config.text_documents
+    )
 
 
 def _sources_of_finished(config: DataConfig, split: str, folder: str, finished: Manifest) -> list[AnySource]:
@@ -205,7 +216,10 @@ def _sources_of_finished(config: DataConfig, split: str, folder: str, finished: 
 
 
 def _recipe(tokenizer: Tokenizer, settings: DocumentSettings) -> dict[str, Any]:
-    return {"tokenizer": tokenizer.identity, "documents": asdict(settings)}
+    documents = asdict(settings)
+    if settings.text_documents == "line":  # which caches made before there was a choice do not say
+        del documents["text_documents"]
+    return {"tokenizer": tokenizer.identity, "documents": documents}
 
 
 def _read_marker(path: str) -> tuple[dict[str, Any], ShardInfo] | None:

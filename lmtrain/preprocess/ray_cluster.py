@@ -21,7 +21,7 @@ import ray
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.manifest import ShardInfo
-from lmtrain.preprocess.shard import ShardJob, build_shard
+from lmtrain.preprocess.shard import COUNTS, ShardJob, build_shard
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import Processes
@@ -189,9 +189,9 @@ class _Progress:
     """An actor that adds up what the tasks have done."""
 
     def __init__(self, jobs: int):
-        self._counts = np.zeros((jobs, 3), np.int64)
+        self._counts = np.zeros((jobs, COUNTS), np.int64)
 
-    def set(self, job: int, counts: tuple[int, int, int]) -> None:
+    def set(self, job: int, counts: tuple[int, ...]) -> None:
         self._counts[job] = counts
 
     def counts(self) -> np.ndarray:
@@ -201,7 +201,7 @@ class _Progress:
 def _build(number: int, job: ShardJob, folder: str, progress: Any) -> ShardInfo:
     """The task. Relative paths are those of the process that started it."""
     os.chdir(folder)
-    counts = [0, 0, 0]
+    counts = [0] * COUNTS
     told = 0.0
 
     def report(*increments: int) -> None:

@@ -29,7 +29,9 @@ _BATCH_DOCUMENTS = 1024
 # Random reads take one block at a time, so records are neither grouped nor compressed: token ids do not compress.
 _WRITER_OPTIONS = "group_size:1,uncompressed"
 
-Report = Callable[[int, int, int], None]
+# What is counted of a job: documents, tokens, bytes of input as it is stored, bytes of text.
+COUNTS = 4
+Report = Callable[[int, int, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class ShardJob:
 
 
 def build_shard(job: ShardJob, report: Report) -> ShardInfo:
-    """Tokenize the source and write the shard, then its marker. `report(documents, tokens, input bytes)` gets
-    increments.
+    """Tokenize the source and write the shard, then its marker. `report(documents, tokens, input bytes, text bytes)`
+    gets increments.
 
     A killed build leaves a temporary file and no marker; a finished one always has the same bytes.
     """
@@ -56,7 +58,7 @@ def build_shard(job: ShardJob, report: Report) -> ShardInfo:
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
     file = f"{job.path}.arrayrecord"
     skip_bad = job.settings.on_bad_record == "skip"
-    reader = DocumentReader(job.source, job.settings.text_key, skip_bad, job.vocab_size)
+    reader = DocumentReader(job.source, job.settings.text_key, skip_bad, job.vocab_size, job.settings.text_documents)
     with _temporary(file) as temporary:
         with _written(temporary) as writer:
             blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size))
@@ -64,7 +66,7 @@ def build_shard(job: ShardJob, report: Report) -> ShardInfo:
             for texts in _batches(reader, tokenizer, split_long, job.max_document_bytes):
                 tokens, lengths = tokenize_batch(texts, tokenizer, job.settings, split_long)
                 blocks.add(tokens, lengths)
-                report(len(texts), len(tokens), reader.position - position)
+                report(len(texts), len(tokens), reader.position - position, _text_bytes(texts))
                 position = reader.position
             _check_bad_share(reader, blocks.documents, job)
             blocks.finish()
@@ -114,6 +116,11 @@ def _batches(reader: DocumentReader, tokenizer: Tokenizer, split_long: bool, lon
             texts, characters = [], 0
     if texts:
         yield texts
+
+
+def _text_bytes(texts: list[Text]) -> int:
+    """In UTF-8; 0 for documents that are token ids already."""
+    return sum(len(text.encode()) for text in texts if isinstance(text, str))
 
 
 @contextmanager

@@ -55,7 +55,12 @@ def list_sources(config: DataConfig, split: str) -> list[AnySource]:
             files = list(pool.map(describe_source, urls))
     else:
         files = [describe_source(url) for url in urls]
-    return [part for file in files for part in split_source(file, config.split_bytes)]
+    whole = config.text_documents != "line"  # a part begins with a line
+    return [
+        part
+        for file in files
+        for part in ([file] if whole and format_of(file.url)[0] == ".txt" else split_source(file, config.split_bytes))
+    ]
 
 
 def split_source(file: Source, part_bytes: int) -> list[Source]:
@@ -95,6 +100,10 @@ def expand_urls(urls: list[str]) -> list[str]:
             found.extend(matches)
             if not matches:
                 missing.append(name)
+    folders = [name for name in missing if os.path.isdir(name)]
+    if folders:
+        name = folders[0].rstrip("/")
+        raise UserError(f"{folders[0]}: is a folder; name the files in it, such as '{name}/*.jsonl'")
     if missing:
         raise FilesMissingError("no such file: " + ", ".join(missing))
     repeated = sorted(name for name, count in Counter(found).items() if count > 1)

@@ -15,10 +15,14 @@ Record = tuple[int, Text | UserError]
 
 @dataclass(frozen=True)
 class Field:
-    """Where a record holds its document: text under `key`, or with `vocab_size` a list of token ids below it."""
+    """Where a record holds its document: text under `key`, or with `vocab_size` a list of token ids below it.
+
+    In plain text a document is a `line`, what stands between blank lines (`blank_line`), or the whole `file`.
+    """
 
     key: str
     vocab_size: int | None = None
+    text_documents: str = "line"
 
     def read(self, document: Any, place: str) -> Text | UserError:
         """The document in a record; errors begin with `place`."""

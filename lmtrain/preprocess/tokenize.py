@@ -23,6 +23,7 @@ class DocumentSettings:
     enforce_eos: bool
     enforce_bos: bool
     on_bad_record: str = "error"
+    text_documents: str = "line"
 
 
 def check_special_tokens(tokenizer: Tokenizer, settings: DocumentSettings) -> None:

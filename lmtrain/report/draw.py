@@ -211,11 +211,11 @@ def _set_title(axes: "Axes", plot: Plot, top: float) -> None:
     """The title, the axes, and the highest value if it lies above the plot."""
     _name(axes, plot.title)
     axes.set_xlabel("step", color=light("soft"), fontsize=_FONT - 1)
-    axes.set_ylabel(plot.unit, color=light("soft"), fontsize=_FONT - 1)
+    axes.set_ylabel("GiB" if _is_memory(plot) else plot.unit, color=light("soft"), fontsize=_FONT - 1)
     highest = [line.curve.highest for line in plot.lines if line.curve.highest is not None]
     step, value = max(highest, key=lambda found: found[1], default=(0, -math.inf))
     if value > top:
-        note = f"▲ {_number(value, plot)} at step {step:,}"
+        note = f"▲ {_with_unit(value, plot)} at step {step:,}"
         axes.set_title(note, loc="right", fontsize=_FONT - 1, color=light("soft"))
 
 
@@ -235,7 +235,7 @@ def _set_ticks(axes: "Axes", plot: Plot) -> None:
     ticks = np.asarray(MaxNLocator(6, steps=_STEPS).tick_values(low / unit, high / unit)) * unit
     axes.set_yticks([tick for tick in ticks if low <= tick <= high])
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.yaxis.set_major_formatter(lambda value, _: _number(value, plot))
+    axes.yaxis.set_major_formatter(lambda value, _: _number(value / unit))
 
 
 def _colour_axes(axes: "Axes") -> None:
@@ -265,9 +265,11 @@ def _set_legend(figure: "Figure", entries: list[tuple[Any, str]], columns: int) 
         text.set_parse_math(False)
 
 
-def _number(value: float, plot: Plot) -> str:
-    if _is_memory(plot):
-        return f"{value / _GIB:.4g} GiB"
+def _with_unit(value: float, plot: Plot) -> str:
+    return f"{_number(value / _GIB)} GiB" if _is_memory(plot) else _number(value)
+
+
+def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

@@ -45,9 +45,12 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, done: int, text: str, force: bool = False) -> None:
-        """`done` of `total`; `text` says the rest. `force` prints the plain line whatever the clock says."""
-        text = f"{text}{self._eta(done)}"
+    def update(self, done: int, text: str, force: bool = False, seconds_left: float | None = None) -> None:
+        """`done` of `total`; `text` says the rest. `force` prints the plain line whatever the clock says.
+
+        Without `seconds_left` the time left is that of the whole so far.
+        """
+        text = f"{text}{self._left(done, seconds_left)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=done, text=text)
             return
@@ -56,13 +59,16 @@ class Progress:
             return
         if force or now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            print(f"{self.label} {text}", file=sys.stderr, flush=True)
+            # in one write: print writes the line's end apart, and another thread's line may come between
+            sys.stderr.write(f"{self.label} {text}\n")
+            sys.stderr.flush()
 
-    def _eta(self, done: int) -> str:
+    def _left(self, done: int, seconds: float | None) -> str:
         gained = done - self._start
         if gained <= 0 or done >= self.total:
             return ""
-        seconds = (time.monotonic() - self._began) * (self.total - done) / gained
+        if seconds is None:
+            seconds = (time.monotonic() - self._began) * (self.total - done) / gained
         return f", {format_seconds(seconds)} left"
 
 

@@ -2,7 +2,7 @@
 
 Slurm sends SIGUSR1 where `--signal` asks for it; clouds and Kubernetes announce the end of a machine by SIGTERM. Set
 after the processes of a run have met, these handlers take the place of the one that JAX's preemption service set for
-SIGTERM: a run of several processes agrees with its steps (`lmtrain/train/agreement.py`), whichever signal it was.
+SIGTERM: a run of several processes agrees with its steps (`lmtrain/train/step/agreement.py`), whichever signal it was.
 """
 
 import os

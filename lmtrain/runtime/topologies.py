@@ -23,6 +23,9 @@ _SHAPES = {"v4": _SOLID[:-1], "v5p": _SOLID, "v5e": _FLAT, "v6e": _FLAT}
 # The largest slice of v5p that can be had as one.
 _MOST_CHIPS = 16 * 16 * 24
 
+# More make JAX's tracing take minutes, and nobody has them.
+_MOST_DEVICES = 65_536
+
 # Google counts cores of these kinds in names such as v5p-128, two on a chip; chips of the others.
 _CORES_PER_CHIP = {"v4": 2, "v5p": 2}
 
@@ -85,8 +88,12 @@ def find_topology(
         if value is not None and value < 1:
             raise UserError(f"{flag}: expected 1 or more, not {value}")
     if accelerator.platform == "gpu":
-        return _gpus(accelerator, topology, devices, hosts, slices)
-    return _slice(accelerator, cores, topology, devices, hosts, slices)
+        found = _gpus(accelerator, topology, devices, hosts, slices)
+    else:
+        found = _slice(accelerator, cores, topology, devices, hosts, slices)
+    if found.num_devices > _MOST_DEVICES:
+        raise UserError(f"{found.num_devices:,} devices: at most {_MOST_DEVICES:,} can be planned for")
+    return found
 
 
 def _kind(device: str) -> tuple[str, int | None]:
@@ -111,13 +118,23 @@ def _gpus(
 ) -> Topology:
     if topology is not None:
         raise UserError(f"--topology: {accelerator.kind} is a GPU; give --devices N and --hosts H instead")
-    if hosts is not None and slices > 1:
-        raise UserError("--slices: of GPUs, each host counts as a slice; give --hosts alone")
-    number = devices if devices is not None else (hosts or slices) * (1 if hosts is None else accelerator.host_devices)
-    hosts = hosts or (slices if slices > 1 else max(-(-number // accelerator.host_devices), 1))
+    if slices > 1:
+        raise UserError(f"--slices: {accelerator.kind} is a GPU; give --hosts H instead")
+    number = devices if devices is not None else 1 if hosts is None else hosts * accelerator.host_devices
+    hosts = hosts or max(-(-number // accelerator.host_devices), 1)
     if number % hosts:
         raise UserError(f"--devices {number}: does not divide by {hosts} hosts; it could be {_around(number, hosts)}")
+    if number // hosts > (most := _most_in_a_host(accelerator)):
+        raise UserError(
+            f"--hosts {hosts}: no host has {number // hosts} of {accelerator.name}, {most} at most; "
+            f"leave --hosts out for {-(-number // accelerator.host_devices)} hosts of {accelerator.host_devices}"
+        )
     return Topology(accelerator, (number // hosts,), hosts)
+
+
+def _most_in_a_host(accelerator: Accelerator) -> int:
+    """Clouds have hosts of 16 A100s (a2-megagpu-16g), and servers take up to 16 cards on PCIe."""
+    return 16 if accelerator.link == "PCIe" or accelerator.kind.startswith("a100") else 8
 
 
 def _slice(
@@ -133,32 +150,35 @@ def _slice(
     per_chip = _CORES_PER_CHIP.get(kind, 1)
     if topology is not None:
         shape = _parse_shape(kind, topology, shapes)
-        sizes = [("--devices", devices, slices * math.prod(shape)), ("--device", cores, per_chip * math.prod(shape))]
-        for flag, given, there in sizes:
-            if given is not None and given != there:
-                raise UserError(f"--topology {topology}: {slices} of these are {there}, but {flag} says {given}")
+        chips = math.prod(shape)
+        if devices is not None and devices != slices * chips:
+            raise UserError(f"--topology {topology}: {slices} of these are {slices * chips}, not --devices {devices}")
+        if cores is not None and cores != per_chip * chips:
+            raise UserError(f"--topology {topology}: has {chips} chips, but {kind}-{cores} has {cores // per_chip}")
         return _checked_hosts(Topology(accelerator, shape, slices), hosts)
-    chips: int | None = None
+    wanted: int | None = None
     if cores is not None:
         if cores % per_chip:
             raise UserError(f"--device: {kind}-{cores} counts cores, two on each chip, so it must be even")
-        chips = cores // per_chip
-        if devices is not None and devices != chips * slices:
-            raise UserError(f"--devices {devices}: {kind}-{cores} has {chips} chips; remove one of them")
+        wanted = cores // per_chip
+        if devices is not None and devices != wanted * slices:
+            raise UserError(f"--devices {devices}: {kind}-{cores} has {wanted} chips; remove one of them")
     elif devices is not None:
         if devices % slices:
             raise UserError(f"--devices {devices}: does not divide by {slices} slices; {_around(devices, slices)}")
-        chips = devices // slices
+        wanted = devices // slices
     elif hosts is not None:
-        chips = hosts * accelerator.host_devices
-    if chips is None:
-        chips = math.prod(shapes[0])  # the smallest host
-    found = next((shape for shape in shapes if math.prod(shape) == chips), None)
+        wanted = hosts * accelerator.host_devices
+    if wanted is None:
+        wanted = math.prod(shapes[0])  # the smallest host
+    found = next((shape for shape in shapes if math.prod(shape) == wanted), None)
     if found is None:
         sizes_known = sorted({math.prod(shape) for shape in shapes})
-        near = sorted(sizes_known, key=lambda size: abs(size - chips))[:3]
+        near = sorted(sizes_known, key=lambda size: abs(size - wanted))[:3]
         listed = ", ".join(f"{size} ({_text(_shape_of(shapes, size))})" for size in sorted(near))
-        raise UserError(f"--device {kind}: no slice has {chips} chips; the nearest have {listed}")
+        asked = f"--devices {devices}" if cores is None else f"--device {kind}-{cores}"
+        names = f": {', '.join(f'{kind}-{size * per_chip}' for size in sorted(near))}" if cores is not None else ""
+        raise UserError(f"{asked}: no slice of {kind} has {wanted} chips; the nearest have {listed}{names}")
     return _checked_hosts(Topology(accelerator, found, slices), hosts)
 
 

@@ -20,6 +20,7 @@ PARAMETER_AXES = {
 ACTIVATION_AXES = {
     "act_batch": "sequences of the batch",
     "act_seq": "positions in a sequence",
+    "act_stream": "positions of the residual stream, between the blocks",
     "act_embed": "width of the residual stream",
     "act_heads": "attention heads",
     "act_kv_heads": "heads of keys and values",

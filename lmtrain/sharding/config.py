@@ -25,7 +25,9 @@ class PartitioningConfig(Section):
         "embed", description="Logical axis or axes of parameters split over the data axis, gathered when used"
     )
     tensor_parallel_axes: str | list[str] | None = Field(
-        None, description="Logical axis or axes split over the model axis, of parameters and activations"
+        None,
+        description="Logical axis or axes split over the model axis, of parameters and activations: [mlp, heads, "
+        "vocab] splits all work. heads takes kv_heads with it, unless axis_resources says otherwise",
     )
     model_axis_size: int = Field(1, ge=1, description="Devices of the model axis (tensor parallelism)")
     replica_ici_axis_size: int = Field(
@@ -121,7 +123,7 @@ class PartitioningConfig(Section):
         mapping: Mapping = dict.fromkeys(PARAMETER_AXES, ())
         mapping |= dict.fromkeys(names(self.fsdp_axis), ("data",))
         mapping |= {axis: tuple(names(value)) for axis, value in self.axis_resources.items() if axis != "batch"}
-        mapping |= dict.fromkeys(names(self.tensor_parallel_axes), ("model",))
+        mapping |= dict.fromkeys(self._tensor_axes, ("model",))
         return mapping | {axis: tuple(names(value)) for axis, value in self.parameter_axis_resources.items()}
 
     @property
@@ -130,9 +132,20 @@ class PartitioningConfig(Section):
         mapping: Mapping = dict.fromkeys(ACTIVATION_AXES, ())
         given: Mapping = {"batch": ("replica", "data")}
         given |= {axis: tuple(names(value)) for axis, value in self.axis_resources.items()}
-        given |= dict.fromkeys(names(self.tensor_parallel_axes), ("model",))
+        given |= dict.fromkeys(self._tensor_axes, ("model",))
         given |= {axis: tuple(names(value)) for axis, value in self.compute_axis_resources.items()}
-        return mapping | {ACTIVATION_OF[axis]: value for axis, value in given.items() if axis in ACTIVATION_OF}
+        mapping |= {ACTIVATION_OF[axis]: value for axis, value in given.items() if axis in ACTIVATION_OF}
+        # What splits the blocks' work splits the residual stream between them along the sequence: Korthikanti et al.
+        # 2022, "Reducing activation recomputation in large transformer models".
+        stream = mapping["act_seq"] or mapping["act_mlp"] or mapping["act_heads"]
+        return mapping | {"act_stream": () if set(stream) & set(mapping["act_embed"]) else stream}
+
+    @property
+    def _tensor_axes(self) -> list[str]:
+        """Keys and values are split as queries are: otherwise each device would compute all of them."""
+        axes = names(self.tensor_parallel_axes)
+        implied = "heads" in axes and "kv_heads" not in [*axes, *self.axis_resources, *names(self.fsdp_axis)]
+        return [*axes, "kv_heads"] if implied else axes
 
 
 def names(value: str | list[str] | None) -> list[str]:

@@ -1,6 +1,7 @@
 """The device mesh (replica, data, model) and the two mappings from logical axes to it."""
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ class Layout:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within it, compiled functions see the mesh, and models' `constrain` the compute mapping."""
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(self.compute_rules)):
+        """Within it, compiled functions see the mesh and both mappings, which `constrain` and `split_over` use."""
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules([*self.compute_rules, *self.parameter_rules]):
             yield
 
     @property
@@ -69,7 +70,7 @@ def plan_layout(
 
     Raises `UserError` if they do not divide.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = find_devices() if devices is None else devices
     numbers = dict(zip(devices, islands or [island_of(device) for device in devices], strict=True))
     slices = _slices(devices, numbers)
     across = len(slices) if config.replica_dcn_axis_size == -1 else config.replica_dcn_axis_size
@@ -82,6 +83,19 @@ def plan_layout(
     mesh = Mesh(grid, tuple(MESH_AXES), axis_types=(AxisType.Auto,) * len(MESH_AXES))
     on = tuple(numbers[device] for device in grid.flat)
     return Layout(mesh, _rules(config.parameter_mapping), _rules(config.compute_mapping), on)
+
+
+def find_devices() -> list[Any]:
+    """All devices of the run. Raises `UserError` if JAX has none of the platform that it is told to use."""
+    try:
+        return list(jax.devices())
+    except (RuntimeError, AssertionError) as error:
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        reason = (str(error) or "its libraries are not installed, or it has no device").splitlines()[0]
+        raise UserError(
+            f"JAX_PLATFORMS={platforms}: JAX cannot use this platform: {reason}; unset JAX_PLATFORMS to use what there "
+            "is. `lmtrain doctor` says what this machine has, and which extra to install"
+        ) from None
 
 
 def platform_of(device: Any) -> str:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.sharding.axes import ACTIVATION_AXES, check_axes
+from lmtrain.sharding.local import num_parts, split_over
 from lmtrain.sharding.mesh import Layout
 
 
@@ -22,14 +23,40 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     first would come as an error of the compiler, the second would be dropped in silence.
     """
     check_axes(axes, ACTIVATION_AXES)
+    if "act_stream" in axes and not _stream_divides(x.shape[axes.index("act_stream")]):
+        axes = tuple("act_seq" if axis == "act_stream" else axis for axis in axes)
     rules = dict(nn.get_logical_axis_rules())
     mesh = jax.sharding.get_abstract_mesh()
     if rules and not mesh.empty:
         # a batch of one while parameters are made, or a few tokens while text is sampled, may leave devices idle
-        sizes = [0 if axis in ("act_batch", "act_seq") else size for axis, size in zip(axes, x.shape, strict=True)]
+        sizes = [
+            0 if axis in ("act_batch", "act_seq", "act_stream") else size
+            for axis, size in zip(axes, x.shape, strict=True)
+        ]
         split = [(axis, size, _names(rules.get(axis or ""))) for axis, size in zip(axes, sizes, strict=True)]
         _check_split("computation", split, mesh.shape, "trainer.compute_axis_resources or tensor_parallel_axes")
     return nn.with_logical_constraint(x, axes)
+
+
+def gather_rows(table_VD: jax.Array) -> jax.Array:
+    """A table of the vocabulary with whole rows, split along the vocabulary at most.
+
+    Its placement at rest is stated first: the compiler would otherwise gather it before it is cast to the type of the
+    computation. Raises `UserError` if the vocabulary does not divide by the devices it is split over.
+    """
+    if not jax.sharding.get_abstract_mesh().empty:
+        at_rest = PartitionSpec(split_over("vocab"), split_over("embed"))
+        table_VD = jax.lax.with_sharding_constraint(table_VD, at_rest)
+    return constrain(table_VD, "act_vocab", None)
+
+
+def stream_axes(length: int) -> tuple[str, ...]:
+    """The mesh axes that the residual stream of sequences of this length is split over along the sequence."""
+    return split_over("act_stream" if _stream_divides(length) else "act_seq")
+
+
+def _stream_divides(length: int) -> bool:
+    return length % num_parts(split_over("act_stream")) == 0
 
 
 def parameter_shardings(layout: Layout, boxed: Any) -> Any:
@@ -64,9 +91,12 @@ def _check_split(
         parts = math.prod(sizes[name] for name in mesh_axes)
         if size % parts:
             near = " or ".join(map(str, nearest_divisors(size, parts)))
+            whole = ""
+            if axis in ("kv_heads", "act_kv_heads"):
+                whole = "; trainer.axis_resources: {kv_heads: null} gives each device all of them"
             raise UserError(
                 f"{what}: {axis!r} of size {size} cannot be split over {parts} devices (mesh axis "
-                f"{'+'.join(mesh_axes)}), but over {near}; change that size, the mesh, or {settings}"
+                f"{'+'.join(mesh_axes)}), but over {near}; change that size, the mesh, or {settings}{whole}"
             )
         for name in mesh_axes:
             if name in users:

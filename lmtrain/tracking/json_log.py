@@ -14,6 +14,8 @@ from lmtrain.runtime.logging import log
 class JsonLog:
     """One object per line: `{"step": 100, "train/loss": 3.1, ...}`.
 
+    `losses` are the training losses of the steps that are in it already.
+
     Opening it for a run that goes on after `step` updates drops the lines of later steps, and a last line that was
     cut off, so that no metric appears twice however often a run is killed.
     """
@@ -21,6 +23,7 @@ class JsonLog:
     def __init__(self, path: str, step: int):
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         kept = _lines_until(path, step)
+        self.losses = _losses(kept)
         self._is_new = not kept
         temporary = f"{path}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
@@ -96,6 +99,11 @@ def _lines_until(path: str, step: int) -> list[str]:
         return []
     with open(path, encoding="utf-8", errors="replace") as file:
         return [line for line in file if _step_of(line) <= step]
+
+
+def _losses(lines: list[str]) -> list[float]:
+    values = [json.loads(line).get("train/loss") for line in lines]
+    return [value for value in values if value is not None]
 
 
 def _step_of(line: str) -> float:

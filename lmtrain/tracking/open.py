@@ -24,6 +24,11 @@ class Trackers:
         self._json = json_log
         self._all: list[Tracker] = [*([json_log] if json_log else []), *others]
 
+    @property
+    def losses(self) -> Sequence[float]:
+        """The training losses of the steps that a resumed run has behind it."""
+        return [] if self._json is None else self._json.losses
+
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         for tracker in self._all:
             tracker.hyperparameters(config)

@@ -34,9 +34,14 @@ class WandbTracker:
         import wandb  # slow to import: only the tracker's thread waits for it
 
         mode = config.mode
-        if mode is None and not os.environ.get("WANDB_MODE") and not has_key():
+        from_environment = os.environ.get("WANDB_MODE") if mode is None else None
+        if mode is None and not from_environment and not has_key():
             mode = "offline"
             log.info(f"W&B: no API key found, logging offline under {log_dir}; send it later with `wandb sync`")
+        elif from_environment == "offline":
+            log.info(f"W&B: WANDB_MODE=offline, logging under {log_dir}; send it later with `wandb sync`")
+        elif from_environment == "disabled":
+            log.warning("W&B: WANDB_MODE=disabled, nothing is logged there; unset it to log")
         keywords = {name: value for name, value in config.model_dump(exclude=_OURS).items() if value is not None}
         keywords |= {"name": config.name or run, "id": config.id or run, "dir": config.dir or log_dir}
         if config.resume_from or config.fork_from:  # which say what to resume, and W&B takes one of the three

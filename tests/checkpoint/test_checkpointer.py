@@ -175,7 +175,7 @@ def test_a_save_is_made_behind_and_the_next_one_waits_for_it(make, clock, tmp_pa
     asked = threading.Event()
 
     def slow():
-        assert asked.wait(60)
+        assert asked.wait(300)
         clock.now += 7
 
     assert save(checkpointer, 1, before_commit=slow) == 0

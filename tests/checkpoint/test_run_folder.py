@@ -71,6 +71,32 @@ def test_a_folder_that_was_being_written_is_deleted(start, folder, put, make_che
     assert names(folder) == ["step-1"]
 
 
+def test_what_a_failed_save_still_wrote_after_it_failed_is_deleted(start, folder, put):
+    """TensorStore's threads go on for a moment, and make the folders that they miss."""
+    run = start()
+    for step in (5, 50):
+        run.begin(step)
+        run.discard(step)
+        put(folder, f"step-{step}.orbax-checkpoint-tmp", "params", "d", "late")
+    run.begin(51)
+    assert names(folder) == ["step-51.partial"]
+    put(folder, "step-50.orbax-checkpoint-tmp", "params", "d", "later")
+    run.release()
+    assert names(folder) == ["step-51.partial"]
+
+
+def test_a_failed_save_that_could_not_be_deleted_at_once_is_deleted_at_the_end(start, folder, put):
+    """A thread that still writes into a folder keeps it from being deleted."""
+    run = start()
+    run.begin(5)
+    put(folder, "step-5.orbax-checkpoint-tmp", "params", "a")
+    with nothing_can_be_deleted():
+        run.discard(5)
+    assert "step-5.partial" in names(folder)
+    run.release()
+    assert names(folder) == []
+
+
 def test_a_folder_that_was_being_deleted_is_deleted(start, folder, put, make_checkpoint):
     """Its manifest goes first, so that it can be told from a complete one."""
     for step in (1, 2):

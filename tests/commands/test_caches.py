@@ -1,14 +1,19 @@
 """Who builds the caches of a run of several processes."""
 
 import importlib.util
+import json
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
 from lmtrain.commands import caches
-from lmtrain.commands.caches import Plans, start_build
+from lmtrain.commands.caches import Plans, plan_caches, shared_text, start_build
 from lmtrain.config.errors import UserError
-from lmtrain.run_config import RunConfig
+from lmtrain.data.config import DataConfig
+from lmtrain.preprocess.build import build_cache
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.processes import Processes
 
 
@@ -21,3 +26,25 @@ def test_only_what_is_missing_needs_ray_to_be_installed(monkeypatch):
     assert "local" in start_build(RunConfig(), Plans({"": complete}, {"": complete}), several).label
     with pytest.raises(UserError, match=r"Ray, which is not installed.*`lmtrain preprocess`"):
         start_build(RunConfig(), Plans({"": complete}, {"": missing}), several)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_validation_text_that_is_training_text_is_told(tmp_path, settings, caplog, finished):
+    """A copy counts, and so does a glob that takes in both; other text of the same length does not."""
+    for name, text in (("a", "one"), ("b", "two"), ("copy", "one"), ("other", "new")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text * 9}) + "\n")
+    data = settings["data"] | {"cache_dir": str(tmp_path / "cache"), "train_urls": [f"{tmp_path}/[ab].jsonl"]}
+
+    def shared(*validation):
+        config = DataConfig(**data | {"validation_urls": [f"{tmp_path}/{name}.jsonl" for name in validation]})
+        if finished:
+            shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+            for split in ("train", "validation"):
+                build_cache(config, split)
+        caplog.clear()
+        return [os.path.basename(url) for url in shared_text(plan_caches(config))], caplog.text
+
+    assert shared("other") == ([], "")
+    found, told = shared("other", "b", "copy")
+    assert found == ["b.jsonl", "copy.jsonl"]
+    assert f"{tmp_path}/b.jsonl, {tmp_path}/copy.jsonl: validation text that is training text too" in told

@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from lmtrain.commands import config
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
-from lmtrain.run_config import RunConfig, run_id
+from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import run_id
 
 
 @pytest.fixture(autouse=True)

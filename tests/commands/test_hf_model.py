@@ -8,8 +8,9 @@ import sys
 import pytest
 from conftest import TOKENIZER
 
-from lmtrain.commands.hf_model import config_of, hf_settings
+from lmtrain.commands.hf_model import check_tokens, config_of, hf_settings
 from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
 
 LLAMA = {
     "model_type": "llama",
@@ -53,6 +54,61 @@ def test_an_error_names_the_setting_as_one_writes_it(tmp_path):
 def test_a_folder_has_no_revisions(tmp_path):
     with pytest.raises(UserError, match="is a folder, and folders have no revisions; leave @main out"):
         hf_settings(f"{tmp_path}@main")
+
+
+def with_vocab(folder, change):
+    """A tokenizer like the tests', with other tokens for its ids."""
+    shutil.copytree(TOKENIZER, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"] = change(content["model"]["vocab"])
+    content["model"]["merges"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def reversed_ids(vocab):
+    return dict(zip(vocab, reversed(vocab.values()), strict=True))
+
+
+def test_a_tokenizer_of_the_same_size_with_other_tokens_is_refused(tmp_path):
+    """The model's embeddings would be taken for those of other tokens."""
+    base = with_vocab(tmp_path / "base", dict)
+    other = with_vocab(tmp_path / "other", reversed_ids)
+    with pytest.raises(UserError, match=rf"^data\.tokenizer: {other} gives .* allow_other_tokenizer: true$"):
+        check_tokens(base, DataConfig(tokenizer=other))
+
+
+@pytest.mark.parametrize("given", ["same", "more", "passthrough", "no tokenizer there"])
+def test_a_tokenizer_that_keeps_the_ids_is_taken(tmp_path, given):
+    base = with_vocab(tmp_path / "base", dict)
+    more = with_vocab(tmp_path / "more", lambda vocab: vocab | {"<|user|>": max(vocab.values()) + 50})
+    if given == "no tokenizer there":
+        (tmp_path / "empty").mkdir()
+        check_tokens(str(tmp_path / "empty"), DataConfig(tokenizer=more))
+    elif given == "passthrough":
+        check_tokens(base, DataConfig(tokenizer="passthrough", vocab_size=100))
+    else:
+        check_tokens(base, DataConfig(tokenizer={"same": base, "more": more}[given]))
+
+
+def test_training_is_refused_before_any_text_is_tokenized_unless_asked_for(tmp_path, settings, write_config):
+    other = with_vocab(tmp_path / "other", reversed_ids)
+    base = with_vocab(tmp_path / "base", dict)
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 400}))
+    settings["data"]["tokenizer"] = other
+    settings["model"] = {"type": "llama", "seq_len": 32}
+    path = write_config(settings | {"initialize_from_hf": base, "use_hf_model_config": True})
+
+    def preprocess(*flags):
+        command = [sys.executable, "-m", "lmtrain", "preprocess", path, *flags]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    refused = preprocess()
+    assert refused.returncode == 2
+    assert "allow_other_tokenizer" in refused.stderr.splitlines()[-1]
+    assert not (tmp_path / "cache").exists()
+    done = preprocess("--allow_other_tokenizer", "true")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long

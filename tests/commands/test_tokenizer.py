@@ -85,24 +85,42 @@ def test_files_are_found_by_braces_and_globs_in_any_format(train, tmp_path):
     assert backend.encode("zebra quagga okapi").tokens == ["▁zebra", "▁quagga", "▁okapi"]
 
 
-def test_a_folder_is_written_over_by_another_of_its_kind(train):
-    train("--output", "tok", *SENTENCEPIECE)
-    train("--output", "tok", *SENTENCEPIECE, "--vocab_size", "300")
-    assert open_tokenizer("tok").vocab_size == 300
-    assert len(os.listdir("tok")) == 3
+BPE = ["--vocab_size", "300"]
 
 
-def test_killed_while_writing_it_leaves_no_folder_that_is_taken_for_a_tokenizer(train, monkeypatch):
+@pytest.mark.parametrize(("kind", "output"), [(SENTENCEPIECE, "tok"), (SENTENCEPIECE, "my.model"), (BPE, "tok")])
+def test_another_tokenizer_is_replaced_only_if_asked_for(train, tmp_path, kind, output):
+    """No run and no cache that was made with it could be used any more. The same command changes nothing."""
+
+    def contents():
+        files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file() and "cache" not in path.parts]
+        return {path.name: path.read_bytes() for path in files}
+
+    train("--output", output, *kind)
+    before = contents()
+    assert train("--output", output, *kind) == 0
+    assert contents() == before
+    with pytest.raises(UserError, match=f"--output {output}: holds another tokenizer.* add --overwrite$"):
+        train("--output", output, *kind, "--vocab_size", "290")
+    assert contents() == before
+    train("--output", output, *kind, "--vocab_size", "290", "--overwrite")
+    load_tokenizer.cache_clear()
+    assert open_tokenizer(output).vocab_size == 290
+    assert contents().keys() == before.keys()
+
+
+def test_killed_while_writing_it_leaves_the_model_which_is_whole_or_nothing(train, monkeypatch):
     train("--output", "tok", *SENTENCEPIECE)
 
     def killed(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lmtrain.hf.tokenizer.save_tokenizer", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train("--output", "tok", *SENTENCEPIECE, "--vocab_size", "300")
-    with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
-        open_tokenizer("tok")
+    with monkeypatch.context() as patched:
+        patched.setattr("lmtrain.hf.tokenizer.save_tokenizer", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train("--output", "tok", *SENTENCEPIECE, "--vocab_size", "300", "--overwrite")
+    assert sorted(os.listdir("tok")) == ["tokenizer.model", "tokenizer_config.json"]
+    assert open_tokenizer("tok").vocab_size == 300
 
 
 def test_byte_level_bpe_is_still_the_default(train):

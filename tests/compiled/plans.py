@@ -3,17 +3,42 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 
+from lmtrain.compiled.executions import walk
+from lmtrain.compiled.hlo import Module, parse_hlo
+
 _KEPT = tempfile.mkdtemp(prefix="lmtrain-plans-")
 _SECONDS = 900
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 # Four layers where the stack is scanned: a loop's body is compiled once, whatever the number of layers.
 FOUR = ("--model.num_layers", "4")
 NO_HF = ("--initialize_from_hf", "false", "--use_hf_model_config", "false")
 MPT_7B = (*NO_HF, "--model.hidden_dim", "4096", "--model.num_heads", "32", *FOUR)
+
+
+GPU = ("--device", "h100", "--devices", "8", "--step", "train")
+HOSTS = ("--device", "h100", "--devices", "16", "--hosts", "2", "--step", "train")
+POD = ("--device", "v5p", "--topology", "4x4x4", "--step", "train")
+SMALL_POD = ("--device", "v5e", "--topology", "4x4", "--step", "train")
+ONE = ("--device", "h100", "--step", "train")
+
+
+def family(name: str, sequences: int) -> tuple[str, ...]:
+    """A family's config with so many sequences a step, all of them at once, and gradient checkpointing."""
+    batch = ("--trainer.train_batch_size", str(sequences), "--trainer.per_device_parallelism", "-1")
+    scanned = ("--model.gradient_checkpointing", "true", "--model.scan_layers", "true", *batch)
+    return {
+        "llama2": ("llama2_7b", *FOUR, *scanned),
+        "llama3": ("llama3_8b", *FOUR, *scanned),
+        "mpt": ("mpt_7b_continued", *MPT_7B, *scanned),
+        "backpack": ("backpack_small", *FOUR, *scanned),
+        "gpt2": ("gpt2_small", *scanned),
+    }[name]
 
 
 def run(*arguments: str, folder: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -37,3 +62,20 @@ def plan(*arguments: str) -> dict:
     found = json.loads(done.stdout)
     assert found["failure"] is None, found["failure"]
     return found
+
+
+@functools.cache
+def modules(*arguments: str) -> Module:
+    """The program of the step of these arguments."""
+    path = os.path.join(_KEPT, f"{abs(hash(arguments))}.hlo")
+    done = run(*arguments, "--json", "--hlo", path)
+    assert done.returncode in (0, 1), done.stderr
+    with open(path) as file:
+        return parse_hlo(file.read())
+
+
+def cycles(module: Module) -> float:
+    """Cycles of a step as XLA:TPU estimates them; kernels are left out."""
+    executions, _ = walk(module, lambda stack: None)
+    found = ((_CYCLES.search(one.instruction.attributes), one.times) for one in executions)
+    return sum(int(match[1]) * times for match, times in found if match)

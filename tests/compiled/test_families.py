@@ -1,39 +1,33 @@
 """Every family compiled by the TPU's and the GPU's compiler: attention, memory beside the estimate, products, loops."""
 
 import pytest
-from compiled.plans import FOUR, MPT_7B, plan
+from compiled.plans import GPU, POD, family, plan
 
-GPT2 = ("gpt2_small", *FOUR, "--trainer.train_batch_size", "256", "--trainer.per_device_parallelism", "16")
-LLAMA = ("llama2_7b", *FOUR, "--trainer.train_batch_size", "32")
-MPT = ("mpt_7b_continued", *MPT_7B, "--trainer.train_batch_size", "32")
-BACKPACK = ("backpack_small", *FOUR, "--trainer.train_batch_size", "128", "--trainer.per_device_parallelism", "16")
+SHIPPED = {"tpu": ("gpt2_small", "--device", "v5e-4"), "gpu": ("gpt2_small", "--device", "h100", "--devices", "8")}
 
-TPU, GPU = ("--device", "v5p", "--topology", "2x2x2"), ("--device", "h100", "--devices", "8")
-
-# family -> config, attention on the TPU and on the GPU
-FAMILIES = {
-    "gpt2": (GPT2, "splash", "xla"),
-    "llama": (LLAMA, "splash", "blockwise"),
-    "mpt": (MPT, "xla", "xla"),
-    "backpack": (BACKPACK, "xla", "xla"),
-}
-CASES = [(family, device) for family in FAMILIES for device in ("tpu", "gpu")]
+# family -> attention on the TPU; on the GPU all have the same kernels
+FAMILIES = {"gpt2": "splash", "llama2": "splash", "mpt": "xla", "backpack": "xla"}
+CASES = [(name, device) for name in FAMILIES for device in ("tpu", "gpu")]
 
 
-@pytest.fixture(params=CASES, ids=[f"{family}-{device}" for family, device in CASES], scope="module")
+@pytest.fixture(params=CASES, ids=[f"{name}-{device}" for name, device in CASES], scope="module")
 def compiled(request):
-    family, device = request.param
-    config, on_tpu, on_gpu = FAMILIES[family]
-    # evaluation is the same for all; a compile takes the better part of a minute
-    steps = () if (family, device) == ("llama", "gpu") else ("--step", "train")
-    return plan(*config, *(TPU if device == "tpu" else GPU), *steps), on_tpu if device == "tpu" else on_gpu
+    name, device = request.param
+    attention = FAMILIES[name] if device == "tpu" else "triton"
+    if name == "gpt2":  # as shipped, with evaluation
+        return plan(*SHIPPED[device]), attention
+    if device == "gpu":
+        return plan(*family(name, 32), *GPU), attention
+    return plan(*family(name, 1024 if name == "backpack" else 256), *POD), attention
 
 
 def test_attention_is_what_the_device_has(compiled):
     found, attention = compiled
     assert found["attention"] == attention
     kernels = {kernel["where"].partition(":")[0] for kernel in found["kernels"]}
-    assert kernels == ({"models/layers/splash.py"} if attention == "splash" else set())
+    kernels = {"models/layers/triton" if "/triton/" in where else where for where in kernels}
+    where = {"xla": set(), "splash": {"models/layers/splash.py"}, "triton": {"models/layers/triton"}}
+    assert kernels == where[attention]
 
 
 def test_it_fits_and_the_estimate_agrees_with_the_compiler(compiled):
@@ -46,18 +40,20 @@ def test_it_fits_and_the_estimate_agrees_with_the_compiler(compiled):
 
 
 def test_products_are_the_models_and_one_forward_pass_again(compiled):
-    """All recompute blocks: at least a forward pass of the blocks without what only its own output needs."""
+    """All but gpt2 recompute blocks: at least a forward pass of the blocks without what only its own output needs."""
     flops = compiled[0]["flops"]
     assert flops["redundant"] <= 0.05 * flops["model"]
-    assert 0.05 * flops["model"] < flops["recomputed"] < 0.35 * flops["model"]
-    if "eval" in compiled[0]:
+    if "eval" not in compiled[0]:
+        assert 0.05 * flops["model"] < flops["recomputed"] < 0.35 * flops["model"]
+    else:
+        assert flops["recomputed"] == 0
         evaluation = compiled[0]["eval"]["flops"]
         assert evaluation["compiled"] == pytest.approx(evaluation["model"], rel=0.05)
 
 
 def test_layers_are_a_loop_and_every_trip_count_is_known(compiled):
     found, _ = compiled
-    assert 4 in {loop["times"] for loop in found["loops"]}
+    assert 4 in {loop["times"] for loop in found["loops"]} or "eval" in found  # which is unrolled
     assert all(loop["known"] for loop in found["loops"])
 
 
@@ -76,4 +72,7 @@ def test_the_bound_is_the_sum_of_its_parts(compiled):
     hidden = seconds["wire"] - seconds["wire_synchronous"]
     expected = max(seconds["products"], seconds["hbm"], hidden) + seconds["wire_synchronous"]
     assert seconds["total"] == pytest.approx(expected)
-    assert 0 < compiled[0]["mfu_bound"] < 1
+    # attention counts in full for the model, and half of it is computed
+    flops = compiled[0]["flops"]
+    most = (flops["model"] + flops["attention_model"]) / (flops["compiled"] + flops["attention"])
+    assert 0 < compiled[0]["mfu_bound"] <= most

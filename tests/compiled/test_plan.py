@@ -14,12 +14,16 @@ from compiled.plans import plan, run
 
 NANO = ("gpt2_nano",)
 TWO = ("--model.num_layers", "2")
+AT_ONCE = ("--model.gradient_checkpointing", "true", "--trainer.per_device_parallelism", "-1")
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        ("llama2_7b", *TWO, "--trainer.train_batch_size", "256", "--device", "l4", "--devices", "8"),
+        pytest.param(
+            ("llama2_7b", *TWO, *AT_ONCE, "--trainer.train_batch_size", "256", "--device", "l4", "--devices", "8"),
+            marks=pytest.mark.long,
+        ),
         # twice a prime, so that there are few sizes to try
         ("gpt2_nano", "--model.num_layers", "1", "--trainer.train_batch_size", "32762", "--device", "v5e"),
     ],
@@ -116,7 +120,9 @@ def test_settings_that_search_finds_are_accepted_by_the_compiler(tmp_path):
     assert "tried" in done.stdout
 
 
-@pytest.mark.parametrize("kind", ["v4", "a100-40gb", "h200", "b200"])
+@pytest.mark.parametrize(
+    "kind", ["v4", "b200", *(pytest.param(one, marks=pytest.mark.long) for one in ("a100", "h200"))]
+)
 def test_every_kind_compiles(kind):
     found = plan(*NANO, "--device", kind, "--step", "train")
     assert found["device"] == kind

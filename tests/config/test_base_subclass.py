@@ -5,7 +5,8 @@ from pydantic import Field, ValidationError
 
 from lmtrain.data.config import DataConfig
 from lmtrain.models.llama.config import LlamaConfig
-from lmtrain.run_config import RunConfig, identity, resolved, run_id
+from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.identity import identity, run_id
 
 SIZES = {"hidden_dim": 64, "num_heads": 4, "num_layers": 2, "intermediate_dim": 128}
 

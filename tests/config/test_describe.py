@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from lmtrain.config.describe import describe, format_settings, sections_of, type_name, written
 from lmtrain.optim.config import AdamConfig
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.tracking.config import JsonConfig
 
 GROUPS = describe(RunConfig)

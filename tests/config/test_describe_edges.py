@@ -9,7 +9,7 @@ from pydantic import Field
 
 from lmtrain.config.base import Section
 from lmtrain.config.describe import describe, format_settings, type_name, written
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 GROUPS = describe(RunConfig)
 

@@ -4,7 +4,7 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import find_config, load_config
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 KEEP = "trainer:\n  checkpointer:\n    keep:\n"
 

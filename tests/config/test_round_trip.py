@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from lmtrain.config.layers import Layer
 from lmtrain.config.load import load_config
 from lmtrain.config.show import show
-from lmtrain.run_config import RunConfig, resolved, run_id
+from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.identity import run_id
 
 # control characters apart, which YAML has no way to print
 TEXT = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), min_size=1, max_size=20)

@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from lmtrain.config.load import shipped_configs
 from lmtrain.config.schema import build_schema
 from lmtrain.config.yaml_loader import load_file
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 SCHEMA = build_schema(RunConfig, "title")
 VALIDATOR = Draft202012Validator(SCHEMA)

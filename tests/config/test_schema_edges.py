@@ -7,8 +7,8 @@ from pydantic import BaseModel
 from lmtrain.config.describe import sections_of
 from lmtrain.config.schema import build_schema
 from lmtrain.config.spellings import SHORT_NAMES
-from lmtrain.run_config import RunConfig
-from lmtrain.train.config import TrainerConfig
+from lmtrain.run.config import RunConfig
+from lmtrain.run.trainer import TrainerConfig
 
 SCHEMA = build_schema(RunConfig, "title")
 VALIDATOR = Draft202012Validator(SCHEMA)

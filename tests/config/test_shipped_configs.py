@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from lmtrain.config.load import load_config, shipped_configs
-from lmtrain.run_config import RunConfig, run_id
+from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import run_id
 
 CONFIGS = sorted(Path(shipped_configs()).glob("*.yaml"))
 

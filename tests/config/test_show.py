@@ -5,7 +5,7 @@ import yaml
 
 from lmtrain.config.load import load_config
 from lmtrain.config.show import show
-from lmtrain.run_config import RunConfig, resolved
+from lmtrain.run.config import RunConfig, resolved
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import yaml
 from lmtrain.config.layers import Layer, Origin
 from lmtrain.config.load import load_config
 from lmtrain.config.show import show
-from lmtrain.run_config import RunConfig, resolved
+from lmtrain.run.config import RunConfig, resolved
 
 NOBODY = Layer()
 

@@ -7,7 +7,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.layers import Layer
 from lmtrain.config.load import load_config
 from lmtrain.config.spellings import combine
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ FLAGS = {
     "demo": ("data.demo", "e"),
     "urls": ("data.train_urls", "[c]"),
     "id": ("data.id", "j"),
-    "configs": ("data.configs", "{z: {id: y}}"),
+    "configs": ("data.configs", "{z: {validation_urls: [c]}}"),
 }
 
 

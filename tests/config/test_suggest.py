@@ -6,7 +6,7 @@ import pytest
 
 from lmtrain.config.base import Section
 from lmtrain.config.suggest import known_paths, suggest_name
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 PATHS = known_paths(RunConfig, {})
 

@@ -1,5 +1,7 @@
 """Batches out of a real cache."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,24 @@ def test_segments_count_the_documents_of_each_row(store):
     np.testing.assert_array_equal(segments - segments[:, :1], expected)
     assert expected.max() > 0
     assert "segments" not in source_of(store, separate=False)[1]
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_positions_begin_with_each_document_of_a_row(store, separate):
+    source = replace(source_of(store, separate=separate), reset_positions=True)
+    evaluation = EvalSource(store, 16, 4, np.arange(4), None, separate, True)
+    begins = 0
+    for batch in (read[index] for read in (source, evaluation) for index in range(30)):
+        assert ("segments" in batch) is separate
+        expected = np.zeros((4, 16), np.int32)
+        for row, tokens in enumerate(batch["tokens"]):
+            for at in range(1, 16):
+                expected[row, at] = 0 if tokens[at - 1] == 0 else expected[row, at - 1] + 1
+        begins += (expected[:, 1:] == 0).sum()
+        np.testing.assert_array_equal(batch["positions"], expected)
+        assert batch["positions"].dtype == np.int32
+    assert begins > 2
+    assert "positions" not in source_of(store)[3]
 
 
 def test_evaluation_counts_every_target_once_and_nothing_else(store):

@@ -4,7 +4,7 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.batch_sizes import BatchSizes
-from lmtrain.data.caches import Cache, Caches, needs_all, plan_mixture, plan_steps
+from lmtrain.data.caches import Cache, Caches, check_batch, describe_epochs, needs_all, plan_mixture, plan_steps
 from lmtrain.data.config import DataConfig
 from lmtrain.data.manifest import ShardInfo
 from lmtrain.data.shards import Shards
@@ -18,6 +18,12 @@ def cache(*tokens, url="a.jsonl", fingerprint="f", recipe=None):
         shards.add(ShardInfo("f", {}, 1, "", count, 1))
     source = {"url": url, "bytes": 9, "fingerprint": fingerprint, "start": None}
     return Cache("folder", recipe or {"tokenizer": "t"}, [source], "<u2", shards)
+
+
+def finished(*tokens):
+    found = cache(*tokens)
+    found.shards.finish()
+    return found
 
 
 def test_identity_is_known_before_the_cache_is_there_and_is_not_where_the_text_lies():
@@ -56,3 +62,23 @@ def test_a_weight_for_a_source_without_training_text_is_the_users_mistake():
     with pytest.raises(UserError, match=r"data\.train_weights: 'b' has a weight, but no training text"):
         plan_mixture(config, ["a"], BatchSizes.of(4), 0)
     assert plan_mixture(DataConfig(), [""], BatchSizes.of(4), 0) is None
+
+
+def test_an_epoch_of_a_source_follows_from_its_share():
+    caches = {"a": finished(1000, 5400), "b": finished(1000, 5400), "c": cache(1000, 5400)}
+    config = DataConfig(configs=TWO | {"c": {"train_urls": ["c"]}}, train_weights={"a": 0.75, "b": 0.25, "c": 0})
+    assert describe_epochs(config, caches, 16, BatchSizes.of(4)) == [
+        "one epoch of a (75 % of the examples) is 133 steps",
+        "one epoch of b (25 % of the examples) is 400 steps",
+        "c has no share of the first step",
+    ]
+    alone = describe_epochs(DataConfig(), {"": caches["c"]}, 16, BatchSizes.of(4))
+    assert alone == ["one epoch is not known yet, 100 steps so far"]
+
+
+def test_a_batch_larger_than_the_data_is_refused_with_both_numbers():
+    caches = Caches({"": finished(300, 340)}, {})  # 40 sequences of 16
+    check_batch(DataConfig(), caches, 16, BatchSizes.of(40))
+    with pytest.raises(UserError, match=r"train_batch_size: 64 sequences of 16 tokens, but .* has 40 \(640 tokens\)"):
+        check_batch(DataConfig(), caches, 16, BatchSizes.of(64))
+    check_batch(DataConfig(), Caches({"": cache(300, 340)}, {}), 16, BatchSizes.of(64))

@@ -38,6 +38,7 @@ def test_every_kind_of_source_reads_back_what_it_writes(data):
         ({"configs": {"a": {"name": "x"}}}, "is about a Hugging Face dataset"),
         ({"train_weights": {"a": 1}}, "'a' is none of the sources in configs"),
         (MIX | {"train_weights": {"c": 1}}, "'c' is none of the sources in configs"),
+        (MIX | {"train_weights": {"a": 1}}, "leave out 'b', which is in configs; set it, to 0 for none"),
         (MIX | {"train_weights": {"a": -1}}, "greater than or equal to 0"),
         (MIX | {"train_weights": [[5, {"a": 1}]]}, r"begin at step 0 and ascend, but are at steps \[5\]"),
         (

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lmtrain.config.errors import UserError
 from lmtrain.data.mixture import BLOCK, Mixture, Phase, block_counts
 
 
@@ -19,19 +20,43 @@ def given(mixture, examples):
         ((3, 1), [1536, 512]),
         ((1, 1, 1), [683, 683, 682]),
         ((1, 0), [2048, 0]),
-        ((1e-9, 1), [0, 2048]),
+        ((0, 1), [0, 2048]),
         ((0.1, 0.2, 0.7), [205, 410, 1433]),
     ],
 )
 def test_a_block_has_the_shares_rounded_by_largest_remainder(weights, counts):
-    assert block_counts(weights).tolist() == counts
+    assert block_counts(weights).tolist() == [counts]
     sources, _ = given(Mixture([Phase(0, weights)], 1), 3 * BLOCK)
     for block in sources.reshape(3, BLOCK):
         assert np.bincount(block, minlength=len(weights)).tolist() == counts
 
 
-def test_every_source_is_taken_in_order_without_gaps():
-    sources, numbers = given(Mixture([Phase(0, (0.5, 0.3, 0.2))], 3), 3 * BLOCK + 100)
+SMALL = [(1e-4, 1), (1 / 4097, 2 / 4097, 1), (3e-4, 0.2, 0, 7e-4, 0.5), tuple(0.8**n for n in range(40))]
+
+
+@pytest.mark.parametrize("weights", SMALL, ids=str)
+def test_small_shares_are_exact_over_several_blocks(weights):
+    """To 1 % over all blocks that take turns, and after every block to a few examples."""
+    counts = block_counts(weights)
+    shares = np.array(weights) / sum(weights)
+    assert len(counts) > 1
+    assert counts.min() >= 0
+    assert (counts.sum(1) == BLOCK).all()
+    np.testing.assert_allclose(counts.sum(0), shares * BLOCK * len(counts), rtol=0.01)
+    behind = np.cumsum(counts, axis=0) - shares * BLOCK * np.arange(1, len(counts) + 1)[:, None]
+    assert np.abs(behind / np.maximum(1, np.log2(len(counts)))).max() < 1
+    for source in np.flatnonzero((shares > 0) & (shares < 1 / BLOCK)):
+        assert counts[:, source].max() == 1
+
+
+def test_a_share_too_small_for_any_example_is_refused():
+    with pytest.raises(UserError, match=r"1e-09 of 1 is too small a share: none of 8,388,608 examples; set it to 0"):
+        block_counts((1e-9, 1))
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (0.001, 0.3, 0.2)])
+def test_every_source_is_taken_in_order_without_gaps(weights):
+    sources, numbers = given(Mixture([Phase(0, weights)], 3), 20 * BLOCK + 100)
     for source in range(3):
         taken = numbers[sources == source]
         assert taken.tolist() == list(range(len(taken)))

@@ -1,4 +1,4 @@
-"""deploy/gpu: the install lines resolve, XLA knows the flags, and `train` starts one process or its part of several."""
+"""deploy/gpu: the install lines resolve, and `train` starts one process or its part of several."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 
 import pytest
 from conftest import tiny_settings
@@ -44,18 +43,16 @@ def sourced(program: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "-c", script], env=clean | environment, capture_output=True, text=True)
 
 
-SHOW = 'echo "${XLA_CLIENT_MEM_FRACTION:-} ${XLA_PYTHON_CLIENT_MEM_FRACTION:-} $XLA_FLAGS"'
-FLAG = "--xla_gpu_enable_latency_hiding_scheduler"
+SHOW = 'echo "${XLA_CLIENT_MEM_FRACTION:-} ${XLA_PYTHON_CLIENT_MEM_FRACTION:-} ${XLA_FLAGS:-}"'
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, f"0.9  {FLAG}=true"),
-        ({"XLA_FLAGS": "--xla_dump_to=x"}, f"0.9  --xla_dump_to=x {FLAG}=true"),
-        ({"XLA_FLAGS": f"{FLAG}=false"}, f"0.9  {FLAG}=false"),
-        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, f"0.5  {FLAG}=true"),
-        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, f" 0.6 {FLAG}=true"),  # jax refuses both
+        ({}, "0.9  "),
+        ({"XLA_FLAGS": "--xla_dump_to=x"}, "0.9  --xla_dump_to=x"),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, "0.5  "),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, " 0.6 "),  # jax refuses both
     ],
 )
 def test_what_the_user_set_stays(given, expected):
@@ -66,19 +63,10 @@ def test_sourcing_twice_changes_nothing():
     assert sourced(f". '{GPU}/env.sh'; {SHOW}").stdout == sourced(SHOW).stdout
 
 
-def test_xla_knows_every_flag():
-    """It ends the process at one it does not know, on any device."""
-    program = f"'{sys.executable}' -c 'import jax; print(jax.numpy.ones(3).sum())'"
-    done = sourced(program)
-    assert (done.returncode, done.stdout) == (0, "3.0\n"), done.stderr
-    assert "Unknown flag" in sourced(program, XLA_FLAGS="--xla_gpu_no_such_flag=true").stderr
-
-
 def test_the_image_has_the_same_settings():
     text = (DEPLOY / "docker" / "Dockerfile.gpu").read_text()
-    fraction, _, flags = sourced(SHOW).stdout.rstrip("\n").split(" ", 2)
-    assert f"XLA_CLIENT_MEM_FRACTION={fraction} " in text
-    assert f"XLA_FLAGS={flags}\n" in text
+    fraction = sourced(SHOW).stdout.split(" ")[0]
+    assert f"XLA_CLIENT_MEM_FRACTION={fraction}\n" in text
 
 
 @pytest.fixture
@@ -160,7 +148,7 @@ def test_the_lines_of_the_page_for_two_machines_train_as_one(tmp_path):
                         start_new_session=True,
                     )
                 )
-        codes = [process.wait(timeout=200) for process in processes]
+        codes = [process.wait(timeout=300) for process in processes]
     finally:
         end(processes)
     assert codes == [0, 0], (tmp_path / "told.txt").read_text()
@@ -181,7 +169,7 @@ def test_a_signal_reaches_lmtrain(fake):
     try:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 75
+        assert process.wait(timeout=300) == 75
     finally:
         end([process])
         process.stdin.close()

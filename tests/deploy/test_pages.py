@@ -6,7 +6,7 @@ import pytest
 from deploy.scripts import DEPLOY, ROOT, blocks, needs
 
 from lmtrain.config.describe import describe
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
 
 PAGES = [ROOT / "README.md", ROOT / "configs" / "README.md", ROOT / "lmtrain" / "models" / "README.md"]

@@ -63,7 +63,7 @@ class Slurm:
         """-> exit code, what was said"""
         process = self.start(*arguments, **keywords)
         try:
-            code = process.wait(timeout=200)
+            code = process.wait(timeout=300)
         finally:
             end([process])
         return code, (self.folder / "told.txt").read_text()
@@ -117,7 +117,7 @@ def test_two_processes_warned_and_requeued_end_as_an_undisturbed_pair(tmp_path):
                 log = folder / "logs" / f"slurm-{slurm.job}.metrics.jsonl"
                 wait_for(lambda log=log: log.exists() and log.read_text().count("train/loss") > 3, [process])
                 warn(slurm.state)
-            code = process.wait(timeout=200)
+            code = process.wait(timeout=300)
         finally:
             end([process])
         assert code == 0, (folder / "told.txt").read_text()
@@ -178,7 +178,8 @@ from lmtrain.runtime.config import DistributedConfig
 from lmtrain.runtime.distributed import start_processes
 start_processes(DistributedConfig())
 gpus = jax.config.read("jax_cuda_visible_devices")
-print(f"process {jax._src.distributed.global_state.process_id} has {gpus}", flush=True)
+line = f"process {jax._src.distributed.global_state.process_id} has {gpus}"
+os.write(1, (line + "\\n").encode())  # in one piece, so that lines of two processes do not mix
 """
 
 

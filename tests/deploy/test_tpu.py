@@ -20,7 +20,7 @@ SCRIPTS = DEPLOY / "tpu"
 NAMES = ("spin-up", "run", "launch", "babysit")
 PLACE = ("my-tpu", "-z", "us-east1-d")
 MADE_OF = ("-t", "v3-32")
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 300
 SECRET = "hf_do-not-tell-$me'\""
 NETWORK = "UNAVAILABLE: Connection reset by peer"
 
@@ -116,7 +116,7 @@ class Desk(Cloud):
         with self.state() as state:
             vm = state["vm"]
         self.signal(vm, number)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while self.processes(vm) and time.monotonic() < deadline:
             time.sleep(0.02)
         self.signal(vm, signal.SIGKILL)

@@ -88,7 +88,7 @@ def test_preempted_twice_it_finishes_the_same_run_and_loses_no_work(undisturbed,
         wait_for(lambda: losses(bucket, run_id)[-1][0] >= max(SECOND, stopped_at + 1))
         desk.preempt(signal.SIGKILL)
         assert losses(bucket, run_id)[-1][0] < STEPS
-        out, told = process.communicate(timeout=120)
+        out, told = process.communicate(timeout=300)
     finally:
         desk.end()
     assert process.returncode == 0, told

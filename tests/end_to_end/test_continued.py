@@ -69,7 +69,7 @@ def first_batch(folder, monkeypatch) -> dict:
     from lmtrain.data.batch_sizes import BatchSizes
     from lmtrain.data.batches import TrainSource
     from lmtrain.data.caches import open_store, plan_mixture
-    from lmtrain.run_config import RunConfig
+    from lmtrain.run.config import RunConfig
 
     monkeypatch.chdir(folder)
     data = load_config(RunConfig, "tiny.yaml", [("data.tokenizer", "base")]).config.data

@@ -35,7 +35,7 @@ def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mi
     mixed()
     whole = lmtrain("train", "tiny.yaml")
     assert whole.returncode == 0, whole.stderr
-    assert "one epoch of first is " in whole.stderr
+    assert "one epoch of first (25 % of the examples) is " in whole.stderr
     lines = metrics(tmp_path)
     (last,) = [line for line in lines if line["step"] == 6 and "eval/loss" in line]
     assert last["eval/macro_loss"] == pytest.approx((last["eval/first/loss"] + last["eval/second/loss"]) / 2)

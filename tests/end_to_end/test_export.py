@@ -1,13 +1,22 @@
 """From a trained checkpoint to a folder for others, and to a line of text. The numbers are in tests/parity."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
 from conftest import tiny_settings
 from transformers import AutoTokenizer
+
+from lmtrain.checkpoint.manifest import read_manifest, write_manifest
+from lmtrain.config.load import load_config
+from lmtrain.hf.find_tokenizer import find_tokenizer
+from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import run_id
 
 pytestmark = pytest.mark.end_to_end
 
@@ -35,7 +44,7 @@ def test_the_tokenizer_travels_with_the_model(trained):
     tokenizer = AutoTokenizer.from_pretrained(trained / "model")
     text = "The quiet café counts the naïve-robot.\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert (tokenizer.eos_token_id, len(tokenizer)) == (0, 384)
+    assert (tokenizer.eos_token_id, len(tokenizer), tokenizer.model_max_length) == (0, 384, 32)
 
 
 def test_an_export_is_readable_by_others_as_files_usually_are(trained):
@@ -43,6 +52,85 @@ def test_an_export_is_readable_by_others_as_files_usually_are(trained):
     os.umask(umask)
     for name in os.listdir(trained / "model"):
         assert os.stat(trained / "model" / name).st_mode & 0o777 == 0o666 & ~umask, name
+
+
+def test_the_export_of_another_run_is_replaced_only_if_asked_for(trained):
+    config = trained / "model" / "config.json"
+    assert json.loads(config.read_text())["lmtrain_run"] == "exported"
+    run(trained, "export-hf", "tiny.yaml", "--output", "model")  # the same command again
+    mine = config.read_text()
+    config.write_text(mine.replace('"exported"', '"another"'))
+    command = [sys.executable, "-m", "lmtrain", "export-hf", "tiny.yaml", "--output", "model"]
+    refused = subprocess.run(command, cwd=trained, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 2
+    for part in ("--output model", "the run another", "one of exported", "--overwrite"):
+        assert part in refused.stderr.splitlines()[-1]
+    assert '"another"' in config.read_text()
+    run(trained, "export-hf", "tiny.yaml", "--output", "model", "--overwrite")
+    assert config.read_text() == mine
+
+
+@pytest.mark.parametrize("change", ["gone", "replaced"])
+def test_a_run_keeps_its_tokenizer(trained, tmp_path, change):
+    """A checkpoint of a run whose tokenizer is gone, or was trained anew, is used with the run's own copy."""
+    folder = tmp_path / "moved"
+    shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("cache", "model"))
+    settings = yaml.safe_load((folder / "tiny.yaml").read_text())
+    settings["data"]["tokenizer"] = "tok"
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    if change == "replaced":
+        shutil.copytree(find_tokenizer("byte"), folder / "tok")
+    command = [sys.executable, "-m", "lmtrain", "export-hf", "tiny.yaml", "--output", "again"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "using the copy in logs/exported/tokenizer" in done.stderr
+    for name in os.listdir(trained / "model"):
+        assert (folder / "again" / name).read_bytes() == (trained / "model" / name).read_bytes(), name
+    shutil.rmtree(folder / "logs" / "exported" / "tokenizer")
+    refused = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 2
+    assert ("tokenizer" in refused.stderr.splitlines()[-1]) or "tokenizer.fingerprint" in refused.stderr
+
+
+def test_settings_of_the_command_line_are_not_forgotten_in_silence(trained, tmp_path):
+    """The run that is used is named, and so is a newer one, started from the same file with a flag."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    settings = yaml.safe_load((trained / "tiny.yaml").read_text())
+    del settings["trainer"]["id"]
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    own = run_id(load_config(RunConfig, str(folder / "tiny.yaml")).config, "tiny", {})
+
+    def add(name, later):
+        shutil.copytree(trained / "checkpoints" / "exported", folder / "checkpoints" / name)
+        for path in (folder / "checkpoints" / name).glob("step-*"):
+            manifest = read_manifest(str(path))
+            write_manifest(str(path), replace(manifest, saved=manifest.saved + later))
+
+    def export(*arguments, code=0):
+        command = [sys.executable, "-m", "lmtrain", "export-hf", *arguments]
+        command += ["--trainer.checkpointer.verify_on_restore", "sizes"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        assert done.returncode == code, done.stderr
+        return done.stderr
+
+    add("tiny-ffffff", later=100)
+    add("other-ffffff", later=100)
+    told = export("tiny.yaml", "--output", "one", code=2)
+    assert "other runs of tiny.yaml: tiny-ffffff (step 8); add --run ID" in told
+    add(own, later=0)
+    told = export("tiny.yaml", "--output", "one")
+    assert f"step 8: checkpoints/{own}/step-8" in told
+    assert "tiny-ffffff (step 8)" in told
+    assert "other-ffffff" not in told
+
+    kept = folder / "logs" / "tiny-ffffff"
+    shutil.copytree(trained / "logs" / "exported", kept)
+    told = export("--run", "tiny-ffffff", "--output", "two")
+    assert "/checkpoints/exported/step-8" not in told
+    assert (folder / "two" / "model.safetensors").read_bytes() == (trained / "model" / "model.safetensors").read_bytes()
+    assert "did you mean tiny-ffffff?" in export("--run", "tiny-fffffe", "--output", "three", code=2)
+    assert "has its own config" in export("tiny.yaml", "--run", "tiny-ffffff", "--output", "three", code=2)
 
 
 @pytest.mark.long

@@ -28,6 +28,10 @@ def write_lines(tmp_path, *lines: str) -> str:
         ("data.train_urls", ["nothing/*.jsonl"], ["no such file", "nothing/*.jsonl"]),
         ("data.train_urls", ["part.{1..3.jsonl"], ["braces do not match"]),
         ("data.train_urls", ["text.docx"], ["no such file", "text.docx"]),
+        ("data.train_urls", ["."], [".: is a folder; name the files in it, such as './*.jsonl'"]),
+        ("data.cache_dir", "tiny.yaml", ["data.cache_dir: tiny.yaml/train cannot be made: there is a file in its way"]),
+        ("batch_size", 4, ["tiny.yaml:", "no such setting; did you mean trainer.train_batch_size?"]),
+        ("trainer.train_batch_size", 50_000, ["train_batch_size: 50,000 sequences of 32 tokens, but", "at most"]),
         ("data.tokenizer", "no/such/folder", ["no such folder", "lmtrain tokenizer train"]),
         ("data.train_urls", None, ["data.train_urls", "no text for training"]),
         ("model.num_headz", 3, ["tiny.yaml:", "model.num_headz: no such setting; did you mean model.num_heads?"]),
@@ -114,6 +118,34 @@ def test_a_wrong_command_line(lmtrain, settings, write_config, tmp_path, argumen
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert os.listdir(tmp_path) == ["tiny.yaml"]
+
+
+def test_a_platform_that_is_not_there_is_told(lmtrain, settings, write_config, tmp_path, monkeypatch):
+    write_config(settings)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    done = lmtrain("train", "tiny.yaml")
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("lmtrain: error: JAX_PLATFORMS=cuda: JAX cannot use this platform: ")
+    assert "`lmtrain doctor`" in last
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("how", ["steps_per_eval: null", "validation_urls: null"])
+def test_a_run_without_evaluation_is_no_mistake(lmtrain, settings, write_config, tmp_path, how):
+    """With a validation cache from before, which is then left alone."""
+    settings["trainer"] |= {"num_train_steps": 1, "id": "one"}
+    settings["optimizer"]["warmup"] = 0
+    write_config(settings)
+    assert lmtrain("preprocess", "tiny.yaml").returncode == 0
+    name = how.partition(": ")[0]
+    settings["trainer" if name == "steps_per_eval" else "data"][name] = None
+    write_config(settings)
+    done = lmtrain("train", "tiny.yaml")
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "logs" / "one.metrics.jsonl").read_text()
+    assert "train/loss" in lines
+    assert "eval/loss" not in lines
 
 
 def test_dumps_that_xla_is_not_told_to_make_are_refused_before_anything_is_saved(

@@ -12,7 +12,7 @@ from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.step import build_eval_step
+from lmtrain.train.step.step import build_eval_step
 
 VOCAB, LENGTH = 11, 6
 
@@ -213,6 +213,11 @@ def test_bytes_are_those_of_the_targets():
         (
             {"eval/loss": 0.0, "eval/bpb": 1.0, "eval/ema/loss": 1.23456, "eval/ema/bpb": 3.0, "eval/tokens": 5.0},
             "eval loss 0.0000 (perplexity 1.0, 1.000 bits per byte, average 1.2346)",
+        ),
+        (
+            {"eval/loss": 2.0, "eval/tokens": 9.0, "eval/books/loss": 1.5, "eval/books/bpb": 1.0, "eval/loss/loss": 3.0}
+            | {"eval/macro_loss": 2.25, "eval/ema/loss": 1.0, "eval/ema/books/loss": 0.5, "eval/ema/loss/loss": 0.75},
+            "eval loss 2.0000 (perplexity 7.4, average 1.0000); books 1.5000, loss 3.0000",
         ),
         ({"eval/loss": 701.0}, "eval loss 701.0000 (perplexity inf)"),
         ({"eval/loss": math.inf}, "eval loss inf (perplexity inf)"),

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.end_to_end
 
 SAVED, LAST = 4, 12
 PARTS = ("params", "optimizer", "average")
-SECONDS = 240
+SECONDS = 300
 
 EIGHT = ("--trainer.model_axis_size", "2", "--trainer.tensor_parallel_axes", "[mlp,heads,vocab]")
 ALONE = ("--trainer.model_axis_size", "1")
@@ -213,7 +213,7 @@ def test_parameters_become_bfloat16_and_float32_again(folder):
     half = "p=bf16,c=f32"
     told = go_on(folder, "half", 1, 8, [*EIGHT, "--trainer.mp", half])
     assert f"changed since {folder}/checkpoints/half/step-4: trainer.mp: the checkpoint has 'f32'" in told
-    assert "params=bfloat16, compute=float32, output=float32" in told
+    assert "params=bfloat16, compute=float32" in told
     kernels = {array.dtype.name for name, array in arrays(folder, "half", 8).items() if "kernel" in name}
     assert kernels == {"bfloat16"}
     told = go_on(folder, "whole", 1, 8, EIGHT, source="half", step=8)

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import time
 
 import pytest
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 
 PEAK_OF_COMMAND = """
 import resource, subprocess, sys
@@ -89,20 +90,29 @@ def finish(config, folder, undisturbed):
 
 @pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.long)])
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(config, undisturbed, tmp_path, kills):
+    """Kills at random moments of the time that a whole run takes on this machine. A run that was faster begins anew."""
+    began = time.monotonic()
+    finish(config, tmp_path, undisturbed)
+    whole = time.monotonic() - began
+    shutil.rmtree(tmp_path / "cache")
     moments = random.Random(0)
+    marked = [0]
     killed = 0
-    marked = []
-    for _ in range(kills):
+    while killed < kills:
         process = subprocess.Popen(command(config), cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True)
-        time.sleep(moments.uniform(0.25, 1.2))
+        time.sleep(moments.uniform(0.1, 0.8) * whole)
         # the job's own process alone, or as a machine goes down, with its workers
         kill = os.killpg if moments.random() < 0.5 else os.kill
         with contextlib.suppress(ProcessLookupError):
             kill(process.pid, signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
-        marked.append(len(list(tmp_path.glob("cache/train/shard-*.json"))))
-    assert killed >= kills // 2
-    assert marked == sorted(marked)  # what is finished stays
+        if process.wait() == -signal.SIGKILL:
+            killed += 1
+            marked.append(len(list(tmp_path.glob("cache/train/shard-*.json"))))
+            assert marked[-1] >= marked[-2]  # what is finished stays
+        else:
+            assert contents(tmp_path / "cache" / "train") == undisturbed
+            shutil.rmtree(tmp_path / "cache")
+            marked = [0]
     finish(config, tmp_path, undisturbed)
 
 

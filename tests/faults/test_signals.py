@@ -33,7 +33,7 @@ STOPPED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # When a signal is sent; each is followed by a random delay.
 MOMENTS = ("start-up", "save", "step")
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 
 
 @pytest.fixture(scope="module")

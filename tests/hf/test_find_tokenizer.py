@@ -12,6 +12,7 @@ from conftest import TOKENIZER
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.find_tokenizer import cache_folder, find_tokenizer, open_tokenizer
+from lmtrain.hf.tokenizer import load_tokenizer
 
 TEXTS = ["def f(x):\n    return x\n", "ünï ☃ 🙂", "", "a  b\t\r\n", "<|endoftext|>"]
 
@@ -88,6 +89,101 @@ def test_a_hub_id_is_read_from_the_hubs_cache_without_a_network(tmp_path):
     for text in TEXTS:
         ids = open_tokenizer(folder).backend.encode(text, add_special_tokens=False).ids
         assert ids == ours.backend.encode(text, add_special_tokens=False).ids
+
+
+def tiny_pair(folder, merges):
+    """GPT-2's first form, of 256 bytes, some merges and an end."""
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, *(a + b for a, b in merges), "<|endoftext|>"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
+
+
+@pytest.mark.parametrize("given", ["", "tokenizer.json", "~/tokenizer.json"])
+def test_a_file_is_the_folder_it_is_in_and_another_project_has_its_own(tmp_path, monkeypatch, given):
+    """Both call it by the same relative name; nothing of it is kept elsewhere, so a retrained one counts at once."""
+    found = []
+    for project, tokenizer in (("one", TOKENIZER), ("two", find_tokenizer("byte"))):
+        shutil.copytree(tokenizer, tmp_path / project / "my_tok")
+        monkeypatch.chdir(tmp_path / project)
+        monkeypatch.setenv("HOME", str(tmp_path / project / "my_tok"))
+        name = given if given.startswith("~") else os.path.join("my_tok", given)
+        load_tokenizer.cache_clear()
+        found.append(open_tokenizer(name))
+    assert found[0].identity == open_tokenizer(str(TOKENIZER)).identity
+    assert found[1].vocab_size == 257
+    assert os.listdir(cache_folder()) == ["byte"]
+
+
+def test_a_json_file_of_another_name_is_a_tokenizer_by_its_content(tmp_path):
+    path = tmp_path / "mine.json"
+    shutil.copy(TOKENIZER / "tokenizer.json", path)
+    first = open_tokenizer(str(path))
+    ours = open_tokenizer(str(TOKENIZER))
+    assert first.vocab_size == ours.vocab_size
+    shutil.copy(os.path.join(find_tokenizer("byte"), "tokenizer.json"), path)
+    assert open_tokenizer(str(path)).vocab_size == 257
+
+
+@pytest.mark.parametrize("given", ["", "vocab.json", "merges.txt"])
+def test_vocab_and_merges_are_gpt2s_tokenizer(tmp_path, given):
+    from transformers import GPT2TokenizerFast
+
+    folder = tmp_path / "pair"
+    tiny_pair(folder, [("r", "e"), ("t", "u"), ("re", "tu"), ("Ġ", "x")])
+    found = open_tokenizer(str(folder / given))
+    theirs = GPT2TokenizerFast.from_pretrained(find_tokenizer(str(folder)))
+    files = {"vocab": str(folder / "vocab.json"), "merges": str(folder / "merges.txt")}
+    from tokenizers import ByteLevelBPETokenizer
+
+    plain = ByteLevelBPETokenizer(files["vocab"], files["merges"])
+    assert found.eos_id == found.bos_id == theirs.eos_token_id == 260
+    for text in TEXTS:
+        ids = found.backend.encode(text, add_special_tokens=False).ids
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+        assert text == TEXTS[-1] or ids == plain.encode(text).ids
+        assert found.backend.decode(ids, skip_special_tokens=False) == text
+    tiny_pair(folder, [("d", "e")])  # retrained
+    assert open_tokenizer(str(folder / given)).vocab_size == 258
+
+
+def test_an_end_that_the_pairs_settings_name_is_taken(tmp_path):
+    tiny_pair(tmp_path, [("d", "e")])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "de"}}))
+    found = open_tokenizer(str(tmp_path))
+    assert (found.eos_id, found.bos_id) == (256, 257)
+
+
+def test_a_folder_with_a_sentencepiece_model_alone_is_converted(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("lmtrain.hf.find_tokenizer._from_sentencepiece", lambda name: asked.append(name) or "found")
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    assert find_tokenizer(str(tmp_path)) == "found"
+    assert asked == [str(tmp_path / "tokenizer.model")]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_tok/tokenizer.json", "no such file"),
+        ("vocab.json", "merges.txt is not beside it"),
+        ("text.md", "a file of another kind"),
+        ("broken/vocab.json", "are no tokenizer"),
+    ],
+)
+def test_files_that_are_no_tokenizer_are_never_asked_of_the_hub(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "text.md").write_text("text")
+    (tmp_path / "broken").mkdir()
+    for file in ("vocab.json", "merges.txt"):
+        (tmp_path / "broken" / file).write_text("{")
+    with pytest.raises(UserError, match=message):
+        find_tokenizer(name)
+    assert not os.path.isdir(cache_folder()) or os.listdir(cache_folder()) == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import yaml
 from conftest import TOKENIZER, tiny_settings
 from parity.variants import LLAMA, SIZES
 
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 pytestmark = pytest.mark.end_to_end
 
@@ -24,7 +24,7 @@ def base(hub):
     from lmtrain.hf.export import write_export
     from lmtrain.hf.tokenizer import load_tokenizer
     from lmtrain.models.registry import build_model
-    from lmtrain.train.export import plan_export
+    from lmtrain.train.start.exporter import plan_export
 
     config = RunConfig.model_validate({"model": {"type": "llama", **SIZES, **LLAMA, "seq_len": 32}}).model
     plan = plan_export(config, build_model(config, 384), load_tokenizer(str(TOKENIZER)), "float32")

@@ -21,7 +21,7 @@ from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.state import abstract_params, init_state, state_shardings
+from lmtrain.train.step.state import abstract_params, init_state, state_shardings
 
 SIZES = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": 16}
 FAMILIES = {
@@ -167,7 +167,7 @@ def test_fsdp_splits_every_matrix_over_all_devices(found):
 
 def test_tensor_parallelism_splits_what_it_names_by_4_and_fsdp_the_rest_by_2(found):
     """A Backpack's largest matrix has both mlp and senses, and only one can be split over the same devices."""
-    layouts = {"tensor": {"mlp", "heads", "kv_heads"}, "senses": {"senses", "heads"}}
+    layouts = {"tensor": {"mlp", "heads", "kv_heads"}, "senses": {"senses", "heads", "kv_heads"}}
     for path in matrices(found):
         names, _ = found["names"][path]
         for layout, split in layouts.items():

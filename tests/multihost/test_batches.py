@@ -1,22 +1,12 @@
 """The batches of a run are the same for 1, 2 and 4 processes, each of which reads only its rows."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from multihost.processes import DEVICES, finished
 
 SCRIPT = Path(__file__).with_name("read_batches.py")
-DEVICES = 4
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +40,7 @@ def config(tmp_path_factory):
 
 def read(config, count, folder):
     """What each of `count` processes held."""
-    port = free_port()
-    outputs = [folder / f"{count}-{number}.json" for number in range(count)]
-    flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    commands = [[sys.executable, SCRIPT, output, number, count, port, config] for number, output in enumerate(outputs)]
-    running = [
-        subprocess.Popen(list(map(str, command)), env=environment, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    try:
-        told = [process.communicate(timeout=120)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * count, told
-    return [json.loads(output.read_text()) for output in outputs]
+    return finished(SCRIPT, count, folder, config)
 
 
 @pytest.mark.multi_device

@@ -59,7 +59,7 @@ def start(folder, run, count, *flags, **environment):
 
 def finish(folder, run, count):
     for number, process in enumerate(start(folder, run, count)):
-        assert process.wait(timeout=200) == 0, (folder / f"{run}.{number}.txt").read_text()
+        assert process.wait(timeout=300) == 0, (folder / f"{run}.{number}.txt").read_text()
     lines = (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()
     names = ("train/loss", "eval/loss", "train/gradient_norm")
     logged = [{name: entry[name] for name in names if name in entry} for entry in map(json.loads, lines)]
@@ -95,7 +95,10 @@ def test_four_processes_have_the_bits_of_two(folder, two):
 # A dead process closes its connections; one that only stands still is found out by its missing heartbeat.
 @pytest.mark.parametrize(
     ("fault", "victim", "codes", "seconds"),
-    [(signal.SIGKILL, 1, [1, 134, -6], 20), pytest.param(signal.SIGSTOP, 0, [1, 134, -6], 30, marks=pytest.mark.long)],
+    [
+        (signal.SIGKILL, 1, [1, 134, -6], 120),
+        pytest.param(signal.SIGSTOP, 0, [1, 134, -6], 120, marks=pytest.mark.long),
+    ],
 )
 def test_when_one_process_dies_or_hangs_the_other_ends_with_an_error(folder, fault, victim, codes, seconds):
     run = f"dies-{int(fault)}"
@@ -103,7 +106,7 @@ def test_when_one_process_dies_or_hangs_the_other_ends_with_an_error(folder, fau
     processes = start(folder, run, 2, *flags)
     try:
         metrics = folder / "logs" / f"{run}.metrics.jsonl"
-        until = time.monotonic() + 100
+        until = time.monotonic() + 300
         while not (metrics.exists() and metrics.read_text().count("train/loss") > 3):
             assert time.monotonic() < until, (folder / f"{run}.0.txt").read_text()
             time.sleep(0.1)
@@ -122,7 +125,7 @@ def test_a_mistake_that_one_process_makes_ends_the_other_too(folder):
     processes = start(folder, "mistake", 2, "--hf_upload", "someone/model", HF_TOKEN="")
     told = [(folder / f"mistake.{number}.txt") for number in range(2)]
     try:
-        codes = [process.wait(timeout=100) for process in processes]
+        codes = [process.wait(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -13,7 +13,7 @@ from lmtrain.models.registry import build_model
 from lmtrain.optim.config import MuonConfig
 from lmtrain.optim.muon import matrix_dims
 from lmtrain.optim.optimizer import build_optimizer
-from lmtrain.train.state import abstract_params, parameter_axes
+from lmtrain.train.step.state import abstract_params, parameter_axes
 
 SIZES = {"hidden_dim": 8, "num_heads": 2, "num_layers": 2, "seq_len": 8}
 EVERY_BIAS = {"use_bias": True, "use_mlp_bias": True, "qk_norm": "all"}

@@ -79,8 +79,8 @@ def steps_of(name: str, rates, weight_decay: float = 0.0):
     return follow(compiled(name, weight_decay), state, GRADIENTS, rates)
 
 
-def run(config, gradients: list, rate=lambda count: 0.1, params=PARAMS):
-    optimizer = build_optimizer(config, rate)
+def run(config, gradients: list, rate=lambda count: 0.1, params=PARAMS, axes=None):
+    optimizer = build_optimizer(config, rate, axes)
 
     def all_of_them(params, gradients):
         state = optimizer.init(params)
@@ -238,7 +238,9 @@ def test_adafactor_is_that_of_the_paper(settings):
     matrix = RNG.normal(size=(6, 8)).astype(np.float32) * 0.1
     # of growing size, so that a late one is clipped
     gradients = [(RNG.normal(size=(6, 8)) * 3**t).astype(np.float32) for t in range(4)]
-    params = run(config, [{"kernel": g} for g in gradients], lambda count: 0.1, {"kernel": matrix})
+    params = run(
+        config, [{"kernel": g} for g in gradients], lambda count: 0.1, {"kernel": matrix}, {"kernel": ("embed", "mlp")}
+    )
     expected = plain_adafactor(
         matrix,
         gradients,
@@ -254,10 +256,33 @@ def test_adafactor_is_that_of_the_paper(settings):
 
 def test_adafactors_moments_of_a_matrix_are_a_row_and_a_column():
     params = {"big": np.ones((3, 128, 256), np.float32), "small": np.ones((16, 127), np.float32)}
-    state = build_optimizer(AdafactorConfig(), lambda count: 0.1).init(params)
+    axes = {"big": ("layers", "embed", "mlp"), "small": ("embed", "mlp")}
+    state = build_optimizer(AdafactorConfig(), lambda count: 0.1, axes).init(params)
     sizes = [leaf.size for leaf in jax.tree.leaves(state)]
     # a row and a column of each of the three matrices; the small one whole; and scalars
     assert sorted(size for size in sizes if size > 1) == sorted([3 * 128, 3 * 256, 16 * 127])
+
+
+def test_adafactor_factors_the_matrices_of_attention_whatever_a_heads_width():
+    """Rows and columns of the whole projection; gradients keep their shape."""
+    axes = {"qkv": ("layers", "embed", "qkv", "heads", "head_dim"), "out": ("layers", "kv_heads", "head_dim", "embed")}
+    params = {"qkv": np.ones((2, 256, 3, 4, 64), np.float32), "out": np.ones((2, 4, 64, 256), np.float32)}
+    optimizer = build_optimizer(AdafactorConfig(), lambda count: 0.1, axes)
+    state = optimizer.init(params)
+    sizes = sorted(leaf.size for leaf in jax.tree.leaves(state) if leaf.size > 1)
+    assert sizes == sorted([2 * 3 * 256, 2 * 3 * 256, 2 * 256, 2 * 256])
+    rng = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params)
+    updates, _ = jit(lambda g, s: optimizer.update(g, s, params))(gradients, state)
+    for name, found in updates.items():
+        assert found.shape == params[name].shape
+    # the first second moments are those of the gradient: Shazeer and Stern 2018, algorithm 4 with beta_2 = 0
+    squares = np.square(gradients["out"].astype(np.float64)).reshape(2, 256, 256)
+    rows, columns = squares.mean(2), squares.mean(1)
+    scale = np.sqrt(rows[:, :, None] * columns[:, None, :] / rows.mean(1)[:, None, None])
+    direction = gradients["out"].reshape(2, 256, 256) / scale
+    direction /= max(1.0, np.sqrt(np.square(direction).mean()))
+    np.testing.assert_allclose(updates["out"].reshape(2, 256, 256), -0.1 * direction, rtol=1e-3, atol=1e-5)
 
 
 # --- Muon: two layers of two heads
@@ -333,12 +358,10 @@ def test_muon_orthogonalizes_the_momentum_by_newton_schulz(settings):
     for name in MATRICES:
         inputs, outputs = WIDTHS[name]
         momentum = 0.0
-        for t, (gradient, update) in enumerate(zip(BLOCK_GRADIENTS, muon_updates(**settings), strict=True), start=1):
+        for gradient, update in zip(BLOCK_GRADIENTS, muon_updates(**settings), strict=True):
             gradient = as_matrices(name, gradient["blocks"][name]["kernel"])
             momentum = beta * momentum + (1 - beta) * gradient
-            ahead = momentum / (1 - beta**t)
-            if config.nesterov:
-                ahead = beta * momentum / (1 - beta ** (t + 1)) + (1 - beta) * gradient / (1 - beta**t)
+            ahead = beta * momentum + (1 - beta) * gradient if config.nesterov else momentum
             expected = [-0.5 * max(1, outputs / inputs) ** 0.5 * newton_schulz(x, config.backend_steps) for x in ahead]
             np.testing.assert_allclose(
                 as_matrices(name, update["blocks"][name]["kernel"]), expected, rtol=1e-3, atol=1e-4
@@ -379,6 +402,21 @@ def test_everything_else_is_adam_with_its_own_rate():
             leaves.append(np.asarray(tree, np.float64))
         expected = plain_adamw(np.zeros_like(leaves[0]), leaves[:2], [adam_lr, adam_lr / 4], 0.8, 0.9, 1e-3, 0.0)
         np.testing.assert_allclose(leaves[2] + leaves[3], expected, rtol=1e-4, atol=1e-9)
+
+
+def test_what_adam_has_decays_by_adams_rate():
+    """Whatever the group, a parameter decays by its own learning rate times `weight_decay`."""
+    settings = {"max_grad_norm": None, "learning_rate": 0.02, "adam_lr": 6e-4, "default_weight_decay_mask": False}
+    found = []
+    for weight_decay in (0.0, 0.3):
+        config = MuonConfig(weight_decay=weight_decay, **settings)
+        found.append(steps(config, BLOCK_GRADIENTS[:1], (0.02,), BLOCKS, BLOCK_AXES)[0][0])
+    more = jax.tree.map(lambda a, b: b - a, *found)
+    rates = jax.tree.map(lambda _: 6e-4, BLOCKS)
+    for name in MATRICES:
+        rates["blocks"][name]["kernel"] = 0.02
+    jax.tree.map(lambda d, p, rate: np.testing.assert_allclose(d, -rate * 0.3 * p, rtol=2e-3, atol=2e-6),
+                 more, BLOCKS, rates)  # fmt: skip
 
 
 def test_kimis_scaling_changes_the_size_only_of_the_matrices():

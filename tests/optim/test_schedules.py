@@ -38,6 +38,11 @@ TABLE = [
     ),
     ("constant", {"cycles": 2, "rewarmup": 0.1, "warmup": 0.1}, {0: 0, 5: 1, 30: 1, 50: 1, 52: 1, 99: 1}),
 ]
+# with the stable phase at the peak, the decay begins as it does without one
+STABLE = [
+    ("inv", {"warmup": 10, "decay": 12}, {10: 1, 50: 1, 87: 1, 88: 12 / 21, 89: 12 / 21, 94: 12 / 66, 99: 12 / 111}),
+    ("inv", {"warmup": 10, "decay": 12, "cycles": 2}, {10: 1, 37: 1, 39: 12 / 21, 50: 1, 87: 1, 99: 12 / 111}),
+]
 LONG = {500: 0.5, 1000: 1, 9000: 1, 20_000: 0.707107, 100_000: 0.316228, 500_000: 0.141421, 999_999: 0.1}
 
 
@@ -45,7 +50,7 @@ def schedule(shape: str, settings: dict, steps: int = 100):
     return build_schedule(AdamConfig(learning_rate=1.0, min_lr_ratio=0.1, lr_schedule=shape, **settings), steps)
 
 
-@pytest.mark.parametrize(("shape", "settings", "expected"), TABLE)
+@pytest.mark.parametrize(("shape", "settings", "expected"), [*TABLE, *STABLE])
 def test_rates_are_those_of_the_reference(shape, settings, expected):
     rate = schedule(shape, settings)
     assert {step: float(rate(step)) for step in expected} == pytest.approx(expected, abs=1e-6)
@@ -54,6 +59,12 @@ def test_rates_are_those_of_the_reference(shape, settings, expected):
 def test_inverse_square_root_stays_at_the_peak_for_ten_thousand_steps():
     rate = schedule("inv_sqrt", {"warmup": 1000}, 1_000_000)
     assert {step: float(rate(step)) for step in LONG} == pytest.approx(LONG, abs=1e-6)
+
+
+def test_inverse_square_root_with_a_long_warmup_stays_at_the_peak_until_its_decay():
+    rate = schedule("inv_sqrt", {"warmup": 20_000, "decay": 50_000}, 100_000)
+    expected = {20_000: 1, 49_999: 1, 50_000: 0.5**0.5, 70_000: 0.5, 99_999: (10_000 / 69_999) ** 0.5}
+    assert {step: float(rate(step)) for step in expected} == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])

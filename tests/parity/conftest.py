@@ -17,8 +17,8 @@ def export(tmp_path, layout):
     from parity.variants import TOKENIZER
 
     from lmtrain.hf.export import write_export
-    from lmtrain.train.export import plan_export
-    from lmtrain.train.hf_params import gather_tensors
+    from lmtrain.train.start.exporter import plan_export
+    from lmtrain.train.start.hf_params import gather_tensors
 
     def write(variant, dtype="float32", folder="hf", **options):
         plan = plan_export(variant.config, variant.model, TOKENIZER, dtype)

@@ -20,7 +20,7 @@ from lmtrain.hf.key_map import to_hf
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.backpack.hf import extra_files, table, to_hf_config
 from lmtrain.models.backpack.model import BackpackLM
-from lmtrain.train.loss import next_token_targets, summed_cross_entropy
+from lmtrain.train.step.loss import next_token_targets, summed_cross_entropy
 
 SIZES = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": 24, "num_senses": 4}
 VOCAB = 384

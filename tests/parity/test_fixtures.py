@@ -18,7 +18,7 @@ from lmtrain.commands.hf_model import config_of
 from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.hf_params import load_hf_params
+from lmtrain.train.start.hf_params import load_hf_params
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TOOL = Path(__file__).parents[2] / "tools" / "parity_fixtures.py"
@@ -66,6 +66,6 @@ def test_the_tool_makes_the_same_files_again():
 def run(*arguments: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -13,9 +13,9 @@ from lmtrain.commands.hf_model import config_of
 from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import flatten, to_hf
 from lmtrain.models.registry import hf_family
-from lmtrain.train.export import plan_export
-from lmtrain.train.hf_params import load_hf_params
-from lmtrain.train.loss import next_token_targets, summed_cross_entropy
+from lmtrain.train.start.exporter import plan_export
+from lmtrain.train.start.hf_params import load_hf_params
+from lmtrain.train.step.loss import next_token_targets, summed_cross_entropy
 
 # One of each kind of block; the rest, which tests/parity/test_fixtures.py compares in any case, in the long form.
 NOW = {"gpt2", "llama-grouped", "gemma", "olmo2", "mpt-6-heads", "backpack"}
@@ -50,6 +50,25 @@ def test_an_export_comes_back_with_the_same_settings_and_every_bit(export, layou
         kept = len(value) if "embedding" not in path or "positions" in path else VOCAB
         assert there[path][:kept].tobytes() == value[:kept].tobytes(), path
         assert not there[path][kept:].any()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-grouped"])
+def test_logits_agree_where_positions_begin_anew_and_attention_does_not(in_torch, name):
+    variant = make(name)
+    ids = tokens()
+    positions = np.concatenate([np.arange(10), np.arange(ids.shape[1] - 10)]) * np.ones((2, 1), int)
+    everywhere = torch.ones(ids.shape, dtype=torch.int64)  # without, transformers keeps apart what looks packed
+    with torch.no_grad():
+        expected = in_torch(variant)(
+            torch.from_numpy(ids), position_ids=torch.from_numpy(positions), attention_mask=everywhere
+        ).logits.numpy()
+
+    def logits(model, ids):
+        return model.logits(model.hidden(ids, True, None, positions))
+
+    found = variant.model.apply({"params": variant.params}, ids, method=logits)
+    assert np.abs(found - expected).max() < 1e-4
+    assert np.abs(variant.logits(ids) - expected).max() > 0.1
 
 
 GRADIENTS = ["gpt2", "gpt2-untied", "llama-grouped", "mistral", "gemma", "olmo2", "qwen3", "mpt-clip"]

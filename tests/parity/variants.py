@@ -7,7 +7,7 @@ from models import quick
 
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.registry import build_model
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 VOCAB = 90  # not what it is padded to
 LENGTH = 24

@@ -2,8 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from conftest import TOKENIZER
@@ -18,7 +22,7 @@ from lmtrain.plan.gpu_targets import target_config
 from lmtrain.plan.request import Request, Target
 from lmtrain.plan.search import Search, find_settings, first_that_fits
 from lmtrain.plan.vocabulary import find_vocab_size
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.topologies import KINDS, find_topology
 
 MODEL = {"hidden_dim": 64, "num_heads": 4, "num_layers": 2, "seq_len": 64}
@@ -152,8 +156,14 @@ def test_a_well_known_model_is_planned_without_downloading_it(plan):
         (["--topology", "2x2"], ["--topology", "--device"]),
         (["--slices", "2"], ["--slices", "--device"]),
         (["--device", "h100", "--search", "--hlo", "x"], ["--hlo", "no effect"]),
-        (["--device", "h100", "--minutes", "0"], ["--minutes", "more than 0"]),
-        (["--compile_timeout", "-1"], ["--compile_timeout", "more than 0"]),
+        (["--device", "h100", "--minutes", "0"], ["--minutes", "above 0"]),
+        (["--compile_timeout", "-1"], ["--compile_timeout", "above 0"]),
+        (["--minutes", "nan"], ["--minutes", "above 0"]),
+        (["--device", "h100", "--slices", "2"], ["--slices", "--hosts"]),
+        (["--device", "v5p", "--slices", "1000000"], ["4,000,000 devices", "65,536"]),
+        (["--no-compile"], ["did you mean --no_compile"]),
+        (["--hlo", "nowhere/x.hlo"], ["--hlo nowhere/x.hlo", "create it"]),
+        (["--hlo", "/"], ["--hlo /", "is a folder"]),
         (["--devices", "0"], ["--devices"]),
         (["--device", "h100", "--measure"], ["--measure", "leave --device out"]),
         (["--search", "--devices", "2"], ["--search", "--device KIND", "--measure"]),
@@ -257,6 +267,7 @@ def test_candidates_keep_what_is_learned():
     names = [name for name, _ in alternatives(one, {})]
     assert "gradient_checkpointing dots" in names
     assert "gradient_checkpointing full" not in names  # it is what the config has
+    assert "gradient_checkpointing false, scan_layers false" in names  # each alone gains nothing
     assert len(names) == len(set(names))
 
 
@@ -350,16 +361,85 @@ def test_a_worker_that_dies_leaves_the_estimate_and_a_reason(monkeypatch, tmp_pa
     asked = Request.of(
         RunConfig(model=MODEL, trainer={"train_batch_size": 4}), 100, Target(shape=(1,)), ("train",), True
     )
+    estimate = {"estimate": {"total": 1}, "device": "cpu", "devices": 1, "mesh": {}, "advice": []}
     script = (
         "import os, signal, sys, pathlib; pathlib.Path(sys.argv[-1], 'estimate.json').write_text("
-        '\'{"estimate": {"total": 1}}\'); os.kill(os.getpid(), signal.SIGKILL)'
+        f"{json.dumps(estimate)!r}); os.kill(os.getpid(), signal.SIGKILL)"
     )
     real = subprocess.Popen
     monkeypatch.setattr(
         answers.subprocess, "Popen", lambda command, **more: real([sys.executable, "-c", script, *command[3:]], **more)
     )
     found = answers.ask(asked, 60.0)
-    assert found.estimate == {"estimate": {"total": 1}}
+    assert found.estimate == estimate
     assert "killed" in found.failure
     assert found.fits(0.5) is False
     assert found.fits(None) is None
+
+
+def test_a_corrupt_answer_counts_as_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = replace(Request.of(RunConfig(model=MODEL), 100, Target(shape=(1,)), ("train",), True), compile=False)
+    first = answers.ask(asked, 60.0)
+    assert not first.from_cache
+    assert answers.ask(asked, 60.0).from_cache
+    path = answers.cache_folder() / asked.key / "estimate.json"
+    for text in ("", '{"a"', "[]", "{}"):
+        path.write_text(text)
+        again = answers.ask(asked, 60.0)
+        assert not again.from_cache
+        assert again.estimate == first.estimate
+    (path.parent / "train.hlo.gz").write_bytes(b"no gzip")
+    with pytest.raises(UserError, match=r"corrupt and has been deleted; run the command again"):
+        answers.read_hlo(asked, "train")
+    assert answers.read_hlo(asked, "train") is None
+
+
+def test_plans_are_made_where_none_can_be_kept(monkeypatch, tmp_path, capfd):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    asked = Request.of(RunConfig(model=MODEL), 100, Target(shape=(1,)), ("train",), False)
+    assert answers.ask(asked, 60.0).estimate["devices"] == 1
+    assert str(tmp_path / "file") in capfd.readouterr().err
+
+
+def test_sigterm_ends_the_worker_too_and_leaves_no_files(tmp_path):
+    """A launcher or `timeout` sends it."""
+    variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "lmtrain", "plan", *SMALL, "--devices", "2"]
+    process = subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    while not (folders := list(tmp_path.glob("lmtrain-plan-*/log.txt"))):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(timeout=300) == 128 + signal.SIGTERM
+    assert not folders[0].parent.exists()
+    workers = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(path)]
+    assert workers == []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended
+        return b""
+
+
+def test_of_settings_equally_fast_the_one_with_less_memory_is_kept_and_makes_room(monkeypatch):
+    """Offloading costs no time and halves the memory: then more sequences fit, which saves time."""
+
+    def compiler(asked: Request, timeout, progress=lambda text: None) -> Answer:
+        config = asked.run_config
+        size = config.trainer.per_device_parallelism
+        size = parallelisms(asked)[0] if size == -1 else size
+        peak = float(size if config.model.gradient_checkpointing == "offload" else 2 * size)
+        estimate = {"estimate": {"total": peak}, "device": "h100"}
+        if not asked.compile:
+            return Answer(estimate)
+        return Answer(estimate, {"train": {"memory": {"peak": peak}, "seconds": {"total": 12.0 / size}}})
+
+    monkeypatch.setattr("lmtrain.plan.search.ask", compiler)
+    best = find_settings(request(), 12.0, 1.0, 60.0, lambda text: None, lambda text: None, Search()).best
+    assert best is not None
+    assert best.changes["model.gradient_checkpointing"] == "offload"
+    assert best.changes["trainer.per_device_parallelism"] == 12

@@ -13,6 +13,7 @@ from lmtrain.data.token_store import TokenStore
 from lmtrain.hf.learn_tokenizer import learn_bpe
 from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
 from lmtrain.preprocess.build import build_cache
+from lmtrain.preprocess.sources import list_sources
 
 NAMES = ["a.jsonl", "b.jsonl", "c.jsonl"]
 
@@ -296,3 +297,28 @@ def test_a_finished_cache_of_a_data_set_is_used_without_looking_into_it(work):
     assert build_cache(config(**settings), "train") == built
     with pytest.raises(UserError, match="not to be had"):
         build_cache(config(**settings | {"stream": False}), "train")
+
+
+def test_documents_of_a_txt_are_what_is_asked_for_and_old_caches_stay_valid(work):
+    """A recipe says what a document is only where it is not a line: as caches did before there was a choice."""
+    (work / "a.txt").write_text("one\ntwo\n\nthree\n")
+    (work / "b.txt").write_text("four\n\n\nfive\nsix\n")
+    counts = {}
+    for documents in ("line", "blank_line", "file"):
+        made = config(
+            train_urls=["a.txt", "b.txt"], cache_dir=documents, text_documents=documents, split_bytes=1_000_000
+        )
+        manifest = build_cache(made, "train")
+        counts[documents] = [shard.documents for shard in manifest.shards]
+        assert ("text_documents" in manifest.recipe["documents"]) == (documents != "line")
+    assert counts == {"line": [3, 3], "blank_line": [2, 2], "file": [1, 1]}
+    with pytest.raises(UserError, match=r"documents\.text_documents"):
+        build_cache(config(train_urls=["a.txt", "b.txt"], cache_dir="file", text_documents="blank_line"), "train")
+
+
+@pytest.mark.parametrize("documents", ["blank_line", "file"])
+def test_a_large_txt_whose_documents_are_no_lines_is_not_cut_into_parts(work, documents):
+    (work / "a.txt").write_text("a line of text\n" * 200_000)
+    made = config(train_urls=["a.txt"], text_documents=documents, split_bytes=1_000_000)
+    assert len(list_sources(made, "train")) == 1
+    assert len(list_sources(config(train_urls=["a.txt"], split_bytes=1_000_000), "train")) > 1

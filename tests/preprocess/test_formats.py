@@ -34,6 +34,33 @@ def read(extension, content, key="text"):
     return list(READERS[extension](io.BytesIO(content), Field(key), "name"))
 
 
+VERSES = "\ufeffFirst\r\n  second\n\n \n\nThird\n\tfourth\n\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [
+        ("line", [(1, "First"), (2, "  second"), (6, "Third"), (7, "\tfourth")]),
+        ("blank_line", [(1, "First\n  second"), (6, "Third\n\tfourth")]),
+        ("file", [(1, "First\n  second\n\n \n\nThird\n\tfourth\n")]),
+    ],
+)
+def test_a_txt_is_cut_into_documents_as_asked_for_and_has_no_byte_order_mark(documents, expected):
+    assert list(READERS[".txt"](io.BytesIO(VERSES), Field("text", None, documents), "name")) == expected
+
+
+@pytest.mark.parametrize("documents", ["blank_line", "file"])
+def test_a_line_of_a_txt_that_is_not_utf8_is_told_and_the_rest_is_kept(documents):
+    found = list(READERS[".txt"](io.BytesIO(b"a\n\xff\nb\n"), Field("text", None, documents), "name"))
+    assert [str(text) for _, text in found] == ["name:2: not UTF-8: invalid start byte at byte 0", "a\nb"]
+
+
+def test_an_empty_txt_has_no_document():
+    for documents in ("line", "blank_line", "file"):
+        for content in (b"", b"\n\n", b"  \n"):
+            assert list(READERS[".txt"](io.BytesIO(content), Field("text", None, documents), "name")) == []
+
+
 @pytest.mark.parametrize("written", WRITTEN)
 def test_every_format_gives_the_same_texts(written):
     assert [text for _, text in read(written.split()[0], WRITTEN[written])] == TEXTS

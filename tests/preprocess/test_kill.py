@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from lmtrain.preprocess.sources import Source, describe_source
 from lmtrain.preprocess.tokenize import DocumentSettings
 from lmtrain.runtime.cores import usable_cores
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 300
 
 PARENT = """
 import sys
@@ -110,7 +110,8 @@ def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
     ]
     assert [sum(map(sum, counts)) for counts in seen] == sorted(sum(map(sum, counts)) for counts in seen)
     tokens = {number: info.tokens for number, info in built}
-    assert seen[-1] == [[2000, tokens[number], job.source.bytes] for number, job in enumerate(jobs)]
+    text = sum(len(f"a {i}") for i in range(2000))
+    assert seen[-1] == [[2000, tokens[number], job.source.bytes, text] for number, job in enumerate(jobs)]
 
 
 def test_an_error_in_a_worker_arrives_as_it_was_raised(tmp_path, settings):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 
 
 def free_port():
@@ -30,7 +30,7 @@ def address():
     node = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     yield f"127.0.0.1:{port}"
     node.terminate()
-    node.wait(60)
+    node.wait(300)
 
 
 @pytest.fixture(scope="module")

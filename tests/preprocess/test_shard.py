@@ -97,7 +97,8 @@ def test_reports_add_up_to_the_whole_file(build, tmp_path):
     info, _, reports = build(TEXTS)
     assert len(reports) > 1
     totals = tuple(map(sum, zip(*reports, strict=True)))
-    assert totals == (info.documents, info.tokens, (tmp_path / "input.jsonl").stat().st_size)
+    text = sum(map(len, TEXTS))
+    assert totals == (info.documents, info.tokens, (tmp_path / "input.jsonl").stat().st_size, text)
 
 
 @pytest.mark.parametrize("line", [b'{"text": 3}\n', b'{"text": "half \\ud83d"}\n'], ids=["number", "half a pair"])

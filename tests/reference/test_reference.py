@@ -10,7 +10,7 @@ from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.commands.trained_model import add_checkpoint_flag
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 BLOCKS = Path(__file__).with_name("blocks.md").read_text()
 YAML = re.findall(r"```yaml\n(.*?)```", BLOCKS, re.DOTALL)

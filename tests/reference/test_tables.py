@@ -5,7 +5,7 @@ import pytest
 from lmtrain.config.describe import describe
 from lmtrain.config.load import load_config
 from lmtrain.optim.config import SophiaHConfig
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 
 DEFAULTS = {
     "trainer": {

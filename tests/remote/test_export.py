@@ -12,11 +12,11 @@ from lmtrain.config.errors import UserError
 from lmtrain.hf.export import write_export
 from lmtrain.hf.key_map import flatten
 from lmtrain.models.registry import build_model
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.export import plan_export
-from lmtrain.train.hf_params import load_hf_params
+from lmtrain.train.start.exporter import plan_export
+from lmtrain.train.start.hf_params import load_hf_params
 
 CONFIG = RunConfig.model_validate({"model": {"type": "llama", **SIZES, **LLAMA}}).model
 MODEL = build_model(CONFIG, 90)

@@ -79,7 +79,8 @@ def test_what_is_no_number_is_a_gap_and_a_cross(tmp_path):
 
 def test_bytes_have_round_ticks():
     axes = draw(plot(curve(np.full(1000, 61e9)), unit="bytes", from_zero=True)).axes[0]
-    assert [axes.yaxis.get_major_formatter()(tick) for tick in axes.get_yticks()][:3] == ["0 GiB", "20 GiB", "40 GiB"]
+    assert [axes.yaxis.get_major_formatter()(tick) for tick in axes.get_yticks()][:3] == ["0", "20", "40"]
+    assert axes.get_ylabel() == "GiB"
 
 
 @pytest.mark.parametrize("label", [r"$\frac{$", "_hidden", "名前", "x" * 500, "<b>&\"'"])
@@ -123,5 +124,5 @@ def test_pyplot_is_not_imported_for_it():
     program = "import sys; from lmtrain.report import write; from lmtrain.report.draw import draw_times, to_png; "
     program += "before = 'matplotlib' in sys.modules; to_png(draw_times([('a', {'steps': 1.0})])); "
     program += "print(before, [name for name in ('matplotlib.pyplot', 'jax', 'pandas') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout == "False []\n", done.stderr

@@ -105,7 +105,7 @@ def write_random_export(settings, folder):
     from lmtrain.hf.tokenizer import load_tokenizer
     from lmtrain.models.gpt2.config import Gpt2Config
     from lmtrain.models.registry import build_model
-    from lmtrain.train.export import plan_export
+    from lmtrain.train.start.exporter import plan_export
 
     config = Gpt2Config(**settings["model"])
     tokenizer = load_tokenizer(settings["data"]["tokenizer"])
@@ -140,7 +140,7 @@ def test_two_processes_train_as_one_and_one_of_them_tells(settings, write_config
         return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
 
     def finish(process):
-        told = process.communicate(timeout=120)[1]
+        told = process.communicate(timeout=300)[1]
         assert process.returncode == 0, told
         return told
 

@@ -34,7 +34,7 @@ def test_the_bytes_are_written_and_nothing_beside_them(tmp_path, content):
 def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(b"old")
-    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(path)], timeout=60)
+    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_WRITING, str(path)], timeout=300)
     assert done.returncode == -9
     assert path.read_bytes() == b"old"
     assert len(os.listdir(tmp_path)) == 2

@@ -116,7 +116,7 @@ def test_who_does_not_hold_it_releases_nothing(path):
 
 def test_many_that_contend_for_it_never_hold_it_at_once(path, start):
     processes = [start(CONTEND, path) for _ in range(6)]
-    results = [process.communicate(timeout=60) for process in processes]
+    results = [process.communicate(timeout=300) for process in processes]
     assert [errors for _, errors in results] == [""] * 6
     assert sum(int(turns) for turns, _ in results) > 100
     assert not os.path.exists(path)

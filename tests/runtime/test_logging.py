@@ -26,7 +26,9 @@ def run(tmp_path):
     def start(message, folder="logs/deep"):
         command = [sys.executable, "-c", RUN, folder, message]
         environment = {"PYTHONIOENCODING": "utf-8"}
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60, env=environment)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300, env=environment
+        )
         assert done.returncode == 0, done.stderr
         return done
 

@@ -37,6 +37,15 @@ def test_plain_lines_come_every_few_seconds_only(clock, capsys):
     assert [line.split(",")[0] for line in lines] == [f"train step {done}" for done in (1, 6, 11, 16)]
 
 
+def test_a_line_is_one_write_so_that_no_other_comes_into_it(clock, monkeypatch):
+    written = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False))
+    with Progress("train", 100) as bar:
+        bar.update(1, "step 1", force=True)
+        bar.update(100, "step 100", force=True)
+    assert written == ["train step 1, 0s left\n", "train step 100\n"]
+
+
 def test_a_forced_line_is_printed_whatever_the_clock_says(clock, capsys):
     with Progress("train", 2) as bar:
         bar.update(1, "a", force=True)
@@ -82,7 +91,7 @@ def test_on_a_terminal_a_bar_shows_label_and_text_as_they_are(text):
     while chunk := read(terminal):
         shown += chunk
     os.close(terminal)
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     assert b"train" in shown
     assert f"step 10 {text}".encode() in shown
 

@@ -36,7 +36,7 @@ class Child:
 
     def end(self):
         """(exit status, stdout, stderr) of what is left."""
-        stdout, stderr = self.process.communicate(timeout=60)
+        stdout, stderr = self.process.communicate(timeout=300)
         return self.process.returncode, stdout, stderr
 
 

@@ -48,6 +48,14 @@ def test_one_several_or_none_are_a_list(value, expected):
     assert names(value) == expected
 
 
+def test_heads_take_kv_heads_with_them_unless_told_otherwise():
+    config = PartitioningConfig(tensor_parallel_axes=["heads"])
+    assert config.parameter_mapping["kv_heads"] == config.compute_mapping["act_kv_heads"] == ("model",)
+    config = PartitioningConfig(tensor_parallel_axes=["heads"], axis_resources={"kv_heads": None})
+    assert config.parameter_mapping["kv_heads"] == config.compute_mapping["act_kv_heads"] == ()
+    assert PartitioningConfig(tensor_parallel_axes=["mlp"]).parameter_mapping["kv_heads"] == ()
+
+
 def test_an_axis_of_both_kinds_of_parallelism_is_refused():
     with pytest.raises(ValidationError, match="names 'vocab', which fsdp_axis splits already"):
         PartitioningConfig(fsdp_axis=["embed", "vocab"], tensor_parallel_axes="vocab")

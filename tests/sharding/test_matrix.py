@@ -125,3 +125,45 @@ def test_a_matrix_of_choices_of_execution_agrees(tmp_path):
     for number, choice in enumerate(CHOICES):
         tolerance = 1e-5 if choice[-1] == "f32" else 2e-2
         np.testing.assert_allclose(found[str(number)]["losses"], one, rtol=tolerance, err_msg=str(choice))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_positions_that_begin_with_each_document_do_not_depend_on_the_mesh(tmp_path, family):
+    """Learned ones are looked up in a table that is split; rotary ones matter only between documents."""
+    apart = {"mask_across_documents": family == "gpt2"}
+    of_family = {"steps": 5, "model": {"type": family}, "data": {"reset_positions": True, **apart}}
+    meshes = {**MESHES, **MORE} if family == "gpt2" else MESHES
+    cases = [{"name": name, "trainer": trainer, **of_family} for name, trainer in meshes.items()]
+    found = train(tmp_path, [{**ONE, **of_family}, {**ONE, **of_family, "name": "through", "data": apart}, *cases])
+    one = found["one"]["losses"]
+    assert one[0] != found["through"]["losses"][0]
+    for name in meshes:
+        np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["sophia-g", "sophia-h"])
+def test_sophias_targets_and_hessians_do_not_depend_on_the_mesh(tmp_path, optimizer):
+    """The vocabulary split, the batch split, copies: a few losses over two estimates of the Hessian."""
+    sophia = {"steps": 6, "optimizer": {"type": optimizer, "learning_rate": 3e-3, "update_interval": 3, "warmup": 0}}
+    meshes = {"fsdp": {}, "both": BOTH, "replicas": MORE["replicas"]}
+    cases = [{"name": name, "trainer": trainer, **sophia} for name, trainer in meshes.items()]
+    found = train(tmp_path, [{**ONE, **sophia}, *cases])
+    one = found["one"]["losses"]
+    assert one[-1] < one[0]
+    for name in meshes:
+        np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.long
+def test_muon_with_matrices_spread_over_devices_is_that_of_one_device(tmp_path):
+    """Fewer matrices than devices too: 2 layers, 6 matrices in qkv, 8 devices."""
+    muon = {"steps": 8, "optimizer": {"type": "muon", "learning_rate": 2e-2, "warmup": 0}}
+    meshes = {"fsdp": {}, "both": BOTH, "replicas": MORE["replicas"]}
+    cases = [{"name": name, "trainer": trainer, **muon} for name, trainer in meshes.items()]
+    found = train(tmp_path, [{**ONE, **muon}, *cases])
+    one = found["one"]["losses"]
+    assert one[-1] < 0.97 * one[0]
+    for name in meshes:
+        np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-5, err_msg=name)

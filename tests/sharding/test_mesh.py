@@ -26,7 +26,7 @@ def test_the_mesh_has_the_axes_replica_data_model_and_all_devices():
         (["embed", "vocab"], None, {"embed": "data", "vocab": "data"}),
         (None, None, {}),
         ([], [], {}),
-        ("embed", ["mlp", "heads"], {"embed": "data", "mlp": "model", "heads": "model"}),
+        ("embed", ["mlp", "heads"], {"embed": "data", "mlp": "model", "heads": "model", "kv_heads": "model"}),
     ],
 )
 def test_parameters_are_split_as_asked_and_nothing_else(fsdp, tensor, expected):
@@ -35,13 +35,15 @@ def test_parameters_are_split_as_asked_and_nothing_else(fsdp, tensor, expected):
     assert {"embed", "mlp", "heads", "vocab", "layers"} <= set(rules)
 
 
-def test_activations_follow_tensor_parallel_axes_but_keep_the_residual_stream_whole():
+def test_activations_follow_tensor_parallel_axes_and_the_residual_stream_is_split_along_the_sequence():
     rules = dict(plan_layout(PartitioningConfig(tensor_parallel_axes=["mlp", "heads", "vocab"])).compute_rules)
     split = {axis: where for axis, where in rules.items() if where}
     assert split == {
         "act_batch": ("replica", "data"),
+        "act_stream": "model",
         "act_mlp": "model",
         "act_heads": "model",
+        "act_kv_heads": "model",
         "act_vocab": "model",
     }
 
@@ -111,4 +113,4 @@ def test_advanced_mappings_have_the_last_word_and_shared_ones_count_for_both():
     parameters = {axis: where for axis, where in layout.parameter_rules if where}
     compute = {axis: where for axis, where in layout.compute_rules if where}
     assert parameters == {"embed": ("replica", "data"), "mlp": "model"}
-    assert compute == {"act_batch": "data", "act_seq": "model", "act_mlp": "model", "act_vocab": "model"}
+    assert compute == {"act_batch": "data"} | dict.fromkeys(("act_seq", "act_stream", "act_mlp", "act_vocab"), "model")

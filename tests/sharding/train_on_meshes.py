@@ -1,10 +1,11 @@
 """Trains one tiny model on several meshes of 8 fake devices, and writes what it saw. Started by test_matrix.py.
 
-train_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, steps, model, trainer}
+train_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, steps, model, trainer, optimizer, data}
 """
 
 import json
 import sys
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -12,23 +13,24 @@ import numpy as np
 from lmtrain.compiled.figures import measure
 from lmtrain.hf.key_map import flatten
 from lmtrain.plan.figures import network_of
-from lmtrain.run_config import RunConfig
+from lmtrain.run.config import RunConfig
 from lmtrain.sharding.placement import local_rows, place_batch
-from lmtrain.train.program import plan_program
+from lmtrain.train.program.program import plan_program
 
 VOCAB, LENGTH, BATCH = 64, 16, 16
 MODEL = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH, "pad_vocab_to_multiple_of": 64}
 OPTIMIZER = {"learning_rate": 1e-2, "warmup": 2, "weight_decay": 0.1}
 
 
-def batch(step: int) -> dict[str, np.ndarray]:
-    """Tokens that can be learned, of which uneven numbers are targets."""
+def batch(step: int, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Tokens that can be learned, of which uneven numbers are targets; two documents a sequence."""
     rng = np.random.default_rng(step)
     start = rng.integers(0, VOCAB, (BATCH, 1))
     tokens = (start + np.arange(LENGTH) * rng.integers(1, 3, (BATCH, 1))) % VOCAB
     mask = np.arange(LENGTH) < rng.integers(1, LENGTH, (BATCH, 1))
-    segments = (np.arange(LENGTH) >= LENGTH // 2) * np.ones((BATCH, 1))
-    return {"tokens": tokens.astype(np.int32), "loss_mask": mask, "segments": segments.astype(np.int32)}
+    segments, positions = (part * np.ones((BATCH, 1), int) for part in divmod(np.arange(LENGTH), LENGTH // 2))
+    whole = {"tokens": tokens, "loss_mask": mask, "segments": segments, "positions": positions}
+    return {name: whole[name].astype(bool if name == "loss_mask" else np.int32) for name in names}
 
 
 def run(case: dict) -> dict:
@@ -36,7 +38,7 @@ def run(case: dict) -> dict:
         model={"type": "gpt2", **MODEL, **case.get("model", {})},
         trainer={"train_batch_size": BATCH, "num_train_steps": case["steps"], **case.get("trainer", {})},
         optimizer={**OPTIMIZER, **case.get("optimizer", {})},
-        data={"tokenizer": "passthrough", "vocab_size": VOCAB},
+        data={"tokenizer": "passthrough", "vocab_size": VOCAB, **case.get("data", {})},
     )
     program = plan_program(config, VOCAB, jax.devices()[: case.get("devices", 8)])
     compiled = program.compile()
@@ -44,7 +46,9 @@ def run(case: dict) -> dict:
     rows = local_rows(program.layout.batch, BATCH)
     losses, norms = [], []
     for step in range(case["steps"]):
-        state, metrics = compiled(state, place_batch(batch(step), program.layout.batch, rows, BATCH))
+        state, metrics = compiled(
+            state, place_batch(batch(step, config.data.batch_types), program.layout.batch, rows, BATCH)
+        )
         losses.append(float(metrics["train/loss"]))
         norms.append(float(metrics["train/gradient_norm"]))
     found = {"losses": losses, "norms": norms}

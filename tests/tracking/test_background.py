@@ -27,7 +27,7 @@ class Recorder:
 
     def log(self, metrics, step):
         self.busy.set()
-        self.gate.wait(60)
+        self.gate.wait(300)
         if step == self.broken:
             raise ConnectionError("the service is gone")
         self.calls.append(("log", metrics, step))
@@ -81,7 +81,7 @@ def test_the_tracker_is_opened_by_the_first_log_and_in_its_own_thread():
     tracker.hyperparameters({})
     assert threads == []
     tracker.log({}, 1)
-    assert opened.wait(60)
+    assert opened.wait(300)
     assert threads != [threading.current_thread()]
     tracker.finish()
 
@@ -165,7 +165,7 @@ def fill(recorder):
     recorder.gate.clear()
     tracker = BackgroundTracker("x", lambda: recorder)
     tracker.log({}, 0)
-    assert recorder.busy.wait(60)
+    assert recorder.busy.wait(300)
     for step in range(1, 5):
         tracker.log({}, step)
     return tracker
@@ -180,7 +180,7 @@ def test_a_full_queue_drops_what_comes_which_is_told_once_and_counted_at_the_end
     full = "tracker x: too slow, its queue is full and calls are dropped; training goes on"
     assert warnings() == [full]
     recorder.gate.set()
-    assert all(recorder.logged.acquire(timeout=60) for _ in range(6))
+    assert all(recorder.logged.acquire(timeout=300) for _ in range(6))
     tracker.finish()
     assert warnings() == [full, "tracker x: too slow, 3 calls were dropped; the JSON log has them"]
     assert recorder.calls == [*(("log", {}, step) for step in range(6)), ("finish",)]
@@ -205,7 +205,7 @@ def test_a_call_that_hangs_is_told_once_and_training_goes_on(warnings, monkeypat
     recorder.gate.clear()
     tracker = BackgroundTracker("x", lambda: recorder)
     tracker.log({}, 0)
-    assert recorder.busy.wait(60)
+    assert recorder.busy.wait(300)
     for step in range(1, 4):
         tracker.log({}, step)
     assert warnings() == ["tracker x: no answer for -1 s; training goes on"]
@@ -222,12 +222,12 @@ def test_one_that_hangs_when_it_is_opened_is_told_too(warnings, monkeypatch):
 
     def open_tracker():
         opening.set()
-        gate.wait(60)
+        gate.wait(300)
         return recorder
 
     tracker = BackgroundTracker("x", open_tracker)
     tracker.log({}, 0)
-    assert opening.wait(60)
+    assert opening.wait(300)
     tracker.log({}, 1)
     gate.set()
     tracker.finish()
@@ -238,7 +238,7 @@ def test_a_tracker_that_waits_for_calls_does_not_hang(warnings, monkeypatch):
     recorder = Recorder()
     tracker = BackgroundTracker("x", lambda: recorder)
     tracker.log({}, 0)
-    assert recorder.logged.acquire(timeout=60)
+    assert recorder.logged.acquire(timeout=300)
     deadline = time.monotonic() + 10
     while tracker._busy_since is not None and time.monotonic() < deadline:  # it is on its way back to the queue
         time.sleep(0.001)
@@ -257,4 +257,4 @@ def test_a_tracker_that_never_ends_is_left_behind_with_a_warning(warnings, monke
     tracker.finish()
     assert [warning for warning in warnings() if "still busy" in warning]
     recorder.gate.set()
-    assert recorder.finished.wait(60)
+    assert recorder.finished.wait(300)

@@ -5,6 +5,7 @@ import inspect
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from lmtrain.run.trainer import TrainerConfig
 from lmtrain.tracking.config import (
     JsonConfig,
     NoopConfig,
@@ -14,7 +15,6 @@ from lmtrain.tracking.config import (
     TrackioConfig,
     WandbConfig,
 )
-from lmtrain.train.config import TrainerConfig
 
 TRACKER = TypeAdapter(TrackerConfig)
 

@@ -17,9 +17,9 @@ from lmtrain.models.layers.stack import stack
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.tracking.jit_log import METRICS, collecting, jit_log
-from lmtrain.train import step as train_step
-from lmtrain.train.microbatches import sum_over_microbatches
-from lmtrain.train.state import TrainState, state_shardings
+from lmtrain.train.step import step as train_step
+from lmtrain.train.step.microbatches import sum_over_microbatches
+from lmtrain.train.step.state import TrainState, state_shardings
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -163,7 +163,7 @@ def test_the_innermost_place_collects_and_one_that_raised_does_not_stay():
 
 
 def test_threads_that_trace_at_the_same_time_do_not_mix_their_values():
-    barrier, found = threading.Barrier(2, timeout=60), {}
+    barrier, found = threading.Barrier(2, timeout=300), {}
 
     def trace(name, value):
         def function():

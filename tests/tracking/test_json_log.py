@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -51,6 +52,18 @@ def test_what_came_after_the_restored_step_is_cut(path):
     write(path, 0, [1, 2, 3, 4])
     write(path, 2, [3, 4, 5])
     assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5]
+
+
+def test_the_losses_of_the_steps_before_are_known(path):
+    log = JsonLog(str(path), 0)
+    for step, metrics in ((1, {"train/loss": 3.0}), (1, {"eval/loss": 9.0}), (2, {"train/loss": math.nan})):
+        log.log(metrics, step)
+    for step in (3, 4):
+        log.log({"train/loss": 1.0 / step}, step)
+    log.finish()
+    log = JsonLog(str(path), 3)
+    log.finish()
+    assert log.losses == [3.0, 1.0 / 3]
 
 
 def test_all_lines_of_the_restored_step_stay(path):
@@ -181,7 +194,7 @@ def fill_the_disk(folder, kind, room_again):
             else:
                 stack.callback(subprocess.run, ["umount", "--lazy", folder], check=True)
         command = [sys.executable, "-c", FULL, str(folder), kind, room_again]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     texts = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(text.endswith("\n") for text in texts), "half a line is in the log"

@@ -394,7 +394,7 @@ def test_code_is_kept_in_the_background_and_the_end_waits_for_it(tmp_path, monke
     gate, recorder = threading.Event(), Recorder()
 
     def slow(folder):
-        assert gate.wait(60)
+        assert gate.wait(300)
         os.makedirs(folder)
         return folder
 

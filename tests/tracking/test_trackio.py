@@ -58,7 +58,7 @@ def start(folder, restored, logs, ends=True, **settings):
 def track(folder, restored, logs, **settings):
     """A start of the run that goes to its end; returns all that it printed."""
     process = start(folder, restored, logs, **settings)
-    told, _ = process.communicate(timeout=120)
+    told, _ = process.communicate(timeout=300)
     assert process.returncode == 0, told
     return told
 
@@ -69,7 +69,7 @@ def stored(folder, table, column, project="lmtrain"):
     if not path.exists():
         return []
     step = "step" if table == "metrics" else "NULL"
-    connection = sqlite3.connect(path, timeout=60)
+    connection = sqlite3.connect(path, timeout=300)
     try:
         rows = connection.execute(f"SELECT run_id, run_name, {step}, {column} FROM {table} ORDER BY id").fetchall()
     except sqlite3.OperationalError:  # not made yet

@@ -99,6 +99,14 @@ def test_without_a_key_it_goes_offline_and_says_how_to_send_it_later(offline):
     assert stderr == f"W&B: no API key found, logging offline under {folder}; send it later with `wandb sync`\n"
 
 
+@pytest.mark.parametrize(("mode", "told"), [("offline", "WANDB_MODE=offline, logging under"), ("disabled", "nothing")])
+def test_a_mode_of_the_environment_is_told(tmp_path, mode, told):
+    """Somebody set it some day, and expects to see the run on its page."""
+    found, stderr = track(tmp_path, {"project": "p"}, WANDB_MODE=mode, WANDB_API_KEY="0123456789" * 4)
+    assert found == mode
+    assert told in stderr
+
+
 def test_the_run_has_the_settings_it_was_given(offline):
     (run,) = offline[3]["run"]
     assert (run.run_id, run.project, run.display_name, run.run_group, run.entity) == ("run-1", "p", "a name", "g", "e")

@@ -29,8 +29,8 @@ from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.state import init_state, state_shardings
-from lmtrain.train.step import build_train_step
+from lmtrain.train.step.state import init_state, state_shardings
+from lmtrain.train.step.step import build_train_step
 
 LAYERS, DIM, HEADS, LENGTH, BATCH, VOCAB = 4, 256, 4, 256, 8, 8192
 PRODUCT = 2048

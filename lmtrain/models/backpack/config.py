@@ -36,7 +36,8 @@ class BackpackConfig(Gpt2Settings):
 
     @property
     def attention_needs(self) -> set[str]:
-        return super().attention_needs | {"wide_values"}
+        odd = {"odd_values"} if self.hidden_dim > 256 and self.hidden_dim % 128 else set[str]()
+        return super().attention_needs | {"wide_values"} | odd
 
     def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
         """Of a forward pass; see `lmtrain/models/flops.py`."""

@@ -22,7 +22,7 @@ from jax.nn.initializers import normal
 
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.model import Gpt2Block
-from lmtrain.models.interface import KvCache
+from lmtrain.models.interface import Documents, KvCache
 from lmtrain.models.layers.activation import ACTIVATIONS
 from lmtrain.models.layers.attention import attend, self_attend
 from lmtrain.models.layers.head import logits_of
@@ -92,7 +92,7 @@ class BackpackLM(nn.Module):
     def setup(self) -> None:
         c = self.config
         init = normal(c.initializer_range)
-        self.tokens = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init)
+        self.tokens = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init, True)
         self.positions = Embed(("position", c.seq_len), c.hidden_dim, init)
         self.drop = nn.Dropout(c.embed_pdrop)
         self.blocks = stack(Gpt2Block, c.num_layers, c.scan_layers, c.gradient_checkpointing)(c, self.attention)
@@ -109,11 +109,18 @@ class BackpackLM(nn.Module):
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         return self.logits(self.hidden(tokens_BS, deterministic=True))
 
-    def hidden(self, tokens_BS: jax.Array, deterministic: bool, segments_BS: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self,
+        tokens_BS: jax.Array,
+        deterministic: bool,
+        segments_BS: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+    ) -> jax.Array:
         embedded = self.tokens(tokens_BS)
-        x = self.drop(embedded + self.positions(jnp.arange(tokens_BS.shape[1])), deterministic=deterministic)
-        x = constrain(x, "act_batch", "act_seq", "act_embed")
-        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, segments_BS)
+        x = self.drop(self.positions.add_to(embedded, positions_BS), deterministic=deterministic)
+        x = constrain(x, "act_batch", "act_stream", "act_embed")
+        documents = Documents(segments_BS, positions_BS)
+        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, documents)
         q, k = self._queries_and_keys(self.norm_final(x))
         drops = not deterministic and self.config.attn_pdrop > 0
         mixed_BESD = self_attend(
@@ -144,7 +151,7 @@ class BackpackLM(nn.Module):
 
     def extend(self, tokens_BS: jax.Array, cache: BackpackCache, start: jax.Array) -> tuple[jax.Array, BackpackCache]:
         embedded = self.tokens(tokens_BS)
-        x = embedded + self.positions(start + jnp.arange(tokens_BS.shape[1]))
+        x = self.positions.add_from(embedded, start)
         x, trunk = self.blocks.extend(x, jnp.arange(self.config.num_layers), cache.trunk, start)
         q, k = self._queries_and_keys(self.norm_final(x))
         senses = cache.senses.write(k, self._sense_vectors(embedded, deterministic=True), start)
@@ -163,4 +170,4 @@ class BackpackLM(nn.Module):
     def _add_up(self, mixed_BESD: jax.Array) -> jax.Array:
         total = mixed_BESD.sum(1)
         total = total / self.config.num_senses if self.config.divide_by_num_senses else total
-        return constrain(total, "act_batch", "act_seq", "act_embed")
+        return constrain(total, "act_batch", "act_stream", "act_embed")

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import normal
 
 from lmtrain.models.gpt2.config import Gpt2Config, Gpt2Settings
-from lmtrain.models.interface import KvCache
+from lmtrain.models.interface import Documents, KvCache
 from lmtrain.models.layers.activation import ACTIVATIONS
 from lmtrain.models.layers.attention import attend, self_attend
 from lmtrain.models.layers.head import logits_of
@@ -67,7 +67,7 @@ class Gpt2Attention(nn.Module):
         return self._merge(mixed), cache
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        qkv = self.qkv(x)  # [B, S, 3, H, C]
+        qkv = constrain(self.qkv(x), "act_batch", "act_seq", None, "act_heads", None)  # [B, S, 3, H, C]
         q, k, v = (
             constrain(qkv[:, :, i].transpose(0, 2, 1, 3), "act_batch", "act_heads", "act_seq", None) for i in range(3)
         )
@@ -109,13 +109,13 @@ class Gpt2Block(nn.Module):
         self.drop = nn.Dropout(c.resid_pdrop)
 
     def __call__(
-        self, x: jax.Array, layer: jax.Array, deterministic: bool, segments_BS: jax.Array | None
+        self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents
     ) -> tuple[jax.Array, None]:
         x = checkpoint_name(x, BLOCK_INPUT)
-        mixed = self.attn(self.norm_attn(x), layer, deterministic, segments_BS)
+        mixed = self.attn(self.norm_attn(x), layer, deterministic, documents.segments)
         x = x + self.drop(mixed, deterministic=deterministic)
         x = x + self.drop(self.mlp(self.norm_mlp(x)), deterministic=deterministic)
-        return constrain(x, "act_batch", "act_seq", "act_embed"), None
+        return constrain(x, "act_batch", "act_stream", "act_embed"), None
 
     def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         mixed, cache = self.attn.extend(self.norm_attn(x), layer, cache, start)
@@ -133,13 +133,13 @@ class Gpt2LM(nn.Module):
     def setup(self) -> None:
         c = self.config
         init = normal(c.initializer_range)
-        self.tokens = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init)
+        self.tokens = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init, c.tie_word_embeddings)
         self.positions = Embed(("position", c.seq_len), c.hidden_dim, init)
         self.drop = nn.Dropout(c.embed_pdrop)
         self.blocks = stack(Gpt2Block, c.num_layers, c.scan_layers, c.gradient_checkpointing)(c, self.attention)
         self.norm_final = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)
         if not c.tie_word_embeddings:
-            self.unembed = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init)
+            self.unembed = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init, is_head=True)
 
     @property
     def has_dropout(self) -> bool:
@@ -148,10 +148,17 @@ class Gpt2LM(nn.Module):
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         return self.logits(self.hidden(tokens_BS, deterministic=True))
 
-    def hidden(self, tokens_BS: jax.Array, deterministic: bool, segments_BS: jax.Array | None = None) -> jax.Array:
-        x = self.tokens(tokens_BS) + self.positions(jnp.arange(tokens_BS.shape[1]))
-        x = constrain(self.drop(x, deterministic=deterministic), "act_batch", "act_seq", "act_embed")
-        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, segments_BS)
+    def hidden(
+        self,
+        tokens_BS: jax.Array,
+        deterministic: bool,
+        segments_BS: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        x = self.positions.add_to(self.tokens(tokens_BS), positions_BS)
+        x = constrain(self.drop(x, deterministic=deterministic), "act_batch", "act_stream", "act_embed")
+        documents = Documents(segments_BS, positions_BS)
+        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, documents)
         return self.norm_final(x)
 
     def head(self) -> jax.Array:
@@ -165,6 +172,6 @@ class Gpt2LM(nn.Module):
         return KvCache.empty(c.num_layers, batch, c.num_heads, length, c.head_width, self.head().dtype)
 
     def extend(self, tokens_BS: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
-        x = self.tokens(tokens_BS) + self.positions(start + jnp.arange(tokens_BS.shape[1]))
+        x = self.positions.add_from(self.tokens(tokens_BS), start)
         x, cache = self.blocks.extend(x, jnp.arange(self.config.num_layers), cache, start)
         return self.logits(self.norm_final(x)), cache

@@ -47,7 +47,7 @@ def attend(
     groups = heads // kv_heads
     # the query heads of one key head as one longer sequence, so that keys need no copies
     q_BKSC = q_BHSC.reshape(batch, kv_heads, groups * queries, head_dim)
-    scores = jnp.einsum("BKSC,BKTC->BKST", q_BKSC * scale, k_BKTC).astype(jnp.float32)
+    scores = jnp.einsum("BKSC,BKTC->BKST", q_BKSC, k_BKTC).astype(jnp.float32) * scale
     query_at = first_query + jnp.arange(queries)[:, None]
     key_at = jnp.arange(keys)
     if slopes is not None:
@@ -92,6 +92,10 @@ def self_attend(
         from lmtrain.models.layers.blockwise import blockwise
 
         return blockwise(q_BHSC, k_BKSC, v_BKSC, scale, segments_BS, window, slopes, block_size, upcast)
+    if backend == "triton":
+        from lmtrain.models.layers.triton.attention import triton
+
+        return triton(q_BHSC, k_BKSC, v_BKSC, scale, segments_BS, window, slopes)
     assert slopes is None, f"{backend} attention has no ALiBi"
     assert not upcast, f"{backend} attention has no float32 scores"
     if backend == "splash":

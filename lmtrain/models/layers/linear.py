@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
+from lmtrain.models.layers.embedding import add_rows, gather_table, look_up
 from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
+from lmtrain.sharding.local import split_over
 
 Dims = tuple[tuple[str, int], ...]
 
@@ -33,7 +35,8 @@ class Linear(nn.Module):
     """y = x W + b over the last dimensions of x: [..., *inputs] -> [..., *outputs].
 
     All leading dimensions are multiplied as one: with [tokens, inputs] the compiler finds its fast matrix product for
-    the weight gradient too, with [batch, position, inputs] it does not on every backend.
+    the weight gradient too, with [batch, position, inputs] it does not on every backend. Where positions are split
+    over devices they stay a dimension: as one with the batch, the compiler would gather them.
     """
 
     inputs: Dims
@@ -51,24 +54,56 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         rank = len(self.inputs)
         leading = x.shape[: x.ndim - rank]
-        flat = x.reshape(math.prod(leading), *sizes(self.inputs))
-        contracted = tuple(range(1, rank + 1)), tuple(range(rank))
-        y = jax.lax.dot_general(flat, self.kernel, (contracted, ((), ())))
+        if not split_over("act_stream"):
+            x = x.reshape(math.prod(leading), *sizes(self.inputs))
+        contracted = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
+        y = jax.lax.dot_general(x, self.kernel, (contracted, ((), ())))
         if self.use_bias:
-            y = y + self.bias
+            y = add_bias(y, self.bias)
         return y.reshape(*leading, *sizes(self.outputs))
 
 
+@jax.custom_vjp
+def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    """y [..., *outputs] + bias [*outputs]. The bias's gradient is summed over all tokens in float32: the sum that JAX
+    derives is in y's type, and in bfloat16 thousands of terms lose 8 % of it."""
+    return y + bias
+
+
+def _bias_forward(y: jax.Array, bias: jax.Array) -> tuple[jax.Array, Any]:
+    return y + bias, jnp.zeros((0, *bias.shape), bias.dtype)
+
+
+def _bias_backward(like: jax.Array, d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    tokens = tuple(range(d_y.ndim - (like.ndim - 1)))
+    return d_y, jnp.sum(d_y, tokens, dtype=jnp.float32).astype(like.dtype)
+
+
+add_bias.defvjp(_bias_forward, _bias_backward)
+
+
 class Embed(nn.Module):
-    """A table of vectors, [entries, embed]; called with ids it gives their rows."""
+    """A table of vectors, [entries, embed]; called with ids [B, S] it gives their rows. It may be the head too."""
 
     entries: tuple[str, int]
     embed: int
     kernel_init: Initializer
+    is_head: bool = False
 
     def setup(self) -> None:
         dims = (self.entries, ("embed", self.embed))
-        self.embedding = self.param("embedding", declare(self.kernel_init, dims), sizes(dims), jnp.float32)
+        table = self.param("embedding", declare(self.kernel_init, dims), sizes(dims), jnp.float32)
+        self.embedding = gather_table(table) if self.is_head else table
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        return jnp.take(self.embedding, ids, axis=0)
+        return look_up(self.embedding, ids, self.entries[0], self.is_head)
+
+    def add_to(self, x_BSD: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
+        """x plus the rows at these positions, by default 0, 1, ... in every sequence: learned positions."""
+        if positions_BS is None:
+            return add_rows(x_BSD, self.embedding)
+        return x_BSD + self(positions_BS)
+
+    def add_from(self, x_BSD: jax.Array, start: jax.Array) -> jax.Array:
+        """x plus the rows at positions `start`, `start + 1`, ...: for sampling."""
+        return x_BSD + jnp.take(self.embedding, start + jnp.arange(x_BSD.shape[1]), axis=0)

@@ -60,9 +60,12 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, original: int) -> np.ndarray:
     return np.clip((np.arange(head_dim // 2) - low) / width, 0, 1)
 
 
-def rotate(x_BHSC: jax.Array, positions_S: jax.Array, frequency: np.ndarray, scale: float) -> jax.Array:
-    """`x` turned by the angles of its positions, in float32, and multiplied by `scale`."""
-    angles = positions_S[:, None].astype(jnp.float32) * frequency
+def rotate(x_BHSC: jax.Array, positions_BS: jax.Array, frequency: np.ndarray, scale: float) -> jax.Array:
+    """`x` turned by the angles of its positions, in float32, and multiplied by `scale`.
+
+    Positions that are the same for all sequences are [1, S].
+    """
+    angles = positions_BS[:, None, :, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
     first, second = jnp.split(x_BHSC.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

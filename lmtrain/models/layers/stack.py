@@ -15,7 +15,7 @@ from lmtrain.models.layers.remat import remat
 def stack(block: type[nn.Module], num_layers: int, scan: bool, policy: bool | str) -> Callable[..., Any]:
     """`block` repeated `num_layers` times, with gradient checkpointing by `policy` (see `remat`).
 
-    The block has `__call__(x, layer, deterministic, segments) -> (x, None)` and
+    The block has `__call__(x, layer, deterministic, documents) -> (x, None)` and
     `extend(x, layer, cache, start) -> (x, cache)`; `layer` and `cache` have a leading layer dimension outside, and
     none inside.
     """

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import normal
 
-from lmtrain.models.interface import KvCache
+from lmtrain.models.interface import Documents, KvCache
 from lmtrain.models.layers.activation import ACTIVATIONS
 from lmtrain.models.layers.attention import attend, self_attend
 from lmtrain.models.layers.head import logits_of
@@ -53,8 +53,9 @@ class LlamaAttention(nn.Module):
             self.norm_k = RmsNorm((kv_heads, head_dim) if whole else (head_dim,), c.layer_norm_epsilon, c.norm_offset)
         self.frequency = frequencies(c.rope, c.head_width, c.seq_len)
 
-    def __call__(self, x: jax.Array, segments_BS: jax.Array | None) -> jax.Array:
-        q, k, v = self._project(x, jnp.arange(x.shape[1]))
+    def __call__(self, x: jax.Array, documents: Documents) -> jax.Array:
+        positions = jnp.arange(x.shape[1])[None] if documents.positions is None else documents.positions
+        q, k, v = self._project(x, positions)
         c = self.config
         mixed = self_attend(
             self.backend,
@@ -62,7 +63,7 @@ class LlamaAttention(nn.Module):
             k,
             v,
             c.head_width**-0.5,
-            segments_BS=segments_BS,
+            segments_BS=documents.segments,
             window=c.sliding_window,
             block_size=c.flash_attention_block_size,
         )
@@ -70,19 +71,21 @@ class LlamaAttention(nn.Module):
 
     def extend(self, x: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         """Attention of new positions `start, start + 1, ...` to those before them and to themselves."""
-        q, k, v = self._project(x, start + jnp.arange(x.shape[1]))
+        q, k, v = self._project(x, start + jnp.arange(x.shape[1])[None])
         cache = cache.write(k, v, start)
         c = self.config
         mixed = attend(q, cache.k, cache.v, c.head_width**-0.5, first_query=start, window=c.sliding_window)
         return self._merge(mixed), cache
 
-    def _project(self, x: jax.Array, positions_S: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v = self.q(x), self.k(x), self.v(x)  # [B, S, H, C], [B, S, K, C] twice
+    def _project(self, x: jax.Array, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        # [B, S, H, C], [B, S, K, C] twice; unconstrained, the compiler splits some of these products by positions
+        q = constrain(self.q(x), "act_batch", "act_seq", "act_heads", None)
+        k, v = (constrain(part(x), "act_batch", "act_seq", "act_kv_heads", None) for part in (self.k, self.v))
         if self.config.qk_norm != "none":
             q, k = self.norm_q(q), self.norm_k(k)
         q, k, v = (part.transpose(0, 2, 1, 3) for part in (q, k, v))
         scale = magnitude(self.config.rope)
-        q, k = (rotate(part, positions_S, self.frequency, scale) for part in (q, k))
+        q, k = (rotate(part, positions_BS, self.frequency, scale) for part in (q, k))
         q = constrain(q, "act_batch", "act_heads", "act_seq", None)
         k, v = (constrain(part, "act_batch", "act_kv_heads", "act_seq", None) for part in (k, v))
         return q, k, v
@@ -120,12 +123,12 @@ class LlamaBlock(nn.Module):
         self.mlp = LlamaMlp(c)
 
     def __call__(
-        self, x: jax.Array, layer: jax.Array, deterministic: bool, segments_BS: jax.Array | None
+        self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents
     ) -> tuple[jax.Array, None]:
         x = checkpoint_name(x, BLOCK_INPUT)
-        x = x + self._after(self.norm_attn, self.attn(self._before(self.norm_attn, x), segments_BS))
+        x = x + self._after(self.norm_attn, self.attn(self._before(self.norm_attn, x), documents))
         x = x + self._after(self.norm_mlp, self.mlp(self._before(self.norm_mlp, x)))
-        return constrain(x, "act_batch", "act_seq", "act_embed"), None
+        return constrain(x, "act_batch", "act_stream", "act_embed"), None
 
     def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         mixed, cache = self.attn.extend(self._before(self.norm_attn, x), cache, start)
@@ -149,11 +152,11 @@ class LlamaLM(nn.Module):
     def setup(self) -> None:
         c = self.config
         init = normal(c.initializer_range)
-        self.tokens = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init)
+        self.tokens = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init, c.tie_word_embeddings)
         self.blocks = stack(LlamaBlock, c.num_layers, c.scan_layers, c.gradient_checkpointing)(c, self.attention)
         self.norm_final = RmsNorm((("embed", c.hidden_dim),), c.layer_norm_epsilon, c.norm_offset)
         if not c.tie_word_embeddings:
-            self.unembed = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init)
+            self.unembed = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init, is_head=True)
 
     @property
     def has_dropout(self) -> bool:
@@ -162,9 +165,16 @@ class LlamaLM(nn.Module):
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         return self.logits(self.hidden(tokens_BS, deterministic=True))
 
-    def hidden(self, tokens_BS: jax.Array, deterministic: bool, segments_BS: jax.Array | None = None) -> jax.Array:
-        x = constrain(self._embed(tokens_BS), "act_batch", "act_seq", "act_embed")
-        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, segments_BS)
+    def hidden(
+        self,
+        tokens_BS: jax.Array,
+        deterministic: bool,
+        segments_BS: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        x = constrain(self._embed(tokens_BS), "act_batch", "act_stream", "act_embed")
+        documents = Documents(segments_BS, positions_BS)
+        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, documents)
         return self.norm_final(x)
 
     def head(self) -> jax.Array:

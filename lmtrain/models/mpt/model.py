@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer, normal
 
-from lmtrain.models.interface import KvCache
+from lmtrain.models.interface import Documents, KvCache
 from lmtrain.models.layers.activation import ACTIVATIONS
 from lmtrain.models.layers.attention import alibi_slopes, attend, self_attend
 from lmtrain.models.layers.head import logits_of
@@ -78,7 +78,7 @@ class MptAttention(nn.Module):
         return self._merge(attend(q, cache.k, cache.v, self.scale, start, slopes=self.slopes)), cache
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        qkv = self.qkv(x)  # [B, S, 3, H, C]
+        qkv = constrain(self.qkv(x), "act_batch", "act_seq", None, "act_heads", None)  # [B, S, 3, H, C]
         if self.config.clip_qkv is not None:
             qkv = jnp.clip(qkv, -self.config.clip_qkv, self.config.clip_qkv)
         q, k, v = (
@@ -116,12 +116,12 @@ class MptBlock(nn.Module):
         self.drop = nn.Dropout(c.resid_pdrop)
 
     def __call__(
-        self, x: jax.Array, layer: jax.Array, deterministic: bool, segments_BS: jax.Array | None
+        self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents
     ) -> tuple[jax.Array, None]:
         x = checkpoint_name(x, BLOCK_INPUT)
-        x = x + self.drop(self.attn(self.norm_attn(x), deterministic, segments_BS), deterministic=deterministic)
+        x = x + self.drop(self.attn(self.norm_attn(x), deterministic, documents.segments), deterministic=deterministic)
         x = x + self.drop(self.mlp(self.norm_mlp(x)), deterministic=deterministic)
-        return constrain(x, "act_batch", "act_seq", "act_embed"), None
+        return constrain(x, "act_batch", "act_stream", "act_embed"), None
 
     def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         mixed, cache = self.attn.extend(self.norm_attn(x), cache, start)
@@ -139,12 +139,12 @@ class MptLM(nn.Module):
     def setup(self) -> None:
         c = self.config
         init, entries = initial(c, c.hidden_dim), ("vocab", c.padded(self.vocab_size))
-        self.tokens = Embed(entries, c.hidden_dim, init)
+        self.tokens = Embed(entries, c.hidden_dim, init, c.tie_word_embeddings)
         self.drop = nn.Dropout(c.embed_pdrop)
         self.blocks = stack(MptBlock, c.num_layers, c.scan_layers, c.gradient_checkpointing)(c, self.attention)
         self.norm_final = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)
         if not c.tie_word_embeddings:
-            self.unembed = Embed(entries, c.hidden_dim, init)
+            self.unembed = Embed(entries, c.hidden_dim, init, is_head=True)
 
     @property
     def has_dropout(self) -> bool:
@@ -153,10 +153,17 @@ class MptLM(nn.Module):
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         return self.logits(self.hidden(tokens_BS, deterministic=True))
 
-    def hidden(self, tokens_BS: jax.Array, deterministic: bool, segments_BS: jax.Array | None = None) -> jax.Array:
+    def hidden(
+        self,
+        tokens_BS: jax.Array,
+        deterministic: bool,
+        segments_BS: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+    ) -> jax.Array:
         x = self.drop(self.tokens(tokens_BS), deterministic=deterministic)
-        x = constrain(x, "act_batch", "act_seq", "act_embed")
-        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, segments_BS)
+        x = constrain(x, "act_batch", "act_stream", "act_embed")
+        documents = Documents(segments_BS, positions_BS)
+        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, documents)
         return self.norm_final(x)
 
     def head(self) -> jax.Array:

@@ -10,6 +10,7 @@ from models import quick
 from lmtrain.hf.key_map import flatten
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.backpack.model import BackpackLM
+from lmtrain.models.interface import Documents
 
 SIZES = {"hidden_dim": 16, "num_heads": 2, "num_layers": 2, "seq_len": 10, "mlp_scale": 2, "num_senses": 4}
 VOCAB = 20
@@ -56,8 +57,8 @@ def senses(lm: BackpackLM, tokens, deterministic: bool = True):
 
 def queries_and_keys(lm: BackpackLM, tokens):
     """[B, S, 2, E, C], by what the trunk makes of the context."""
-    x = lm.tokens(tokens) + lm.positions(jnp.arange(tokens.shape[1]))
-    x, _ = lm.blocks(x, jnp.arange(lm.config.num_layers), True, None)
+    x = lm.tokens(tokens) + lm.positions.embedding[: tokens.shape[1]]
+    x, _ = lm.blocks(x, jnp.arange(lm.config.num_layers), True, Documents())
     return lm.weigh(lm.norm_final(x))
 
 

@@ -12,6 +12,7 @@ from models import quick
 from lmtrain.hf.key_map import flatten
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.models.interface import Documents
 
 SIZES = {"hidden_dim": 16, "num_heads": 2, "num_layers": 3, "seq_len": 8, "mlp_scale": 2}
 DROPOUT = {"embed_pdrop": 0.2, "resid_pdrop": 0.3, "attn_pdrop": 0.4}
@@ -51,7 +52,7 @@ def test_the_layers_draw_different_dropout(params):
     rngs = {"dropout": jax.random.key(0)}
 
     def blocks(lm):
-        return lm.blocks(jnp.zeros((2, 8, 16)), jnp.arange(3), False, None)[0]
+        return lm.blocks(jnp.zeros((2, 8, 16)), jnp.arange(3), False, Documents())[0]
 
     total = quick.jit(lambda p: lm.apply({"params": p}, method=blocks, rngs=rngs))(zero)
     assert set(np.unique(np.asarray(total))) == {0.0, 2.0, 4.0, 6.0}

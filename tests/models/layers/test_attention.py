@@ -1,7 +1,9 @@
 """Causal attention against plain numpy."""
 
+import functools
 from itertools import pairwise
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,10 +69,13 @@ def test_upcast_computes_bfloat16_scores_in_float32():
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(8, 8))
     wide = [np.asarray(x, np.float32) for x in (q, k, v)]
     exact = plain(*wide, 3.0)
-    upcast = np.asarray(attend(q, k, v, 3.0, upcast=True), np.float32)
-    narrow = np.asarray(attend(q, k, v, 3.0), np.float32)
+    rounding = {"xla_allow_excess_precision": False}  # else the compiler keeps scores in float32 where it can
+    upcast, narrow = (
+        np.asarray(jax.jit(functools.partial(attention.attend, upcast=wanted), compiler_options=rounding)(q, k, v, 3.0))
+        for wanted in (True, False)
+    )
     assert np.abs(upcast - exact).max() < 0.03
-    assert np.abs(upcast - exact).mean() < np.abs(narrow - exact).mean()
+    assert np.abs(upcast - exact).mean() < 0.9 * np.abs(narrow - exact).mean()
 
 
 def test_drop_is_applied_to_the_weights_of_every_query():

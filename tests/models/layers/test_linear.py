@@ -1,12 +1,15 @@
 """Linear and Embed against plain numpy; their parameters' names."""
 
+import re
+
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.nn.initializers import normal
 
-from lmtrain.models.layers.linear import Embed, Linear, declare, sizes
+from lmtrain.models.layers.linear import Embed, Linear, add_bias, declare, sizes
 
 E, H, C = ("embed", 6), ("heads", 2), ("head_dim", 3)
 
@@ -52,3 +55,15 @@ def test_embed_gives_rows_bitwise():
 def test_an_unknown_axis_name_is_refused_when_declared():
     with pytest.raises(AssertionError, match="unknown logical axis 'width'"):
         declare(normal(1.0), (("width", 4),))
+
+
+def test_the_gradient_of_a_bias_is_summed_in_float32_and_the_sum_stays_bfloat16():
+    """Where nothing widens the sum by itself, as here in XLA's program before it is optimized."""
+    y, bias = jax.ShapeDtypeStruct((4, 6, 2, 3), jnp.bfloat16), jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
+    text = jax.jit(jax.grad(lambda b, y: (add_bias(y, b) * y).sum())).lower(bias, y).as_text()
+    reduced = re.findall(r"stablehlo.reduce\(.*\(tensor<4x6x2x3x(\w+)>", text)
+    assert reduced == ["f32"], text
+    assert jax.eval_shape(add_bias, y, bias).dtype == jnp.bfloat16
+    wide = np.random.default_rng(0).normal(size=(4, 6, 2, 3)).astype(np.float32)
+    gradient = jax.grad(lambda b: (add_bias(wide, b) ** 2).sum())(np.ones((2, 3), np.float32))
+    np.testing.assert_allclose(gradient, 2 * (wide + 1).sum((0, 1)), rtol=1e-5)

@@ -12,6 +12,7 @@ from parity.variants import make
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2Block
+from lmtrain.models.interface import Documents
 from lmtrain.models.layers.remat import remat
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.model import LlamaBlock
@@ -33,11 +34,13 @@ def loss_of(family: str, policy: bool | str, backend: str, scan: bool = True, le
     kind, config = BLOCKS[family]
     x = jax.ShapeDtypeStruct((5, length, 16), jnp.float32)
     plain = kind(config, "xla")
-    params = nn.meta.unbox(jax.eval_shape(lambda x: plain.init(jax.random.key(0), x, 0, True, None), x))["params"]
+    params = nn.meta.unbox(jax.eval_shape(lambda x: plain.init(jax.random.key(0), x, 0, True, Documents()), x))[
+        "params"
+    ]
     block = remat(kind, policy, scan, static_argnums=(3,))(config, backend)
 
     def loss(params, x):
-        return block.apply({"params": params}, x, jnp.int32(0), True, None)[0].sum()
+        return block.apply({"params": params}, x, jnp.int32(0), True, Documents())[0].sum()
 
     return loss, params, x
 

@@ -18,7 +18,7 @@ def test_scores_depend_on_the_distance_alone():
     q, k = (jnp.asarray(RNG.normal(size=(1, 1, 1, 8)), jnp.float32) for _ in range(2))
 
     def score(at, other):
-        turned = [rotate(x, jnp.array([p]), frequency, 1.0) for x, p in ((q, at), (k, other))]
+        turned = [rotate(x, jnp.array([[p]]), frequency, 1.0) for x, p in ((q, at), (k, other))]
         return float((turned[0] * turned[1]).sum())
 
     assert score(3, 1) == pytest.approx(score(45, 43), rel=1e-4)
@@ -27,7 +27,7 @@ def test_scores_depend_on_the_distance_alone():
 
 def test_position_zero_turns_nothing_and_lengths_stay():
     x = jnp.asarray(RNG.normal(size=(2, 3, 5, 8)), jnp.float32)
-    turned = rotate(x, jnp.arange(5), frequencies(RopeConfig(), 8, 64), 1.0)
+    turned = rotate(x, jnp.arange(5)[None], frequencies(RopeConfig(), 8, 64), 1.0)
     np.testing.assert_allclose(turned[:, :, 0], x[:, :, 0], rtol=1e-6)
     np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
 

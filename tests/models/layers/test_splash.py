@@ -111,7 +111,7 @@ for axes, backends in ((["heads", "kv_heads"], ["splash", "blockwise", "xla"]), 
         errors = [float(abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(found, alone, strict=True)]
         result[f"{backend} {' '.join(axes)}"] = [errors, list(found[0].addressable_shards[0].data.shape)]
 
-splash._platform = lambda: "tpu"
+splash.platform = lambda: "tpu"
 with layout.active():
     text = program("splash").lower(lowering_platforms=("tpu",)).as_text()
 print(json.dumps([result, text.count("tpu_custom_call")]))
@@ -124,7 +124,7 @@ def test_on_a_mesh_every_backend_gives_the_numbers_of_one_device():
     """With the heads of keys split as those of queries are, and with the heads of queries alone split."""
     flags = "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found, kernels = json.loads(done.stdout)
     assert kernels == 3  # for TPUs JAX refuses a kernel that it would have to split itself

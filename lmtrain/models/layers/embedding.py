@@ -1,0 +1,178 @@
+"""Rows of an embedding table for ids, with a gradient that is summed in float32 whatever the table's type.
+
+In bfloat16 a frequent token's gradient, summed over thousands of positions, loses what single positions add to it.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from lmtrain.sharding.local import num_parts, per_device, scatter_sum, split_over, sum_over
+from lmtrain.sharding.placement import gather_rows, stream_axes
+
+
+class _Split(NamedTuple):
+    """Static: the mesh axes over which sequences, positions of the result, and the table's two dimensions are split."""
+
+    batch: tuple[str, ...]
+    positions: tuple[str, ...]
+    entries: tuple[str, ...]
+    embed: tuple[str, ...]
+    is_gathered: bool
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Positions of the result are split along these axes, but their ids are whole: other devices have the rows."""
+        return tuple(name for name in self.positions if name in self.entries)
+
+    @property
+    def of_ids(self) -> PartitionSpec:
+        return PartitionSpec(self.batch, tuple(name for name in self.positions if name not in self.entries))
+
+    @property
+    def of_table(self) -> PartitionSpec:
+        return PartitionSpec(self.entries, self.embed)
+
+    @property
+    def of_result(self) -> PartitionSpec:
+        return PartitionSpec(self.batch, self.positions)
+
+
+@jax.custom_vjp
+def gather_table(table_VD: jax.Array) -> jax.Array:
+    """A table that is the head too, as the loss needs it: whole along D, once for both uses.
+
+    Its gradient stays where the gradients of both are: split as the table is at rest.
+    """
+    return gather_rows(table_VD)
+
+
+gather_table.defvjp(lambda table: (gather_rows(table), None), lambda _, gradient: (gradient,))
+
+
+def look_up(table_VD: jax.Array, ids_BS: jax.Array, entries: str, is_gathered: bool = False) -> jax.Array:
+    """The rows of the table, [B, S, D]. `entries` is the logical name of its first dimension.
+
+    `is_gathered` says that the table comes from `gather_table`.
+
+    Where devices that split the batch split the table along D too (FSDP), each looks up its columns for the ids of all,
+    and an all-to-all brings together the rows of each one's ids; the gradient goes the other way. Where there are more
+    ids than rows, as in evaluation, the table is gathered instead: that sends less. Where other devices split the table
+    along V (tensor parallelism), each gives the rows that it has, and zeros.
+    """
+    split = _Split(
+        split_over("act_batch"), stream_axes(ids_BS.shape[1]), split_over(entries), split_over("embed"), is_gathered
+    )
+    is_usual = (
+        set(split.embed) <= set(split.batch)
+        and not set(split.entries) & set(split.batch)
+        and ids_BS.shape[0] % num_parts(split.batch) == 0
+    )
+    return _look_up(table_VD, ids_BS, split) if is_usual else _plain_look_up(table_VD, ids_BS)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _look_up(table: jax.Array, ids: jax.Array, split: _Split) -> jax.Array:
+    return _find(table, ids, split)
+
+
+def _find(table: jax.Array, ids: jax.Array, split: _Split) -> jax.Array:
+    if split.is_gathered:
+        split = split._replace(embed=())
+    more_ids_than_rows = ids.size // num_parts((*split.batch, *split.positions)) > table.shape[0]
+
+    def local(table: jax.Array, ids: jax.Array) -> jax.Array:
+        if split.embed and more_ids_than_rows:
+            table = jax.lax.all_gather(table, split.embed, axis=1, tiled=True)
+        elif split.embed:
+            ids = jax.lax.all_gather(ids, split.embed, axis=0, tiled=True)
+        if split.entries:
+            row, is_mine = _rows(table, ids, split)
+            found = jnp.take(table, jnp.where(is_mine, row, 0), axis=0)
+            found = jnp.where(is_mine[..., None], found, 0)
+            found = scatter_sum(found, split.gathered, 1)
+            found = sum_over(tuple(name for name in split.entries if name not in split.gathered), found)
+        else:
+            found = jnp.take(table, ids, axis=0)
+        if split.embed and not more_ids_than_rows:
+            found = jax.lax.all_to_all(found, split.embed, 0, 2, tiled=True)
+        return found
+
+    found: jax.Array = per_device(local, (split.of_table, split.of_ids), split.of_result)(table, ids)
+    return found
+
+
+def _forward(table: jax.Array, ids: jax.Array, split: _Split) -> tuple[jax.Array, Any]:
+    return _find(table, ids, split), (jnp.zeros((0, *table.shape), table.dtype), ids)
+
+
+def _backward(split: _Split, saved: Any, d_found: jax.Array) -> tuple[jax.Array, None]:
+    like, ids = saved
+    (entries, width), dtype = like.shape[1:], like.dtype
+    shape = entries // num_parts(split.entries), width // num_parts(split.embed)
+    elsewhere = tuple(name for name in (*split.batch, *split.positions) if name not in (*split.embed, *split.entries))
+
+    def local(d_found: jax.Array, ids: jax.Array) -> jax.Array:
+        if split.embed:
+            ids = jax.lax.all_gather(ids, split.embed, axis=0, tiled=True)
+            d_found = jax.lax.all_to_all(d_found, split.embed, 2, 0, tiled=True)
+        if split.gathered:
+            d_found = jax.lax.all_gather(d_found, split.gathered, axis=1, tiled=True)
+        d_table = jnp.zeros(shape, jnp.float32)
+        row, is_mine = _rows(d_table, ids, split)
+        row = jnp.where(is_mine, row, len(d_table))  # beyond the end: dropped
+        d_table = d_table.at[row].add(d_found.astype(jnp.float32), mode="drop")
+        return sum_over(elsewhere, d_table).astype(dtype)
+
+    d_table: jax.Array = per_device(local, (split.of_result, split.of_ids), split.of_table)(d_found, ids)
+    return d_table, None
+
+
+_look_up.defvjp(_forward, _backward)
+
+
+def _rows(table: jax.Array, ids: jax.Array, split: _Split) -> tuple[jax.Array, jax.Array]:
+    """The rows of ids in this device's part of the table, and which of them it has."""
+    first = jax.lax.axis_index(split.entries) * len(table) if split.entries else 0
+    row = ids - first
+    return row, (row >= 0) & (row < len(table))
+
+
+@jax.custom_vjp
+def _plain_look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take(table, ids, axis=0)
+
+
+def _plain_forward(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, Any]:
+    return jnp.take(table, ids, axis=0), (jnp.zeros((0, *table.shape), table.dtype), ids)
+
+
+def _plain_backward(saved: Any, d_found: jax.Array) -> tuple[jax.Array, None]:
+    like, ids = saved
+    d_table = jnp.zeros(like.shape[1:], jnp.float32).at[ids].add(d_found.astype(jnp.float32))
+    return d_table.astype(like.dtype), None
+
+
+_plain_look_up.defvjp(_plain_forward, _plain_backward)
+
+
+@jax.custom_vjp
+def add_rows(x_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
+    """x plus the first S rows of the table for every sequence."""
+    return x_BSD + table_VD[: x_BSD.shape[1]]
+
+
+def _add_forward(x: jax.Array, table: jax.Array) -> tuple[jax.Array, Any]:
+    return x + table[: x.shape[1]], jnp.zeros((0, *table.shape), table.dtype)
+
+
+def _add_backward(like: jax.Array, d_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows = jnp.sum(d_sum, axis=0, dtype=jnp.float32)
+    unused = like.shape[1] - len(rows)
+    return d_sum, jnp.pad(rows, ((0, unused), (0, 0))).astype(like.dtype)
+
+
+add_rows.defvjp(_add_forward, _add_backward)

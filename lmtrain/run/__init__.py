@@ -1,0 +1,1 @@
+"""What a run is, without JAX: its settings and its identity."""

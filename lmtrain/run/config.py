@@ -1,0 +1,90 @@
+"""The settings of a run: one section per package.
+
+This is the only place that knows all sections; each is defined in the `config.py` of the package that reads it.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from lmtrain.config.base import as_base
+from lmtrain.config.describe import sections_of
+from lmtrain.config.errors import field_error
+from lmtrain.config.redact import redact
+from lmtrain.config.suggest import nearest_divisors
+from lmtrain.data.config import DataConfig
+from lmtrain.hf.config import HuggingFaceConfig
+from lmtrain.models.config import ModelConfig
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.optim.config import AdamConfig, OptimizerConfig
+from lmtrain.optim.cycles import plan_cycles
+from lmtrain.run.trainer import TrainerConfig
+
+
+class RunConfig(HuggingFaceConfig):
+    """The settings of a run."""
+
+    data: DataConfig = Field(default_factory=DataConfig, description="Text sources, tokenizer, token cache")
+    model: ModelConfig = Field(default_factory=Gpt2Config, description="The model; type names its family")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Steps, batch, precision, mesh, logs")
+    optimizer: OptimizerConfig = Field(default_factory=AdamConfig, description="The optimizer and its schedule")
+    initialize_from_checkpoint_path: str | None = Field(
+        None, description="Begin with the parameters and the optimizer's moments of this checkpoint, at step 0"
+    )
+    epoch: int = Field(0, ge=0, description="End training after so many passes over the data; 0: at num_train_steps")
+    data_seed: int | None = Field(None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed")
+    z_loss_weight: float = Field(0.0, ge=0, description="Weight of logsumexp(logits)^2, added to the training loss")
+
+    @field_validator("data", "model", "trainer", "optimizer")
+    @classmethod
+    def _of_a_known_class(cls, section: BaseModel, info: ValidationInfo) -> BaseModel:
+        """A subclass with other defaults becomes its base with these values: what a run is must not depend on it."""
+        known = sections_of(cls.model_fields[str(info.field_name)].annotation)
+        return as_base(section, next(base for base in type(section).__mro__ if base in known))
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "RunConfig":
+        try:
+            plan_cycles(self.optimizer, self.trainer.num_train_steps)
+        except PydanticCustomError as error:
+            context = error.context or {}
+            raise field_error(f"optimizer.{context['field']}", context["message"]) from None
+        if self.data.reset_positions and not self.data.mask_across_documents and "alibi" in self.model.attention_needs:
+            raise field_error(
+                "data.reset_positions",
+                f"{self.model.type} has no positions, only distances (ALiBi), which have a meaning within a document: "
+                "remove it, or set data.mask_across_documents: true",
+            )
+        begins = {
+            "initialize_from_hf": self.initialize_from_hf,
+            "initialize_from_checkpoint_path": self.initialize_from_checkpoint_path,
+            "trainer.initialize_from": self.trainer.initialize_from,
+        }
+        given = [name for name, value in begins.items() if value]
+        if len(given) > 1:
+            raise field_error(given[0], f"set together with {given[1]}; remove one of them")
+        if self.use_hf_model_config and not self.initialize_from_hf:
+            raise field_error("use_hf_model_config", "is about initialize_from_hf, which is not set")
+        per_device = self.trainer.per_device_parallelism
+        if self.epoch and self.data.configs is not None:
+            raise field_error("epoch", "is about one source; for a mixture, set data.stop_strategy: first_exhausted")
+        for batch in self.trainer.batch_sizes.all:
+            if per_device != -1 and batch % per_device:
+                near = " or ".join(map(str, nearest_divisors(batch, per_device)))
+                raise field_error(
+                    "trainer.per_device_parallelism",
+                    f"{per_device} does not divide trainer.train_batch_size {batch}; it could be {near}",
+                )
+        return self
+
+
+def data_seed(config: RunConfig) -> int:
+    """The seed of the order of the data."""
+    return config.trainer.seed if config.data_seed is None else config.data_seed
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """The whole config as plain data, without secrets: what is kept beside checkpoints and logs."""
+    plain: dict[str, Any] = redact(config.model_dump(mode="json"))
+    return plain

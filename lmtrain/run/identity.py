@@ -1,0 +1,71 @@
+"""What makes two starts the same run: its identity, and the id that names it."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.redact import redact
+from lmtrain.run.config import RunConfig
+from lmtrain.tracking.config import WandbConfig
+
+# Where things are kept and how they are computed; changing these continues the same run.
+_NOT_IDENTITY = {
+    "data": {"cache_dir", "num_preprocess_workers", "mirror_dir", "max_mirror_bytes", "max_document_bytes"},
+    "model": {"gradient_checkpointing", "scan_layers", "attn_backend", "flash_attention_block_size"},
+    "optimizer": set[str](),
+}
+
+# File systems allow names of 255 bytes, and `<run id>.metrics.jsonl` is one.
+_LONGEST_STEM = 100
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What makes two runs the same run: data, model, optimizer, seed and batch size; not steps, cadence or mesh.
+
+    Only what differs from the defaults, so that settings which a later version adds do not change it.
+    """
+    sections = {}
+    for name, skip in _NOT_IDENTITY.items():
+        section = getattr(config, name)
+        kind = {"type": section.type} if hasattr(section, "type") else {}
+        sections[name] = kind | redact(section.model_dump(mode="json", exclude=skip, exclude_defaults=True))
+    order = {} if config.data_seed is None else {"data_seed": config.data_seed}
+    begins = {
+        "initialize_from_hf": config.initialize_from_hf,
+        "initialize_from_checkpoint_path": config.initialize_from_checkpoint_path,
+        "initialize_from": config.trainer.initialize_from,
+    }
+    begin = {name: value for name, value in begins.items() if value}
+    sizes = config.trainer.model_dump(mode="json", include={"seed", "train_batch_size"})
+    return sections | order | begin | sizes
+
+
+def run_identity(config: RunConfig, tokenizer: Mapping[str, Any], data_tokens: str) -> dict[str, Any]:
+    """What has to stay the same from one start of a run to the next.
+
+    Other learning rates and decays continue the same state; another optimizer cannot.
+    """
+    other = {"optimizer": {"type": config.optimizer.type}, "tokenizer": dict(tokenizer), "data_tokens": data_tokens}
+    return identity(config) | other
+
+
+def run_id(config: RunConfig, stem: str, environment: Mapping[str, str] = os.environ) -> str:
+    """`trainer.id`, else RUN_ID, else the W&B tracker's id, else `<config name>-<hash of the identity>`.
+
+    Never random, so that the same command continues the same run.
+    """
+    wandb_ids = [t.id for t in config.trainer.tracker if isinstance(t, WandbConfig) and t.id]
+    text = json.dumps(identity(config), sort_keys=True)
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:_LONGEST_STEM] or "run"
+    made = f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    chosen = config.trainer.id or environment.get("RUN_ID") or next(iter(wandb_ids), None) or made
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", chosen):
+        raise UserError(
+            f"the run id {chosen!r} (trainer.id, RUN_ID or the W&B id) cannot name files and folders; "
+            "use at most 200 letters, digits, '.', '_' and '-', the first a letter or digit"
+        )
+    return chosen

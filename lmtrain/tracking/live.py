@@ -1,0 +1,169 @@
+"""The live view of a training run on a terminal: a few lines that are drawn again and again below the log."""
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from lmtrain.runtime.progress import format_seconds
+
+_BARS = "▁▂▃▄▅▆▇█"
+_POINTS = 40
+_DRAWS_PER_SECOND = 4
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The loss of the last evaluation, and the step it was made after."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is shown after a step. `next_*` are steps (by the clock, a guess), None if there will be none."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    tokens_per_second: float
+    seconds_per_step: float
+    mfu: float | None = None
+    evaluated: Evaluated | None = None
+    next_evaluation: int | None = None
+    next_save: int | None = None
+    beside: str = ""
+
+
+class LiveView:
+    """A live view on stderr; use as a context manager. `title` says what runs, `losses` are those up to `start`."""
+
+    def __init__(self, title: str, total: int, start: int, losses: Sequence[float] = (), console: Any = None):
+        from rich.console import Console
+        from rich.live import Live
+
+        self._title = title
+        self._total, self._start = total, start
+        self._began = time.monotonic()
+        self._losses = Thinned(_POINTS)
+        for loss in losses:
+            self._losses.add(loss)
+        self._shown: Shown | None = None
+        self._live = Live(
+            console=console or Console(stderr=True),
+            get_renderable=self.render,
+            refresh_per_second=_DRAWS_PER_SECOND,
+            transient=False,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+        )
+
+    def __enter__(self) -> "LiveView":
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._live.stop()
+
+    def show(self, shown: Shown) -> None:
+        """Drawn at the next chance: this costs the step nothing."""
+        if self._shown is None or shown.step > self._shown.step:
+            self._losses.add(shown.loss)
+        self._shown = shown
+
+    def render(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        shown = self._shown
+        elapsed = time.monotonic() - self._began
+        step = self._start if shown is None else shown.step
+        head = Text.assemble((self._title, "bold"), f"  {format_seconds(elapsed)}")
+        bar = Table.grid(padding=(0, 1))
+        done = f"{step:,}/{self._total:,}"
+        bar.add_row(
+            ProgressBar(self._total, step, width=40),
+            Text(f"{done}  {100 * step / self._total:.0f} %{self._left(step)}"),
+        )
+        if shown is None:
+            return Group(head, bar, Text("compiling the first step", style="dim"))
+        grid = Table.grid(padding=(0, 2))
+        mfu = "" if shown.mfu is None else f"    MFU {shown.mfu:.1f} %"
+        grid.add_row(
+            Text("loss", "dim"), Text.assemble((f"{shown.loss:.4f}", "bold"), f"  {sparkline(self._losses.points)}")
+        )
+        if shown.evaluated is not None:
+            grid.add_row(Text("eval", "dim"), Text(f"{shown.evaluated.loss:.4f}  after step {shown.evaluated.step:,}"))
+        speed = f"{shown.tokens_per_second:,.0f} tokens/s    {_short(shown.seconds_per_step)} a step{mfu}"
+        grid.add_row(Text("speed", "dim"), Text(f"{speed}    lr {shown.learning_rate:.2e}"))
+        coming = [
+            f"{what} at step {at:,}{_in(at - step, shown.seconds_per_step)}"
+            for what, at in (("evaluation", shown.next_evaluation), ("checkpoint", shown.next_save))
+            if at is not None
+        ]
+        if coming:
+            grid.add_row(Text("next", "dim"), Text(", ".join(coming)))
+        if shown.beside:
+            grid.add_row(Text("beside", "dim"), Text(shown.beside))
+        return Group(head, bar, grid)
+
+    def _left(self, step: int) -> str:
+        """At the speed of the last steps: evaluations and saves come on top."""
+        if self._shown is None or step >= self._total:
+            return ""
+        return f"    {format_seconds(self._shown.seconds_per_step * (self._total - step))} left"
+
+
+class Thinned:
+    """The mean course of a long series, in at most so many points; each stands for equally many values."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._each = 1
+        self._means: deque[float] = deque()
+        self._sum, self._count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        if not math.isfinite(value):
+            return
+        self._sum, self._count = self._sum + value, self._count + 1
+        if self._count < self._each:
+            return
+        self._means.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self._means) == self._most:
+            values = list(self._means)
+            self._means = deque((a + b) / 2 for a, b in zip(values[::2], values[1::2], strict=True))
+            self._each *= 2
+
+    @property
+    def points(self) -> list[float]:
+        return list(self._means)
+
+
+def sparkline(values: list[float]) -> str:
+    """`█▆▄▃▂▁▁` for values that fall; empty for none.
+
+    The scale is that of the last three quarters: a loss falls so far at first that nothing else would be seen.
+    """
+    if not values:
+        return ""
+    shown = values[len(values) // 4 :]
+    low, high = min(shown), max(shown)
+    span = (high - low) or 1.0
+    levels = (int((value - low) / span * len(_BARS)) for value in values)
+    return "".join(_BARS[max(0, min(level, len(_BARS) - 1))] for level in levels)
+
+
+def _in(steps: int, seconds: float) -> str:
+    return f" (in {format_seconds(steps * seconds)})" if steps > 0 else ""
+
+
+def _short(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

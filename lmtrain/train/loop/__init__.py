@@ -1,0 +1,1 @@
+"""What happens at each step: training, metrics, evaluation, checkpoints."""

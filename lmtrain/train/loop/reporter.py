@@ -1,0 +1,139 @@
+"""What a run says of its steps: to the trackers, the terminal and the ledger, one step late."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from lmtrain.evaluation.evaluate import describe_evaluation
+from lmtrain.run.trainer import TrainerConfig
+from lmtrain.runtime.logging import log
+from lmtrain.tracking.console import Console
+from lmtrain.tracking.live import Evaluated, Shown
+from lmtrain.train.loop.memory_in_use import memory_in_use
+from lmtrain.train.loop.throughput import Throughput
+from lmtrain.train.start.setup import Setup
+from lmtrain.train.step.agreement import WISHES, Agreement
+from lmtrain.train.step.norms import WATCH
+
+# What is shown of the speed is the mean of so many steps.
+_RECENT = 20
+
+
+class DivergedError(RuntimeError):
+    """The loss is not a finite number. Nothing was saved since it was."""
+
+
+class Reporter:
+    """Reads a step's metrics from the device once the next one is under way, and hands them on."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        config: TrainerConfig,
+        throughput: Throughput,
+        agreement: Agreement,
+        console: Console,
+        beside: Callable[[], str],
+    ):
+        self._setup = setup
+        self._config = config
+        self._throughput = throughput
+        self._agreement = agreement
+        self._console = console
+        self._beside = beside
+        self._waiting: tuple[int, Any] | None = None
+        self._evaluated: Evaluated | None = None
+        self._extra: dict[str, float] = {}
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._reported = 0
+        self._ledger_at = setup.first_step  # the last step with figures of the ledger: no step has them twice
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Metrics to go with those of the next step that is reported."""
+        self._extra |= metrics
+
+    def report(self, keep: tuple[int, Any] | None = None, ends: bool = False) -> None:
+        """Report the step that is waiting, and let `keep` wait in its place. Raises `DivergedError`.
+
+        `ends` says that `report_end` will be called of the same step.
+        """
+        waiting, self._waiting = self._waiting, keep
+        if waiting is None:
+            return
+        step, on_device = waiting
+        watch, sizes = self._setup.program.watch, self._setup.batch_sizes
+        norms, wishes = on_device.pop(WATCH, {}), on_device.pop(WISHES, None)
+        waited = not on_device["train/loss"].is_ready()
+        with self._setup.program.explaining_errors():  # what fails on the device is told here
+            metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
+            if watch.shows(step):
+                metrics |= watch.by_name(jax.device_get(norms))
+        self._agreement.learn(step, jax.device_get(wishes))
+        metrics |= self._throughput.step_done(sizes.at(step - 1), sizes.before(step), waited)
+        with self._throughput.hooks:
+            ledger = self._setup.ledger.step_done(step)
+            if ledger and not ends:
+                self._ledger_at = step
+                metrics |= ledger | memory_in_use(jax.local_devices())
+            extra, self._extra = self._extra, {}
+            self._setup.trackers.log(metrics | extra, step)
+            self._check(step, metrics["train/loss"])
+            self._show(step, metrics)
+
+    def report_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self._setup.trackers.log(metrics, step)
+        self._evaluated = Evaluated(step, metrics["eval/loss"])
+        self._console.show_evaluation(self._evaluated)
+        log.info(f"step {step}: {describe_evaluation(metrics)}")
+
+    def report_end(self, step: int) -> None:
+        """The last figures of the ledger and of memory, after `step` updates; none if nothing was trained."""
+        self._setup.ledger.write()
+        if step > self._ledger_at:
+            self._setup.trackers.log(self._setup.ledger.metrics() | memory_in_use(jax.local_devices()), step)
+
+    def _show(self, step: int, metrics: dict[str, float]) -> None:
+        checkpointer = self._setup.checkpointer
+        self._reported += 1
+        if self._reported <= 3:  # the first waits for the compiler, and the second was dispatched while it did
+            self._recent.clear()
+        self._recent.append((metrics["throughput/tokens_per_second"], metrics["throughput/duration"]))
+        whole = sum(seconds for _, seconds in self._recent)
+        tokens_per_second = sum(rate * seconds for rate, seconds in self._recent) / whole
+        seconds = whole / len(self._recent)
+        last = self._config.num_train_steps
+        every = self._config.steps_per_eval or last
+        next_save: int | None = None
+        if step < last:
+            next_save = checkpointer.next_permanent(step, last)
+            by_clock = checkpointer.seconds_to_next
+            if by_clock is not None:
+                next_save = min(next_save, step + 1 + int(by_clock / max(seconds, 1e-9)))
+        self._console.show(
+            Shown(
+                step=step,
+                loss=metrics["train/loss"],
+                learning_rate=metrics["train/learning_rate"],
+                tokens_per_second=tokens_per_second,
+                seconds_per_step=seconds,
+                mfu=self._setup.work.rates(tokens_per_second).get("throughput/mfu"),
+                evaluated=self._evaluated,
+                next_evaluation=min(step // every * every + every, last)
+                if self._setup.eval_batches and step < last
+                else None,
+                next_save=next_save,
+                beside=self._beside(),
+            )
+        )
+
+    def _check(self, step: int, loss: float) -> None:
+        config, sizes = self._config, self._setup.batch_sizes
+        if (math.isnan(loss) and config.crash_on_nan) or (math.isinf(loss) and config.crash_on_inf):
+            raise DivergedError(
+                f"the loss of step {step} is {loss}; nothing was saved since it was finite. Its batch are sequences "
+                f"{sizes.before(step - 1):,} to {sizes.before(step) - 1:,} of the training data. Lower "
+                "optimizer.learning_rate or lengthen optimizer.warmup; delete the last checkpoints if it happens again"
+            )

@@ -1,0 +1,49 @@
+"""Compiling the step ahead of its first call, to be able to say how long it took and how large the program is."""
+
+import time
+from contextlib import suppress
+from typing import Any
+
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.progress import format_bytes
+from lmtrain.train.step.step import Within
+
+
+class CompilingStep:
+    """The train step. Each size of batch is compiled when it first comes, which is told."""
+
+    def __init__(self, step: Within):
+        self._step = step
+        self._known: set[tuple[int, ...]] = set()
+
+    def is_new(self, batch: Any) -> bool:
+        """Whether the next call has to compile."""
+        return batch["tokens"].shape not in self._known
+
+    def compile(self, state: Any, batch: Any) -> dict[str, float]:
+        """Compile for batches like this one. The call after it finds the program: JAX keeps it with its arguments.
+
+        Returns `compile/tracing_seconds`, `compile/seconds` (those of XLA, or of its cache) and `compile/hlo_bytes`,
+        the size of the optimized program.
+        """
+        began = time.perf_counter()
+        lowered = self._step.lower(state, batch)
+        traced = time.perf_counter()
+        compiled = lowered.compile()
+        done = time.perf_counter()
+        shape = batch["tokens"].shape
+        self._known.add(shape)
+        metrics = {"compile/tracing_seconds": traced - began, "compile/seconds": done - traced}
+        size = ""
+        with suppress(Exception):  # not every backend shows its program
+            modules = compiled.runtime_executable().hlo_modules()
+            metrics["compile/hlo_bytes"] = float(sum(len(one.as_serialized_hlo_module_proto()) for one in modules))
+            size = f", {format_bytes(metrics['compile/hlo_bytes'])} of HLO"
+        log.info(
+            f"compiled the step for {shape[0]} sequences of {shape[1]} tokens: {traced - began:.1f} s of tracing, "
+            f"{done - traced:.1f} s of XLA{size}"
+        )
+        return metrics
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        return self._step(state, batch)

@@ -1,0 +1,51 @@
+"""A table of what is split how: for `lmtrain plan` and the start of a run."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+from clu.parameter_overview import make_table
+
+from lmtrain.models.interface import LanguageModel
+from lmtrain.runtime.progress import format_bytes
+from lmtrain.sharding.mesh import Layout
+from lmtrain.train.step.state import abstract_params
+
+
+@dataclass(frozen=True)
+class _Row:
+    parameter: str
+    dimensions: str
+    size: int
+    on_each_device: str
+
+
+def layout_table(model: LanguageModel, layout: Layout, dtype: str) -> list[str]:
+    """A table of the parameters: dimensions by name, size and mesh axis, how many scalars, and bytes on each device."""
+    boxes: Any = jax.tree_util.tree_leaves_with_path(
+        abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
+    )
+    rules = dict(layout.parameter_rules)
+    rows = []
+    for path, box in boxes:
+        named = list(zip(box.names, box.value.shape, strict=True))
+        dims = [f"{name} {size:,}{_over(rules.get(name), layout)}" for name, size in named]
+        parts = math.prod(layout.mesh.shape[axis] for name in box.names for axis in _axes(rules.get(name)))
+        size = math.prod(box.value.shape) * jax.numpy.dtype(dtype).itemsize // parts
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        rows.append(_Row(name, ", ".join(dims), math.prod(box.value.shape), format_bytes(size)))
+    lines: list[str] = make_table(rows).splitlines()
+    lines[1] = lines[1].replace("_", " ")  # headings are names of fields
+    return lines
+
+
+def _axes(mesh_axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
+
+
+def _over(mesh_axes: str | tuple[str, ...] | None, layout: Layout) -> str:
+    """`/data 4` for a dimension in four parts; nothing for a whole one."""
+    split = [f"{axis} {layout.mesh.shape[axis]}" for axis in _axes(mesh_axes) if layout.mesh.shape[axis] > 1]
+    return f"/{'+'.join(split)}" if split else ""

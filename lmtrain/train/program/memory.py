@@ -1,0 +1,313 @@
+"""How much memory a training step takes on each device: exactly what is stored there, roughly what is temporary.
+
+The step is at its largest in one of these phases; the estimate is that of the largest.
+
+    backward   gradients, the activations saved for the backward pass, one block's own, gathered weights of two blocks
+    loss       the saved activations, the logits of a chunk, their gradients, the head and its float32 gradient
+    update     gradients, and what the optimizer makes of them
+    hessian    (Sophia-H) as backward and the loss, twice: values and their tangents
+
+Beside each there is a copy of the parameters in the computation's type, where that is another one. Saved activations
+are counted in the traced program. A block has, at once, a share of what is not saved of it (the compiler fuses the
+rest away), and its largest values once more as gradients. The shares are fitted to the compilers' figures,
+which tools/bench/compiled.py prints beside the estimate.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lmtrain.models.config import ModelConfig
+from lmtrain.models.interface import LanguageModel
+from lmtrain.models.registry import build_model
+from lmtrain.sharding.axes import ACTIVATION_OF
+from lmtrain.sharding.mesh import Layout
+from lmtrain.train.step.logits import rows_at_once
+from lmtrain.train.step.state import TrainState, abstract_params, with_dtype
+
+# Of the values of a block that are computed again, the share that is in memory at once.
+_HELD_OF_A_BLOCK = {"gpu": 0.4, "tpu": 0.3, "cpu": 0.4}
+# Of what is saved outside the blocks, the share that the compiler does not compute again from the rest.
+_HELD_OUTSIDE = 0.4
+# Without gradient checkpointing, in an unrolled stack, the share of what JAX saves that the compiler keeps: it computes
+# activation functions and norms again where that saves memory traffic. In a loop it keeps all.
+_HELD_UNROLLED = {"gpu": 0.52, "tpu": 0.6, "cpu": 0.52}
+# Bytes of a logit: in bfloat16 from the product, and its gradient, a small part of them in float32.
+_BYTES_OF_A_LOGIT = 5
+# Blocks whose weights are gathered at once: one and the next.
+_GATHERED_BLOCKS = 2
+
+# Small buffers of all kinds: a share of the rest, up to a size that no program exceeds.
+_OTHER_SHARE, _MOST_OTHER = 0.1, 150 * 2**20
+
+# A batch of so many rows is traced: a prime, so that it is seen in sizes that it was multiplied with.
+_ROWS = 10_007
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each device: `state` is stored all the time, `work` is temporary, in the step's largest `phase`."""
+
+    state: Mapping[str, int]
+    work: Mapping[str, int]
+    phase: str = "backward"
+
+    @property
+    def total(self) -> int:
+        return sum(self.state.values()) + sum(self.work.values())
+
+
+@dataclass(frozen=True)
+class _Activations:
+    """Bytes on a device: kept for the backward pass, of a block that are computed again, of the largest one."""
+
+    saved: int
+    again: int
+    largest: int
+
+
+def plan_memory(
+    config: ModelConfig,
+    model: LanguageModel,
+    layout: Layout,
+    state: TrainState,
+    shardings: TrainState,
+    state_bytes: Mapping[str, int],
+    *,
+    compute_dtype: str,
+    rows: int,
+    accumulates: bool,
+    inputs: Mapping[str, str],
+    optimizer: str = "adam",
+    hessian: str | None = None,
+    platform: str = "cpu",
+) -> Memory:
+    """`rows` are the sequences that a device computes at once; `state` is abstract; `inputs` the arrays of a batch."""
+    params = state.params
+    of_params = shardings.parts["params"]
+    compute_params = with_dtype(params, compute_dtype)
+    gradients = bytes_per_device(with_dtype(params, "float32") if accumulates else compute_params, of_params)
+    copy = {}
+    if jax.tree.leaves(params)[0].dtype != jnp.dtype(compute_dtype):
+        copy["copy of the parameters"] = bytes_per_device(compute_params, of_params)
+    activations = _activations(config, model, layout, compute_dtype, rows, inputs, platform)
+    block = int(_HELD_OF_A_BLOCK[platform] * activations.again) + activations.largest
+    gathered = min(_GATHERED_BLOCKS, config.num_layers) * _gathered(compute_params, of_params, config.num_layers)
+    logits = _logits(config, model, layout, rows, platform)
+    head = _head(config, model, layout, compute_dtype)
+    phases = {
+        "backward": {
+            **copy,
+            "gradients": gradients,
+            "gathered weights": gathered,
+            "saved activations": activations.saved,
+            "one block's activations": block,
+        },
+        "loss": {**copy, "saved activations": activations.saved, "logits": logits, "head": head}
+        | ({"gradients": gradients} if accumulates else {}),
+        "update": {"gradients": gradients, "updates": _updates(optimizer, layout, params)},
+    }
+    if hessian == "hutchinson":
+        phases["hessian"] = {
+            **copy,
+            "gradients": gradients + bytes_per_device(with_dtype(params, "float32"), of_params),
+            "gathered weights": 2 * gathered,
+            "saved activations": 2 * activations.saved,
+            "one block's activations": 2 * block,
+            "logits": 2 * logits,
+            "head": 2 * head,
+        }
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    work = phases[phase]
+    other = min(int(_OTHER_SHARE * (sum(state_bytes.values()) + sum(work.values()))), _MOST_OTHER)
+    return Memory(state_bytes, {**work, "other buffers": other}, phase)
+
+
+def bytes_per_device(tree: Any, shardings: Any) -> int:
+    """What a tree of (abstract) arrays takes on one device."""
+    parts = jax.tree.map(
+        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize, tree, shardings
+    )
+    return sum(jax.tree.leaves(parts))
+
+
+def largest_arrays(parts: Mapping[str, Any], shardings: Mapping[str, Any], number: int = 4) -> list[tuple[str, int]]:
+    """The arrays of the state that take most of one device: `params/tokens/embedding` and its bytes, the largest first.
+
+    Adam's two moments of a parameter are two arrays.
+    """
+    sizes = jax.tree.map(lambda leaf, sharding: bytes_per_device(leaf, sharding), dict(parts), dict(shardings))
+    named = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), size)
+        for path, size in jax.tree_util.tree_leaves_with_path(sizes)
+    ]
+    return sorted(named, key=lambda one: -one[1])[:number]
+
+
+def _gathered(params: Any, shardings: Any, num_layers: int) -> int:
+    """Of the stacked blocks one, with what FSDP splits put together; 0 where nothing is split over `data`."""
+
+    def one(leaf: Any, sharding: Any) -> int:
+        names = [name for axes in sharding.spec for name in ((axes,) if isinstance(axes, str) else axes or ())]
+        if "data" not in names or sharding.mesh.shape["data"] == 1:
+            return 0
+        model_parts = math.prod(sharding.mesh.shape[name] for name in names if name != "data")
+        return leaf.size * leaf.dtype.itemsize // model_parts
+
+    blocks = params.get("blocks", {})
+    return sum(jax.tree.leaves(jax.tree.map(one, blocks, shardings.get("blocks", {})))) // num_layers
+
+
+def _activations(
+    config: ModelConfig,
+    model: LanguageModel,
+    layout: Layout,
+    dtype: str,
+    rows: int,
+    inputs: Mapping[str, str],
+    platform: str,
+) -> _Activations:
+    def residuals(layers: int, policy: bool | str) -> _Residuals:
+        changed = config.model_copy(update={"num_layers": layers, "gradient_checkpointing": policy})
+        built = build_model(changed, model.vocab_size, getattr(model, "attention", "xla"))
+        return _residuals(changed, built, layout, dtype, rows, inputs)
+
+    policy = config.gradient_checkpointing
+    three, one = residuals(3, False), residuals(1, False)
+    largest, of_a_block = one.largest, (three.whole - one.whole) // 2
+    if policy is not False:
+        three, one = residuals(3, policy), residuals(1, policy)
+    kept, kept_whole = (three.split - one.split) // 2, (three.whole - one.whole) // 2
+    outside = int(_HELD_OUTSIDE * (one.split - kept))
+    if policy is False and not config.scan_layers:
+        kept = int(_HELD_UNROLLED[platform] * kept)
+    blocks = 1 if policy == "offload" else config.num_layers  # what goes into the others waits in the host's memory
+    return _Activations(outside + kept * blocks, max(of_a_block - kept_whole, 0), largest)
+
+
+class _Residuals(NamedTuple):
+    """Bytes on a device that are kept for the backward pass, and those of the largest array of a block among them.
+
+    In `split` the residual stream is split along the sequence where tensor parallelism does that; in `whole` it is
+    gathered, as products inside a block take it.
+    """
+
+    split: int
+    whole: int
+    largest: int
+
+
+def _residuals(
+    config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str, rows: int, inputs: Mapping[str, str]
+) -> _Residuals:
+    tokens = jax.ShapeDtypeStruct((_ROWS, config.seq_len), jnp.int32)
+    params = with_dtype(nn.meta.unbox(abstract_params(model)), dtype)
+
+    def pull_back(params: Any, tokens: Any, key: Any) -> Any:
+        def hidden(params: Any) -> jax.Array:
+            rngs = {"dropout": key} if model.has_dropout else {}
+            more = [tokens if name in inputs else None for name in ("segments", "positions")]
+            output: jax.Array = model.apply(
+                {"params": params}, tokens, not model.has_dropout, *more, method="hidden", rngs=rngs
+            )
+            return output
+
+        return jax.vjp(hidden, params)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(pull_back, params, tokens, jax.random.key(0)))
+    widths = _split_widths(model, layout)
+    sequence, stream = layout.num_parts("act_seq"), layout.num_parts("act_stream")
+    split, whole = [], []
+    for leaf in leaves:
+        rows_at = next((dim for dim, size in enumerate(leaf.shape) if size % _ROWS == 0), None)
+        if rows_at is not None:
+            inner = leaf.shape[rows_at + 1 :]
+            parts = next((parts for size, parts in widths.items() if size in inner), 0)
+            size = leaf.size * leaf.dtype.itemsize * rows / _ROWS
+            whole.append(size / (parts or sequence))
+            split.append(size / (parts or stream))
+    return _Residuals(int(sum(split)), int(sum(whole)), int(max(whole, default=0)))
+
+
+def _split_widths(model: LanguageModel, layout: Layout) -> dict[int, int]:
+    """Sizes of the dimensions that computation splits (heads, MLP), and into how many parts."""
+    boxes = jax.tree.leaves(abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
+    sizes = {name: size for box in boxes for name, size in zip(box.names, box.value.shape, strict=True)}
+    words = {word: activation for word, activation in ACTIVATION_OF.items() if word in sizes and word != "embed"}
+    parts = {sizes[word]: layout.num_parts(activation) for word, activation in words.items()}
+    return {size: number for size, number in parts.items() if number > 1}
+
+
+def _logits(config: ModelConfig, model: LanguageModel, layout: Layout, rows: int, platform: str) -> int:
+    vocab = config.padded(model.vocab_size) // layout.num_parts("act_vocab")
+    positions = config.seq_len // (layout.num_parts("act_seq") if vocab == config.padded(model.vocab_size) else 1)
+    return _BYTES_OF_A_LOGIT * rows_at_once(rows * positions, vocab, platform) * vocab
+
+
+def _head(config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str) -> int:
+    """The head together, and its float32 gradient."""
+    size = config.padded(model.vocab_size) * config.hidden_dim // layout.num_parts("act_vocab")
+    return size * (jnp.dtype(dtype).itemsize + 4)
+
+
+def _updates(optimizer: str, layout: Layout, params: Any) -> int:
+    """What an optimizer computes between gradients and parameters: Muon has whole matrices, spread over the devices."""
+    if optimizer != "muon":
+        return 0
+    stacks = sum(4 * leaf.size for leaf in jax.tree.leaves(params.get("blocks", {})) if len(leaf.shape) > 2)
+    return 2 * stacks // (layout.mesh.shape["data"] * layout.mesh.shape["model"])
+
+
+def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> list[str]:
+    """What to turn down when a run does not fit, what acts on most bytes first.
+
+    `is_split` says that FSDP splits the state over several devices already.
+    """
+    sizes = {"saved activations": 0, "one block's activations": 0, **memory.state, **memory.work}
+    saved = sizes["saved activations"] + sizes["one block's activations"]
+    options = [
+        (
+            saved + 1,  # before the next one, which costs more time
+            config.gradient_checkpointing not in (True, "full", "offload"),
+            "model.gradient_checkpointing: true recomputes each block instead of keeping its values; same result",
+        ),
+        (
+            saved,
+            rows > 1,
+            f"trainer.per_device_parallelism: {max(rows // 2, 1)} accumulates over more microbatches; same result",
+        ),
+        (
+            sizes["optimizer"] + sizes["params"],
+            not is_split,
+            "trainer.fsdp_axis: embed, with several devices, splits parameters and optimizer state over them; "
+            "same result",
+        ),
+        (
+            sizes["optimizer"] + sizes["params"],
+            is_split,
+            "more devices: each then holds a smaller part of parameters and optimizer state; same result",
+        ),
+        (
+            sizes["one block's activations"],
+            True,
+            "trainer.model_axis_size: 2 or more with tensor_parallel_axes: [mlp, heads, vocab] splits each block; same "
+            "result",
+        ),
+        (
+            sizes["optimizer"] // 2,
+            True,
+            "optimizer.type: lion keeps half of Adam's moments, adafactor hardly any; learns otherwise",
+        ),
+        (
+            sizes["params"] // 2,
+            "copy of the parameters" in sizes,
+            "trainer.mp: bf16 keeps no float32 parameters and moments; less exact",
+        ),
+        (saved // 2, True, f"model.seq_len: {config.seq_len // 2} halves activations; another model"),
+    ]
+    return [text for _, applies, text in sorted(options, key=lambda option: -option[0]) if applies]

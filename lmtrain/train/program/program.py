@@ -1,0 +1,263 @@
+"""What a run computes, before there are any arrays: model, optimizer, where everything lies, and the step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from lmtrain.config.describe import written
+from lmtrain.models.attention_backends import choose_attention
+from lmtrain.models.interface import LanguageModel
+from lmtrain.models.registry import build_model
+from lmtrain.optim.optimizer import build_optimizer
+from lmtrain.optim.schedules import build_schedule
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.progress import format_bytes
+from lmtrain.sharding.mesh import Layout, plan_layout, platform_of
+from lmtrain.train.program.batching import Batching, check_seq_len, plan_batching
+from lmtrain.train.program.memory import Memory, advise, bytes_per_device, largest_arrays, plan_memory
+from lmtrain.train.program.xla_options import Option, refused_option, xla_options
+from lmtrain.train.step.ema import build_averaging
+from lmtrain.train.step.norms import Watch
+from lmtrain.train.step.state import TrainState, init_state, parameter_axes, state_shardings
+from lmtrain.train.step.step import Within, build_eval_step, build_train_step
+
+# What XLA's errors say when an array finds no room.
+_SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
+
+
+class OutOfMemoryError(RuntimeError):
+    """A device has not enough memory for the run; the message says where it goes and what to turn down."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """`abstract` and `shardings` are the state's shapes and places; `train_step` is compiled when first called.
+
+    `platform` is that of the devices: cpu, gpu or tpu.
+    """
+
+    config: RunConfig
+    model: LanguageModel
+    optimizer: Any
+    layout: Layout
+    batching: Batching
+    abstract: TrainState
+    shardings: TrainState
+    train_step: Within
+    watch: Watch
+    platform: str
+
+    def init(self) -> TrainState:
+        """A fresh state."""
+        trainer = self.config.trainer
+        return init_state(
+            self.model,
+            self.optimizer,
+            self.shardings,
+            seed=trainer.seed,
+            dtype=trainer.precision.params,
+        )
+
+    def example(self) -> tuple[Any, Any]:
+        """An abstract state and the largest batch, each array with its sharding."""
+        state = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.abstract,
+            self.shardings,
+        )
+        return state, self._batch(max(self.batching.num_microbatches))
+
+    def _batch(self, sequences: int) -> Any:
+        shape = (sequences, self.config.model.seq_len)
+        return {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.layout.batch)
+            for name, dtype in self.config.data.batch_types.items()
+        }
+
+    def eval_step(self, token_bytes: Any = None) -> Within:
+        """The evaluation step: (params, batch) -> (summed loss, targets, bytes of their text).
+
+        `token_bytes` [V] are the lengths of the tokens' texts, if the tokenizer is known.
+        """
+        precision = self.config.trainer.precision
+        return build_eval_step(self.model, self.layout, precision.compute, token_bytes, self.xla_options)
+
+    def eval_example(self) -> tuple[Any, Any]:
+        """Abstract parameters and a batch of evaluation, each array with its sharding."""
+        state, _ = self.example()
+        return state.params, self._batch(self.batching.eval_batch)
+
+    def compile(self) -> Any:
+        """The compiled step for its largest batch, without any arrays: `as_text()`, `memory_analysis()`."""
+        return self.train_step.lower(*self.example()).compile()
+
+    @property
+    def xla_options(self) -> dict[str, Option]:
+        """The compiler's options for this run's platform."""
+        return xla_options(self.config.trainer.xla_options, self.platform)
+
+    @property
+    def attention(self) -> str:
+        """The attention backend's name."""
+        return attention_choice(self.config, self.platform)[0]
+
+    @property
+    def flops_per_token(self) -> tuple[float, float]:
+        """Of forward and backward pass, with attention counted in full, and half of it, as a causal model needs."""
+        full, causal = (
+            3 * self.config.model.num_flops_per_token(self.model.vocab_size, causal=causal) for causal in (False, True)
+        )
+        return full, causal
+
+    @property
+    def rows(self) -> int:
+        """The most sequences that a device computes at once."""
+        shards = self.layout.num_batch_shards
+        return max(batch // shards // number for batch, number in self.batching.num_microbatches.items())
+
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """What lies on each device all the time, by part of the state."""
+        places = self.shardings.parts
+        return {name: bytes_per_device(part, places[name]) for name, part in self.abstract.parts.items()}
+
+    @contextmanager
+    def explaining_errors(self) -> Iterator[None]:
+        """Turn an error of the compiler or of a device into one that says what to do.
+
+        Raises `OutOfMemoryError`, and `UserError` for an option of the compiler that it does not know.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if refused := refused_option(error):
+                raise refused from error
+            if not any(sign in str(error) for sign in _SIGNS):
+                raise
+            first = str(error).splitlines()[0]
+            lines = [f"out of memory: {first}", *self._where_memory_goes(), "what to change, what helps most first:"]
+            raise OutOfMemoryError("\n".join([*lines, *self.advice()])) from error
+
+    @property
+    def memory(self) -> Memory:
+        """What the step takes on each device."""
+        return plan_memory(
+            self.config.model,
+            self.model,
+            self.layout,
+            self.abstract,
+            self.shardings,
+            self.state_bytes,
+            compute_dtype=self.config.trainer.precision.compute,
+            rows=self.rows,
+            accumulates=max(self.batching.num_microbatches.values()) > 1,
+            inputs=self.config.data.batch_types,
+            optimizer=self.config.optimizer.type,
+            hessian=self.config.optimizer.hessian,
+            platform=self.platform,
+        )
+
+    def advice(self) -> list[str]:
+        """What to turn down for a step that does not fit, what helps most first."""
+        fsdp = self.layout.mesh.shape["data"] > 1 and bool(self.config.trainer.fsdp_axis)
+        return [f"  {line}" for line in advise(self.memory, self.config.model, self.rows, fsdp)]
+
+    def _where_memory_goes(self) -> list[str]:
+        memory, trainer, model = self.memory, self.config.trainer, self.config.model
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in {**memory.state, **memory.work}.items())
+        biggest = largest_arrays(self.abstract.parts, self.shardings.parts)
+        arrays = ", ".join(f"{name} {format_bytes(size)}" for name, size in biggest)
+        microbatches = max(self.batching.num_microbatches.values())
+        return [
+            f"about {format_bytes(memory.total)} on each device: {parts}",
+            f"biggest arrays that lie there: {arrays}",
+            f"now: {self.rows} sequences of {model.seq_len} tokens at once on each part of the mesh, "
+            f"{microbatches} microbatch{'es' if microbatches > 1 else ''}, gradient_checkpointing "
+            f"{written(model.gradient_checkpointing)}, mp {trainer.mp}, mesh {dict(self.layout.mesh.shape)}, "
+            f"parameters split by fsdp_axis {written(trainer.fsdp_axis)}",
+        ]
+
+
+def plan_program(
+    config: RunConfig,
+    vocab_size: int,
+    devices: Sequence[Any] | None = None,
+    platform: str | None = None,
+    islands: Sequence[int] | None = None,
+) -> Program:
+    """The program of a run on `devices`, by default those that JAX has here. They may be of a topology that is not.
+
+    `platform` is that of the devices which these stand for, if they are others; `islands` are as for `plan_layout`.
+
+    Raises `UserError` for what does not fit them.
+    """
+    trainer = config.trainer
+    devices = jax.devices() if devices is None else devices
+    layout = plan_layout(trainer, devices, islands)
+    log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
+    batching = plan_batching(trainer, layout.num_batch_shards)
+    check_seq_len(config.model.seq_len, layout.num_parts("act_seq"))
+    platform = platform or platform_of(devices[0])
+    attention = plan_attention(config, platform)
+    model = build_model(config.model, vocab_size, attention)
+    schedule = build_schedule(config.optimizer, trainer.num_train_steps)
+    optimizer = build_optimizer(config.optimizer, schedule, parameter_axes(model))
+    averaging = build_averaging(trainer.model_averaging)
+    watch = Watch(trainer.watch, parameter_axes(model))
+    abstract, shardings = state_shardings(
+        model, optimizer, layout, trainer.precision.params, averages=averaging is not None
+    )
+    options = xla_options(trainer.xla_options, platform)
+    if options:
+        log.info(f"XLA options: {', '.join(f'{name}={written(value)}' for name, value in options.items())}")
+    train_step = build_train_step(
+        model,
+        optimizer,
+        schedule,
+        layout,
+        shardings,
+        seed=trainer.seed,
+        compute_dtype=trainer.precision.compute,
+        num_microbatches=batching.num_microbatches,
+        dropout=model.has_dropout,
+        z_loss_weight=config.z_loss_weight,
+        hessian=config.optimizer.hessian,
+        averaging=averaging,
+        watch=watch,
+        options=options,
+    )
+    return Program(config, model, optimizer, layout, batching, abstract, shardings, train_step, watch, platform)
+
+
+def plan_attention(config: RunConfig, platform: str, trains: bool = True) -> str:
+    """The attention backend of this run on devices of a platform (cpu, gpu, tpu); logged, with the reason.
+
+    Raises `UserError` if the one that was asked for cannot do it.
+    """
+    name, why = attention_choice(config, platform, trains)
+    slow = platform != "cpu" and config.model.attn_backend == "auto" and name in ("xla", "blockwise")
+    (log.warning if slow else log.info)(f"attention: {name} ({why})")
+    if config.model.flash_attention_block_size is not None and name in ("xla", "cudnn", "triton"):
+        log.info(f"model.flash_attention_block_size: {name} has no use for it")
+    return name
+
+
+def attention_choice(config: RunConfig, platform: str, trains: bool = True) -> tuple[str, str]:
+    """The attention backend on devices of a platform, and why. Raises `UserError` as `plan_attention` does.
+
+    Where nothing is trained there is no dropout, and no derivative.
+    """
+    model, needs = config.model, config.model.attention_needs
+    if config.data.mask_across_documents:
+        needs.add("segments")
+    if config.trainer.precision.compute == "float32":
+        needs.add("float32")
+    if config.optimizer.hessian == "hutchinson":
+        needs.add("second_derivatives")
+    if not trains:
+        needs -= {"dropout", "second_derivatives"}
+    return choose_attention(model.attn_backend, needs, platform, model.seq_len)

@@ -1,0 +1,43 @@
+"""Options of XLA's compilers: defaults for each platform, chosen by the programs they make, and those of the config."""
+
+from collections.abc import Mapping
+
+from lmtrain.config.errors import UserError
+
+Option = bool | int | float | str
+
+_DEFAULTS: dict[str, dict[str, Option]] = {
+    "cpu": {},
+    "gpu": {},
+    "tpu": {
+        # Otherwise a product whose inputs FSDP splits adds up partial results of its whole output in HBM: the layers of
+        # llama2_7b then take 1.7 times as long on 32 v5p.
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
+        # The next weights are gathered while a product runs; without these options it waits for them.
+        "xla_enable_async_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+        "xla_tpu_data_parallel_opt_different_sized_ops": True,
+    },
+}
+
+# What XLA says of an option that it does not know, or of a value that the option cannot have.
+_REFUSALS = ("No such compile option", "While setting option")
+
+
+def xla_options(given: Mapping[str, Option | None], platform: str) -> dict[str, Option]:
+    """The options to compile with on a platform: its defaults, with `given` over them; null takes a default away."""
+    merged = {**_DEFAULTS[platform], **given}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def refused_option(error: Exception) -> UserError | None:
+    """What to tell the user if the compiler refused an option; None if the error is another one."""
+    text = str(error)
+    if not any(sign in text for sign in _REFUSALS):
+        return None
+    reason = text.splitlines()[0].partition(": ")[2]
+    return UserError(f"trainer.xla_options: XLA refuses an option: {reason}; correct it, or remove it")

@@ -1,0 +1,1 @@
+"""How a run starts: its state, restored or fresh, and all that the loop needs."""

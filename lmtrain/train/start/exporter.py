@@ -1,0 +1,139 @@
+"""Hugging Face exports: of a trained model, and in the background of a run."""
+
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf.export import DTYPES, Export, write_export
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.models.config import ModelConfig
+from lmtrain.models.interface import LanguageModel
+from lmtrain.models.registry import hf_family
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.run_path import run_path
+from lmtrain.runtime.storage import file_size, is_url, join
+from lmtrain.sharding.mesh import Layout
+from lmtrain.train.start.hf_params import gather_tensors, plan_hf_pieces
+
+
+def plan_export(
+    config: ModelConfig, model: LanguageModel, tokenizer: Tokenizer, dtype: str, run: str | None = None
+) -> Export:
+    """All of an export but the values. Raises `UserError` naming a setting that the target cannot represent."""
+    family = hf_family(config.type)
+    hf_config = family.to_hf_config(config, model.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
+    extra = family.extra_files() if hasattr(family, "extra_files") else {}
+    return Export(plan_hf_pieces(config, model), hf_config, extra, tokenizer, dtype, run, config.seq_len)
+
+
+def export_folder(config: RunConfig, run: str) -> str | None:
+    """Where a run's exports go, if they go to a folder."""
+    return run_path(config.hf_save_path, run) if config.hf_save_path else None
+
+
+def is_missing(folder: str | None, step: int) -> bool:
+    """Whether the export of a step is not there, where it should be."""
+    return folder is not None and file_size(join(folder, f"step-{step}", "config.json")) is None
+
+
+def _prepare(folder: str) -> None:
+    """Make the folder, and remove what a killed process was writing. Raises `UserError` if it cannot be made."""
+    if is_url(folder):
+        return
+    folder = os.path.expanduser(folder)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for name in os.listdir(folder):
+            if re.fullmatch(r"step-\d+\.(tmp|old)-\d+", name):
+                shutil.rmtree(os.path.join(folder, name))
+    except OSError as error:
+        raise UserError(f"hf_save_path: {folder} cannot be made: {error.strerror}") from None
+
+
+class Exporter:
+    """Exports during training. The steps wait for the copy to the host only; files are written beside them.
+
+    An export that fails is told and does not end the run: the checkpoint of that step can be exported by hand. Of
+    several processes all have to call `export`, and the first writes. Raises `UserError` for a model that cannot be
+    exported.
+    """
+
+    def __init__(
+        self, config: RunConfig, run: str, model: LanguageModel, tokenizer: Tokenizer, layout: Layout, is_first: bool
+    ):
+        self._every = config.hf_save_steps
+        self._upload_to = config.hf_upload
+        self._folder = export_folder(config, run)
+        self._last_step = config.trainer.num_train_steps
+        if self._folder is not None and is_first:
+            _prepare(self._folder)
+        self._run = run
+        self._export = plan_export(
+            config.model, model, tokenizer, config.hf_save_dtype or config.trainer.precision.params, run
+        )
+        self._layout = layout
+        self._vocab_size = model.vocab_size
+        self._is_first = is_first
+        self._thread: threading.Thread | None = None
+        self.failed: list[int] = []
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether the state after `step` updates is to be exported."""
+        return last or step % self._every == 0
+
+    def was_missed(self, step: int) -> bool:
+        """Whether a run that goes on after `step` was killed before its export was there."""
+        if step == 0 or not self.due(step, last=step >= self._last_step):
+            return False
+        return is_missing(self._folder, step)
+
+    def export(self, step: int, params: Any) -> None:
+        """Copy the parameters to the host, then write and upload them in the background."""
+        self.finish()
+        dtype = DTYPES[self._export.dtype]
+        copied = []
+        for tensor in gather_tensors(params, self._export.pieces, self._layout, self._vocab_size):
+            if self._is_first:
+                copied.append(tensor.astype(dtype))
+        if self._is_first:
+            self._thread = threading.Thread(target=self._write, args=(step, copied), name=f"export of step {step}")
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the export under way."""
+        self.under_way()()
+
+    def under_way(self) -> Callable[[], None]:
+        """What waits for the export that is under way now, in any thread and whatever is exported after it."""
+        return (lambda: None) if self._thread is None else self._thread.join
+
+    def _write(self, step: int, tensors: list[np.ndarray]) -> None:
+        try:
+            output = None if self._folder is None else join(self._folder, f"step-{step}")
+            if output is not None:
+                write_export(output, self._export, tensors)
+                log.info(f"exported {output}")
+            if self._upload_to is not None:
+                self._upload(step, tensors, output)
+        except Exception as error:  # whatever it is, it must not end a run of weeks
+            self.failed.append(step)
+            log.error(f"the export of step {step} failed, training goes on: {error}")
+
+    def _upload(self, step: int, tensors: list[np.ndarray], written: str | None) -> None:
+        from lmtrain.hf.upload import upload_folder
+
+        assert self._upload_to is not None
+        with tempfile.TemporaryDirectory() as temporary:
+            if written is None or is_url(written):  # what is uploaded has to be on a disk
+                written = os.path.join(temporary, "export")
+                write_export(written, self._export, tensors)
+            url = upload_folder(written, self._upload_to, f"{self._run}, step {step}")
+        log.info(f"uploaded step {step}: {url}")

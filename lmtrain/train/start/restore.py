@@ -1,0 +1,99 @@
+"""Loading training state, or only the parameters, from a checkpoint onto the devices of this run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lmtrain.checkpoint.arrays import load_arrays, load_some_arrays, stored_shapes, with_shardings
+from lmtrain.checkpoint.discovery import Checkpoint
+from lmtrain.checkpoint.staging import local_copy
+from lmtrain.config.errors import UserError
+from lmtrain.models.interface import LanguageModel
+from lmtrain.run.precision import parse_precision
+from lmtrain.runtime.logging import log
+from lmtrain.sharding.mesh import Layout
+from lmtrain.sharding.placement import parameter_shardings
+from lmtrain.train.step.state import TrainState, abstract_params, with_dtype
+
+_SHOWN = 5
+
+
+def restore_state(
+    checkpoint: Checkpoint,
+    abstract: TrainState,
+    shardings: TrainState,
+    fresh: Callable[[], TrainState] | None = None,
+    staging_dir: str | None = None,
+) -> TrainState:
+    """The state as it was saved; `abstract` and `shardings` are trees of the same structure.
+
+    Arrays that the checkpoint lacks come from `fresh`, and are told. Raises `UserError` naming them if that is None,
+    and for arrays of another shape.
+    """
+    step = jax.device_put(jnp.int32(checkpoint.step), shardings.step)
+    with local_copy(checkpoint, list(abstract.parts), staging_dir) as path:
+        copies = abstract.average is not None and not stored_shapes(path, "average")
+        if copies:
+            log.info(f"{checkpoint.path} has no average: it begins as a copy of the parameters")
+            abstract = abstract.replace(average=None)
+        missing = _missing(checkpoint, path, abstract)
+        if missing and fresh is None:
+            raise UserError(
+                f"{checkpoint.path} lacks {_listed(missing)}; with trainer.allow_partial_checkpoint: true they would "
+                "begin with fresh values"
+            )
+        wanted = {name: with_shardings(part, shardings.parts[name]) for name, part in abstract.parts.items()}
+        if missing and fresh is not None:
+            log.warning(f"{checkpoint.path} lacks {_listed(missing)}: they begin with fresh values")
+            begun = fresh().parts
+            parts = {name: load_some_arrays(path, name, part, begun[name]) for name, part in wanted.items()}
+        else:
+            parts = {name: load_arrays(path, name, part) for name, part in wanted.items()}
+    if copies:
+        parts["average"] = jax.tree.map(jnp.copy, parts["params"])
+    return TrainState(step=step, **parts)
+
+
+def _missing(checkpoint: Checkpoint, path: str, abstract: TrainState) -> list[str]:
+    """Names of arrays that the checkpoint, read at `path`, lacks. Raises `UserError` for those of another shape."""
+    missing = []
+    for part, tree in abstract.parts.items():
+        stored = stored_shapes(path, part)
+        for where, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = jax.tree_util.keystr(where, simple=True, separator="/")
+            if name not in stored:
+                missing.append(f"{part}/{name}")
+            elif stored[name] != leaf.shape:
+                raise UserError(
+                    f"{checkpoint.path}: {part}/{name} is {list(stored[name])}, expected {list(leaf.shape)}"
+                )
+    return missing
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def params_part(checkpoint: Checkpoint) -> str:
+    """Which part of a checkpoint has the parameters to use: of a run with `model_averaging` their average."""
+    averages = checkpoint.read_run_info()["config"]["trainer"].get("model_averaging") is not None
+    return "average" if averages else "params"
+
+
+def restore_params(checkpoint: Checkpoint, model: LanguageModel, layout: Layout, staging_dir: str | None = None) -> Any:
+    """The parameters alone, in the type they were saved in: all that sampling, evaluation and export need.
+
+    Of a run with `model_averaging` their average.
+    """
+    part = params_part(checkpoint)
+    if part == "average":
+        log.info(f"{checkpoint.path}: taking the average of the parameters (trainer.model_averaging)")
+    boxed = abstract_params(model)
+    saved = checkpoint.read_run_info()["config"]["trainer"]["mp"]
+    abstract = with_dtype(nn.meta.unbox(boxed), parse_precision(saved).params)
+    with local_copy(checkpoint, [part], staging_dir) as path:
+        return load_arrays(path, part, with_shardings(abstract, parameter_shardings(layout, boxed)))

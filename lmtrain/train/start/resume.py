@@ -1,0 +1,71 @@
+"""Whether a checkpoint belongs to a run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from lmtrain.checkpoint.discovery import Checkpoint
+from lmtrain.config.compare import describe_differences
+from lmtrain.config.errors import UserError
+from lmtrain.optim.schedules import build_schedule
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.logging import log
+
+# Where a run began is of no use once it has begun.
+_BEGINNINGS = ("initialize_from", "initialize_from_checkpoint_path", "initialize_from_hf")
+
+# A learning rate that grows by so much from one step to the next, other than in a warmup, is told.
+_JUMP = 1.05
+
+
+def check_identity(checkpoint: Checkpoint, now: Mapping[str, Any]) -> None:
+    """Raise `UserError` if model, tokenizer, data or seed differ."""
+    saved = checkpoint.read_run_info()["identity"]
+    ours, theirs = ({k: v for k, v in same.items() if k not in _BEGINNINGS} for same in (now, saved))
+    differences = describe_differences(theirs, ours, "the checkpoint", "this config")
+    if differences:
+        report = "\n".join(f"  {line}" for line in differences)
+        raise UserError(
+            f"{checkpoint.path} is of another run\n{report}\n  give this run another trainer.id, or restore the config"
+        )
+
+
+def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:
+    """Raise `UserError` if model, tokenizer, data or seed differ; say what else has changed.
+
+    Steps, intervals, trackers, learning rate, mesh and accumulation may change from one start to the next.
+    """
+    check_identity(checkpoint, run_info["identity"])
+    saved = checkpoint.read_run_info()
+    for part in ("config", "machine", "versions"):
+        for line in describe_differences(saved[part], run_info[part], "the checkpoint", "this run"):
+            log.info(f"changed since {checkpoint.path}: {line}")
+    _tell_of_rates(checkpoint.step, saved["config"], run_info["config"])
+    options = (part["machine"].get("xla_options") for part in (saved, run_info))
+    if None not in (found := list(options)) and found[0] != found[1]:
+        log.warning(
+            "XLA's options differ from those of the checkpoint: results may differ in their last bits; keep "
+            "trainer.xla_options and the platform for the same bits"
+        )
+
+
+def _tell_of_rates(step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn if the learning rate jumps here, as it does where a run whose rate has decayed is made longer."""
+    try:
+        before, after = _rate(saved, step - 1), _rate(now, step)
+    except (ValidationError, KeyError):  # a config of an earlier version
+        return
+    if after > _JUMP * max(before, _rate(saved, step)):
+        log.warning(
+            f"the learning rate rises from {before:.3g} to {after:.3g} after step {step:,}, as the schedule is another "
+            "one now; to continue without a jump, go on from a checkpoint before the decay, and set optimizer.decay to "
+            "the steps that are to decay, which leaves the peak until then"
+        )
+
+
+def _rate(config: Mapping[str, Any], step: int) -> float:
+    """The rate of the update after `step` updates, by a resolved config."""
+    steps = config["trainer"]["num_train_steps"]
+    chosen = RunConfig.model_validate({"optimizer": config["optimizer"], "trainer": {"num_train_steps": steps}})
+    return float(build_schedule(chosen.optimizer, steps)(step))

@@ -1,0 +1,1 @@
+"""What a step computes: the train step, its state, losses and Hessians."""

@@ -1,0 +1,44 @@
+"""An average of the parameters over the last steps, which often predicts better than the last ones themselves."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from lmtrain.run.trainer import EmaConfig, EmaDecaySqrtConfig
+
+# The number of updates done -> how far the average moves to the parameters of now.
+Averaging = Callable[[jax.Array], jax.Array]
+
+Weights = Literal["last", "average"]
+
+
+def build_averaging(config: EmaConfig | EmaDecaySqrtConfig | None) -> Averaging | None:
+    """average = (1 - a) average + a parameters, after each update, beginning with the initial parameters.
+
+    ema             a = 1 - beta
+    ema_decay_sqrt  the same up to `switch_step`, then a = 1 - sqrt(t / decay_steps), t steps later: from the parameters
+                    of then to an average that hardly moves; never less than `epsilon`
+    """
+    if config is None:
+        return None
+    if isinstance(config, EmaConfig):
+        return lambda step: jnp.float32(1 - config.beta)
+    after = config
+
+    def share(step: jax.Array) -> jax.Array:
+        progress = jnp.clip((step - after.switch_step) / after.decay_steps, 0.0, 1.0)
+        return jnp.maximum(jnp.where(step < after.switch_step, 1 - after.beta, 1 - jnp.sqrt(progress)), after.epsilon)
+
+    return share
+
+
+def move_average(average: Any, params: Any, share: jax.Array) -> Any:
+    """Each leaf `share` of the way from `average` to `params`, in float32, kept in its own type."""
+
+    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+        old32, new32 = old.astype(jnp.float32), new.astype(jnp.float32)
+        return (old32 + share * (new32 - old32)).astype(old.dtype)
+
+    return jax.tree.map(one, average, params)

@@ -1,0 +1,60 @@
+"""Targets drawn from the model's own prediction, for Sophia-G."""
+
+import jax
+import jax.numpy as jnp
+
+from lmtrain.sharding.local import per_device, sum_over
+from lmtrain.train.step.logits import Chunks
+
+# The cumulative sum runs over blocks of the vocabulary, then within the block that was met: exact enough in float32.
+_BLOCK = 128
+
+
+def sample_targets(hidden_BSD: jax.Array, head_VD: jax.Array, key: jax.Array, vocab_size: int) -> jax.Array:
+    """For each position a token drawn from softmax(hidden @ head.T), int32 [B, S].
+
+    One uniform number per position, made from `key` alone, is looked up in the cumulative probabilities: what is drawn
+    does not depend on how rows and vocabulary are split, but for rounding.
+    """
+    chunks = Chunks.plan(hidden_BSD, head_VD, vocab_size)
+    uniform_BS = jax.random.uniform(key, hidden_BSD.shape[:2])
+
+    def local(hidden: jax.Array, head: jax.Array, uniform: jax.Array) -> jax.Array:
+        def one(_: None, part: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+            rows, uniform = part
+            return None, _draw(chunks, chunks.logits(rows, head), head, uniform)
+
+        parts = chunks.cut(hidden), chunks.cut(uniform)
+        return chunks.join(jax.lax.scan(one, None, parts)[1], hidden)
+
+    rows = chunks.of_rows
+    drawn: jax.Array = per_device(local, (rows, chunks.of_head, rows), rows)(hidden_BSD, head_VD, uniform_BS)
+    return drawn
+
+
+def _draw(chunks: Chunks, logits_TV: jax.Array, head: jax.Array, uniform_T: jax.Array) -> jax.Array:
+    """The token at which the cumulative probability exceeds `uniform_T`, [T]."""
+    highest = logits_TV.max(-1)
+    if chunks.vocab:
+        highest = jax.lax.pmax(highest, chunks.vocab)
+    weights = jnp.pad(jnp.exp(logits_TV - highest[:, None]), ((0, 0), (0, -len(head) % _BLOCK)))
+    blocks_TNb = weights.reshape(len(weights), -1, _BLOCK)
+    until_TN = jnp.cumsum(blocks_TNb.sum(-1), axis=-1)
+    rest_T, is_mine = _share(chunks, until_TN[:, -1], uniform_T)
+    block_T = jnp.minimum((until_TN <= rest_T[:, None]).sum(-1), until_TN.shape[1] - 1)
+    skipped = jnp.take_along_axis(jnp.pad(until_TN, ((0, 0), (1, 0))), block_T[:, None], axis=1)
+    inside_Tb = jnp.cumsum(jnp.take_along_axis(blocks_TNb, block_T[:, None, None], axis=1)[:, 0], axis=-1)
+    column_T = block_T * _BLOCK + jnp.minimum((inside_Tb <= rest_T[:, None] - skipped).sum(-1), _BLOCK - 1)
+    token_T = jnp.minimum(chunks.first_token(head) + column_T, chunks.vocab_size - 1)
+    return sum_over(chunks.vocab, jnp.where(is_mine, token_T, 0)).astype(jnp.int32)
+
+
+def _share(chunks: Chunks, weight_T: jax.Array, uniform_T: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
+    """What is left to reach on this device, whose part of the vocabulary has this weight, and whether it is here."""
+    if not chunks.vocab:
+        return uniform_T * weight_T, True
+    until_PT = jnp.cumsum(jax.lax.all_gather(weight_T, chunks.vocab), axis=0)
+    wanted_T = uniform_T * until_PT[-1]
+    owner_T = jnp.minimum((until_PT <= wanted_T).sum(0), len(until_PT) - 1)
+    before_T = jnp.take_along_axis(jnp.pad(until_PT, ((1, 0), (0, 0))), owner_T[None], axis=0)[0]
+    return wanted_T - before_T, owner_T == jax.lax.axis_index(chunks.vocab)

@@ -1,0 +1,40 @@
+"""Compile a training step whose model logs from inside its blocks, as a user's own model may.
+
+log_and_compile.py FOLDER CONFIG [--SETTING VALUE ...]      for eight H100s; leaves FOLDER/train.json
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from lmtrain.config.load import load_config
+from lmtrain.plan import worker
+from lmtrain.plan.environment import environment
+from lmtrain.plan.request import Request, Target
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.topologies import find_topology
+
+
+def main(folder: str, name: str, *flags: str) -> None:
+    overrides = [(flag.removeprefix("--"), value) for flag, value in zip(flags[::2], flags[1::2], strict=True)]
+    config = load_config(RunConfig, name, overrides).config
+    request = Request.of(config, 50257, Target.of(find_topology("h100", devices=8)), ("train",), True)
+    os.environ.update(environment(request.target, True))  # before JAX is imported
+    import jax.numpy as jnp
+
+    from lmtrain.models.gpt2.model import Gpt2Mlp
+    from lmtrain.tracking.jit_log import jit_log
+
+    call = Gpt2Mlp.__call__
+
+    def logging(self, x):
+        out = call(self, x)
+        jit_log({"train/mlp_size": jnp.abs(out)})
+        return out
+
+    Gpt2Mlp.__call__ = logging
+    worker.answer(request, Path(folder))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,246 @@
+"""What a step may take as compiled: bytes on the wire, memory traffic, products and memory, per device and step.
+
+Minima are those of `lmtrain plan`: two bfloat16 gathers of each weight and one scatter of its gradient for each
+microbatch, float32 gradients of embedding tables and the head. Where XLA:TPU makes an all-reduce of every scatter, in
+all formulations that were tried (BUILD-notes.md), it may be 1.5 times as much.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compiled.plans import GPU, HOSTS, ONE, POD, SMALL_POD, cycles, family, modules, plan
+
+FAMILIES = ["llama2", "llama3", "mpt", "backpack"]
+RECOMPUTED = ("--model.gradient_checkpointing", "true", "--trainer.per_device_parallelism", "-1")
+TENSOR = ("--tensor_parallel_axes", "[mlp, heads, vocab]")
+
+
+def wire(found):
+    return found["wire_bytes"] / found["wire_minimum"]
+
+
+def products(found):
+    """As compiled over the model's, and what gradient checkpointing computes again."""
+    flops = found["flops"]
+    return flops["compiled"] / (flops["model"] + flops["recomputed"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fsdp_on_gpus_sends_what_it_must(name):
+    found = plan(*family(name, 32), *GPU)
+    assert wire(found) <= 1.15
+    assert products(found) <= 1.05
+
+
+@pytest.mark.parametrize(
+    "name", ["llama2", *(pytest.param(name, marks=pytest.mark.long) for name in [*FAMILIES[1:], "gpt2"])]
+)
+def test_fsdp_over_two_hosts_sends_what_it_must(name):
+    found = plan(*family(name, 64), *HOSTS)
+    assert wire(found) <= 1.15
+    assert products(found) <= 1.05
+
+
+@pytest.mark.parametrize(
+    "name", ["llama2", "backpack", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama3", "mpt"))]
+)
+def test_fsdp_on_a_pod_sends_what_it_must(name):
+    found = plan(*family(name, 1024 if name == "backpack" else 256), *POD)
+    assert wire(found) <= 1.5
+    assert products(found) <= 1.05
+    scattered = [row for row in found["collectives"] if row["kind"] == "all-reduce" and row["bytes"] > 1e6]
+    assert scattered, "XLA:TPU has learned to scatter: the budget is 1.15 now"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*FAMILIES, "gpt2"])
+def test_fsdp_on_a_slice_without_rings_sends_what_it_must(name):
+    found = plan(*family(name, 64), *SMALL_POD)
+    assert wire(found) <= 1.5
+    assert products(found) <= 1.05
+
+
+@pytest.mark.parametrize("device", [("--device", "h100", "--devices", "8"), ("--device", "v5e-4")], ids=["gpu", "tpu"])
+def test_gpt2_small_as_shipped_sends_what_it_must_and_evaluation_gathers_once(device):
+    found = plan("gpt2_small", *device)
+    assert wire(found) <= (1.15 if "h100" in device else 1.5)
+    assert wire(found["eval"]) <= 1.15
+
+
+def test_evaluation_of_an_untied_model_gathers_once():
+    """With more ids than rows of the embedding table, which is gathered then."""
+    assert wire(plan(*family("llama2", 512), *GPU[:-1], "eval")) <= 1.15
+
+
+@pytest.mark.parametrize("name", ["llama2", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[1:])])
+def test_inside_the_loops_of_the_loss_there_are_no_large_collectives(name):
+    """The head is gathered once for a microbatch, and its gradient summed over devices once."""
+    for settings in ((), ("--model_axis_size", "2", *TENSOR)):
+        found = plan(*family(name, 32), *GPU, *settings)
+        loops = [loop["times"] for loop in found["loops"] if loop["where"].startswith("train/step/loss.py")]
+        assert len(loops) == (name != "backpack")  # whose rows are one chunk
+        rows = 4 * 4096 * 8
+        for row in found["collectives"]:
+            if row["where"].startswith(("train/step/loss.py", "train/step/logits.py")) and row["times"] > 1:
+                assert row["bytes"] <= 4 * 4 * rows
+
+
+def test_the_loss_of_gpt2_small_on_one_gpu_reads_and_writes_little():
+    found = plan(*family("gpt2", 64), *ONE)
+    sources = {row["where"]: row["bytes"] for row in found["hbm_sources"]}
+    assert sources["train/step/loss.py"] + sources["train/step/logits.py"] <= 90e9
+
+
+@pytest.mark.parametrize("length", ["1021", pytest.param("1000", marks=pytest.mark.long)])
+def test_chunks_of_the_loss_are_large_for_every_length_of_sequences(length):
+    found = plan(*family("gpt2", 64), "--model.seq_len", length, *ONE)
+    chunks = sum(loop["times"] for loop in found["loops"] if loop["where"].startswith("train/step/loss.py"))
+    assert 1 <= chunks <= 64 * int(length) / 1024
+
+
+SHORT = [("llama2", 2), ("llama2", 8), ("llama3", 8)]
+LONG = [(name, size) for name in ("llama2", "llama3", "mpt") for size in (2, 4, 8) if (name, size) not in SHORT]
+
+
+@pytest.mark.parametrize(("name", "size"), [*SHORT, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)])
+def test_tensor_parallelism_computes_nothing_twice(name, size):
+    found = plan(*family(name, 32), *GPU, "--model_axis_size", str(size), *TENSOR)
+    assert products(found) <= 1.05
+    assert wire(found) <= 1.15
+
+
+def test_tensor_parallelism_splits_the_residual_stream():
+    """Gathers and scatters of activations instead of all-reduces."""
+    found = plan(*family("llama2", 32), *GPU, "--model_axis_size", "8", *TENSOR)
+    assert found["wire_bytes"] <= 47e9
+    assert found["memory"]["temporary"] <= 9.5 * 2**30
+    large = {row["kind"] for row in found["collectives"] if row["bytes"] > 1e8}
+    assert large == {"all-gather", "reduce-scatter"}
+
+
+def test_a_split_sequence_splits_the_products():
+    settings = ("--model_axis_size", "4", "--compute_axis_resources", "{position: model}")
+    assert products(plan(*family("llama2", 32), *GPU, *settings)) <= 1.10
+
+
+SHAPES = [("llama2", 32768, 1), ("llama3", 6144, 2), ("mpt", 2048, 4), ("backpack", 512, 16)]
+MORE_SHAPES = [
+    pytest.param(*shape, marks=pytest.mark.long)
+    for shape in (("llama2", 1024, 16), ("llama2", 5120, 4), ("gpt2", 1024, 64))
+]
+
+
+@pytest.mark.parametrize(("name", "length", "sequences"), [*SHAPES, *MORE_SHAPES])
+def test_attention_on_gpus_is_fused_forward_and_backward(name, length, sequences):
+    """With documents kept apart. Operands and results of the kernels are those of attention, a few times over."""
+    flags = (*family(name, sequences), "--model.seq_len", str(length), "--model.num_layers", "4", *ONE)
+    found = plan(*flags)
+    assert found["attention"] == "triton"
+    module = modules(*flags)
+    calls = set()
+    for computation in module.computations.values():
+        for one in computation.instructions:
+            # a bitcast is another view of an array that is there, whose sizes may be equal by chance
+            squares = [shape for shape in one.shapes if shape.dims.count(length) > 1 and one.opcode != "bitcast"]
+            assert not squares, one.name
+            if found_name := re.search(r"attention_(forward|d_keys|d_queries)", one.attributes):
+                calls.add(found_name[0])
+    assert calls == {"attention_forward", "attention_d_keys", "attention_d_queries"}
+    if name == "backpack":  # its values are other arrays than those of the blocks
+        return
+    heads, kv_heads, width = {
+        "llama2": (32, 32, 128),
+        "llama3": (32, 8, 128),
+        "mpt": (32, 32, 128),
+        "gpt2": (12, 12, 64),
+    }[name]
+    arrays = 2 * sequences * length * width * (2 * heads + 2 * kv_heads)  # q, k, v, o in bfloat16
+    traffic = sum(row["bytes"] for row in found["hbm_sources"] if row["where"].startswith("models/layers/triton/"))
+    assert traffic <= 4 * 6 * 2 * arrays  # 4 layers; with gradients
+
+
+def test_muon_gathers_no_stack():
+    found = plan("llama2_7b", *RECOMPUTED, "--trainer.train_batch_size", "32", "--optimizer.type", "muon", *GPU)
+    assert wire(found) <= 1.5
+    assert not [row for row in found["collectives"] if row["kind"] == "all-gather" and row["dtype"] == "f32"
+                and row["bytes"] > 1e8]  # fmt: skip
+
+
+def test_layers_on_a_tpu_do_not_wait_for_partial_sums():
+    """Estimated cycles of llama2_7b on 32 v5p, 4 sequences each, from 4 layers: 4.6 G for 32 of them."""
+    flags = (*family("llama2", 128), "--device", "v5p", "--topology", "2x4x4", "--step", "train")
+    assert cycles(modules(*flags)) <= 0.70e9
+
+
+@pytest.mark.long
+def test_llama2_7b_on_a_pod_has_little_beside_its_state():
+    found = plan("llama2_7b", *RECOMPUTED, "--trainer.train_batch_size", "256", *POD)
+    assert found["memory"]["peak"] <= 8.8 * 2**30
+    # 10.75 where the goal was 10.5: the compiler leaves gaps between the live 8.75, whatever its options
+    assert found["memory"]["temporary"] <= 10.8 * 2**30
+    smaller = ("--trainer.train_batch_size", "128", "--device", "v5p", "--topology", "2x4x4", "--step", "train")
+    assert cycles(modules("llama2_7b", *RECOMPUTED, *smaller)) <= 4.6e9
+
+
+VARIANTS = {
+    "microbatches": ("--trainer.per_device_parallelism", "1"),
+    "dropout": ("--model.resid_pdrop", "0.1", "--model.embed_pdrop", "0.1"),
+    "z-loss": ("--z_loss_weight", "1e-4"),
+    "an untied head": ("--model.tie_word_embeddings", "false"),
+    "no padding": ("--vocab_size", "50304"),
+    "an average": ("--trainer.model_averaging", "{type: ema}"),
+    "norms": ("--trainer.watch", "{include_per_parameter_norms: true}"),
+    "several sizes of batch": ("--trainer.train_batch_size", "[{start: 0, value: 32}, {start: 5, value: 64}]"),
+}
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [name if number < 4 else pytest.param(name, marks=pytest.mark.long) for number, name in enumerate(VARIANTS)],
+)
+@pytest.mark.parametrize(
+    "devices", [GPU, pytest.param((*POD[:3], "2x2x2", *POD[4:]), marks=pytest.mark.long)], ids=["gpu", "tpu"]
+)
+def test_variants_of_a_run_send_no_more(variant, devices):
+    found = plan(*family("gpt2", 32), "--model.num_layers", "4", *VARIANTS[variant], *devices)
+    assert wire(found) <= (1.15 if devices is GPU else 1.5)
+    assert products(found) <= 1.05
+
+
+def test_what_a_model_logs_costs_nothing_but_itself(tmp_path):
+    """Its own mean over the batch is a few bytes on the wire."""
+    flags = (*family("gpt2", 32), "--model.num_layers", "4", "--trainer.per_device_parallelism", "1")
+    script = [sys.executable, Path(__file__).with_name("log_and_compile.py"), tmp_path, *flags]
+    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(list(map(str, script)), capture_output=True, text=True, env=clean, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, without = json.loads((tmp_path / "train.json").read_text()), plan(*flags, *GPU)
+    assert found["wire_bytes"] - without["wire_bytes"] == pytest.approx(0, abs=1e4)
+    assert found["flops"]["compiled"] == pytest.approx(without["flops"]["compiled"], rel=0.001)
+
+
+@pytest.mark.long
+def test_between_slices_copies_sum_their_gradients_and_nothing_else():
+    slices = ("--device", "v5e", "--topology", "4x4", "--slices", "2", "--step", "train")
+    found = plan(*family("llama2", 128), *slices, "--replica_dcn_axis_size", "2")
+    assert wire(found) <= 1.5
+    slow = [row for row in found["collectives"] if row["network"] == "DCN" and row["bytes"] > 1e5]
+    assert slow
+    assert all(row["axes"] == ["replica"] for row in slow)
+    # each of two copies sends its part of the gradients once: in bfloat16, tables in float32
+    sent = sum(row["wire_bytes"] for row in slow)
+    assert sent <= 1.15 * 4 * found["parameters"] / 16
+
+
+def test_between_hosts_copies_sum_their_gradients_and_nothing_else():
+    found = plan(*family("llama2", 64), *HOSTS, "--replica_dcn_axis_size", "2")
+    assert wire(found) <= 1.15
+    slow = [row for row in found["collectives"] if row["network"] == "DCN" and row["bytes"] > 1e5]
+    assert slow
+    assert {row["kind"] for row in slow} == {"all-reduce"}
+    assert all(row["axes"] == ["replica"] for row in slow)

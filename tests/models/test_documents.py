@@ -1,0 +1,63 @@
+"""Documents that share a sequence: kept apart, with positions of their own, they are computed as if each were alone."""
+
+import jax
+import numpy as np
+import pytest
+from models import quick
+from parity.variants import LENGTH, Variant, make, tokens
+
+from lmtrain.models.interface import LanguageModel
+
+# of each row the lengths of its documents
+ROWS = ((10, 14), (8, 9, 7))
+SEGMENTS = np.stack([np.repeat(np.arange(len(row)), row) for row in ROWS]).astype(np.int32)
+POSITIONS = np.stack([np.concatenate([np.arange(length) for length in row]) for row in ROWS]).astype(np.int32)
+WEIGHTS = np.random.default_rng(2).normal(size=(2, LENGTH, 16)).astype(np.float32)
+LONG = [
+    pytest.param(name, marks=pytest.mark.long) for name in ("mistral", "gemma", "olmo2", "llama-yarn", "gpt2-upcast")
+]
+
+
+def together(model: LanguageModel, params, segments=SEGMENTS):
+    return model.apply({"params": params}, tokens(), True, segments, POSITIONS, method="hidden")
+
+
+def one_by_one(model: LanguageModel, params):
+    rows = []
+    for row, lengths in zip(tokens(), ROWS, strict=True):
+        parts = np.split(row, np.cumsum(lengths)[:-1])
+        hidden = [model.apply({"params": params}, part[None], True, method="hidden")[0] for part in parts]
+        rows.append(jax.numpy.concatenate(hidden))
+    return jax.numpy.stack(rows)
+
+
+def run(small: Variant, hidden, **changes):
+    """Hidden states, and gradients of all parameters."""
+    model = small.model.clone(**changes)
+
+    def weighed(params):
+        found = hidden(model, params)
+        return (found * WEIGHTS).sum(), found
+
+    (_, found), gradients = quick.jit(jax.value_and_grad(weighed, has_aux=True))(small.params)
+    return found, gradients
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "llama-grouped", "mpt", "backpack", *LONG])
+def test_each_document_is_as_if_it_were_alone_and_so_are_gradients(variant):
+    small = make(variant)
+    expected = run(small, one_by_one)
+    for attention in ("xla", "blockwise"):
+        found = run(small, together, attention=attention)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max(), err_msg=attention)
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "backpack"])
+def test_learned_positions_that_go_on_are_others(variant):
+    """The test above would pass for positions that are not used."""
+    small = make(variant)
+    hidden = lambda params: small.model.apply({"params": params}, tokens(), True, SEGMENTS, method="hidden")  # noqa: E731
+    found, expected = quick.jit(hidden)(small.params), quick.jit(lambda p: one_by_one(small.model, p))(small.params)
+    assert np.abs(np.asarray(found - expected))[SEGMENTS > 0].max() > 0.01
+    np.testing.assert_allclose(found[SEGMENTS == 0], expected[SEGMENTS == 0], rtol=1e-4, atol=1e-4)

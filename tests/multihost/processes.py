@@ -1,0 +1,50 @@
+"""Several processes of one run on this machine, with four devices in all."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+DEVICES = 4
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run_processes(script: Path, count: int, folder: Path, *arguments: object) -> list[tuple[int, str, object]]:
+    """Run `script OUTPUT PROCESS COUNT PORT ARGUMENT...` as `count` processes.
+
+    -> of each its exit code, what it wrote to stderr, and the JSON it left in OUTPUT, None if none
+    """
+    port = free_port()
+    outputs = [folder / f"{count}-{number}.json" for number in range(count)]
+    flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, *map(str, (script, output, number, count, port, *arguments))],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, output in enumerate(outputs)
+    ]
+    try:
+        told = [process.communicate(timeout=240)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    found = [json.loads(output.read_text()) if output.exists() else None for output in outputs]
+    return [(process.returncode, text, left) for process, text, left in zip(running, told, found, strict=True)]
+
+
+def finished(script: Path, count: int, folder: Path, *arguments: object) -> list:
+    """What they left, when all have ended well."""
+    ended = run_processes(script, count, folder, *arguments)
+    assert [code for code, _, _ in ended] == [0] * count, [text for _, text, _ in ended]
+    return [left for _, _, left in ended]

@@ -1,0 +1,55 @@
+"""One process of a run: imports a Hugging Face model and writes what it read and holds. Started by test_hf_import.py.
+
+read_hf_params.py OUTPUT PROCESS COUNT PORT MODEL REF
+"""
+
+import json
+import sys
+
+import numpy as np
+
+import lmtrain.hf.safetensors_file as safetensors_file
+from lmtrain.runtime.config import DistributedConfig
+from lmtrain.runtime.distributed import start_processes
+
+
+def main() -> None:
+    output, process, count, port, model, ref = sys.argv[1:]
+    distributed = DistributedConfig()
+    if count != "1":
+        distributed = DistributedConfig(
+            coordinator_address=f"127.0.0.1:{port}", num_processes=int(count), process_id=int(process)
+        )
+    start_processes(distributed)
+    taken = [0]
+    real = safetensors_file._read
+
+    def counting(path: str, begin: int, end: int) -> bytes:
+        content = real(path, begin, end)
+        taken[0] += len(content)
+        return content
+
+    safetensors_file._read = counting
+
+    from lmtrain.hf.key_map import flatten
+    from lmtrain.models.registry import build_model
+    from lmtrain.run.config import RunConfig
+    from lmtrain.sharding.config import PartitioningConfig
+    from lmtrain.sharding.mesh import plan_layout
+    from lmtrain.train.start.hf_params import load_hf_params
+
+    config = RunConfig.model_validate({"model": json.loads(model)}).model
+    vocab_size = 500
+    layout = plan_layout(PartitioningConfig())
+    params = flatten(load_hf_params(ref, config, build_model(config, vocab_size), layout, "float32"))
+    held = {
+        f"{path} {shard.index}": float(np.abs(np.asarray(shard.data, np.float64)).sum())
+        for path, array in params.items()
+        for shard in array.addressable_shards
+    }
+    with open(output, "w") as file:
+        json.dump({"taken": taken[0], "held": held, "devices": layout.mesh.size}, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Rates between finished steps, with a clock that the test turns; and what a token costs."""
+
+import re
+
+import jax
+import pytest
+
+from lmtrain.data.batch_sizes import BatchSizes
+from lmtrain.plan.figures import describe
+from lmtrain.plan.report import model_lines
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.accelerators import find_accelerator
+from lmtrain.train.loop import throughput as module
+from lmtrain.train.loop.throughput import Throughput
+from lmtrain.train.program.program import plan_program
+from lmtrain.train.program.work import Work
+from lmtrain.train.start import setup as putting_together
+
+# 1000 tokens a second are 2 % of the peak, and 1.5 % if attention counts as half
+WORK = Work(flops_per_token=2e6, causal_flops_per_token=1.5e6, peak_flops=1e11)
+UNKNOWN = Work(2e6, 1.5e6, None)
+SEQ_LEN = 100
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module.time, "perf_counter", clock)
+    return clock
+
+
+def step(throughput: Throughput, clock: Clock, loading: float, computing: float, so_far: int = 10) -> dict[str, float]:
+    with throughput.loading:
+        clock.now += loading
+    clock.now += computing
+    return throughput.step_done(10, so_far)
+
+
+def test_a_step_reports_its_times_its_rates_and_what_the_run_has_seen(clock):
+    throughput = Throughput(WORK, SEQ_LEN)
+    step(throughput, clock, 1.0, 9.0)
+    with throughput.hooks:
+        clock.now += 0.25
+    assert step(throughput, clock, 0.5, 1.25, so_far=20) == pytest.approx(
+        {
+            "throughput/duration": 2.0,
+            "throughput/loading_time": 0.5,
+            "throughput/hook_time": 0.25,
+            "throughput/examples_per_second": 5.0,
+            "throughput/tokens_per_second": 500.0,
+            "throughput/total_tokens": 2000,
+            "throughput/total_gflops": 4.0,
+            "throughput/gflops_per_second": 1.0,
+            "throughput/mfu": 1.0,
+            "throughput/mfu_causal": 0.75,
+        }
+    )
+
+
+def test_of_a_device_whose_peak_is_not_known_there_is_no_mfu(clock):
+    known, unknown = (step(Throughput(work, SEQ_LEN), clock, 0.0, 1.0, so_far=10) for work in (WORK, UNKNOWN))
+    assert known.keys() - unknown.keys() == {"throughput/mfu", "throughput/mfu_causal"}
+    assert unknown == {name: known[name] for name in unknown}
+    throughput = Throughput(UNKNOWN, SEQ_LEN)
+    for _ in range(3):
+        step(throughput, clock, 0.0, 1.0)
+    assert throughput.summary == "1,000 tokens/s, 1000 ms a step, waiting for data 0.00 % of it"
+
+
+def test_a_device_that_is_busy_all_the_time_has_a_hundred_percent():
+    work = Work(1e12, 0.75e12, find_accelerator("NVIDIA H100 80GB HBM3").peak_flops)
+    rates = work.rates(989.0)
+    assert rates == pytest.approx(
+        {"throughput/gflops_per_second": 989e3, "throughput/mfu": 100.0, "throughput/mfu_causal": 75.0}
+    )
+
+
+def test_hooks_are_those_since_the_step_before(clock):
+    throughput = Throughput(WORK, SEQ_LEN)
+    for seconds in (1.0, 2.0):
+        with throughput.hooks:
+            clock.now += seconds
+    assert step(throughput, clock, 0.0, 1.0)["throughput/hook_time"] == pytest.approx(3.0)
+    assert step(throughput, clock, 0.0, 1.0)["throughput/hook_time"] == 0.0
+
+
+def test_total_tokens_follow_a_schedule_of_batch_sizes(clock):
+    """As the reporter asks: steps are counted from 0, and a run that goes on counts those before it."""
+    sizes = BatchSizes.of([(0, 2), (3, 5)])
+    throughput = Throughput(WORK, SEQ_LEN)
+    found = []
+    for done in range(2, 7):  # from a checkpoint of one step
+        clock.now += 2.0
+        found.append(throughput.step_done(sizes.at(done - 1), sizes.before(done)))
+    assert [metrics["throughput/total_tokens"] for metrics in found] == [400, 600, 1100, 1600, 2100]
+    assert [metrics["throughput/examples_per_second"] for metrics in found] == [1.0, 1.0, 2.5, 2.5, 2.5]
+    assert [metrics["throughput/tokens_per_second"] for metrics in found] == [100.0, 100.0, 250.0, 250.0, 250.0]
+    assert found[-1]["throughput/total_gflops"] == pytest.approx(2100 * 2e6 / 1e9)
+
+
+def test_a_step_that_was_finished_while_the_host_was_held_up_has_no_speed_of_its_own(clock):
+    """A laptop that slept, or a tracker that took long: the next step was done meanwhile."""
+    throughput = Throughput(WORK, SEQ_LEN)
+    step(throughput, clock, 0.0, 2.0)
+    clock.now += 6.0
+    late = throughput.step_done(10, 20)
+    clock.now += 0.001
+    rest = throughput.step_done(10, 30, waited=False)
+    assert late["throughput/tokens_per_second"] == pytest.approx(1000 / 6)
+    assert rest["throughput/tokens_per_second"] == pytest.approx(2000 / 6.001)
+    assert rest["throughput/duration"] == pytest.approx(3.0005)
+    clock.now += 2.0
+    assert throughput.step_done(10, 40)["throughput/duration"] == pytest.approx(2.0)
+
+
+def test_steps_are_long_until_one_is_known_not_to_be_and_waiting_for_data_makes_none_long(clock):
+    throughput = Throughput(WORK, SEQ_LEN)
+    found = [throughput.has_long_steps]
+    for loading, computing in ((0.0, 2.0), (60.0, 2.0), (0.0, 60.0), (0.0, 2.0)):
+        step(throughput, clock, loading, computing)
+        found.append(throughput.has_long_steps)
+    assert found == [True, False, False, True, False]
+
+
+def test_a_pause_is_not_part_of_a_step(clock):
+    throughput = Throughput(WORK, SEQ_LEN)
+    step(throughput, clock, 0.0, 1.0)
+    clock.now += 60.0
+    throughput.resume_clock()
+    assert step(throughput, clock, 0.0, 2.0)["throughput/duration"] == pytest.approx(2.0)
+
+
+def test_the_summary_leaves_the_first_two_steps_out(clock):
+    throughput = Throughput(WORK, SEQ_LEN)
+    for loading, computing in [(5.0, 50.0), (0.0, 20.0), (0.1, 1.9), (0.3, 1.7)]:
+        step(throughput, clock, loading, computing)
+    assert throughput.summary == "500 tokens/s, 2000 ms a step, MFU 1.0 %, waiting for data 10.00 % of it"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_too_few_steps_have_no_summary(clock, steps):
+    throughput = Throughput(WORK, SEQ_LEN)
+    for _ in range(steps):
+        step(throughput, clock, 0.0, 1.0)
+    assert throughput.summary == ""
+
+
+def test_a_stopwatch_counts_even_what_ends_in_an_exception(clock):
+    watch = module.Stopwatch()
+
+    def fail():
+        with watch:
+            clock.now += 2.0
+            raise StopIteration
+
+    with pytest.raises(StopIteration):
+        fail()
+    assert watch.reset() == 2.0
+    assert watch.seconds == 0.0
+
+
+@pytest.fixture(scope="module")
+def program():
+    model = {"type": "gpt2", "hidden_dim": 32, "num_heads": 2, "num_layers": 3, "seq_len": 64}
+    return plan_program(RunConfig(model=model, trainer={"train_batch_size": 4}), 100)
+
+
+def test_a_token_costs_what_lmtrain_plan_says(program):
+    work = putting_together._work(program)
+    told = "\n".join(model_lines(describe(program, "cpu"), "here", ""))
+    full, causal = re.search(r"(\S+) a token, forward and backward; (\S+) with causal attention", told).groups()
+    assert (work.flops_per_token, work.causal_flops_per_token) == pytest.approx((float(full), float(causal)), rel=1e-3)
+    (a_step,) = re.search(r"FLOPs +(\S+) a step", told).groups()
+    assert work.flops_per_token * 4 * 64 == pytest.approx(float(a_step), rel=1e-2)
+
+
+def test_a_token_costs_the_matrix_products_of_the_model_forward_and_twice_backward(program):
+    """By hand: qkv, out, up and down of each layer, queries with keys and weights with values, and the head."""
+    work = putting_together._work(program)
+    width, length = 32, 64
+    weights = 3 * (3 * width**2 + width**2 + 2 * 4 * width**2) + 100 * width
+    full, causal = (6 * (weights + 3 * 2 * keys * width) for keys in (length, (length + 1) / 2))
+    assert work.flops_per_token == pytest.approx(full)
+    assert work.causal_flops_per_token == pytest.approx(causal)
+
+
+def test_the_peak_is_that_of_all_devices_and_the_convention_is_told(program, monkeypatch, caplog):
+    h100 = find_accelerator("h100")
+    monkeypatch.setattr(putting_together, "find_accelerator", lambda kind: h100)
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    with caplog.at_level("INFO"):
+        work = putting_together._work(program)
+    assert work.peak_flops == 8 * 989e12
+    told = caplog.records[-1].message
+    assert told.startswith("MFU is in percent of 989 TFLOP/s (NVIDIA H100, dense 16-bit products) on each device")
+    assert "mfu counts attention in full, mfu_causal half of it" in told
+    facts = putting_together._device_facts(work, 64)
+    assert facts["throughput/theoretical_flops"] == 8 * 989e12
+    assert facts["throughput/theoretical_flops_per_device"] == 989e12
+    assert facts["throughput/flops_per_example"] == work.flops_per_token * 64
+
+
+def test_of_an_unknown_device_it_is_told_that_there_will_be_no_mfu(program, caplog):
+    with caplog.at_level("INFO"):
+        work = putting_together._work(program)  # tests run on CPUs
+    assert work.peak_flops is None
+    assert caplog.records[-1].message.endswith("tokens per second are logged, but no MFU")
+    facts = putting_together._device_facts(work, 64)
+    assert not [name for name in facts if "theoretical" in name]
+    assert facts["throughput/device_count"] == jax.device_count()

@@ -1,0 +1,58 @@
+"""Dividing a batch over devices and microbatches."""
+
+import re
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.config.errors import UserError
+from lmtrain.run.trainer import TrainerConfig
+from lmtrain.train.program.batching import Batching, plan_batching
+
+
+def plan(batch: int, shards: int, per_device: int = -1, per_device_eval: int = -1) -> Batching:
+    config = TrainerConfig(
+        train_batch_size=batch,
+        per_device_parallelism=per_device,
+        per_device_eval_parallelism=per_device_eval,
+    )
+    return plan_batching(config, shards)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((32, 1), Batching({32: 1}, 32)),
+        ((32, 8), Batching({32: 1}, 32)),
+        ((32, 1, 8), Batching({32: 4}, 8)),
+        ((32, 4, 2), Batching({32: 4}, 8)),
+        ((32, 4, 8), Batching({32: 1}, 32)),
+        ((32, 4, 1), Batching({32: 8}, 4)),
+        ((32, 4, 2, 16), Batching({32: 4}, 64)),
+        ((32, 4, -1, 3), Batching({32: 1}, 12)),
+        ((1, 1), Batching({1: 1}, 1)),
+    ],
+)
+def test_sizes(arguments, expected):
+    assert plan(*arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((30, 8), "train_batch_size: 30 sequences cannot be split evenly over 8 devices; it could be 24 or 32"),
+        ((3, 8), "train_batch_size: 3 sequences cannot be split evenly over 8 devices; it could be 8"),
+        ((32, 4, 3), "each device has 8 sequences of a batch of 32, which 3 does not divide; it could be 2 or 4"),
+        ((32, 4, 16), "each device has 8 sequences of a batch of 32, which 16 does not divide; it could be 4 or 8"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_sizes_that_would(arguments, message):
+    with pytest.raises(UserError, match=re.escape(message) + "$"):
+        plan(*arguments)
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, True])
+@pytest.mark.parametrize("name", ["per_device_parallelism", "per_device_eval_parallelism"])
+def test_a_parallelism_is_automatic_or_positive(name, value):
+    with pytest.raises(ValidationError):
+        TrainerConfig(**{name: value})

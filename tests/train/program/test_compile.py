@@ -1,0 +1,106 @@
+"""The step is compiled once for each size of batch, ahead of its first call, and what it took is told."""
+
+import jax
+import numpy as np
+import pytest
+
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.progress import format_bytes
+from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.train.program import compile as module
+from lmtrain.train.program.compile import CompilingStep
+from lmtrain.train.program.program import plan_program
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+SIZES = [{"start": 0, "value": 4}, {"start": 2, "value": 8}]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """How often XLA, or its cache, was asked for a program: a list that grows."""
+    events = []
+
+    def listen(name, seconds, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def program(**changes):
+    model = {"type": "gpt2", "hidden_dim": 16, "num_heads": 2, "num_layers": 1, "seq_len": 8} | changes
+    trainer = {"train_batch_size": SIZES, "num_train_steps": 10}
+    return plan_program(RunConfig(model=model, trainer=trainer), 24)
+
+
+def batch(planned, rows: int, length: int = 8):
+    local = {"tokens": np.full((rows, length), 3, np.int32), "loss_mask": np.ones((rows, length), bool)}
+    return place_batch(local, planned.layout.batch, local_rows(planned.layout.batch, rows), rows)
+
+
+def test_what_was_compiled_ahead_is_what_the_calls_run_and_nothing_is_compiled_again(compiled):
+    planned = program()
+    step, state = CompilingStep(planned.train_step), planned.init()
+    by_compile, by_call, new = [], [], []
+    for rows in (4, 4, 4, 8, 8, 4):
+        data = jax.block_until_ready(batch(planned, rows))
+        before = len(compiled)
+        new.append(step.is_new(data))
+        if new[-1]:
+            step.compile(state, data)
+        by_compile.append(len(compiled) - before)
+        before = len(compiled)
+        state, metrics = step(state, data)
+        jax.block_until_ready(metrics)
+        by_call.append(len(compiled) - before)
+    assert new == [True, False, False, True, False, False]
+    assert by_compile == [1, 0, 0, 1, 0, 0]
+    assert by_call == [0] * 6
+    assert int(state.step) == 6
+
+
+def test_it_computes_what_the_step_does_that_it_was_made_from():
+    planned = program()
+    step = CompilingStep(planned.train_step)
+    state, data = planned.init(), batch(planned, 4)
+    step.compile(state, data)
+    _, ahead = step(state, data)
+    _, plain = program().train_step(planned.init(), data)
+    assert float(ahead["train/loss"]) == float(plain["train/loss"])
+
+
+def test_a_batch_is_new_by_its_shape():
+    planned = program()
+    step, state = CompilingStep(planned.train_step), planned.init()
+    assert step.is_new(batch(planned, 4))
+    assert step.is_new(batch(planned, 4))  # asking changes nothing
+    step.compile(state, batch(planned, 4))
+    assert not step.is_new(batch(planned, 4))
+    assert step.is_new(batch(planned, 8))
+    assert step.is_new(batch(planned, 4, length=4))
+
+
+def test_times_and_size_are_given_and_told(monkeypatch, caplog):
+    seconds = iter([10.0, 12.5, 16.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(seconds))
+    planned = program()
+    state, data = planned.init(), batch(planned, 8)
+    with caplog.at_level("INFO"):
+        figures = CompilingStep(planned.train_step).compile(state, data)
+    assert figures.keys() == {"compile/tracing_seconds", "compile/seconds", "compile/hlo_bytes"}
+    assert (figures["compile/tracing_seconds"], figures["compile/seconds"]) == (2.5, 3.5)
+    assert {type(value) for value in figures.values()} == {float}
+    told = caplog.records[-1].message
+    size = format_bytes(figures["compile/hlo_bytes"])
+    assert told == f"compiled the step for 8 sequences of 8 tokens: 2.5 s of tracing, 3.5 s of XLA, {size} of HLO"
+
+
+def test_a_larger_program_has_more_hlo():
+    def size(depth):
+        planned = program(num_layers=depth, scan_layers=False)
+        return CompilingStep(planned.train_step).compile(*planned.example())["compile/hlo_bytes"]
+
+    assert 10_000 < size(1) < 0.8 * size(3)

@@ -1,0 +1,77 @@
+"""The memory of a step: exact for what lies there, near the compiler's figure for the rest; advice in order of gain."""
+
+import jax
+import pytest
+
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.progress import format_bytes
+from lmtrain.train.program.program import OutOfMemoryError, plan_program
+
+SIZES = {"hidden_dim": 256, "num_heads": 4, "num_layers": 4, "seq_len": 128}
+
+
+def program(model=None, vocab=512, **trainer):
+    return plan_program(RunConfig(model=Gpt2Config(**SIZES | (model or {})), trainer=trainer), vocab)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("checkpointing", "micro"),
+    [(True, 8), (True, -1), (False, -1)],
+)
+def test_the_estimate_is_near_the_compilers_figure(checkpointing, micro):
+    """The bounds are those of the docstring, and a bit."""
+    planned = program(
+        {"gradient_checkpointing": checkpointing}, train_batch_size=32, per_device_parallelism=micro, mp="f32"
+    )
+    state = sum(planned.memory.state.values())
+    compiled = planned.compile().memory_analysis()
+    # the compiler counts the batch among the arguments
+    batch = 32 * 128 * (4 + 1 + 4)
+    assert abs(compiled.argument_size_in_bytes - batch - state) < 4096
+    assert 0.6 < planned.memory.total / (state + compiled.temp_size_in_bytes) < 1.5
+
+
+def test_what_takes_more_is_counted_more():
+    plain = program(train_batch_size=32).memory
+    assert program(train_batch_size=32, mp="bf16").memory.state["params"] == plain.state["params"] // 2
+    assert "copy of the parameters" in program(train_batch_size=32, mp="p=f32,c=bf16").memory.work
+    assert program(train_batch_size=64).memory.work["saved activations"] > plain.work["saved activations"]
+    assert program(train_batch_size=32, model_averaging={}).memory.state["average"] == plain.state["params"]
+
+
+def test_out_of_memory_says_where_it_went_and_what_helps():
+    planned = program({"gradient_checkpointing": False}, train_batch_size=32)
+    with pytest.raises(OutOfMemoryError) as caught, planned.explaining_errors():
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes\nmuch more")
+    first, where, biggest, now, head, *advice = str(caught.value).splitlines()
+    assert first == "out of memory: RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes"
+    assert "saved activations" in where
+    sizes = jax.tree.map(lambda leaf: leaf.size * leaf.dtype.itemsize, planned.abstract.params)
+    largest = max(jax.tree.leaves(sizes))
+    assert biggest.startswith("biggest arrays that lie there: ")
+    assert f" {format_bytes(largest)}" in biggest.partition(",")[0]
+    assert now == (
+        "now: 32 sequences of 128 tokens at once on each part of the mesh, 1 microbatch, gradient_checkpointing false, "
+        "mp f32, mesh {'replica': 1, 'data': 1, 'model': 1}, parameters split by fsdp_axis embed"
+    )
+    assert head == "what to change, what helps most first:"
+    assert advice[0].strip().startswith("model.gradient_checkpointing: true")
+    assert any("trainer.per_device_parallelism: 16 " in line for line in advice)
+    with pytest.raises(RuntimeError, match=r"^something else$"), planned.explaining_errors():
+        raise RuntimeError("something else")
+
+
+def test_advice_leaves_out_what_is_done_already():
+    text = "\n".join(program(train_batch_size=1).advice())
+    assert "gradient_checkpointing" not in text
+    assert "per_device_parallelism" not in text
+    assert "trainer.mp" not in text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**30, "5.0 GiB"), (3 * 2**40, "3.00 TiB")]
+)
+def test_bytes_are_written_in_the_unit_that_fits(size, text):
+    assert format_bytes(size) == text

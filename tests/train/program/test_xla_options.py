@@ -1,0 +1,66 @@
+"""Options of XLA's compiler: defaults of the platform, the config's over them, and what is told of unknown ones."""
+
+import logging
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import run_id
+from lmtrain.train.program.program import plan_program
+from lmtrain.train.program.xla_options import refused_option, xla_options
+from lmtrain.train.start.resume import check_same_run
+
+
+def config(**options):
+    return RunConfig(
+        model={"hidden_dim": 32, "num_heads": 2, "num_layers": 1, "seq_len": 16},
+        trainer={"train_batch_size": 8, "xla_options": options},
+        data={"tokenizer": "passthrough", "vocab_size": 64},
+    )
+
+
+def test_the_config_s_options_come_over_the_platform_s_and_null_takes_one_away():
+    assert xla_options({}, "cpu") == {}
+    default = xla_options({}, "tpu")
+    assert default["xla_enable_async_all_gather"] is True
+    changed = xla_options({"xla_enable_async_all_gather": None, "xla_new": 3}, "tpu")
+    assert changed == {
+        **{name: default[name] for name in default if name != "xla_enable_async_all_gather"},
+        "xla_new": 3,
+    }
+
+
+def test_options_are_no_part_of_the_run_id():
+    assert run_id(config(xla_new=3), "x", {}) == run_id(config(), "x", {})
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"xla_nope": True}, "xla_nope"), ({"xla_cpu_parallel_codegen_split_count": "many"}, "many")]
+)
+def test_an_option_that_xla_refuses_is_named(options, name):
+    program = plan_program(config(**options), 64)
+    with pytest.raises(UserError, match=rf"^trainer\.xla_options: .*{name}"), program.explaining_errors():
+        program.compile()
+
+
+def test_other_errors_are_left_alone():
+    assert refused_option(RuntimeError("RESOURCE_EXHAUSTED: no room")) is None
+
+
+class Saved:
+    step = 3
+    path = "step-3"
+
+    def __init__(self, options):
+        self._info = {"identity": {}, "config": {}, "machine": {"xla_options": options}, "versions": {}}
+
+    def read_run_info(self):
+        return self._info
+
+
+@pytest.mark.parametrize(("before", "warns"), [({}, False), ({"xla_a": True}, True)])
+def test_resuming_with_other_options_warns_that_bits_may_differ(caplog, before, warns):
+    caplog.set_level(logging.WARNING)
+    check_same_run(Saved(before), Saved({}).read_run_info())
+    assert ("last bits" in caplog.text) == warns

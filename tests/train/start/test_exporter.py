@@ -1,0 +1,65 @@
+"""Exports during training: whoever waits for one waits for that one."""
+
+import threading
+
+import jax
+import pytest
+from conftest import TOKENIZER, tiny_settings
+from flax import linen as nn
+
+from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.models.registry import build_model
+from lmtrain.run.config import RunConfig
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import plan_layout
+from lmtrain.train.start import exporter as module
+from lmtrain.train.step.state import abstract_params
+
+SECONDS = 30
+
+
+class HeldWriting:
+    """In the place of `write_export`: an export is written when it is let go."""
+
+    def __init__(self) -> None:
+        self.released = {name: threading.Event() for name in ("step-1", "step-2")}
+
+    def __call__(self, output: str, *_: object) -> None:
+        assert self.released[output.rpartition("/")[2]].wait(SECONDS)
+
+
+@pytest.fixture
+def writing(monkeypatch):
+    held = HeldWriting()
+    monkeypatch.setattr(module, "write_export", held)
+    yield held
+    for event in held.released.values():
+        event.set()
+
+
+@pytest.fixture
+def exporter(tmp_path):
+    config = RunConfig(**tiny_settings(), hf_save_path=str(tmp_path))
+    tokenizer = load_tokenizer(str(TOKENIZER))
+    model = build_model(config.model, tokenizer.vocab_size)
+    layout = plan_layout(PartitioningConfig(), jax.devices())
+    found = module.Exporter(config, "one", model, tokenizer, layout, is_first=True)
+    found.params = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape), nn.unbox(abstract_params(model)))
+    yield found
+    found.finish()
+
+
+def test_what_waits_for_an_export_does_not_wait_for_the_next(exporter, writing):
+    """A save waits in the background for the export before it, while the next one begins in the foreground."""
+    exporter.under_way()()  # there is none
+    exporter.export(1, exporter.params)
+    wait = exporter.under_way()
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    writing.released["step-1"].set()
+    waiting.join(SECONDS)
+    exporter.export(2, exporter.params)
+    wait()
+    assert not exporter.failed

@@ -1,0 +1,217 @@
+"""Where a run's state comes from: the numbered list of `lmtrain/train/start/initial_state.py`, one by one."""
+
+import logging
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.config import CheckpointerConfig
+from lmtrain.checkpoint.policies import Kind
+from lmtrain.config.errors import UserError
+from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.identity import identity
+from lmtrain.train.program.program import plan_program
+from lmtrain.train.start.initial_state import begin, own_checkpoint
+
+MODEL = {"type": "gpt2", "hidden_dim": 8, "num_heads": 2, "num_layers": 1, "seq_len": 8}
+VOCAB = 16
+
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def configure(optimizer=None, model=None, **settings) -> RunConfig:
+    top = {name: settings.pop(name) for name in ("initialize_from_checkpoint_path",) if name in settings}
+    return RunConfig(
+        model=MODEL | (model or {}),
+        trainer={"train_batch_size": 4, **settings},
+        optimizer={"warmup": 2, **(optimizer or {})},
+        **top,
+    )
+
+
+def info(config: RunConfig) -> dict:
+    same = identity(config) | {"optimizer": {"type": config.optimizer.type}}
+    return {
+        "identity": same | {"tokenizer": {"fingerprint": "x"}, "data_tokens": "y"},
+        "config": resolved(config),
+        "machine": {"device": "cpu"},
+        "versions": {"jax": "1"},
+    }
+
+
+def save(run: str, step: int, config: RunConfig | None = None):
+    """A checkpoint whose numbers are all different from fresh ones. -> its state"""
+    config = config or configure()
+    state = plan_program(config, VOCAB).init()
+    state = jax.tree.map(lambda leaf: leaf + step, state)
+    checkpointer = Checkpointer(f"checkpoints/{run}", CheckpointerConfig())
+    checkpointer.save(step, Kind.PERMANENT, state.parts, info(config))
+    checkpointer.close()
+    return state
+
+
+def start(config: RunConfig, run: str = "mine", hf: str | None = None, fresh: RunConfig | None = None):
+    checkpointer = Checkpointer(f"checkpoints/{run}", config.trainer.checkpointer)
+    try:
+        own = own_checkpoint(config, checkpointer)
+        return begin(plan_program(config, VOCAB), own, info(fresh or config), hf)
+    finally:
+        checkpointer.close()
+
+
+def same(one, other) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), one, other)))
+
+
+def test_1_a_run_goes_on_from_its_newest_checkpoint_and_ignores_the_settings_of_beginnings(caplog):
+    save("mine", 3)
+    newest = save("mine", 5)
+    save("other", 9)
+    for setting in ("initialize_from", "initialize_from_checkpoint_path"):
+        config = configure(**{setting: "checkpoints/other"})
+        with caplog.at_level(logging.INFO):
+            state, step = start(config, fresh=configure())
+        assert step == int(state.step) == 5
+        assert same(state.parts, newest.parts)
+        assert f"{setting}: of no use any more, the run has begun" in caplog.text
+
+
+def test_1_another_place_may_be_named_until_the_run_has_checkpoints_of_its_own():
+    elsewhere = save("elsewhere", 7)
+    config = configure(load_checkpoint_path="checkpoints/elsewhere")
+    state, step = start(config)
+    assert step == 7
+    assert same(state.parts, elsewhere.parts)
+    save("mine", 8)
+    assert start(config)[1] == 8
+
+
+def test_1_load_checkpoint_says_whether_there_must_or_may_be_one():
+    with pytest.raises(UserError, match=r"trainer\.load_checkpoint: there is no complete checkpoint in"):
+        start(configure(load_checkpoint=True))
+    assert start(configure())[1] == 0
+    save("mine", 3)
+    assert start(configure(load_checkpoint=True))[1] == 3
+    with pytest.raises(UserError, match=r"load_checkpoint is false, but this run has .*step-3"):
+        start(configure(load_checkpoint=False))
+    assert start(configure(load_checkpoint=False), run="fresh")[1] == 0
+    with pytest.raises(UserError, match="no such folder"):
+        start(configure(load_checkpoint_path="nowhere"), run="another")
+
+
+def test_2_the_whole_state_of_another_run_with_its_step():
+    other = save("other", 9)
+    state, step = start(configure(initialize_from="checkpoints"))  # a parent will do
+    assert step == int(state.step) == 9
+    assert same(state.parts, other.parts)
+
+
+def test_3_parameters_and_moments_of_another_run_at_step_0_with_a_schedule_that_begins():
+    other = save("other", 9)
+    state, step = start(configure(initialize_from_checkpoint_path="checkpoints/other/step-9"))
+    assert step == int(state.step) == 0
+    assert same(state.params, other.params)
+    *moments, rate = state.optimizer
+    *expected, old_rate = other.optimizer
+    assert same(moments, expected)
+    assert (int(rate.step), int(old_rate.step)) == (0, 9)
+
+
+@pytest.mark.parametrize("setting", ["initialize_from", "initialize_from_checkpoint_path"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"hidden_dim": 16}}, "model.hidden_dim: the checkpoint has 8, this config has 16"),
+        ({"optimizer": {"type": "lion"}}, "optimizer.type: the checkpoint has 'adam', this config has 'lion'"),
+    ],
+)
+def test_the_state_of_another_model_or_optimizer_is_refused(setting, change, message):
+    save("other", 9)
+    with pytest.raises(UserError, match=message):
+        start(configure(**{setting: "checkpoints/other"}, **change))
+
+
+@pytest.mark.parametrize("setting", ["initialize_from", "initialize_from_checkpoint_path"])
+def test_a_beginning_that_is_not_there_is_told_with_its_setting(setting):
+    with pytest.raises(UserError, match=f"{setting}: checkpoint nowhere: no such folder"):
+        start(configure(**{setting: "nowhere"}))
+
+
+def test_what_a_checkpoint_lacks_is_told_or_begins_fresh():
+    """One of before bad steps were skipped."""
+    other = save("mine", 9)
+    more = {"optimizer": {"skip_bad_steps": True}}
+    with pytest.raises(UserError, match=r"step-9 lacks optimizer/.* more; with trainer.allow_partial"):
+        start(configure(**more))
+    state, step = start(configure(**more, allow_partial_checkpoint=True))
+    assert step == 9
+    assert same(state.params, other.params)
+    fresh = plan_program(configure(**more), VOCAB).init().optimizer
+    assert jax.tree.structure(state.optimizer) == jax.tree.structure(fresh)
+
+
+@pytest.mark.parametrize("setting", ["own", "initialize_from", "initialize_from_checkpoint_path"])
+def test_an_average_that_a_checkpoint_lacks_begins_as_its_parameters(setting, caplog):
+    """And not as the average of fresh ones, which would be evaluated and exported for long."""
+    other = save("mine" if setting == "own" else "other", 9)
+    where = {} if setting == "own" else {setting: "checkpoints/other"}
+    with caplog.at_level(logging.INFO):
+        state, _ = start(configure(model_averaging={"beta": 0.9}, **where))
+    assert same(state.params, other.params)
+    assert same(state.average, other.params)
+    assert "step-9 has no average: it begins as a copy of the parameters" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("params/_METADATA", r"step-9 cannot be read: .*`lmtrain checkpoint verify` says whether it is damaged"),
+        ("run.json", r"step-9: run.json is missing or damaged"),
+    ],
+)
+def test_damage_that_was_not_looked_for_is_told(name, message):
+    save("mine", 9)
+    path = Path("checkpoints/mine/step-9", name)
+    path.write_bytes(b"\xff" + path.read_bytes()[1:])
+    with pytest.raises(UserError, match=message):
+        start(configure(checkpointer={"verify_on_restore": "sizes"}))
+
+
+def test_a_run_that_begins_after_its_end_is_refused():
+    save("other", 9)
+    with pytest.raises(UserError, match=r"initialize_from: .*step-9 has 9 steps behind it, and .*num_train_steps is 9"):
+        start(configure(initialize_from="checkpoints/other", num_train_steps=9))
+
+
+def test_another_place_to_load_from_is_told_to_be_of_no_use_once_the_run_has_its_own(caplog):
+    save("elsewhere", 7)
+    save("mine", 8)
+    with caplog.at_level(logging.INFO):
+        assert start(configure(load_checkpoint_path="checkpoints/elsewhere"))[1] == 8
+    assert "trainer.load_checkpoint_path: of no use any more, the run has begun; to go back" in caplog.text
+
+
+def test_where_a_run_began_may_be_taken_out_of_its_config():
+    save("mine", 9, configure(initialize_from="checkpoints/gone"))
+    assert start(configure())[1] == 9
+
+
+def test_arrays_of_another_shape_are_refused_however_partial():
+    save("other", 9)
+    config = configure(initialize_from="checkpoints/other", allow_partial_checkpoint=True, model={"hidden_dim": 16})
+    with pytest.raises(UserError, match=r"params/blocks/attn/out/bias is \[1, 8\], expected \[1, 16\]"):
+        start(config)
+
+
+def test_only_one_beginning_may_be_named():
+    with pytest.raises(ValueError, match=r"set together with trainer\.initialize_from; remove one"):
+        configure(initialize_from="a", initialize_from_checkpoint_path="b")

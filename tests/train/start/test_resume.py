@@ -1,0 +1,105 @@
+"""Which checkpoint a run goes on from, and whether it is its own."""
+
+import json
+import logging
+
+import pytest
+
+from lmtrain.checkpoint.discovery import Checkpoint
+from lmtrain.config.errors import UserError
+from lmtrain.train.start.resume import check_same_run
+
+INFO = {
+    "run_id": "a",
+    "identity": {"model": {"hidden_dim": 8}, "seed": 0, "train_batch_size": 4, "data_tokens": "abc"},
+    "config": {"trainer": {"num_train_steps": 10}},
+    "machine": {"device": "cpu", "mesh": {"data": 1}},
+    "versions": {"jax": "1"},
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / "run.json").write_text(json.dumps(INFO))
+    return Checkpoint(4, str(tmp_path / "step-4"))
+
+
+def changed(part: str, **changes) -> dict:
+    return INFO | {part: INFO[part] | changes}
+
+
+def test_the_same_run_is_accepted_in_silence(checkpoint, caplog):
+    with caplog.at_level(logging.INFO):
+        check_same_run(checkpoint, INFO)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"seed": 1}, "seed: the checkpoint has 0, this config has 1"),
+        ({"model": {"hidden_dim": 16}}, "model.hidden_dim: the checkpoint has 8, this config has 16"),
+        ({"data_tokens": "xyz"}, "data_tokens: the checkpoint has 'abc', this config has 'xyz'"),
+        ({"new": 1}, "new: the checkpoint has nothing, this config has 1"),
+    ],
+)
+def test_another_run_is_refused_with_what_differs_and_what_to_do(checkpoint, changes, line):
+    with pytest.raises(UserError) as caught:
+        check_same_run(checkpoint, changed("identity", **changes))
+    message = str(caught.value)
+    assert message.startswith(f"{checkpoint.path} is of another run\n  {line}\n")
+    assert "trainer.id" in message
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "line"),
+    [
+        (
+            "config",
+            {"trainer": {"num_train_steps": 20}},
+            "trainer.num_train_steps: the checkpoint has 10, this run has 20",
+        ),
+        ("machine", {"device": "tpu"}, "device: the checkpoint has 'cpu', this run has 'tpu'"),
+        ("versions", {"jax": "2"}, "jax: the checkpoint has '1', this run has '2'"),
+    ],
+)
+def test_other_changes_are_allowed_and_said(checkpoint, caplog, part, changes, line):
+    with caplog.at_level(logging.INFO):
+        check_same_run(checkpoint, changed(part, **changes))
+    assert caplog.messages == [f"changed since {checkpoint.path}: {line}"]
+
+
+def with_schedule(steps, **optimizer):
+    return INFO | {"config": {"trainer": {"num_train_steps": steps}, "optimizer": {"type": "adam", **optimizer}}}
+
+
+def told_of_rates(tmp_path, caplog, step, saved, now):
+    folder = tmp_path / f"step-{step}"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(saved))
+    with caplog.at_level(logging.WARNING):
+        check_same_run(Checkpoint(step, str(folder)), now)
+    return [message for message in caplog.messages if "learning rate" in message]
+
+
+def test_a_finished_run_that_is_made_longer_is_told_that_its_rate_rises(tmp_path, caplog):
+    """A cosine of 100 steps has ended at a tenth; of 200 it is in the middle there."""
+    saved, now = (with_schedule(steps, learning_rate=1e-3, warmup=0) for steps in (100, 200))
+    (told,) = told_of_rates(tmp_path, caplog, 100, saved, now)
+    assert "rises from 0.0001 to 0.00055 after step 100" in told
+    assert "optimizer.decay" in told
+
+
+@pytest.mark.parametrize(
+    ("step", "before", "after"),
+    [
+        (100, {"lr_schedule": "constant"}, {"lr_schedule": "constant"}),
+        (50, {"decay": 20}, {"decay": 20}),  # still at the peak
+        (3, {"warmup": 10}, {"warmup": 10}),  # it rises in any case
+        (60, {"learning_rate": 1e-3}, {"learning_rate": 2e-4}),
+    ],
+)
+def test_a_rate_that_goes_on_as_it_would_have_is_not_told(tmp_path, caplog, step, before, after):
+    saved = with_schedule(100, **{"warmup": 0, **before})
+    assert told_of_rates(tmp_path, caplog, step, saved, with_schedule(200, **{"warmup": 0, **after})) == []

@@ -1,0 +1,179 @@
+"""Averages of the parameters against plain Python; types stay; and the training step keeps one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from models import quick
+from models.quick import jit
+
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.run.trainer import EmaConfig, EmaDecaySqrtConfig
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import plan_layout
+from lmtrain.train.step.ema import build_averaging, move_average
+from lmtrain.train.step.state import TrainState, state_shardings
+from lmtrain.train.step.step import build_train_step
+
+EMA = EmaConfig(beta=0.9)
+SQRT = EmaDecaySqrtConfig(beta=0.9, switch_step=20, decay_steps=50, epsilon=0.01)
+
+
+def plain_share(config, step: int) -> float:
+    """How far the average moves after update number `step`, the first being number 1."""
+    if isinstance(config, EmaConfig) or step < config.switch_step:
+        return 1 - config.beta
+    since = min((step - config.switch_step) / config.decay_steps, 1)
+    return max(config.epsilon, 1 - since**0.5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EMA,
+        EmaConfig(beta=0.0),
+        EmaConfig(),
+        SQRT,
+        EmaDecaySqrtConfig(beta=0.5, switch_step=0, decay_steps=1, epsilon=0.2),
+        EmaDecaySqrtConfig(beta=0.99, switch_step=1, decay_steps=200, epsilon=0),
+        EmaDecaySqrtConfig(),
+    ],
+    ids=str,
+)
+def test_over_many_steps_the_average_is_that_of_plain_python(config):
+    rng = np.random.default_rng(0)
+    params = {"a": np.float32([1, 2]), "b": {"c": np.float32([[3]])}}
+    average, plain = params, jax.tree.map(np.float64, params)
+    share_of = build_averaging(config)
+    move = jit(lambda average, params, step: move_average(average, params, share_of(step)))
+    for step in range(1, 121):
+        params = jax.tree.map(lambda p: p + rng.normal(size=p.shape).astype(np.float32), params)
+        average = move(average, params, np.int32(step))
+        share = plain_share(config, step)
+        plain = jax.tree.map(lambda old, new, a=share: (1 - a) * old + a * new, plain, params)
+        for found, expected in zip(jax.tree.leaves(average), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4, err_msg=f"step {step}")
+
+
+@pytest.mark.parametrize("config", [SQRT, EmaDecaySqrtConfig(beta=0.98, switch_step=10, decay_steps=10, epsilon=0.01)])
+def test_each_share_is_that_of_its_step(config):
+    share = build_averaging(config)
+    steps = [1, 2, 9, 10, 11, 19, 20, 21, 45, 69, 70, 71, 10_000, 2**31 - 1]
+    found = [float(share(jnp.int32(step))) for step in steps]
+    assert found == pytest.approx([plain_share(config, step) for step in steps], rel=1e-5)
+
+
+def test_at_the_switch_the_average_begins_anew_from_the_parameters():
+    assert float(build_averaging(SQRT)(jnp.int32(20))) == 1
+    assert float(build_averaging(SQRT)(jnp.int32(19))) == pytest.approx(0.1)
+    average = move_average({"a": jnp.float32([7])}, {"a": jnp.float32([1.5])}, jnp.float32(1))
+    assert average["a"].tolist() == [1.5]
+
+
+def test_without_a_config_there_is_no_average():
+    assert build_averaging(None) is None
+
+
+def test_in_bfloat16_it_keeps_its_type_and_each_move_is_rounded_once():
+    """Computed in float32: a share of 0.3 is no number of bfloat16."""
+    rng = np.random.default_rng(1)
+    old, new = ({"a": rng.normal(size=50).astype(ml_dtypes.bfloat16)} for _ in range(2))
+    average = move_average(old, new, jnp.float32(0.3))["a"]
+    assert average.dtype == jnp.bfloat16
+    one, other = old["a"].astype(np.float32), new["a"].astype(np.float32)
+    expected = (one + np.float32(0.3) * (other - one)).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(average), expected)
+
+
+# --- in the training step
+
+SIZES = {
+    "hidden_dim": 8,
+    "num_heads": 2,
+    "num_layers": 1,
+    "seq_len": 6,
+    "mlp_scale": 2,
+    "gradient_checkpointing": False,
+}
+MODEL = Gpt2LM(Gpt2Config(**SIZES), 11)
+LAYOUT = plan_layout(PartitioningConfig())
+OPTIMIZER = optax.sgd(0.5)
+STEP_SQRT = EmaDecaySqrtConfig(beta=0.9, switch_step=3, decay_steps=4)
+# as in models.quick
+QUICK = {"xla_cpu_use_fusion_emitters": False}
+TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6)).astype(np.int32)
+BATCH = {"tokens": TOKENS, "loss_mask": np.arange(6) < np.array([[5], [5]])}
+
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def initial(dtype: str):
+    return jax.tree.map(lambda p: jnp.asarray(p, dtype), quick.random_params(MODEL, 0.3))
+
+
+@functools.cache
+def train(config, dtype: str) -> list[TrainState]:
+    """The states before and after each of six steps, on the host."""
+    _, shardings = state_shardings(MODEL, OPTIMIZER, LAYOUT, dtype, averages=True)
+    params = initial(dtype)
+    state = TrainState(jnp.int32(0), params, OPTIMIZER.init(params), initial(dtype))
+    step = build_train_step(
+        MODEL,
+        OPTIMIZER,
+        lambda step: 0.5,
+        LAYOUT,
+        shardings,
+        seed=0,
+        compute_dtype="float32",
+        num_microbatches={2: 1},
+        dropout=False,
+        averaging=build_averaging(config),
+    )
+    compiled = step.lower(state, BATCH).compile(compiler_options=QUICK)
+    states = [jax.device_get(state)]
+    for _ in range(6):
+        state, _ = compiled(state, BATCH)
+        states.append(jax.device_get(state))
+    return states
+
+
+@pytest.mark.parametrize("config", [EMA, STEP_SQRT], ids=lambda c: c.type)
+def test_the_step_averages_the_parameters_after_each_update_from_the_initial_ones_on(config):
+    states = train(config, "float32")
+    expected = jax.tree.map(np.float64, states[0].params)
+    for number, state in enumerate(states):
+        if number:
+            share = plain_share(config, number)
+            expected = jax.tree.map(lambda old, new, a=share: (1 - a) * old + a * new, expected, state.params)
+        for found, wanted in zip(jax.tree.leaves(state.average), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6, err_msg=f"step {number}")
+        assert state.best_params is state.average
+    moved = [
+        np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (states[-1].params, states[-1].average)), strict=True)
+    ]
+    assert max(moved) > 1e-3
+
+
+def test_the_average_has_no_influence_on_the_parameters():
+    for one, other in zip(train(EMA, "float32"), train(STEP_SQRT, "float32"), strict=True):
+        for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_with_bfloat16_parameters_the_average_is_bfloat16_too():
+    last = train(EMA, "bfloat16")[-1]
+    assert {leaf.dtype for leaf in jax.tree.leaves((last.params, last.average))} == {jnp.bfloat16.dtype}
+
+
+def test_the_average_is_a_part_of_the_checkpoint_where_there_is_one():
+    last = train(EMA, "float32")[-1]
+    assert last.parts["average"] is last.average
+    alone = last.replace(average=None)
+    assert "average" not in alone.parts
+    assert alone.best_params is alone.params

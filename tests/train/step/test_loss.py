@@ -1,0 +1,186 @@
+"""The chunked loss and its gradients are those of the naive formula, for any number of chunks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models.quick import jit
+
+import lmtrain.train.step.logits as logits_module
+from lmtrain.train.step.logits import rows_at_once
+from lmtrain.train.step.loss import next_token_targets, summed_cross_entropy
+from lmtrain.train.step.sample_targets import sample_targets
+
+B, S, D, V = 2, 6, 5, 12
+RNG = np.random.default_rng(0)
+HIDDEN = RNG.normal(size=(B, S, D)).astype(np.float32)
+HEAD = RNG.normal(size=(V, D)).astype(np.float32)
+TARGETS = RNG.integers(0, V, (B, S))
+MASKS = {
+    "all": np.ones((B, S), bool),
+    "some": RNG.random((B, S)) < 0.5,
+    "one": np.eye(B, S, 3, dtype=bool),
+    "none": np.zeros((B, S), bool),
+}
+
+
+def naive(hidden, head, targets, mask, z=0.0):
+    """In numpy and float64: the loss, and its gradients by hidden and head."""
+    logits = hidden.astype(np.float64) @ head.astype(np.float64).T
+    highest = logits.max(-1, keepdims=True)
+    log_sum = np.log(np.exp(logits - highest).sum(-1)) + highest[..., 0]
+    probabilities = np.exp(logits - log_sum[..., None])
+    one_hot = np.eye(V)[targets]
+    loss = ((log_sum - (logits * one_hot).sum(-1) + z * log_sum**2) * mask).sum()
+    d_logits = (probabilities * (1 + 2 * z * log_sum[..., None]) - one_hot) * mask[..., None]
+    return loss, d_logits @ head, np.einsum("bsv,bsd->vd", d_logits, hidden)
+
+
+# rows of a chunk: all, half, one at a time, and sizes that do not divide the twelve rows, the last of them filled up
+ROWS = [12, 6, 1, 5, 7]
+
+
+@pytest.fixture(params=ROWS, ids=lambda rows: f"chunks of {rows}")
+def chunks(request, monkeypatch):
+    """The loss in chunks of so many rows."""
+    monkeypatch.setattr(logits_module, "rows_at_once", lambda *sizes: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_value_and_gradients_are_those_of_the_naive_formula(chunks, mask):
+    mask = MASKS[mask]
+    loss, d_hidden, d_head = naive(HIDDEN, HEAD, TARGETS, mask)
+    value, gradients = jax.value_and_grad(summed_cross_entropy, (0, 1))(HIDDEN, HEAD, TARGETS, mask)
+    assert float(value) == pytest.approx(loss, rel=1e-5)
+    assert float(summed_cross_entropy(HIDDEN, HEAD, TARGETS, mask)) == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(gradients[0], d_hidden, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients[1], d_head, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_scale_with_what_comes_from_above(chunks):
+    _, d_hidden, _ = naive(HIDDEN, HEAD, TARGETS, MASKS["some"])
+    gradient = jax.grad(lambda h: -3.0 * summed_cross_entropy(h, HEAD, TARGETS, MASKS["some"]))(HIDDEN)
+    np.testing.assert_allclose(gradient, -3.0 * d_hidden, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_is_close_and_gradients_have_its_type(chunks):
+    half = [jnp.asarray(x, jnp.bfloat16) for x in (HIDDEN, HEAD)]
+    loss, *expected = naive(*(np.asarray(x, np.float32) for x in half), TARGETS, MASKS["all"])
+    value, gradients = jax.value_and_grad(summed_cross_entropy, (0, 1))(*half, TARGETS, MASKS["all"])
+    assert value.dtype == jnp.float32
+    assert float(value) == pytest.approx(loss, rel=0.01)
+    for gradient, exact in zip(gradients, expected, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        assert np.abs(np.asarray(gradient, np.float32) - exact).max() < 0.02 * np.abs(exact).max()
+
+
+def test_huge_logits_give_finite_loss_and_gradients():
+    value, gradient = jax.value_and_grad(summed_cross_entropy)(HIDDEN * 1e4, HEAD, TARGETS, MASKS["all"])
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("z", [0.0, 0.3])
+def test_z_loss_adds_the_square_of_the_log_sum(chunks, z):
+    mask = MASKS["some"]
+    loss, d_hidden, d_head = naive(HIDDEN, HEAD, TARGETS, mask, z)
+
+    def ours(hidden, head):
+        return summed_cross_entropy(hidden, head, TARGETS, mask, z_loss_weight=z)
+
+    value, gradients = jax.value_and_grad(ours, (0, 1))(HIDDEN, HEAD)
+    assert float(value) == pytest.approx(loss, rel=1e-5)
+    assert float(ours(HIDDEN, HEAD)) == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(gradients[0], d_hidden, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients[1], d_head, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_of_the_vocabulary_changes_nothing_and_gets_no_gradient(chunks):
+    """Even where the padding's logits would be the largest."""
+    head = np.concatenate([HEAD[:9], 100 * np.ones((3, D), np.float32)])
+    targets = TARGETS % 9
+
+    def ours(hidden, head):
+        return summed_cross_entropy(hidden, head, targets, MASKS["all"], vocab_size=9, z_loss_weight=0.1)
+
+    value, (d_hidden, d_head) = jax.value_and_grad(ours, (0, 1))(HIDDEN, head)
+    expected, (e_hidden, e_head) = jax.value_and_grad(
+        lambda hidden, head: summed_cross_entropy(hidden, head, targets, MASKS["all"], z_loss_weight=0.1), (0, 1)
+    )(HIDDEN, HEAD[:9])
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    np.testing.assert_allclose(d_hidden, e_hidden, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(d_head[:9], e_head, rtol=1e-5, atol=1e-5)
+    assert not d_head[9:].any()
+
+
+@pytest.mark.parametrize("kind", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+    ("rows", "vocab"),
+    [(64 * 1024, 50304), (64 * 1021, 50304), (4 * 4093, 32000), (4093, 32000), (8 * 8192, 128256), (1000, 50304)],
+)
+def test_chunks_on_accelerators_have_a_thousand_rows_and_hardly_any_that_are_filled_up(kind, rows, vocab):
+    """Also for sequences whose length is a prime."""
+    size = rows_at_once(rows, vocab, kind)
+    assert min(rows, 1024) <= size <= max(2**27 // vocab + 128, 1024)
+    number = -(-rows // size)
+    assert number * size - rows < max(0.06 * rows, 128)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "expected"), [(100, 2**10, 100), (2**14, 2**10, 2**12), (2**10, 2**20, 64), (10, 2**22, 10)]
+)
+def test_chunks_on_a_cpu_fit_its_caches(rows, vocab, expected):
+    assert rows_at_once(rows, vocab, "cpu") == expected
+
+
+def test_targets_are_the_next_tokens():
+    tokens = np.array([[1, 2, 3], [4, 5, 6]])
+    np.testing.assert_array_equal(next_token_targets(tokens)[:, :-1], tokens[:, 1:])
+
+
+DRAWS = 4000
+# 99.99% of chi-square values of 8 degrees of freedom are below 31.8; there are 12 positions, and the key is fixed
+LARGEST_CHI_SQUARE = 31.8
+
+
+def draw(hidden, head, vocab_size: int, number: int = DRAWS):
+    """[number, B, S]"""
+    keys = jax.random.split(jax.random.key(11), number)
+    return np.asarray(jit(jax.vmap(lambda key: sample_targets(hidden, head, key, vocab_size)))(keys))
+
+
+def chi_square(counts, expected):
+    return (np.square(counts - expected) / expected).sum(-1)
+
+
+def test_sampled_targets_follow_the_softmax_of_each_position_and_are_never_padding(chunks):
+    """Although the padding's logits would be the largest."""
+    head = np.concatenate([HEAD[:9] / 2, 100 * np.ones((3, D), np.float32)])
+    drawn = draw(HIDDEN, head, 9)
+    assert drawn.shape == (DRAWS, B, S)
+    assert drawn.dtype == np.int32
+    assert drawn.min() >= 0
+    assert drawn.max() < 9
+    counts = (drawn[..., None] == np.arange(9)).sum(0)
+    logits = HIDDEN.astype(np.float64) @ head[:9].astype(np.float64).T
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    assert chi_square(counts, DRAWS * probabilities).max() < LARGEST_CHI_SQUARE
+    # and those of another position would not pass
+    other = np.roll(probabilities, 1, axis=1)
+    assert chi_square(counts, DRAWS * other).min() > LARGEST_CHI_SQUARE
+
+
+def test_sampled_targets_of_different_positions_and_rows_are_independent(chunks):
+    """Of equal logits everywhere: two positions agree as often as two dice do, whether in one chunk or in two."""
+    drawn = draw(np.zeros((B, S, D), np.float32), HEAD, V).reshape(DRAWS, B * S)
+    for first in range(B * S):
+        for second in range(first):
+            agree = (drawn[:, first] == drawn[:, second]).mean()
+            assert abs(agree - 1 / V) < 5 * (1 / V / DRAWS) ** 0.5, (first, second)
+
+
+def test_the_same_key_samples_the_same_targets():
+    one, other = (sample_targets(HIDDEN, HEAD, jax.random.key(2), V) for _ in range(2))
+    np.testing.assert_array_equal(one, other)
+    assert (one != sample_targets(HIDDEN, HEAD, jax.random.key(3), V)).any()

@@ -1,0 +1,77 @@
+"""Fresh training state: types, structure, and values that only the seed decides."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import plan_layout
+from lmtrain.train.step.state import abstract_params, count_parameters, init_state, state_shardings, with_dtype
+
+MODEL = Gpt2LM(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=2, seq_len=8), 12)
+OPTIMIZER = optax.adam(0.1)
+
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.fixture(scope="module")
+def layout():
+    return plan_layout(PartitioningConfig())
+
+
+@pytest.fixture(scope="module")
+def make(layout):
+    def make(seed: int = 0, dtype: str = "float32"):
+        _, shardings = state_shardings(MODEL, OPTIMIZER, layout, dtype)
+        return init_state(MODEL, OPTIMIZER, shardings, seed=seed, dtype=dtype)
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_state_is_what_the_abstract_state_says(layout, make, dtype):
+    abstract, shardings = state_shardings(MODEL, OPTIMIZER, layout, dtype)
+    state = make(dtype=dtype)
+    assert jax.tree.structure(state) == jax.tree.structure(abstract) == jax.tree.structure(shardings)
+    for leaf, shape, sharding in zip(*map(jax.tree.leaves, (state, abstract, shardings)), strict=True):
+        assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.optimizer[0].mu)} == {jnp.dtype(dtype)}
+
+
+def test_training_starts_after_no_updates_with_moments_of_zero(make):
+    state = make()
+    assert state.step.dtype == jnp.int32
+    assert int(state.step) == 0
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
+
+
+def test_the_seed_and_only_the_seed_decides_the_values(make):
+    first, again, other = (jax.tree.leaves(make(seed).params) for seed in (0, 0, 1))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_abstract_parameters_carry_a_name_for_each_dimension():
+    boxed = abstract_params(MODEL)
+    assert all(
+        len(box.names) == len(box.value.shape) for box in jax.tree.leaves(boxed, is_leaf=lambda x: hasattr(x, "names"))
+    )
+    assert nn.meta.unbox(boxed)["tokens"]["embedding"].shape == (128, 8)  # padded
+
+
+def test_padding_of_the_vocabulary_is_not_counted_as_parameters():
+    whole = sum(leaf.size for leaf in jax.tree.leaves(nn.meta.unbox(abstract_params(MODEL))))
+    assert count_parameters(MODEL) == whole - (128 - 12) * 8
+
+
+def test_with_dtype_changes_the_type_and_nothing_else():
+    shapes = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+    assert with_dtype(shapes, "bfloat16") == {"a": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}

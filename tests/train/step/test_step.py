@@ -1,0 +1,158 @@
+"""The training step: microbatches change nothing, dropout is a function of (seed, step), and it compiles once."""
+
+import logging
+
+import jax
+import numpy as np
+import optax
+import pytest
+from models import quick
+
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import plan_layout
+from lmtrain.train.step.state import TrainState, state_shardings
+from lmtrain.train.step.step import build_eval_step, build_train_step
+
+SIZES = {
+    "hidden_dim": 16,
+    "num_heads": 2,
+    "num_layers": 1,
+    "seq_len": 8,
+    "mlp_scale": 2,
+    "gradient_checkpointing": False,
+}
+VOCAB = 24
+MODEL = Gpt2LM(Gpt2Config(**SIZES), VOCAB)
+DROPPING = Gpt2LM(Gpt2Config(**SIZES, resid_pdrop=0.3), VOCAB)
+LAYOUT = plan_layout(PartitioningConfig())
+OPTIMIZER = optax.sgd(0.5)
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, VOCAB, (4, 8)).astype(np.int32)
+# rows with 7, 5, 1 and 0 targets: any two microbatches differ
+MASK = np.arange(8) < np.array([[7], [5], [1], [0]])
+BATCH = {"tokens": TOKENS, "loss_mask": MASK}
+
+
+VALUES = quick.random_params(MODEL, 0.3)
+
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def fresh(step: int = 0) -> TrainState:
+    """A state of its own for each call: the step takes it over."""
+    params = jax.tree.map(jax.numpy.array, VALUES)
+    return TrainState(jax.numpy.int32(step), params, OPTIMIZER.init(params))
+
+
+def build(model=MODEL, microbatches: int = 1, seed: int = 0, compute: str = "float32"):
+    _, shardings = state_shardings(model, OPTIMIZER, LAYOUT, "float32")
+    return build_train_step(
+        model,
+        OPTIMIZER,
+        lambda step: 0.5 + step,
+        LAYOUT,
+        shardings,
+        seed=seed,
+        compute_dtype=compute,
+        num_microbatches={4: microbatches},
+        dropout=model.has_dropout,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The step over the batch in one piece."""
+    return build()
+
+
+@pytest.fixture(scope="module")
+def dropping():
+    """The step of a model with dropout."""
+    return build(DROPPING)
+
+
+def test_the_loss_is_the_mean_over_targets_and_the_update_follows_its_gradient(whole):
+    def mean_loss(params):
+        logits = MODEL.apply({"params": params}, TOKENS)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], TOKENS[:, 1:])
+        return (losses * MASK[:, :-1]).sum() / 13
+
+    loss, gradients = jax.jit(jax.value_and_grad(mean_loss))(VALUES)
+    state, metrics = whole(fresh(), BATCH)
+    assert float(metrics["train/loss"]) == pytest.approx(float(loss), rel=1e-5)
+    norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradients)))
+    assert float(metrics["train/gradient_norm"]) == pytest.approx(float(norm), rel=1e-4)
+    for new, old, gradient in zip(*map(jax.tree.leaves, (state.params, VALUES, gradients)), strict=True):
+        np.testing.assert_allclose(new, old - 0.5 * gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_microbatches_with_uneven_masks_give_the_same_update(whole, microbatches):
+    state, metrics = whole(fresh(), BATCH)
+    other, other_metrics = build(microbatches=microbatches)(fresh(), BATCH)
+    for name in metrics:
+        assert float(other_metrics[name]) == pytest.approx(float(metrics[name]), rel=1e-6), name
+    for one, two in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_without_targets_changes_nothing(whole):
+    state, metrics = whole(fresh(), {"tokens": TOKENS, "loss_mask": np.zeros_like(MASK)})
+    assert float(metrics["train/loss"]) == 0
+    for new, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(VALUES), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_masked_tokens_after_the_last_target_have_no_influence(whole):
+    changed = TOKENS.copy()
+    changed[1, 6:] = (changed[1, 6:] + 1) % VOCAB  # the last target of row 1 is token 5
+    losses = [float(whole(fresh(), {"tokens": t, "loss_mask": MASK})[1]["train/loss"]) for t in (TOKENS, changed)]
+    assert losses[0] == losses[1]
+
+
+def test_steps_count_and_the_logged_rate_is_that_of_the_update(whole):
+    state, rates = fresh(), []
+    for _ in range(3):
+        state, metrics = whole(state, BATCH)
+        rates.append(float(metrics["train/learning_rate"]))
+    assert int(state.step) == 3
+    assert rates == [0.5, 1.5, 2.5]
+
+
+def test_the_step_compiles_once(caplog):
+    _, shardings = state_shardings(MODEL, OPTIMIZER, LAYOUT, "float32")
+    step, state = build(), jax.device_put(fresh(), shardings)  # placed as a restored or fresh state is
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            state, _ = step(state, BATCH)
+    compiled = [record.message for record in caplog.records if "Compiling jit(step)" in record.message]
+    assert len(compiled) == 1, [record.message[:80] for record in caplog.records]
+
+
+def test_dropout_is_a_function_of_seed_and_step(dropping):
+    def loss(step, count):
+        return float(step(fresh(count), BATCH)[1]["train/loss"])
+
+    again = build(DROPPING)
+    assert loss(dropping, 5) == loss(dropping, 5) == loss(again, 5)
+    assert loss(dropping, 5) != loss(dropping, 6)
+    assert loss(build(DROPPING, seed=1), 5) != loss(dropping, 5)
+
+
+def test_evaluation_has_no_dropout_and_gives_sum_and_count(whole):
+    total, count, size = build_eval_step(DROPPING, LAYOUT, "float32", np.arange(VOCAB))(VALUES, BATCH)
+    assert int(count) == 13
+    assert int(size) == (TOKENS[:, 1:] * MASK[:, :-1]).sum()
+    assert float(total) / 13 == pytest.approx(float(whole(fresh(), BATCH)[1]["train/loss"]), rel=1e-5)
+
+
+def test_bfloat16_computation_keeps_float32_parameters_and_is_close(whole):
+    state, metrics = build(compute="bfloat16")(fresh(), BATCH)
+    exact = float(whole(fresh(), BATCH)[1]["train/loss"])
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
+    assert metrics["train/loss"].dtype == np.float32
+    assert float(metrics["train/loss"]) != exact
+    assert float(metrics["train/loss"]) == pytest.approx(exact, rel=0.02)
