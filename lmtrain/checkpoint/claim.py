@@ -62,6 +62,6 @@ class Claim:
             mark = read_json(join(self._folder, _MARK))
         except UserError:  # the store does not answer: that says nothing of a mark
             raise
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return {}
         return mark if isinstance(mark, dict) else {}

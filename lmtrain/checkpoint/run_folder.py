@@ -84,8 +84,8 @@ class RunFolder:
             self._delete(step)
 
     def release(self) -> None:
-        """Delete what failed saves left, and let others claim the folder."""
-        with contextlib.suppress(TakenOverError):
+        """Delete what failed saves left, and let others claim the folder. Raises nothing: the folder may be gone."""
+        with contextlib.suppress(TakenOverError, OSError, UserError):
             self.claim.check()
             for _ in range(_LATE_TRIES if self._failed else 0):
                 time.sleep(_LATE_SECONDS)
