@@ -107,7 +107,7 @@ class Watch:
             return []
         with open(runs.log_file(self._folder), "rb") as file:
             file.seek(read)
-            lines = file.read().rpartition(b"\n")[0] + b"\n"
+            lines = b"".join(file.read().rpartition(b"\n")[:2])  # none, if the first is not written to its end
         self._log = file_now, read + len(lines)
         steps = [entry["step"] for entry in map(json.loads, lines.splitlines()) if "train/loss" in entry]
         if steps:
