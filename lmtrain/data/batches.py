@@ -27,6 +27,7 @@ class Batch(TypedDict):
     loss_mask: np.ndarray
     segments: NotRequired[np.ndarray]
     positions: NotRequired[np.ndarray]
+    loss_weights: NotRequired[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class TrainSource:
     """Item t is the batch of step t: random access, so resuming is asking for the next step.
 
     With a `mixture` it says which of the `stores` each example is from; without, there is one store. `rows` are those
-    of this process, for each size of batch there is.
+    of this process, for each size of batch there is. `loss_weights` are those of the stores' tokens, None for no such
+    array in the batches.
     """
 
     stores: Sequence[TokenStore]
@@ -47,6 +49,7 @@ class TrainSource:
     seed: int
     mask_across_documents: bool
     reset_positions: bool = False
+    loss_weights: Sequence[float] | None = None
 
     @functools.cached_property
     def orders(self) -> list[WindowOrder]:
@@ -59,6 +62,7 @@ class TrainSource:
     def __getitem__(self, step: int) -> Batch:
         examples = np.int64(self.batch_sizes.before(step)) + self.rows[self.batch_sizes.at(step)]
         if self.mixture is None:
+            sources = np.zeros_like(examples)
             tokens, begins = self._read(0, examples)
         else:
             sources, numbers = self.mixture.source_of(examples)
@@ -68,7 +72,11 @@ class TrainSource:
                 chosen = sources == source
                 tokens[chosen], begins[chosen] = self._read(source, numbers[chosen])
         mask = np.broadcast_to(np.arange(self.seq_len) < self.seq_len - 1, tokens.shape)
-        return make_batch(tokens, mask.copy(), begins, self.mask_across_documents, self.reset_positions)
+        batch = make_batch(tokens, mask.copy(), begins, self.mask_across_documents, self.reset_positions)
+        if self.loss_weights is not None:
+            weights = np.array(self.loss_weights, np.float32)[sources]
+            batch["loss_weights"] = np.repeat(weights[:, None], self.seq_len, axis=1)
+        return batch
 
     def _read(self, source: int, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         store = self.stores[source]

@@ -86,8 +86,8 @@ class DataConfig(SourceConfig):
     )
     reset_positions: bool = Field(
         False,
-        description="Positions begin at 0 with each document, or with its part in a sequence; off, they go on through "
-        "the sequence. with MPT only together with mask_across_documents",
+        description="Positions begin at 0 with each document, or with its part in a sequence; off, they continue "
+        "through the sequence. MPT needs mask_across_documents with it",
     )
     stop_strategy: Literal["restart", "first_exhausted"] = Field(
         "restart", description="When a source of a mixture is used up: begin it again, or end the run"

@@ -22,7 +22,7 @@ def measure(program: Program, accelerator: Accelerator | None) -> dict[str, Any]
     shape = (batch_size, program.config.model.seq_len)
     rows = local_rows(program.layout.batch, batch_size)
     tokens = np.random.default_rng(0).integers(0, program.model.vocab_size, shape, dtype=np.int32)
-    batch = {name: np.zeros(shape, dtype)[rows] for name, dtype in program.config.data.batch_types.items()}
+    batch = {name: np.zeros(shape, dtype)[rows] for name, dtype in program.config.batch_types.items()}
     batch |= {"tokens": tokens[rows], "loss_mask": np.ones(shape, bool)[rows]}
     placed = place_batch(batch, program.layout.batch, rows, batch_size)
     compiled = program.compile()

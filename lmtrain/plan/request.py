@@ -112,7 +112,9 @@ class Request:
 def _program_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that a compiled program depends on."""
     exclude = {"trainer": _TRAINER_SKIPS}
-    values = config.model_dump(mode="json", include={"model", "optimizer", "trainer", "z_loss_weight"}, exclude=exclude)
+    values = config.model_dump(
+        mode="json", include={"model", "optimizer", "trainer", "objective", "z_loss_weight"}, exclude=exclude
+    )
     return values | {"data": config.data.model_dump(mode="json", include=_DATA_KEPT)}
 
 

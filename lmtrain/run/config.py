@@ -17,6 +17,7 @@ from lmtrain.data.config import DataConfig
 from lmtrain.hf.config import HuggingFaceConfig
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.objectives.config import CrossEntropyConfig, ObjectiveConfig, WeightedCrossEntropyConfig
 from lmtrain.optim.config import AdamConfig, OptimizerConfig
 from lmtrain.optim.cycles import plan_cycles
 from lmtrain.run.trainer import TrainerConfig
@@ -35,8 +36,11 @@ class RunConfig(HuggingFaceConfig):
     epoch: int = Field(0, ge=0, description="End training after so many passes over the data; 0: at num_train_steps")
     data_seed: int | None = Field(None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed")
     z_loss_weight: float = Field(0.0, ge=0, description="Weight of logsumexp(logits)^2, added to the training loss")
+    objective: ObjectiveConfig = Field(
+        default_factory=CrossEntropyConfig, description="What training minimizes; evaluation is plain cross-entropy"
+    )
 
-    @field_validator("data", "model", "trainer", "optimizer")
+    @field_validator("data", "model", "trainer", "optimizer", "objective")
     @classmethod
     def _of_a_known_class(cls, section: BaseModel, info: ValidationInfo) -> BaseModel:
         """A subclass with other defaults becomes its base with these values: what a run is must not depend on it."""
@@ -56,6 +60,10 @@ class RunConfig(HuggingFaceConfig):
                 f"{self.model.type} has no positions, only distances (ALiBi), which have a meaning within a document: "
                 "remove it, or set data.mask_across_documents: true",
             )
+        if isinstance(self.objective, WeightedCrossEntropyConfig):
+            for name in self.objective.source_weights:
+                if name not in (self.data.configs or {}):
+                    raise field_error("objective.source_weights", f"{name!r} is none of the sources in data.configs")
         begins = {
             "initialize_from_hf": self.initialize_from_hf,
             "initialize_from_checkpoint_path": self.initialize_from_checkpoint_path,
@@ -77,6 +85,18 @@ class RunConfig(HuggingFaceConfig):
                     f"{per_device} does not divide trainer.train_batch_size {batch}; it could be {near}",
                 )
         return self
+
+    @property
+    def loss_weights(self) -> dict[str, float] | None:
+        """The weight of each source's tokens in the training loss, in the order of the sources; None: all are 1."""
+        if not isinstance(self.objective, WeightedCrossEntropyConfig):
+            return None
+        return {name: self.objective.source_weights.get(name, 1.0) for name in self.data.sources()}
+
+    @property
+    def batch_types(self) -> dict[str, str]:
+        """The arrays of a training batch, [rows, seq_len] each, and their types; see `lmtrain/data/batches.py`."""
+        return self.data.batch_types | ({} if self.loss_weights is None else {"loss_weights": "float32"})
 
 
 def data_seed(config: RunConfig) -> int:

@@ -33,6 +33,10 @@ def identity(config: RunConfig) -> dict[str, Any]:
         section = getattr(config, name)
         kind = {"type": section.type} if hasattr(section, "type") else {}
         sections[name] = kind | redact(section.model_dump(mode="json", exclude=skip, exclude_defaults=True))
+    objective = config.objective.model_dump(mode="json", exclude_defaults=True)
+    if config.objective.type != "cross_entropy":
+        objective["type"] = config.objective.type
+    minimized = {"objective": objective} if objective else {}
     order = {} if config.data_seed is None else {"data_seed": config.data_seed}
     begins = {
         "initialize_from_hf": config.initialize_from_hf,
@@ -41,7 +45,7 @@ def identity(config: RunConfig) -> dict[str, Any]:
     }
     begin = {name: value for name, value in begins.items() if value}
     sizes = config.trainer.model_dump(mode="json", include={"seed", "train_batch_size"})
-    return sections | order | begin | sizes
+    return sections | minimized | order | begin | sizes
 
 
 def run_identity(config: RunConfig, tokenizer: Mapping[str, Any], data_tokens: str) -> dict[str, Any]:

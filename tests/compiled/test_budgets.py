@@ -82,24 +82,24 @@ def test_inside_the_loops_of_the_loss_there_are_no_large_collectives(name):
     """The head is gathered once for a microbatch, and its gradient summed over devices once."""
     for settings in ((), ("--model_axis_size", "2", *TENSOR)):
         found = plan(*family(name, 32), *GPU, *settings)
-        loops = [loop["times"] for loop in found["loops"] if loop["where"].startswith("train/step/loss.py")]
+        loops = [loop["times"] for loop in found["loops"] if loop["where"].startswith("objectives/row_losses.py")]
         assert len(loops) == (name != "backpack")  # whose rows are one chunk
         rows = 4 * 4096 * 8
         for row in found["collectives"]:
-            if row["where"].startswith(("train/step/loss.py", "train/step/logits.py")) and row["times"] > 1:
+            if row["where"].startswith(("objectives/row_losses.py", "objectives/logits.py")) and row["times"] > 1:
                 assert row["bytes"] <= 4 * 4 * rows
 
 
 def test_the_loss_of_gpt2_small_on_one_gpu_reads_and_writes_little():
     found = plan(*family("gpt2", 64), *ONE)
     sources = {row["where"]: row["bytes"] for row in found["hbm_sources"]}
-    assert sources["train/step/loss.py"] + sources["train/step/logits.py"] <= 90e9
+    assert sources["objectives/row_losses.py"] + sources["objectives/logits.py"] <= 90e9
 
 
 @pytest.mark.parametrize("length", ["1021", pytest.param("1000", marks=pytest.mark.long)])
 def test_chunks_of_the_loss_are_large_for_every_length_of_sequences(length):
     found = plan(*family("gpt2", 64), "--model.seq_len", length, *ONE)
-    chunks = sum(loop["times"] for loop in found["loops"] if loop["where"].startswith("train/step/loss.py"))
+    chunks = sum(loop["times"] for loop in found["loops"] if loop["where"].startswith("objectives/row_losses.py"))
     assert 1 <= chunks <= 64 * int(length) / 1024
 
 
@@ -190,7 +190,7 @@ def test_llama2_7b_on_a_pod_has_little_beside_its_state():
 VARIANTS = {
     "microbatches": ("--trainer.per_device_parallelism", "1"),
     "dropout": ("--model.resid_pdrop", "0.1", "--model.embed_pdrop", "0.1"),
-    "z-loss": ("--z_loss_weight", "1e-4"),
+    "z-loss and label smoothing": ("--z_loss_weight", "1e-4", "--objective.label_smoothing", "0.1"),
     "an untied head": ("--model.tie_word_embeddings", "false"),
     "no padding": ("--vocab_size", "50304"),
     "an average": ("--trainer.model_averaging", "{type: ema}"),

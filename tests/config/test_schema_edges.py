@@ -17,6 +17,7 @@ SECTIONS = [
     "data",
     "model",
     "trainer",
+    "objective",
     "optimizer",
     "trainer.checkpointer",
     "trainer.ray",

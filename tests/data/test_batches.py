@@ -41,6 +41,19 @@ def test_every_row_has_one_target_less_than_tokens(store):
     assert not batch["loss_mask"][:, -1].any()
 
 
+def test_sources_have_their_loss_weights_in_every_place(store):
+    """Each row is of one source; equal stores give equal tokens, and only the weights tell."""
+    mixture = Mixture([Phase(0, (0.5, 0.5))], seed=1)
+    sizes, rows = BatchSizes.of(4), {4: np.arange(4)}
+    weighted = TrainSource([store, store], mixture, 16, sizes, rows, 30, False, 5, True, loss_weights=[2.0, 0.25])
+    for step in range(5):
+        batch = weighted[step]
+        sources, _ = mixture.source_of(np.int64(step * 4) + np.arange(4))
+        assert batch["loss_weights"].dtype == np.float32
+        np.testing.assert_array_equal(batch["loss_weights"], np.where(sources[:, None] == 0, 2.0, 0.25) * np.ones(16))
+    assert "loss_weights" not in source_of(store, store, mixture=mixture)[0]
+
+
 def test_training_windows_are_the_text_in_order(store):
     rows = [source_of(store)[step]["tokens"] for step in range(3)]
     expected, _ = store.read(np.array([0]), 3 * 4 * 16)

@@ -20,7 +20,7 @@ from lmtrain.hf.key_map import to_hf
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.backpack.hf import extra_files, table, to_hf_config
 from lmtrain.models.backpack.model import BackpackLM
-from lmtrain.train.step.loss import next_token_targets, summed_cross_entropy
+from lmtrain.objectives.cross_entropy import CrossEntropy
 
 SIZES = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": 24, "num_senses": 4}
 VOCAB = 384
@@ -134,7 +134,7 @@ def test_loss_and_every_gradient_agree(tmp_path):
     def loss(p):
         hidden = lm.apply({"params": p}, ids, True, method="hidden")
         head = lm.apply({"params": p}, method="head")
-        return summed_cross_entropy(hidden, head, next_token_targets(ids), mask, VOCAB) / mask.sum()
+        return CrossEntropy().loss_sum(hidden, head, {"tokens": ids, "loss_mask": mask}, VOCAB) / mask.sum()
 
     ours, gradients = jax.jit(jax.value_and_grad(loss))(params)
     expected = theirs(torch.from_numpy(ids), labels=torch.from_numpy(ids)).loss

@@ -13,9 +13,9 @@ from lmtrain.commands.hf_model import config_of
 from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import flatten, to_hf
 from lmtrain.models.registry import hf_family
+from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.train.start.exporter import plan_export
 from lmtrain.train.start.hf_params import load_hf_params
-from lmtrain.train.step.loss import next_token_targets, summed_cross_entropy
 
 # One of each kind of block; the rest, which tests/parity/test_fixtures.py compares in any case, in the long form.
 NOW = {"gpt2", "llama-grouped", "gemma", "olmo2", "mpt-6-heads", "backpack"}
@@ -84,7 +84,7 @@ def test_loss_and_every_gradient_agree(in_torch, name):
     def loss(params):
         hidden = variant.model.apply({"params": params}, ids, True, method="hidden")
         head = variant.model.apply({"params": params}, method="head")
-        return summed_cross_entropy(hidden, head, next_token_targets(ids), mask, VOCAB) / mask.sum()
+        return CrossEntropy().loss_sum(hidden, head, {"tokens": ids, "loss_mask": mask}, VOCAB) / mask.sum()
 
     ours, gradients = jax.jit(jax.value_and_grad(loss))(variant.params)
     expected = theirs(torch.from_numpy(ids), labels=torch.from_numpy(ids)).loss

@@ -197,3 +197,42 @@ def test_positions_of_a_model_that_has_only_distances_begin_anew_only_with_docum
     RunConfig(model={"type": "llama"}, data={"reset_positions": True, "mask_across_documents": False})
     with pytest.raises(ValidationError, match=r"mpt has no positions, only distances \(ALiBi\)"):
         RunConfig(model={"type": "mpt"}, data={"reset_positions": True, "mask_across_documents": False})
+
+
+SOURCES = {"data__train_urls": None, "data__configs": {"a": {"train_urls": ["a.jsonl"]}, "b": {"id": "owner/b"}}}
+
+
+def test_weights_of_sources_reach_the_batch_in_the_order_of_the_sources():
+    weighted = {"objective__type": "weighted_cross_entropy", "objective__source_weights": {"b": 2.5}}
+    config = build(**SOURCES, **weighted)
+    assert config.loss_weights == {"a": 1.0, "b": 2.5}
+    assert config.batch_types["loss_weights"] == "float32"
+    assert build(**SOURCES).loss_weights is None
+    assert "loss_weights" not in build(**SOURCES).batch_types
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [({"c": 1.0}, "'c' is none of the sources"), ({}, "names no source"), ({"a": -1}, "greater than or equal to 0")],
+)
+def test_weights_of_unknown_sources_and_none_are_refused(weights, told):
+    with pytest.raises(ValidationError, match=told):
+        build(**SOURCES, objective__type="weighted_cross_entropy", objective__source_weights=weights)
+    if "c" in weights:
+        with pytest.raises(ValidationError, match=told):
+            build(objective__type="weighted_cross_entropy", objective__source_weights=weights)
+
+
+def test_another_objective_is_another_run_and_the_default_one_changes_no_id():
+    assert run_id(build(objective__type="cross_entropy", objective__label_smoothing=0.0), "stem", {}) == MADE
+    ids = [
+        run_id(build(**SOURCES), "stem", {}),
+        run_id(build(**SOURCES, objective__label_smoothing=0.1), "stem", {}),
+        run_id(
+            build(**SOURCES, objective__type="weighted_cross_entropy", objective__source_weights={"a": 2}), "stem", {}
+        ),
+        run_id(
+            build(**SOURCES, objective__type="weighted_cross_entropy", objective__source_weights={"b": 2}), "stem", {}
+        ),
+    ]
+    assert len(set(ids)) == 4

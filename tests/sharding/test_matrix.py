@@ -167,3 +167,19 @@ def test_muon_with_matrices_spread_over_devices_is_that_of_one_device(tmp_path):
     assert one[-1] < 0.97 * one[0]
     for name in meshes:
         np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.long
+def test_smoothed_and_weighted_losses_do_not_depend_on_the_mesh(tmp_path):
+    """Also where the vocabulary is split and one part of it has padding."""
+    sources = {"configs": {"a": {"train_urls": ["a.jsonl"]}, "b": {"train_urls": ["b.jsonl"]}}}
+    smoothed = {"type": "weighted_cross_entropy", "label_smoothing": 0.2, "source_weights": {"a": 2.0}}
+    common = {"steps": 6, "tokens": 61, "data": sources, "objective": smoothed, "z_loss_weight": 1e-2}
+    meshes = {**MESHES, "both": BOTH, "replicas": MORE["replicas"]}
+    cases = [{"name": name, "trainer": trainer, **common} for name, trainer in meshes.items()]
+    found = train(tmp_path, [{**ONE, **common}, {**ONE, **common, "name": "plain", "objective": {}}, *cases])
+    one = found["one"]["losses"]
+    assert one[-1] < one[0]
+    assert abs(one[0] - found["plain"]["losses"][0]) > 1e-3
+    for name in meshes:
+        np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-5, err_msg=name)

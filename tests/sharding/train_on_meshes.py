@@ -1,6 +1,7 @@
 """Trains one tiny model on several meshes of 8 fake devices, and writes what it saw. Started by test_matrix.py.
 
-train_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, steps, model, trainer, optimizer, data}
+train_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, steps, model, trainer, optimizer, data, objective,
+z_loss_weight, tokens}
 """
 
 import json
@@ -22,33 +23,37 @@ MODEL = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH, "
 OPTIMIZER = {"learning_rate": 1e-2, "warmup": 2, "weight_decay": 0.1}
 
 
-def batch(step: int, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Tokens that can be learned, of which uneven numbers are targets; two documents a sequence."""
+def batch(step: int, names: Iterable[str], vocab: int) -> dict[str, np.ndarray]:
+    """Tokens that can be learned, of which uneven numbers are targets; two documents a sequence, and weights by row."""
     rng = np.random.default_rng(step)
-    start = rng.integers(0, VOCAB, (BATCH, 1))
-    tokens = (start + np.arange(LENGTH) * rng.integers(1, 3, (BATCH, 1))) % VOCAB
+    start = rng.integers(0, vocab, (BATCH, 1))
+    tokens = (start + np.arange(LENGTH) * rng.integers(1, 3, (BATCH, 1))) % vocab
     mask = np.arange(LENGTH) < rng.integers(1, LENGTH, (BATCH, 1))
     segments, positions = (part * np.ones((BATCH, 1), int) for part in divmod(np.arange(LENGTH), LENGTH // 2))
     whole = {"tokens": tokens, "loss_mask": mask, "segments": segments, "positions": positions}
-    return {name: whole[name].astype(bool if name == "loss_mask" else np.int32) for name in names}
+    whole["loss_weights"] = np.repeat(np.arange(BATCH)[:, None] % 3, LENGTH, axis=1)
+    types = {"loss_mask": bool, "loss_weights": np.float32}
+    return {name: whole[name].astype(types.get(name, np.int32)) for name in names}
 
 
 def run(case: dict) -> dict:
+    vocab = case.get("tokens", VOCAB)
     config = RunConfig(
         model={"type": "gpt2", **MODEL, **case.get("model", {})},
         trainer={"train_batch_size": BATCH, "num_train_steps": case["steps"], **case.get("trainer", {})},
         optimizer={**OPTIMIZER, **case.get("optimizer", {})},
-        data={"tokenizer": "passthrough", "vocab_size": VOCAB, **case.get("data", {})},
+        data={"tokenizer": "passthrough", "vocab_size": vocab, **case.get("data", {})},
+        objective=case.get("objective", {}),
+        z_loss_weight=case.get("z_loss_weight", 0.0),
     )
-    program = plan_program(config, VOCAB, jax.devices()[: case.get("devices", 8)])
+    program = plan_program(config, vocab, jax.devices()[: case.get("devices", 8)])
     compiled = program.compile()
     state = program.init()
     rows = local_rows(program.layout.batch, BATCH)
     losses, norms = [], []
     for step in range(case["steps"]):
-        state, metrics = compiled(
-            state, place_batch(batch(step, config.data.batch_types), program.layout.batch, rows, BATCH)
-        )
+        arrays = batch(step, config.batch_types, vocab)
+        state, metrics = compiled(state, place_batch(arrays, program.layout.batch, rows, BATCH))
         losses.append(float(metrics["train/loss"]))
         norms.append(float(metrics["train/gradient_norm"]))
     found = {"losses": losses, "norms": norms}

@@ -436,8 +436,8 @@ def test_where_nothing_is_logged_the_program_is_that_of_one_that_cannot_log(monk
     text = step.lower(state, BATCH).as_text()
     whole = train_step._loss_sum
 
-    def unheard_of(model, params, batch, deterministic, rngs, z_loss_weight, logged):
-        return whole(model, params, batch, deterministic, rngs, z_loss_weight)
+    def unheard_of(model, objective, params, batch, deterministic, rngs, logged):
+        return whole(model, objective, params, batch, deterministic, rngs)
 
     monkeypatch.setattr(train_step, "_loss_sum", unheard_of)
     other, state = build(microbatches=microbatches)

@@ -29,13 +29,14 @@ import numpy as np
 
 from lmtrain.models.attention_backends import BACKENDS, choose_attention
 from lmtrain.models.layers.attention import self_attend
+from lmtrain.objectives.cross_entropy import CrossEntropyRow
+from lmtrain.objectives.row_losses import sum_of_row_losses
 from lmtrain.plan.figures import memory_of
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout, platform_of
 from lmtrain.train.program.program import plan_program
-from lmtrain.train.step.loss import summed_cross_entropy
 
 VOCAB = 50257
 ROUNDS, WARM_UP = 7, 2
@@ -157,7 +158,9 @@ def loss(size: Size) -> dict[str, Any]:
     targets = jnp.asarray(rng.integers(0, VOCAB, (size.batch, size.length)), jnp.int32)
     mask = jnp.ones(targets.shape, bool)
     with plan_layout(PartitioningConfig(), jax.devices()[:1]).active():
-        run = jax.jit(jax.value_and_grad(lambda h, w: summed_cross_entropy(h, w, targets, mask, VOCAB), (0, 1)))
+        run = jax.jit(
+            jax.value_and_grad(lambda h, w: sum_of_row_losses(CrossEntropyRow(), h, w, targets, mask, VOCAB), (0, 1))
+        )
         seconds = take_turns({"loss": lambda: run(hidden, head)})["loss"]
     row = {"ms": 1000 * seconds, "tflops": 6 * hidden.size * padded / seconds / 1e12}
     print_table("the loss alone, with gradients", [row])

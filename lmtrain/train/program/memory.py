@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.registry import build_model
+from lmtrain.objectives.logits import rows_at_once
 from lmtrain.sharding.axes import ACTIVATION_OF
 from lmtrain.sharding.mesh import Layout
-from lmtrain.train.step.logits import rows_at_once
 from lmtrain.train.step.state import TrainState, abstract_params, with_dtype
 
 # Of the values of a block that are computed again, the share that is in memory at once.

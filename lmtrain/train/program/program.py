@@ -11,6 +11,7 @@ from lmtrain.config.describe import written
 from lmtrain.models.attention_backends import choose_attention
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.registry import build_model
+from lmtrain.objectives.registry import build_objective
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.config import RunConfig
@@ -75,7 +76,7 @@ class Program:
         shape = (sequences, self.config.model.seq_len)
         return {
             name: jax.ShapeDtypeStruct(shape, dtype, sharding=self.layout.batch)
-            for name, dtype in self.config.data.batch_types.items()
+            for name, dtype in self.config.batch_types.items()
         }
 
     def eval_step(self, token_bytes: Any = None) -> Within:
@@ -155,7 +156,7 @@ class Program:
             compute_dtype=self.config.trainer.precision.compute,
             rows=self.rows,
             accumulates=max(self.batching.num_microbatches.values()) > 1,
-            inputs=self.config.data.batch_types,
+            inputs=self.config.batch_types,
             optimizer=self.config.optimizer.type,
             hessian=self.config.optimizer.hessian,
             platform=self.platform,
@@ -224,7 +225,7 @@ def plan_program(
         compute_dtype=trainer.precision.compute,
         num_microbatches=batching.num_microbatches,
         dropout=model.has_dropout,
-        z_loss_weight=config.z_loss_weight,
+        objective=build_objective(config.objective, config.z_loss_weight),
         hessian=config.optimizer.hessian,
         averaging=averaging,
         watch=watch,

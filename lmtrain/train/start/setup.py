@@ -121,6 +121,7 @@ def set_up(
         seed,
         config.data.mask_across_documents,
         config.data.reset_positions,
+        None if config.loss_weights is None else [config.loss_weights[name] for name in caches.train],
     )
     for cache, epoch in zip(
         caches.train.values(), describe_epochs(config.data, caches.train, seq_len, sizes), strict=True

@@ -9,27 +9,36 @@ import jax
 import jax.numpy as jnp
 
 from lmtrain.models.interface import LanguageModel, hidden_and_head
-from lmtrain.train.step.loss import next_token_targets, summed_cross_entropy
+from lmtrain.objectives.cross_entropy import CrossEntropyRow
+from lmtrain.objectives.interface import Objective, sum_of_weights
+from lmtrain.objectives.row_losses import sum_of_row_losses
+from lmtrain.objectives.sample_targets import sample_targets
 from lmtrain.train.step.microbatches import sum_over_microbatches
-from lmtrain.train.step.sample_targets import sample_targets
 
 
 def estimate_hessian(
-    method: str, model: LanguageModel, params: Any, batch: Any, key: jax.Array, num_microbatches: int
+    method: str,
+    model: LanguageModel,
+    objective: Objective,
+    params: Any,
+    batch: Any,
+    key: jax.Array,
+    num_microbatches: int,
 ) -> Any:
     """The diagonal for the mean loss of the batch, as the parameters, float32.
 
     hutchinson             u * (H u) with u drawn from a normal distribution: unbiased
     gauss_newton_bartlett  n g^2, g being the gradient of the mean loss of n targets drawn from the model's own
-                           prediction: never negative
+                           prediction: never negative. It is that of the cross-entropy with the objective's weights:
+                           label smoothing does not change it, and z-loss has no part in it.
     """
-    count = jnp.maximum(batch["loss_mask"].sum().astype(jnp.float32), 1.0)
+    count = sum_of_weights(objective, batch)
     draw_key, sample_key = jax.random.split(key)
     if method == "hutchinson":
         direction = _normal_like(draw_key, params)
 
         def product(micro: Any, key: jax.Array) -> Any:
-            gradient = jax.grad(lambda p: _loss_sum(model, p, micro, next_token_targets(micro["tokens"])))
+            gradient = jax.grad(lambda p: objective.loss_sum(*_hidden(model, p, micro), micro, model.vocab_size))
             return jax.jvp(gradient, (params,), (direction,))[1]
 
         total = sum_over_microbatches(product, batch, sample_key, num_microbatches)
@@ -40,14 +49,17 @@ def estimate_hessian(
     def sampled(micro: Any, key: jax.Array) -> Any:
         hidden, head = _hidden(model, params, micro)
         targets = sample_targets(hidden, head, key, model.vocab_size)
-        return jax.grad(lambda p: _loss_sum(model, p, micro, targets))(params)
+        weights = objective.weights(micro)
+        # gradients of positions are independent, and their squares are to have the weights
+        roots = weights if weights.dtype == bool else jnp.sqrt(weights)
+
+        def loss(p: Any) -> jax.Array:
+            return sum_of_row_losses(CrossEntropyRow(), *_hidden(model, p, micro), targets, roots, model.vocab_size)
+
+        return jax.grad(loss)(params)
 
     total = sum_over_microbatches(sampled, batch, sample_key, num_microbatches)
     return jax.tree.map(lambda g: jnp.square(g.astype(jnp.float32)) / count, total)
-
-
-def _loss_sum(model: LanguageModel, params: Any, batch: Any, targets: jax.Array) -> jax.Array:
-    return summed_cross_entropy(*_hidden(model, params, batch), targets, batch["loss_mask"], model.vocab_size)
 
 
 def _hidden(model: LanguageModel, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:

@@ -9,18 +9,22 @@ import jax.numpy as jnp
 import optax
 
 from lmtrain.models.interface import LanguageModel, hidden_and_head
+from lmtrain.objectives.cross_entropy import CrossEntropy, next_token_targets
+from lmtrain.objectives.interface import Objective, sum_of_weights
 from lmtrain.optim.schedules import Schedule
 from lmtrain.sharding.mesh import Layout
 from lmtrain.tracking.jit_log import METRICS, Collected, collecting
 from lmtrain.train.step.agreement import WISHES
 from lmtrain.train.step.ema import Averaging, move_average
 from lmtrain.train.step.hessian import estimate_hessian
-from lmtrain.train.step.loss import next_token_targets, summed_cross_entropy
 from lmtrain.train.step.microbatches import sum_over_microbatches
 from lmtrain.train.step.norms import Watch
 from lmtrain.train.step.state import TrainState, without_kernels
 
 Metrics = dict[str, jax.Array]
+
+# What evaluation measures, whatever training minimizes.
+_PLAIN = CrossEntropy()
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def build_train_step(
     compute_dtype: str,
     num_microbatches: Mapping[int, int],
     dropout: bool,
-    z_loss_weight: float = 0.0,
+    objective: Objective = _PLAIN,
     hessian: str | None = None,
     averaging: Averaging | None = None,
     watch: Watch | None = None,
@@ -58,8 +62,8 @@ def build_train_step(
 ) -> Within:
     """The jitted step: (state, batch) -> (state after one update, metrics on the device). The state is donated.
 
-    The loss is the mean over all target tokens of the batch, whatever the number of microbatches, which
-    `num_microbatches` gives for each size of batch. Dropout is a function of (seed, step, microbatch). What the model
+    The loss is the mean of `objective` over the batch, whatever the number of microbatches, which `num_microbatches`
+    gives for each size of batch. Dropout is a function of (seed, step, microbatch). What the model
     sows and what `jit_log` is given comes out with the metrics. `options` are the compiler's.
     """
 
@@ -68,7 +72,7 @@ def build_train_step(
     def loss_sum(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Metrics]:
         with collecting() as logged:
             rngs = {"dropout": key} if dropout else {}
-            loss = _loss_sum(model, params, batch, not dropout, rngs, z_loss_weight, logged)
+            loss = _loss_sum(model, objective, params, batch, not dropout, rngs, logged)
         return loss, logged.means
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -76,7 +80,7 @@ def build_train_step(
         batch = {name: value for name, value in batch.items() if name != WISHES}
         parts = num_microbatches[batch["tokens"].shape[0]]
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        scale = 1.0 / jnp.maximum(batch["loss_mask"].sum().astype(jnp.float32), 1.0)
+        scale = 1.0 / sum_of_weights(objective, batch)
         compute_params = cast(state.params, compute_dtype)  # once for all microbatches
 
         def value_and_grad(micro: Any, key: jax.Array) -> Any:
@@ -87,7 +91,9 @@ def build_train_step(
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), gradients, state.params)
         extra: dict[str, Any] = {"loss": loss}
         if hessian is not None:
-            extra["hessian"] = lambda key: estimate_hessian(hessian, model, compute_params, batch, key, parts)
+            extra["hessian"] = lambda key: estimate_hessian(
+                hessian, model, objective, compute_params, batch, key, parts
+            )
         with collecting() as also_logged:
             updates, moments = optimizer.update(gradients, state.optimizer, state.params, **extra)
         params = optax.apply_updates(state.params, updates)
@@ -142,7 +148,7 @@ def build_eval_step(
         lengths = jnp.int32(0)
         if token_bytes is not None:
             lengths = jnp.where(mask, jnp.asarray(token_bytes)[next_token_targets(batch["tokens"])], 0).sum()
-        return _loss_sum(model, cast(params, compute_dtype), batch, True, {}), mask.sum(), lengths
+        return _loss_sum(model, _PLAIN, cast(params, compute_dtype), batch, True, {}), mask.sum(), lengths
 
     jitted = jax.jit(evaluate, out_shardings=layout.replicated, compiler_options=dict(options or {}))
     return Within(layout, jitted)
@@ -150,14 +156,14 @@ def build_eval_step(
 
 def _loss_sum(
     model: LanguageModel,
+    objective: Objective,
     params: Any,
     batch: Any,
     deterministic: bool,
     rngs: Any,
-    z_loss_weight: float = 0.0,
     logged: Collected | None = None,
 ) -> jax.Array:
-    """Cross entropy summed over the targets of a batch; documents are kept apart if it has `segments`."""
+    """The objective summed over a batch; documents are kept apart if it has `segments`."""
     variables = {"params": params}
     how = {"method": hidden_and_head, "rngs": rngs}
     if logged is None:
@@ -165,8 +171,7 @@ def _loss_sum(
     else:
         (hidden, head), sown = model.apply(variables, batch, deterministic, **how, mutable=[METRICS])
         logged.add_sown(sown)
-    targets = next_token_targets(batch["tokens"])
-    return summed_cross_entropy(hidden, head, targets, batch["loss_mask"], model.vocab_size, z_loss_weight)
+    return objective.loss_sum(hidden, head, batch, model.vocab_size)
 
 
 def cast(params: Any, dtype: str) -> Any:

@@ -11,6 +11,7 @@ from models.quick import jit
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.registry import build_model
+from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.train.step.hessian import estimate_hessian
 
 VOCAB = 7
@@ -35,7 +36,7 @@ KEYS = jax.random.split(jax.random.key(5), 6000)
 
 
 def estimate(method: str, key, microbatches: int = 1, model=MODEL, batch=BATCH):
-    return estimate_hessian(method, model, VALUES, batch, key, microbatches)
+    return estimate_hessian(method, model, CrossEntropy(), VALUES, batch, key, microbatches)
 
 
 @functools.cache
@@ -135,7 +136,9 @@ def test_blockwise_attention_gives_the_same_estimate(method):
 @pytest.mark.parametrize("method", ["hutchinson", "gauss_newton_bartlett"])
 def test_with_bfloat16_parameters_it_has_their_shapes_and_is_float32(method):
     half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), VALUES)
-    found = jax.eval_shape(lambda params: estimate_hessian(method, MODEL, params, BATCH, jax.random.key(0), 2), half)
+    found = jax.eval_shape(
+        lambda params: estimate_hessian(method, MODEL, CrossEntropy(), params, BATCH, jax.random.key(0), 2), half
+    )
     assert jax.tree.map(lambda leaf: leaf.shape, found) == jax.tree.map(np.shape, VALUES)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from models.quick import jit
 
-import lmtrain.train.step.logits as logits_module
-from lmtrain.train.step.logits import rows_at_once
-from lmtrain.train.step.loss import next_token_targets, summed_cross_entropy
-from lmtrain.train.step.sample_targets import sample_targets
+import lmtrain.objectives.logits as logits_module
+from lmtrain.objectives.cross_entropy import CrossEntropyRow, next_token_targets
+from lmtrain.objectives.logits import rows_at_once
+from lmtrain.objectives.row_losses import sum_of_row_losses
+from lmtrain.objectives.sample_targets import sample_targets
 
 B, S, D, V = 2, 6, 5, 12
 RNG = np.random.default_rng(0)
@@ -24,13 +25,17 @@ MASKS = {
 }
 
 
-def naive(hidden, head, targets, mask, z=0.0):
+def summed_cross_entropy(hidden, head, targets, weights, vocab_size=None, row=CrossEntropyRow()):  # noqa: B008
+    return sum_of_row_losses(row, hidden, head, targets, weights, vocab_size)
+
+
+def naive(hidden, head, targets, mask, z=0.0, smoothing=0.0):
     """In numpy and float64: the loss, and its gradients by hidden and head."""
     logits = hidden.astype(np.float64) @ head.astype(np.float64).T
     highest = logits.max(-1, keepdims=True)
     log_sum = np.log(np.exp(logits - highest).sum(-1)) + highest[..., 0]
     probabilities = np.exp(logits - log_sum[..., None])
-    one_hot = np.eye(V)[targets]
+    one_hot = (1 - smoothing) * np.eye(V)[targets] + smoothing / V
     loss = ((log_sum - (logits * one_hot).sum(-1) + z * log_sum**2) * mask).sum()
     d_logits = (probabilities * (1 + 2 * z * log_sum[..., None]) - one_hot) * mask[..., None]
     return loss, d_logits @ head, np.einsum("bsv,bsd->vd", d_logits, hidden)
@@ -81,13 +86,16 @@ def test_huge_logits_give_finite_loss_and_gradients():
     assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("z", [0.0, 0.3])
-def test_z_loss_adds_the_square_of_the_log_sum(chunks, z):
-    mask = MASKS["some"]
-    loss, d_hidden, d_head = naive(HIDDEN, HEAD, TARGETS, mask, z)
+WEIGHTS = RNG.uniform(0.1, 3, (B, S)).astype(np.float32) * MASKS["some"]
+
+
+@pytest.mark.parametrize("weights", [MASKS["some"], WEIGHTS], ids=["mask", "weights"])
+@pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.9)])
+def test_z_loss_label_smoothing_and_weights_are_those_of_the_naive_formula(chunks, z, smoothing, weights):
+    loss, d_hidden, d_head = naive(HIDDEN, HEAD, TARGETS, weights, z, smoothing)
 
     def ours(hidden, head):
-        return summed_cross_entropy(hidden, head, TARGETS, mask, z_loss_weight=z)
+        return summed_cross_entropy(hidden, head, TARGETS, weights, None, CrossEntropyRow(z, smoothing))
 
     value, gradients = jax.value_and_grad(ours, (0, 1))(HIDDEN, HEAD)
     assert float(value) == pytest.approx(loss, rel=1e-5)
@@ -102,11 +110,12 @@ def test_padding_of_the_vocabulary_changes_nothing_and_gets_no_gradient(chunks):
     targets = TARGETS % 9
 
     def ours(hidden, head):
-        return summed_cross_entropy(hidden, head, targets, MASKS["all"], vocab_size=9, z_loss_weight=0.1)
+        return summed_cross_entropy(hidden, head, targets, MASKS["all"], vocab_size=9, row=CrossEntropyRow(0.1, 0.2))
 
     value, (d_hidden, d_head) = jax.value_and_grad(ours, (0, 1))(HIDDEN, head)
     expected, (e_hidden, e_head) = jax.value_and_grad(
-        lambda hidden, head: summed_cross_entropy(hidden, head, targets, MASKS["all"], z_loss_weight=0.1), (0, 1)
+        lambda hidden, head: summed_cross_entropy(hidden, head, targets, MASKS["all"], row=CrossEntropyRow(0.1, 0.2)),
+        (0, 1),
     )(HIDDEN, HEAD[:9])
     assert float(value) == pytest.approx(float(expected), rel=1e-6)
     np.testing.assert_allclose(d_hidden, e_hidden, rtol=1e-5, atol=1e-5)

@@ -88,13 +88,16 @@ class Chunks(NamedTuple):
         """The number of the first token of this device's part of the vocabulary."""
         return jax.lax.axis_index(self.vocab) * len(head_VD) if self.vocab else 0
 
+    def is_token(self, head_VD: jax.Array) -> jax.Array:
+        """[V] of this device's part of the vocabulary: whether it is a token, not padding."""
+        return self.first_token(head_VD) + jnp.arange(len(head_VD)) < self.vocab_size
+
     def logits(self, rows_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
         """Float32 logits [T, V] of this device's part of the vocabulary, with none for padding."""
         logits = jnp.einsum("TD,VD->TV", rows_TD, head_VD).astype(jnp.float32)
         if self.vocab_size == self.padded_size:
             return logits
-        token = self.first_token(head_VD) + jnp.arange(len(head_VD))
-        return jnp.where(token < self.vocab_size, logits, _NO_TOKEN)
+        return jnp.where(self.is_token(head_VD), logits, _NO_TOKEN)
 
 
 def rows_at_once(rows: int, vocab: int, kind: str) -> int:

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from lmtrain.objectives.logits import Chunks
 from lmtrain.sharding.local import per_device, sum_over
-from lmtrain.train.step.logits import Chunks
 
 # The cumulative sum runs over blocks of the vocabulary, then within the block that was met: exact enough in float32.
 _BLOCK = 128

@@ -1,0 +1,44 @@
+"""Settings of the objective."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Tag, model_validator
+
+from lmtrain.config.base import Section, by_type
+from lmtrain.config.errors import field_error
+
+
+class _CrossEntropy(Section):
+    """What the objectives have in common."""
+
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="Probability that the targets spread evenly over the vocabulary; training only"
+    )
+
+
+class CrossEntropyConfig(_CrossEntropy):
+    """Next-token cross-entropy, as a mean over all target tokens."""
+
+    type: Literal["cross_entropy"] = Field("cross_entropy", description="The objective")
+
+
+class WeightedCrossEntropyConfig(_CrossEntropy):
+    """Next-token cross-entropy in which target tokens have weights: a weighted mean over the batch."""
+
+    type: Literal["weighted_cross_entropy"] = Field("weighted_cross_entropy", description="The objective")
+    source_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        description="Weight of the tokens of each source in data.configs, by name; 1 for a source that is not named"
+    )
+
+    @model_validator(mode="after")
+    def _some_weight(self) -> Any:
+        if not self.source_weights:
+            raise field_error("source_weights", "names no source; set objective.type: cross_entropy instead")
+        return self
+
+
+ObjectiveConfig = Annotated[
+    Annotated[CrossEntropyConfig, Tag("cross_entropy")]
+    | Annotated[WeightedCrossEntropyConfig, Tag("weighted_cross_entropy")],
+    by_type("objective", "cross_entropy", ["cross_entropy", "weighted_cross_entropy"]),
+]

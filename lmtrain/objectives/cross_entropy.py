@@ -1,0 +1,60 @@
+"""Next-token cross-entropy, with z-loss, label smoothing, and weights of tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from lmtrain.objectives.row_losses import Row, sum_of_row_losses
+
+
+@dataclass(frozen=True)
+class CrossEntropyRow:
+    """Of each row: -sum_v q_v log p_v + z_loss_weight * log_sum^2, where p is the softmax of the logits, log_sum the
+    logarithm of the sum of their exponentials (z-loss: Chowdhery et al. 2022, PaLM, section 5), and q is
+    1 - label_smoothing at the target plus label_smoothing / V everywhere (Szegedy et al. 2016, section 7)."""
+
+    z_loss_weight: float = 0.0
+    label_smoothing: float = 0.0
+
+    @property
+    def uses_mean(self) -> bool:
+        return self.label_smoothing > 0
+
+    def __call__(self, row: Row) -> jax.Array:
+        loss = row.log_sum - row.chosen
+        if row.mean is not None:
+            loss = loss + self.label_smoothing * (row.chosen - row.mean)
+        if self.z_loss_weight:
+            loss = loss + self.z_loss_weight * row.log_sum**2
+        return loss
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Every target token counts the same."""
+
+    row: CrossEntropyRow = CrossEntropyRow()  # noqa: RUF009: frozen
+
+    def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return batch["loss_mask"]
+
+    def loss_sum(
+        self, hidden_BSD: jax.Array, head_VD: jax.Array, batch: Mapping[str, jax.Array], vocab_size: int
+    ) -> jax.Array:
+        targets = next_token_targets(batch["tokens"])
+        return sum_of_row_losses(self.row, hidden_BSD, head_VD, targets, self.weights(batch), vocab_size)
+
+
+@dataclass(frozen=True)
+class WeightedCrossEntropy(CrossEntropy):
+    """Target tokens count as much as `loss_weights` of the batch says."""
+
+    def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return jnp.where(batch["loss_mask"], batch["loss_weights"], 0.0)
+
+
+def next_token_targets(tokens_BS: jax.Array) -> jax.Array:
+    """The token after each position; the last position's target is arbitrary and masked by every loss mask."""
+    return jnp.roll(tokens_BS, -1, axis=1)

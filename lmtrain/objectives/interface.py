@@ -1,0 +1,33 @@
+"""What every objective offers: the training step and Sophia's Hessian use only this."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Objective(Protocol):
+    """A weighted mean over the positions of a batch, for which see `lmtrain/data/batches.py`.
+
+    The step divides the sum over all microbatches and devices by the sum of the weights, so the loss does not depend
+    on how a batch is split.
+    """
+
+    def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """The weight of each position in the mean, [B, S], float32, or bool for weights of 0 and 1."""
+
+    def loss_sum(
+        self, hidden_BSD: jax.Array, head_VD: jax.Array, batch: Mapping[str, jax.Array], vocab_size: int
+    ) -> jax.Array:
+        """The sum over all positions of loss times weight, a float32 scalar.
+
+        Logits are `hidden @ head.T`; rows of the head from `vocab_size` on are padding. `sum_of_row_losses` computes
+        such sums without the logits of the whole batch.
+        """
+
+
+def sum_of_weights(objective: Objective, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """What sums over a batch are divided by to make means of them, float32; 1 where nothing has a weight."""
+    total = objective.weights(batch).sum().astype(jnp.float32)
+    return jnp.where(total > 0, total, 1.0)

@@ -1,0 +1,189 @@
+"""Sums of losses of rows without the logits of the whole batch, for any loss of a row's statistics.
+
+A row is a position of a sequence. A loss sees its logits through a few numbers, `Row`, whose gradients by the logits
+are written here by hand: so every objective gets the chunks and the three products with the head, and itself needs no
+gradient by hand.
+"""
+
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from lmtrain.objectives.logits import Chunks
+from lmtrain.sharding.local import per_device, scatter_sum, split_over, sum_over
+
+
+class Row(NamedTuple):
+    """What a loss knows of each row's logits, [T] float32, over the whole vocabulary.
+
+    `log_sum` is the logarithm of the sum of their exponentials, `chosen` the target's logit, `mean` the mean of all;
+    None unless the loss uses it.
+    """
+
+    log_sum: jax.Array
+    chosen: jax.Array
+    mean: jax.Array | None
+
+
+class RowLoss(Protocol):
+    """The loss of each row, [T] float32. Hashable, as it is a part of the compiled program."""
+
+    @property
+    def uses_mean(self) -> bool:
+        """Whether it reads `Row.mean`, which costs a sum over the vocabulary."""
+
+    def __hash__(self) -> int: ...
+
+    def __call__(self, row: Row) -> jax.Array: ...
+
+
+class _Form(NamedTuple):
+    """Static: the loss of a row, chunks, and the mesh axes that the head is split over as it is stored."""
+
+    loss: RowLoss
+    chunks: Chunks
+    stored_vocab: tuple[str, ...]
+    stored_embed: tuple[str, ...]
+
+
+def sum_of_row_losses(
+    loss: RowLoss,
+    hidden_BSD: jax.Array,
+    head_VD: jax.Array,
+    targets_BS: jax.Array,
+    weights_BS: jax.Array,
+    vocab_size: int | None = None,
+) -> jax.Array:
+    """sum over positions of weight * loss(row of hidden @ head.T and its target), float32.
+
+    Weights are float32, or bool for 0 and 1; where a weight is 0, nothing of the row counts. Rows of the head from
+    `vocab_size` on are padding and take no part.
+
+    The head's products run in the inputs' precision; everything of a row and all sums in float32. Each device takes
+    its own rows in chunks. When gradients are wanted, each chunk's are computed right after its loss, from the logits
+    that are there anyway: three products with the head, as for whole logits, where recomputing chunks in the backward
+    pass takes four. Inside the loop nothing but a few floats per row goes between devices, and that only if the
+    vocabulary is split: the head is gathered before it, and its gradient is summed over devices after it.
+    """
+    form = _Form(loss, Chunks.plan(hidden_BSD, head_VD, vocab_size), split_over("vocab"), split_over("embed"))
+    return _summed(hidden_BSD, head_VD, targets_BS, weights_BS, form)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _summed(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, form: _Form) -> jax.Array:
+    chunks = form.chunks
+
+    def local(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+        def one(total: jax.Array, part: Any) -> tuple[jax.Array, None]:
+            rows, target, weight = part
+            row = _row(form, chunks.logits(rows, head), head, target)
+            return total + _weighted(form.loss(row), weight).sum(), None
+
+        parts = tuple(map(chunks.cut, (hidden, targets, weights)))
+        return sum_over(chunks.rows, jax.lax.scan(one, jnp.float32(0), parts)[0])
+
+    rows = chunks.of_rows
+    total: jax.Array = per_device(local, (rows, chunks.of_head, rows, rows), PartitionSpec())(
+        hidden, head, targets, weights
+    )
+    return total
+
+
+def _forward(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, form: _Form
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    chunks = form.chunks
+    stored_vocab, stored_embed = (
+        tuple(name for name in stored if name in chunks.rows) for stored in (form.stored_vocab, form.stored_embed)
+    )
+    elsewhere = tuple(name for name in chunks.rows if name not in stored_vocab + stored_embed)
+    # the sums over parts of the vocabulary nearly cancel: in bfloat16, gradients would be half as exact
+    partial_sum = jnp.float32 if chunks.vocab else hidden.dtype
+
+    def local(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
+        def one(sums: Any, part: Any) -> tuple[Any, jax.Array]:
+            total, d_head = sums
+            rows, target, weight = part
+            logits = chunks.logits(rows, head)
+            row = _row(form, logits, head, target)
+            losses, backward = jax.vjp(lambda row: _weighted(form.loss(row), weight), row)
+            (d_row,) = backward(jnp.ones_like(losses))
+            d_logits = _d_logits(form, logits, head, target, row, d_row).astype(rows.dtype)
+            d_head += jnp.einsum("TV,TD->VD", d_logits, rows, preferred_element_type=jnp.float32)
+            d_rows = jnp.einsum("TV,VD->TD", d_logits, head, preferred_element_type=partial_sum)
+            return (total + losses.sum(), d_head), d_rows
+
+        zeros = (jnp.float32(0), jnp.zeros(head.shape, jnp.float32))
+        (total, d_head), d_rows = jax.lax.scan(one, zeros, tuple(map(chunks.cut, (hidden, targets, weights))))
+        d_head = scatter_sum(scatter_sum(d_head, stored_vocab, 0), stored_embed, 1)
+        d_hidden = scatter_sum(chunks.join(d_rows, hidden), chunks.gathered, 1)
+        missing = tuple(name for name in chunks.vocab if name not in chunks.gathered)
+        d_hidden = sum_over(missing, d_hidden).astype(hidden.dtype)
+        return sum_over(chunks.rows, total), d_hidden, sum_over(elsewhere, d_head)
+
+    rows = chunks.of_rows
+    gradients = (
+        PartitionSpec(chunks.batch, chunks.positions),
+        PartitionSpec(chunks.vocab + stored_vocab, stored_embed),
+    )
+    total, d_hidden, d_head = per_device(local, (rows, chunks.of_head, rows, rows), (PartitionSpec(), *gradients))(
+        hidden, head, targets, weights
+    )
+    return total, (d_hidden, d_head.astype(head.dtype))
+
+
+def _backward(form: _Form, gradients: tuple[jax.Array, jax.Array], upstream: jax.Array) -> tuple[Any, ...]:
+    d_hidden, d_head = gradients
+    return (upstream * d_hidden).astype(d_hidden.dtype), (upstream * d_head).astype(d_head.dtype), None, None
+
+
+_summed.defvjp(_forward, _backward)
+
+
+def _row(form: _Form, logits_TV: jax.Array, head: jax.Array, target_T: jax.Array) -> Row:
+    """The statistics of each row, from the logits of this device's part of the vocabulary."""
+    mean = _mean(form.chunks, logits_TV, head) if form.loss.uses_mean else None
+    return Row(_log_sum(form.chunks, logits_TV), _chosen(form.chunks, logits_TV, head, target_T), mean)
+
+
+def _log_sum(chunks: Chunks, logits_TV: jax.Array) -> jax.Array:
+    highest = jax.lax.stop_gradient(logits_TV.max(-1))
+    if chunks.vocab:
+        highest = jax.lax.pmax(highest, chunks.vocab)
+    return highest + jnp.log(sum_over(chunks.vocab, jnp.exp(logits_TV - highest[:, None]).sum(-1)))
+
+
+def _chosen(chunks: Chunks, logits_TV: jax.Array, head: jax.Array, target_T: jax.Array) -> jax.Array:
+    column = target_T - chunks.first_token(head)
+    inside = (column >= 0) & (column < len(head))
+    chosen = jnp.take_along_axis(logits_TV, jnp.clip(column, 0, len(head) - 1)[:, None], axis=-1)[:, 0]
+    return sum_over(chunks.vocab, jnp.where(inside, chosen, 0.0))
+
+
+def _mean(chunks: Chunks, logits_TV: jax.Array, head: jax.Array) -> jax.Array:
+    here = jnp.where(chunks.is_token(head), logits_TV, 0.0).sum(-1)
+    return sum_over(chunks.vocab, here) / chunks.vocab_size
+
+
+def _weighted(losses_T: jax.Array, weight_T: jax.Array) -> jax.Array:
+    """A loss that is no number does not count where its weight is 0."""
+    if weight_T.dtype == bool:
+        return jnp.where(weight_T, losses_T, 0.0)
+    return jnp.where(weight_T > 0, weight_T * losses_T, 0.0)
+
+
+def _d_logits(
+    form: _Form, logits_TV: jax.Array, head: jax.Array, target_T: jax.Array, row: Row, d_row: Row
+) -> jax.Array:
+    """The gradient by logits, from `d_row`, that by the statistics: d log_sum / d logits is the softmax, d chosen is
+    one at the target, d mean is one over the vocabulary."""
+    chunks = form.chunks
+    is_target = chunks.first_token(head) + jnp.arange(len(head)) == target_T[:, None]
+    softmax = jnp.exp(logits_TV - row.log_sum[:, None])
+    d_logits = softmax * d_row.log_sum[:, None] + jnp.where(is_target, d_row.chosen[:, None], 0.0)
+    if d_row.mean is None:
+        return d_logits
+    return d_logits + jnp.where(chunks.is_token(head), d_row.mean[:, None] / chunks.vocab_size, 0.0)

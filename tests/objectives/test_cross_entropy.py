@@ -1,0 +1,115 @@
+"""Objectives in a whole step: means over the batch however it is split, and what they do to training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from models import quick
+
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.registry import build_model
+from lmtrain.objectives.config import CrossEntropyConfig, WeightedCrossEntropyConfig
+from lmtrain.objectives.registry import OBJECTIVES, build_objective
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import plan_layout
+from lmtrain.train.step.hessian import estimate_hessian
+from lmtrain.train.step.state import TrainState, state_shardings
+from lmtrain.train.step.step import build_train_step
+
+VOCAB = 11
+SIZES = {"hidden_dim": 8, "num_heads": 2, "num_layers": 1, "seq_len": 6, "gradient_checkpointing": False}
+MODEL = build_model(Gpt2Config(**SIZES), VOCAB)
+LAYOUT = plan_layout(PartitioningConfig())
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, VOCAB, (4, 6)).astype(np.int32)
+MASK = np.arange(6) < np.array([[5], [3], [0], [4]])
+WEIGHTS = RNG.uniform(0, 0.2, (4, 6)).astype(np.float32)
+BATCH = {"tokens": TOKENS, "loss_mask": MASK, "loss_weights": WEIGHTS}
+PARAMS = quick.random_params(MODEL, 0.3)
+# hands the gradients on to the state
+KEEPER = optax.chain(optax.trace(0.0), optax.scale(0.0))
+OF = {
+    "plain": CrossEntropyConfig(),
+    "smoothed": CrossEntropyConfig(label_smoothing=0.3),
+    "weighted": WeightedCrossEntropyConfig(source_weights={"a": 2.0}, label_smoothing=0.1),
+}
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def stepped(name: str, batch=BATCH, microbatches: int = 1):
+    _, shardings = state_shardings(MODEL, KEEPER, LAYOUT, "float32")
+    step = build_train_step(
+        MODEL,
+        KEEPER,
+        lambda step: 0.0,
+        LAYOUT,
+        shardings,
+        seed=0,
+        compute_dtype="float32",
+        num_microbatches={4: microbatches},
+        dropout=False,
+        objective=build_objective(OF[name], 0.01),
+    )
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state, metrics = step(TrainState(jnp.int32(0), params, KEEPER.init(params)), batch)
+    return float(metrics["train/loss"]), state.optimizer[0].trace
+
+
+def by_formula(params, name: str):
+    """The mean from whole logits, as the config says it."""
+    config = OF[name]
+    logits = MODEL.apply({"params": params}, TOKENS)[..., :VOCAB]
+    log_p = jax.nn.log_softmax(logits)
+    wanted = (1 - config.label_smoothing) * jax.nn.one_hot(np.roll(TOKENS, -1, 1), VOCAB)
+    wanted += config.label_smoothing / VOCAB
+    losses = -(wanted * log_p).sum(-1) + 0.01 * jax.nn.logsumexp(logits, -1) ** 2
+    weights = MASK * (WEIGHTS if name == "weighted" else 1.0)
+    return (losses * weights).sum() / weights.sum()
+
+
+def test_every_objective_is_tried():
+    assert {config.type for config in OF.values()} == OBJECTIVES.keys()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("name", OF)
+def test_loss_and_gradients_of_a_step_are_those_of_the_formula(name, microbatches):
+    """Also where all weights of a batch add up to less than 1."""
+    expected, gradients = jax.value_and_grad(by_formula)(PARAMS, name)
+    loss, found = stepped(name, microbatches=microbatches)
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradients))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * largest), found, gradients)
+
+
+@pytest.mark.parametrize("name", ["plain", "weighted"])
+def test_a_batch_in_which_nothing_has_a_weight_has_loss_and_gradients_of_zero(name):
+    loss, gradients = stepped(name, BATCH | {"loss_mask": np.zeros_like(MASK)})
+    assert loss == 0
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
+
+
+def test_the_hessian_is_that_of_the_objective():
+    """Hutchinson's estimate, with the same draws: weights of one half are half of a batch's rows twice over."""
+    key = jax.random.key(3)
+
+    def estimate(name, weights, method="hutchinson"):
+        batch = BATCH | {"loss_weights": weights}
+        return estimate_hessian(method, MODEL, build_objective(OF[name], 0.0), PARAMS, batch, key, 1)
+
+    for method in ("hutchinson", "gauss_newton_bartlett"):
+        one, scaled = (estimate("weighted", np.full_like(WEIGHTS, scale), method) for scale in (1.0, 0.25))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), one, scaled)
+    direction = exact_direction(key)
+    exact = jax.jvp(jax.grad(lambda p: by_formula(p, "weighted")), (PARAMS,), (direction,))[1]
+    found = estimate_hessian("hutchinson", MODEL, build_objective(OF["weighted"], 0.01), PARAMS, BATCH, key, 1)
+    jax.tree.map(lambda a, u, hu: np.testing.assert_allclose(a, u * hu, rtol=1e-3, atol=1e-4), found, direction, exact)
+
+
+def exact_direction(key):
+    """The direction that the estimate draws, found from the estimate's own code."""
+    from lmtrain.train.step.hessian import _normal_like
+
+    return _normal_like(jax.random.split(key)[0], PARAMS)
