@@ -1,18 +1,21 @@
 """`lmtrain eval CONFIG`: the validation loss of a checkpoint, or of a Hugging Face model, on the config's data."""
 
 import json
+from collections.abc import Mapping
 
 from lmtrain.commands.arguments import Parser, add_run_flag, parse_run
 from lmtrain.commands.caches import plan_caches, start_build, wait
 from lmtrain.commands.hf_model import config_of, resolve_hf
 from lmtrain.commands.trained_model import TrainedModel, add_checkpoint_flag, add_hf_flag, from_checkpoint, from_hf
 from lmtrain.config.errors import UserError
+from lmtrain.data.caches import Cache
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.models.base_config import FREE
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE
+from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 
 
@@ -31,36 +34,61 @@ def run(argv: list[str]) -> int:
         trained = _from_hf(run.arguments.hf, run.config)
     config = trained.config
     plans = plan_caches(config.data, train=False)
-    with StopRequest("discarding unfinished shards") as stop:
+    with StopRequest("ending the evaluation") as stop:
         build = start_build(config, plans, ALONE)
         try:
             wait(build, stop)
+            metrics, lines = _evaluate(trained, plans.caches.validation, stop)
         except StoppedError:
             return STOPPED_BY_SIGNAL
         finally:
             build.stop()
+    for line in lines:
+        log.info(f"{trained.source}: {line}")
+    print(json.dumps({"step": trained.step, **metrics}))
+    return 0
 
-    from lmtrain.evaluation.evaluate import describe_evaluation, evaluate
-    from lmtrain.hf.token_bytes import token_bytes
+
+def _evaluate(
+    trained: TrainedModel, caches: Mapping[str, Cache], stop: StopRequest
+) -> tuple[dict[str, float], list[str]]:
+    """As training does after its last step. Raises `StoppedError`."""
+    from lmtrain.evaluation.interface import Context
+    from lmtrain.evaluation.registry import build_evaluators
+    from lmtrain.evaluation.run import Evaluations
+    from lmtrain.evaluation.validation_sets import open_validation_sets
     from lmtrain.sharding.mesh import platform_of
     from lmtrain.train.program.batching import plan_batching
     from lmtrain.train.program.xla_options import refused_option, xla_options
-    from lmtrain.train.start.setup import open_eval_batches
-    from lmtrain.train.step.step import build_eval_step
+    from lmtrain.train.step.agreement import StopCheck
 
+    config = trained.config
     model, params, layout = trained.load()
     trainer = config.trainer
-    batching = plan_batching(trainer, layout.num_batch_shards)
-    batches = open_eval_batches(config, layout, batching.eval_batch, plans.caches.validation)
-    options = xla_options(trainer.xla_options, platform_of(layout.mesh.devices.flat[0]))
-    eval_step = build_eval_step(model, layout, trainer.precision.compute, token_bytes(trained.tokenizer), options)
+    progress = Progress("eval", 0, bar=False)
+    context = Context(
+        model=model,
+        layout=layout,
+        compute_dtype=trainer.precision.compute,
+        tokenizer=trained.tokenizer,
+        sets=open_validation_sets(
+            config.data,
+            caches,
+            layout,
+            seq_len=config.model.seq_len,
+            batch_size=plan_batching(trainer, layout.num_batch_shards).eval_batch,
+            max_batches=trainer.max_eval_batches,
+        ),
+        xla_options=xla_options(trainer.xla_options, platform_of(layout.mesh.devices.flat[0])),
+        check_stop=StopCheck(ALONE, stop),
+        progress=lambda done, total: progress.say_rarely(f"{done:,} of {total:,} batches"),
+    )
+    evaluations = Evaluations(build_evaluators(trainer.steps_per_eval or 1), context)
+    step = trained.step or 0
     try:
-        metrics = evaluate(eval_step, params, batches)
+        return evaluations.run(evaluations.due(step, last=step), params, None, step)
     except RuntimeError as error:
         raise refused_option(error) or error from None
-    log.info(f"{trained.source}: {describe_evaluation(metrics)}")
-    print(json.dumps({"step": trained.step, **metrics}))
-    return 0
 
 
 def _from_hf(ref: str, config: RunConfig) -> TrainedModel:

@@ -106,13 +106,14 @@ def _train(
     from lmtrain.run.identity import run_identity
     from lmtrain.sharding.mesh import find_devices
     from lmtrain.tracking.goodput import Ledger
+    from lmtrain.tracking.timer import Timer
     from lmtrain.train.loop.loop import train
     from lmtrain.train.loop.reporter import DivergedError
     from lmtrain.train.program.program import OutOfMemoryError
     from lmtrain.train.start.exporter import export_folder, is_missing
     from lmtrain.train.start.initial_state import own_checkpoint
     from lmtrain.train.start.resume import check_identity
-    from lmtrain.train.start.setup import set_up
+    from lmtrain.train.start.setup import EVALUATION_PENDING, set_up
 
     find_devices()
     checkpointer = Checkpointer(_checkpoints(run), config.trainer.checkpointer, processes)
@@ -126,12 +127,14 @@ def _train(
                 keep_tokenizer(run, tokenizer)
         if own is not None and own.step >= config.trainer.num_train_steps:
             check_identity(own, run_identity(config, tokenizer.identity, caches.identity))
-            if not is_missing(export_folder(config, run.id), own.step):
+            pending = EVALUATION_PENDING in own.read_run_info()
+            if not pending and not is_missing(export_folder(config, run.id), own.step):
                 log.info(f"nothing to do: {own.path} has all {config.trainer.num_train_steps:,} steps")
                 return 0
-        ledger = Ledger(run_logs(run) if processes.is_first else None, began)
+        timer = Timer()
+        ledger = Ledger(run_logs(run) if processes.is_first else None, timer, began)
         ledger.write()  # so that a start which dies before its first step is known too
-        setup = set_up(config, run.id, tokenizer, caches, checkpointer, own, hf_ref(config), processes, ledger)
+        setup = set_up(config, run.id, tokenizer, caches, checkpointer, own, hf_ref(config), processes, timer, ledger)
         complete = train(setup, config.trainer, stop, lambda: f"cache {build.text}" if build.running else "")
     except (DivergedError, OutOfMemoryError, SaveError, TakenOverError) as error:
         log.error(f"lmtrain: error: {error}")

@@ -10,9 +10,14 @@ import numpy as np
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.batch_sizes import BatchSizes
+from lmtrain.data.caches import Cache, open_store
+from lmtrain.data.config import DataConfig
 from lmtrain.data.mixture import Mixture
 from lmtrain.data.token_store import TokenStore
 from lmtrain.data.windows import Shuffle, WindowOrder, num_eval_windows, wait_for_windows
+
+# Batches read ahead of the step: enough to hide a slow read, little against the model in memory.
+_PREFETCH = 8
 
 
 class Batch(TypedDict):
@@ -127,15 +132,23 @@ def make_batch(
     return batch
 
 
+def open_cache(config: DataConfig, cache: Cache, seq_len: int) -> TokenStore:
+    """The tokens of a cache. Raises `UserError` if it will never hold one sequence."""
+    store = open_store(config, cache)
+    if store.shards.complete and store.shards.tokens < seq_len:
+        raise too_little(store, seq_len)
+    return store
+
+
 def too_little(store: TokenStore, seq_len: int) -> UserError:
     tokens = store.shards.tokens
     return UserError(f"{store.name}: {tokens:,} tokens are less than one sequence of {seq_len:,} (model.seq_len)")
 
 
-def iterate(source: TrainSource | EvalSource, start: int, prefetch: int) -> grain.DatasetIterator[Batch]:
-    """Items `start`, `start + 1`, ... read ahead by `prefetch` in one background thread.
+def iterate(source: TrainSource | EvalSource, start: int = 0) -> grain.DatasetIterator[Batch]:
+    """Items `start`, `start + 1`, ... read ahead in one background thread.
 
     One thread: a store's readers are not shared between threads, and one reads far faster than a step computes.
     """
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
     return iter(grain.MapDataset.source(source)[start:].to_iter_dataset(options))

@@ -15,11 +15,11 @@ from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures, measure
 from lmtrain.compiled.hlo import Frame
 from lmtrain.models.layers.blockwise import mean_blocks
+from lmtrain.models.params import abstract_params, count_parameters
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.mesh import Layout
 from lmtrain.train.program.layout_table import layout_table
 from lmtrain.train.program.program import Program, attention_choice
-from lmtrain.train.step.state import abstract_params, count_parameters
 
 # Products of scores and weights of attention are in these files; all others are products with weights.
 _ATTENTION = tuple(f"models/layers/{name}" for name in ("attention.py", "blockwise.py", "splash.py", "triton/"))

@@ -30,7 +30,7 @@ def measure(program: Program, accelerator: Accelerator | None) -> dict[str, Any]
     seconds: list[float] = []
     while len(seconds) <= _FEWEST_STEPS or (sum(seconds) < _SECONDS and len(seconds) <= _MOST_STEPS):
         began = time.perf_counter()
-        state, metrics = compiled(state, placed)
+        state, metrics, _ = compiled(state, placed)
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - began)
     figures = compiled_figures(program, compiled, compiled.as_text(), "train", accelerator)

@@ -54,10 +54,12 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, text=text)
             return
+        self.say_rarely(text, force)
+
+    def say_rarely(self, text: str, force: bool = False) -> None:
+        """A plain line, if there was none for some seconds."""
         now = time.monotonic()
-        if self._quiet:
-            return
-        if force or now - self._last_line >= _SECONDS_BETWEEN_LINES:
+        if not self._quiet and (force or now - self._last_line >= _SECONDS_BETWEEN_LINES):
             self._last_line = now
             # in one write: print writes the line's end apart, and another thread's line may come between
             sys.stderr.write(f"{self.label} {text}\n")

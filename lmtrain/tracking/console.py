@@ -42,6 +42,13 @@ class Console:
         if self._view is not None and self._shown is not None:
             self._view.show(replace(self._shown, evaluated=evaluated))
 
+    def evaluating(self, done: int, total: int) -> None:
+        """In a view beside the last step, in lines every few seconds."""
+        if self._view is not None and self._shown is not None:
+            self._view.show(replace(self._shown, beside=f"evaluating, {done:,} of {total:,} batches"))
+        elif self._view is None:
+            self._lines.say_rarely(f"evaluating, {done:,} of {total:,} batches")
+
     def show(self, shown: Shown) -> None:
         self._shown = shown
         if self._view is not None:

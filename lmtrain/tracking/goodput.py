@@ -9,26 +9,18 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lmtrain.runtime.files import write_atomically
 from lmtrain.runtime.logging import log
+from lmtrain.tracking.timer import HOOKS, SECTIONS, START_UP, STEPS, Timer
 
 NAME = "goodput.json"
 
-# Kinds of time that are measured. Within the loop all that is none of the others is `steps`.
-START_UP, RESTORE, COMPILE, DATA, STEPS, EVALUATION, SAVING = KINDS = (
-    "start_up",
-    "restore",
-    "compile",
-    "data_wait",
-    "steps",
-    "evaluation",
-    "save_blocking",
-)
+# Kinds of time that are measured: the timer's sections, hooks among the steps.
+KINDS = tuple(section for section in SECTIONS if section != HOOKS)
 # Kinds that are only known later: steps that a later start had to do again, and the time between two starts.
 LOST, DOWN = "lost", "down"
 
@@ -48,70 +40,54 @@ class Attempt:
 
 
 class Ledger:
-    """The entry of this start. Begins in start-up; `begin_steps` is called when the loop begins.
+    """The entry of this start, of the times of `timer`. `begin_steps` is called when the loop begins.
 
-    `began` is when the process did, by `wall`, which gives seconds since 1970; durations are by `clock`, which never
-    runs backwards. With `folder` None nothing is written: for the processes of a run that are not its first.
+    `began` is when the process did, by `wall`, which gives seconds since 1970. With `folder` None nothing is written:
+    for the processes of a run that are not its first.
     """
 
     def __init__(
         self,
         folder: str | None,
+        timer: Timer,
         began: float | None = None,
         wall: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
     ):
-        self._wall, self._clock = wall, clock
+        self._timer, self._wall = timer, wall
         self._path = None if folder is None else os.path.join(folder, NAME)
         self._earlier = [] if self._path is None else read_attempts(self._path)
         now = wall()
         began = now if began is None else began
+        # what the process did before there was a timer
+        self._before = max(0.0, now - began - timer.seconds[START_UP])
         self._attempt = Attempt(began, now, 0, 0, dict.fromkeys(KINDS, 0.0))
-        self._attempt.seconds[START_UP] = now - began
-        self._base = START_UP
-        self._timing = False
-        self._written = self._since = clock()  # up to `_since` all time is in `seconds`
+        self._written = timer.clock()
 
     def begin_steps(self, first_step: int, facts: Mapping[str, Any]) -> None:
-        """From now on what is not timed is training. `facts` say what the run is on."""
-        self._settle()
-        self._base = STEPS
+        """Training begins after `first_step` updates. `facts` say what the run is on."""
+        self._timer.begin_steps()
         self._attempt.first_step = self._attempt.last_step = first_step
         self._attempt.facts = dict(facts)
         self.write()
 
-    @contextmanager
-    def timing(self, kind: str) -> Iterator[None]:
-        """What happens within is of this kind; a `timing` within another one counts for the outer."""
-        if self._timing:
-            yield
-            return
-        self._settle()
-        self._timing = True
-        try:
-            yield
-        finally:
-            self._timing = False
-            self._settle(kind)
-
     def step_done(self, step: int) -> dict[str, float]:
         """After `step` updates. Every ten seconds or so writes the ledger and gives its metrics, else nothing."""
         self._attempt.last_step = step
-        if self._clock() - self._written < _SECONDS_BETWEEN_WRITES:
+        if self._timer.clock() - self._written < _SECONDS_BETWEEN_WRITES:
             return {}
         self.write()
         return self.metrics()
 
     def metrics(self) -> dict[str, float]:
         """`goodput/<kind>`: the fraction of the wall time since the run was first started."""
-        self._settle()
+        self._book()
         seconds = total_seconds([*self._earlier, self._attempt])
         whole = sum(seconds.values()) or 1.0
         return {f"goodput/{kind}": value / whole for kind, value in seconds.items()}
 
     def write(self) -> None:
-        self._settle()
-        self._written, self._attempt.updated = self._clock(), self._wall()
+        self._book()
+        self._written, self._attempt.updated = self._timer.clock(), self._wall()
         if self._path is None:
             return
         attempts = [asdict(attempt) for attempt in (*self._earlier, self._attempt)]
@@ -121,13 +97,11 @@ class Ledger:
             log.warning(f"{self._path} cannot be written, and is not tried again: {error.strerror or error}")
             self._path = None
 
-    def _settle(self, kind: str | None = None) -> None:
-        """Book the time since the last call."""
-        now = self._clock()
-        if self._timing and kind is None:
-            return
-        self._attempt.seconds[kind or self._base] += max(0.0, now - self._since)
-        self._since = now
+    def _book(self) -> None:
+        seconds = self._timer.seconds
+        seconds[STEPS] += seconds.pop(HOOKS)
+        seconds[START_UP] += self._before
+        self._attempt.seconds = seconds
 
 
 def read_attempts(path: str) -> list[Attempt]:

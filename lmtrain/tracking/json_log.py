@@ -14,7 +14,8 @@ from lmtrain.runtime.logging import log
 class JsonLog:
     """One object per line: `{"step": 100, "train/loss": 3.1, ...}`.
 
-    `losses` are the training losses of the steps that are in it already.
+    `losses` are the training losses of the steps that are in it already, `names` the metrics that it has of the last
+    of them.
 
     Opening it for a run that goes on after `step` updates drops the lines of later steps, and a last line that was
     cut off, so that no metric appears twice however often a run is killed.
@@ -24,6 +25,7 @@ class JsonLog:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         kept = _lines_until(path, step)
         self.losses = _losses(kept)
+        self.names = _names(kept, step)
         self._is_new = not kept
         temporary = f"{path}.tmp"
         with open(temporary, "w", encoding="utf-8") as file:
@@ -104,6 +106,10 @@ def _lines_until(path: str, step: int) -> list[str]:
 def _losses(lines: list[str]) -> list[float]:
     values = [json.loads(line).get("train/loss") for line in lines]
     return [value for value in values if value is not None]
+
+
+def _names(lines: list[str], step: int) -> frozenset[str]:
+    return frozenset(name for line in lines if _step_of(line) == step for name in json.loads(line))
 
 
 def _step_of(line: str) -> float:

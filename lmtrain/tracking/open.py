@@ -29,6 +29,11 @@ class Trackers:
         """The training losses of the steps that a resumed run has behind it."""
         return [] if self._json is None else self._json.losses
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The metrics that a resumed run has logged of the last step behind it."""
+        return frozenset() if self._json is None else self._json.names
+
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         for tracker in self._all:
             tracker.hyperparameters(config)

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.end_to_end
 SCRIPT = """
 import os, signal, sys
 from lmtrain.commands import train
-from lmtrain.train.loop import loop, reporter, throughput
+from lmtrain.evaluation import perplexity
+from lmtrain.train.loop import reporter, throughput
+
+built = perplexity.build_eval_step
 
 moment, at, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 throughput.LONG_STEP_SECONDS = seconds
@@ -32,7 +35,9 @@ def signalled(function, steps=iter(range(1, 100))):
 if moment == "step":
     reporter.Reporter._check = signalled(reporter.Reporter._check)
 elif moment == "evaluation":
-    loop.evaluate = signalled(loop.evaluate)
+    perplexity.Perplexity.evaluate = signalled(perplexity.Perplexity.evaluate)
+elif moment == "batch":
+    perplexity.build_eval_step = lambda *arguments: signalled(built(*arguments))
 sys.exit(train.run(sys.argv[4:]))
 """
 SHORT, LONG = 1000.0, 0.0  # than which every step is shorter, or longer
@@ -85,3 +90,30 @@ def test_of_several_processes_one_more_long_step_tells_all(folder, seconds, last
         for number, moment in enumerate(("none", "step"))
     ]
     assert saved_step(folder, run, processes) == last
+
+
+def logged(folder: Path, run: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("step", [3, 12])
+def test_an_evaluation_that_a_signal_ends_is_made_when_the_run_is_resumed_and_once(folder, step):
+    """Between two batches of it; also that of the last step, and though the run is started again and again."""
+    run = f"evaluation-of-{step}"
+    every = ("--trainer.steps_per_eval", step)
+    process = start(folder, run, "batch", 1, SHORT, *every)
+    assert saved_step(folder, run, [process]) == step
+    assert not [line for line in logged(folder, run) if "eval/loss" in line]
+    for _ in range(3 if step == 12 else 1):
+        command = [sys.executable, "-m", "lmtrain", "train", "tiny.json", "--trainer.id", run, *map(str, every)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    whole = start(folder, f"{run}-whole", "never", 0, SHORT, *every)
+    told = whole.communicate(timeout=240)[1]
+    assert whole.returncode == 0, told
+    found, expected = (
+        [(line["step"], line["eval/loss"]) for line in logged(folder, name) if "eval/loss" in line]
+        for name in (run, f"{run}-whole")
+    )
+    assert found == expected
+    assert [at for at, _ in found] == list(range(step, 13, step))

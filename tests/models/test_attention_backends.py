@@ -15,8 +15,8 @@ from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.layers.attention import self_attend
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.mpt.config import MptConfig
+from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import build_model
-from lmtrain.train.step.state import abstract_params
 
 HOME = {"xla": None, "blockwise": None, "cudnn": "gpu", "triton": "gpu", "splash": "tpu"}
 CANNOT = {

@@ -21,7 +21,8 @@ from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.step.state import abstract_params, init_state, state_shardings
+from lmtrain.models.params import abstract_params
+from lmtrain.train.step.state import init_state, state_shardings
 
 SIZES = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": 16}
 FAMILIES = {

@@ -13,9 +13,9 @@ from multihost.processes import finished, run_processes
 from safetensors.numpy import save_file
 
 from lmtrain.hf.key_map import flatten, to_hf, unflatten
+from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import build_model, hf_family
 from lmtrain.run.config import RunConfig
-from lmtrain.train.step.state import abstract_params
 
 SCRIPT = Path(__file__).with_name("read_hf_params.py")
 VOCAB = 500  # no multiple of the devices

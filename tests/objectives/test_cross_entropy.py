@@ -53,7 +53,7 @@ def stepped(name: str, batch=BATCH, microbatches: int = 1):
         objective=build_objective(OF[name], 0.01),
     )
     params = jax.tree.map(jnp.asarray, PARAMS)
-    state, metrics = step(TrainState(jnp.int32(0), params, KEEPER.init(params)), batch)
+    state, metrics, _ = step(TrainState(jnp.int32(0), params, KEEPER.init(params)), batch)
     return float(metrics["train/loss"]), state.optimizer[0].trace
 
 

@@ -53,7 +53,7 @@ def run(case: dict) -> dict:
     losses, norms = [], []
     for step in range(case["steps"]):
         arrays = batch(step, config.batch_types, vocab)
-        state, metrics = compiled(state, place_batch(arrays, program.layout.batch, rows, BATCH))
+        state, metrics, _ = compiled(state, place_batch(arrays, program.layout.batch, rows, BATCH))
         losses.append(float(metrics["train/loss"]))
         norms.append(float(metrics["train/gradient_norm"]))
     found = {"losses": losses, "norms": norms}

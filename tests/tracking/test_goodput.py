@@ -7,23 +7,8 @@ import os
 
 import pytest
 
-from lmtrain.tracking.goodput import (
-    COMPILE,
-    DATA,
-    DOWN,
-    EVALUATION,
-    KINDS,
-    LOST,
-    NAME,
-    RESTORE,
-    SAVING,
-    START_UP,
-    STEPS,
-    Attempt,
-    Ledger,
-    read_attempts,
-    total_seconds,
-)
+from lmtrain.tracking.goodput import DOWN, KINDS, LOST, NAME, Attempt, Ledger, read_attempts, total_seconds
+from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS, RESTORE, SAVING, START_UP, STEPS, Timer
 
 
 class Clocks:
@@ -42,7 +27,9 @@ class Clocks:
         return self.now - 999_000.0
 
     def ledger(self, folder, began=None):
-        return Ledger(None if folder is None else str(folder), began, self.wall, self.monotonic)
+        """With the timer that the last start had."""
+        self.timer = Timer(self.monotonic)
+        return Ledger(None if folder is None else str(folder), self.timer, began, self.wall)
 
 
 @pytest.fixture
@@ -71,22 +58,23 @@ def test_kinds_add_up_to_the_wall_time(clocks, tmp_path):
     began = clocks.wall() - 3  # what was before there was a ledger is start-up
     ledger = clocks.ledger(tmp_path, began)
     clocks.turn(4)
-    with ledger.timing(RESTORE):
+    with clocks.timer.section(RESTORE):
         clocks.turn(20)
     clocks.turn(1)
     ledger.begin_steps(0, {})
-    with ledger.timing(COMPILE):
+    with clocks.timer.section(COMPILE):
         clocks.turn(30)
     for step in range(1, 4):
-        with ledger.timing(DATA):
+        with clocks.timer.section(DATA):
             clocks.turn(0.5)
         clocks.turn(2)
         ledger.step_done(step)
-    with ledger.timing(EVALUATION):
+    with clocks.timer.section(EVALUATION):
         clocks.turn(7)
-    with ledger.timing(SAVING):
+    with clocks.timer.section(SAVING):
         clocks.turn(0.25)
-    clocks.turn(1)
+    with clocks.timer.section(HOOKS):  # a part of the steps
+        clocks.turn(1)
     ledger.write()
     assert seconds(tmp_path) == {
         START_UP: 8,
@@ -103,11 +91,11 @@ def test_kinds_add_up_to_the_wall_time(clocks, tmp_path):
 def test_a_timing_within_another_counts_for_the_outer(clocks, tmp_path):
     ledger = clocks.ledger(tmp_path)
     ledger.begin_steps(0, {})
-    with ledger.timing(SAVING):
+    with clocks.timer.section(SAVING):
         clocks.turn(1)
-        with ledger.timing(EVALUATION):
+        with clocks.timer.section(EVALUATION):
             clocks.turn(2)
-        with ledger.timing(SAVING):
+        with clocks.timer.section(SAVING):
             clocks.turn(4)
         ledger.write()  # in the middle, nothing is booked twice
         clocks.turn(8)
@@ -119,7 +107,7 @@ def test_a_timing_within_another_counts_for_the_outer(clocks, tmp_path):
 def test_what_raises_is_timed_to_where_it_raised(clocks, tmp_path):
     ledger = clocks.ledger(tmp_path)
     ledger.begin_steps(0, {})
-    with contextlib.suppress(KeyError), ledger.timing(EVALUATION):
+    with contextlib.suppress(KeyError), clocks.timer.section(EVALUATION):
         clocks.turn(3)
         raise KeyError
     clocks.turn(2)

@@ -11,9 +11,12 @@ import optax
 import pytest
 from models import quick
 
+from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.models.gpt2 import model as gpt2
 from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.interface import hidden_and_head
 from lmtrain.models.layers.stack import stack
+from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.tracking.jit_log import METRICS, collecting, jit_log
@@ -363,6 +366,7 @@ def build(model=PLAIN, optimizer=None, microbatches=1):
         compute_dtype="float32",
         num_microbatches={4: microbatches},
         dropout=False,
+        objective=CrossEntropy(),
     )
     params = jax.tree.map(jnp.array, VALUES)
     return step, jax.device_put(TrainState(jnp.int32(0), params, optimizer.init(params)), shardings)
@@ -407,7 +411,7 @@ def stepped(request):
         step, state = build(LoggingLM(CONFIG, VOCAB), logging_optimizer(), request.param)
         text, all_metrics = step.lower(state, BATCH).as_text(), []
         for _ in range(3):
-            state, metrics = step(state, BATCH)
+            state, metrics, _ = step(state, BATCH)
             all_metrics.append(metrics)
         return Stepped(text, all_metrics, step.jitted._cache_size())
 
@@ -434,10 +438,10 @@ def test_logging_costs_no_second_compile_and_no_callback(stepped):
 def test_where_nothing_is_logged_the_program_is_that_of_one_that_cannot_log(monkeypatch, microbatches):
     step, state = build(microbatches=microbatches)
     text = step.lower(state, BATCH).as_text()
-    whole = train_step._loss_sum
 
     def unheard_of(model, objective, params, batch, deterministic, rngs, logged):
-        return whole(model, objective, params, batch, deterministic, rngs)
+        hidden, head = model.apply({"params": params}, batch, deterministic, rngs=rngs, method=hidden_and_head)
+        return objective.loss_sum(hidden, head, batch, model.vocab_size)
 
     monkeypatch.setattr(train_step, "_loss_sum", unheard_of)
     other, state = build(microbatches=microbatches)
@@ -446,7 +450,7 @@ def test_where_nothing_is_logged_the_program_is_that_of_one_that_cannot_log(monk
 
 def test_evaluation_is_the_same_program_whatever_the_model_logs():
     def program(model):
-        return train_step.build_eval_step(model, LAYOUT, "float32").lower(VALUES, BATCH).as_text()
+        return build_eval_step(model, LAYOUT, "float32").lower(VALUES, BATCH).as_text()
 
     assert program(LoggingLM(CONFIG, VOCAB)) == program(PLAIN)
 

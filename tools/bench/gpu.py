@@ -216,7 +216,7 @@ def lmtrain_step(
     holder = [program.init()]
 
     def run() -> Any:
-        holder[0], metrics = compiled(holder[0], batch)
+        holder[0], metrics, _ = compiled(holder[0], batch)
         return metrics
 
     jax.block_until_ready(run())

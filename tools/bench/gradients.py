@@ -79,7 +79,7 @@ def plan(family: str, changes: dict[str, Any], tokenizer: Tokenizer, ids: np.nda
 def gradients(program: Program, ids: np.ndarray) -> dict[str, np.ndarray]:
     """Those of the training step, by their names in an export."""
     rows = local_rows(program.layout.batch, len(ids))
-    state, _ = program.train_step(program.init(), place_batch(batch_of(ids), program.layout.batch, rows, len(ids)))
+    state, *_ = program.train_step(program.init(), place_batch(batch_of(ids), program.layout.batch, rows, len(ids)))
     model = program.config.model
     found = jax.device_get(optax.tree.get(state.optimizer, "mu"))
     return to_hf(hf_family(model.type).table(model), found, model.num_layers, program.model.vocab_size)

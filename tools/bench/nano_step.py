@@ -24,6 +24,7 @@ from torch_gpt2 import Gpt2, Trainer
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.registry import build_model
+from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
@@ -55,6 +56,7 @@ def lmtrain_step(tokens: np.ndarray, **execution: bool) -> Callable[[], float]:
         compute_dtype="float32",
         num_microbatches={BATCH: 1},
         dropout=False,
+        objective=CrossEntropy(),
     )
     mask = np.ones((BATCH, LENGTH), bool)
     mask[:, -1] = False
@@ -62,7 +64,7 @@ def lmtrain_step(tokens: np.ndarray, **execution: bool) -> Callable[[], float]:
     holder = [state]
 
     def run() -> float:
-        holder[0], metrics = step(holder[0], batch)
+        holder[0], metrics, _ = step(holder[0], batch)
         return float(metrics["train/loss"])
 
     return run

@@ -2,25 +2,26 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from lmtrain.checkpoint.policies import Kind
-from lmtrain.evaluation.evaluate import evaluate
+from lmtrain.evaluation.run import Evaluations
 from lmtrain.run.trainer import TrainerConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.signals import StoppedError, StopRequest
 from lmtrain.tracking.console import Console
-from lmtrain.tracking.goodput import COMPILE, DATA, EVALUATION, SAVING
+from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS, SAVING
 from lmtrain.train.loop.profiler import Profiler
 from lmtrain.train.loop.reporter import DivergedError, Reporter
 from lmtrain.train.loop.throughput import Throughput
 from lmtrain.train.program.compile import CompilingStep
-from lmtrain.train.start.setup import Setup
-from lmtrain.train.step.agreement import Agreement, Wishes
+from lmtrain.train.start.setup import EVALUATION_PENDING, Setup
+from lmtrain.train.step.agreement import Agreement, StopCheck, Wishes
 from lmtrain.train.step.state import TrainState
 
 
 def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callable[[], str] = lambda: "") -> bool:
-    """Train to the last step, or until a stop is requested. Returns whether the last step was reached.
+    """Train to the last step, or until a stop is requested. Returns whether all was done.
 
     `beside` gives what else should be said of the progress.
 
@@ -29,87 +30,93 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
     """
     state = setup.state
     last_step = config.num_train_steps
-    throughput = Throughput(setup.work, setup.seq_len)
+    timer, checkpointer, exporter = setup.timer, setup.checkpointer, setup.exporter
+    throughput = Throughput(setup.work, setup.seq_len, timer)
     agreement = Agreement(setup.processes, setup.program.layout)
     console = Console(setup.title, last_step, setup.first_step, setup.processes.is_first, setup.trackers.losses)
-    reporter = Reporter(setup, config, throughput, agreement, console, beside)
-    checkpointer, exporter, ledger = setup.checkpointer, setup.exporter, setup.ledger
+    check_stop = StopCheck(setup.processes, stop)
+    evaluations = Evaluations(
+        setup.evaluators, replace(setup.evaluation, check_stop=check_stop, progress=console.evaluating)
+    )
+    reporter = Reporter(setup, config, throughput, agreement, evaluations, console, beside)
     step = CompilingStep(setup.program.train_step)
     # of several processes one traces: JAX cannot make a trace for Perfetto in a folder where others write theirs
     profiler = Profiler(config.profile if setup.processes.is_first else None, os.path.join(setup.folder, "profiler"))
     done = setup.first_step
-    ledger.begin_steps(done, setup.facts)
+    setup.ledger.begin_steps(done, setup.facts)
 
     def wishes() -> Wishes:
         by_clock = setup.processes.is_first and checkpointer.is_time
         return Wishes(save=by_clock, stop=stop.requested, wait=throughput.has_long_steps)
 
+    def evaluate() -> bool:
+        """Whether all that is due was evaluated; not if the run is to end before."""
+        try:
+            with timer.section(EVALUATION):
+                found = evaluations.run(evaluations.due(done, last_step), state.params, state.average, done)
+        except StoppedError:
+            log.info(f"the evaluation after step {done:,} is ended; it is made when the run is resumed")
+            return False
+        reporter.report_evaluation(done, *found)
+        return True
+
     others_gone = False
+    evaluated = True
     try:
         if exporter is not None and exporter.was_missed(done):
             exporter.export(done, state.best_params)
         with console:
-            while done < last_step:
+            if setup.evaluation_pending:
+                evaluated = evaluate()
+            while evaluated and done < last_step:
                 profiler.step_begins()
                 try:
-                    with throughput.loading, ledger.timing(DATA):
+                    with timer.section(DATA):
                         batch = next(setup.train_batches)
                 except StoppedError:  # while waiting for data that is not there yet
                     _stop_without_data(setup, state, done, reporter)
                     break
-                batch = agreement.with_batch(batch, wishes())
+                said = agreement.on_devices(wishes())
                 with setup.program.explaining_errors():
                     if step.is_new(batch):
                         reporter.report()  # the step under way ends while the host compiles: its time would be wrong
-                        with ledger.timing(COMPILE):
-                            reporter.add(step.compile(state, batch))
-                        ledger.write()
-                        throughput.resume_clock()
-                    state, metrics = step(state, batch)
+                        with timer.section(COMPILE):
+                            reporter.add(step.compile(state, batch, said))
+                        setup.ledger.write()
+                    state, metrics, heard = step(state, batch, said)
                 done += 1
                 # This step is running now; the one before it is finished or nearly so. Reading its metrics rather than
                 # this one's keeps the device busy.
-                reporter.report(keep=(done, metrics))
+                reporter.report(keep=(done, metrics, heard))
                 if agreement.waits(wishes()):
                     reporter.report()
 
                 last = done == last_step
                 granted = agreement.granted(wishes())
-                evaluating = bool(setup.eval_batches) and (last or done % (config.steps_per_eval or last_step) == 0)
+                evaluating = bool(evaluations.due(done, last_step))
                 kind = checkpointer.kind_at(done, last=last, asked=granted.save or granted.stop)
                 exporting = exporter is not None and exporter.due(done, last)
-                pauses = evaluating or kind is not None or exporting or profiler.is_last_step
-                if pauses:
+                if evaluating or kind is not None or exporting or profiler.is_last_step:
                     # waits for this step: its loss is checked before anything is saved
                     reporter.report(ends=last or granted.stop)
-                with throughput.hooks:
-                    if profiler.is_last_step and profiler.close():
-                        _keep_profile(setup, profiler)
+                    with timer.section(HOOKS):
+                        if profiler.is_last_step and profiler.close():
+                            _keep_profile(setup, profiler)
                     if evaluating:
-                        with ledger.timing(EVALUATION):
-                            evaluation = evaluate(setup.eval_step, state.params, setup.eval_batches)
-                            if state.average is not None:
-                                evaluation |= evaluate(setup.eval_step, state.average, setup.eval_batches, "eval/ema")
-                        reporter.report_evaluation(done, evaluation)
-                    if exporter is not None and exporting:
-                        with ledger.timing(SAVING):
+                        evaluated = evaluate()
+                    with timer.section(SAVING):
+                        if exporter is not None and exporting:
                             exporter.export(done, state.best_params)
-                    if pauses:  # evaluating and exporting take long: do what was asked for meanwhile too
-                        granted |= agreement.granted(wishes())
+                        # evaluating and exporting take long: do what was asked for meanwhile too
+                        granted |= agreement.granted(wishes()) | Wishes(stop=not evaluated)
                         kind = checkpointer.kind_at(done, last=last, asked=granted.save or granted.stop)
-                    if kind:
-                        setup.trackers.sync()
-                        save = checkpointer.save_now if last or granted.stop else checkpointer.save
-                        # what is exported up to now is there before the checkpoint that would not export it again
-                        exported = (lambda: None) if exporter is None else exporter.under_way()
-                        with ledger.timing(SAVING):
-                            seconds = save(done, kind, state.parts, setup.run_info, before_commit=exported)
-                        setup.trackers.log({"checkpoint/blocking_seconds": seconds}, done)
-                        agreement.saved(done)
+                        if kind is not None:
+                            ends = last or granted.stop
+                            _save(setup, state, done, kind, at_once=ends, evaluated=evaluated)
+                            agreement.saved(done)
+                with timer.section(HOOKS):
                     if saved := checkpointer.take_saved():  # several if this one waited for the one before it
                         setup.trackers.log({"checkpoint/total_seconds": max(saved)}, done)
-                if pauses:
-                    throughput.resume_clock()
                 if granted.stop:
                     break
         reporter.report_end(done)
@@ -119,23 +126,38 @@ def train(setup: Setup, config: TrainerConfig, stop: StopRequest, beside: Callab
         others_gone = setup.processes.count > 1
         raise
     finally:
-        # whatever happened: a save under way becomes complete, and what was logged is flushed
-        try:
-            with ledger.timing(SAVING):
-                if not others_gone:  # of several processes: saving would wait for all of them
-                    checkpointer.close()
-        finally:
-            if exporter is not None:
-                with ledger.timing(SAVING):
-                    exporter.finish()
-            ledger.write()  # waiting for trackers is no training
-            if profiler.end():
-                _keep_profile(setup, profiler)
-            setup.keeper.finish()
-            setup.trackers.finish()
+        _close(setup, profiler, others_gone)
     if throughput.summary:
         log.info(throughput.summary)
-    return done == last_step
+    return done == last_step and evaluated
+
+
+def _save(setup: Setup, state: TrainState, done: int, kind: Kind, *, at_once: bool, evaluated: bool) -> None:
+    """`at_once` waits until the checkpoint is complete. One of a step that is not `evaluated` says so."""
+    setup.trackers.sync()
+    save = setup.checkpointer.save_now if at_once else setup.checkpointer.save
+    # what is exported up to now is there before the checkpoint that would not export it again
+    exported = (lambda: None) if setup.exporter is None else setup.exporter.under_way()
+    run_info = setup.run_info if evaluated else setup.run_info | {EVALUATION_PENDING: True}
+    seconds = save(done, kind, state.parts, run_info, before_commit=exported)
+    setup.trackers.log({"checkpoint/blocking_seconds": seconds}, done)
+
+
+def _close(setup: Setup, profiler: Profiler, others_gone: bool) -> None:
+    """Whatever happened: a save under way becomes complete, and what was logged is flushed."""
+    try:
+        with setup.timer.section(SAVING):
+            if not others_gone:  # of several processes: saving would wait for all of them
+                setup.checkpointer.close()
+    finally:
+        if setup.exporter is not None:
+            with setup.timer.section(SAVING):
+                setup.exporter.finish()
+        setup.ledger.write()  # waiting for trackers is no training
+        if profiler.end():
+            _keep_profile(setup, profiler)
+        setup.keeper.finish()
+        setup.trackers.finish()
 
 
 def _keep_profile(setup: Setup, profiler: Profiler) -> None:

@@ -2,20 +2,21 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from lmtrain.evaluation.evaluate import describe_evaluation
+from lmtrain.evaluation.run import Evaluations
 from lmtrain.run.trainer import TrainerConfig
 from lmtrain.runtime.logging import log
 from lmtrain.tracking.console import Console
 from lmtrain.tracking.live import Evaluated, Shown
+from lmtrain.tracking.timer import HOOKS
 from lmtrain.train.loop.memory_in_use import memory_in_use
 from lmtrain.train.loop.throughput import Throughput
 from lmtrain.train.start.setup import Setup
-from lmtrain.train.step.agreement import WISHES, Agreement
+from lmtrain.train.step.agreement import Agreement
 from lmtrain.train.step.norms import WATCH
 
 # What is shown of the speed is the mean of so many steps.
@@ -35,6 +36,7 @@ class Reporter:
         config: TrainerConfig,
         throughput: Throughput,
         agreement: Agreement,
+        evaluations: Evaluations,
         console: Console,
         beside: Callable[[], str],
     ):
@@ -42,9 +44,10 @@ class Reporter:
         self._config = config
         self._throughput = throughput
         self._agreement = agreement
+        self._evaluations = evaluations
         self._console = console
         self._beside = beside
-        self._waiting: tuple[int, Any] | None = None
+        self._waiting: tuple[int, Any, Any] | None = None
         self._evaluated: Evaluated | None = None
         self._extra: dict[str, float] = {}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
@@ -55,17 +58,18 @@ class Reporter:
         """Metrics to go with those of the next step that is reported."""
         self._extra |= metrics
 
-    def report(self, keep: tuple[int, Any] | None = None, ends: bool = False) -> None:
-        """Report the step that is waiting, and let `keep` wait in its place. Raises `DivergedError`.
+    def report(self, keep: tuple[int, Any, Any] | None = None, ends: bool = False) -> None:
+        """Report the step that is waiting, and let `keep` wait in its place: its number, metrics and wishes.
 
+        Raises `DivergedError`.
         `ends` says that `report_end` will be called of the same step.
         """
         waiting, self._waiting = self._waiting, keep
         if waiting is None:
             return
-        step, on_device = waiting
+        step, on_device, wishes = waiting
         watch, sizes = self._setup.program.watch, self._setup.batch_sizes
-        norms, wishes = on_device.pop(WATCH, {}), on_device.pop(WISHES, None)
+        norms = on_device.pop(WATCH, {})
         waited = not on_device["train/loss"].is_ready()
         with self._setup.program.explaining_errors():  # what fails on the device is told here
             metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
@@ -73,7 +77,7 @@ class Reporter:
                 metrics |= watch.by_name(jax.device_get(norms))
         self._agreement.learn(step, jax.device_get(wishes))
         metrics |= self._throughput.step_done(sizes.at(step - 1), sizes.before(step), waited)
-        with self._throughput.hooks:
+        with self._setup.timer.section(HOOKS):
             ledger = self._setup.ledger.step_done(step)
             if ledger and not ends:
                 self._ledger_at = step
@@ -83,11 +87,16 @@ class Reporter:
             self._check(step, metrics["train/loss"])
             self._show(step, metrics)
 
-    def report_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self._setup.trackers.log(metrics, step)
-        self._evaluated = Evaluated(step, metrics["eval/loss"])
-        self._console.show_evaluation(self._evaluated)
-        log.info(f"step {step}: {describe_evaluation(metrics)}")
+    def report_evaluation(self, step: int, metrics: dict[str, float], lines: Sequence[str]) -> None:
+        """`lines` say in words what `metrics` found."""
+        with self._setup.timer.section(HOOKS):
+            if metrics:
+                self._setup.trackers.log(metrics, step)
+            if "eval/loss" in metrics:
+                self._evaluated = Evaluated(step, metrics["eval/loss"])
+                self._console.show_evaluation(self._evaluated)
+            for line in lines:
+                log.info(f"step {step}: {line}")
 
     def report_end(self, step: int) -> None:
         """The last figures of the ledger and of memory, after `step` updates; none if nothing was trained."""
@@ -105,7 +114,6 @@ class Reporter:
         tokens_per_second = sum(rate * seconds for rate, seconds in self._recent) / whole
         seconds = whole / len(self._recent)
         last = self._config.num_train_steps
-        every = self._config.steps_per_eval or last
         next_save: int | None = None
         if step < last:
             next_save = checkpointer.next_permanent(step, last)
@@ -121,9 +129,7 @@ class Reporter:
                 seconds_per_step=seconds,
                 mfu=self._setup.work.rates(tokens_per_second).get("throughput/mfu"),
                 evaluated=self._evaluated,
-                next_evaluation=min(step // every * every + every, last)
-                if self._setup.eval_batches and step < last
-                else None,
+                next_evaluation=self._evaluations.next_after(step, last),
                 next_save=next_save,
                 beside=self._beside(),
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
-from lmtrain.train.step.step import Within
+from lmtrain.sharding.within import Within
 
 
 class CompilingStep:
@@ -20,14 +20,14 @@ class CompilingStep:
         """Whether the next call has to compile."""
         return batch["tokens"].shape not in self._known
 
-    def compile(self, state: Any, batch: Any) -> dict[str, float]:
+    def compile(self, state: Any, batch: Any, wishes: Any = None) -> dict[str, float]:
         """Compile for batches like this one. The call after it finds the program: JAX keeps it with its arguments.
 
         Returns `compile/tracing_seconds`, `compile/seconds` (those of XLA, or of its cache) and `compile/hlo_bytes`,
         the size of the optimized program.
         """
         began = time.perf_counter()
-        lowered = self._step.lower(state, batch)
+        lowered = self._step.lower(state, batch, wishes)
         traced = time.perf_counter()
         compiled = lowered.compile()
         done = time.perf_counter()
@@ -45,5 +45,5 @@ class CompilingStep:
         )
         return metrics
 
-    def __call__(self, state: Any, batch: Any) -> Any:
-        return self._step(state, batch)
+    def __call__(self, state: Any, batch: Any, wishes: Any = None) -> Any:
+        return self._step(state, batch, wishes)

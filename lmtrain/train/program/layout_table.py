@@ -9,9 +9,9 @@ import jax
 from clu.parameter_overview import make_table
 
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.params import abstract_params
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.sharding.mesh import Layout
-from lmtrain.train.step.state import abstract_params
 
 
 @dataclass(frozen=True)

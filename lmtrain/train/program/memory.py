@@ -24,11 +24,12 @@ import jax.numpy as jnp
 
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.params import abstract_params, with_dtype
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.logits import rows_at_once
 from lmtrain.sharding.axes import ACTIVATION_OF
 from lmtrain.sharding.mesh import Layout
-from lmtrain.train.step.state import TrainState, abstract_params, with_dtype
+from lmtrain.train.step.state import TrainState
 
 # Of the values of a block that are computed again, the share that is in memory at once.
 _HELD_OF_A_BLOCK = {"gpu": 0.4, "tpu": 0.3, "cpu": 0.4}

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 
 from lmtrain.config.describe import written
+from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.models.attention_backends import choose_attention
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.params import parameter_axes
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.registry import build_objective
 from lmtrain.optim.optimizer import build_optimizer
@@ -18,13 +20,14 @@ from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.sharding.mesh import Layout, plan_layout, platform_of
+from lmtrain.sharding.within import Within
 from lmtrain.train.program.batching import Batching, check_seq_len, plan_batching
 from lmtrain.train.program.memory import Memory, advise, bytes_per_device, largest_arrays, plan_memory
 from lmtrain.train.program.xla_options import Option, refused_option, xla_options
 from lmtrain.train.step.ema import build_averaging
 from lmtrain.train.step.norms import Watch
-from lmtrain.train.step.state import TrainState, init_state, parameter_axes, state_shardings
-from lmtrain.train.step.step import Within, build_eval_step, build_train_step
+from lmtrain.train.step.state import TrainState, init_state, state_shardings
+from lmtrain.train.step.step import build_train_step
 
 # What XLA's errors say when an array finds no room.
 _SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")

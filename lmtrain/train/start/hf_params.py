@@ -16,11 +16,11 @@ from lmtrain.hf.key_map import Piece, Row, Zeros, flatten, plan_pieces, resize_v
 from lmtrain.hf.weights import Weights, open_weights
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import hf_family
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import parameter_shardings
-from lmtrain.train.step.state import abstract_params
 
 _SHOWN = 5
 

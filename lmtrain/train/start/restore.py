@@ -12,11 +12,12 @@ from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.checkpoint.staging import local_copy
 from lmtrain.config.errors import UserError
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.params import abstract_params, with_dtype
 from lmtrain.run.precision import parse_precision
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import parameter_shardings
-from lmtrain.train.step.state import TrainState, abstract_params, with_dtype
+from lmtrain.train.step.state import TrainState
 
 _SHOWN = 5
 

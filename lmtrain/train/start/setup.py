@@ -1,10 +1,11 @@
 """Putting a run together, in the order things depend on one another; the result is one frozen record.
 
-1. devices and mesh, 2. batch sizes, 3. data, 4. model and optimizer, 5. the state: restored or fresh, 6. trackers.
+1. devices and mesh, 2. batch sizes, 3. data, 4. model and optimizer, 5. the state: restored or fresh, 6. trackers,
+7. evaluations.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -14,37 +15,43 @@ import jax
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.data.batch_sizes import BatchSizes
-from lmtrain.data.batches import EvalSource, TrainSource, iterate, too_little
-from lmtrain.data.caches import Cache, Caches, describe_epochs, open_store, plan_mixture
-from lmtrain.data.token_store import TokenStore
-from lmtrain.hf.token_bytes import token_bytes
+from lmtrain.data.batches import TrainSource, iterate, open_cache
+from lmtrain.data.caches import Caches, describe_epochs, plan_mixture
+from lmtrain.evaluation.interface import Context, Evaluator
+from lmtrain.evaluation.registry import build_evaluators
+from lmtrain.evaluation.validation_sets import open_validation_sets
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.models.params import count_parameters
 from lmtrain.run.config import RunConfig, data_seed, resolved
 from lmtrain.run.identity import run_identity
 from lmtrain.runtime.accelerators import find_accelerator
+from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.runtime.run_path import fill_run_id
-from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import local_rows, place_batch
-from lmtrain.tracking.goodput import RESTORE, START_UP, Ledger
+from lmtrain.tracking.goodput import Ledger
 from lmtrain.tracking.keep import Keeper
 from lmtrain.tracking.open import Trackers, open_trackers
+from lmtrain.tracking.timer import RESTORE, START_UP, Timer
 from lmtrain.train.program.layout_table import layout_table
 from lmtrain.train.program.program import Program, plan_program
 from lmtrain.train.program.work import Work
 from lmtrain.train.start.exporter import Exporter
 from lmtrain.train.start.initial_state import begin
-from lmtrain.train.step.state import TrainState, count_parameters
+from lmtrain.train.step.state import TrainState
 
-# Batches read ahead of the step: enough to hide a slow read, little against the model in memory.
-_PREFETCH = 8
+# In what a checkpoint says of its run: the evaluation of its step was ended by a signal.
+EVALUATION_PENDING = "evaluation_pending"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything the loop needs. `folder` is the run's own among the logs; `title` and `facts` say what it is."""
+    """Everything the loop needs. `folder` is the run's own among the logs; `title` and `facts` say what it is.
+
+    `evaluation_pending` says that the checkpoint which the run was resumed from was not evaluated yet.
+    """
 
     run: str
     folder: str
@@ -53,12 +60,14 @@ class Setup:
     state: TrainState
     first_step: int
     program: Program
-    eval_step: Callable[[Any, Any], Any]
     train_batches: Iterator[Any]
-    eval_batches: dict[str, Callable[[], Iterator[Any]]]
+    evaluators: list[Evaluator]
+    evaluation: Context
+    evaluation_pending: bool
     checkpointer: Checkpointer
     trackers: Trackers
     keeper: Keeper
+    timer: Timer
     ledger: Ledger
     work: Work
     run_info: dict[str, Any]
@@ -77,11 +86,12 @@ def set_up(
     own: Checkpoint | None = None,
     begin_from_hf: str | None = None,
     processes: Processes = ALONE,
+    timer: Timer | None = None,
     ledger: Ledger | None = None,
 ) -> Setup:
     """Build or restore everything: the run goes on from its `own` checkpoint, or begins, perhaps with `begin_from_hf`.
 
-    Of several `processes` the first tracks and writes exports. `ledger` takes the time that it needs.
+    Of several `processes` the first tracks and writes exports. `timer` takes the time that it needs.
 
     Raises `UserError` for a config that does not fit the machine or the checkpoint.
     """
@@ -90,7 +100,7 @@ def set_up(
     program = plan_program(config, tokenizer.vocab_size)
     model, layout = program.model, program.layout
     seq_len = config.model.seq_len
-    stores = [_open_store(config, cache) for cache in caches.train.values()]
+    stores = [open_cache(config.data, cache, seq_len) for cache in caches.train.values()]
 
     parameters = count_parameters(model)
     log.info(f"{config.model.type}, {parameters:,} parameters, {trainer.precision}")
@@ -102,8 +112,9 @@ def set_up(
     exports = config.hf_save_path is not None or config.hf_upload is not None
     exporter = Exporter(config, run, model, tokenizer, layout, processes.is_first) if exports else None
     run_info = _run_info(config, run, tokenizer.identity, caches, program)
-    ledger = ledger or Ledger(None)
-    with ledger.timing(START_UP if own is None else RESTORE):
+    timer = timer or Timer()
+    ledger = ledger or Ledger(None, timer)
+    with timer.section(START_UP if own is None else RESTORE):
         state, first_step = begin(program, own, run_info, begin_from_hf, processes)
 
     sizes = trainer.batch_sizes
@@ -129,7 +140,7 @@ def set_up(
         log.info(f"{epoch}; data: {cache.folder}")
     train_batches = (
         place_batch(batch, layout.batch, rows[sizes.at(step)], sizes.at(step))
-        for step, batch in enumerate(iterate(source, first_step, _PREFETCH), start=first_step)
+        for step, batch in enumerate(iterate(source, first_step), start=first_step)
     )
 
     log_dir = fill_run_id(trainer.log_dir, run)
@@ -142,6 +153,24 @@ def set_up(
     if os.path.exists(resolved_config):
         trackers.artifact(resolved_config, f"{run}-config", "config")
     keeper = Keeper(trainer.tracker if processes.is_first else [], folder, run, trackers)
+    pending = own is not None and EVALUATION_PENDING in own.read_run_info() and "eval/loss" not in trackers.names
+    evaluation = Context(
+        model=model,
+        layout=layout,
+        compute_dtype=trainer.precision.compute,
+        tokenizer=tokenizer,
+        sets=open_validation_sets(
+            config.data,
+            caches.validation,
+            layout,
+            seq_len=seq_len,
+            batch_size=program.batching.eval_batch,
+            max_batches=trainer.max_eval_batches,
+        ),
+        processes=processes,
+        folder=folder,
+        xla_options=program.xla_options,
+    )
     devices = f"{jax.device_count()} {jax.devices()[0].device_kind}"
 
     return Setup(
@@ -152,12 +181,14 @@ def set_up(
         state=state,
         first_step=first_step,
         program=program,
-        eval_step=program.eval_step(token_bytes(tokenizer)),
         train_batches=train_batches,
-        eval_batches=open_eval_batches(config, layout, program.batching.eval_batch, caches.validation),
+        evaluators=build_evaluators(trainer.steps_per_eval),
+        evaluation=evaluation,
+        evaluation_pending=gather(processes, "evaluation pending", pending)[0],
         checkpointer=checkpointer,
         trackers=trackers,
         keeper=keeper,
+        timer=timer,
         ledger=ledger,
         work=work,
         run_info=run_info,
@@ -166,35 +197,6 @@ def set_up(
         processes=processes,
         exporter=exporter,
     )
-
-
-def open_eval_batches(
-    config: RunConfig, layout: Layout, batch_size: int, caches: Mapping[str, Cache]
-) -> dict[str, Callable[[], Iterator[Any]]]:
-    """For each validation set a function that reads it from its beginning, in global batches."""
-    rows = local_rows(layout.batch, batch_size)
-    seq_len = config.model.seq_len
-
-    def reader(cache: Cache) -> Callable[[], Iterator[Any]]:
-        store = _open_store(config, cache)
-        data, most = config.data, config.trainer.max_eval_batches
-        source = EvalSource(store, seq_len, batch_size, rows, most, data.mask_across_documents, data.reset_positions)
-        if len(source) < source.whole:
-            log.info(
-                f"evaluation takes {len(source):,} of {source.whole:,} batches of {cache.folder} "
-                "(trainer.max_eval_batches): losses are those of this part"
-            )
-        return lambda: (place_batch(batch, layout.batch, rows, batch_size) for batch in iterate(source, 0, _PREFETCH))
-
-    return {name: reader(cache) for name, cache in caches.items()}
-
-
-def _open_store(config: RunConfig, cache: Cache) -> TokenStore:
-    """Raises `UserError` if it will never hold one sequence."""
-    store = open_store(config.data, cache)
-    if store.shards.complete and store.shards.tokens < config.model.seq_len:
-        raise too_little(store, config.model.seq_len)
-    return store
 
 
 def _run_info(

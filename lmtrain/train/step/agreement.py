@@ -1,8 +1,8 @@
 """What any process of a run wishes, known to all at the same step: to save, to stop, or to wait for every step.
 
-One process's wish is granted at once. The wishes of several travel as a small array with the batch; the compiled step
-finds the greatest of each, and its metrics bring them back to every process. So all save after the same step, without
-a word between the hosts that the step does not exchange anyway.
+One process's wish is granted at once. The wishes of several are a small array that the compiled step takes; it finds
+the greatest of each and returns them to every process. So all save after the same step, without a word between the
+hosts that the step does not exchange anyway.
 """
 
 from typing import Any, NamedTuple
@@ -11,11 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.signals import StoppedError, StopRequest
 from lmtrain.sharding.mesh import Layout
 
-# The name of the wishes in a batch, and in the metrics of its step.
-WISHES = "wishes"
+# How often several processes ask one another, while none of them trains, whether one is to end.
+_LOOKS = 16
 
 
 class Wishes(NamedTuple):
@@ -31,7 +33,7 @@ class Wishes(NamedTuple):
 
 
 class Agreement:
-    """Between the processes of a run. `with_batch` and `learn` are called for every step, in turn."""
+    """Between the processes of a run. `on_devices` and `learn` are called for every step, in turn."""
 
     def __init__(self, processes: Processes, layout: Layout):
         self._alone = processes.count == 1
@@ -40,15 +42,18 @@ class Agreement:
         self._waits = True  # until the first step is known not to be long
         self._saved = 0
 
-    def with_batch(self, batch: dict[str, Any], mine: Wishes) -> dict[str, Any]:
-        """The batch of the next step, with this process's wishes: [devices, number of wishes], one row a device."""
+    def on_devices(self, mine: Wishes) -> Any:
+        """What the next step takes: this process's wishes, [devices, number of wishes], one row a device.
+
+        None for a run of one process.
+        """
         if self._alone:
-            return batch
+            return None
         local = np.tile(np.array(mine, np.int32), (jax.local_device_count(), 1))
-        return batch | {WISHES: jax.make_array_from_process_local_data(self._sharding, local)}
+        return jax.make_array_from_process_local_data(self._sharding, local)
 
     def learn(self, step: int, greatest: Any) -> None:
-        """Take the wishes of all, `greatest` [number of wishes], from the metrics of a step; None if it has none."""
+        """Take the wishes of all, `greatest` [number of wishes], which a step returned; None if it took none."""
         if greatest is None:
             return
         of_step = Wishes(*(bool(wish) for wish in greatest))
@@ -69,3 +74,23 @@ class Agreement:
     def saved(self, step: int) -> None:
         """Wishes to save that came with steps up to this one have been granted."""
         self._saved = step
+
+
+class StopCheck:
+    """For what takes long between two steps: call it again and again, in all processes equally often.
+
+    Raises `StoppedError` in all of them at the same call, if a signal came to one. One process looks each time, several
+    at every sixteenth call, through the coordinator.
+    """
+
+    def __init__(self, processes: Processes, stop: StopRequest):
+        self._processes = processes
+        self._stop = stop
+        self._calls = 0
+
+    def __call__(self) -> None:
+        self._calls += 1
+        if self._processes.count > 1 and self._calls % _LOOKS:
+            return
+        if any(gather(self._processes, "stop", self._stop.requested)):
+            raise StoppedError

@@ -1,8 +1,5 @@
 """What training changes: parameters, optimizer state, and the number of updates done."""
 
-import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +9,7 @@ import optax
 from flax import struct
 
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.params import abstract_params, initializer, with_dtype
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import like_parameters, parameter_shardings
 
@@ -34,34 +32,6 @@ class TrainState(struct.PyTreeNode):
         """What a checkpoint holds beside the step: `params`, `optimizer`, and `average` if there is one."""
         parts = {"params": self.params, "optimizer": self.optimizer, "average": self.average}
         return {name: part for name, part in parts.items() if part is not None}
-
-
-@functools.lru_cache(maxsize=8)
-def abstract_params(model: LanguageModel) -> Any:
-    """Shapes, types and logical names of the parameters, without computing any."""
-    return jax.eval_shape(_initializer(model), jax.random.key(0))
-
-
-@functools.lru_cache(maxsize=8)
-def _initializer(model: LanguageModel) -> Callable[[jax.Array], Any]:
-    """key -> parameters, boxed with their names. One function for shapes and values: it is traced once for both."""
-    return jax.jit(lambda key: without_kernels(model).init(key, jnp.zeros((1, 2), jnp.int32))["params"])
-
-
-def without_kernels(model: LanguageModel) -> LanguageModel:
-    """The same model with plain attention, for a few tokens in float32, which not every backend takes."""
-    return model.clone(attention="xla")
-
-
-def count_parameters(model: LanguageModel) -> int:
-    """Scalars in the parameters, without those that pad the vocabulary."""
-    boxes = jax.tree.leaves(abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
-    return sum(
-        math.prod(
-            model.vocab_size if name == "vocab" else size for name, size in zip(box.names, box.value.shape, strict=True)
-        )
-        for box in boxes
-    )
 
 
 def state_shardings(
@@ -92,22 +62,8 @@ def init_state(
     """A fresh state, each array computed where it lives. The same seed gives the same values on any mesh."""
 
     def init(key: jax.Array) -> TrainState:
-        params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(_initializer(model)(key)))
+        params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(initializer(model)(key)))
         average = None if shardings.average is None else jax.tree.map(jnp.copy, params)
         return TrainState(jnp.int32(0), params, optimizer.init(params), average)
 
     return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
-
-
-def parameter_axes(model: LanguageModel) -> Any:
-    """The logical names of each parameter's dimensions, as tuples in the tree of the parameters."""
-    return jax.tree.map(
-        lambda box: tuple(box.names),
-        abstract_params(model),
-        is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned),
-    )
-
-
-def with_dtype(abstract: Any, dtype: str) -> Any:
-    """The same shapes in another type."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)

@@ -10,7 +10,7 @@ from lmtrain.plan.figures import describe
 from lmtrain.plan.report import model_lines
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import find_accelerator
-from lmtrain.train.loop import throughput as module
+from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS, SAVING, Timer
 from lmtrain.train.loop.throughput import Throughput
 from lmtrain.train.program.program import plan_program
 from lmtrain.train.program.work import Work
@@ -30,23 +30,32 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(module.time, "perf_counter", clock)
-    return clock
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def timer(clock):
+    timer = Timer(clock)
+    timer.begin_steps()
+    return timer
+
+
+@pytest.fixture
+def throughput(timer):
+    return Throughput(WORK, SEQ_LEN, timer)
 
 
 def step(throughput: Throughput, clock: Clock, loading: float, computing: float, so_far: int = 10) -> dict[str, float]:
-    with throughput.loading:
+    with throughput._timer.section(DATA):
         clock.now += loading
     clock.now += computing
     return throughput.step_done(10, so_far)
 
 
-def test_a_step_reports_its_times_its_rates_and_what_the_run_has_seen(clock):
-    throughput = Throughput(WORK, SEQ_LEN)
+def test_a_step_reports_its_times_its_rates_and_what_the_run_has_seen(throughput, timer, clock):
     step(throughput, clock, 1.0, 9.0)
-    with throughput.hooks:
+    with timer.section(HOOKS):
         clock.now += 0.25
     assert step(throughput, clock, 0.5, 1.25, so_far=20) == pytest.approx(
         {
@@ -64,11 +73,11 @@ def test_a_step_reports_its_times_its_rates_and_what_the_run_has_seen(clock):
     )
 
 
-def test_of_a_device_whose_peak_is_not_known_there_is_no_mfu(clock):
-    known, unknown = (step(Throughput(work, SEQ_LEN), clock, 0.0, 1.0, so_far=10) for work in (WORK, UNKNOWN))
+def test_of_a_device_whose_peak_is_not_known_there_is_no_mfu(timer, clock):
+    known, unknown = (step(Throughput(work, SEQ_LEN, timer), clock, 0.0, 1.0, so_far=10) for work in (WORK, UNKNOWN))
     assert known.keys() - unknown.keys() == {"throughput/mfu", "throughput/mfu_causal"}
     assert unknown == {name: known[name] for name in unknown}
-    throughput = Throughput(UNKNOWN, SEQ_LEN)
+    throughput = Throughput(UNKNOWN, SEQ_LEN, timer)
     for _ in range(3):
         step(throughput, clock, 0.0, 1.0)
     assert throughput.summary == "1,000 tokens/s, 1000 ms a step, waiting for data 0.00 % of it"
@@ -82,19 +91,17 @@ def test_a_device_that_is_busy_all_the_time_has_a_hundred_percent():
     )
 
 
-def test_hooks_are_those_since_the_step_before(clock):
-    throughput = Throughput(WORK, SEQ_LEN)
+def test_hooks_are_those_since_the_step_before(throughput, timer, clock):
     for seconds in (1.0, 2.0):
-        with throughput.hooks:
+        with timer.section(HOOKS):
             clock.now += seconds
     assert step(throughput, clock, 0.0, 1.0)["throughput/hook_time"] == pytest.approx(3.0)
     assert step(throughput, clock, 0.0, 1.0)["throughput/hook_time"] == 0.0
 
 
-def test_total_tokens_follow_a_schedule_of_batch_sizes(clock):
+def test_total_tokens_follow_a_schedule_of_batch_sizes(throughput, clock):
     """As the reporter asks: steps are counted from 0, and a run that goes on counts those before it."""
     sizes = BatchSizes.of([(0, 2), (3, 5)])
-    throughput = Throughput(WORK, SEQ_LEN)
     found = []
     for done in range(2, 7):  # from a checkpoint of one step
         clock.now += 2.0
@@ -105,9 +112,8 @@ def test_total_tokens_follow_a_schedule_of_batch_sizes(clock):
     assert found[-1]["throughput/total_gflops"] == pytest.approx(2100 * 2e6 / 1e9)
 
 
-def test_a_step_that_was_finished_while_the_host_was_held_up_has_no_speed_of_its_own(clock):
+def test_a_step_that_was_finished_while_the_host_was_held_up_has_no_speed_of_its_own(throughput, clock):
     """A laptop that slept, or a tracker that took long: the next step was done meanwhile."""
-    throughput = Throughput(WORK, SEQ_LEN)
     step(throughput, clock, 0.0, 2.0)
     clock.now += 6.0
     late = throughput.step_done(10, 20)
@@ -120,8 +126,7 @@ def test_a_step_that_was_finished_while_the_host_was_held_up_has_no_speed_of_its
     assert throughput.step_done(10, 40)["throughput/duration"] == pytest.approx(2.0)
 
 
-def test_steps_are_long_until_one_is_known_not_to_be_and_waiting_for_data_makes_none_long(clock):
-    throughput = Throughput(WORK, SEQ_LEN)
+def test_steps_are_long_until_one_is_known_not_to_be_and_waiting_for_data_makes_none_long(throughput, clock):
     found = [throughput.has_long_steps]
     for loading, computing in ((0.0, 2.0), (60.0, 2.0), (0.0, 60.0), (0.0, 2.0)):
         step(throughput, clock, loading, computing)
@@ -129,41 +134,25 @@ def test_steps_are_long_until_one_is_known_not_to_be_and_waiting_for_data_makes_
     assert found == [True, False, False, True, False]
 
 
-def test_a_pause_is_not_part_of_a_step(clock):
-    throughput = Throughput(WORK, SEQ_LEN)
+def test_a_pause_is_not_part_of_a_step(throughput, timer, clock):
     step(throughput, clock, 0.0, 1.0)
-    clock.now += 60.0
-    throughput.resume_clock()
+    for section in (EVALUATION, SAVING, COMPILE):
+        with timer.section(section):
+            clock.now += 60.0
     assert step(throughput, clock, 0.0, 2.0)["throughput/duration"] == pytest.approx(2.0)
 
 
-def test_the_summary_leaves_the_first_two_steps_out(clock):
-    throughput = Throughput(WORK, SEQ_LEN)
+def test_the_summary_leaves_the_first_two_steps_out(throughput, clock):
     for loading, computing in [(5.0, 50.0), (0.0, 20.0), (0.1, 1.9), (0.3, 1.7)]:
         step(throughput, clock, loading, computing)
     assert throughput.summary == "500 tokens/s, 2000 ms a step, MFU 1.0 %, waiting for data 10.00 % of it"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_too_few_steps_have_no_summary(clock, steps):
-    throughput = Throughput(WORK, SEQ_LEN)
+def test_too_few_steps_have_no_summary(throughput, clock, steps):
     for _ in range(steps):
         step(throughput, clock, 0.0, 1.0)
     assert throughput.summary == ""
-
-
-def test_a_stopwatch_counts_even_what_ends_in_an_exception(clock):
-    watch = module.Stopwatch()
-
-    def fail():
-        with watch:
-            clock.now += 2.0
-            raise StopIteration
-
-    with pytest.raises(StopIteration):
-        fail()
-    assert watch.reset() == 2.0
-    assert watch.seconds == 0.0
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import pytest
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.models.params import abstract_params
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.program.layout_table import layout_table
-from lmtrain.train.step.state import abstract_params
 
 MODEL = Gpt2LM(Gpt2Config(hidden_dim=64, num_heads=2, num_layers=3, seq_len=1024, pad_vocab_to_multiple_of=1), 2048)
 

@@ -8,12 +8,12 @@ from conftest import TOKENIZER, tiny_settings
 from flax import linen as nn
 
 from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.start import exporter as module
-from lmtrain.train.step.state import abstract_params
 
 SECONDS = 30
 

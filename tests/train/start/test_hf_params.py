@@ -18,12 +18,12 @@ from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import flatten, to_hf, unflatten
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import build_model, hf_family
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.start.hf_params import gather_tensors, load_hf_params, plan_hf_pieces
-from lmtrain.train.step.state import abstract_params
 
 VOCAB, LENGTH = 10, 12
 SIZES = {"hidden_dim": 8, "num_heads": 2, "num_layers": 2, "seq_len": LENGTH}
@@ -257,7 +257,7 @@ from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.sharding.placement import parameter_shardings
 from lmtrain.train.start.hf_params import gather_tensors, load_hf_params, plan_hf_pieces
-from lmtrain.train.step.state import abstract_params
+from lmtrain.models.params import abstract_params
 
 model_settings, vocab, layouts, folder = json.loads(sys.argv[1])
 config = RunConfig.model_validate({"model": model_settings}).model

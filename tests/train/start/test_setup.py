@@ -77,8 +77,10 @@ def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_c
     assert (setup.batch_sizes.all, setup.seq_len) == ([4], 32)
     batch = next(setup.train_batches)
     assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 32)
-    assert len(list(setup.eval_batches[""]())) == 2
-    assert len(list(setup.eval_batches[""]())) == 2  # each evaluation reads them anew
+    validation = setup.evaluation.sets[""]
+    assert len(validation) == len(list(validation)) == 2
+    assert len(list(validation)) == 2  # each evaluation reads them from the beginning
+    assert not setup.evaluation_pending
     assert setup.run_info["identity"]["seed"] == 0
     assert setup.run_info["machine"]["mesh"] == {"replica": 1, "data": jax.device_count(), "model": 1}
     json.dumps(setup.run_info)
@@ -86,7 +88,7 @@ def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_c
 
 
 def test_without_validation_files_there_is_nothing_to_evaluate(config, start):
-    assert start(config(data={"validation_urls": None})).eval_batches == {}
+    assert start(config(data={"validation_urls": None})).evaluation.sets == {}
 
 
 @pytest.mark.parametrize(

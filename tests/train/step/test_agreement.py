@@ -1,14 +1,15 @@
 """Wishes of several processes, as the steps carry them: granted once, at the same step everywhere."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.signals import StoppedError, StopRequest
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.step.agreement import WISHES, Agreement, Wishes
+from lmtrain.train.step import agreement
+from lmtrain.train.step.agreement import Agreement, StopCheck, Wishes
 
 LAYOUT = plan_layout(PartitioningConfig())
 
@@ -17,8 +18,7 @@ def run(process: Agreement, mine: list[Wishes], others: list[Wishes]) -> list[tu
     """What a process does after each step, if it wishes the one and another process the other."""
     granted, waiting = [], None
     for step, (own, other) in enumerate(zip(mine, others, strict=True), start=1):
-        batch = process.with_batch({"tokens": None}, own)
-        greatest = np.maximum(np.max(jax.device_get(batch[WISHES]), axis=0), np.array(other, np.int32))
+        greatest = np.maximum(np.max(jax.device_get(process.on_devices(own)), axis=0), np.array(other, np.int32))
         if waiting is not None:
             process.learn(step - 1, waiting)  # metrics are read a step late
         waiting = greatest
@@ -38,10 +38,9 @@ def at(steps: int, **wishes: tuple[int, ...]) -> list[Wishes]:
     return [Wishes(**{name: step in at for name, at in wishes.items()}) for step in range(1, steps + 1)]
 
 
-def test_one_process_is_granted_its_wish_at_once_and_its_batches_stay_as_they_are():
+def test_one_process_is_granted_its_wish_at_once_and_its_steps_take_none():
     alone = Agreement(ALONE, LAYOUT)
-    batch = {"tokens": jnp.zeros(3)}
-    assert alone.with_batch(batch, Wishes(save=True)) is batch
+    assert alone.on_devices(Wishes(save=True)) is None
     assert alone.granted(Wishes(save=True)) == Wishes(save=True)
     assert alone.waits(Wishes(wait=True))
     assert not alone.waits(Wishes())
@@ -72,3 +71,29 @@ def test_steps_without_wishes_change_nothing():
     process.learn(2, None)
     assert process.granted(Wishes()) == Wishes(save=True)
     assert process.granted(Wishes()) == Wishes()
+
+
+def test_between_batches_one_process_looks_each_time():
+    stop = StopRequest()
+    check = StopCheck(ALONE, stop)
+    check()
+    stop.requested = True
+    with pytest.raises(StoppedError):
+        check()
+
+
+def test_several_processes_look_rarely_and_all_end_at_the_same_call(monkeypatch):
+    """A signal to the other one, which came after call 20."""
+    calls = []
+
+    def asked(processes, name, mine):
+        calls.append(mine)
+        return [mine, len(calls) > 1]
+
+    monkeypatch.setattr(agreement, "gather", asked)
+    check = StopCheck(Processes(0, 2), StopRequest())
+    for _ in range(31):
+        check()
+    assert calls == [False]
+    with pytest.raises(StoppedError):
+        check()

@@ -13,6 +13,7 @@ from models.quick import jit
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.run.trainer import EmaConfig, EmaDecaySqrtConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
@@ -133,12 +134,13 @@ def train(config, dtype: str) -> list[TrainState]:
         compute_dtype="float32",
         num_microbatches={2: 1},
         dropout=False,
+        objective=CrossEntropy(),
         averaging=build_averaging(config),
     )
     compiled = step.lower(state, BATCH).compile(compiler_options=QUICK)
     states = [jax.device_get(state)]
     for _ in range(6):
-        state, _ = compiled(state, BATCH)
+        state, _, _ = compiled(state, BATCH)
         states.append(jax.device_get(state))
     return states
 

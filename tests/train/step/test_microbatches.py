@@ -10,6 +10,7 @@ from models import quick
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.registry import build_model
+from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.step.microbatches import sum_over_microbatches
@@ -55,11 +56,12 @@ def loss_and_gradients(family: str, microbatches: int):
         compute_dtype="float32",
         num_microbatches={8: microbatches},
         dropout=False,
+        objective=CrossEntropy(),
     )
     state = fresh(model)
     # quick to compile, as in models.quick
     compiled = step.lower(state, BATCH).compile(compiler_options={"xla_cpu_use_fusion_emitters": False})
-    state, metrics = compiled(state, BATCH)
+    state, metrics, _ = compiled(state, BATCH)
     return float(metrics["train/loss"]), state.optimizer[0].trace
 
 

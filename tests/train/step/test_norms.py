@@ -43,7 +43,7 @@ def run_to_the_end(planned, steps: int) -> tuple[list[dict[str, float]], dict[st
     """Those, and the parameters after the last step."""
     state, found = planned.init(), []
     for step in range(1, steps + 1):
-        state, metrics = planned.train_step(state, batch(step))
+        state, metrics, _ = planned.train_step(state, batch(step))
         norms = metrics.pop(WATCH, {})
         logged = {name: float(value) for name, value in metrics.items()}
         if planned.watch.shows(step):
@@ -102,7 +102,7 @@ def test_norms_in_total_by_layer_and_by_parameter_are_those_of_numpy(scan, split
     state = planned.init()
     before = flat(state.params)
     of_gradients = gradients(planned, state, batch(1))
-    state, metrics = planned.train_step(state, batch(1))
+    state, metrics, _ = planned.train_step(state, batch(1))
     after = flat(state.params)
     found = planned.watch.by_name(jax.device_get(metrics[WATCH]))
     trees = {"grad": of_gradients, "params": after, "updates": {name: after[name] - before[name] for name in after}}
@@ -140,7 +140,7 @@ def test_norms_are_there_in_steps_that_are_multiples_of_the_interval_and_only_th
     assert [planned.watch.shows(step) for step in range(1, 10)] == [step % 3 == 0 for step in range(1, 10)]
     state, computed = planned.init(), []
     for step in range(1, 8):
-        state, metrics = planned.train_step(state, batch(step))
+        state, metrics, _ = planned.train_step(state, batch(step))
         computed += [step] * (float(metrics[WATCH]["params"]["total"]) > 0)
     assert computed == [3, 6]
 
@@ -190,7 +190,7 @@ def test_norms_of_bfloat16_parameters_are_summed_in_float32():
         ),
         VOCAB,
     )
-    state, metrics = planned.train_step(planned.init(), batch(1))
+    state, metrics, _ = planned.train_step(planned.init(), batch(1))
     found = planned.watch.by_name(jax.device_get(metrics[WATCH]))
     expected = names_and_norms("params", flat(jax.tree.map(lambda leaf: leaf.astype("float32"), state.params)))
     for name, value in expected.items():
@@ -216,7 +216,7 @@ for name, devices, trainer in json.loads(sys.argv[2]):
     planned = plan_program(config, VOCAB)
     jax.devices = every
     rows = local_rows(planned.layout.batch, 8)
-    state, metrics = planned.train_step(planned.init(), place_batch(batch(1, 8), planned.layout.batch, rows, 8))
+    state, metrics, _ = planned.train_step(planned.init(), place_batch(batch(1, 8), planned.layout.batch, rows, 8))
     found[name] = planned.watch.by_name(jax.device_get(metrics[WATCH]))
     split = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state.params)}
     found[name]["devices"] = max(split)

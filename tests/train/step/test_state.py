@@ -9,9 +9,10 @@ from flax import linen as nn
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.models.params import abstract_params, count_parameters, with_dtype
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.step.state import abstract_params, count_parameters, init_state, state_shardings, with_dtype
+from lmtrain.train.step.state import init_state, state_shardings
 
 MODEL = Gpt2LM(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=2, seq_len=8), 12)
 OPTIMIZER = optax.adam(0.1)

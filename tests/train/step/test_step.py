@@ -8,12 +8,14 @@ import optax
 import pytest
 from models import quick
 
+from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.step.state import TrainState, state_shardings
-from lmtrain.train.step.step import build_eval_step, build_train_step
+from lmtrain.train.step.step import build_train_step
 
 SIZES = {
     "hidden_dim": 16,
@@ -59,6 +61,7 @@ def build(model=MODEL, microbatches: int = 1, seed: int = 0, compute: str = "flo
         compute_dtype=compute,
         num_microbatches={4: microbatches},
         dropout=model.has_dropout,
+        objective=CrossEntropy(),
     )
 
 
@@ -81,7 +84,7 @@ def test_the_loss_is_the_mean_over_targets_and_the_update_follows_its_gradient(w
         return (losses * MASK[:, :-1]).sum() / 13
 
     loss, gradients = jax.jit(jax.value_and_grad(mean_loss))(VALUES)
-    state, metrics = whole(fresh(), BATCH)
+    state, metrics, _ = whole(fresh(), BATCH)
     assert float(metrics["train/loss"]) == pytest.approx(float(loss), rel=1e-5)
     norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(gradients)))
     assert float(metrics["train/gradient_norm"]) == pytest.approx(float(norm), rel=1e-4)
@@ -91,8 +94,8 @@ def test_the_loss_is_the_mean_over_targets_and_the_update_follows_its_gradient(w
 
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_microbatches_with_uneven_masks_give_the_same_update(whole, microbatches):
-    state, metrics = whole(fresh(), BATCH)
-    other, other_metrics = build(microbatches=microbatches)(fresh(), BATCH)
+    state, metrics, _ = whole(fresh(), BATCH)
+    other, other_metrics, _ = build(microbatches=microbatches)(fresh(), BATCH)
     for name in metrics:
         assert float(other_metrics[name]) == pytest.approx(float(metrics[name]), rel=1e-6), name
     for one, two in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
@@ -100,7 +103,7 @@ def test_microbatches_with_uneven_masks_give_the_same_update(whole, microbatches
 
 
 def test_a_batch_without_targets_changes_nothing(whole):
-    state, metrics = whole(fresh(), {"tokens": TOKENS, "loss_mask": np.zeros_like(MASK)})
+    state, metrics, _ = whole(fresh(), {"tokens": TOKENS, "loss_mask": np.zeros_like(MASK)})
     assert float(metrics["train/loss"]) == 0
     for new, old in zip(jax.tree.leaves(state.params), jax.tree.leaves(VALUES), strict=True):
         np.testing.assert_array_equal(new, old)
@@ -116,7 +119,7 @@ def test_masked_tokens_after_the_last_target_have_no_influence(whole):
 def test_steps_count_and_the_logged_rate_is_that_of_the_update(whole):
     state, rates = fresh(), []
     for _ in range(3):
-        state, metrics = whole(state, BATCH)
+        state, metrics, _ = whole(state, BATCH)
         rates.append(float(metrics["train/learning_rate"]))
     assert int(state.step) == 3
     assert rates == [0.5, 1.5, 2.5]
@@ -127,7 +130,7 @@ def test_the_step_compiles_once(caplog):
     step, state = build(), jax.device_put(fresh(), shardings)  # placed as a restored or fresh state is
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for _ in range(4):
-            state, _ = step(state, BATCH)
+            state, _, _ = step(state, BATCH)
     compiled = [record.message for record in caplog.records if "Compiling jit(step)" in record.message]
     assert len(compiled) == 1, [record.message[:80] for record in caplog.records]
 
@@ -150,7 +153,7 @@ def test_evaluation_has_no_dropout_and_gives_sum_and_count(whole):
 
 
 def test_bfloat16_computation_keeps_float32_parameters_and_is_close(whole):
-    state, metrics = build(compute="bfloat16")(fresh(), BATCH)
+    state, metrics, _ = build(compute="bfloat16")(fresh(), BATCH)
     exact = float(whole(fresh(), BATCH)[1]["train/loss"])
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype(np.float32)}
     assert metrics["train/loss"].dtype == np.float32

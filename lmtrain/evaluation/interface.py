@@ -1,0 +1,59 @@
+"""What every evaluation offers, and what it is given: training and `lmtrain eval` use only this."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lmtrain.evaluation.validation_sets import ValidationSet
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.models.interface import LanguageModel
+from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.sharding.mesh import Layout
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an evaluation may use. Parameters that it is given lie on `layout` and are computed with in `compute_dtype`.
+
+    `folder` is the run's own among the logs. `check_stop()` is to be called between batches, by all processes equally
+    often; it raises `StoppedError` if the run is to end. `progress(done, total)` may be called as often.
+    """
+
+    model: LanguageModel
+    layout: Layout
+    compute_dtype: str
+    tokenizer: Tokenizer
+    sets: Mapping[str, ValidationSet]
+    processes: Processes = ALONE
+    folder: str = ""
+    xla_options: Mapping[str, Any] = field(default_factory=dict)
+    check_stop: Callable[[], None] = _nothing
+    progress: Callable[[int, int], None] = _nothing
+
+
+class Evaluator(Protocol):
+    """One way to measure a model. Every process of a run calls it, with the same parameters.
+
+    `name` begins the names of its metrics: `eval/<name>/...`; `every` is its interval in steps, None for after the last
+    step only. What an `optional` one raises is logged, and training continues.
+    """
+
+    name: str
+    every: int | None
+    optional: bool
+
+    def prepare(self, context: Context) -> bool:
+        """Called once, before the first step. False if there is nothing to evaluate: then it is never called again.
+
+        Raises `UserError` for settings that do not fit the run.
+        """
+
+    def evaluate(self, params: Any, step: int) -> Mapping[str, float]:
+        """Metrics of `params` after `step` updates, by their names after `eval/<name>/`."""
+
+    def describe(self, metrics: Mapping[str, float]) -> str:
+        """One line for the log, of its metrics by their full names, perhaps also those of averaged parameters."""

@@ -1,0 +1,12 @@
+"""The evaluations of a run: one row for each kind."""
+
+from lmtrain.evaluation.interface import Evaluator
+from lmtrain.evaluation.perplexity import Perplexity
+
+
+def build_evaluators(steps_per_eval: int | None) -> list[Evaluator]:
+    """Those that the settings ask for, in the order in which they run."""
+    evaluators: list[Evaluator] = []
+    if steps_per_eval is not None:
+        evaluators.append(Perplexity(steps_per_eval))
+    return evaluators

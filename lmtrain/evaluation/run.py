@@ -1,0 +1,55 @@
+"""Running evaluations: when they are due, of which parameters, under which names."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lmtrain.evaluation.interface import Context, Evaluator
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.signals import StoppedError
+
+# Metrics of averaged parameters have this between `eval` and the evaluator's name.
+AVERAGED = "ema"
+
+
+class Evaluations:
+    """The evaluators of a run that have something to evaluate."""
+
+    def __init__(self, evaluators: Sequence[Evaluator], context: Context):
+        self._evaluators = [evaluator for evaluator in evaluators if evaluator.prepare(context)]
+
+    def due(self, step: int, last: int) -> list[Evaluator]:
+        """Those that run after `step` updates; after the `last` all do."""
+        return [one for one in self._evaluators if step == last or (one.every and step % one.every == 0)]
+
+    def next_after(self, step: int, last: int) -> int | None:
+        """The first step after `step` that something is due at; None if nothing is."""
+        if not self._evaluators or step >= last:
+            return None
+        return min(last, *(step // one.every * one.every + one.every for one in self._evaluators if one.every), last)
+
+    def run(self, due: Sequence[Evaluator], params: Any, average: Any, step: int) -> tuple[dict[str, float], list[str]]:
+        """-> all metrics, and a line for each evaluator. Of `average` too, unless it is None.
+
+        Raises `StoppedError` if the run is to end: then nothing of this step counts as evaluated.
+        """
+        metrics: dict[str, float] = {}
+        lines = []
+        for evaluator in due:
+            try:
+                found = self._named(evaluator, "eval", evaluator.evaluate(params, step))
+                if average is not None:
+                    found |= self._named(evaluator, f"eval/{AVERAGED}", evaluator.evaluate(average, step))
+                lines.append(evaluator.describe(found))
+                metrics |= found
+            except StoppedError:
+                raise
+            except Exception as error:
+                if not evaluator.optional:
+                    raise
+                log.error(f"evaluation {evaluator.name} failed after step {step:,}: {type(error).__name__}: {error}")
+        return metrics, lines
+
+    @staticmethod
+    def _named(evaluator: Evaluator, prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+        prefix = f"{prefix}/{evaluator.name}" if evaluator.name else prefix
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}

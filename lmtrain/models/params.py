@@ -1,0 +1,59 @@
+"""The parameters of any model, as a tree: shapes, names of dimensions, numbers, types."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lmtrain.models.interface import LanguageModel
+
+
+@functools.lru_cache(maxsize=8)
+def abstract_params(model: LanguageModel) -> Any:
+    """Shapes, types and logical names of the parameters, without computing any."""
+    return jax.eval_shape(initializer(model), jax.random.key(0))
+
+
+@functools.lru_cache(maxsize=8)
+def initializer(model: LanguageModel) -> Callable[[jax.Array], Any]:
+    """key -> parameters, boxed with their names. One function for shapes and values: it is traced once for both."""
+    return jax.jit(lambda key: without_kernels(model).init(key, jnp.zeros((1, 2), jnp.int32))["params"])
+
+
+def without_kernels(model: LanguageModel) -> LanguageModel:
+    """The same model with plain attention, for a few tokens in float32, which not every backend takes."""
+    return model.clone(attention="xla")
+
+
+def count_parameters(model: LanguageModel) -> int:
+    """Scalars in the parameters, without those that pad the vocabulary."""
+    boxes = jax.tree.leaves(abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
+    return sum(
+        math.prod(
+            model.vocab_size if name == "vocab" else size for name, size in zip(box.names, box.value.shape, strict=True)
+        )
+        for box in boxes
+    )
+
+
+def parameter_axes(model: LanguageModel) -> Any:
+    """The logical names of each parameter's dimensions, as tuples in the tree of the parameters."""
+    return jax.tree.map(
+        lambda box: tuple(box.names),
+        abstract_params(model),
+        is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned),
+    )
+
+
+def with_dtype(abstract: Any, dtype: str) -> Any:
+    """The same shapes in another type."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)
+
+
+def cast(params: Any, dtype: str) -> Any:
+    """Every leaf in `dtype`."""
+    return jax.tree.map(lambda p: p.astype(dtype), params)

@@ -1,0 +1,89 @@
+"""When evaluations run, of which parameters, and what happens when one fails or is to end."""
+
+import dataclasses
+import logging
+
+import pytest
+
+from lmtrain.evaluation.interface import Context
+from lmtrain.evaluation.perplexity import Perplexity
+from lmtrain.evaluation.registry import build_evaluators
+from lmtrain.evaluation.run import Evaluations
+from lmtrain.runtime.signals import StoppedError
+
+NOTHING = Context(None, None, "float32", None, {})
+
+
+@dataclasses.dataclass
+class Doubling:
+    """Twice the parameters, which are a number."""
+
+    name: str = "double"
+    every: int | None = 10
+    optional: bool = True
+    has_work: bool = True
+    error: type[Exception] | None = None
+
+    def prepare(self, context):
+        self.context = context
+        return self.has_work
+
+    def evaluate(self, params, step):
+        if self.error:
+            raise self.error("no such thing")
+        return {"value": 2.0 * params, "step": float(step)}
+
+    def describe(self, metrics):
+        return f"{self.name}: {metrics}"
+
+
+def test_metrics_are_named_by_their_evaluator_and_those_of_averaged_parameters_apart():
+    evaluations = Evaluations([Doubling(), Doubling(name="")], NOTHING)
+    metrics, lines = evaluations.run(evaluations.due(10, 100), 1.0, 3.0, 10)
+    assert {name: value for name, value in metrics.items() if "value" in name} == {
+        "eval/double/value": 2.0,
+        "eval/ema/double/value": 6.0,
+        "eval/value": 2.0,
+        "eval/ema/value": 6.0,
+    }
+    assert metrics["eval/double/step"] == 10.0
+    assert [line.split(":")[0] for line in lines] == ["double", ""]
+    assert "eval/ema/double/value" in lines[0]
+    assert not [name for name in evaluations.run(evaluations.due(10, 100), 1.0, None, 10)[0] if "ema" in name]
+
+
+def test_each_has_its_interval_and_all_run_after_the_last_step():
+    often, rarely, at_the_end = Doubling("often", 2), Doubling("rarely", 5), Doubling("end", None)
+    evaluations = Evaluations([often, rarely, at_the_end, Doubling("idle", 1, has_work=False)], NOTHING)
+    due = [[one.name for one in evaluations.due(step, 11)] for step in range(1, 12)]
+    both = ["often", "rarely"]
+    assert due == [[], ["often"], [], ["often"], ["rarely"], ["often"], [], ["often"], [], both, [*both, "end"]]
+    assert [evaluations.next_after(step, 11) for step in (0, 2, 4, 10, 11)] == [2, 4, 5, 11, None]
+    assert Evaluations([at_the_end], NOTHING).next_after(0, 11) == 11
+    assert Evaluations([], NOTHING).next_after(0, 11) is None
+
+
+def test_an_optional_one_that_fails_is_logged_and_the_others_count(caplog):
+    evaluations = Evaluations([Doubling("broken", error=KeyError), Doubling()], NOTHING)
+    with caplog.at_level(logging.ERROR, "lmtrain"):
+        metrics, lines = evaluations.run(evaluations.due(10, 100), 1.0, None, 10)
+    assert set(metrics) == {"eval/double/value", "eval/double/step"}
+    assert len(lines) == 1
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "broken" in told
+    assert "step 10" in told
+    assert "KeyError: 'no such thing'" in told
+
+
+def test_one_that_is_not_optional_ends_the_run_and_a_stop_ends_every_one():
+    for evaluator in (Doubling(error=KeyError, optional=False), Doubling(error=StoppedError)):
+        evaluations = Evaluations([evaluator], NOTHING)
+        with pytest.raises(evaluator.error):
+            evaluations.run([evaluator], 1.0, None, 10)
+
+
+def test_perplexity_is_evaluated_wherever_there_are_validation_sets():
+    (evaluator,) = build_evaluators(7)
+    assert isinstance(evaluator, Perplexity)
+    assert (evaluator.every, evaluator.optional, evaluator.name) == (7, False, "")
+    assert build_evaluators(None) == []
