@@ -10,7 +10,12 @@ FAMILIES = {"gpt2": "splash", "llama2": "splash", "mpt": "xla", "backpack": "xla
 CASES = [(name, device) for name in FAMILIES for device in ("tpu", "gpu")]
 
 
-@pytest.fixture(params=CASES, ids=[f"{name}-{device}" for name, device in CASES], scope="module")
+# as much of these as of the others is on the GPU, in a sixth of the time
+LONG = {("mpt", "tpu"), ("backpack", "tpu")}
+PARAMS = [pytest.param(case, marks=pytest.mark.long if case in LONG else (), id="-".join(case)) for case in CASES]
+
+
+@pytest.fixture(params=PARAMS, scope="module")
 def compiled(request):
     name, device = request.param
     attention = FAMILIES[name] if device == "tpu" else "triton"

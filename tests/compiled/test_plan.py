@@ -95,7 +95,10 @@ def readme_plans() -> list[str]:
     return re.findall(r"^lmtrain plan (llama3_8b .*)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", readme_plans())
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(one, marks=pytest.mark.long if "v5p" in one else ()) for one in readme_plans()],
+)
 def test_the_commands_of_the_readme_run_as_written(command, tmp_path):
     """With a small model and, as a search takes as long as it is given, half a minute."""
     shorter = [*TWO, "--model.hidden_dim", "1024", "--model.num_heads", "8", "--model.seq_len", "1024"]
@@ -109,6 +112,7 @@ def test_the_commands_of_the_readme_run_as_written(command, tmp_path):
         assert "fit" in done.stdout
 
 
+@pytest.mark.long
 def test_settings_that_search_finds_are_accepted_by_the_compiler(tmp_path):
     flags = ("--device", "l4", "--devices", "4", "--trainer.train_batch_size", "16")
     done = run(*NANO, *flags, "--search", "--minutes", "0.3", folder=str(tmp_path))

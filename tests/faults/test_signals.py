@@ -96,7 +96,7 @@ def check_stopped(folder, told, code, from_step):
 def test_stopped_at_random_moments_a_run_saves_its_last_step_and_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
     dice = random.Random(0)
     write_config(tmp_path, full_settings(STEPS))
-    for attempt in range(10):
+    for attempt in range(7):
         moment, number, before = MOMENTS[attempt % 3], dice.choice(SIGNALS), newest(tmp_path)
         with running(tmp_path) as process:
             wait_until(moment, tmp_path, [process], before, dice)
