@@ -44,9 +44,9 @@ def run(argv: list[str]) -> int:
 
         check_upload(repository)
     trained = from_checkpoint(resolve_hf(run, run.arguments.checkpoint), arguments.checkpoint)
-    assert trained.run is not None
+    assert trained.origin is not None
     if output is not None and not arguments.overwrite:
-        check_same_run(output, trained.run)
+        check_same_run(output, trained.origin)
 
     from lmtrain.train.start.exporter import plan_export
     from lmtrain.train.start.hf_params import gather_tensors
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     model, params, layout = trained.load()
     config = trained.config
     dtype = arguments.dtype or config.hf_save_dtype or config.trainer.precision.params
-    export = plan_export(config.model, model, trained.tokenizer, dtype, trained.run)
+    export = plan_export(config.model, model, trained.tokenizer, dtype, trained.origin)
     step = trained.step
 
     def write(folder: str) -> None:
@@ -77,5 +77,5 @@ def run(argv: list[str]) -> int:
         if repository is not None:
             from lmtrain.hf.upload import upload_folder
 
-            log.info(f"uploaded: {upload_folder(local, repository, f'{trained.run}, step {step}')}")
+            log.info(f"uploaded: {upload_folder(local, repository, f'{trained.origin.run}, step {step}')}")
     return 0

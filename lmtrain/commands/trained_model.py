@@ -14,6 +14,7 @@ from lmtrain.commands.arguments import Parser, Run
 from lmtrain.commands.run_logs import tokenizer_of
 from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
+from lmtrain.hf.export import Origin
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.run.config import RunConfig
@@ -38,7 +39,7 @@ class Loaded(NamedTuple):
 class TrainedModel:
     """Where the model is from, how many steps it was trained if that is known, its config and its tokenizer.
 
-    `run` is the id of its run, None if it is from Hugging Face. `get_params(model, layout)` brings the arrays in; until
+    `origin` is its run, None if it is from Hugging Face. `get_params(model, layout)` brings the arrays in; until
     `load` nothing imports JAX.
     """
 
@@ -47,7 +48,7 @@ class TrainedModel:
     config: RunConfig
     tokenizer: Tokenizer
     get_params: Callable[..., Any]
-    run: str | None = None
+    origin: Origin | None = None
 
     def load(self) -> Loaded:
         """The model with its parameters, on the devices of this machine."""
@@ -111,7 +112,8 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
 
         return restore_params(checkpoint, model, layout, settings.staging_dir)
 
-    return TrainedModel(checkpoint.path, checkpoint.step, config, tokenizer, get_params, run_info["run_id"])
+    origin = Origin(run_info["run_id"], saved["data_tokens"])
+    return TrainedModel(checkpoint.path, checkpoint.step, config, tokenizer, get_params, origin)
 
 
 class _Other(NamedTuple):

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -29,19 +29,26 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 
 _SHARD_BYTES = 5_000_000_000
 
-# In config.json: the version of lmtrain that wrote a folder, and the run that the model is of.
-_MARK, _RUN = "lmtrain_version", "lmtrain_run"
+# In config.json: the version of lmtrain that wrote a folder, and the run that the model is of, with a hash of its data.
+_MARK, _RUN, _DATA = "lmtrain_version", "lmtrain_run", "lmtrain_data"
 
 # The tokenizer's settings, and the length that transformers takes and writes where none is known.
 _SETTINGS, _UNKNOWN = "tokenizer_config.json", int(1e30)
 _WRITTEN = re.compile(r"config\.json|generation_config\.json|model.*\.safetensors(\.index\.json)?|.*\.py")
 
 
+class Origin(NamedTuple):
+    """The run that a model is of: its id, and a hash of the data, since runs of two projects may share an id."""
+
+    run: str
+    data: str
+
+
 @dataclass(frozen=True)
 class Export:
     """What is written, apart from the values of the tensors.
 
-    `run` is the id of the model's run, if it has one; `seq_len` the longest text in tokens, which the tokenizer's
+    `origin` is the model's run, if it has one; `seq_len` the longest text in tokens, which the tokenizer's
     settings name too unless they name another.
     """
 
@@ -50,7 +57,7 @@ class Export:
     extra_files: Mapping[str, bytes]
     tokenizer: Tokenizer
     dtype: str
-    run: str | None = None
+    origin: Origin | None = None
     seq_len: int | None = None
 
     @property
@@ -74,7 +81,8 @@ def write_export(output: str, export: Export, tensors: Iterable[np.ndarray], sha
         names = _write_weights(temporary, export, iter(tensors), shard_bytes)
         # `dtype` is what transformers 5 reads, `torch_dtype` what 4 does
         config = {**export.config, "dtype": export.dtype, "torch_dtype": export.dtype, _MARK: __version__}
-        config |= {} if export.run is None else {_RUN: export.run}
+        if export.origin is not None:
+            config |= {_RUN: export.origin.run, _DATA: export.origin.data}
         write_json(join(temporary, "config.json"), config)
         special = {"eos_token_id": export.tokenizer.eos_id, "bos_token_id": export.tokenizer.bos_id}
         generation = {name: number for name, number in special.items() if number is not None}
@@ -118,15 +126,17 @@ def check_output(output: str, extra_files: Iterable[str] = ()) -> None:
         )
 
 
-def check_same_run(output: str, run: str) -> None:
+def check_same_run(output: str, origin: Origin) -> None:
     """Raise `UserError` if `output` has an export of another run's model, or of one that is not known."""
     found = _config_of(output if is_url(output) else os.path.expanduser(output))
-    if found and found.get(_RUN) != run:
-        whose = f"of the run {found[_RUN]}" if _RUN in found else "of a run that is not known"
-        raise UserError(
-            f"--output {output}: holds an export {whose}, and this is one of {run}; choose another folder, or add "
-            "--overwrite"
-        )
+    if not found or (found.get(_RUN) == origin.run and found.get(_DATA, origin.data) == origin.data):
+        return
+    whose = f"of the run {found[_RUN]}" if _RUN in found else "of a run that is not known"
+    other = f"{origin.run} on other data" if found.get(_RUN) == origin.run else origin.run
+    raise UserError(
+        f"--output {output}: holds an export {whose}, and this is one of {other}; choose another folder, or add "
+        "--overwrite"
+    )
 
 
 def _config_of(folder: str) -> dict[str, Any]:

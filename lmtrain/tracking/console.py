@@ -47,7 +47,8 @@ class Console:
         if self._view is not None and self._shown is not None:
             self._view.show(replace(self._shown, beside=f"evaluating, {done:,} of {total:,} batches"))
         elif self._view is None:
-            self._lines.say_rarely(f"evaluating, {done:,} of {total:,} batches")
+            step = 0 if self._shown is None else self._shown.step
+            self._lines.say_rarely(f"{step}/{self._total}, evaluating, {done:,} of {total:,} batches")
 
     def show(self, shown: Shown) -> None:
         self._shown = shown

@@ -99,7 +99,7 @@ def test_evaluation_counts_every_target_once_and_nothing_else(store):
 @pytest.mark.parametrize("shuffle", [False, True, 7])
 def test_starting_later_gives_the_same_batches(store, shuffle):
     source = source_of(store, shuffle=shuffle)
-    later = list(iterate(source, 26, 3))
+    later = list(iterate(source, 26))
     assert len(later) == 4
     for step, batch in enumerate(later, start=26):
         assert batch["tokens"].tobytes() == source[step]["tokens"].tobytes()
@@ -137,7 +137,7 @@ def test_phases_of_batch_sizes_cut_the_same_sequence_of_examples_differently(sto
     source = TrainSource(
         stores, mixture, 16, BatchSizes.of([(0, 2), (3, 4)]), {2: np.arange(2), 4: np.arange(4)}, 9, shuffle, 5, True
     )
-    for step, batch in enumerate(iterate(source, 2, 3), start=2):
+    for step, batch in enumerate(iterate(source, 2), start=2):
         np.testing.assert_array_equal(batch["tokens"], batches[step]["tokens"])
 
 

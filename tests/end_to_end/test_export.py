@@ -59,13 +59,19 @@ def test_the_export_of_another_run_is_replaced_only_if_asked_for(trained):
     assert json.loads(config.read_text())["lmtrain_run"] == "exported"
     run(trained, "export-hf", "tiny.yaml", "--output", "model")  # the same command again
     mine = config.read_text()
-    config.write_text(mine.replace('"exported"', '"another"'))
+    data = json.loads(mine)["lmtrain_data"]
     command = [sys.executable, "-m", "lmtrain", "export-hf", "tiny.yaml", "--output", "model"]
-    refused = subprocess.run(command, cwd=trained, capture_output=True, text=True, timeout=300)
-    assert refused.returncode == 2
-    for part in ("--output model", "the run another", "one of exported", "--overwrite"):
-        assert part in refused.stderr.splitlines()[-1]
-    assert '"another"' in config.read_text()
+    # another run, and one of the same id in another project
+    for ours, others, told in (("exported", "another", "one of exported;"), (data, "0" * 16, "exported on other data")):
+        config.write_text(mine.replace(f'"{ours}"', f'"{others}"'))
+        refused = subprocess.run(command, cwd=trained, capture_output=True, text=True, timeout=300)
+        assert refused.returncode == 2
+        for part in ("--output model", told, "--overwrite"):
+            assert part in refused.stderr.splitlines()[-1]
+        assert others in config.read_text()
+    config.write_text(mine.replace(f'"lmtrain_data": "{data}",', ""))  # as before there was such an entry
+    run(trained, "export-hf", "tiny.yaml", "--output", "model")
+    config.write_text(mine.replace('"exported"', '"another"'))
     run(trained, "export-hf", "tiny.yaml", "--output", "model", "--overwrite")
     assert config.read_text() == mine
 

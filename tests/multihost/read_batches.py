@@ -49,7 +49,7 @@ def main() -> None:
         stores, mixture, seq_len, sizes, {size: rows}, STEPS, config.data.shuffle, data_seed(config), True
     )
     held: dict[str, str] = {}
-    for step, local in enumerate(iterate(source, 0, 4)):
+    for step, local in enumerate(iterate(source)):
         batch = place_batch(local, layout.batch, rows, size)
         for name, array in batch.items():
             assert array.shape == (size, seq_len)

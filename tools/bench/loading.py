@@ -66,7 +66,7 @@ def load(folder: str, manifest: Manifest, shuffle: bool | int) -> float:
     source = TrainSource(
         [store], None, SEQ_LEN, BatchSizes.of(BATCH), {BATCH: np.arange(BATCH)}, STEPS + 20, shuffle, 0, True
     )
-    batches = iterate(source, 0, 8)
+    batches = iterate(source)
     for _ in range(20):
         next(batches)
     began = time.perf_counter()

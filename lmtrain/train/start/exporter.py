@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.errors import UserError
-from lmtrain.hf.export import DTYPES, Export, write_export
+from lmtrain.hf.export import DTYPES, Export, Origin, write_export
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
@@ -25,13 +25,13 @@ from lmtrain.train.start.hf_params import gather_tensors, plan_hf_pieces
 
 
 def plan_export(
-    config: ModelConfig, model: LanguageModel, tokenizer: Tokenizer, dtype: str, run: str | None = None
+    config: ModelConfig, model: LanguageModel, tokenizer: Tokenizer, dtype: str, origin: Origin | None = None
 ) -> Export:
     """All of an export but the values. Raises `UserError` naming a setting that the target cannot represent."""
     family = hf_family(config.type)
     hf_config = family.to_hf_config(config, model.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
     extra = family.extra_files() if hasattr(family, "extra_files") else {}
-    return Export(plan_hf_pieces(config, model), hf_config, extra, tokenizer, dtype, run, config.seq_len)
+    return Export(plan_hf_pieces(config, model), hf_config, extra, tokenizer, dtype, origin, config.seq_len)
 
 
 def export_folder(config: RunConfig, run: str) -> str | None:
@@ -67,17 +67,23 @@ class Exporter:
     """
 
     def __init__(
-        self, config: RunConfig, run: str, model: LanguageModel, tokenizer: Tokenizer, layout: Layout, is_first: bool
+        self,
+        config: RunConfig,
+        origin: Origin,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        layout: Layout,
+        is_first: bool,
     ):
         self._every = config.hf_save_steps
         self._upload_to = config.hf_upload
-        self._folder = export_folder(config, run)
+        self._folder = export_folder(config, origin.run)
         self._last_step = config.trainer.num_train_steps
         if self._folder is not None and is_first:
             _prepare(self._folder)
-        self._run = run
+        self._run = origin.run
         self._export = plan_export(
-            config.model, model, tokenizer, config.hf_save_dtype or config.trainer.precision.params, run
+            config.model, model, tokenizer, config.hf_save_dtype or config.trainer.precision.params, origin
         )
         self._layout = layout
         self._vocab_size = model.vocab_size

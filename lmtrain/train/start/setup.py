@@ -20,6 +20,7 @@ from lmtrain.data.caches import Caches, describe_epochs, plan_mixture
 from lmtrain.evaluation.interface import Context, Evaluator
 from lmtrain.evaluation.registry import build_evaluators
 from lmtrain.evaluation.validation_sets import open_validation_sets
+from lmtrain.hf.export import Origin
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.params import count_parameters
 from lmtrain.run.config import RunConfig, data_seed, resolved
@@ -110,7 +111,8 @@ def set_up(
     log.info(f"  on each device {format_bytes(state_bytes)} of state; `lmtrain plan` says what a step takes beside it")
 
     exports = config.hf_save_path is not None or config.hf_upload is not None
-    exporter = Exporter(config, run, model, tokenizer, layout, processes.is_first) if exports else None
+    origin = Origin(run, caches.identity)
+    exporter = Exporter(config, origin, model, tokenizer, layout, processes.is_first) if exports else None
     run_info = _run_info(config, run, tokenizer.identity, caches, program)
     timer = timer or Timer()
     ledger = ledger or Ledger(None, timer)

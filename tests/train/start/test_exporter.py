@@ -7,6 +7,7 @@ import pytest
 from conftest import TOKENIZER, tiny_settings
 from flax import linen as nn
 
+from lmtrain.hf.export import Origin
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import build_model
@@ -43,7 +44,7 @@ def exporter(tmp_path):
     tokenizer = load_tokenizer(str(TOKENIZER))
     model = build_model(config.model, tokenizer.vocab_size)
     layout = plan_layout(PartitioningConfig(), jax.devices())
-    found = module.Exporter(config, "one", model, tokenizer, layout, is_first=True)
+    found = module.Exporter(config, Origin("one", "data"), model, tokenizer, layout, is_first=True)
     found.params = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape), nn.unbox(abstract_params(model)))
     yield found
     found.finish()
