@@ -169,6 +169,7 @@ def test_muon_gathers_no_stack():
                 and row["bytes"] > 1e8]  # fmt: skip
 
 
+@pytest.mark.long
 def test_layers_on_a_tpu_do_not_wait_for_partial_sums():
     """Estimated cycles of llama2_7b on 32 v5p, 4 sequences each, from 4 layers: 4.6 G for 32 of them."""
     flags = (*family("llama2", 128), "--device", "v5p", "--topology", "2x4x4", "--step", "train")
