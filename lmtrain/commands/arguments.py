@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from lmtrain.config.describe import describe, format_settings
@@ -15,6 +14,7 @@ from lmtrain.config.overrides import split_overrides
 from lmtrain.config.suggest import suggest_name
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import run_id
+from lmtrain.run.run import Run
 
 # Flags of the reference's programs that are settings here.
 _SYNONYMS = {name: f"trainer.ray.{name}" for name in ("address", "start_workers", "auto_start_cluster")}
@@ -41,25 +41,12 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}\n{self.format_usage().rstrip()}")
 
 
-@dataclass(frozen=True)
-class Run:
-    """A verb's arguments, and the config they name."""
-
-    arguments: argparse.Namespace
-    loaded: Loaded[RunConfig]
-    id: str
-
-    @property
-    def config(self) -> RunConfig:
-        return self.loaded.config
-
-
 def parse_run(
     parser: Parser,
     argv: list[str],
     needs_config: Callable[[argparse.Namespace], bool] = lambda arguments: True,
     short_for: str | None = None,
-) -> Run:
+) -> tuple[argparse.Namespace, Run]:
     """Parse CONFIG, the verb's own flags, and `--section.field VALUE` overrides in any order; print notices.
 
     Settings of the section `short_for` may be given without it: `--field VALUE`.
@@ -83,21 +70,20 @@ def parse_run(
     if getattr(arguments, "run", None):
         if configs:
             raise UserError(f"--run {arguments.run}: has its own config; leave {configs[0]} out")
-        return _kept_run(arguments, overrides)
+        return arguments, _kept_run(arguments.run, overrides)
     if not configs and not needs_config(arguments):
         if overrides:
             raise UserError(f"--{overrides[0][0]}: is a setting of a CONFIG, and there is none")
-        return Run(arguments, Loaded(RunConfig(), Layer({}), ""), "")
+        return arguments, Run(Loaded(RunConfig(), Layer(), ""), "")
     if not configs:
         parser.error("the following arguments are required: CONFIG")
     if len(configs) > 1:
         raise UserError(f"one config makes a run, not {' and '.join(configs)}; files can !include one another")
     path = configs[0]
     loaded = load_config(RunConfig, path, overrides)
-    run = Run(arguments, loaded, run_id(loaded.config, loaded.stem))
     for notice in loaded.layer.notices:
         print(f"note: {notice}", file=sys.stderr)
-    return run
+    return arguments, Run(loaded, run_id(loaded.config, loaded.stem))
 
 
 def add_run_flag(parser: Parser) -> None:
@@ -108,9 +94,22 @@ def add_run_flag(parser: Parser) -> None:
     )
 
 
-def _kept_run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> Run:
+def add_checkpoint_flag(parser: Parser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        "--checkpoint_path",
+        metavar="PATH",
+        help="step folder, run folder or a parent (default: the config's own run)",
+    )
+
+
+def add_hf_flag(parser: Parser) -> None:
+    parser.add_argument("--hf", metavar="REF", help="a Hugging Face model instead: folder, URL, or id[@revision]")
+
+
+def _kept_run(name: str, overrides: list[tuple[str, str]]) -> Run:
     """The run of an id, or of the folder of its logs."""
-    name = arguments.run.rstrip("/")
+    name = name.rstrip("/")
     given = dict(overrides).get("trainer.log_dir", RunConfig().trainer.log_dir)
     places = [os.path.join(os.path.expanduser(parent), name) for parent in (given, "")]
     found = next((place for place in places if os.path.isfile(os.path.join(place, "config.yaml"))), None)
@@ -120,7 +119,8 @@ def _kept_run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -
             f"--run {name}: there is no {places[0]}/config.yaml; "
             + (f"did you mean {near}?" if near else "set --trainer.log_dir if its logs are elsewhere")
         )
-    return Run(arguments, load_config(RunConfig, os.path.join(found, "config.yaml"), overrides), os.path.basename(name))
+    loaded = load_config(RunConfig, os.path.join(found, "config.yaml"), overrides)
+    return Run(loaded, os.path.basename(name), is_named=True)
 
 
 def _kept_runs(log_dir: str) -> list[str]:

@@ -1,12 +1,14 @@
 """`lmtrain config check|show|schema`: validate a config, print it resolved, or print what all settings are."""
 
 import json
+import sys
 
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.config.schema import build_schema
 from lmtrain.config.show import show
 from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.run import Run, resolve
 
 
 def run(argv: list[str]) -> int:
@@ -14,7 +16,7 @@ def run(argv: list[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(
             "usage: lmtrain config check CONFIG [--section.field VALUE ...]\n"
-            "       lmtrain config show CONFIG [--plot-lr FILE] [--section.field VALUE ...]\n"
+            "       lmtrain config show CONFIG [--resolved] [--plot-lr FILE] [--section.field VALUE ...]\n"
             "       lmtrain config schema"
         )
         return 0
@@ -24,23 +26,48 @@ def run(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    run = parse_run(Parser("config check", "Validate a config without running anything."), argv)
+    _, run = parse_run(Parser("config check", "Validate a config without running anything."), argv)
     print(f"{run.loaded.path}: ok, run id {run.id}")
     return 0
 
 
 def _show(argv: list[str]) -> int:
-    parser = Parser("config show", "Print a config resolved, each value with where it came from.")
+    parser = Parser("config show", "Print all settings of a config, each with where it is from.")
+    parser.add_argument(
+        "--resolved",
+        action="store_true",
+        help="as a run takes them: sizes and tokenizer of initialize_from_hf, steps of an epoch of the tokenized data",
+    )
     parser.add_argument("--plot-lr", metavar="FILE", help="draw the learning rate over the run instead (png, svg, pdf)")
-    run = parse_run(parser, argv)
-    if run.arguments.plot_lr is not None:
-        from lmtrain.commands.plot_lr import plot_learning_rate
+    arguments, run = parse_run(parser, argv)
+    if arguments.resolved:
+        run = _resolved(run)
+    if arguments.plot_lr is not None:
+        from lmtrain.optim.plot import plot_learning_rate
 
-        plot_learning_rate(run.config, run.arguments.plot_lr)
-        print(f"wrote {run.arguments.plot_lr}")
+        plot_learning_rate(run.config.optimizer, run.config.trainer.num_train_steps, arguments.plot_lr)
+        print(f"wrote {arguments.plot_lr}")
         return 0
     print(show(resolved(run.config), run.loaded.layer), end="")
     return 0
+
+
+def _resolved(run: Run) -> Run:
+    """As `lmtrain train` takes it. Says what cannot be known yet."""
+    from lmtrain.data.caches import needs_all
+    from lmtrain.preprocess.caches import plan_caches
+    from lmtrain.preprocess.plan import has_cache
+    from lmtrain.train.start.hf_model import resolve_hf
+    from lmtrain.train.start.run_length import length_of_data
+
+    run = resolve_hf(run)
+    data = run.config.data
+    if needs_all(data, run.config.epoch) is None or not any(s.urls("train") or s.id for s in data.sources().values()):
+        return run
+    if not all(has_cache(source, "train") for source in data.sources().values()):
+        print("note: the data may end the run; it is not tokenized yet (`lmtrain preprocess`)", file=sys.stderr)
+        return run
+    return resolve(run, length_of_data(run.config, plan_caches(data, validation=False).caches))
 
 
 def _schema(argv: list[str]) -> int:

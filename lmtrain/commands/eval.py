@@ -3,20 +3,20 @@
 import json
 from collections.abc import Mapping
 
-from lmtrain.commands.arguments import Parser, add_run_flag, parse_run
-from lmtrain.commands.caches import plan_caches, start_build, wait
-from lmtrain.commands.hf_model import config_of, resolve_hf
-from lmtrain.commands.trained_model import TrainedModel, add_checkpoint_flag, add_hf_flag, from_checkpoint, from_hf
+from lmtrain.commands.arguments import Parser, add_checkpoint_flag, add_hf_flag, add_run_flag, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.data.caches import Cache
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.models.base_config import FREE
+from lmtrain.preprocess.caches import plan_caches, start_build, wait
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
+from lmtrain.train.start.hf_model import config_of, resolve_hf
+from lmtrain.train.start.trained_model import TrainedModel, from_checkpoint, from_hf
 
 
 def run(argv: list[str]) -> int:
@@ -24,14 +24,14 @@ def run(argv: list[str]) -> int:
     add_run_flag(parser)
     add_checkpoint_flag(parser)
     add_hf_flag(parser)
-    run = parse_run(parser, argv)
+    arguments, run = parse_run(parser, argv)
     start_console_log()
-    if run.arguments.hf is None:
-        trained = from_checkpoint(resolve_hf(run, run.arguments.checkpoint), run.arguments.checkpoint)
-    elif run.arguments.checkpoint is not None:
+    if arguments.hf is None:
+        trained = from_checkpoint(resolve_hf(run, arguments.checkpoint), arguments.checkpoint)
+    elif arguments.checkpoint is not None:
         raise UserError("--hf and --checkpoint: choose one")
     else:
-        trained = _from_hf(run.arguments.hf, run.config)
+        trained = _from_hf(arguments.hf, run.config)
     config = trained.config
     plans = plan_caches(config.data, train=False)
     with StopRequest("ending the evaluation") as stop:

@@ -3,13 +3,13 @@
 import os
 import tempfile
 
-from lmtrain.commands.arguments import Parser, add_run_flag, parse_run
-from lmtrain.commands.hf_model import hf_ref, resolve_hf
-from lmtrain.commands.trained_model import add_checkpoint_flag, from_checkpoint
+from lmtrain.commands.arguments import Parser, add_checkpoint_flag, add_run_flag, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.hf.export import DTYPES, check_output, check_same_run, write_export
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.storage import is_url
+from lmtrain.train.start.hf_model import hf_ref, resolve_hf
+from lmtrain.train.start.trained_model import from_checkpoint
 
 
 def run(argv: list[str]) -> int:
@@ -25,9 +25,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--verify", action="store_true", help="compare logits with transformers afterwards; needs torch"
     )
-    run = parse_run(parser, argv)
+    arguments, run = parse_run(parser, argv)
     start_console_log()
-    arguments = run.arguments
     output, repository = arguments.output, arguments.upload
     if output is None and repository is None:
         raise UserError("--output: say where to, or give --upload owner/name")
@@ -43,7 +42,7 @@ def run(argv: list[str]) -> int:
         from lmtrain.hf.upload import check_upload
 
         check_upload(repository)
-    trained = from_checkpoint(resolve_hf(run, run.arguments.checkpoint), arguments.checkpoint)
+    trained = from_checkpoint(resolve_hf(run, arguments.checkpoint), arguments.checkpoint)
     assert trained.origin is not None
     if output is not None and not arguments.overwrite:
         check_same_run(output, trained.origin)

@@ -2,11 +2,11 @@
 
 import math
 
-from lmtrain.commands.arguments import Parser, add_run_flag, parse_run
-from lmtrain.commands.hf_model import config_of, resolve_hf
-from lmtrain.commands.trained_model import TrainedModel, add_checkpoint_flag, add_hf_flag, from_checkpoint, from_hf
+from lmtrain.commands.arguments import Parser, add_checkpoint_flag, add_hf_flag, add_run_flag, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.logging import log, start_console_log
+from lmtrain.train.start.hf_model import config_of, resolve_hf
+from lmtrain.train.start.trained_model import TrainedModel, from_checkpoint, from_hf
 
 
 def run(argv: list[str]) -> int:
@@ -19,8 +19,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
     parser.add_argument("--top_k", type=int, default=50, help="choose among so many tokens, 0: all (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
-    run = parse_run(parser, argv, needs_config=lambda arguments: arguments.hf is None)
-    arguments = run.arguments
+    arguments, run = parse_run(parser, argv, needs_config=lambda arguments: arguments.hf is None)
     if arguments.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens {arguments.max_new_tokens}: expected 1 or more")
     if not math.isfinite(arguments.temperature):
@@ -29,7 +28,7 @@ def run(argv: list[str]) -> int:
         raise UserError("--temperature, --top_k and --seed cannot be negative")
     start_console_log()
     if arguments.hf is None:
-        trained = from_checkpoint(resolve_hf(run, run.arguments.checkpoint), arguments.checkpoint)
+        trained = from_checkpoint(resolve_hf(run, arguments.checkpoint), arguments.checkpoint)
     else:
         trained = _from_hf(arguments.hf, arguments.checkpoint, given=bool(run.loaded.path))
         log.info(f"sampling from {trained.source}")

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from lmtrain.commands.arguments import Parser, Run, parse_run
-from lmtrain.commands.hf_model import hf_ref, resolve_hf
+from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.plan import report
 from lmtrain.plan.answers import Answer, ask, read_hlo
@@ -18,18 +17,18 @@ from lmtrain.plan.known_models import KNOWN_MODELS
 from lmtrain.plan.request import STEPS, Request, Target
 from lmtrain.plan.search import Search, Trial, find_settings, first_that_fits
 from lmtrain.plan.vocabulary import find_vocab_size
-from lmtrain.run.config import RunConfig
+from lmtrain.run.run import Found, Run, resolve
 from lmtrain.runtime.accelerators import Accelerator, find_accelerator
 from lmtrain.runtime.files import write_atomically
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.topologies import KINDS, find_topology
+from lmtrain.train.start.hf_model import hf_ref, resolve_hf
 
 _EXTRAS = {"tpu": "pip install 'lmtrain[tpu]'", "cuda12": "pip install 'lmtrain[cuda12]' (or cuda13)"}
 
 
 def run(argv: list[str]) -> int:
-    run = parse_run(_parser(), argv, short_for="trainer")
-    flags = run.arguments
+    flags, run = parse_run(_parser(), argv, short_for="trainer")
     _check_flags(flags)
     _check_hlo(flags.hlo)
     run = _with_model_sizes(run)
@@ -176,8 +175,7 @@ def _with_model_sizes(run: Run) -> Run:
             "false and write them into the model section, or set initialize_from_hf to a local folder"
         )
     given = run.config.model.model_dump(include=run.config.model.model_fields_set - {"type"})
-    config = RunConfig.model_validate(run.config.model_dump() | {"model": sizes | given})
-    return replace(run, loaded=replace(run.loaded, config=config))
+    return resolve(run, Found(f"the known sizes of {ref}", {"model": sizes | given}))
 
 
 def _accelerator(answer: Answer) -> Accelerator | None:

@@ -1,10 +1,9 @@
 """`lmtrain preprocess CONFIG`: build the token caches of all splits, continuing where a stopped build was."""
 
 from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.caches import Plans, plan_caches, require_text, start_build, wait
-from lmtrain.commands.hf_model import resolve_hf
 from lmtrain.data.caches import describe_epochs
 from lmtrain.data.config import DataConfig
+from lmtrain.preprocess.caches import Plans, plan_caches, require_text, start_build, wait
 from lmtrain.preprocess.executor import choose_executor
 from lmtrain.preprocess.plan import CachePlan
 from lmtrain.preprocess.prepare_demo import missing_demo
@@ -13,13 +12,14 @@ from lmtrain.runtime.distributed import start_processes
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
+from lmtrain.train.start.hf_model import resolve_hf
 
 
 def run(argv: list[str]) -> int:
     parser = Parser("preprocess", "Tokenize the config's text into a cache of ArrayRecord shards.", lists_settings=True)
     parser.add_argument("--dry-run", action="store_true", help="list what would be done, and do nothing")
-    run = parse_run(parser, argv)
-    if run.arguments.dry_run:
+    arguments, run = parse_run(parser, argv)
+    if arguments.dry_run:
         _print_plan(resolve_hf(run).config)
         return 0
     processes = start_processes(run.config.trainer.distributed)

@@ -2,11 +2,13 @@
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.models.config import ModelConfig
-from lmtrain.models.interface import LanguageModel
+
+if TYPE_CHECKING:
+    from lmtrain.models.interface import LanguageModel
 
 # type in the config -> (module of the model and its class, module of its Hugging Face table)
 FAMILIES = {
@@ -17,7 +19,7 @@ FAMILIES = {
 }
 
 
-def build_model(config: ModelConfig, vocab_size: int, attention: str = "xla") -> LanguageModel:
+def build_model(config: ModelConfig, vocab_size: int, attention: str = "xla") -> "LanguageModel":
     """The Linen module of a config. `attention` is a backend that can do what the config needs."""
     module, name, _ = FAMILIES[config.type]
     model: LanguageModel = getattr(importlib.import_module(module), name)(config, vocab_size, attention)
@@ -31,11 +33,10 @@ def hf_family(family: str) -> Any:
 
 def family_of(values: Mapping[str, Any]) -> Any:
     """The `hf` module for what a Hugging Face `config.json` says. Raises `UserError` if there is none."""
-    kind = "backpack-gpt2" if "num_senses" in values else values.get("model_type")
-    known = []
-    for family in FAMILIES:
-        module = hf_family(family)
-        if kind in module.MODEL_TYPES:
+    modules = [hf_family(family) for family in FAMILIES]
+    for module in modules:
+        if module.reads(values):
             return module
-        known += module.MODEL_TYPES
+    known = [name for module in modules for name in module.MODEL_TYPES]
+    kind = values.get("model_type")
     raise UserError(f"config.json: model_type {kind!r} is not supported; one of {', '.join(known)}")

@@ -17,7 +17,7 @@ def parse(settings, write_config, tmp_path, monkeypatch):
     def run(*argv):
         parser = Parser("verb", "Does a thing.")
         parser.add_argument("--count", type=int, default=1)
-        return parse_run(parser, list(argv))
+        return parse_run(parser, list(argv))[1]
 
     return run
 
@@ -31,9 +31,12 @@ def parse(settings, write_config, tmp_path, monkeypatch):
         ["--trainer.seed", "1", "tiny.yaml", "--trainer.seed", "7", "--count", "3"],
     ],
 )
-def test_config_flags_and_overrides_come_in_any_order(parse, argv):
-    run = parse(*argv)
-    assert (run.arguments.count, run.config.trainer.seed, run.config.model.hidden_dim) == (3, 7, 32)
+@pytest.mark.usefixtures("parse")
+def test_config_flags_and_overrides_come_in_any_order(argv):
+    parser = Parser("verb", "Does a thing.")
+    parser.add_argument("--count", type=int, default=1)
+    arguments, run = parse_run(parser, list(argv))
+    assert (arguments.count, run.config.trainer.seed, run.config.model.hidden_dim) == (3, 7, 32)
     assert run.config is run.loaded.config
 
 

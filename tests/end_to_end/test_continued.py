@@ -64,11 +64,11 @@ def trained(folder):
 
 def first_batch(folder, monkeypatch) -> dict:
     """The batch of step 0, as the run reads it."""
-    from lmtrain.commands.caches import plan_caches
     from lmtrain.config.load import load_config
     from lmtrain.data.batch_sizes import BatchSizes
     from lmtrain.data.batches import TrainSource
     from lmtrain.data.caches import open_store, plan_mixture
+    from lmtrain.preprocess.caches import plan_caches
     from lmtrain.run.config import RunConfig
 
     monkeypatch.chdir(folder)

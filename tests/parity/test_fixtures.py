@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from parity.variants import VARIANTS, VOCAB
 
-from lmtrain.commands.hf_model import config_of
 from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
+from lmtrain.train.start.hf_model import config_of
 from lmtrain.train.start.hf_params import load_hf_params
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -9,12 +9,12 @@ import torch
 from parity.variants import TOKENIZER, VARIANTS, VOCAB, make, tokens
 from transformers import AutoModelForCausalLM
 
-from lmtrain.commands.hf_model import config_of
 from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import flatten, to_hf
 from lmtrain.models.registry import hf_family
 from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.train.start.exporter import plan_export
+from lmtrain.train.start.hf_model import config_of
 from lmtrain.train.start.hf_params import load_hf_params
 
 # One of each kind of block; the rest, which tests/parity/test_fixtures.py compares in any case, in the long form.

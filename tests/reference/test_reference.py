@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.commands.arguments import Parser, parse_run
-from lmtrain.commands.trained_model import add_checkpoint_flag
+from lmtrain.commands.arguments import Parser, add_checkpoint_flag, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig
@@ -84,7 +83,7 @@ def test_every_command_line_parses(command, tmp_path, monkeypatch, capsys):
         with pytest.raises(UserError, match=r"wandb,group: no such setting; did you mean --trainer\.wandb\.group\?"):
             parse_run(parser, arguments)
         return
-    run = parse_run(parser, arguments)
+    parsed, run = parse_run(parser, arguments)
     config = run.config
     expected = {
         "--data.id": lambda value: config.data.id == value and config.data.train_urls is None,
@@ -101,8 +100,8 @@ def test_every_command_line_parses(command, tmp_path, monkeypatch, capsys):
         "--address": lambda value: config.trainer.ray.address == value,
         "--start_workers": lambda value: config.trainer.ray.start_workers is False,
         "--auto_start_cluster": lambda value: config.trainer.ray.auto_start_cluster is False,
-        "--checkpoint_path": lambda value: run.arguments.checkpoint == value,
-        "--output_dir": lambda value: run.arguments.output == value,
+        "--checkpoint_path": lambda value: parsed.checkpoint == value,
+        "--output_dir": lambda value: parsed.output == value,
     }
     for flag, value in zip(arguments[::2], arguments[1::2], strict=True):
         assert expected.get(flag, lambda value: True)(value), flag

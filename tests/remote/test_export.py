@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from parity.variants import LLAMA, SIZES, TOKENIZER
 
-from lmtrain.commands.hf_model import config_of
 from lmtrain.config.errors import UserError
 from lmtrain.hf.export import write_export
 from lmtrain.hf.key_map import flatten
@@ -16,6 +15,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.start.exporter import plan_export
+from lmtrain.train.start.hf_model import config_of
 from lmtrain.train.start.hf_params import load_hf_params
 
 CONFIG = RunConfig.model_validate({"model": {"type": "llama", **SIZES, **LLAMA}}).model

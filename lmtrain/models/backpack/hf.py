@@ -13,10 +13,17 @@ from lmtrain.models.gpt2.hf import bias, trunk, trunk_from_hf, trunk_to_hf
 
 DEFAULT_REF = "stanfordnlp/backpack-gpt2"
 MODEL_TYPES = ("backpack-gpt2",)
+HAS_LEARNED_POSITIONS = True
+ALWAYS_HAS_BIASES = True
 
 _MODELING = "modeling_backpack.py"
 _S = "backpack.sense_network."
 _WEIGH = "backpack.sense_weight_net.c_attn"
+
+
+def reads(values: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of this family: the first ones on the hub call themselves gpt2."""
+    return "num_senses" in values or values.get("model_type") in MODEL_TYPES
 
 
 def table(config: BackpackConfig) -> Table:

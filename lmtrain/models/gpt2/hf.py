@@ -13,6 +13,8 @@ from lmtrain.models.gpt2.config import Gpt2Config, Gpt2Settings
 
 DEFAULT_REF = "gpt2"
 MODEL_TYPES = ("gpt2",)
+HAS_LEARNED_POSITIONS = True
+ALWAYS_HAS_BIASES = True
 
 
 def trunk(config: Gpt2Settings, prefix: str) -> list[Row | Zeros]:
@@ -36,6 +38,11 @@ def trunk(config: Gpt2Settings, prefix: str) -> list[Row | Zeros]:
         Row("blocks/mlp/down/kernel", block + "mlp.c_proj.weight"),
         *bias(config, "blocks/mlp/down", block + "mlp.c_proj", dim),
     ]
+
+
+def reads(values: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of this family."""
+    return values.get("model_type") in MODEL_TYPES and "num_senses" not in values  # those are Backpack's
 
 
 def bias(config: Gpt2Settings, ours: str, theirs: str, size: int, flat: bool = False) -> list[Row | Zeros]:

@@ -13,6 +13,8 @@ from lmtrain.models.rope_config import RopeConfig
 
 DEFAULT_REF = "meta-llama/Llama-2-7b-hf"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2")
+HAS_LEARNED_POSITIONS = False
+ALWAYS_HAS_BIASES = False
 
 _L = "model.layers.{layer}."
 
@@ -44,6 +46,11 @@ _CLASSES = {
 }
 _HAS_ATTENTION_BIAS = {"llama", "qwen3", "gemma", "olmo2"}
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "relu": "relu"}
+
+
+def reads(values: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of this family."""
+    return values.get("model_type") in MODEL_TYPES
 
 
 def table(config: LlamaConfig) -> Table:

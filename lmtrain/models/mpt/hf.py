@@ -15,6 +15,8 @@ from lmtrain.models.mpt.config import MptConfig
 
 DEFAULT_REF = "mosaicml/mpt-7b"
 MODEL_TYPES = ("mpt",)
+HAS_LEARNED_POSITIONS = False
+ALWAYS_HAS_BIASES = False
 
 _B = "transformer.blocks.{layer}."
 _ALIBI_MAX, _MLP_SCALE = 8, 4
@@ -34,6 +36,11 @@ _PLAIN_ATTENTION = {
 }
 _PLAIN = {"logit_scale": None, "embedding_fraction": 1.0, "final_logit_softcapping": None, "block_overrides": None}
 _LAYER_NORMS = ("layernorm", "low_precision_layernorm")
+
+
+def reads(values: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of this family."""
+    return values.get("model_type") in MODEL_TYPES
 
 
 def table(config: MptConfig) -> Table:

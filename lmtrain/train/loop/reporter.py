@@ -8,14 +8,15 @@ from typing import Any
 import jax
 
 from lmtrain.evaluation.run import Evaluations
-from lmtrain.run.trainer import TrainerConfig
 from lmtrain.runtime.logging import log
 from lmtrain.tracking.console import Console
 from lmtrain.tracking.live import Evaluated, Shown
 from lmtrain.tracking.timer import HOOKS
 from lmtrain.train.loop.memory_in_use import memory_in_use
+from lmtrain.train.loop.saver import Saver
 from lmtrain.train.loop.throughput import Throughput
-from lmtrain.train.start.setup import Setup
+from lmtrain.train.program.program import Program
+from lmtrain.train.start.reporting import Reporting
 from lmtrain.train.step.agreement import Agreement
 from lmtrain.train.step.norms import WATCH
 
@@ -32,27 +33,41 @@ class Reporter:
 
     def __init__(
         self,
-        setup: Setup,
-        config: TrainerConfig,
-        throughput: Throughput,
+        reporting: Reporting,
+        program: Program,
         agreement: Agreement,
         evaluations: Evaluations,
+        saver: Saver,
         console: Console,
+        first_step: int,
         beside: Callable[[], str],
     ):
-        self._setup = setup
-        self._config = config
-        self._throughput = throughput
+        self._reporting = reporting
+        self._program = program
+        self._config = program.config.trainer
+        self._sizes = self._config.batch_sizes
         self._agreement = agreement
         self._evaluations = evaluations
+        self._saver = saver
         self._console = console
         self._beside = beside
+        self._throughput = Throughput(reporting.work, program.config.model.seq_len, reporting.timer)
         self._waiting: tuple[int, Any, Any] | None = None
         self._evaluated: Evaluated | None = None
         self._extra: dict[str, float] = {}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._reported = 0
-        self._ledger_at = setup.first_step  # the last step with figures of the ledger: no step has them twice
+        self._ledger_at = first_step  # the last step with figures of the ledger: no step has them twice
+
+    @property
+    def has_long_steps(self) -> bool:
+        """Whether a step takes seconds, as far as is known."""
+        return self._throughput.has_long_steps
+
+    @property
+    def summary(self) -> str:
+        """One line about the speed of all steps; empty if there were too few."""
+        return self._throughput.summary
 
     def add(self, metrics: dict[str, float]) -> None:
         """Metrics to go with those of the next step that is reported."""
@@ -68,30 +83,30 @@ class Reporter:
         if waiting is None:
             return
         step, on_device, wishes = waiting
-        watch, sizes = self._setup.program.watch, self._setup.batch_sizes
+        watch, sizes = self._program.watch, self._sizes
         norms = on_device.pop(WATCH, {})
         waited = not on_device["train/loss"].is_ready()
-        with self._setup.program.explaining_errors():  # what fails on the device is told here
+        with self._program.explaining_errors():  # what fails on the device is told here
             metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
             if watch.shows(step):
                 metrics |= watch.by_name(jax.device_get(norms))
         self._agreement.learn(step, jax.device_get(wishes))
         metrics |= self._throughput.step_done(sizes.at(step - 1), sizes.before(step), waited)
-        with self._setup.timer.section(HOOKS):
-            ledger = self._setup.ledger.step_done(step)
+        with self._reporting.timer.section(HOOKS):
+            ledger = self._reporting.ledger.step_done(step)
             if ledger and not ends:
                 self._ledger_at = step
                 metrics |= ledger | memory_in_use(jax.local_devices())
             extra, self._extra = self._extra, {}
-            self._setup.trackers.log(metrics | extra, step)
+            self._reporting.trackers.log(metrics | extra, step)
             self._check(step, metrics["train/loss"])
             self._show(step, metrics)
 
     def report_evaluation(self, step: int, metrics: dict[str, float], lines: Sequence[str]) -> None:
         """`lines` say in words what `metrics` found."""
-        with self._setup.timer.section(HOOKS):
+        with self._reporting.timer.section(HOOKS):
             if metrics:
-                self._setup.trackers.log(metrics, step)
+                self._reporting.trackers.log(metrics, step)
             if "eval/loss" in metrics:
                 self._evaluated = Evaluated(step, metrics["eval/loss"])
                 self._console.show_evaluation(self._evaluated)
@@ -100,12 +115,11 @@ class Reporter:
 
     def report_end(self, step: int) -> None:
         """The last figures of the ledger and of memory, after `step` updates; none if nothing was trained."""
-        self._setup.ledger.write()
+        self._reporting.ledger.write()
         if step > self._ledger_at:
-            self._setup.trackers.log(self._setup.ledger.metrics() | memory_in_use(jax.local_devices()), step)
+            self._reporting.trackers.log(self._reporting.ledger.metrics() | memory_in_use(jax.local_devices()), step)
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
-        checkpointer = self._setup.checkpointer
         self._reported += 1
         if self._reported <= 3:  # the first waits for the compiler, and the second was dispatched while it did
             self._recent.clear()
@@ -113,13 +127,6 @@ class Reporter:
         whole = sum(seconds for _, seconds in self._recent)
         tokens_per_second = sum(rate * seconds for rate, seconds in self._recent) / whole
         seconds = whole / len(self._recent)
-        last = self._config.num_train_steps
-        next_save: int | None = None
-        if step < last:
-            next_save = checkpointer.next_permanent(step, last)
-            by_clock = checkpointer.seconds_to_next
-            if by_clock is not None:
-                next_save = min(next_save, step + 1 + int(by_clock / max(seconds, 1e-9)))
         self._console.show(
             Shown(
                 step=step,
@@ -127,16 +134,16 @@ class Reporter:
                 learning_rate=metrics["train/learning_rate"],
                 tokens_per_second=tokens_per_second,
                 seconds_per_step=seconds,
-                mfu=self._setup.work.rates(tokens_per_second).get("throughput/mfu"),
+                mfu=self._reporting.work.rates(tokens_per_second).get("throughput/mfu"),
                 evaluated=self._evaluated,
-                next_evaluation=self._evaluations.next_after(step, last),
-                next_save=next_save,
+                next_evaluation=self._evaluations.next_after(step, self._config.num_train_steps),
+                next_save=self._saver.next_save(step, seconds),
                 beside=self._beside(),
             )
         )
 
     def _check(self, step: int, loss: float) -> None:
-        config, sizes = self._config, self._setup.batch_sizes
+        config, sizes = self._config, self._sizes
         if (math.isnan(loss) and config.crash_on_nan) or (math.isinf(loss) and config.crash_on_inf):
             raise DivergedError(
                 f"the loss of step {step} is {loss}; nothing was saved since it was finite. Its batch are sequences "

@@ -1,8 +1,11 @@
 """Compiling the step ahead of its first call, to be able to say how long it took and how large the program is."""
 
+import os
 import time
 from contextlib import suppress
 from typing import Any
+
+import jax
 
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
@@ -47,3 +50,12 @@ class CompilingStep:
 
     def __call__(self, state: Any, batch: Any, wishes: Any = None) -> Any:
         return self._step(state, batch, wishes)
+
+
+def use_compilation_cache(folder: str | None) -> None:
+    """Keep compiled programs, so that the next start compiles nothing."""
+    if folder is None:
+        return
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

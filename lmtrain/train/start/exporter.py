@@ -21,6 +21,7 @@ from lmtrain.runtime.logging import log
 from lmtrain.runtime.run_path import run_path
 from lmtrain.runtime.storage import file_size, is_url, join
 from lmtrain.sharding.mesh import Layout
+from lmtrain.train.program.program import Program
 from lmtrain.train.start.hf_params import gather_tensors, plan_hf_pieces
 
 
@@ -56,6 +57,14 @@ def _prepare(folder: str) -> None:
                 shutil.rmtree(os.path.join(folder, name))
     except OSError as error:
         raise UserError(f"hf_save_path: {folder} cannot be made: {error.strerror}") from None
+
+
+def open_exporter(program: Program, origin: Origin, tokenizer: Tokenizer, is_first: bool) -> "Exporter | None":
+    """The exporter of a run that asks for exports. Raises `UserError` for a model that cannot be exported."""
+    config = program.config
+    if config.hf_save_path is None and config.hf_upload is None:
+        return None
+    return Exporter(config, origin, program.model, tokenizer, program.layout, is_first)
 
 
 class Exporter:

@@ -11,6 +11,10 @@ from lmtrain.config.errors import UserError
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
+from lmtrain.train.start.exporter import export_folder, is_missing
+
+# In what a checkpoint says of its run: the evaluation of its step was ended by a signal.
+EVALUATION_PENDING = "evaluation_pending"
 
 # Where a run began is of no use once it has begun.
 _BEGINNINGS = ("initialize_from", "initialize_from_checkpoint_path", "initialize_from_hf")
@@ -29,6 +33,17 @@ def check_identity(checkpoint: Checkpoint, now: Mapping[str, Any]) -> None:
         raise UserError(
             f"{checkpoint.path} is of another run\n{report}\n  give this run another trainer.id, or restore the config"
         )
+
+
+def is_done(own: Checkpoint, config: RunConfig, now: Mapping[str, Any], run: str) -> bool:
+    """Whether all steps of a run are in its own checkpoint, evaluated and exported.
+
+    Raises `UserError` if the checkpoint is of another run than `now`, its identity.
+    """
+    if own.step < config.trainer.num_train_steps:
+        return False
+    check_identity(own, now)
+    return EVALUATION_PENDING not in own.read_run_info() and not is_missing(export_folder(config, run), own.step)
 
 
 def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:

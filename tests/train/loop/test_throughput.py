@@ -14,7 +14,8 @@ from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS, SAVING, Tim
 from lmtrain.train.loop.throughput import Throughput
 from lmtrain.train.program.program import plan_program
 from lmtrain.train.program.work import Work
-from lmtrain.train.start import setup as putting_together
+from lmtrain.train.start import facts as facts_module
+from lmtrain.train.start.facts import device_facts, plan_work
 
 # 1000 tokens a second are 2 % of the peak, and 1.5 % if attention counts as half
 WORK = Work(flops_per_token=2e6, causal_flops_per_token=1.5e6, peak_flops=1e11)
@@ -162,7 +163,7 @@ def program():
 
 
 def test_a_token_costs_what_lmtrain_plan_says(program):
-    work = putting_together._work(program)
+    work = plan_work(program)
     told = "\n".join(model_lines(describe(program, "cpu"), "here", ""))
     full, causal = re.search(r"(\S+) a token, forward and backward; (\S+) with causal attention", told).groups()
     assert (work.flops_per_token, work.causal_flops_per_token) == pytest.approx((float(full), float(causal)), rel=1e-3)
@@ -172,7 +173,7 @@ def test_a_token_costs_what_lmtrain_plan_says(program):
 
 def test_a_token_costs_the_matrix_products_of_the_model_forward_and_twice_backward(program):
     """By hand: qkv, out, up and down of each layer, queries with keys and weights with values, and the head."""
-    work = putting_together._work(program)
+    work = plan_work(program)
     width, length = 32, 64
     weights = 3 * (3 * width**2 + width**2 + 2 * 4 * width**2) + 100 * width
     full, causal = (6 * (weights + 3 * 2 * keys * width) for keys in (length, (length + 1) / 2))
@@ -182,15 +183,15 @@ def test_a_token_costs_the_matrix_products_of_the_model_forward_and_twice_backwa
 
 def test_the_peak_is_that_of_all_devices_and_the_convention_is_told(program, monkeypatch, caplog):
     h100 = find_accelerator("h100")
-    monkeypatch.setattr(putting_together, "find_accelerator", lambda kind: h100)
+    monkeypatch.setattr(facts_module, "find_accelerator", lambda kind: h100)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with caplog.at_level("INFO"):
-        work = putting_together._work(program)
+        work = plan_work(program)
     assert work.peak_flops == 8 * 989e12
     told = caplog.records[-1].message
     assert told.startswith("MFU is in percent of 989 TFLOP/s (NVIDIA H100, dense 16-bit products) on each device")
     assert "mfu counts attention in full, mfu_causal half of it" in told
-    facts = putting_together._device_facts(work, 64)
+    facts = device_facts(work, 64)
     assert facts["throughput/theoretical_flops"] == 8 * 989e12
     assert facts["throughput/theoretical_flops_per_device"] == 989e12
     assert facts["throughput/flops_per_example"] == work.flops_per_token * 64
@@ -198,9 +199,9 @@ def test_the_peak_is_that_of_all_devices_and_the_convention_is_told(program, mon
 
 def test_of_an_unknown_device_it_is_told_that_there_will_be_no_mfu(program, caplog):
     with caplog.at_level("INFO"):
-        work = putting_together._work(program)  # tests run on CPUs
+        work = plan_work(program)  # tests run on CPUs
     assert work.peak_flops is None
     assert caplog.records[-1].message.endswith("tokens per second are logged, but no MFU")
-    facts = putting_together._device_facts(work, 64)
+    facts = device_facts(work, 64)
     assert not [name for name in facts if "theoretical" in name]
     assert facts["throughput/device_count"] == jax.device_count()

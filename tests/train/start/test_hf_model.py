@@ -8,9 +8,9 @@ import sys
 import pytest
 from conftest import TOKENIZER
 
-from lmtrain.commands.hf_model import check_tokens, config_of, hf_settings
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
+from lmtrain.train.start.hf_model import check_tokens, config_of, hf_settings
 
 LLAMA = {
     "model_type": "llama",

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lmtrain.checkpoint.discovery import list_checkpoints
 from lmtrain.checkpoint.manifest import DamagedError
 from lmtrain.checkpoint.verify import choose_checkpoint
-from lmtrain.commands.arguments import Parser, Run
-from lmtrain.commands.run_logs import tokenizer_of
 from lmtrain.config.compare import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.hf.export import Origin
@@ -19,8 +17,10 @@ from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import identity
+from lmtrain.run.run import Run
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import join, list_names
+from lmtrain.train.start.run_logs import tokenizer_of
 
 if TYPE_CHECKING:
     from lmtrain.models.interface import LanguageModel
@@ -62,19 +62,6 @@ class TrainedModel:
         return Loaded(model, self.get_params(model, layout), layout)
 
 
-def add_checkpoint_flag(parser: Parser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        "--checkpoint_path",
-        metavar="PATH",
-        help="step folder, run folder or a parent (default: the config's own run)",
-    )
-
-
-def add_hf_flag(parser: Parser) -> None:
-    parser.add_argument("--hf", metavar="REF", help="a Hugging Face model instead: folder, URL, or id[@revision]")
-
-
 def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
     """The checkpoint at `path`, by default the newest of the config's own run.
 
@@ -84,9 +71,7 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
     settings = config.trainer.checkpointer
     others = _other_runs(run) if path is None else []
     try:
-        checkpoint = choose_checkpoint(
-            path or settings.run_folder(run.id), settings.verify_on_restore, parts=("params", "average")
-        )
+        checkpoint = choose_checkpoint(path or run.checkpoints, settings.verify_on_restore, parts=("params", "average"))
     except UserError as error:
         if not others:
             raise
@@ -126,10 +111,9 @@ class _Other(NamedTuple):
 
 def _other_runs(run: Run) -> list[_Other]:
     """Other runs of the same file that have checkpoints, the newest first; settings on the command line make them."""
-    folder = run.config.trainer.checkpointer.run_folder(run.id)
-    parent, name = os.path.dirname(folder), os.path.basename(folder)
+    parent, name = os.path.dirname(run.checkpoints), os.path.basename(run.checkpoints)
     made = re.compile(re.escape(run.id.rpartition("-")[0]) + "-[0-9a-f]{6}")
-    if getattr(run.arguments, "run", None) or name != run.id or not made.fullmatch(run.id):
+    if run.is_named or name != run.id or not made.fullmatch(run.id):
         return []
     found = []
     for other in list_names(parent):

@@ -3,12 +3,12 @@
 import os
 
 from lmtrain.config.errors import UserError
-from lmtrain.run.config import RunConfig
+from lmtrain.optim.config import OptimizerConfig
 
 _MOST_POINTS = 5000
 
 
-def plot_learning_rate(config: RunConfig, path: str) -> None:
+def plot_learning_rate(config: OptimizerConfig, steps: int, path: str) -> None:
     """Write a picture in the format that the name's ending says. Raises `UserError` if it cannot be written."""
     import matplotlib
 
@@ -20,12 +20,11 @@ def plot_learning_rate(config: RunConfig, path: str) -> None:
 
     from lmtrain.optim.schedules import build_schedule
 
-    steps = config.trainer.num_train_steps
     at = np.unique(np.linspace(0, steps - 1, min(steps, _MOST_POINTS)).astype(np.int32))
-    rates = jax.vmap(build_schedule(config.optimizer, steps))(jnp.asarray(at))
+    rates = jax.vmap(build_schedule(config, steps))(jnp.asarray(at))
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     axes.plot(at, np.asarray(rates))
-    axes.set(xlabel="step", ylabel="learning rate", title=f"{config.optimizer.type}, {config.optimizer.lr_schedule}")
+    axes.set(xlabel="step", ylabel="learning rate", title=f"{config.type}, {config.lr_schedule}")
     axes.grid(alpha=0.3)
     try:
         figure.savefig(os.path.expanduser(path))

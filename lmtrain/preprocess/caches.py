@@ -1,11 +1,11 @@
-"""What the verbs that read data have in common: planning, building and waiting for token caches."""
+"""The token caches of a run: planning them, building what is missing, and waiting until there is enough."""
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.caches import Cache, Caches
+from lmtrain.data.caches import Cache, Caches, needs_all
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.build import Build
 from lmtrain.preprocess.executor import choose_executor
@@ -83,6 +83,30 @@ def wait(build: Build, stop: StopRequest, enough: Callable[[], bool] = lambda: F
                 raise StoppedError
             time.sleep(_POLL_SECONDS)
     build.check()
+
+
+def wait_for_enough(config: RunConfig, plans: Plans, build: Build, stop: StopRequest) -> None:
+    """Until training can begin: the validation caches, and a batch, or of a mixture a sequence of each source.
+
+    Raises as `wait` does.
+    """
+    reason = needs_all(config.data, config.epoch)
+    if reason is not None:
+        if any(not plan.complete for plan in plans.train.values()):
+            log.info(f"waiting for the data: {reason}")
+        wait(build, stop)
+        return
+
+    sequences = 1 if config.data.configs is not None else max(config.trainer.batch_sizes.all)
+
+    def enough() -> bool:
+        least = sequences * config.model.seq_len
+        begun = all(plan.complete or plan.shards.tokens > least for plan in plans.train.values())
+        return begun and all(plan.complete for plan in plans.validation.values())
+
+    wait(build, stop, enough)
+    if build.running:
+        log.info("training begins while the rest of the data is tokenized")
 
 
 def require_text(config: DataConfig, split: str) -> None:

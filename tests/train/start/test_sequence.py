@@ -1,25 +1,33 @@
-"""Setting a run up: what is already finished, what is put together, and what is refused before anything is saved."""
+"""Steps 4 to 6 of a start (see `lmtrain/commands/train.py`): what they give, and what is refused before a save."""
 
 import json
 import os
 import re
 import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import pytest
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.policies import Kind
-from lmtrain.commands.caches import plan_caches
 from lmtrain.config.errors import UserError
+from lmtrain.evaluation.interface import Context
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess.build import Build
+from lmtrain.preprocess.caches import plan_caches
 from lmtrain.preprocess.executor import choose_executor
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.processes import ALONE
-from lmtrain.train.start.initial_state import own_checkpoint
-from lmtrain.train.start.setup import set_up
+from lmtrain.tracking.open import Trackers
+from lmtrain.train.program.program import plan_program
+from lmtrain.train.start.batches import TrainBatches
+from lmtrain.train.start.evaluation import is_pending, open_evaluation
+from lmtrain.train.start.facts import describe_run
+from lmtrain.train.start.initial_state import begin, own_checkpoint
+from lmtrain.train.step.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -38,22 +46,33 @@ def config(settings, tmp_path, monkeypatch):
     return make
 
 
+class Started(NamedTuple):
+    """A run before its first step."""
+
+    checkpointer: Checkpointer
+    run_info: dict[str, Any]
+    state: TrainState
+    first_step: int
+    batches: Iterator[Any]
+    evaluation: Context
+    evaluation_pending: bool
+
+
 @pytest.fixture
 def start():
-    """`start(config)` sets the run up as `lmtrain train` does; all are closed in the end."""
+    """`start(config)` begins a run as `lmtrain train` does; all are closed in the end."""
     opened = []
 
-    def begin(config: RunConfig):
-        opened.append(set_up_run(config))
-        return opened[-1]
+    def begin_run(config: RunConfig) -> Started:
+        opened.append(Checkpointer("checkpoints/run", config.trainer.checkpointer))
+        return start_run(config, opened[-1])
 
-    yield begin
-    for setup in opened:
-        setup.checkpointer.close()
-        setup.trackers.finish()
+    yield begin_run
+    for checkpointer in opened:
+        checkpointer.close()
 
 
-def set_up_run(config: RunConfig):
+def start_run(config: RunConfig, checkpointer: Checkpointer) -> Started:
     plans = plan_caches(config.data)
     for plan in plans.all:
         if plan.manifest is None:
@@ -62,28 +81,29 @@ def set_up_run(config: RunConfig):
                 time.sleep(0.02)
             build.check()
     caches = plans.caches
+    own = own_checkpoint(config, checkpointer)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    checkpointer = Checkpointer("checkpoints/run", config.trainer.checkpointer)
-    try:
-        return set_up(config, "run", tokenizer, caches, checkpointer, own_checkpoint(config, checkpointer))
-    except BaseException:
-        checkpointer.close()
-        raise
+    program = plan_program(config, tokenizer.vocab_size)
+    batches = TrainBatches(config, caches, program.layout)
+    run_info = describe_run(config, "run", tokenizer.identity, caches, program)
+    state, first_step = begin(program, own, run_info, None)
+    evaluation = open_evaluation(program, caches, tokenizer, "logs/run")
+    pending = is_pending(own, Trackers())
+    return Started(checkpointer, run_info, state, first_step, batches.after(first_step), evaluation, pending)
 
 
 def test_a_fresh_run_starts_at_the_beginning_of_the_data_with_the_sizes_of_its_config(config, start):
-    setup = start(config())
-    assert setup.first_step == int(setup.state.step) == 0
-    assert (setup.batch_sizes.all, setup.seq_len) == ([4], 32)
-    batch = next(setup.train_batches)
+    run = start(config())
+    assert run.first_step == int(run.state.step) == 0
+    batch = next(run.batches)
     assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 32)
-    validation = setup.evaluation.sets[""]
+    validation = run.evaluation.sets[""]
     assert len(validation) == len(list(validation)) == 2
     assert len(list(validation)) == 2  # each evaluation reads them from the beginning
-    assert not setup.evaluation_pending
-    assert setup.run_info["identity"]["seed"] == 0
-    assert setup.run_info["machine"]["mesh"] == {"replica": 1, "data": jax.device_count(), "model": 1}
-    json.dumps(setup.run_info)
+    assert not run.evaluation_pending
+    assert run.run_info["identity"]["seed"] == 0
+    assert run.run_info["machine"]["mesh"] == {"replica": 1, "data": jax.device_count(), "model": 1}
+    json.dumps(run.run_info)
     assert sorted(os.listdir("checkpoints/run")) == ["attempt.json", "lock"]
 
 
@@ -103,9 +123,9 @@ def test_what_does_not_fit_is_refused(config, start, changes, message):
         start(config(**changes))
 
 
-def save_and_close(setup, step: int) -> None:
-    setup.checkpointer.save(step, Kind.PERMANENT, setup.state.parts, setup.run_info)
-    setup.checkpointer.close()
+def save_and_close(run, step: int) -> None:
+    run.checkpointer.save(step, Kind.PERMANENT, run.state.parts, run.run_info)
+    run.checkpointer.close()
 
 
 @pytest.mark.parametrize(
@@ -123,10 +143,10 @@ def test_the_checkpoint_of_another_run_is_refused(config, start, changes, line):
 
 
 def test_a_run_goes_on_after_its_checkpoint_even_with_another_learning_rate(config, start):
-    setup = start(config())
-    batches = [next(setup.train_batches) for _ in range(4)]
-    setup.checkpointer.save(3, Kind.PERMANENT, setup.state.parts, setup.run_info)
-    setup.checkpointer.close()
+    run = start(config())
+    batches = [next(run.batches) for _ in range(4)]
+    run.checkpointer.save(3, Kind.PERMANENT, run.state.parts, run.run_info)
+    run.checkpointer.close()
     later = start(config(optimizer={"learning_rate": 0.5}))
     assert later.first_step == int(later.state.step) == 3
-    assert (next(later.train_batches)["tokens"] == batches[3]["tokens"]).all()
+    assert (next(later.batches)["tokens"] == batches[3]["tokens"]).all()

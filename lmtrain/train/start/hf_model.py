@@ -3,21 +3,19 @@
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
-
-from pydantic import ValidationError
 
 from lmtrain.checkpoint.discovery import find_checkpoints, list_checkpoints
 from lmtrain.checkpoint.manifest import DamagedError
-from lmtrain.commands.arguments import Run
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
 from lmtrain.hf.weights import locate, read_model_config
 from lmtrain.models.base_config import FREE
+from lmtrain.models.registry import family_of, hf_family
 from lmtrain.run.config import RunConfig
+from lmtrain.run.run import Found, Run, resolve, validate
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import is_url
 
@@ -32,57 +30,67 @@ def resolve_hf(run: Run, checkpoint: str | None = None, check_tokenizer: bool = 
     Raises `UserError` if the config and the model's own contradict one another. Nothing is read without
     `initialize_from_hf`.
     """
-    config = run.config
-    ref = hf_ref(config)
+    ref = hf_ref(run.config)
     if ref is None:
         return run
-    values = config.model_dump()
-    saved = _saved_config(run, checkpoint)
-    if saved is not None and saved["initialize_from_hf"] == config.initialize_from_hf:
-        if config.use_hf_model_config:
-            values["model"] = saved["model"] | {name: values["model"][name] for name in _free_given(config)}
-        if "tokenizer" not in config.data.model_fields_set:
-            values["data"]["tokenizer"] = saved["data"]["tokenizer"]
-        return replace(run, loaded=replace(run.loaded, config=_validate(values, ref)))
-    if config.use_hf_model_config:
-        values["model"] = _model_of(ref, config)
-        model = values["model"]
-        log.info(f"{ref}: {model['type']}, {model['num_layers']} layers of {model['hidden_dim']}")
-    else:
-        _check_agrees(ref, config)
-    if "tokenizer" not in config.data.model_fields_set:
-        values["data"]["tokenizer"] = ref
-        log.info(f"data.tokenizer is not set: that of {ref}")
-    elif check_tokenizer and not config.allow_other_tokenizer:
-        check_tokens(ref, config.data)
-    resolved = _validate(values, ref)
-    return replace(run, loaded=replace(run.loaded, config=resolved))
+    return resolve(run, _in_checkpoint(run, checkpoint) or _in_model(ref, run.config, check_tokenizer))
 
 
-def _saved_config(run: Run, checkpoint: str | None) -> dict[str, Any] | None:
-    """The whole config that the newest checkpoint was saved with; None if there is none."""
-    if checkpoint is not None:
-        found = find_checkpoints(checkpoint)
-    else:
-        found = list_checkpoints(run.config.trainer.checkpointer.run_folder(run.id))
+def _in_checkpoint(run: Run, path: str | None) -> Found | None:
+    """What the newest checkpoint was saved with; None if there is none, or it began from another model."""
+    config = run.config
+    found = find_checkpoints(path) if path is not None else list_checkpoints(run.checkpoints)
     for newest in reversed(found):
         with suppress(DamagedError):  # a damaged one is told when its arrays are to be used
-            config: dict[str, Any] = newest.read_run_info()["config"]
-            return config
+            saved = newest.read_run_info()["config"]
+            if saved["initialize_from_hf"] != config.initialize_from_hf:
+                return None
+            settings: dict[str, Any] = {}
+            if config.use_hf_model_config:
+                settings["model"] = _with_written(saved["model"], config, newest.path)
+            if not _names_tokenizer(config):
+                settings["data"] = {"tokenizer": saved["data"]["tokenizer"]}
+            return Found(newest.path, settings)
     return None
 
 
-def _free_given(config: RunConfig) -> set[str]:
-    """Settings of the model that were written and leave the weights' meaning alone."""
-    return config.model.model_fields_set & FREE if "model" in config.model_fields_set else set()
+def _in_model(ref: str, config: RunConfig, check_tokenizer: bool) -> Found:
+    settings: dict[str, Any] = {}
+    if config.use_hf_model_config:
+        theirs = hf_settings(ref)
+        model = settings["model"] = _with_written(theirs, config, ref)
+        _check_length(ref, model["seq_len"], theirs)
+        log.info(f"{ref}: {model['type']}, {model['num_layers']} layers of {model['hidden_dim']}")
+    else:
+        _check_agrees(ref, config)
+    if not _names_tokenizer(config):
+        settings["data"] = {"tokenizer": ref}
+        log.info(f"data.tokenizer is not set: that of {ref}")
+    elif check_tokenizer and not config.allow_other_tokenizer:
+        check_tokens(ref, config.data)
+    return Found(f"{ref}: its config.json", settings)
+
+
+def _names_tokenizer(config: RunConfig) -> bool:
+    return "tokenizer" in config.data.model_fields_set
+
+
+def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> dict[str, Any]:
+    """Their `model` section, with those of our settings that are free. Raises `UserError` for others that are set."""
+    ours = config.model
+    given = ours.model_fields_set if "model" in config.model_fields_set else set()
+    if "type" in given and ours.type != theirs["type"]:
+        raise UserError(f"model.type: {ours.type}, but {source} is of type {theirs['type']}")
+    excess = sorted(given - FREE - {"type"})
+    if excess:
+        raise UserError(f"model.{excess[0]}: comes from {source} with use_hf_model_config; remove one of them")
+    return dict(theirs) | {name: getattr(ours, name) for name in given}
 
 
 def hf_ref(config: RunConfig) -> str | None:
     """The model to begin from, None if the config names none."""
     if config.initialize_from_hf is not True:
         return config.initialize_from_hf or None
-    from lmtrain.models.registry import hf_family
-
     default: str = hf_family(config.model.type).DEFAULT_REF
     return default
 
@@ -91,7 +99,7 @@ def config_of(ref: str) -> RunConfig:
     """The config of a model alone: its sizes and its tokenizer, all else by default."""
     settings = hf_settings(ref)
     tokenizer = {"tokenizer": ref} if has_tokenizer(ref) else {}
-    return _validate({"model": settings, "data": tokenizer}, ref)
+    return validate({"model": settings, "data": tokenizer}, f"{ref}: its config.json")
 
 
 def has_tokenizer(ref: str) -> bool:
@@ -132,8 +140,6 @@ def _tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
 
 def hf_settings(ref: str) -> dict[str, Any]:
     """The `model` section that the model's `config.json` stands for."""
-    from lmtrain.models.registry import family_of
-
     values = read_model_config(ref)
     if values.get("quantization_config"):
         raise UserError(f"{ref}: its weights are quantized (quantization_config); take the model they were made from")
@@ -146,26 +152,14 @@ def hf_settings(ref: str) -> dict[str, Any]:
     return settings
 
 
-def _model_of(ref: str, config: RunConfig) -> dict[str, Any]:
-    """Their settings, with those of ours that are free. Raises `UserError` for others that are set."""
-    settings, ours = hf_settings(ref), config.model
-    given = ours.model_fields_set if "model" in config.model_fields_set else set()
-    if "type" in given and ours.type != settings["type"]:
-        raise UserError(f"model.type: {ours.type}, but {ref} is of type {settings['type']}")
-    excess = sorted(given - FREE - {"type"})
-    if excess:
-        raise UserError(f"model.{excess[0]}: comes from {ref} with use_hf_model_config; remove one of them")
-    _check_length(ref, ours.seq_len if "seq_len" in given else settings["seq_len"], settings)
-    return settings | {name: getattr(ours, name) for name in given}
-
-
 def _check_agrees(ref: str, config: RunConfig) -> None:
     """Raise `UserError` if a setting that gives the weights their meaning differs from the model's own."""
     settings = hf_settings(ref)
-    theirs, ours = _validate({"model": settings}, ref).model.meaning(), config.model.meaning()
+    theirs = validate({"model": settings}, f"{ref}: its config.json").model.meaning()
+    ours = config.model.meaning()
     differ = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
-    if settings["type"] in ("gpt2", "backpack") and not ours.get("use_bias"):
-        differ.discard("use_bias")  # their format has biases always; loading demands that they are zero
+    if hf_family(settings["type"]).ALWAYS_HAS_BIASES and not ours.get("use_bias"):
+        differ.discard("use_bias")  # loading demands that theirs are zero
     if differ:
         lines = [f"  model.{name}: {ours.get(name)} here, {theirs.get(name)} there" for name in sorted(differ)]
         report = "\n".join(lines)
@@ -177,17 +171,5 @@ def _check_agrees(ref: str, config: RunConfig) -> None:
 
 def _check_length(ref: str, seq_len: int, settings: Mapping[str, Any]) -> None:
     """A learned position has no meaning beyond the last one that was learned."""
-    if settings["type"] in ("gpt2", "backpack") and seq_len > settings["seq_len"]:
+    if hf_family(settings["type"]).HAS_LEARNED_POSITIONS and seq_len > settings["seq_len"]:
         raise UserError(f"model.seq_len: {seq_len}, but {ref} has learned {settings['seq_len']} positions only")
-
-
-def _validate(values: Mapping[str, Any], ref: str) -> RunConfig:
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        # after `model` comes the kind, which is no part of the setting's name
-        where = ".".join(
-            str(part) for index, part in enumerate(first["loc"]) if (index, first["loc"][0]) != (1, "model")
-        )
-        raise UserError(f"{ref}: its config.json gives {where}: {first['msg']}") from None

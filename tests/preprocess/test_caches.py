@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmtrain.commands import caches
-from lmtrain.commands.caches import Plans, plan_caches, shared_text, start_build
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
+from lmtrain.preprocess import caches
 from lmtrain.preprocess.build import build_cache
+from lmtrain.preprocess.caches import Plans, plan_caches, shared_text, start_build
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.processes import Processes
 

@@ -1,0 +1,89 @@
+"""What is kept of a run at a step: its checkpoint, and its export."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.policies import Kind
+from lmtrain.tracking.open import Trackers
+from lmtrain.train.start.exporter import Exporter
+from lmtrain.train.start.resume import EVALUATION_PENDING
+from lmtrain.train.step.state import TrainState
+
+
+class Saver:
+    """Saves a run's checkpoints and its exports. `run_info` goes into every checkpoint."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        exporter: Exporter | None,
+        run_info: Mapping[str, Any],
+        trackers: Trackers,
+        num_train_steps: int,
+    ):
+        self._checkpointer = checkpointer
+        self._exporter = exporter
+        self._run_info = dict(run_info)
+        self._trackers = trackers
+        self._last = num_train_steps
+
+    def export_missed(self, state: TrainState, step: int) -> None:
+        """The export of the checkpoint that a run goes on from, if the run was killed before it was there."""
+        if self._exporter is not None and self._exporter.was_missed(step):
+            self._exporter.export(step, state.best_params)
+
+    @property
+    def is_time(self) -> bool:
+        """Whether a checkpoint is due by the clock."""
+        return self._checkpointer.is_time
+
+    def kind_at(self, step: int, asked: bool) -> Kind | None:
+        """The kind of checkpoint to save after `step` updates, if any; `asked` says that one is wished for."""
+        return self._checkpointer.kind_at(step, last=step == self._last, asked=asked)
+
+    def exports(self, step: int) -> bool:
+        """Whether the parameters after `step` updates are to be exported."""
+        return self._exporter is not None and self._exporter.due(step, step == self._last)
+
+    def next_save(self, step: int, seconds_per_step: float) -> int | None:
+        """The step of the next checkpoint, as far as it can be known; None after the last."""
+        if step >= self._last:
+            return None
+        by_steps = self._checkpointer.next_permanent(step, self._last)
+        by_clock = self._checkpointer.seconds_to_next
+        if by_clock is None:
+            return by_steps
+        return min(by_steps, step + 1 + int(by_clock / max(seconds_per_step, 1e-9)))
+
+    def export(self, state: TrainState, step: int) -> None:
+        """Copy the parameters, and write them in the background."""
+        assert self._exporter is not None
+        self._exporter.export(step, state.best_params)
+
+    def save(self, state: TrainState, step: int, kind: Kind, *, at_once: bool, evaluated: bool = True) -> None:
+        """`at_once` waits until the checkpoint is complete. One of a step that is not `evaluated` says so."""
+        self._trackers.sync()
+        save = self._checkpointer.save_now if at_once else self._checkpointer.save
+        # what is exported up to now is there before the checkpoint that would not export it again
+        exported = (lambda: None) if self._exporter is None else self._exporter.under_way()
+        run_info = self._run_info if evaluated else self._run_info | {EVALUATION_PENDING: True}
+        seconds = save(step, kind, state.parts, run_info, before_commit=exported)
+        self._trackers.log({"checkpoint/blocking_seconds": seconds}, step)
+
+    def log_saved(self, step: int) -> None:
+        """Log how long the checkpoints took that are complete by now: several if one waited for the one before it."""
+        if saved := self._checkpointer.take_saved():
+            self._trackers.log({"checkpoint/total_seconds": max(saved)}, step)
+
+    def close(self, others_gone: bool) -> None:
+        """Whatever happened: a checkpoint and an export under way become complete.
+
+        Not a checkpoint whose other processes are gone: it would wait for them.
+        """
+        try:
+            if not others_gone:
+                self._checkpointer.close()
+        finally:
+            if self._exporter is not None:
+                self._exporter.finish()

@@ -1,0 +1,42 @@
+"""What the evaluations of a run are given."""
+
+from lmtrain.checkpoint.discovery import Checkpoint
+from lmtrain.data.caches import Caches
+from lmtrain.evaluation.interface import Context
+from lmtrain.evaluation.validation_sets import open_validation_sets
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.runtime.distributed import gather
+from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.tracking.open import Trackers
+from lmtrain.train.program.program import Program
+from lmtrain.train.start.resume import EVALUATION_PENDING
+
+
+def open_evaluation(
+    program: Program, caches: Caches, tokenizer: Tokenizer, folder: str, processes: Processes = ALONE
+) -> Context:
+    """The validation sets, and what else there is to evaluate with. Raises `UserError` for damaged shards."""
+    config = program.config
+    return Context(
+        model=program.model,
+        layout=program.layout,
+        compute_dtype=config.trainer.precision.compute,
+        tokenizer=tokenizer,
+        sets=open_validation_sets(
+            config.data,
+            caches.validation,
+            program.layout,
+            seq_len=config.model.seq_len,
+            batch_size=program.batching.eval_batch,
+            max_batches=config.trainer.max_eval_batches,
+        ),
+        processes=processes,
+        folder=folder,
+        xla_options=program.xla_options,
+    )
+
+
+def is_pending(own: Checkpoint | None, trackers: Trackers, processes: Processes = ALONE) -> bool:
+    """Whether the checkpoint that a run goes on from was not evaluated: a signal ended it. The first process knows."""
+    pending = own is not None and EVALUATION_PENDING in own.read_run_info() and "eval/loss" not in trackers.names
+    return bool(gather(processes, "evaluation pending", pending)[0])

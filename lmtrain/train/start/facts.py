@@ -1,0 +1,75 @@
+"""What a run says of itself: in its log, in every checkpoint and to its trackers."""
+
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from lmtrain.data.caches import Caches
+from lmtrain.models.params import count_parameters
+from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.identity import run_identity
+from lmtrain.runtime.accelerators import find_accelerator
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.progress import format_bytes
+from lmtrain.train.program.layout_table import layout_table
+from lmtrain.train.program.program import Program
+from lmtrain.train.program.work import Work
+
+
+def log_program(program: Program) -> None:
+    """The model, where each of its parameters lies, and what that takes."""
+    config, model = program.config, program.model
+    log.info(f"{config.model.type}, {count_parameters(model):,} parameters, {config.trainer.precision}")
+    for line in layout_table(model, program.layout, config.trainer.precision.params):
+        log.info(f"  {line}")
+    state = format_bytes(sum(program.state_bytes.values()))
+    log.info(f"  on each device {state} of state; `lmtrain plan` says what a step takes beside it")
+
+
+def describe_run(
+    config: RunConfig, run: str, tokenizer: dict[str, Any], caches: Caches, program: Program
+) -> dict[str, Any]:
+    """What goes into every checkpoint beside the arrays."""
+    # with dropout, masks follow from the number of microbatches
+    microbatches = {str(size): number for size, number in program.batching.num_microbatches.items()}
+    return {
+        "run_id": run,
+        "identity": run_identity(config, tokenizer, caches.identity),
+        "config": resolved(config),
+        "machine": {
+            "device": jax.devices()[0].device_kind,
+            "mesh": dict(program.layout.mesh.shape),
+            "microbatches": microbatches,
+            "xla_options": program.xla_options,
+        },
+        "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
+    }
+
+
+def plan_work(program: Program) -> Work:
+    """What a token costs and what the devices can do; told in the log."""
+    full, causal = program.flops_per_token
+    kind = jax.devices()[0].device_kind
+    device = find_accelerator(kind)
+    if device is None:
+        log.info(f"no peak speed is known of {kind}: tokens per second are logged, but no MFU")
+        return Work(full, causal, None)
+    log.info(
+        f"MFU is in percent of {device.peak_flops / 1e12:,.0f} TFLOP/s ({device.name}, dense 16-bit products) on each "
+        "device; mfu counts attention in full, mfu_causal half of it"
+    )
+    return Work(full, causal, device.peak_flops * jax.device_count())
+
+
+def device_facts(work: Work, seq_len: int) -> dict[str, Any]:
+    """For the trackers' summary; FLOPs are those of forward and backward pass, theoretical ones a second."""
+    facts = {
+        "throughput/device_kind": jax.devices()[0].device_kind,
+        "throughput/device_count": jax.device_count(),
+        "throughput/flops_per_example": work.flops_per_token * seq_len,
+    }
+    if work.peak_flops is not None:
+        facts["throughput/theoretical_flops_per_device"] = work.peak_flops / jax.device_count()
+        facts["throughput/theoretical_flops"] = work.peak_flops
+    return facts

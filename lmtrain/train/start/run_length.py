@@ -1,0 +1,32 @@
+"""How many steps a run has: as many as its config says, or as its data gives."""
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.caches import Caches, check_batch, plan_steps
+from lmtrain.run.config import RunConfig, data_seed
+from lmtrain.run.run import Found
+from lmtrain.runtime.logging import log
+
+
+def length_of_data(config: RunConfig, caches: Caches) -> Found | None:
+    """The number of steps that the data gives, if that is to end the run earlier; schedules follow it.
+
+    Raises `UserError` for data that is less than a batch.
+    """
+    trainer = config.trainer
+    check_batch(config.data, caches, config.model.seq_len, trainer.batch_sizes)
+    steps = plan_steps(
+        config.data,
+        caches,
+        config.model.seq_len,
+        trainer.batch_sizes,
+        trainer.num_train_steps,
+        config.epoch,
+        data_seed(config),
+    )
+    if steps == trainer.num_train_steps:
+        return None
+    if steps < 1:
+        raise UserError("the data is less than one batch; lower trainer.train_batch_size or model.seq_len")
+    why = f"epoch {config.epoch}" if config.epoch else "data.stop_strategy first_exhausted"
+    log.info(f"{why}: the data ends the run after {steps:,} steps")
+    return Found(f"{why} ({steps:,} steps)", {"trainer": {"num_train_steps": steps}})

@@ -1,0 +1,82 @@
+"""What a run keeps of itself in its folder of logs: its resolved config and its tokenizer."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.show import show
+from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
+from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer
+from lmtrain.run.config import resolved
+from lmtrain.run.run import Run
+from lmtrain.runtime.files import remove_temporaries, write_atomically
+from lmtrain.runtime.logging import log, start_file_log
+from lmtrain.runtime.processes import Processes
+
+
+def open_log(run: Run, processes: Processes) -> None:
+    """Begin the log file of this process. Raises `UserError` if it cannot be written."""
+    with _naming_the_setting(run):
+        start_file_log(os.path.dirname(run.logs), run.id, processes)
+
+
+def keep_config(run: Run) -> None:
+    """Write `config.yaml`, each value with where it is from. Raises `UserError` if it cannot be written."""
+    with _naming_the_setting(run):
+        os.makedirs(run.logs, exist_ok=True)
+        remove_temporaries(run.logs)
+        text = show(resolved(run.config), run.loaded.layer)
+        write_atomically(os.path.join(run.logs, "config.yaml"), text.encode())
+
+
+def keep_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
+    """Copy the tokenizer's files, so that the run does not need those that its config names any more."""
+    if tokenizer.library is None:
+        return
+    source, folder = os.path.expanduser(tokenizer.path), os.path.join(run.logs, "tokenizer")
+    with _naming_the_setting(run):
+        os.makedirs(folder, exist_ok=True)
+        for name in reversed(TOKENIZER_FILES):  # tokenizer.json last: its presence means complete
+            path = os.path.join(source, name)
+            if os.path.isfile(path):
+                with open(path, "rb") as file:
+                    write_atomically(os.path.join(folder, name), file.read())
+
+
+def tokenizer_of(run: Run, identity: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a checkpoint that was saved with this identity: the config's, or the run's copy of its own.
+
+    The config's where the copy does not help; then the two differ. Raises `UserError` if there is none at all.
+    """
+    data = run.config.data
+    kept = os.path.join(run.logs, "tokenizer")
+    problem = ""
+    try:
+        found = open_tokenizer(data.tokenizer, data.vocab_size)
+        if found.identity == identity:
+            return found
+    except UserError as error:
+        if not os.path.isdir(kept):
+            raise
+        problem = str(error)
+    if data.tokenizer != PASSTHROUGH and os.path.isdir(kept):
+        copy = open_tokenizer(kept)
+        if copy.identity == identity:
+            log.warning(
+                f"data.tokenizer: {problem or f'{data.tokenizer} is another one now'}; using the copy in {kept}"
+            )
+            return copy
+    if problem:
+        raise UserError(problem)
+    return found
+
+
+@contextmanager
+def _naming_the_setting(run: Run) -> Iterator[None]:
+    """Errors of the file system as ones that say which setting is wrong."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"trainer.log_dir: {run.config.trainer.log_dir} cannot be made: {error.strerror}") from None
