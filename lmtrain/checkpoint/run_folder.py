@@ -18,7 +18,7 @@ from lmtrain.checkpoint.discovery import (
 from lmtrain.checkpoint.manifest import NAME, DamagedError, Manifest, write_manifest
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.config.errors import UserError
-from lmtrain.runtime.files import remove_temporaries
+from lmtrain.runtime.atomic_files import remove_temporaries
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import (
     delete_file,

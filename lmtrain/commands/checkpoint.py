@@ -18,7 +18,7 @@ from lmtrain.checkpoint.discovery import (
 from lmtrain.checkpoint.manifest import DamagedError, Manifest
 from lmtrain.checkpoint.verify import FULL, verify
 from lmtrain.commands.arguments import Parser
-from lmtrain.config.compare import describe_differences
+from lmtrain.config.differences import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.config.layers import dotted, walk_leaves
 from lmtrain.runtime.progress import format_bytes, format_seconds

@@ -55,8 +55,8 @@ def _show(argv: list[str]) -> int:
 def _resolved(run: Run) -> Run:
     """As `lmtrain train` takes it. Says what cannot be known yet."""
     from lmtrain.data.caches import needs_all
-    from lmtrain.preprocess.caches import plan_caches
     from lmtrain.preprocess.plan import has_cache
+    from lmtrain.preprocess.prepare import plan_caches
     from lmtrain.train.start.hf_model import resolve_hf
     from lmtrain.train.start.run_length import length_of_data
 

@@ -9,7 +9,7 @@ from lmtrain.data.caches import Cache
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.models.base_config import FREE
-from lmtrain.preprocess.caches import plan_caches, start_build, wait
+from lmtrain.preprocess.prepare import plan_caches, start_build, wait
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE

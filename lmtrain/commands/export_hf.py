@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     if output is None and repository is None:
         raise UserError("--output: say where to, or give --upload owner/name")
     if arguments.verify:
-        from lmtrain.hf.compare import require_torch
+        from lmtrain.hf.compare_logits import require_torch
 
         require_torch()
     if output is not None:
@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
             local = f"{temporary}/export"
             write(local)
         if arguments.verify:
-            from lmtrain.hf.compare import compare_logits
+            from lmtrain.hf.compare_logits import compare_logits
             from lmtrain.train.step.step import build_logits
 
             ours = build_logits(model, params, layout)

@@ -19,7 +19,7 @@ from lmtrain.plan.search import Search, Trial, find_settings, first_that_fits
 from lmtrain.plan.vocabulary import find_vocab_size
 from lmtrain.run.run import Found, Run, resolve
 from lmtrain.runtime.accelerators import Accelerator, find_accelerator
-from lmtrain.runtime.files import write_atomically
+from lmtrain.runtime.atomic_files import write_atomically
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.topologies import KINDS, find_topology
 from lmtrain.train.start.hf_model import hf_ref, resolve_hf

@@ -3,9 +3,9 @@
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.data.caches import describe_epochs
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess.caches import Plans, plan_caches, require_text, start_build, wait
 from lmtrain.preprocess.executor import choose_executor
 from lmtrain.preprocess.plan import CachePlan
+from lmtrain.preprocess.prepare import Plans, plan_caches, require_text, start_build, wait
 from lmtrain.preprocess.prepare_demo import missing_demo
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.distributed import start_processes

@@ -13,7 +13,7 @@ from lmtrain.data.caches import Caches
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.upload import check_upload
 from lmtrain.preprocess.build import Build
-from lmtrain.preprocess.caches import plan_caches, require_text, start_build, wait_for_enough
+from lmtrain.preprocess.prepare import plan_caches, require_text, start_build, wait_for_enough
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import run_id
 from lmtrain.run.run import Run, resolve
@@ -100,13 +100,13 @@ def _on_devices(run: Run, caches: Caches, build: Build, processes: Processes, st
     from lmtrain.train.loop.saver import Saver
     from lmtrain.train.program.compile import use_compilation_cache
     from lmtrain.train.program.program import OutOfMemoryError, plan_program
-    from lmtrain.train.start.batches import TrainBatches
     from lmtrain.train.start.evaluation import is_pending, open_evaluation
     from lmtrain.train.start.exporter import open_exporter
     from lmtrain.train.start.facts import describe_run, log_program
     from lmtrain.train.start.initial_state import begin, own_checkpoint
     from lmtrain.train.start.reporting import open_reporting
     from lmtrain.train.start.resume import is_done
+    from lmtrain.train.start.train_batches import TrainBatches
 
     # 4. Devices; and the folders of the run, which from here on are surely this process's own.
     config = resolve(run, length_of_data(run.config, caches)).config

@@ -5,9 +5,9 @@ import os
 import threading
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.manifest import ShardInfo
+from lmtrain.data.cache_manifest import ShardInfo
 from lmtrain.data.shards import Shards
-from lmtrain.runtime.files import file_sha256
+from lmtrain.runtime.atomic_files import file_sha256
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import download, join
 

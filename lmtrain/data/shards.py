@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lmtrain.data.manifest import Manifest, ShardInfo
+from lmtrain.data.cache_manifest import Manifest, ShardInfo
 
 
 class Shards:

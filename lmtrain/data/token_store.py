@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.manifest import BLOCK_TOKENS, ShardInfo
+from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo
 from lmtrain.data.shards import Shards
 
 # A reader holds a file descriptor; the default limit of a process is 1024.

@@ -27,8 +27,10 @@ class Evaluations:
             return None
         return min(last, *(step // one.every * one.every + one.every for one in self._evaluators if one.every), last)
 
-    def run(self, due: Sequence[Evaluator], params: Any, average: Any, step: int) -> tuple[dict[str, float], list[str]]:
-        """-> all metrics, and a line for each evaluator. Of `average` too, unless it is None.
+    def run(
+        self, due: Sequence[Evaluator], params: Any, ema_params: Any, step: int
+    ) -> tuple[dict[str, float], list[str]]:
+        """-> all metrics, and a line for each evaluator. Of `ema_params` too, unless they are None.
 
         Raises `StoppedError` if the run is to end: then nothing of this step counts as evaluated.
         """
@@ -37,8 +39,8 @@ class Evaluations:
         for evaluator in due:
             try:
                 found = self._named(evaluator, "eval", evaluator.evaluate(params, step))
-                if average is not None:
-                    found |= self._named(evaluator, f"eval/{AVERAGED}", evaluator.evaluate(average, step))
+                if ema_params is not None:
+                    found |= self._named(evaluator, f"eval/{AVERAGED}", evaluator.evaluate(ema_params, step))
                 lines.append(evaluator.describe(found))
                 metrics |= found
             except StoppedError:

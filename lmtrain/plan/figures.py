@@ -17,6 +17,7 @@ from lmtrain.compiled.hlo import Frame
 from lmtrain.models.layers.blockwise import mean_blocks
 from lmtrain.models.params import abstract_params, count_parameters
 from lmtrain.runtime.accelerators import Accelerator
+from lmtrain.sharding.axes import as_names
 from lmtrain.sharding.mesh import Layout
 from lmtrain.train.program.layout_table import layout_table
 from lmtrain.train.program.program import Program, attention_choice
@@ -186,8 +187,7 @@ def _parameters(program: Program) -> list[tuple[int, bool, set[str]]]:
     )
     found = []
     for box in boxes:
-        named = [rules.get(name) or () for name in box.names]
-        axes = {axis for one in named for axis in ((one,) if isinstance(one, str) else one)}
+        axes = {axis for name in box.names for axis in as_names(rules.get(name))}
         found.append((math.prod(box.value.shape), bool({"vocab", "position"} & set(box.names)), axes))
     return found
 

@@ -6,13 +6,13 @@ from contextlib import nullcontext
 
 import numpy as np
 
+from lmtrain.data.cache_manifest import Manifest
 from lmtrain.data.config import DataConfig
-from lmtrain.data.manifest import Manifest
 from lmtrain.preprocess.executor import Executor, choose_executor
 from lmtrain.preprocess.plan import CachePlan, plan_cache
-from lmtrain.preprocess.shard import COUNTS, ShardJob
+from lmtrain.preprocess.write_shard import COUNTS, ShardJob
+from lmtrain.runtime.atomic_files import remove_temporaries
 from lmtrain.runtime.config import RayConfig
-from lmtrain.runtime.files import remove_temporaries
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE
 from lmtrain.runtime.progress import format_seconds

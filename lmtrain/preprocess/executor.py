@@ -9,14 +9,14 @@ from functools import partial
 import numpy as np
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.manifest import ShardInfo
+from lmtrain.data.cache_manifest import ShardInfo
 from lmtrain.preprocess.local import build_locally
-from lmtrain.preprocess.shard import ShardJob
+from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.cores import usable_cores
 from lmtrain.runtime.processes import Processes
 
-# What is done of each job, int64 [jobs, COUNTS of lmtrain/preprocess/shard.py].
+# What is done of each job, int64 [jobs, COUNTS of lmtrain/preprocess/write_shard.py].
 Counts = np.ndarray
 OnCounts = Callable[[Counts], None]
 Stopped = Callable[[], bool]

@@ -8,7 +8,7 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.sources import expand_urls
-from lmtrain.runtime.files import write_atomically
+from lmtrain.runtime.atomic_files import write_atomically
 from lmtrain.runtime.storage import is_url
 
 MODEL_FILE = "tokenizer.model"

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.manifest import ShardInfo
-from lmtrain.preprocess.shard import COUNTS, ShardJob, build_shard
+from lmtrain.data.cache_manifest import ShardInfo
+from lmtrain.preprocess.write_shard import COUNTS, ShardJob, build_shard
 from lmtrain.runtime.cores import usable_cores
 from lmtrain.runtime.signals import StoppedError
 

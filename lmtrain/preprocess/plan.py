@@ -4,18 +4,18 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from lmtrain.config.compare import describe_differences
+from lmtrain.config.differences import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.config.remote import told
+from lmtrain.data.cache_manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
 from lmtrain.data.config import DataConfig
-from lmtrain.data.manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
 from lmtrain.data.shards import Shards
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.shard import ShardJob
 from lmtrain.preprocess.sources import AnySource, FilesMissingError, describe_urls, list_sources
 from lmtrain.preprocess.tokenize import DocumentSettings, check_special_tokens, token_dtype
-from lmtrain.runtime.files import remove_temporaries
+from lmtrain.preprocess.write_shard import ShardJob
+from lmtrain.runtime.atomic_files import remove_temporaries
 from lmtrain.runtime.lock import FileLock
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import check_writable, file_size, is_url, join, list_names, read_json

@@ -20,8 +20,8 @@ import numpy as np
 import ray
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.manifest import ShardInfo
-from lmtrain.preprocess.shard import COUNTS, ShardJob, build_shard
+from lmtrain.data.cache_manifest import ShardInfo
+from lmtrain.preprocess.write_shard import COUNTS, ShardJob, build_shard
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import Processes

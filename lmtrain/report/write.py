@@ -9,7 +9,7 @@ from lmtrain.report.html import Markup
 from lmtrain.report.page import build_page
 from lmtrain.report.plots import plan_plots
 from lmtrain.report.run import Run
-from lmtrain.runtime.files import write_atomically
+from lmtrain.runtime.atomic_files import write_atomically
 
 
 def write_report(runs: Sequence[Run], output: str) -> list[str]:

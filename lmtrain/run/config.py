@@ -12,7 +12,6 @@ from lmtrain.config.base import as_base
 from lmtrain.config.describe import sections_of
 from lmtrain.config.errors import field_error
 from lmtrain.config.redact import redact
-from lmtrain.config.suggest import nearest_divisors
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.config import HuggingFaceConfig
 from lmtrain.models.config import ModelConfig
@@ -20,7 +19,7 @@ from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.objectives.config import CrossEntropyConfig, ObjectiveConfig, WeightedCrossEntropyConfig
 from lmtrain.optim.config import AdamConfig, OptimizerConfig
 from lmtrain.optim.cycles import plan_cycles
-from lmtrain.run.trainer import TrainerConfig
+from lmtrain.run.trainer import TrainerConfig, num_microbatches
 
 
 class RunConfig(HuggingFaceConfig):
@@ -74,16 +73,13 @@ class RunConfig(HuggingFaceConfig):
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
         if self.use_hf_model_config and not self.initialize_from_hf:
             raise field_error("use_hf_model_config", "is about initialize_from_hf, which is not set")
-        per_device = self.trainer.per_device_parallelism
         if self.epoch and self.data.configs is not None:
             raise field_error("epoch", "is about one source; for a mixture, set data.stop_strategy: first_exhausted")
         for batch in self.trainer.batch_sizes.all:
-            if per_device != -1 and batch % per_device:
-                near = " or ".join(map(str, nearest_divisors(batch, per_device)))
-                raise field_error(
-                    "trainer.per_device_parallelism",
-                    f"{per_device} does not divide trainer.train_batch_size {batch}; it could be {near}",
-                )
+            try:
+                num_microbatches(batch, self.trainer.per_device_parallelism)
+            except ValueError as error:
+                raise field_error("trainer.per_device_parallelism", str(error)) from None
         return self
 
     @property

@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field, Tag, field_validator
 
 from lmtrain.checkpoint.config import CheckpointerConfig, InitializationConfig
 from lmtrain.config.base import Section, by_type
+from lmtrain.config.suggest import nearest_divisors
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.run.precision import Precision, parse_precision
 from lmtrain.runtime.config import DistributedConfig, RayConfig
@@ -165,3 +166,19 @@ class TrainerConfig(InitializationConfig, PartitioningConfig, LoggingConfig, Loo
     checkpointer: CheckpointerConfig = Field(default_factory=CheckpointerConfig, description="Saving and keeping")
     ray: RayConfig = Field(default_factory=RayConfig, description="Preprocessing on a Ray cluster")
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="Processes of a run")
+
+
+def num_microbatches(batch: int, per_device: int, shards: int = 1) -> int:
+    """Into how many parts each of `shards` devices divides its share of a batch: `per_device` sequences each, or -1.
+
+    Raises ValueError if it cannot. `shards` divides `batch`; while it is unknown, 1 finds what no number of devices can
+    mend.
+    """
+    share = batch // shards
+    if per_device == -1:
+        return 1
+    if share % per_device:
+        near = " or ".join(map(str, nearest_divisors(share, per_device)))
+        over = "" if shards == 1 else f" over {shards} devices, {share} sequences on each"
+        raise ValueError(f"{per_device} does not divide trainer.train_batch_size {batch}{over}; it could be {near}")
+    return share // per_device

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmtrain.config.remote import open_fs, told
-from lmtrain.runtime.files import write_atomically
+from lmtrain.runtime.atomic_files import write_atomically
 
 _CHUNK_BYTES = 1 << 22
 

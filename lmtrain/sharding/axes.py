@@ -4,6 +4,8 @@ Parameters and activations have separate words, because FSDP splits the `embed` 
 residual stream keeps it whole.
 """
 
+from collections.abc import Sequence
+
 PARAMETER_AXES = {
     "embed": "width of the residual stream",
     "heads": "attention heads",
@@ -49,6 +51,11 @@ MESH_AXES = {
     "data": "parts of the batch, and of parameters with FSDP",
     "model": "parts of the model (tensor parallelism)",
 }
+
+
+def as_names(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Axes as settings and rules give them, one, several or none, as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def check_axes(axes: tuple[str | None, ...], known: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
 from lmtrain.config.suggest import suggest_name
-from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, MESH_AXES, PARAMETER_AXES, USER_AXES
+from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, MESH_AXES, PARAMETER_AXES, USER_AXES, as_names
 
 # Logical axis -> one axis of the mesh or several; null: not split.
 AxisResources = dict[str, str | Annotated[list[str], Field(min_length=1)] | None]
@@ -56,7 +56,7 @@ class PartitioningConfig(Section):
     @field_validator("fsdp_axis", "tensor_parallel_axes")
     @classmethod
     def _known_axes(cls, value: str | list[str] | None) -> str | list[str] | None:
-        for axis in names(value):
+        for axis in as_names(value):
             if axis not in PARAMETER_AXES:
                 raise ValueError(_unknown("logical", axis, PARAMETER_AXES))
         return value
@@ -74,16 +74,16 @@ class PartitioningConfig(Section):
         for axis, mesh_axes in value.items():
             if axis not in USER_AXES:
                 raise ValueError(_unknown("logical", axis, USER_AXES))
-            for mesh_axis in names(mesh_axes):
+            for mesh_axis in as_names(mesh_axes):
                 if mesh_axis not in MESH_AXES:
                     raise ValueError(_unknown("mesh", mesh_axis, MESH_AXES))
-                if names(mesh_axes).count(mesh_axis) > 1:
+                if as_names(mesh_axes).count(mesh_axis) > 1:
                     raise ValueError(f"{axis!r} names {mesh_axis!r} twice")
         return value
 
     @model_validator(mode="after")
     def _axis_split_once(self) -> "PartitioningConfig":
-        fsdp, tensor = names(self.fsdp_axis), names(self.tensor_parallel_axes)
+        fsdp, tensor = as_names(self.fsdp_axis), as_names(self.tensor_parallel_axes)
         for axis in tensor:
             if axis in fsdp:
                 raise field_error(
@@ -95,7 +95,7 @@ class PartitioningConfig(Section):
         for axis, setting, mesh_axis in written:
             rival = "parameter_axis_resources" if setting == "fsdp_axis" else "compute_axis_resources"
             for name in ("axis_resources", rival):
-                if axis in (given := getattr(self, name)) and names(given[axis]) != [mesh_axis]:
+                if axis in (given := getattr(self, name)) and as_names(given[axis]) != (mesh_axis,):
                     raise field_error(
                         name, f"says {given[axis]!r} of {axis!r}, which {setting} splits over {mesh_axis}; choose one"
                     )
@@ -121,19 +121,19 @@ class PartitioningConfig(Section):
     def parameter_mapping(self) -> Mapping:
         """Of parameters and optimizer state at rest: shared settings, tensor parallelism, FSDP, then the advanced."""
         mapping: Mapping = dict.fromkeys(PARAMETER_AXES, ())
-        mapping |= dict.fromkeys(names(self.fsdp_axis), ("data",))
-        mapping |= {axis: tuple(names(value)) for axis, value in self.axis_resources.items() if axis != "batch"}
+        mapping |= dict.fromkeys(as_names(self.fsdp_axis), ("data",))
+        mapping |= {axis: as_names(value) for axis, value in self.axis_resources.items() if axis != "batch"}
         mapping |= dict.fromkeys(self._tensor_axes, ("model",))
-        return mapping | {axis: tuple(names(value)) for axis, value in self.parameter_axis_resources.items()}
+        return mapping | {axis: as_names(value) for axis, value in self.parameter_axis_resources.items()}
 
     @property
     def compute_mapping(self) -> Mapping:
         """Of activations, in their own words: the batch, shared settings, tensor parallelism, then the advanced."""
         mapping: Mapping = dict.fromkeys(ACTIVATION_AXES, ())
         given: Mapping = {"batch": ("replica", "data")}
-        given |= {axis: tuple(names(value)) for axis, value in self.axis_resources.items()}
+        given |= {axis: as_names(value) for axis, value in self.axis_resources.items()}
         given |= dict.fromkeys(self._tensor_axes, ("model",))
-        given |= {axis: tuple(names(value)) for axis, value in self.compute_axis_resources.items()}
+        given |= {axis: as_names(value) for axis, value in self.compute_axis_resources.items()}
         mapping |= {ACTIVATION_OF[axis]: value for axis, value in given.items() if axis in ACTIVATION_OF}
         # What splits the blocks' work splits the residual stream between them along the sequence: Korthikanti et al.
         # 2022, "Reducing activation recomputation in large transformer models".
@@ -141,16 +141,11 @@ class PartitioningConfig(Section):
         return mapping | {"act_stream": () if set(stream) & set(mapping["act_embed"]) else stream}
 
     @property
-    def _tensor_axes(self) -> list[str]:
+    def _tensor_axes(self) -> tuple[str, ...]:
         """Keys and values are split as queries are: otherwise each device would compute all of them."""
-        axes = names(self.tensor_parallel_axes)
-        implied = "heads" in axes and "kv_heads" not in [*axes, *self.axis_resources, *names(self.fsdp_axis)]
-        return [*axes, "kv_heads"] if implied else axes
-
-
-def names(value: str | list[str] | None) -> list[str]:
-    """One, several or none, as a list."""
-    return [value] if isinstance(value, str) else list(value or [])
+        axes = as_names(self.tensor_parallel_axes)
+        implied = "heads" in axes and "kv_heads" not in [*axes, *self.axis_resources, *as_names(self.fsdp_axis)]
+        return (*axes, "kv_heads") if implied else axes
 
 
 def _unknown(kind: str, axis: str, known: Iterable[str]) -> str:

@@ -8,6 +8,8 @@ import flax.linen as nn
 import jax
 from jax.sharding import PartitionSpec
 
+from lmtrain.sharding.axes import as_names
+
 
 def split_over(axis: str) -> tuple[str, ...]:
     """The mesh axes that the logical `axis` is split over in the program being traced; none outside a mesh.
@@ -15,8 +17,7 @@ def split_over(axis: str) -> tuple[str, ...]:
     Activations have the words that begin with `act_`; the other words are those of parameters at rest.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    names = dict(nn.get_logical_axis_rules()).get(axis) or ()
-    names = (names,) if isinstance(names, str) else names
+    names = as_names(dict(nn.get_logical_axis_rules()).get(axis))
     return tuple(name for name in names if mesh.shape.get(name, 1) > 1)
 
 

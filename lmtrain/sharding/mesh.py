@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import nearest_divisors
-from lmtrain.sharding.axes import MESH_AXES
+from lmtrain.sharding.axes import MESH_AXES, as_names
 from lmtrain.sharding.config import Mapping as AxisMapping
 from lmtrain.sharding.config import PartitioningConfig
 
@@ -59,8 +59,7 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(self._mesh_axes("act_batch")))
 
     def _mesh_axes(self, axis: str) -> tuple[str, ...]:
-        axes = dict(self.compute_rules)[axis]
-        return (axes,) if isinstance(axes, str) else axes or ()
+        return as_names(dict(self.compute_rules)[axis])
 
 
 def plan_layout(

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import nearest_divisors
-from lmtrain.sharding.axes import ACTIVATION_AXES, check_axes
+from lmtrain.sharding.axes import ACTIVATION_AXES, as_names, check_axes
 from lmtrain.sharding.local import num_parts, split_over
 from lmtrain.sharding.mesh import Layout
 
@@ -33,7 +33,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
             0 if axis in ("act_batch", "act_seq", "act_stream") else size
             for axis, size in zip(axes, x.shape, strict=True)
         ]
-        split = [(axis, size, _names(rules.get(axis or ""))) for axis, size in zip(axes, sizes, strict=True)]
+        split = [(axis, size, as_names(rules.get(axis or ""))) for axis, size in zip(axes, sizes, strict=True)]
         _check_split("computation", split, mesh.shape, "trainer.compute_axis_resources or tensor_parallel_axes")
     return nn.with_logical_constraint(x, axes)
 
@@ -70,16 +70,12 @@ def parameter_shardings(layout: Layout, boxed: Any) -> Any:
 
     def check(path: Any, shape: Any, spec: PartitionSpec) -> None:
         named = [*spec, *[None] * (len(shape.shape) - len(spec))]
-        split = [(axis, size, _names(rules.get(axis))) for axis, size in zip(named, shape.shape, strict=True)]
+        split = [(axis, size, as_names(rules.get(axis))) for axis, size in zip(named, shape.shape, strict=True)]
         settings = "trainer.fsdp_axis, tensor_parallel_axes or parameter_axis_resources"
         _check_split(jax.tree_util.keystr(path, simple=True, separator="/"), split, layout.mesh.shape, settings)
 
     jax.tree_util.tree_map_with_path(check, nn.meta.unbox(boxed), specs)
     return nn.logical_to_mesh_sharding(specs, layout.mesh, list(layout.parameter_rules))
-
-
-def _names(mesh_axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes or ())
 
 
 def _check_split(
@@ -114,14 +110,14 @@ def like_parameters(layout: Layout, state: Any, params: Any, shardings: Any) -> 
     moments), without that one; everything else is replicated.
     """
     by_path = {
-        _trailing_names(path): (param, sharding)
+        _trailingas_names(path): (param, sharding)
         for (path, param), sharding in zip(
             jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
         )
     }
 
     def place(path: Any, leaf: Any) -> NamedSharding:
-        names = _trailing_names(path)
+        names = _trailingas_names(path)
         matches = (by_path.get(names[begin:]) for begin in range(len(names)))
         found = next((match for match in matches if match is not None), None)
         if found is None:
@@ -140,7 +136,7 @@ def like_parameters(layout: Layout, state: Any, params: Any, shardings: Any) -> 
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def _trailing_names(path: Any) -> tuple[str, ...]:
+def _trailingas_names(path: Any) -> tuple[str, ...]:
     """The names of dicts at the end of a path."""
     names: list[str] = []
     for key in reversed(path):

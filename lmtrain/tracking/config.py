@@ -84,7 +84,7 @@ class NoopConfig(Section):
     type: Literal["noop"] = Field("noop", description="The kind of tracker")
 
 
-class OwnConfig(Section):
+class CustomConfig(Section):
     """A tracker of your own: a class with the five methods of `lmtrain.tracking.tracker.Tracker`."""
 
     type: str = Field(pattern=r"^[\w.]+[.:]\w+$", description="Where to import the class from: package.module.Class")
@@ -101,7 +101,7 @@ TrackerConfig = Annotated[
     | Annotated[TrackioConfig, Tag("trackio")]
     | Annotated[JsonConfig, Tag("json")]
     | Annotated[NoopConfig, Tag("noop")]
-    | Annotated[OwnConfig, Tag("own")],
+    | Annotated[CustomConfig, Tag("custom")],
     # a tracker without `type` is W&B
-    by_type("tracker", "wandb", [*_KINDS, "package.module.Class"], other=("own", r"^[\w.]+[.:]\w+$")),
+    by_type("tracker", "wandb", [*_KINDS, "package.module.Class"], other=("custom", r"^[\w.]+[.:]\w+$")),
 ]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lmtrain.runtime.files import write_atomically
+from lmtrain.runtime.atomic_files import write_atomically
 from lmtrain.runtime.logging import log
 from lmtrain.tracking.timer import HOOKS, SECTIONS, START_UP, STEPS, Timer
 

@@ -7,10 +7,10 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.run_path import run_path
 from lmtrain.tracking.background import BackgroundTracker
-from lmtrain.tracking.config import OwnConfig, TensorboardConfig, TrackerConfig, TrackioConfig, WandbConfig
+from lmtrain.tracking.config import CustomConfig, TensorboardConfig, TrackerConfig, TrackioConfig, WandbConfig
+from lmtrain.tracking.custom import check_arguments, import_custom
 from lmtrain.tracking.json_log import JsonLog
-from lmtrain.tracking.keep import xla_dump_folder
-from lmtrain.tracking.own import check_arguments, import_own
+from lmtrain.tracking.provenance import xla_dump_folder
 from lmtrain.tracking.tensorboard import TensorboardTracker
 from lmtrain.tracking.tracker import Tracker
 from lmtrain.tracking.trackio import TrackioTracker, check_installed
@@ -86,8 +86,8 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
         match config:
             case TrackioConfig():
                 check_installed()
-            case OwnConfig():
-                check_arguments(config.type, import_own(config.type), config.arguments)
+            case CustomConfig():
+                check_arguments(config.type, import_custom(config.type), config.arguments)
             case WandbConfig():
                 if config.save_xla_dumps:
                     xla_dump_folder()
@@ -103,8 +103,8 @@ def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callabl
         return lambda: WandbTracker(config, run, log_dir)
     if isinstance(config, TrackioConfig):
         return lambda: TrackioTracker(config, run)
-    if isinstance(config, OwnConfig):
-        own = import_own(config.type)
+    if isinstance(config, CustomConfig):
+        custom = import_custom(config.type)
         folder = f"{log_dir.rstrip('/')}/{run}"
-        return lambda: own(run=run, folder=folder, step=step, **config.arguments)
+        return lambda: custom(run=run, folder=folder, step=step, **config.arguments)
     return None  # json is always on, noop is nothing more

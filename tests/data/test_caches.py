@@ -4,9 +4,9 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.batch_sizes import BatchSizes
+from lmtrain.data.cache_manifest import ShardInfo
 from lmtrain.data.caches import Cache, Caches, check_batch, describe_epochs, needs_all, plan_mixture, plan_steps
 from lmtrain.data.config import DataConfig
-from lmtrain.data.manifest import ShardInfo
 from lmtrain.data.shards import Shards
 
 TWO = {"a": {"train_urls": ["a"]}, "b": {"train_urls": ["b"]}}

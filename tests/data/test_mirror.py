@@ -10,7 +10,7 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.data import mirror
-from lmtrain.data.manifest import ShardInfo
+from lmtrain.data.cache_manifest import ShardInfo
 from lmtrain.data.mirror import Mirror, warn_if_small
 from lmtrain.data.shards import Shards
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from lmtrain.data.manifest import Manifest, ShardInfo
+from lmtrain.data.cache_manifest import Manifest, ShardInfo
 from lmtrain.data.shards import Shards
 
 

@@ -8,7 +8,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from lmtrain.config.errors import UserError
 from lmtrain.data import token_store
-from lmtrain.data.manifest import BLOCK_TOKENS, Manifest, ShardInfo
+from lmtrain.data.cache_manifest import BLOCK_TOKENS, Manifest, ShardInfo
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import TokenStore, check_file
 

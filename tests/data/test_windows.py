@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lmtrain.data import windows
-from lmtrain.data.manifest import ShardInfo
+from lmtrain.data.cache_manifest import ShardInfo
 from lmtrain.data.permutation import permute
 from lmtrain.data.shards import Shards
 from lmtrain.data.windows import (

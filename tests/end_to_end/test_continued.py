@@ -68,7 +68,7 @@ def first_batch(folder, monkeypatch) -> dict:
     from lmtrain.data.batch_sizes import BatchSizes
     from lmtrain.data.batches import TrainSource
     from lmtrain.data.caches import open_store, plan_mixture
-    from lmtrain.preprocess.caches import plan_caches
+    from lmtrain.preprocess.prepare import plan_caches
     from lmtrain.run.config import RunConfig
 
     monkeypatch.chdir(folder)

@@ -12,7 +12,7 @@ import numpy as np
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import TrainSource, iterate
 from lmtrain.data.caches import open_store, plan_mixture
-from lmtrain.preprocess.caches import plan_caches
+from lmtrain.preprocess.prepare import plan_caches
 from lmtrain.run.config import RunConfig, data_seed
 from lmtrain.runtime.config import DistributedConfig
 from lmtrain.runtime.distributed import start_processes

@@ -54,7 +54,7 @@ def stepped(name: str, batch=BATCH, microbatches: int = 1):
     )
     params = jax.tree.map(jnp.asarray, PARAMS)
     state, metrics, _ = step(TrainState(jnp.int32(0), params, KEEPER.init(params)), batch)
-    return float(metrics["train/loss"]), state.optimizer[0].trace
+    return float(metrics["train/loss"]), state.opt_state[0].trace
 
 
 def by_formula(params, name: str):

@@ -6,8 +6,8 @@ import shutil
 import pytest
 
 from lmtrain.config.errors import UserError
+from lmtrain.data.cache_manifest import load_manifest
 from lmtrain.data.config import DataConfig
-from lmtrain.data.manifest import load_manifest
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import TokenStore
 from lmtrain.hf.learn_tokenizer import learn_bpe

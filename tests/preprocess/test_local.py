@@ -12,9 +12,9 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.preprocess.local import build_locally
-from lmtrain.preprocess.shard import ShardJob
 from lmtrain.preprocess.sources import Source, describe_source
 from lmtrain.preprocess.tokenize import DocumentSettings
+from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.runtime.cores import usable_cores
 
 DEADLINE_SECONDS = 300
@@ -23,7 +23,7 @@ PARENT = """
 import sys
 
 from lmtrain.preprocess.local import build_locally
-from lmtrain.preprocess.shard import ShardJob
+from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.preprocess.sources import Source
 from lmtrain.preprocess.tokenize import DocumentSettings
 

@@ -12,14 +12,14 @@ from conftest import TOKENIZER
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.yaml_loader import load_file
+from lmtrain.data.cache_manifest import load_manifest
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
-from lmtrain.data.manifest import load_manifest
 from lmtrain.preprocess import build
 from lmtrain.preprocess.build import build_cache
 from lmtrain.preprocess.executor import Executor
 from lmtrain.preprocess.plan import plan_cache
-from lmtrain.preprocess.shard import build_shard
+from lmtrain.preprocess.write_shard import build_shard
 from lmtrain.runtime import storage
 
 # In the order of the sources below, one shard each; more than a mirror always keeps.

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from lmtrain.sharding.axes import PARAMETER_AXES
-from lmtrain.sharding.config import PartitioningConfig, names
+from lmtrain.sharding.axes import PARAMETER_AXES, as_names
+from lmtrain.sharding.config import PartitioningConfig
 
 MAPPINGS = ["axis_resources", "parameter_axis_resources", "compute_axis_resources"]
 
@@ -43,9 +43,9 @@ def test_an_axis_may_be_one_several_or_none_and_a_misspelt_one_has_a_suggestion(
         PartitioningConfig(**{setting: ["mlp", "vocap"]})
 
 
-@pytest.mark.parametrize(("value", "expected"), [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])
-def test_one_several_or_none_are_a_list(value, expected):
-    assert names(value) == expected
+@pytest.mark.parametrize(("value", "expected"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ())])
+def test_one_several_or_none_are_a_tuple(value, expected):
+    assert as_names(value) == expected
 
 
 def test_heads_take_kv_heads_with_them_unless_told_otherwise():

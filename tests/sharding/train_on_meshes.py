@@ -63,7 +63,7 @@ def run(case: dict) -> dict:
         found["whole"] = {path: list(leaf.shape) for path, leaf in flatten(program.abstract.params).items()}
         found["optimizer"] = [
             [jax.tree_util.keystr(path), leaf.size, int(np.prod(leaf.sharding.shard_shape(leaf.shape)))]
-            for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)
         ]
     return found
 

@@ -7,9 +7,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from lmtrain.run.trainer import TrainerConfig
 from lmtrain.tracking.config import (
+    CustomConfig,
     JsonConfig,
     NoopConfig,
-    OwnConfig,
     TensorboardConfig,
     TrackerConfig,
     TrackioConfig,
@@ -29,14 +29,14 @@ TRACKER = TypeAdapter(TrackerConfig)
         ({"type": "json"}, JsonConfig()),
         ({"type": "noop"}, NoopConfig()),
         ({"type": "trackio", "space_id": "me/runs"}, TrackioConfig(space_id="me/runs")),
-        ({"type": "mine.Tracker"}, OwnConfig(type="mine.Tracker")),
+        ({"type": "mine.Tracker"}, CustomConfig(type="mine.Tracker")),
         (
             {"type": "our.tools.mine.Tracker", "arguments": {"a": [1]}},
-            OwnConfig(type="our.tools.mine.Tracker", arguments={"a": [1]}),
+            CustomConfig(type="our.tools.mine.Tracker", arguments={"a": [1]}),
         ),
-        ({"type": "our.tools:Tracker"}, OwnConfig(type="our.tools:Tracker")),
+        ({"type": "our.tools:Tracker"}, CustomConfig(type="our.tools:Tracker")),
         (JsonConfig(), JsonConfig()),
-        (OwnConfig(type="mine.Tracker"), OwnConfig(type="mine.Tracker")),
+        (CustomConfig(type="mine.Tracker"), CustomConfig(type="mine.Tracker")),
     ],
 )
 def test_type_names_the_tracker_and_without_it_it_is_wandb(written, section):
@@ -50,7 +50,7 @@ def test_type_names_the_tracker_and_without_it_it_is_wandb(written, section):
         TensorboardConfig(),
         TrackioConfig(group="g"),
         JsonConfig(),
-        OwnConfig(type="a.b:C", arguments={"x": None}),
+        CustomConfig(type="a.b:C", arguments={"x": None}),
     ],
 )
 def test_what_is_dumped_reads_back_the_same(section):

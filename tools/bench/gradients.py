@@ -81,7 +81,7 @@ def gradients(program: Program, ids: np.ndarray) -> dict[str, np.ndarray]:
     rows = local_rows(program.layout.batch, len(ids))
     state, *_ = program.train_step(program.init(), place_batch(batch_of(ids), program.layout.batch, rows, len(ids)))
     model = program.config.model
-    found = jax.device_get(optax.tree.get(state.optimizer, "mu"))
+    found = jax.device_get(optax.tree.get(state.opt_state, "mu"))
     return to_hf(hf_family(model.type).table(model), found, model.num_layers, program.model.vocab_size)
 
 

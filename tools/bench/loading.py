@@ -18,14 +18,14 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import TrainSource, iterate
+from lmtrain.data.cache_manifest import BLOCK_TOKENS, Manifest, ShardInfo, save_manifest, shard_name
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
-from lmtrain.data.manifest import BLOCK_TOKENS, Manifest, ShardInfo, save_manifest, shard_name
 from lmtrain.data.shards import Shards
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.plan import _recipe, document_settings, plan_cache
-from lmtrain.preprocess.shard import _WRITER_OPTIONS, _BlockWriter
 from lmtrain.preprocess.sources import describe_source
+from lmtrain.preprocess.write_shard import _WRITER_OPTIONS, _BlockWriter
 
 SHARDS, SEQ_LEN, BATCH, STEPS = 50, 1024, 32, 600
 

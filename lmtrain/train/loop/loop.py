@@ -75,7 +75,7 @@ def train(setup: Setup, stop: StopRequest, beside: Callable[[], str] = lambda: "
         """Whether all that is due was evaluated; not if the run is to end before."""
         try:
             with timer.section(EVALUATION):
-                found = evaluations.run(evaluations.due(done, last_step), state.params, state.average, done)
+                found = evaluations.run(evaluations.due(done, last_step), state.params, state.ema_params, done)
         except StoppedError:
             log.info(f"the evaluation after step {done:,} is ended; it is made when the run is resumed")
             return False
@@ -91,7 +91,7 @@ def train(setup: Setup, stop: StopRequest, beside: Callable[[], str] = lambda: "
             setup.reporting.ledger.write()  # waiting for trackers is no training
             if profiler.end():
                 setup.reporting.artifact(profiler.folder, "profile")
-            setup.reporting.keeper.finish()
+            setup.reporting.provenance.finish()
             setup.reporting.trackers.finish()
 
     others_gone = False

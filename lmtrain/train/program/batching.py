@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import nearest_divisors
-from lmtrain.run.trainer import TrainerConfig
+from lmtrain.run.trainer import TrainerConfig, num_microbatches
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,20 @@ def check_seq_len(seq_len: int, parts: int) -> None:
 
 def plan_batching(config: TrainerConfig, shards: int) -> Batching:
     """Divide batches over `shards` parts of the mesh. Raises `UserError` with the sizes that would work."""
-    num_microbatches = {batch: _num_microbatches(config, batch, shards) for batch in config.batch_sizes.all}
-    largest = max(batch // shards // number for batch, number in num_microbatches.items())
+    microbatches = {batch: _microbatches(config, batch, shards) for batch in config.batch_sizes.all}
+    largest = max(batch // shards // number for batch, number in microbatches.items())
     per_device_eval = largest if config.per_device_eval_parallelism == -1 else config.per_device_eval_parallelism
-    return Batching(num_microbatches, per_device_eval * shards)
+    return Batching(microbatches, per_device_eval * shards)
 
 
-def _num_microbatches(config: TrainerConfig, batch: int, shards: int) -> int:
+def _microbatches(config: TrainerConfig, batch: int, shards: int) -> int:
     if batch % shards:
         below, above = batch // shards * shards, -(-batch // shards) * shards
         raise UserError(
             f"trainer.train_batch_size: {batch} sequences cannot be split evenly over {shards} devices; "
             f"it could be {f'{below} or ' if below else ''}{above}"
         )
-    share = batch // shards
-    per_device = share if config.per_device_parallelism == -1 else config.per_device_parallelism
-    if share % per_device:
-        near = " or ".join(map(str, nearest_divisors(share, per_device)))
-        raise UserError(
-            f"trainer.per_device_parallelism: each device has {share} sequences of a batch of {batch}, which "
-            f"{per_device} does not divide; it could be {near}"
-        )
-    return share // per_device
+    try:
+        return num_microbatches(batch, config.per_device_parallelism, shards)
+    except ValueError as error:
+        raise UserError(f"trainer.per_device_parallelism: {error}") from None

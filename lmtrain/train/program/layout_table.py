@@ -11,6 +11,7 @@ from clu.parameter_overview import make_table
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import abstract_params
 from lmtrain.runtime.progress import format_bytes
+from lmtrain.sharding.axes import as_names
 from lmtrain.sharding.mesh import Layout
 
 
@@ -32,7 +33,7 @@ def layout_table(model: LanguageModel, layout: Layout, dtype: str) -> list[str]:
     for path, box in boxes:
         named = list(zip(box.names, box.value.shape, strict=True))
         dims = [f"{name} {size:,}{_over(rules.get(name), layout)}" for name, size in named]
-        parts = math.prod(layout.mesh.shape[axis] for name in box.names for axis in _axes(rules.get(name)))
+        parts = math.prod(layout.mesh.shape[axis] for name in box.names for axis in as_names(rules.get(name)))
         size = math.prod(box.value.shape) * jax.numpy.dtype(dtype).itemsize // parts
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         rows.append(_Row(name, ", ".join(dims), math.prod(box.value.shape), format_bytes(size)))
@@ -41,11 +42,7 @@ def layout_table(model: LanguageModel, layout: Layout, dtype: str) -> list[str]:
     return lines
 
 
-def _axes(mesh_axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ()
-
-
 def _over(mesh_axes: str | tuple[str, ...] | None, layout: Layout) -> str:
     """`/data 4` for a dimension in four parts; nothing for a whole one."""
-    split = [f"{axis} {layout.mesh.shape[axis]}" for axis in _axes(mesh_axes) if layout.mesh.shape[axis] > 1]
+    split = [f"{axis} {layout.mesh.shape[axis]}" for axis in as_names(mesh_axes) if layout.mesh.shape[axis] > 1]
     return f"/{'+'.join(split)}" if split else ""

@@ -27,7 +27,7 @@ from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import abstract_params, with_dtype
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.logits import rows_at_once
-from lmtrain.sharding.axes import ACTIVATION_OF
+from lmtrain.sharding.axes import ACTIVATION_OF, as_names
 from lmtrain.sharding.mesh import Layout
 from lmtrain.train.step.state import TrainState
 
@@ -154,7 +154,7 @@ def _gathered(params: Any, shardings: Any, num_layers: int) -> int:
     """Of the stacked blocks one, with what FSDP splits put together; 0 where nothing is split over `data`."""
 
     def one(leaf: Any, sharding: Any) -> int:
-        names = [name for axes in sharding.spec for name in ((axes,) if isinstance(axes, str) else axes or ())]
+        names = [name for axes in sharding.spec for name in as_names(axes)]
         if "data" not in names or sharding.mesh.shape["data"] == 1:
             return 0
         model_parts = math.prod(sharding.mesh.shape[name] for name in names if name != "data")

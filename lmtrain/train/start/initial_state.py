@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.checkpoint.verify import choose_checkpoint
-from lmtrain.config.compare import describe_differences
+from lmtrain.config.differences import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.optim.optimizer import restart_schedule
 from lmtrain.run.config import RunConfig
@@ -108,12 +108,13 @@ def begin(
         log.info(f"beginning with parameters and moments of {checkpoint.path}, at step 0")
         state = _restore(program, checkpoint, partial)
         first = jax.device_put(jnp.int32(0), program.shardings.step)
-        return state.replace(step=first, optimizer=restart_schedule(state.optimizer)), 0
+        return state.replace(step=first, opt_state=restart_schedule(state.opt_state)), 0
     with program.explaining_errors():
         state = program.init()
     if begin_from_hf is not None:
         params = load_hf_params(begin_from_hf, config.model, program.model, program.layout, trainer.precision.params)
-        state = state.replace(params=params, average=trainer.model_averaging and jax.tree.map(jnp.copy, params))
+        ema_params = trainer.model_averaging and jax.tree.map(jnp.copy, params)
+        state = state.replace(params=params, ema_params=ema_params)
         log.info(f"beginning with the weights of {begin_from_hf}")
     return state, 0
 

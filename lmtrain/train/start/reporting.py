@@ -10,8 +10,8 @@ from lmtrain.models.params import count_parameters
 from lmtrain.run.run import Run
 from lmtrain.runtime.processes import Processes
 from lmtrain.tracking.goodput import Ledger
-from lmtrain.tracking.keep import Keeper
 from lmtrain.tracking.open import Trackers, open_trackers
+from lmtrain.tracking.provenance import Provenance
 from lmtrain.tracking.timer import Timer
 from lmtrain.train.program.program import Program
 from lmtrain.train.program.work import Work
@@ -27,7 +27,7 @@ class Reporting:
     title: str
     facts: dict[str, Any]
     trackers: Trackers
-    keeper: Keeper
+    provenance: Provenance
     timer: Timer
     ledger: Ledger
     work: Work
@@ -60,7 +60,7 @@ def open_reporting(
         title=f"{run.id}  {program.config.model.type}, {parameters:,} parameters, {devices}",
         facts={**run_info["machine"], "devices": devices, "parameters": parameters, "versions": run_info["versions"]},
         trackers=trackers,
-        keeper=Keeper(trainer.tracker if processes.is_first else [], folder, run.id, trackers),
+        provenance=Provenance(trainer.tracker if processes.is_first else [], folder, run.id, trackers),
         timer=timer,
         ledger=ledger,
         work=work,

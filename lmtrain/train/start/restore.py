@@ -36,10 +36,10 @@ def restore_state(
     """
     step = jax.device_put(jnp.int32(checkpoint.step), shardings.step)
     with local_copy(checkpoint, list(abstract.parts), staging_dir) as path:
-        copies = abstract.average is not None and not stored_shapes(path, "average")
+        copies = abstract.ema_params is not None and not stored_shapes(path, "average")
         if copies:
             log.info(f"{checkpoint.path} has no average: it begins as a copy of the parameters")
-            abstract = abstract.replace(average=None)
+            abstract = abstract.replace(ema_params=None)
         missing = _missing(checkpoint, path, abstract)
         if missing and fresh is None:
             raise UserError(
@@ -55,7 +55,7 @@ def restore_state(
             parts = {name: load_arrays(path, name, part) for name, part in wanted.items()}
     if copies:
         parts["average"] = jax.tree.map(jnp.copy, parts["params"])
-    return TrainState(step=step, **parts)
+    return TrainState.from_parts(step, parts)
 
 
 def _missing(checkpoint: Checkpoint, path: str, abstract: TrainState) -> list[str]:

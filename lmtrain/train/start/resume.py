@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lmtrain.checkpoint.discovery import Checkpoint
-from lmtrain.config.compare import describe_differences
+from lmtrain.config.differences import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.config import RunConfig

@@ -11,7 +11,7 @@ from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer
 from lmtrain.run.config import resolved
 from lmtrain.run.run import Run
-from lmtrain.runtime.files import remove_temporaries, write_atomically
+from lmtrain.runtime.atomic_files import remove_temporaries, write_atomically
 from lmtrain.runtime.logging import log, start_file_log
 from lmtrain.runtime.processes import Processes
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lmtrain.checkpoint.discovery import list_checkpoints
 from lmtrain.checkpoint.manifest import DamagedError
 from lmtrain.checkpoint.verify import choose_checkpoint
-from lmtrain.config.compare import describe_differences
+from lmtrain.config.differences import describe_differences
 from lmtrain.config.errors import UserError
 from lmtrain.hf.export import Origin
 from lmtrain.hf.find_tokenizer import open_tokenizer

@@ -1,5 +1,6 @@
 """What training changes: parameters, optimizer state, and the number of updates done."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -13,25 +14,32 @@ from lmtrain.models.params import abstract_params, initializer, with_dtype
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import like_parameters, parameter_shardings
 
+# Fields of the state -> parts of a checkpoint, whose names never change.
+ON_DISK = {"params": "params", "opt_state": "optimizer", "ema_params": "average"}
+
 
 class TrainState(struct.PyTreeNode):
-    """`step` int32 scalar; `params`, `optimizer` and `average` trees of arrays. `average` is None without averaging."""
+    """`step` int32 scalar; the others are trees of arrays. `ema_params` are None without model averaging."""
 
     step: Any
     params: Any
-    optimizer: Any
-    average: Any = None
+    opt_state: Any
+    ema_params: Any = None
 
     @property
     def best_params(self) -> Any:
         """What is exported: the average, where there is one."""
-        return self.params if self.average is None else self.average
+        return self.params if self.ema_params is None else self.ema_params
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the step: `params`, `optimizer`, and `average` if there is one."""
-        parts = {"params": self.params, "optimizer": self.optimizer, "average": self.average}
-        return {name: part for name, part in parts.items() if part is not None}
+        """What a checkpoint holds beside the step, under its names there: `ON_DISK`. No `average` without averaging."""
+        return {name: part for field, name in ON_DISK.items() if (part := getattr(self, field)) is not None}
+
+    @classmethod
+    def from_parts(cls, step: Any, parts: Mapping[str, Any]) -> "TrainState":
+        """The inverse of `parts`."""
+        return cls(step, **{field: parts[name] for field, name in ON_DISK.items() if name in parts})
 
 
 def state_shardings(
@@ -63,7 +71,7 @@ def init_state(
 
     def init(key: jax.Array) -> TrainState:
         params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(initializer(model)(key)))
-        average = None if shardings.average is None else jax.tree.map(jnp.copy, params)
-        return TrainState(jnp.int32(0), params, optimizer.init(params), average)
+        ema_params = None if shardings.ema_params is None else jax.tree.map(jnp.copy, params)
+        return TrainState(jnp.int32(0), params, optimizer.init(params), ema_params)
 
     return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))

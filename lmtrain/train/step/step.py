@@ -73,11 +73,11 @@ def build_train_step(
                 hessian, model, objective, compute_params, batch, key, parts
             )
         with collecting() as also_logged:
-            updates, moments = optimizer.update(gradients, state.optimizer, state.params, **extra)
+            updates, moments = optimizer.update(gradients, state.opt_state, state.params, **extra)
         params = optax.apply_updates(state.params, updates)
-        average = state.average
+        ema_params = state.ema_params
         if averaging is not None:
-            average = move_average(average, params, averaging(state.step + 1))
+            ema_params = move_average(ema_params, params, averaging(state.step + 1))
         metrics = {
             "train/loss": loss,
             "train/learning_rate": schedule(state.step),
@@ -93,7 +93,7 @@ def build_train_step(
         if taken := metrics.keys() & logged.keys():
             raise ValueError(f"jit_log: {', '.join(sorted(taken))}: lmtrain itself logs this; take another name")
         metrics |= logged
-        return TrainState(state.step + 1, params, moments, average), metrics, wishes
+        return TrainState(state.step + 1, params, moments, ema_params), metrics, wishes
 
     out = (shardings, layout.replicated, layout.replicated)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=dict(options or {}))

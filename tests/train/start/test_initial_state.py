@@ -120,7 +120,7 @@ def test_3_parameters_and_moments_of_another_run_at_step_0_with_a_schedule_that_
     state, step = start(configure(initialize_from_checkpoint_path="checkpoints/other/step-9"))
     assert step == int(state.step) == 0
     assert same(state.params, other.params)
-    *moments, rate = state.optimizer
+    *moments, rate = state.opt_state
     *expected, old_rate = other.optimizer
     assert same(moments, expected)
     assert (int(rate.step), int(old_rate.step)) == (0, 9)
@@ -156,7 +156,7 @@ def test_what_a_checkpoint_lacks_is_told_or_begins_fresh():
     assert step == 9
     assert same(state.params, other.params)
     fresh = plan_program(configure(**more), VOCAB).init().optimizer
-    assert jax.tree.structure(state.optimizer) == jax.tree.structure(fresh)
+    assert jax.tree.structure(state.opt_state) == jax.tree.structure(fresh)
 
 
 @pytest.mark.parametrize("setting", ["own", "initialize_from", "initialize_from_checkpoint_path"])
@@ -167,7 +167,7 @@ def test_an_average_that_a_checkpoint_lacks_begins_as_its_parameters(setting, ca
     with caplog.at_level(logging.INFO):
         state, _ = start(configure(model_averaging={"beta": 0.9}, **where))
     assert same(state.params, other.params)
-    assert same(state.average, other.params)
+    assert same(state.ema_params, other.params)
     assert "step-9 has no average: it begins as a copy of the parameters" in caplog.text
 
 

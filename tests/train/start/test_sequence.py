@@ -16,17 +16,17 @@ from lmtrain.config.errors import UserError
 from lmtrain.evaluation.interface import Context
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess.build import Build
-from lmtrain.preprocess.caches import plan_caches
 from lmtrain.preprocess.executor import choose_executor
+from lmtrain.preprocess.prepare import plan_caches
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.processes import ALONE
 from lmtrain.tracking.open import Trackers
 from lmtrain.train.program.program import plan_program
-from lmtrain.train.start.batches import TrainBatches
 from lmtrain.train.start.evaluation import is_pending, open_evaluation
 from lmtrain.train.start.facts import describe_run
 from lmtrain.train.start.initial_state import begin, own_checkpoint
+from lmtrain.train.start.train_batches import TrainBatches
 from lmtrain.train.step.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

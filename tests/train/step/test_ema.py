@@ -153,11 +153,12 @@ def test_the_step_averages_the_parameters_after_each_update_from_the_initial_one
         if number:
             share = plain_share(config, number)
             expected = jax.tree.map(lambda old, new, a=share: (1 - a) * old + a * new, expected, state.params)
-        for found, wanted in zip(jax.tree.leaves(state.average), jax.tree.leaves(expected), strict=True):
+        for found, wanted in zip(jax.tree.leaves(state.ema_params), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6, err_msg=f"step {number}")
-        assert state.best_params is state.average
+        assert state.best_params is state.ema_params
     moved = [
-        np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (states[-1].params, states[-1].average)), strict=True)
+        np.abs(a - b).max()
+        for a, b in zip(*map(jax.tree.leaves, (states[-1].params, states[-1].ema_params)), strict=True)
     ]
     assert max(moved) > 1e-3
 
@@ -170,12 +171,12 @@ def test_the_average_has_no_influence_on_the_parameters():
 
 def test_with_bfloat16_parameters_the_average_is_bfloat16_too():
     last = train(EMA, "bfloat16")[-1]
-    assert {leaf.dtype for leaf in jax.tree.leaves((last.params, last.average))} == {jnp.bfloat16.dtype}
+    assert {leaf.dtype for leaf in jax.tree.leaves((last.params, last.ema_params))} == {jnp.bfloat16.dtype}
 
 
 def test_the_average_is_a_part_of_the_checkpoint_where_there_is_one():
     last = train(EMA, "float32")[-1]
-    assert last.parts["average"] is last.average
-    alone = last.replace(average=None)
+    assert last.parts["average"] is last.ema_params
+    alone = last.replace(ema_params=None)
     assert "average" not in alone.parts
     assert alone.best_params is alone.params

@@ -62,7 +62,7 @@ def loss_and_gradients(family: str, microbatches: int):
     # quick to compile, as in models.quick
     compiled = step.lower(state, BATCH).compile(compiler_options={"xla_cpu_use_fusion_emitters": False})
     state, metrics, _ = compiled(state, BATCH)
-    return float(metrics["train/loss"]), state.optimizer[0].trace
+    return float(metrics["train/loss"]), state.opt_state[0].trace
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -44,14 +44,14 @@ def test_the_state_is_what_the_abstract_state_says(layout, make, dtype):
         assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.optimizer[0].mu)} == {jnp.dtype(dtype)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state[0].mu)} == {jnp.dtype(dtype)}
 
 
 def test_training_starts_after_no_updates_with_moments_of_zero(make):
     state = make()
     assert state.step.dtype == jnp.int32
     assert int(state.step) == 0
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.optimizer))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
 
 
 def test_the_seed_and_only_the_seed_decides_the_values(make):

@@ -14,7 +14,7 @@ from lmtrain.tracking.tracker import Tracker
 _VERBS = ("hyperparameters", "log", "summary", "artifact", "finish")
 
 
-def import_own(path: str) -> Callable[..., Tracker]:
+def import_custom(path: str) -> Callable[..., Tracker]:
     """The class `package.module.Class`, from the installed packages or the current folder.
 
     Raises `UserError` if it cannot be imported, or has not the methods of a tracker.
@@ -29,27 +29,27 @@ def import_own(path: str) -> Callable[..., Tracker]:
             f"trainer.tracker: {module_name} cannot be imported: {type(error).__name__}: {error}; it has to be in the "
             "current folder, on PYTHONPATH or installed"
         ) from error
-    own = getattr(module, class_name, None)
-    if own is None:
+    custom = getattr(module, class_name, None)
+    if custom is None:
         hint = suggest_name(class_name, dir(module))
         advice = f"; did you mean {hint!r}?" if hint else ""
         place = getattr(module, "__file__", None) or module_name
         raise UserError(f"trainer.tracker: {place} has no {class_name!r}{advice}")
-    missing = [verb for verb in _VERBS if not callable(getattr(own, verb, None))]
+    missing = [verb for verb in _VERBS if not callable(getattr(custom, verb, None))]
     if missing:
         raise UserError(f"trainer.tracker: {path} is no tracker: it has no {' and no '.join(missing)}")
-    tracker: Callable[..., Tracker] = own
+    tracker: Callable[..., Tracker] = custom
     return tracker
 
 
-def check_arguments(path: str, own: Callable[..., Tracker], arguments: Mapping[str, Any]) -> None:
+def check_arguments(path: str, custom: Callable[..., Tracker], arguments: Mapping[str, Any]) -> None:
     """Raise `UserError` if the class does not take what it will be called with."""
     given = {"run": "", "folder": "", "step": 0}
     try:
         twice = sorted(given.keys() & arguments.keys())
         if twice:
             raise TypeError(f"{', '.join(twice)} is given by lmtrain")
-        inspect.signature(own).bind(**given, **arguments)
+        inspect.signature(custom).bind(**given, **arguments)
     except TypeError as error:
         raise UserError(
             f"trainer.tracker: {path} is called with run, folder, step and trainer.tracker.arguments: {error}"

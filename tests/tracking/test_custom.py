@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from lmtrain.config.errors import UserError
-from lmtrain.tracking.config import OwnConfig
+from lmtrain.tracking.config import CustomConfig
+from lmtrain.tracking.custom import check_arguments, import_custom
 from lmtrain.tracking.open import open_trackers
-from lmtrain.tracking.own import check_arguments, import_own
 
 WHOLE = """
 import json, os
@@ -66,7 +66,7 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", ["our_trackers.Tracker", "our_trackers:Tracker"])
 def test_a_module_in_the_current_folder_is_found(module, path):
-    found = import_own(path)
+    found = import_custom(path)
     assert (found.__module__, found.__name__) == ("our_trackers", "Tracker")
 
 
@@ -76,13 +76,13 @@ def test_a_module_of_a_package_on_the_path_of_python_is_found(tmp_path, monkeypa
     package.mkdir(parents=True)
     (package / "within.py").write_text(WHOLE)
     monkeypatch.syspath_prepend(tmp_path / "elsewhere")
-    assert import_own(path).__module__ == "tools_of_ours.within"
+    assert import_custom(path).__module__ == "tools_of_ours.within"
 
 
 def test_what_is_installed_comes_before_the_current_folder(module):
     (module.parent / "json.py").write_text("raise RuntimeError('not this one')")
     with pytest.raises(UserError, match=r"json.* has no 'Tracker'"):
-        import_own("json.Tracker")
+        import_custom("json.Tracker")
     assert sys.path[-1] == os.getcwd()
 
 
@@ -104,7 +104,7 @@ def test_what_is_installed_comes_before_the_current_folder(module):
 )
 def test_what_is_wrong_is_told(module, path, expected):
     with pytest.raises(UserError) as caught:
-        import_own(path)
+        import_custom(path)
     assert str(caught.value).startswith("trainer.tracker: ")
     for part in expected:
         assert part in str(caught.value)
@@ -114,11 +114,11 @@ def test_what_is_wrong_is_told(module, path, expected):
 def test_a_module_that_raises_is_told_with_its_own_words(module, source):
     (module.parent / "broken_tracker.py").write_text(source)
     with pytest.raises(UserError, match=r"broken_tracker cannot be imported: (RuntimeError: no licence|SyntaxError: )"):
-        import_own("broken_tracker.Tracker")
+        import_custom("broken_tracker.Tracker")
 
 
 def test_a_run_gives_it_its_arguments_and_every_call(module, tmp_path):
-    config = OwnConfig(type="our_trackers.Tracker", arguments={"unit": "tokens"})
+    config = CustomConfig(type="our_trackers.Tracker", arguments={"unit": "tokens"})
     trackers = open_trackers([config], "logs/", "run-1", 5)
     trackers.hyperparameters({"a": 1})
     trackers.summary({"parameter_count": 7})
@@ -136,7 +136,7 @@ def test_a_run_gives_it_its_arguments_and_every_call(module, tmp_path):
 
 
 def test_arguments_that_the_class_does_not_take_cost_only_this_tracker(module, tmp_path, caplog):
-    config = OwnConfig(type="our_trackers.Tracker", arguments={"colour": "red"})
+    config = CustomConfig(type="our_trackers.Tracker", arguments={"colour": "red"})
     trackers = open_trackers([config], "logs", "run-1", 0)
     trackers.log({"train/loss": 0.5}, 1)
     trackers.finish()

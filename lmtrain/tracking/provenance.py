@@ -26,7 +26,7 @@ _PLAIN = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-pre
 _SECRETS_IN_URL = re.compile(r"(?<=://)[^/]*@")
 
 
-class Keeper:
+class Provenance:
     """Keeps what the W&B trackers among `configs` ask for: the code in the background, XLA's dumps at the end.
 
     Raises `UserError` if XLA is not told to dump anything.

@@ -11,7 +11,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.manifest import BLOCK_TOKENS, ShardInfo
+from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.documents import DocumentReader
@@ -19,7 +19,7 @@ from lmtrain.preprocess.long_documents import can_split, split_document
 from lmtrain.preprocess.sources import AnySource
 from lmtrain.preprocess.text import Text
 from lmtrain.preprocess.tokenize import DocumentSettings, token_dtype, tokenize_batch
-from lmtrain.runtime.files import file_sha256
+from lmtrain.runtime.atomic_files import file_sha256
 from lmtrain.runtime.storage import is_url, upload, write_json
 
 # Enough text to keep the tokenizer's threads busy, little enough to hold many times over.

@@ -7,12 +7,12 @@ import threading
 
 import pytest
 
-from lmtrain.runtime.files import remove_temporaries, write_atomically
+from lmtrain.runtime.atomic_files import remove_temporaries, write_atomically
 from lmtrain.runtime.storage import read_json, write_json
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
-from lmtrain.runtime import files
+from lmtrain.runtime import atomic_files as files
 
 def die(number):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.manifest import Manifest, ShardInfo, load_manifest, manifest_path, save_manifest
+from lmtrain.data.cache_manifest import Manifest, ShardInfo, load_manifest, manifest_path, save_manifest
 
 SHARD = ShardInfo("shard-00000-of-00001.arrayrecord", {"url": "a"}, 100, "abc", 40, 3)
 MANIFEST = Manifest("train", {"tokenizer": {"fingerprint": "f"}}, ["a"], "<u2", [SHARD, SHARD])

@@ -10,9 +10,9 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess import caches
+from lmtrain.preprocess import prepare as caches
 from lmtrain.preprocess.build import build_cache
-from lmtrain.preprocess.caches import Plans, plan_caches, shared_text, start_build
+from lmtrain.preprocess.prepare import Plans, plan_caches, shared_text, start_build
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.processes import Processes
 

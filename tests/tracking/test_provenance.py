@@ -12,9 +12,9 @@ import threading
 import pytest
 
 from lmtrain.config.errors import UserError
-from lmtrain.tracking import keep
+from lmtrain.tracking import provenance as keep
 from lmtrain.tracking.config import JsonConfig, WandbConfig
-from lmtrain.tracking.keep import Keeper, describe_repository, keep_code, keep_xla_dumps, xla_dump_folder
+from lmtrain.tracking.provenance import Provenance, describe_repository, keep_code, keep_xla_dumps, xla_dump_folder
 
 
 def git(place, *arguments):
@@ -360,8 +360,8 @@ CODE, DUMPS = WandbConfig(), WandbConfig(save_code=False, save_xla_dumps=True)
 def test_only_what_wandb_trackers_ask_for_is_handed_over(repository, dumps, tmp_path, monkeypatch, configs, code, xla):
     monkeypatch.setattr(sys, "argv", [str(repository / "main.py")])
     folder, recorder = tmp_path / "logs" / "run-1", Recorder()
-    keeper = Keeper(configs, str(folder), "run-1", recorder)
-    keeper.finish()
+    provenance = Provenance(configs, str(folder), "run-1", recorder)
+    provenance.finish()
     expected = []
     if code:
         kept = ["changes.diff", "code.tar.gz", "git.json"]
@@ -378,7 +378,7 @@ def test_what_there_is_nothing_of_is_not_handed_over(tmp_path, monkeypatch, dump
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
     monkeypatch.chdir(tmp_path)
     recorder = Recorder()
-    Keeper([CODE, DUMPS], str(tmp_path / "logs"), "run-1", recorder).finish()
+    Provenance([CODE, DUMPS], str(tmp_path / "logs"), "run-1", recorder).finish()
     assert recorder.artifacts == []
 
 
@@ -386,7 +386,7 @@ def test_dumps_without_the_flag_are_refused_before_anything_begins(monkeypatch, 
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_x=true")
     before = threading.active_count()
     with pytest.raises(UserError, match=r"trainer\.tracker\.save_xla_dumps"):
-        Keeper([CODE, DUMPS], str(tmp_path / "logs"), "run-1", Recorder())
+        Provenance([CODE, DUMPS], str(tmp_path / "logs"), "run-1", Recorder())
     assert threading.active_count() == before
 
 
@@ -399,8 +399,8 @@ def test_code_is_kept_in_the_background_and_the_end_waits_for_it(tmp_path, monke
         return folder
 
     monkeypatch.setattr(keep, "keep_code", slow)
-    keeper = Keeper([CODE], str(tmp_path / "logs"), "run-1", recorder)
+    provenance = Provenance([CODE], str(tmp_path / "logs"), "run-1", recorder)
     assert recorder.artifacts == []
     threading.Timer(0.05, gate.set).start()
-    keeper.finish()
+    provenance.finish()
     assert [artifact[1] for artifact in recorder.artifacts] == ["run-1-code"]
