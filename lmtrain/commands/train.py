@@ -5,15 +5,14 @@ This page is the start of a run, in the order in which things depend on one anot
 """
 
 import time
+from typing import TYPE_CHECKING
 
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.layers import Layer
 from lmtrain.config.load import Loaded
 from lmtrain.data.caches import Caches
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.hf.upload import check_upload
-from lmtrain.preprocess.build import Build
-from lmtrain.preprocess.prepare import plan_caches, require_text, start_build, wait_for_enough
+from lmtrain.preprocess.prepare import Complete, plan_caches, require_text, start_build, wait_for_enough
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import run_id
 from lmtrain.run.run import Run, resolve
@@ -27,7 +26,10 @@ from lmtrain.tracking.open import check_trackers
 from lmtrain.train.start.hf_model import hf_ref, resolve_hf
 from lmtrain.train.start.run_length import length_of_data
 from lmtrain.train.start.run_logs import keep_config, keep_tokenizer, open_log
-from lmtrain.train.start.trained_model import TrainedModel, from_checkpoint
+
+if TYPE_CHECKING:
+    from lmtrain.preprocess.build import Build
+    from lmtrain.train.start.trained_model import TrainedModel
 
 
 def run(argv: list[str]) -> int:
@@ -38,7 +40,7 @@ def run(argv: list[str]) -> int:
     return _start(run, began)
 
 
-def train_config(config: RunConfig, name: str = "python") -> TrainedModel:
+def train_config(config: RunConfig, name: str = "python") -> "TrainedModel":
     """What `lmtrain train` does, for a config made in Python; `name` stands for the file's in the run's id.
 
     The same call continues the same run. Returns the model from the run's newest checkpoint. Raises `UserError` for a
@@ -51,6 +53,8 @@ def train_config(config: RunConfig, name: str = "python") -> TrainedModel:
     code = _start(run, began)
     if code != 0:
         raise SystemExit(code)
+    from lmtrain.train.start.trained_model import from_checkpoint
+
     return from_checkpoint(resolve_hf(run), None)
 
 
@@ -66,6 +70,8 @@ def _start(run: Run, began: float) -> int:
         if processes.is_first:
             check_trackers(run.config.trainer.tracker)
             if run.config.hf_upload is not None:
+                from lmtrain.hf.upload import check_upload
+
                 check_upload(run.config.hf_upload)
         log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {run.checkpoints})")
         open_log(run, processes)
@@ -87,10 +93,11 @@ def _with_data(run: Run, processes: Processes, stop: StopRequest, began: float) 
         build.stop()
 
 
-def _on_devices(run: Run, caches: Caches, build: Build, processes: Processes, stop: StopRequest, began: float) -> int:
+def _on_devices(
+    run: Run, caches: Caches, build: "Build | Complete", processes: Processes, stop: StopRequest, began: float
+) -> int:
     from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
     from lmtrain.checkpoint.claim import TakenOverError
-    from lmtrain.hf.export import Origin
     from lmtrain.run.identity import run_identity
     from lmtrain.sharding.mesh import find_devices
     from lmtrain.tracking.goodput import Ledger
@@ -101,7 +108,6 @@ def _on_devices(run: Run, caches: Caches, build: Build, processes: Processes, st
     from lmtrain.train.program.compile import use_compilation_cache
     from lmtrain.train.program.program import OutOfMemoryError, plan_program
     from lmtrain.train.start.evaluation import is_pending, open_evaluation
-    from lmtrain.train.start.exporter import open_exporter
     from lmtrain.train.start.facts import describe_run, log_program
     from lmtrain.train.start.initial_state import begin, own_checkpoint
     from lmtrain.train.start.reporting import open_reporting
@@ -131,7 +137,13 @@ def _on_devices(run: Run, caches: Caches, build: Build, processes: Processes, st
         program = plan_program(config, tokenizer.vocab_size)
         log_program(program)
         batches = TrainBatches(config, caches, program.layout)
-        exporter = open_exporter(program, Origin(run.id, caches.identity), tokenizer, processes.is_first)
+        exporter = None
+        if config.hf_save_path is not None or config.hf_upload is not None:
+            from lmtrain.hf.export import Origin
+            from lmtrain.train.start.exporter import Exporter
+
+            origin = Origin(run.id, caches.identity)
+            exporter = Exporter(config, origin, program.model, tokenizer, program.layout, processes.is_first)
 
         # 6. State: from the run's own checkpoint, from another model, or fresh.
         run_info = describe_run(config, run.id, tokenizer.identity, caches, program)

@@ -1,11 +1,9 @@
-"""Files that fsspec opens, and errors of theirs that say what to do. Slow to import: only when a URL is at hand."""
+"""Files that fsspec opens, and errors of theirs that say what to do. fsspec is imported when a URL is at hand."""
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-
-import fsspec
 
 from lmtrain.config.errors import UserError
 
@@ -21,6 +19,8 @@ logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 def open_fs(path: str) -> tuple[Any, str]:
     """fsspec's file system of a path, and the path within it. Raises `UserError` if there is no such kind."""
+    import fsspec
+
     try:
         fs, inside = fsspec.core.url_to_fs(path, **_timeouts(path.partition("://")[0]))
     except (ValueError, ImportError) as error:

@@ -16,7 +16,8 @@ SHORT_NAMES = {"trainer": {"per_device_train_parallelism": "per_device_paralleli
 _OLD = {
     "trainer": {"batch_size": "train_batch_size", "eval_per_device_parallelism": "per_device_eval_parallelism"},
 }
-_OLD_MODELS = ("gpt2", "llama", "mpt", "backpack")
+# How the reference names its families in `model: {gpt2: {...}}`. A later family was never written so, and is not added.
+_REFERENCE_FAMILIES = ("gpt2", "llama", "mpt", "backpack")
 
 # The settings that name a source of text, by kind; a layer that names one replaces the kinds below it.
 _SOURCES = {
@@ -64,7 +65,7 @@ def _unwrap_model(layer: Layer) -> None:
     """`model: {gpt2: {...}}` -> `model: {type: gpt2, ...}`."""
     model = layer.data.get("model")
     family = next(iter(model)) if isinstance(model, dict) and len(model) == 1 else None
-    if not isinstance(model, dict) or family not in _OLD_MODELS or not isinstance(model[family], dict):
+    if not isinstance(model, dict) or family not in _REFERENCE_FAMILIES or not isinstance(model[family], dict):
         return
     place = layer.origin_of(("model", family))
     layer.notices.append(f"{place}: 'model: {{{family}: ...}}' is now written 'model: {{type: {family}, ...}}'")

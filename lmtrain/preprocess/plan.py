@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmtrain.config.differences import describe_differences
 from lmtrain.config.errors import UserError
@@ -12,13 +12,15 @@ from lmtrain.data.config import DataConfig
 from lmtrain.data.shards import Shards
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.preprocess.document_settings import DocumentSettings, check_special_tokens, token_dtype
 from lmtrain.preprocess.sources import AnySource, FilesMissingError, describe_urls, list_sources
-from lmtrain.preprocess.tokenize import DocumentSettings, check_special_tokens, token_dtype
-from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.runtime.atomic_files import remove_temporaries
 from lmtrain.runtime.lock import FileLock
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import check_writable, file_size, is_url, join, list_names, read_json
+
+if TYPE_CHECKING:
+    from lmtrain.preprocess.write_shard import ShardJob
 
 
 class CachePlan:
@@ -45,7 +47,9 @@ class CachePlan:
         self._infos: list[ShardInfo | None] = [None] * len(self.jobs)
         self._lock = None if is_url(self.folder) or finished else FileLock(os.path.join(self.folder, ".building"))
 
-    def _jobs(self, config: DataConfig, sources: list[AnySource]) -> list[ShardJob]:
+    def _jobs(self, config: DataConfig, sources: list[AnySource]) -> "list[ShardJob]":
+        from lmtrain.preprocess.write_shard import ShardJob  # and what reads text: not for a finished cache
+
         settings = document_settings(config)
         return [
             ShardJob(
@@ -67,7 +71,7 @@ class CachePlan:
         return self.shards.complete
 
     @property
-    def missing(self) -> list[ShardJob]:
+    def missing(self) -> "list[ShardJob]":
         """The jobs of the shards that are not there yet."""
         return [job for job, info in zip(self.jobs, self._infos, strict=True) if info is None]
 

@@ -3,12 +3,11 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.caches import Cache, Caches, needs_all
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess.build import Build
-from lmtrain.preprocess.executor import choose_executor
 from lmtrain.preprocess.plan import CachePlan, has_cache, plan_cache, split_folder
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.sources import has_text
@@ -18,6 +17,9 @@ from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import StoppedError, StopRequest
+
+if TYPE_CHECKING:
+    from lmtrain.preprocess.build import Build
 
 _POLL_SECONDS = 0.05
 _SHOWN = 3
@@ -61,16 +63,36 @@ def shared_text(plans: Plans) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def start_build(config: RunConfig, plans: Plans, processes: Processes, background: bool = False) -> Build:
+class Complete:
+    """A `Build` where nothing is missing. Most starts have one: what builds caches is not even imported."""
+
+    running = False
+    follows = False
+    text = ""
+    done_bytes, total_bytes = 1, 1
+
+    def check(self) -> None:
+        """Nothing can fail."""
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+def start_build(config: RunConfig, plans: Plans, processes: Processes, background: bool = False) -> "Build | Complete":
     """Begin to build what is missing. Of several processes the first builds, and the others follow."""
-    if all(plan.complete for plan in plans.all):  # then Ray is not needed, nor has it to be installed
+    if all(plan.manifest is not None for plan in plans.all):
+        return Complete()
+    from lmtrain.preprocess.build import Build
+    from lmtrain.preprocess.executor import choose_executor
+
+    if all(plan.complete for plan in plans.all):  # only a manifest is: Ray is not needed, nor has it to be installed
         executor = choose_executor(RayConfig(), None, ALONE)
     else:
         executor = choose_executor(config.trainer.ray, config.data.num_preprocess_workers, processes, background)
     return Build(plans.all, executor, follows=not processes.is_first).start()
 
 
-def wait(build: Build, stop: StopRequest, enough: Callable[[], bool] = lambda: False) -> None:
+def wait(build: "Build | Complete", stop: StopRequest, enough: Callable[[], bool] = lambda: False) -> None:
     """Show the progress of a build until it has ended, or there is `enough`.
 
     Raises what it failed with, and `StoppedError` once it is stopped.
@@ -85,7 +107,7 @@ def wait(build: Build, stop: StopRequest, enough: Callable[[], bool] = lambda: F
     build.check()
 
 
-def wait_for_enough(config: RunConfig, plans: Plans, build: Build, stop: StopRequest) -> None:
+def wait_for_enough(config: RunConfig, plans: Plans, build: "Build | Complete", stop: StopRequest) -> None:
     """Until training can begin: the validation caches, and a batch, or of a mixture a sequence of each source.
 
     Raises as `wait` does.

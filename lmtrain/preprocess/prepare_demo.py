@@ -5,7 +5,6 @@ import os
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig, demo_tokenizer
 from lmtrain.preprocess.demo import TooLittleTextError, file_names, write_demo_corpus
-from lmtrain.preprocess.learn import learn_from_files
 from lmtrain.runtime.logging import log
 
 VOCAB_SIZE = 8192
@@ -35,6 +34,8 @@ def prepare_demo(config: DataConfig) -> None:
             raise UserError(str(error)) from None
         log.info(f"{folder}: made the demo corpus, {documents:,} documents, {size / 1e6:.1f} MB of Python source")
     if not _tokenizer_is_there(config):
+        from lmtrain.preprocess.learn import learn_from_files
+
         tokenizer = os.path.expanduser(config.tokenizer)
         count = learn_from_files(config.urls("train"), config.text_key, VOCAB_SIZE, tokenizer)
         log.info(f"{tokenizer}: learned a tokenizer of {count:,} entries from it")

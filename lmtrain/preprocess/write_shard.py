@@ -14,11 +14,12 @@ from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.preprocess.document_settings import DocumentSettings, token_dtype
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.long_documents import can_split, split_document
 from lmtrain.preprocess.sources import AnySource
 from lmtrain.preprocess.text import Text
-from lmtrain.preprocess.tokenize import DocumentSettings, token_dtype, tokenize_batch
+from lmtrain.preprocess.tokenize import tokenize_batch
 from lmtrain.runtime.atomic_files import file_sha256
 from lmtrain.runtime.storage import is_url, upload, write_json
 

@@ -6,15 +6,9 @@ from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.run_path import run_path
-from lmtrain.tracking.background import BackgroundTracker
 from lmtrain.tracking.config import CustomConfig, TensorboardConfig, TrackerConfig, TrackioConfig, WandbConfig
-from lmtrain.tracking.custom import check_arguments, import_custom
 from lmtrain.tracking.json_log import JsonLog
-from lmtrain.tracking.provenance import xla_dump_folder
-from lmtrain.tracking.tensorboard import TensorboardTracker
 from lmtrain.tracking.tracker import Tracker
-from lmtrain.tracking.trackio import TrackioTracker, check_installed
-from lmtrain.tracking.wandb import WandbTracker, check_settings
 
 
 class Trackers:
@@ -72,6 +66,8 @@ def open_trackers(configs: Sequence[TrackerConfig], log_dir: str, run: str, step
     for config in configs:
         opener = _opener(config, log_dir, run, step)
         if opener is not None:
+            from lmtrain.tracking.background import BackgroundTracker
+
             others.append(BackgroundTracker(config.type, opener))
     path = f"{log_dir.rstrip('/')}/{run}.metrics.jsonl"
     try:
@@ -85,25 +81,42 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
     for config in configs:
         match config:
             case TrackioConfig():
+                from lmtrain.tracking.trackio import check_installed
+
                 check_installed()
             case CustomConfig():
+                from lmtrain.tracking.custom import check_arguments, import_custom
+
                 check_arguments(config.type, import_custom(config.type), config.arguments)
             case WandbConfig():
                 if config.save_xla_dumps:
+                    from lmtrain.tracking.provenance import xla_dump_folder
+
                     xla_dump_folder()
                 if config.settings:
+                    from lmtrain.tracking.wandb import check_settings
+
                     check_settings(config.settings)
 
 
 def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callable[[], Tracker] | None:
+    """What opens a tracker; only the files of those that a run has are imported."""
     if isinstance(config, TensorboardConfig):
+        from lmtrain.tracking.tensorboard import TensorboardTracker
+
         logdir = run_path(config.logdir, run)
         return lambda: TensorboardTracker(logdir, step)
     if isinstance(config, WandbConfig):
+        from lmtrain.tracking.wandb import WandbTracker
+
         return lambda: WandbTracker(config, run, log_dir)
     if isinstance(config, TrackioConfig):
+        from lmtrain.tracking.trackio import TrackioTracker
+
         return lambda: TrackioTracker(config, run)
     if isinstance(config, CustomConfig):
+        from lmtrain.tracking.custom import import_custom
+
         custom = import_custom(config.type)
         folder = f"{log_dir.rstrip('/')}/{run}"
         return lambda: custom(run=run, folder=folder, step=step, **config.arguments)

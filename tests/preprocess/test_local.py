@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lmtrain.config.errors import UserError
+from lmtrain.preprocess.document_settings import DocumentSettings
 from lmtrain.preprocess.local import build_locally
 from lmtrain.preprocess.sources import Source, describe_source
-from lmtrain.preprocess.tokenize import DocumentSettings
 from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.runtime.cores import usable_cores
 
@@ -25,7 +25,7 @@ import sys
 from lmtrain.preprocess.local import build_locally
 from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.preprocess.sources import Source
-from lmtrain.preprocess.tokenize import DocumentSettings
+from lmtrain.preprocess.document_settings import DocumentSettings
 
 if __name__ == "__main__":
     import jax  # what a training process has loaded must not be loaded by its workers

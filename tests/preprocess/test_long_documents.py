@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.preprocess.document_settings import DocumentSettings
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.long_documents import can_split, split_document
-from lmtrain.preprocess.tokenize import DocumentSettings, tokenize_batch
+from lmtrain.preprocess.tokenize import tokenize_batch
 
 TOKENIZER_JSON = json.loads((TOKENIZER / "tokenizer.json").read_text())
 TEXT = "\n".join(text for _, text in DocumentReader(TRAIN_FILES[0], "text"))

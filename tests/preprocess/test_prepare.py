@@ -10,7 +10,7 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess import prepare as caches
+from lmtrain.preprocess import build
 from lmtrain.preprocess.build import build_cache
 from lmtrain.preprocess.prepare import Plans, plan_caches, shared_text, start_build
 from lmtrain.run.config import RunConfig
@@ -20,10 +20,14 @@ from lmtrain.runtime.processes import Processes
 def test_only_what_is_missing_needs_ray_to_be_installed(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(caches, "Build", lambda plans, executor, follows: SimpleNamespace(start=lambda: executor))
-    complete, missing = SimpleNamespace(complete=True), SimpleNamespace(complete=False)
+    monkeypatch.setattr(build, "Build", lambda plans, executor, follows: SimpleNamespace(start=lambda: executor))
+    complete, without_manifest, missing = (
+        SimpleNamespace(complete=is_complete, manifest=manifest)
+        for is_complete, manifest in ((True, object()), (True, None), (False, None))
+    )
     several = Processes(1, 2, "host:1234")
-    assert "local" in start_build(RunConfig(), Plans({"": complete}, {"": complete}), several).label
+    assert not start_build(RunConfig(), Plans({"": complete}, {"": complete}), several).running
+    assert "local" in start_build(RunConfig(), Plans({"": complete}, {"": without_manifest}), several).label
     with pytest.raises(UserError, match=r"Ray, which is not installed.*`lmtrain preprocess`"):
         start_build(RunConfig(), Plans({"": complete}, {"": missing}), several)
 

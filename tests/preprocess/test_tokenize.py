@@ -7,7 +7,8 @@ import tokenizers
 from lmtrain.config.errors import UserError
 from lmtrain.hf.learn_tokenizer import learn_bpe
 from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
-from lmtrain.preprocess.tokenize import DocumentSettings, check_special_tokens, token_dtype, tokenize_batch
+from lmtrain.preprocess.document_settings import DocumentSettings, check_special_tokens, token_dtype
+from lmtrain.preprocess.tokenize import tokenize_batch
 
 TEXTS = ["The quiet river.", "", "naïve 🙂\x00\n", "literal <|endoftext|> inside", " " * 50, "a" * 5000]
 

@@ -11,8 +11,8 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 from lmtrain.config.errors import UserError
 from lmtrain.preprocess import write_shard as shard
+from lmtrain.preprocess.document_settings import DocumentSettings
 from lmtrain.preprocess.sources import describe_source
-from lmtrain.preprocess.tokenize import DocumentSettings
 from lmtrain.preprocess.write_shard import ShardJob, build_shard
 
 BLOCK = 16384  # the format on disk, which is not to change unnoticed

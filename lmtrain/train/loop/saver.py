@@ -1,14 +1,16 @@
 """What is kept of a run at a step: its checkpoint, and its export."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.tracking.open import Trackers
-from lmtrain.train.start.exporter import Exporter
 from lmtrain.train.start.resume import EVALUATION_PENDING
 from lmtrain.train.step.state import TrainState
+
+if TYPE_CHECKING:
+    from lmtrain.train.start.exporter import Exporter
 
 
 class Saver:
@@ -17,7 +19,7 @@ class Saver:
     def __init__(
         self,
         checkpointer: Checkpointer,
-        exporter: Exporter | None,
+        exporter: "Exporter | None",
         run_info: Mapping[str, Any],
         trackers: Trackers,
         num_train_steps: int,

@@ -12,16 +12,15 @@ import numpy as np
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.export import DTYPES, Export, Origin, write_export
+from lmtrain.hf.export_folder import export_folder, is_missing
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.registry import hf_family
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.run_path import run_path
-from lmtrain.runtime.storage import file_size, is_url, join
+from lmtrain.runtime.storage import is_url, join
 from lmtrain.sharding.mesh import Layout
-from lmtrain.train.program.program import Program
 from lmtrain.train.start.hf_params import gather_tensors, plan_hf_pieces
 
 
@@ -33,16 +32,6 @@ def plan_export(
     hf_config = family.to_hf_config(config, model.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
     extra = family.extra_files() if hasattr(family, "extra_files") else {}
     return Export(plan_hf_pieces(config, model), hf_config, extra, tokenizer, dtype, origin, config.seq_len)
-
-
-def export_folder(config: RunConfig, run: str) -> str | None:
-    """Where a run's exports go, if they go to a folder."""
-    return run_path(config.hf_save_path, run) if config.hf_save_path else None
-
-
-def is_missing(folder: str | None, step: int) -> bool:
-    """Whether the export of a step is not there, where it should be."""
-    return folder is not None and file_size(join(folder, f"step-{step}", "config.json")) is None
 
 
 def _prepare(folder: str) -> None:
@@ -57,14 +46,6 @@ def _prepare(folder: str) -> None:
                 shutil.rmtree(os.path.join(folder, name))
     except OSError as error:
         raise UserError(f"hf_save_path: {folder} cannot be made: {error.strerror}") from None
-
-
-def open_exporter(program: Program, origin: Origin, tokenizer: Tokenizer, is_first: bool) -> "Exporter | None":
-    """The exporter of a run that asks for exports. Raises `UserError` for a model that cannot be exported."""
-    config = program.config
-    if config.hf_save_path is None and config.hf_upload is None:
-        return None
-    return Exporter(config, origin, program.model, tokenizer, program.layout, is_first)
 
 
 class Exporter:
@@ -86,7 +67,7 @@ class Exporter:
     ):
         self._every = config.hf_save_steps
         self._upload_to = config.hf_upload
-        self._folder = export_folder(config, origin.run)
+        self._folder = export_folder(config.hf_save_path, origin.run)
         self._last_step = config.trainer.num_train_steps
         if self._folder is not None and is_first:
             _prepare(self._folder)

@@ -11,7 +11,6 @@ from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
-from lmtrain.hf.weights import locate, read_model_config
 from lmtrain.models.base_config import FREE
 from lmtrain.models.registry import family_of, hf_family
 from lmtrain.run.config import RunConfig
@@ -104,6 +103,8 @@ def config_of(ref: str) -> RunConfig:
 
 def has_tokenizer(ref: str) -> bool:
     """Whether the model comes with its tokenizer."""
+    from lmtrain.hf.weights import locate
+
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     return any(locate(ref, name) is not None for name in names)
 
@@ -128,6 +129,8 @@ def check_tokens(ref: str, data: DataConfig) -> None:
 
 def _their_tokenizer(ref: str) -> Tokenizer:
     """The model's own, of which the vocabulary is wanted alone: without transformers where it has a tokenizer.json."""
+    from lmtrain.hf.weights import locate
+
     path = locate(ref, "tokenizer.json")
     if path is None or is_url(path):
         return open_tokenizer(ref)
@@ -140,6 +143,8 @@ def _tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
 
 def hf_settings(ref: str) -> dict[str, Any]:
     """The `model` section that the model's `config.json` stands for."""
+    from lmtrain.hf.weights import read_model_config
+
     values = read_model_config(ref)
     if values.get("quantization_config"):
         raise UserError(f"{ref}: its weights are quantized (quantization_config); take the model they were made from")

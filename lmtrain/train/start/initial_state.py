@@ -26,7 +26,6 @@ from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.train.program.program import Program
-from lmtrain.train.start.hf_params import load_hf_params
 from lmtrain.train.start.restore import restore_state
 from lmtrain.train.start.resume import check_same_run
 from lmtrain.train.step.state import TrainState
@@ -112,6 +111,8 @@ def begin(
     with program.explaining_errors():
         state = program.init()
     if begin_from_hf is not None:
+        from lmtrain.train.start.hf_params import load_hf_params
+
         params = load_hf_params(begin_from_hf, config.model, program.model, program.layout, trainer.precision.params)
         ema_params = trainer.model_averaging and jax.tree.map(jnp.copy, params)
         state = state.replace(params=params, ema_params=ema_params)

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.config.differences import describe_differences
 from lmtrain.config.errors import UserError
+from lmtrain.hf.export_folder import export_folder, is_missing
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
-from lmtrain.train.start.exporter import export_folder, is_missing
 
 # In what a checkpoint says of its run: the evaluation of its step was ended by a signal.
 EVALUATION_PENDING = "evaluation_pending"
@@ -43,7 +43,9 @@ def is_done(own: Checkpoint, config: RunConfig, now: Mapping[str, Any], run: str
     if own.step < config.trainer.num_train_steps:
         return False
     check_identity(own, now)
-    return EVALUATION_PENDING not in own.read_run_info() and not is_missing(export_folder(config, run), own.step)
+    return EVALUATION_PENDING not in own.read_run_info() and not is_missing(
+        export_folder(config.hf_save_path, run), own.step
+    )
 
 
 def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:
