@@ -92,8 +92,8 @@ def test_anything_else_is_refused_with_the_choices(written):
         ({"resume": "sometimes"}, ("wandb", "resume")),
         ({"type": "trackio", "project": ""}, ("trackio", "project")),
         ({"type": "trackio", "resume": True}, ("trackio", "resume")),
-        ({"type": "mine.Tracker", "url": "x"}, ("own", "url")),
-        ({"type": "mine.Tracker", "arguments": [1]}, ("own", "arguments")),
+        ({"type": "mine.Tracker", "url": "x"}, ("custom", "url")),
+        ({"type": "mine.Tracker", "arguments": [1]}, ("custom", "arguments")),
     ],
 )
 def test_a_setting_of_another_tracker_is_refused(written, where):

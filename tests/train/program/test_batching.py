@@ -42,8 +42,14 @@ def test_sizes(arguments, expected):
     [
         ((30, 8), "train_batch_size: 30 sequences cannot be split evenly over 8 devices; it could be 24 or 32"),
         ((3, 8), "train_batch_size: 3 sequences cannot be split evenly over 8 devices; it could be 8"),
-        ((32, 4, 3), "each device has 8 sequences of a batch of 32, which 3 does not divide; it could be 2 or 4"),
-        ((32, 4, 16), "each device has 8 sequences of a batch of 32, which 16 does not divide; it could be 4 or 8"),
+        (
+            (32, 4, 3),
+            "3 does not divide trainer.train_batch_size 32 over 4 devices, 8 sequences on each; it could be 2 or 4",
+        ),
+        (
+            (32, 4, 16),
+            "16 does not divide trainer.train_batch_size 32 over 4 devices, 8 sequences on each; it could be 4 or 8",
+        ),
     ],
 )
 def test_what_does_not_divide_is_refused_with_sizes_that_would(arguments, message):

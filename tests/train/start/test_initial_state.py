@@ -121,7 +121,7 @@ def test_3_parameters_and_moments_of_another_run_at_step_0_with_a_schedule_that_
     assert step == int(state.step) == 0
     assert same(state.params, other.params)
     *moments, rate = state.opt_state
-    *expected, old_rate = other.optimizer
+    *expected, old_rate = other.opt_state
     assert same(moments, expected)
     assert (int(rate.step), int(old_rate.step)) == (0, 9)
 
@@ -155,7 +155,7 @@ def test_what_a_checkpoint_lacks_is_told_or_begins_fresh():
     state, step = start(configure(**more, allow_partial_checkpoint=True))
     assert step == 9
     assert same(state.params, other.params)
-    fresh = plan_program(configure(**more), VOCAB).init().optimizer
+    fresh = plan_program(configure(**more), VOCAB).init().opt_state
     assert jax.tree.structure(state.opt_state) == jax.tree.structure(fresh)
 
 

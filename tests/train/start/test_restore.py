@@ -31,7 +31,7 @@ def random_like(abstract):
 def saved(request, tmp_path):
     """A random state in this precision, its abstract form and shardings, and its checkpoint."""
     abstract, shardings = state_shardings(MODEL, OPTIMIZER, LAYOUT, request.param)
-    state = TrainState(jnp.int32(7), random_like(abstract.params), random_like(abstract.optimizer))
+    state = TrainState(jnp.int32(7), random_like(abstract.params), random_like(abstract.opt_state))
     checkpointer = Checkpointer(str(tmp_path), CheckpointerConfig())
     info = {"config": {"trainer": {"mp": f"p={request.param},c=float32"}}}
     checkpointer.save(7, Kind.PERMANENT, state.parts, info)
