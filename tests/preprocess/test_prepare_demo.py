@@ -10,7 +10,7 @@ from lmtrain.data.config import DataConfig
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess import demo, prepare_demo
 from lmtrain.preprocess.demo import file_names
-from lmtrain.preprocess.prepare_demo import learn_from_files
+from lmtrain.preprocess.learn import learn_from_files
 from lmtrain.preprocess.sources import expand_urls
 
 
