@@ -21,6 +21,8 @@ from lmtrain.tracking.config import WandbConfig
 _INIT_SECONDS = 20.0
 # Of an artifact's name; its end says what it is.
 _MOST_NAME_CHARACTERS = 128
+# Of the hyperparameters the one that two runs of the same settings differ in, if their text differs.
+DATA = "data_tokens"
 # Under which `wandb login` keeps its key, by version; the first is where it logs to.
 HOSTS = ("api.forge.coreweave.com", "api.wandb.ai")
 # Of the settings those that are ours; all others are keywords of `wandb.init`.
@@ -58,6 +60,12 @@ class WandbTracker:
             self._run = start(mode="offline")
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
+        before = self._run.config.get(DATA)  # of a run that W&B has already
+        if before is not None and DATA in config and before != config[DATA]:
+            log.warning(
+                f"W&B: the run {self._run.id} there was trained on other data: its metrics and those of this run would "
+                "stand under one name; set another trainer.id, or trainer.tracker.project"
+            )
         self._run.config.update(dict(config), allow_val_change=True)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

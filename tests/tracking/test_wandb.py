@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
@@ -13,6 +14,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from lmtrain.config.errors import UserError
 from lmtrain.tracking.config import WandbConfig
 from lmtrain.tracking.open import check_trackers
+from lmtrain.tracking.wandb import WandbTracker
 
 RUN = """
 import json, logging, os, sys
@@ -263,3 +265,22 @@ def test_the_key_that_wandb_login_keeps_is_found(tmp_path, variables, host):
         assert done.returncode == 0, done.stderr
         found.append(done.stdout.strip())
     assert (found[0], found[2]) == ("False", "True")
+
+
+class Config(dict):
+    """What a W&B run keeps of its hyperparameters."""
+
+    def update(self, values, allow_val_change):
+        super().update(values)
+
+
+@pytest.mark.parametrize(
+    ("before", "is_told"), [({}, False), ({"data_tokens": "a"}, False), ({"data_tokens": "b"}, True)]
+)
+def test_a_run_of_the_same_id_on_other_data_is_told(before, is_told, caplog):
+    """Two projects with the same settings have the same run id; W&B's server is not here, so its run is a stand-in."""
+    tracker = WandbTracker.__new__(WandbTracker)
+    tracker._run = SimpleNamespace(id="nano-123456", config=Config(before))
+    tracker.hyperparameters({"epoch": 0, "data_tokens": "a"})
+    assert ("nano-123456 there was trained on other data" in caplog.text) == is_told
+    assert tracker._run.config == {"epoch": 0, "data_tokens": "a"}
