@@ -12,6 +12,7 @@ from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.plan import report
 from lmtrain.plan.answers import Answer, ask, read_hlo
+from lmtrain.plan.as_json import as_json
 from lmtrain.plan.candidates import to_yaml
 from lmtrain.plan.known_models import KNOWN_MODELS
 from lmtrain.plan.request import STEPS, Request, Target
@@ -65,7 +66,7 @@ def _plan(request: Request, flags: Any, vocabulary: str) -> int:
         with _progress("trying smaller settings", flags.json) as tell:
             largest = first_that_fits(request.changed({}, steps=("train",)), capacity, flags.compile_timeout, tell)
     if flags.json:
-        found = _as_json(request, answer, accelerator, fits)
+        found = as_json(request, answer, accelerator, fits)
         print(json.dumps(found | {"largest_that_fits": None if largest is None else dict(largest.changes)}))
     else:
         advice = [] if fits is not False else _advice(request, answer, largest)
@@ -230,9 +231,9 @@ def _has_dropout(request: Request) -> bool:
     return any(model.get(name) for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop"))
 
 
-def _print_search(found: Search, as_json: bool) -> int:
+def _print_search(found: Search, json_only: bool) -> int:
     best = found.best
-    if as_json:
+    if json_only:
         trials = [{"name": t.name, "changes": dict(t.changes), "seconds": _finite(t.seconds), "peak": _finite(t.peak),
                    "fits": t.fits} for t in found.trials]  # fmt: skip
         chosen = None if best is None else dict(best.changes)
@@ -265,38 +266,6 @@ def _costs(found: Search, best: Trial) -> Iterator[str]:
 
 def _finite(number: float) -> float | None:
     return number if number == number and abs(number) != float("inf") else None
-
-
-def _as_json(request: Request, answer: Answer, accelerator: Accelerator | None, fits: bool | None) -> dict[str, Any]:
-    """The figures of the training step at the top level, those of the evaluation step under `eval`."""
-    estimate = answer.estimate
-    topology = request.target.topology
-    found: dict[str, Any] = {
-        "device": estimate["device"],
-        "devices": estimate["devices"],
-        "topology": topology.name if topology else "local",
-        "mesh": estimate["mesh"],
-        "attention": estimate["attention"],
-        "parameters": estimate["parameters"],
-        "microbatches": estimate["microbatches"],
-        "fits": fits,
-        "fits_by": None if fits is None else "compiler" if answer.steps else "estimate",
-        "failure": answer.failure or None,
-    }
-    capacity = report.capacity_of(accelerator)
-    steps = {name: _step_json(figures, estimate, capacity) for name, figures in answer.steps.items()}
-    if not steps:
-        return found | _step_json({"step": request.steps[0]}, estimate, capacity)
-    first = next(iter(steps))
-    return found | steps[first] | {name: figures for name, figures in steps.items() if name != first}
-
-
-def _step_json(figures: dict[str, Any], estimate: dict[str, Any], capacity: float | None) -> dict[str, Any]:
-    extra = {"capacity": capacity, "estimate": estimate["estimate"]["total"] if figures["step"] == "train" else None}
-    unknown = dict.fromkeys(("flops", "hbm_bytes", "wire_bytes", "wire_minimum", "seconds", "mfu_bound"))
-    no_memory = dict.fromkeys(("arguments", "peak", "temporary", "total", "host"))
-    empty: dict[str, Any] = {"hbm_sources": [], "collectives": [], "loops": [], "kernels": []}
-    return {**unknown, **empty, **figures, "memory": {**no_memory, **figures.get("memory", {}), **extra}}
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.sharding.mesh import Layout, plan_layout, platform_of
 from lmtrain.sharding.within import Within
+from lmtrain.train.program.advice import advise
 from lmtrain.train.program.batching import Batching, check_seq_len, plan_batching
-from lmtrain.train.program.memory import Memory, advise, bytes_per_device, largest_arrays, plan_memory
+from lmtrain.train.program.memory import Memory, bytes_per_device, largest_arrays, plan_memory
 from lmtrain.train.program.xla_options import Option, refused_option, xla_options
 from lmtrain.train.step.ema import build_averaging
 from lmtrain.train.step.norms import Watch
