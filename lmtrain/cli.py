@@ -9,6 +9,7 @@ import sys
 from lmtrain import __version__
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.accelerators import keep_to_cpus
+from lmtrain.runtime.logging import logging_restored
 
 # verb -> (module in lmtrain.commands, what it does)
 VERBS = {
@@ -56,7 +57,8 @@ def _run(verb: str, argv: list[str]) -> int:
     if verb != "doctor":  # which looks for devices, and why there are none
         keep_to_cpus()
     command = importlib.import_module(f"lmtrain.commands.{VERBS[verb][0]}")
-    code: int = command.run(argv)
+    with logging_restored():
+        code: int = command.run(argv)
     return code
 
 

@@ -11,6 +11,8 @@ for _name in ("RUN_ID", "WANDB_API_KEY"):
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import atexit  # noqa: E402
+import contextlib  # noqa: E402
+import io  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
@@ -125,5 +127,29 @@ def lmtrain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     def run(*arguments: object, **keywords: object) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "lmtrain", *map(str, arguments)]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, **keywords)
+
+    return run
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.CompletedProcess]:
+    """`run_cli("config", "show", "tiny.yaml")` is `lmtrain` within this process: for what needs none of its own.
+
+    It saves the seconds of a start. `lmtrain` is for signals, for what a process prints at its end, and for one run of
+    each verb as a user makes it.
+    """
+
+    def run(*arguments: object) -> subprocess.CompletedProcess:
+        from lmtrain.cli import main
+
+        out, err = io.StringIO(), io.StringIO()
+        argv = list(map(str, arguments))
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            patch.chdir(tmp_path)
+            try:
+                main(argv)
+            except SystemExit as ended:
+                return subprocess.CompletedProcess(argv, ended.code, out.getvalue(), err.getvalue())
+        raise AssertionError("main() ends with an exit code")
 
     return run

@@ -25,7 +25,7 @@ from lmtrain.checkpoint.policies import Kind, decide, next_permanent_step
 from lmtrain.checkpoint.run_folder import RunFolder
 from lmtrain.checkpoint.staging import Staging
 from lmtrain.checkpoint.verify import newest_intact
-from lmtrain.config.errors import UserError
+from lmtrain.config.errors import RunError, UserError
 from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
@@ -35,7 +35,7 @@ from lmtrain.runtime.storage import check_writable, is_url, join, list_files, wr
 _RETRY_SECONDS = 60.0
 
 
-class SaveError(RuntimeError):
+class SaveError(RunError):
     """A checkpoint could not be saved, and the run is not to go on without."""
 
 

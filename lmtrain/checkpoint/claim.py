@@ -11,7 +11,7 @@ import time
 import uuid
 from typing import Any
 
-from lmtrain.config.errors import UserError
+from lmtrain.config.errors import RunError, UserError
 from lmtrain.runtime.lock import FileLock
 from lmtrain.runtime.storage import delete_file, is_url, join, read_json, write_json
 
@@ -19,7 +19,7 @@ _LOCK = "lock"
 _MARK = "attempt.json"
 
 
-class TakenOverError(RuntimeError):
+class TakenOverError(RunError):
     """Another process has started the same run since; this one must not save any more."""
 
 

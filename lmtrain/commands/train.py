@@ -5,9 +5,11 @@ This page is the start of a run, in the order in which things depend on one anot
 """
 
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from lmtrain.commands.arguments import Parser, parse_run
+from lmtrain.config.errors import RunError
 from lmtrain.config.layers import Layer
 from lmtrain.config.load import Loaded
 from lmtrain.data.caches import Caches
@@ -18,7 +20,7 @@ from lmtrain.run.identity import run_id
 from lmtrain.run.run import Run, resolve
 from lmtrain.runtime.accelerators import is_cpu_only
 from lmtrain.runtime.distributed import ending_for_all, start_processes
-from lmtrain.runtime.logging import log, start_console_log
+from lmtrain.runtime.logging import log, logging_restored, start_console_log
 from lmtrain.runtime.malloc import keep_freed_memory
 from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
@@ -50,7 +52,8 @@ def train_config(config: RunConfig, name: str = "python") -> "TrainedModel":
     """
     began = time.time()
     run = Run(Loaded(config, Layer(), name), run_id(config, name))
-    code = _start(run, began)
+    with logging_restored():
+        code = _start(run, began)
     if code != 0:
         raise SystemExit(code)
     from lmtrain.train.start.trained_model import from_checkpoint
@@ -89,6 +92,9 @@ def _with_data(run: Run, processes: Processes, stop: StopRequest, began: float) 
     except StoppedError:
         log.info("stopped before training began; run the same command again to go on")
         return STOPPED_BY_SIGNAL
+    except RunError as error:
+        log.error(f"lmtrain: error: {error}")
+        return 1
     finally:
         build.stop()
 
@@ -96,17 +102,15 @@ def _with_data(run: Run, processes: Processes, stop: StopRequest, began: float) 
 def _on_devices(
     run: Run, caches: Caches, build: "Build | Complete", processes: Processes, stop: StopRequest, began: float
 ) -> int:
-    from lmtrain.checkpoint.checkpointer import Checkpointer, SaveError
-    from lmtrain.checkpoint.claim import TakenOverError
+    from lmtrain.checkpoint.checkpointer import Checkpointer
     from lmtrain.run.identity import run_identity
     from lmtrain.sharding.mesh import find_devices
     from lmtrain.tracking.goodput import Ledger
     from lmtrain.tracking.timer import RESTORE, START_UP, Timer
     from lmtrain.train.loop.loop import Setup, train
-    from lmtrain.train.loop.reporter import DivergedError
     from lmtrain.train.loop.saver import Saver
-    from lmtrain.train.program.compile import use_compilation_cache
-    from lmtrain.train.program.program import OutOfMemoryError, plan_program
+    from lmtrain.train.program.compile import compilation_cache
+    from lmtrain.train.program.program import plan_program
     from lmtrain.train.start.evaluation import is_pending, open_evaluation
     from lmtrain.train.start.facts import describe_run, log_program
     from lmtrain.train.start.initial_state import begin, own_checkpoint
@@ -117,9 +121,10 @@ def _on_devices(
     # 4. Devices; and the folders of the run, which from here on are surely this process's own.
     config = resolve(run, length_of_data(run.config, caches)).config
     find_devices()
-    use_compilation_cache(config.trainer.jax_compilation_cache_dir)
-    checkpointer = Checkpointer(run.checkpoints, config.trainer.checkpointer, processes)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(compilation_cache(config.trainer.jax_compilation_cache_dir))
+        checkpointer = Checkpointer(run.checkpoints, config.trainer.checkpointer, processes)
+        stack.callback(checkpointer.release)
         if processes.is_first:
             keep_config(run)
         own = own_checkpoint(config, checkpointer, processes)
@@ -164,11 +169,6 @@ def _on_devices(
             processes,
         )
         complete = train(setup, stop, lambda: f"cache {build.text}" if build.running else "")
-    except (DivergedError, OutOfMemoryError, SaveError, TakenOverError) as error:
-        log.error(f"lmtrain: error: {error}")
-        return 1
-    finally:
-        checkpointer.release()
     if not complete:
         log.info(f"stopped after saving to {run.checkpoints}; run the same command again to go on")
         return STOPPED_BY_SIGNAL

@@ -10,6 +10,10 @@ class UserError(ValueError):
     """
 
 
+class RunError(RuntimeError):
+    """A run that cannot go on, for a reason that is no mistake in its config. Its message is for the user; exit code 1."""
+
+
 def field_error(field: str, message: str) -> PydanticCustomError:
     """For validators of a whole section: a problem of one of its settings, `field` being its dotted name within.
 

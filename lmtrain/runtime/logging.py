@@ -3,6 +3,8 @@
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lmtrain.runtime.processes import ALONE, Processes
@@ -19,6 +21,28 @@ class _StderrHandler(logging.StreamHandler[Any]):
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+
+@contextmanager
+def logging_restored() -> Iterator[None]:
+    """Round a command: the logs that it starts end with it, and logging is afterwards as it was before.
+
+    A program may call several commands, or train several runs, and have a log of its own.
+    """
+    others = [logging.getLogger(name) for name in _CHATTY]
+    handlers, level, propagate, levels = list(log.handlers), log.level, log.propagate, [one.level for one in others]
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in log.handlers if handler not in handlers]:
+            log.removeHandler(handler)
+            handler.close()
+        for handler in [handler for handler in handlers if handler not in log.handlers]:
+            log.addHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
+        for one, earlier in zip(others, levels, strict=True):
+            one.setLevel(earlier)
 
 
 def start_console_log(processes: Processes = ALONE) -> None:

@@ -31,9 +31,9 @@ def mixed(settings, write_config):
 
 
 @pytest.mark.long
-def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mixed, lmtrain, tmp_path):
+def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mixed, run_cli, tmp_path):
     mixed()
-    whole = lmtrain("train", "tiny.yaml")
+    whole = run_cli("train", "tiny.yaml")
     assert whole.returncode == 0, whole.stderr
     assert "one epoch of first (25 % of the examples) is " in whole.stderr
     lines = metrics(tmp_path)
@@ -42,8 +42,8 @@ def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mi
     assert min(last["eval/first/loss"], last["eval/second/loss"]) < last["eval/loss"]
 
     half = ["--trainer.id", "again", "--trainer.checkpointer.keep", "[{every: 3}]"]
-    assert lmtrain("train", "tiny.yaml", *half, "--trainer.num_train_steps", 3).returncode == 0
-    assert lmtrain("train", "tiny.yaml", *half).returncode == 0
+    assert run_cli("train", "tiny.yaml", *half, "--trainer.num_train_steps", 3).returncode == 0
+    assert run_cli("train", "tiny.yaml", *half).returncode == 0
     kept = ("step", "eval/loss", "eval/first/loss")
     again = [{name: line[name] for name in kept} for line in metrics(tmp_path, "again") if "eval/loss" in line]
     # the first half of it ended with another learning rate, so only what came before that is the same
@@ -59,23 +59,23 @@ def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mi
         ({"train_urls": ["a"]}, "set together with train_urls"),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_refused(mixed, lmtrain, data, message):
+def test_a_mixture_that_makes_no_sense_is_refused(mixed, run_cli, data, message):
     mixed(**data)
-    refused = lmtrain("config", "check", "tiny.yaml")
+    refused = run_cli("config", "check", "tiny.yaml")
     assert refused.returncode == 2
     assert message in refused.stderr
 
 
 @pytest.mark.long
-def test_a_run_may_end_with_the_first_source_used_up(mixed, lmtrain):
+def test_a_run_may_end_with_the_first_source_used_up(mixed, run_cli):
     mixed(stop_strategy="first_exhausted", train_weights={"first": 1, "second": 1})
-    done = lmtrain("train", "tiny.yaml", "--trainer.num_train_steps", 100000, "--trainer.train_batch_size", 512)
+    done = run_cli("train", "tiny.yaml", "--trainer.num_train_steps", 100000, "--trainer.train_batch_size", 512)
     assert done.returncode == 0, done.stderr
     assert "data.stop_strategy first_exhausted: the data ends the run after " in done.stderr
 
 
 @pytest.mark.long
-def test_a_run_may_end_after_so_many_epochs(settings, write_config, lmtrain, tmp_path):
+def test_a_run_may_end_after_so_many_epochs(settings, write_config, run_cli, tmp_path):
     settings["trainer"] |= {
         "id": "tiny",
         "num_train_steps": 100_000,
@@ -84,11 +84,11 @@ def test_a_run_may_end_after_so_many_epochs(settings, write_config, lmtrain, tmp
     }
     settings["data"]["shuffle"] = 64
     write_config(settings)
-    done = lmtrain("train", "tiny.yaml", "--epoch", 2)
+    done = run_cli("train", "tiny.yaml", "--epoch", 2)
     assert done.returncode == 0, done.stderr
     tokens = json.loads((tmp_path / "cache" / "train" / "manifest.json").read_text())["tokens"]
     steps = 2 * (tokens // 32) // 256
     assert f"epoch 2: the data ends the run after {steps:,} steps" in done.stderr
     assert max(line["step"] for line in metrics(tmp_path)) == steps
-    again = lmtrain("train", "tiny.yaml", "--epoch", 2)
+    again = run_cli("train", "tiny.yaml", "--epoch", 2)
     assert (again.returncode, "nothing to do" in again.stderr) == (0, True)

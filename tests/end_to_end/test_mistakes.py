@@ -50,10 +50,10 @@ def write_lines(tmp_path, *lines: str) -> str:
         ("trainer.id", "../x", ["cannot name files"]),
     ],
 )
-def test_a_wrong_setting(lmtrain, settings, write_config, tmp_path, path, value, expected):
+def test_a_wrong_setting(run_cli, settings, write_config, tmp_path, path, value, expected):
     change(settings, path, value)
     write_config(settings)
-    done = lmtrain("train", "tiny.yaml")
+    done = run_cli("train", "tiny.yaml")
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     for part in expected:
@@ -72,18 +72,18 @@ def test_a_wrong_setting(lmtrain, settings, write_config, tmp_path, path, value,
         ('["text"]', "text.jsonl:3: expected a JSON object"),
     ],
 )
-def test_a_bad_line_is_named_and_leaves_no_cache(lmtrain, settings, write_config, tmp_path, line, expected):
+def test_a_bad_line_is_named_and_leaves_no_cache(run_cli, settings, write_config, tmp_path, line, expected):
     good = json.dumps({"text": "a line that is as it should be " * 20})
     settings["data"]["train_urls"] = [write_lines(tmp_path, good, good, line, good)]
     write_config(settings)
-    done = lmtrain("preprocess", "tiny.yaml")
+    done = run_cli("preprocess", "tiny.yaml")
     assert done.returncode == 2, done.stderr
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "cache" / "train" / "manifest.json").exists()
     settings["data"]["train_urls"] = [write_lines(tmp_path, good, good, good)]
     write_config(settings)
-    assert lmtrain("preprocess", "tiny.yaml").returncode == 0
+    assert run_cli("preprocess", "tiny.yaml").returncode == 0
     assert sorted(os.listdir(tmp_path / "cache" / "train")) == [
         "manifest.json",
         "shard-00000-of-00001.arrayrecord",
@@ -111,9 +111,9 @@ def test_a_bad_line_is_named_and_leaves_no_cache(lmtrain, settings, write_config
         (["config", "chek", "tiny.yaml"], "expected one of: check, show"),
     ],
 )
-def test_a_wrong_command_line(lmtrain, settings, write_config, tmp_path, arguments, expected):
+def test_a_wrong_command_line(run_cli, settings, write_config, tmp_path, arguments, expected):
     write_config(settings)
-    done = lmtrain(*arguments)
+    done = run_cli(*arguments)
     assert done.returncode == 2, done.stderr
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
@@ -132,16 +132,16 @@ def test_a_platform_that_is_not_there_is_told(lmtrain, settings, write_config, t
 
 
 @pytest.mark.parametrize("how", ["steps_per_eval: null", "validation_urls: null"])
-def test_a_run_without_evaluation_is_no_mistake(lmtrain, settings, write_config, tmp_path, how):
+def test_a_run_without_evaluation_is_no_mistake(run_cli, settings, write_config, tmp_path, how):
     """With a validation cache from before, which is then left alone."""
     settings["trainer"] |= {"num_train_steps": 1, "id": "one"}
     settings["optimizer"]["warmup"] = 0
     write_config(settings)
-    assert lmtrain("preprocess", "tiny.yaml").returncode == 0
+    assert run_cli("preprocess", "tiny.yaml").returncode == 0
     name = how.partition(": ")[0]
     settings["trainer" if name == "steps_per_eval" else "data"][name] = None
     write_config(settings)
-    done = lmtrain("train", "tiny.yaml")
+    done = run_cli("train", "tiny.yaml")
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "logs" / "one.metrics.jsonl").read_text()
     assert "train/loss" in lines
@@ -149,11 +149,11 @@ def test_a_run_without_evaluation_is_no_mistake(lmtrain, settings, write_config,
 
 
 def test_dumps_that_xla_is_not_told_to_make_are_refused_before_anything_is_saved(
-    lmtrain, settings, write_config, tmp_path
+    run_cli, settings, write_config, tmp_path
 ):
     settings["trainer"]["tracker"] = {"type": "wandb", "mode": "disabled", "save_xla_dumps": True}
     write_config(settings)
-    done = lmtrain("train", "tiny.yaml")
+    done = run_cli("train", "tiny.yaml")
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     told = done.stderr.splitlines()[-1]

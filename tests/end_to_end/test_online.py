@@ -53,15 +53,15 @@ def markers(folder):
 
 
 @pytest.mark.long
-def test_batches_are_those_of_the_finished_cache(config, lmtrain, texts, tmp_path):
+def test_batches_are_those_of_the_finished_cache(config, run_cli, texts, tmp_path):
     many = [f"{texts}/many-{{0..{MANY - 1}}}.jsonl"]
-    online = lmtrain("train", config("online", many))
+    online = run_cli("train", config("online", many))
     assert online.returncode == 0, online.stderr
     assert "training begins while the rest of the data is tokenized" in online.stderr
     assert "one epoch is not known yet" in online.stderr
-    finished = lmtrain("preprocess", config("online", many))
+    finished = run_cli("preprocess", config("online", many))
     assert finished.returncode == 0, finished.stderr
-    later = lmtrain("train", config("later", many))
+    later = run_cli("train", config("later", many))
     assert later.returncode == 0, later.stderr
     assert "preprocess" not in later.stderr
     assert len(losses(tmp_path, "online")) == 12
@@ -69,25 +69,25 @@ def test_batches_are_those_of_the_finished_cache(config, lmtrain, texts, tmp_pat
 
 
 @pytest.mark.long
-def test_a_run_that_ends_before_its_cache_leaves_whole_shards_for_the_next(config, lmtrain, texts, tmp_path):
+def test_a_run_that_ends_before_its_cache_leaves_whole_shards_for_the_next(config, run_cli, texts, tmp_path):
     many = [f"{texts}/many-{{0..{MANY - 1}}}.jsonl"]
-    first = lmtrain("train", config("online", many, num_train_steps=2))
+    first = run_cli("train", config("online", many, num_train_steps=2))
     assert first.returncode == 0, first.stderr
     assert not (tmp_path / "cache" / "train" / "manifest.json").exists()
     before = markers(tmp_path)
     assert 1 <= len(before) < MANY
     assert not list((tmp_path / "cache" / "train").glob("*.tmp-*"))
-    resumed = lmtrain("train", config("online", many, num_train_steps=4))
+    resumed = run_cli("train", config("online", many, num_train_steps=4))
     assert resumed.returncode == 0, resumed.stderr
     assert "continuing after step 2" in resumed.stderr
     assert set(before) <= set(markers(tmp_path))
 
 
 @pytest.mark.long
-def test_an_error_of_the_builder_ends_training_with_it(config, lmtrain, texts, tmp_path):
+def test_an_error_of_the_builder_ends_training_with_it(config, run_cli, texts, tmp_path):
     (tmp_path / "broken.jsonl").write_text((texts / "1.jsonl").read_text() + "{broken\n")
     urls = [f"{texts}/0.jsonl", str(tmp_path / "broken.jsonl")]
-    failed = lmtrain("train", config(train_urls=urls, num_train_steps=10**6))
+    failed = run_cli("train", config(train_urls=urls, num_train_steps=10**6))
     assert failed.returncode == 2
     assert "training begins while the rest of the data is tokenized" in failed.stderr
     assert failed.stderr.splitlines()[-1].startswith(f"lmtrain: error: {tmp_path}/broken.jsonl:1201: not JSON")
@@ -155,10 +155,10 @@ def test_a_builder_takes_over_from_one_that_is_killed(config, tmp_path):
     assert len(markers(tmp_path)) == FILES
 
 
-def test_a_dry_run_lists_the_shards_and_writes_nothing(config, lmtrain, texts, tmp_path):
+def test_a_dry_run_lists_the_shards_and_writes_nothing(config, run_cli, texts, tmp_path):
     path = config()
     before = sorted(tmp_path.rglob("*"))
-    dry = lmtrain("preprocess", path, "--dry-run")
+    dry = run_cli("preprocess", path, "--dry-run")
     assert dry.returncode == 0, dry.stderr
     assert f"cache/train: {FILES} of {FILES} shards to build" in dry.stdout
     assert f"  shard-00003-of-00006 <- {texts}/3.jsonl (" in dry.stdout

@@ -19,8 +19,8 @@ DATA = [
 
 
 @pytest.mark.long
-def test_gpt2_small_trains_on_other_text_and_is_evaluated(lmtrain, tmp_path):
-    trained = lmtrain("train", "config/gpt2_small.yaml", *SMALL, *DATA)
+def test_gpt2_small_trains_on_other_text_and_is_evaluated(run_cli, tmp_path):
+    trained = run_cli("train", "config/gpt2_small.yaml", *SMALL, *DATA)
     assert trained.returncode == 0, trained.stderr
     assert "note: --data.train_urls: replaces data.id of " in trained.stderr
     assert (tmp_path / "checkpoints" / "tiny" / "step-2").is_dir()
@@ -28,7 +28,7 @@ def test_gpt2_small_trains_on_other_text_and_is_evaluated(lmtrain, tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "logs" / "tiny.metrics.jsonl").read_text().splitlines()]
     (during,) = [line["eval/loss"] for line in logged if "eval/loss" in line]
 
-    evaluated = lmtrain("eval", "--config_path", "gpt2_small", *SMALL, *DATA)
+    evaluated = run_cli("eval", "--config_path", "gpt2_small", *SMALL, *DATA)
     assert evaluated.returncode == 0, evaluated.stderr
     result = json.loads(evaluated.stdout)
     assert (result["step"], result["eval/loss"]) == (2, during)
@@ -36,19 +36,19 @@ def test_gpt2_small_trains_on_other_text_and_is_evaluated(lmtrain, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["sophia-g", "lion", "muon", "adafactor"])
-def test_every_optimizer_trains_from_the_command_line(lmtrain, tmp_path, optimizer):
+def test_every_optimizer_trains_from_the_command_line(run_cli, tmp_path, optimizer):
     more = ["--model.hidden_dim", 128, "--trainer.model_averaging", "{beta: 0.5}", "--optimizer.type", optimizer]
-    done = lmtrain("train", "gpt2_small", *SMALL, *DATA, *more)
+    done = run_cli("train", "gpt2_small", *SMALL, *DATA, *more)
     assert done.returncode == 0, done.stderr
     assert "average " in done.stderr
 
 
-def test_without_a_network_a_hub_name_is_an_error_with_advice_at_once(lmtrain, tmp_path):
+def test_without_a_network_a_hub_name_is_an_error_with_advice_at_once(run_cli, tmp_path):
     for flags, what in (
         (DATA[:2], "tokenizer 'gpt2': no such folder, and not to be had from the Hugging Face hub"),
         (DATA[-2:], "data.id: Skylion007/openwebtext: no such folder, and not to be had from"),
     ):
-        refused = lmtrain("train", "gpt2_small", "--data.cache_dir", "cache", *flags)
+        refused = run_cli("train", "gpt2_small", "--data.cache_dir", "cache", *flags)
         assert refused.returncode == 2
         assert f"lmtrain: error: {what}" in refused.stderr
         assert "without a network, " in refused.stderr.splitlines()[-1]
@@ -56,18 +56,18 @@ def test_without_a_network_a_hub_name_is_an_error_with_advice_at_once(lmtrain, t
 
 
 @pytest.mark.long
-def test_the_first_config_trains_on_a_data_set_named_by_a_shipped_fragment(lmtrain, tmp_path):
+def test_the_first_config_trains_on_a_data_set_named_by_a_shipped_fragment(run_cli, tmp_path):
     """`--data "include data/wikitext103.yaml"`, with a local folder in the place of the hub's data set."""
     folder = tmp_path / "dataset"
     folder.mkdir()
     for name, file in (("train", TRAIN_FILES[0]), ("validation", VALIDATION_FILES[0])):
         (folder / f"{name}.jsonl").write_bytes(Path(file).read_bytes())
     data = ["--data", "include data/wikitext103.yaml", "--data.id", folder, "--data.tokenizer", TOKENIZER]
-    trained = lmtrain("train", "gpt2_nano", *data, *SMALL, "--data.cache_dir", "cache")
+    trained = run_cli("train", "gpt2_nano", *data, *SMALL, "--data.cache_dir", "cache")
     assert trained.returncode == 0, trained.stderr
     assert "wikitext103.yaml:2: replaces data.demo of " in trained.stderr
     assert "step 2: eval loss" in trained.stderr
-    again = lmtrain("train", "gpt2_nano", *data, *SMALL, "--data.cache_dir", "cache", "--trainer.num_train_steps", 3)
+    again = run_cli("train", "gpt2_nano", *data, *SMALL, "--data.cache_dir", "cache", "--trainer.num_train_steps", 3)
     assert again.returncode == 0, again.stderr
     assert "continuing after step 2" in again.stderr
 
@@ -80,9 +80,9 @@ def test_the_first_config_trains_on_a_data_set_named_by_a_shipped_fragment(lmtra
         pytest.param("backpack", ["--model.num_senses", 4], marks=pytest.mark.long),
     ],
 )
-def test_the_small_model_of_every_family_trains_and_is_exported(lmtrain, tmp_path, family, more):
+def test_the_small_model_of_every_family_trains_and_is_exported(run_cli, tmp_path, family, more):
     flags = ["--hf_save_path", "exports", "--data", json.dumps(SOURCES), "--trainer.steps_per_eval", 100]
-    trained = lmtrain("train", f"{family}_nano", *SMALL, *flags, *more)
+    trained = run_cli("train", f"{family}_nano", *SMALL, *flags, *more)
     assert trained.returncode == 0, trained.stderr
     assert f"{family}, " in trained.stderr
     files = sorted(path.name for path in (tmp_path / "exports" / "tiny" / "step-2").iterdir())

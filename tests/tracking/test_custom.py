@@ -147,11 +147,11 @@ def test_arguments_that_the_class_does_not_take_cost_only_this_tracker(module, t
 
 
 @pytest.mark.end_to_end
-def test_a_class_that_is_not_there_ends_the_command_with_one_message(lmtrain, settings, write_config, tmp_path):
+def test_a_class_that_is_not_there_ends_the_command_with_one_message(run_cli, settings, write_config, tmp_path):
     (tmp_path / "our_trackers.py").write_text(WHOLE)
     settings["trainer"]["tracker"] = {"type": "our_trackers.Trackr"}
     write_config(settings)
-    done = lmtrain("train", "tiny.yaml")
+    done = run_cli("train", "tiny.yaml")
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "our_trackers.py has no 'Trackr'; did you mean 'Tracker'?" in done.stderr.splitlines()[-1]

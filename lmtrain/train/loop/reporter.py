@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from lmtrain.config.errors import RunError
 from lmtrain.evaluation.run import Evaluations
 from lmtrain.runtime.logging import log
 from lmtrain.tracking.console import Console
@@ -24,7 +25,7 @@ from lmtrain.train.step.norms import WATCH
 _RECENT = 20
 
 
-class DivergedError(RuntimeError):
+class DivergedError(RunError):
     """The loss is not a finite number. Nothing was saved since it was."""
 
 

@@ -2,10 +2,12 @@
 
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache as compilation_cache_of_jax
 
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
@@ -52,10 +54,26 @@ class CompilingStep:
         return self._step(state, batch, wishes)
 
 
-def use_compilation_cache(folder: str | None) -> None:
-    """Keep compiled programs, so that the next start compiles nothing."""
+@contextmanager
+def compilation_cache(folder: str | None) -> Iterator[None]:
+    """Within, compiled programs are kept in `folder`, so that the next start compiles nothing; None: as JAX is set."""
     if folder is None:
+        yield
         return
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    settings = {
+        "jax_compilation_cache_dir": os.path.expanduser(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    _set(settings)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache_of_jax.reset_cache()  # it is opened once, with the settings of then

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from lmtrain.config.describe import written
+from lmtrain.config.errors import RunError
 from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.models.attention_backends import choose_attention
 from lmtrain.models.interface import LanguageModel
@@ -34,7 +35,7 @@ from lmtrain.train.step.step import build_train_step
 _SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
-class OutOfMemoryError(RuntimeError):
+class OutOfMemoryError(RunError):
     """A device has not enough memory for the run; the message says where it goes and what to turn down."""
 
 
