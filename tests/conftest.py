@@ -18,7 +18,7 @@ import signal  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
+from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -131,25 +131,27 @@ def lmtrain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     return run
 
 
-@pytest.fixture
-def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.CompletedProcess]:
-    """`run_cli("config", "show", "tiny.yaml")` is `lmtrain` within this process: for what needs none of its own.
+def run_in_process(arguments: Sequence[object], cwd: Path) -> subprocess.CompletedProcess:
+    """`lmtrain` with these arguments in `cwd`, within this process: for what needs none of its own.
 
-    It saves the seconds of a start. `lmtrain` is for signals, for what a process prints at its end, and for one run of
-    each verb as a user makes it.
+    It saves the seconds of a start. Processes of their own are for signals and kills, for several processes, for what
+    one prints at its end, and for one run of each verb as a user makes it.
     """
+    from lmtrain.cli import main
 
-    def run(*arguments: object) -> subprocess.CompletedProcess:
-        from lmtrain.cli import main
+    out, err, argv, before = io.StringIO(), io.StringIO(), list(map(str, arguments)), os.getcwd()
+    os.chdir(cwd)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main(argv)
+    except SystemExit as ended:
+        return subprocess.CompletedProcess(argv, ended.code, out.getvalue(), err.getvalue())
+    finally:
+        os.chdir(before)
+    raise AssertionError("main() ends with an exit code")
 
-        out, err = io.StringIO(), io.StringIO()
-        argv = list(map(str, arguments))
-        with monkeypatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            patch.chdir(tmp_path)
-            try:
-                main(argv)
-            except SystemExit as ended:
-                return subprocess.CompletedProcess(argv, ended.code, out.getvalue(), err.getvalue())
-        raise AssertionError("main() ends with an exit code")
 
-    return run
+@pytest.fixture
+def run_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """`run_cli("config", "show", "tiny.yaml")` in the test's folder, within this process."""
+    return lambda *arguments: run_in_process(arguments, tmp_path)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TOKENIZER, TRAIN_FILES, VALIDATION_FILES
+from conftest import TOKENIZER, TRAIN_FILES, VALIDATION_FILES, run_in_process
 
 from lmtrain.cli import VERBS
 
@@ -52,8 +52,9 @@ PLANS = commands_about("lmtrain plan llama3_8b")  # run with the accelerators' c
 
 def run_as_written(folder, command: str, extra: list[str]) -> subprocess.CompletedProcess:
     quoted = " ".join(f"'{word}'" for word in extra)
-    program = f"'{sys.executable}' -m lmtrain{command.removeprefix('lmtrain')} {quoted}"
-    done = subprocess.run(["bash", "-c", program], cwd=folder, capture_output=True, text=True, timeout=300)
+    words = ["bash", "-c", f"printf '%s\\0' {command} {quoted}"]  # quotes and globs are the shell's
+    arguments = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout.split("\0")
+    done = run_in_process(arguments[1:-1], folder)
     assert done.returncode == 0, (command, done.stderr)
     return done
 
@@ -122,8 +123,7 @@ def test_the_mixture_is_tokenized_as_written(tmp_path):
     (tmp_path / "code" / "a.jsonl.zst").write_bytes(zstandard.compress(b'{"content": "def f(): pass"}\n' * 3))
     (tmp_path / "my_tokenizer").symlink_to(TOKENIZER)
     (tmp_path / "mixed.yaml").write_text(next(block for block in blocks("yaml") if "mixed.yaml" in block))
-    command = [sys.executable, "-m", "lmtrain", "preprocess", "mixed.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = run_in_process(["preprocess", "mixed.yaml"], tmp_path)
     assert done.returncode == 0, done.stderr
     for name, documents in (("books/train", 2), ("books/validation", 1), ("code/train", 3), ("code/validation", 1)):
         assert f"cache/{name}: complete, {documents} documents" in done.stderr

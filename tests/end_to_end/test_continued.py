@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import TOKENIZER, tiny_settings
+from conftest import TOKENIZER, run_in_process, tiny_settings
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.end_to_end
@@ -50,8 +49,7 @@ def folder(tmp_path_factory):
 
 
 def run(folder, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "lmtrain", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = run_in_process(arguments, folder)
     assert done.returncode == code, done.stderr
     return done
 

@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import yaml
-from conftest import tiny_settings
+from conftest import run_in_process, tiny_settings
 from transformers import AutoTokenizer
 
 from lmtrain.checkpoint.manifest import read_manifest, write_manifest
@@ -34,8 +32,7 @@ def trained(tmp_path_factory):
 
 
 def run(folder, *arguments: str) -> str:
-    command = [sys.executable, "-m", "lmtrain", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = run_in_process(arguments, folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -60,11 +57,11 @@ def test_the_export_of_another_run_is_replaced_only_if_asked_for(trained):
     run(trained, "export-hf", "tiny.yaml", "--output", "model")  # the same command again
     mine = config.read_text()
     data = json.loads(mine)["lmtrain_data"]
-    command = [sys.executable, "-m", "lmtrain", "export-hf", "tiny.yaml", "--output", "model"]
+    command = ["export-hf", "tiny.yaml", "--output", "model"]
     # another run, and one of the same id in another project
     for ours, others, told in (("exported", "another", "one of exported;"), (data, "0" * 16, "exported on other data")):
         config.write_text(mine.replace(f'"{ours}"', f'"{others}"'))
-        refused = subprocess.run(command, cwd=trained, capture_output=True, text=True, timeout=300)
+        refused = run_in_process(command, trained)
         assert refused.returncode == 2
         for part in ("--output model", told, "--overwrite"):
             assert part in refused.stderr.splitlines()[-1]
@@ -86,14 +83,14 @@ def test_a_run_keeps_its_tokenizer(trained, tmp_path, change):
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
     if change == "replaced":
         shutil.copytree(find_tokenizer("byte"), folder / "tok")
-    command = [sys.executable, "-m", "lmtrain", "export-hf", "tiny.yaml", "--output", "again"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    command = ["export-hf", "tiny.yaml", "--output", "again"]
+    done = run_in_process(command, folder)
     assert done.returncode == 0, done.stderr
     assert "using the copy in logs/exported/tokenizer" in done.stderr
     for name in os.listdir(trained / "model"):
         assert (folder / "again" / name).read_bytes() == (trained / "model" / name).read_bytes(), name
     shutil.rmtree(folder / "logs" / "exported" / "tokenizer")
-    refused = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    refused = run_in_process(command, folder)
     assert refused.returncode == 2
     assert ("tokenizer" in refused.stderr.splitlines()[-1]) or "tokenizer.fingerprint" in refused.stderr
 
@@ -114,9 +111,8 @@ def test_settings_of_the_command_line_are_not_forgotten_in_silence(trained, tmp_
             write_manifest(str(path), replace(manifest, saved=manifest.saved + later))
 
     def export(*arguments, code=0):
-        command = [sys.executable, "-m", "lmtrain", "export-hf", *arguments]
-        command += ["--trainer.checkpointer.verify_on_restore", "sizes"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        sizes_only = ["--trainer.checkpointer.verify_on_restore", "sizes"]
+        done = run_in_process(["export-hf", *arguments, *sizes_only], folder)
         assert done.returncode == code, done.stderr
         return done.stderr
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from conftest import tiny_settings
+from conftest import run_in_process, tiny_settings
 
 pytestmark = pytest.mark.end_to_end
 
@@ -42,7 +42,7 @@ def command(folder: Path, *overrides: str) -> list[str]:
 
 
 def train(folder: Path, *overrides: str, code: int = 0) -> str:
-    done = subprocess.run(command(folder, *overrides), cwd=folder, capture_output=True, text=True, timeout=300)
+    done = run_in_process(command(folder, *overrides)[3:], folder)
     assert done.returncode == code, done.stderr
     return done.stderr
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import TOKENIZER
+from conftest import TOKENIZER, run_in_process
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
@@ -115,8 +115,7 @@ def test_training_is_refused_before_any_text_is_tokenized_unless_asked_for(tmp_p
 @pytest.mark.end_to_end
 def test_a_run_that_has_begun_needs_its_base_no_more(tmp_path, settings, write_config):
     def lmtrain(*arguments, code=0):
-        command = [sys.executable, "-m", "lmtrain", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = run_in_process(arguments, tmp_path)
         assert done.returncode == code, done.stderr
         return done
 
