@@ -83,7 +83,8 @@ def _evaluate(
         check_stop=StopCheck(ALONE, stop),
         progress=lambda done, total: progress.say_rarely(f"{done:,} of {total:,} batches"),
     )
-    evaluations = Evaluations(build_evaluators(trainer.steps_per_eval or 1), context)
+    always = trainer.model_copy(update={"steps_per_eval": trainer.steps_per_eval or 1})
+    evaluations = Evaluations(build_evaluators(always), context)
     step = trained.step or 0
     try:
         return evaluations.run(evaluations.due(step, last=step), params, None, step)

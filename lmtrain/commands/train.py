@@ -84,7 +84,7 @@ def _start(run: Run, began: float) -> int:
 
 def _with_data(run: Run, processes: Processes, stop: StopRequest, began: float) -> int:
     # 3. Data: what is missing is tokenized beside the training, which begins as soon as there is enough.
-    plans = plan_caches(run.config.data, validation=run.config.trainer.steps_per_eval is not None)
+    plans = plan_caches(run.config.data, validation=run.config.trainer.evaluates)
     build = start_build(run.config, plans, processes, background=True)
     try:
         wait_for_enough(run.config, plans, build, stop)

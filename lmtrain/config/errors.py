@@ -11,7 +11,7 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, for a reason that is no mistake in its config. Its message is for the user; exit code 1."""
+    """A run that cannot go on, though its config has no mistake: exit code 1. Its message is for the user."""
 
 
 def field_error(field: str, message: str) -> PydanticCustomError:

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,8 @@ from clu.metrics import Average
 
 from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.evaluation.interface import Context
+from lmtrain.evaluation.read_ahead import read_ahead
 from lmtrain.hf.token_bytes import token_bytes
-
-# Batches that are dispatched ahead of the result that is read.
-_AHEAD = 4
 
 _LARGEST_EXPONENT = 700  # beyond it a float has no exponential
 
@@ -126,19 +123,7 @@ def _metrics(prefix: str, means: Means) -> dict[str, float]:
 def _means(
     eval_step: Callable[[Any, Any], Any], params: Any, batches: Iterable[Any], between: Callable[[], None]
 ) -> Means:
-    """Some batches are dispatched before the first result is read, so that the device is never idle; not all, as each
-    takes memory, and a run that is to end would have to wait for them."""
-    means, waiting = Means.of(0.0, 0, 0), deque[Any]()
-
-    def read() -> Means:
-        loss, tokens, size = waiting.popleft()
-        return Means.of(float(loss), int(tokens), int(size))
-
-    for batch in batches:
-        waiting.append(eval_step(params, batch))
-        if len(waiting) > _AHEAD:
-            means = means.merge(read())
-        between()
-    while waiting:
-        means = means.merge(read())
+    means = Means.of(0.0, 0, 0)
+    for loss, tokens, size in read_ahead(eval_step, params, batches, between):
+        means = means.merge(Means.of(float(loss), int(tokens), int(size)))
     return means

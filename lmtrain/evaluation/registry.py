@@ -1,12 +1,13 @@
 """The evaluations of a run: one row for each kind."""
 
+from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.interface import Evaluator
 from lmtrain.evaluation.perplexity import Perplexity
 
 
-def build_evaluators(steps_per_eval: int | None) -> list[Evaluator]:
+def build_evaluators(config: EvaluationConfig) -> list[Evaluator]:
     """Those that the settings ask for, in the order in which they run."""
     evaluators: list[Evaluator] = []
-    if steps_per_eval is not None:
-        evaluators.append(Perplexity(steps_per_eval))
+    if config.steps_per_eval is not None:
+        evaluators.append(Perplexity(config.steps_per_eval))
     return evaluators

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lmtrain.config.errors import UserError
 from lmtrain.evaluation.interface import Context, Evaluator
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.signals import StoppedError
@@ -12,10 +13,19 @@ AVERAGED = "ema"
 
 
 class Evaluations:
-    """The evaluators of a run that have something to evaluate."""
+    """The evaluators of a run that have something to evaluate.
+
+    Raises `UserError` if metrics of one would have the names of those of a validation set.
+    """
 
     def __init__(self, evaluators: Sequence[Evaluator], context: Context):
-        self._evaluators = [evaluator for evaluator in evaluators if evaluator.prepare(context)]
+        for evaluator in evaluators:
+            if evaluator.name in context.sets and evaluator.name:
+                raise UserError(
+                    f"data.configs: {evaluator.name} is the name of a source and of an evaluation, so that metrics of "
+                    "both would have the same names; rename the source"
+                )
+        self._evaluators = [evaluator for evaluator in evaluators if self._prepares(evaluator, context)]
 
     def due(self, step: int, last: int) -> list[Evaluator]:
         """Those that run after `step` updates; after the `last` all do."""
@@ -50,6 +60,16 @@ class Evaluations:
                     raise
                 log.error(f"evaluation {evaluator.name} failed after step {step:,}: {type(error).__name__}: {error}")
         return metrics, lines
+
+    @staticmethod
+    def _prepares(evaluator: Evaluator, context: Context) -> bool:
+        try:
+            return evaluator.prepare(context)
+        except Exception as error:
+            if not evaluator.optional:
+                raise
+            log.error(f"evaluation {evaluator.name} is left out: {type(error).__name__}: {error}")
+            return False
 
     @staticmethod
     def _named(evaluator: Evaluator, prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from lmtrain.config.errors import field_error
 
 
 class _CrossEntropy(Section):
-    """What training minimizes. All types have these settings."""
+    """What the kinds of cross-entropy have in common."""
 
     label_smoothing: float = Field(
         0.0, ge=0, lt=1, description="Probability that the targets spread evenly over the vocabulary; training only"

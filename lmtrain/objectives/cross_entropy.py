@@ -35,7 +35,7 @@ class CrossEntropyRow:
 class CrossEntropy:
     """Every target token counts the same."""
 
-    row: CrossEntropyRow = CrossEntropyRow()  # noqa: RUF009: frozen
+    row: CrossEntropyRow = CrossEntropyRow()
 
     def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return batch["loss_mask"]

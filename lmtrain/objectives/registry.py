@@ -1,12 +1,19 @@
 """Config -> objective: one row for each type."""
 
+from collections.abc import Callable
+from typing import Any
+
 from lmtrain.objectives.config import ObjectiveConfig
 from lmtrain.objectives.cross_entropy import CrossEntropy, CrossEntropyRow, WeightedCrossEntropy
 from lmtrain.objectives.interface import Objective
 
-OBJECTIVES = {"cross_entropy": CrossEntropy, "weighted_cross_entropy": WeightedCrossEntropy}
+# type -> what makes it of its section and of `z_loss_weight`, which every objective adds
+OBJECTIVES: dict[str, Callable[[Any, float], Objective]] = {
+    "cross_entropy": lambda config, z: CrossEntropy(CrossEntropyRow(z, config.label_smoothing)),
+    "weighted_cross_entropy": lambda config, z: WeightedCrossEntropy(CrossEntropyRow(z, config.label_smoothing)),
+}
 
 
 def build_objective(config: ObjectiveConfig, z_loss_weight: float) -> Objective:
     """The objective of a run."""
-    return OBJECTIVES[config.type](CrossEntropyRow(z_loss_weight, config.label_smoothing))
+    return OBJECTIVES[config.type](config, z_loss_weight)

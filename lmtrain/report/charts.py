@@ -27,6 +27,7 @@ CHARTS = (
     Chart("loss", "Training loss", "nats per token", ("train/loss",)),
     Chart("eval-loss", "Evaluation loss", "nats per token", (r"eval/(.+/)?(macro_)?loss",)),
     Chart("eval-bpb", "Evaluation, bits per byte", "bits per byte", (r"eval/(.+/)?(macro_)?bpb",)),
+    Chart("eval-other", "Other evaluations", "", (r"eval/(?!(.+/)?(macro_)?(loss|bpb)$|(ema/)?tokens$).+",)),
     Chart("learning-rate", "Learning rate", "", ("train/learning_rate",), from_zero=True),
     Chart("gradient-norm", "Gradient norm", "", ("train/gradient_norm", "grad/norm/total"), one=True, from_zero=True),
     Chart("parameter-norm", "Parameter norm", "", ("params/norm/total",)),

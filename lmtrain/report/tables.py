@@ -30,7 +30,7 @@ def summaries_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
 
 
 def evaluations_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup | None:
-    """Every evaluation metric, last and best; None if there is none."""
+    """Every evaluation metric, last and best, the best being the lowest where that is known; None if there is none."""
     rows: list[list[str]] = []
     for chart in (chart for chart in CHARTS if chart.name.startswith("eval-")):
         for metric in metrics_of(chart, [metric for run in runs for metric in run.curves]):
@@ -39,7 +39,8 @@ def evaluations_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup | 
                 curve = run.curves.get(metric)
                 last = NOTHING if curve is None else format_value(curve.last)
                 step, best = curve.lowest if curve is not None and curve.lowest is not None else (0, math.nan)
-                lowest = f"{format_value(best)} at step {step:,}" if math.isfinite(best) else NOTHING
+                known = math.isfinite(best) and chart.name != "eval-other"
+                lowest = f"{format_value(best)} at step {step:,}" if known else NOTHING
                 cells += [_with_note(last, f"best {lowest}")] if len(runs) > 1 else [last, lowest]
             rows.append([metric, *cells])
     head = ["", *names] if len(runs) > 1 else ["", "last", "best"]

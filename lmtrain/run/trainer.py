@@ -8,6 +8,7 @@ from lmtrain.checkpoint.config import CheckpointerConfig, InitializationConfig
 from lmtrain.config.base import Section, by_type
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.data.batch_sizes import BatchSizes
+from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.run.precision import Precision, parse_precision
 from lmtrain.runtime.config import DistributedConfig, RayConfig
 from lmtrain.sharding.config import PartitioningConfig
@@ -65,10 +66,6 @@ class LoopConfig(Section):
     per_device_eval_parallelism: int = Field(
         -1, description="Sequences a device evaluates at once. -1: as per_device_parallelism"
     )
-    steps_per_eval: int | None = Field(
-        1000, ge=1, description="Evaluate every so many steps, and after the last; null: never"
-    )
-    max_eval_batches: int | None = Field(None, ge=1, description="Batches per evaluation; null: the whole set")
     mp: str = Field("f32", description="Number formats: f32, bf16, or p=f32,c=bfloat16 (parameters, computation)")
     model_averaging: AveragingConfig | None = Field(
         None,
@@ -160,7 +157,9 @@ class LoggingConfig(Section):
         return self.profiler
 
 
-class TrainerConfig(InitializationConfig, PartitioningConfig, LoggingConfig, LoopConfig):  # the last comes first
+class TrainerConfig(
+    InitializationConfig, PartitioningConfig, LoggingConfig, EvaluationConfig, LoopConfig
+):  # the last comes first
     """How a run goes; what it learns from and with is in `data`, `model` and `optimizer`."""
 
     checkpointer: CheckpointerConfig = Field(default_factory=CheckpointerConfig, description="Saving and keeping")

@@ -18,6 +18,7 @@ class Console:
 
     def __init__(self, title: str, total: int, start: int, is_first: bool, losses: Sequence[float] = ()):
         self._total = total
+        self._start = start
         self._shown: Shown | None = None
         # a terminal that cannot move its cursor would show nothing of a view until the end
         draws = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
@@ -47,7 +48,7 @@ class Console:
         if self._view is not None and self._shown is not None:
             self._view.show(replace(self._shown, beside=f"evaluating, {done:,} of {total:,} batches"))
         elif self._view is None:
-            step = 0 if self._shown is None else self._shown.step
+            step = self._start if self._shown is None else self._shown.step
             self._lines.say_rarely(f"{step}/{self._total}, evaluating, {done:,} of {total:,} batches")
 
     def show(self, shown: Shown) -> None:

@@ -5,6 +5,8 @@ import logging
 
 import pytest
 
+from lmtrain.config.errors import UserError
+from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.interface import Context
 from lmtrain.evaluation.perplexity import Perplexity
 from lmtrain.evaluation.registry import build_evaluators
@@ -83,7 +85,29 @@ def test_one_that_is_not_optional_ends_the_run_and_a_stop_ends_every_one():
 
 
 def test_perplexity_is_evaluated_wherever_there_are_validation_sets():
-    (evaluator,) = build_evaluators(7)
+    (evaluator,) = build_evaluators(EvaluationConfig(steps_per_eval=7))
     assert isinstance(evaluator, Perplexity)
     assert (evaluator.every, evaluator.optional, evaluator.name) == (7, False, "")
-    assert build_evaluators(None) == []
+    nothing = EvaluationConfig(steps_per_eval=None)
+    assert build_evaluators(nothing) == []
+    assert (EvaluationConfig().evaluates, nothing.evaluates) == (True, False)
+
+
+class Broken(Doubling):
+    def prepare(self, context):
+        raise ValueError("no such benchmark")
+
+
+def test_an_optional_evaluator_that_cannot_be_prepared_is_told_and_left_out(caplog):
+    evaluations = Evaluations([Broken("bench"), Doubling()], NOTHING)
+    assert [one.name for one in evaluations.due(10, 100)] == ["double"]
+    assert "evaluation bench is left out: ValueError: no such benchmark" in caplog.text
+    with pytest.raises(ValueError, match="no such benchmark"):
+        Evaluations([Broken("bench", optional=False)], NOTHING)
+
+
+def test_an_evaluator_may_not_have_the_name_of_a_validation_set():
+    context = dataclasses.replace(NOTHING, sets={"double": [], "": []})
+    with pytest.raises(UserError, match=r"data\.configs: double is the name of a source and of an evaluation"):
+        Evaluations([Doubling()], context)
+    assert Evaluations([Doubling("")], context).due(10, 100)

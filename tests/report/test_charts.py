@@ -17,6 +17,8 @@ def chart(name: str):
         "eval/my/set/loss",
         "eval/macro_bpb",
         "eval/ema/books/bpb",
+        "eval/accuracy/top1",
+        "eval/ema/accuracy/top1",
         "throughput/mfu",
         "goodput/steps",
         "memory/device_3/peak_bytes",
@@ -28,7 +30,16 @@ def test_what_is_plotted(metric):
 
 
 @pytest.mark.parametrize(
-    "metric", ["grad/norm/blocks/0/kernel", "params/norm/embed", "eval/tokens", "train/loss/x", "xtrain/loss", ""]
+    "metric",
+    [
+        "grad/norm/blocks/0/kernel",
+        "params/norm/embed",
+        "eval/tokens",
+        "eval/ema/tokens",
+        "train/loss/x",
+        "xtrain/loss",
+        "",
+    ],
 )
 def test_what_is_not(metric):
     assert not is_wanted(metric)

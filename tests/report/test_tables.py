@@ -104,6 +104,12 @@ def test_evaluations_say_last_and_best_of_every_set(tmp_path):
     ]
 
 
+def test_of_other_evaluations_the_last_is_said_but_not_which_is_best(tmp_path):
+    write_log(tmp_path, "one", [{"step": 5, "eval/accuracy/top1": 0.25}, {"step": 9, "eval/accuracy/top1": 0.5}])
+    table = Page(evaluations_table([read(tmp_path)], NAMES[:1]))
+    assert table.cells == [["", "last", "best"], ["eval/accuracy/top1", "0.5000", "-"]]
+
+
 def test_summaries_stand_side_by_side(tmp_path):
     write_whole(tmp_path, "a")
     write_log(tmp_path, "b", training(20))

@@ -155,3 +155,9 @@ def test_a_terminal_that_cannot_go_back_has_lines(on_terminal, name):
     with Console("one", 10, 0, is_first=True) as console:
         console.show(SHOWN)
     assert terminal.getvalue().splitlines() == ["train 1/10, loss 3.142, lr 6.00e-04, 123,457 tokens/s, 2s left"]
+
+
+def test_an_evaluation_before_the_first_step_of_a_resumed_run_names_the_step_it_is_of(capsys):
+    with Console("a run", 30, 6, is_first=True) as console:
+        console.evaluating(1, 300)
+    assert "6/30, evaluating, 1 of 300 batches" in capsys.readouterr().err

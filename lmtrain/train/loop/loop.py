@@ -56,7 +56,7 @@ def train(setup: Setup, stop: StopRequest, beside: Callable[[], str] = lambda: "
     agreement = Agreement(processes, program.layout)
     console = Console(setup.reporting.title, last_step, done, processes.is_first, setup.reporting.trackers.losses)
     evaluations = Evaluations(
-        build_evaluators(trainer.steps_per_eval),
+        build_evaluators(trainer),
         replace(setup.evaluation, check_stop=StopCheck(processes, stop), progress=console.evaluating),
     )
     reporter = Reporter(setup.reporting, program, agreement, evaluations, saver, console, done, beside)

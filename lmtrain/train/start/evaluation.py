@@ -38,5 +38,6 @@ def open_evaluation(
 
 def is_pending(own: Checkpoint | None, trackers: Trackers, processes: Processes = ALONE) -> bool:
     """Whether the checkpoint that a run goes on from was not evaluated: a signal ended it. The first process knows."""
-    pending = own is not None and EVALUATION_PENDING in own.read_run_info() and "eval/loss" not in trackers.names
+    logged = any(name.startswith("eval/") for name in trackers.names)  # all metrics of an evaluation at once
+    pending = own is not None and EVALUATION_PENDING in own.read_run_info() and not logged
     return bool(gather(processes, "evaluation pending", pending)[0])

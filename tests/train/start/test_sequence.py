@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.discovery import find_checkpoints
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.config.errors import UserError
 from lmtrain.evaluation.interface import Context
@@ -21,11 +22,13 @@ from lmtrain.preprocess.prepare import plan_caches
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.processes import ALONE
+from lmtrain.tracking.json_log import JsonLog
 from lmtrain.tracking.open import Trackers
 from lmtrain.train.program.program import plan_program
 from lmtrain.train.start.evaluation import is_pending, open_evaluation
 from lmtrain.train.start.facts import describe_run
 from lmtrain.train.start.initial_state import begin, own_checkpoint
+from lmtrain.train.start.resume import EVALUATION_PENDING
 from lmtrain.train.start.train_batches import TrainBatches
 from lmtrain.train.step.state import TrainState
 
@@ -150,3 +153,18 @@ def test_a_run_goes_on_after_its_checkpoint_even_with_another_learning_rate(conf
     later = start(config(optimizer={"learning_rate": 0.5}))
     assert later.first_step == int(later.state.step) == 3
     assert (next(later.batches)["tokens"] == batches[3]["tokens"]).all()
+
+
+@pytest.mark.parametrize(("logged", "expected"), [("train/loss", True), ("eval/accuracy/top1", False)])
+def test_an_evaluation_that_was_ended_is_made_again_unless_any_of_its_metrics_is_there(
+    config, start, tmp_path, logged, expected
+):
+    """A run that is killed between its metrics and its next checkpoint has them, whatever was evaluated."""
+    run = start(config())
+    run.checkpointer.save(4, Kind.PERMANENT, run.state.parts, run.run_info | {EVALUATION_PENDING: True})
+    run.checkpointer.close()
+    log = tmp_path / "run.metrics.jsonl"
+    log.write_text(json.dumps({"step": 4, logged: 1.0}) + "\n")
+    trackers = Trackers(JsonLog(str(log), 4))
+    assert is_pending(find_checkpoints("checkpoints/run")[-1], trackers) == expected
+    trackers.finish()
