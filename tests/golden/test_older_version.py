@@ -1,0 +1,42 @@
+"""A config, a token cache and a checkpoint that commit 5ef9020 wrote: see "Versions" in .github/CONTRIBUTING.md."""
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+from conftest import run_in_process
+
+RUN = "old-98406a"  # as that commit named it
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("older")
+    with tarfile.open(Path(__file__).parent / "version_5ef9020.tar.gz") as file:
+        file.extractall(folder, filter="data")
+    return folder
+
+
+def test_its_checkpoint_has_the_loss_that_it_had(written):
+    (then,) = [
+        line["eval/loss"]
+        for line in map(json.loads, (written / "logs" / f"{RUN}.metrics.jsonl").read_text().splitlines())
+        if line["step"] == 4 and "eval/loss" in line
+    ]
+    done = run_in_process(["eval", "old.yaml"], written)
+    assert done.returncode == 0, done.stderr
+    assert f"run {RUN}, step 4" in done.stderr
+    assert json.loads(done.stdout)["eval/loss"] == pytest.approx(then, abs=1e-4)
+
+
+def test_its_run_goes_on_with_its_cache(written, tmp_path):
+    folder = shutil.copytree(written, tmp_path / "older")
+    before = {path.name: path.read_bytes() for path in (folder / "cache" / "train").iterdir()}
+    flags = ["--trainer.num_train_steps", "6", "--trainer.jax_compilation_cache_dir", "null"]
+    done = run_in_process(["train", "old.yaml", *flags], folder)
+    assert done.returncode == 0, done.stderr
+    assert f"continuing after step 4 from {folder}/checkpoints/{RUN}/step-4" in done.stderr
+    assert (folder / "checkpoints" / RUN / "step-6" / "manifest.json").exists()
+    assert {path.name: path.read_bytes() for path in (folder / "cache" / "train").iterdir()} == before

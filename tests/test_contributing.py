@@ -1,0 +1,43 @@
+"""The page for contributors and the workflow name things that exist, and the workflow runs all parts of CI."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+RUNS = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
+
+
+def test_every_file_that_the_page_names_exists():
+    named = set(re.findall(r"`((?:lmtrain|tests|tools|configs)/[\w/.]+)`", PAGE))
+    named |= {name.split()[1] for name in re.findall(r"`((?:bash|python) tools/[^`]+)`", PAGE)}
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    links = re.findall(r"\]\(\.\./([\w/.]+)\)", PAGE)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_folder_of_tests_beside_the_mirror_is_on_the_page():
+    own = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and "__" not in path.name}
+    packages = {path.name for path in (ROOT / "lmtrain").iterdir()}
+    data = {"corpus", "hlo", "reference"}
+    assert own - packages - data == set(re.findall(r"`tests/(\w+)` \|", PAGE)) | {"compiled"} - packages
+
+
+def test_the_workflow_runs_all_parts_of_ci_on_every_supported_python():
+    parts = [line.split("#")[0].strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
+    scripts = {part.split()[1] for part in parts if re.match(r"(bash|\.venv/bin/python) tools/", part)}
+    assert scripts - {"tools/install.sh"} == {run.split()[1] for run in RUNS}
+    supported = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text()) or ["3.11", "3.12", "3.13"]
+    assert WORKFLOW["jobs"]["tests"]["strategy"]["matrix"]["python"] == supported
+
+
+@pytest.mark.parametrize("name", ["bug", "feature", "config"])
+def test_issue_forms_are_yaml_with_a_body(name):
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text(encoding="utf-8"))
+    assert name == "config" or all({"type", "attributes"} <= part.keys() for part in form["body"])

@@ -1,0 +1,180 @@
+"""How much of the source is held by tests: small changes with fixed seeds, and whether the tests near them fail.
+
+    .venv/bin/python tools/mutate.py [--number 200] [--seed 0] [--packages train data checkpoint optim hf] [--out FILE]
+
+Each change is one of: a comparison or an arithmetic operator becomes another, a number grows by one, true becomes
+false, a condition its opposite, `and` becomes `or`, a call of which nobody takes the result goes. It is made in a copy
+of the checkout; tests that import the changed module, and those of its folder's name, run until the first fails. A
+change is detected if one fails, or if they take four minutes. Prints the survivors as diffs and the share that was
+detected; `--out` appends a JSON line for each, and what is in it is not tried again.
+"""
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+_COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+             ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}  # fmt: skip
+_COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
+             ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}  # fmt: skip
+_MOST_SECONDS = 240.0
+_MOST_FILES = 6
+
+
+class Place(NamedTuple):
+    """The `index`-th node that can be changed of a file."""
+
+    path: str
+    index: int
+
+
+def changeable(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that `change` knows, in the order of the file; annotations, messages and docstrings are left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
+            continue
+        is_number = isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float)
+        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not _is_said(node.value)
+        known = isinstance(node, ast.BoolOp | ast.If | ast.IfExp) or is_number or is_call
+        known |= isinstance(node, ast.Compare) and type(node.ops[0]) in _COMPARED
+        known |= isinstance(node, ast.BinOp) and type(node.op) in _COMPUTED and not _is_union(node)
+        if known:
+            yield node
+        if isinstance(node, ast.AnnAssign | ast.arg):
+            if getattr(node, "value", None) is not None:
+                yield from changeable(ast.Module([ast.Expr(node.value)], []))
+            continue
+        yield from changeable(node)
+
+
+def _is_said(call: ast.Call) -> bool:
+    """Logging and printing: their words are nobody's contract."""
+    return bool(re.match(r"(log\.|print\b|warnings\.)", ast.unparse(call.func)))
+
+
+def _is_union(node: ast.BinOp) -> bool:
+    return any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in (node.left, node.right))
+
+
+def change(node: ast.AST) -> None:
+    """Turn a node into another of its kind, in place."""
+    match node:
+        case ast.Compare():
+            node.ops[0] = _COMPARED[type(node.ops[0])]()
+        case ast.BinOp():
+            node.op = _COMPUTED[type(node.op)]()
+        case ast.BoolOp():
+            node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        case ast.If() | ast.IfExp():
+            node.test = ast.UnaryOp(ast.Not(), node.test)
+        case ast.Constant():
+            node.value = not node.value if isinstance(node.value, bool) else node.value + 1
+        case ast.Expr():
+            node.value = ast.Constant(None)
+
+
+def changed(source: str, index: int) -> str:
+    tree = ast.parse(source)
+    change(list(changeable(tree))[index])
+    return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def all_places(packages: list[str]) -> list[Place]:
+    paths = sorted(path for name in packages for path in (ROOT / "lmtrain" / name).rglob("*.py"))
+    return [
+        Place(str(path.relative_to(ROOT)), index)
+        for path in paths
+        for index, _ in enumerate(changeable(ast.parse(path.read_text(encoding="utf-8"))))
+    ]
+
+
+def tests_near(path: str) -> list[str]:
+    """Test files for a module: that of its name, then those that import it, the shortest first."""
+    module = path.removesuffix(".py").replace("/", ".")
+    own = ROOT / "tests" / Path(path).relative_to("lmtrain").with_name(f"test_{Path(path).name}")
+    naming = re.compile(rf"\b{re.escape(module)}\b")
+    files = [
+        file
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if "compiled" not in file.parts and naming.search(file.read_text(encoding="utf-8"))
+    ]
+    files.sort(key=lambda file: (file != own, "multihost" in file.parts, file.stat().st_size))
+    if own.exists() and own not in files:
+        files.insert(0, own)
+    if not files:  # what no test names is tested through its neighbours
+        files = sorted(own.parent.glob("test_*.py"), key=lambda file: file.stat().st_size)
+    if path.startswith(("lmtrain/train/loop", "lmtrain/train/start")):
+        files = [*files[: _MOST_FILES - 1], ROOT / "tests" / "end_to_end" / "test_train.py"]
+    return [str(file.relative_to(ROOT)) for file in files[:_MOST_FILES]]
+
+
+def detected(copy: Path, tests: list[str], limit: float) -> bool:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", *tests]
+    environment = os.environ | {"PYTHONPATH": str(copy), "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode not in (0, 5)  # 5: no test was left to run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--packages", nargs="+", default=["train", "data", "checkpoint", "optim", "hf"])
+    parser.add_argument("--out", help="file of JSON lines")
+    arguments = parser.parse_args()
+    places = random.Random(arguments.seed).sample(all_places(arguments.packages), arguments.number)
+    known = {}
+    if arguments.out and os.path.exists(arguments.out):
+        for line in Path(arguments.out).read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            known[entry["path"], entry["index"]] = entry["detected"]
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".*_cache"))
+        for number, place in enumerate(places, start=1):
+            if place not in known:
+                known[place] = _try(copy, place, arguments.out)
+            print(f"{number}/{len(places)} {place.path} {place.index}: {'detected' if known[place] else 'SURVIVED'}")
+    share = sum(known[place] for place in places) / len(places)
+    print(f"{share:.1%} of {len(places)} changes were detected")
+
+
+def _try(copy: Path, place: Place, out: str | None) -> bool:
+    file = copy / place.path
+    source = file.read_text(encoding="utf-8")
+    before, after = ast.unparse(ast.parse(source)) + "\n", changed(source, place.index)
+    began = time.monotonic()
+    file.write_text(after, encoding="utf-8")
+    try:
+        found = detected(copy, tests_near(place.path), _MOST_SECONDS)
+    finally:
+        file.write_text(source, encoding="utf-8")
+    diff = "\n".join(list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))[2:])
+    if not found:
+        print(diff, flush=True)
+    if out:
+        with open(out, "a", encoding="utf-8") as lines:
+            seconds = round(time.monotonic() - began, 1)
+            entry = {"path": place.path, "index": place.index, "detected": found, "seconds": seconds, "diff": diff}
+            lines.write(json.dumps(entry) + "\n")
+    return found
+
+
+if __name__ == "__main__":
+    main()
