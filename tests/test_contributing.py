@@ -26,7 +26,8 @@ def test_every_folder_of_tests_beside_the_mirror_is_on_the_page():
     own = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and "__" not in path.name}
     packages = {path.name for path in (ROOT / "lmtrain").iterdir()}
     data = {"corpus", "hlo", "reference"}
-    assert own - packages - data == set(re.findall(r"`tests/(\w+)` \|", PAGE)) | {"compiled"} - packages
+    # tests/compiled mirrors a package, and is more than that
+    assert own - packages - data | {"compiled"} == set(re.findall(r"`tests/(\w+)` \|", PAGE))
 
 
 def test_the_workflow_runs_all_parts_of_ci_on_every_supported_python():
