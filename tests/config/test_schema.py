@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
+from pydantic import BaseModel
 
+from lmtrain.config.describe import sections_of
 from lmtrain.config.load import shipped_configs
 from lmtrain.config.schema import build_schema
+from lmtrain.config.spellings import SHORT_NAMES
 from lmtrain.config.yaml_loader import load_file
 from lmtrain.run.config import RunConfig
+from lmtrain.run.trainer import TrainerConfig
 
 SCHEMA = build_schema(RunConfig, "title")
 VALIDATOR = Draft202012Validator(SCHEMA)
@@ -67,3 +71,123 @@ def test_editors_have_something_to_show():
     trainer = SCHEMA["$defs"]["TrainerConfig"]["properties"]
     assert trainer["seed"]["description"] == "Seed of the parameters' initial values, dropout and shuffling"
     assert trainer["seed"]["default"] == 0
+
+
+# sections that a map alone may stand for, and what a model needs to have them
+SECTIONS = [
+    "data",
+    "model",
+    "trainer",
+    "objective",
+    "optimizer",
+    "trainer.checkpointer",
+    "trainer.ray",
+    "trainer.distributed",
+    "trainer.model_averaging",
+    "trainer.profiler",
+    "trainer.watch",
+    "optimizer.skip_bad_steps",
+]
+
+
+def is_valid(data):
+    return VALIDATOR.is_valid(data)
+
+
+def nested(path, value):
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def test_the_sections_tried_are_all_there_are():
+    def below(model, at=""):
+        for name, field in model.model_fields.items():
+            kinds = sections_of(field.annotation)
+            args = str(field.annotation)
+            if kinds and "list[" not in args and "dict[" not in args:
+                yield at + name
+                if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                    yield from below(field.annotation, f"{at}{name}.")
+                elif name == "optimizer":
+                    yield from below(kinds[0], f"{at}{name}.")
+
+    assert sorted(below(RunConfig)) == sorted(SECTIONS)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_section_may_be_the_name_of_a_yaml_file(section):
+    assert is_valid(nested(section, "some/where.yaml"))
+    assert is_valid(nested(section, "x.yml"))
+    assert not is_valid(nested(section, "x.json"))
+    assert not is_valid(nested(section, "x.yaml.bak"))
+    assert not is_valid(nested(section, 3.5))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_no_section_takes_a_name_that_it_does_not_have(section):
+    assert not is_valid(nested(section, {"mispelt": 1}))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_section_takes_settings_to_put_under_it(section):
+    assert is_valid(nested(section, {"<<": "below.yaml"}))
+
+
+@pytest.mark.parametrize("section", ["model", "optimizer"])
+def test_a_section_of_several_kinds_takes_one_that_exists(section):
+    kinds = [kind.model_fields["type"].default for kind in sections_of(RunConfig.model_fields[section].annotation)]
+    for kind in kinds:
+        if kind != "default":  # of the rope, which is inside a model
+            assert is_valid({section: {"type": kind}})
+    for wrong in ("zzz", "", None, 3):
+        assert not is_valid({section: {"type": wrong}})
+
+
+@pytest.mark.parametrize("tracker", [{"type": "wandb"}, {"type": "json"}, {"type": "tensorboard", "logdir": "x"}])
+def test_a_tracker_may_stand_alone_or_in_a_list(tracker):
+    assert is_valid({"trainer": {"tracker": tracker}})
+    assert is_valid({"trainer": {"tracker": [tracker, {"type": "noop"}]}})
+    assert not is_valid({"trainer": {"tracker": tracker | {"mispelt": 1}}})
+    assert not is_valid({"trainer": {"tracker": [tracker, 3]}})
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"trainer": {"seed": "one"}},
+        {"trainer": {"seed": True}},
+        {"trainer": {"crash_on_nan": "maybe"}},
+        {"trainer": {"train_batch_size": 1.5}},
+        {"data": {"train_urls": "a"}},
+        {"optimizer": {"learning_rate": 0}},
+        {"trainer": {"checkpointer": {"save_interval": 15}}},
+        {"hf_save_dtype": "float16"},
+        {"model": {"type": "llama", "rope": {"type": "ntk"}}},
+        [],
+        "run.yaml",
+    ],
+    ids=str,
+)
+def test_a_value_of_a_wrong_kind_is_not_valid(data):
+    assert not is_valid(data)
+
+
+def test_every_setting_of_every_section_is_described():
+    described = {}
+    for definition in [SCHEMA, *SCHEMA["$defs"].values()]:
+        for name, setting in definition.get("properties", {}).items():
+            described.setdefault(definition["title"], {})[name] = setting.get("description")
+    seen = [RunConfig]
+    for section in seen:
+        title = "title" if section is RunConfig else section.__name__
+        expected = {name: field.description for name, field in section.model_fields.items()}
+        short = SHORT_NAMES.get("trainer", {}) if section is TrainerConfig else {}
+        expected |= {other: expected[name] for other, name in short.items()}
+        assert {name: text for name, text in described[title].items() if name != "<<"} == expected
+        seen += [s for f in section.model_fields.values() for s in sections_of(f.annotation) if s not in seen]
+
+
+def test_building_it_again_gives_the_same_and_the_title_is_the_one_given():
+    assert build_schema(RunConfig, "title") == SCHEMA
+    assert build_schema(RunConfig, "other")["title"] == "other"

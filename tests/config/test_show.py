@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from lmtrain.config.layers import Layer, Origin
 from lmtrain.config.load import load_config
 from lmtrain.config.show import show
 from lmtrain.run.config import RunConfig, resolved
@@ -58,3 +59,82 @@ def test_a_section_begins_with_its_type(shown):
 @pytest.mark.parametrize("value", ["a: b", "#x", "null", "12", "ü", "- x", "'", '"', "{x", "trailing "])
 def test_texts_that_yaml_would_read_otherwise_are_quoted(shown, value):
     assert shown("", ("trainer.log_dir", yaml.safe_dump(value).strip()))
+
+
+NOBODY = Layer()
+
+
+def test_places_stand_in_one_column_after_the_longest_line():
+    layer = Layer({"a": {"bcd": 1}}, {("a",): Origin("f.yaml", 1), ("a", "bcd"): Origin("f.yaml", 2)})
+    assert show({"a": {"bcd": 1}, "e": None}, layer) == "a:\n  bcd: 1  # f.yaml:2\ne: null   # default\n"
+
+
+def test_nothing_is_shown_of_nothing():
+    assert show({}, NOBODY) == ""
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"a": []},
+        {"a": {}},
+        {"a": [[]]},
+        {"a": [{}]},
+        {"a": [{"b": 1}, {}]},
+        {"a": [{"b": 1}, 2]},
+        {"a": [{"b": {"c": {"d": 1}}}, {"b": [{"c": 1}, {"d": 2, "e": []}]}]},
+        {"a": {"b": [{"c": [{"d": 1}, {"d": 2}]}]}, "e": 1},
+        {"a": [[0, {"b": 1}], [5, {"b": 2}]]},
+        {"a": 1e-5, "b": 1e22, "c": 0.1, "d": -0.0, "e": 10**30},
+        {"a": "line\nline", "b": {"c": "line\n\n  line\n"}},
+        {"a": "word " * 5000, "b": {"c": "x" * 20_000}},
+        {"on": 1, "1": 2, "a: b": 3, "": 4, "null": 5},
+        {"a": {"type": "x", "b": 1}, "type": "y"},
+    ],
+    ids=str,
+)
+def test_what_is_shown_loads_as_the_same_data(data):
+    assert yaml.safe_load(show(data, NOBODY)) == data
+
+
+def test_the_type_comes_first_at_any_depth_and_the_rest_as_it_was():
+    data = {"b": 1, "a": {"z": 1, "type": "t", "y": 2}, "l": [{"n": 1, "type": "u", "m": {"k": 1, "type": "v"}}]}
+    shown = show(data, NOBODY)
+    assert [line.split("#")[0].rstrip() for line in shown.splitlines()] == [
+        *("b: 1", "a:", "  type: t", "  z: 1", "  y: 2"),
+        *("l:", "- type: u", "  n: 1", "  m:", "    type: v", "    k: 1"),
+    ]
+
+
+def test_an_include_a_flag_and_a_list_have_their_places(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "keep.yaml").write_text("- every: 5\n  until: 10\n- every: 50\n")
+    (tmp_path / "run.yaml").write_text(
+        "trainer:\n  checkpointer:\n    keep: !include keep.yaml\n  axis_resources: {mlp: model}\n"
+        "data:\n  train_urls: [a, b]\n"
+    )
+    loaded = load_config(RunConfig, "run.yaml", [("optimizer.learning_rate", "1e-3"), ("trainer.id", "x")])
+    output = show(resolved(loaded.config), loaded.layer)
+    assert yaml.safe_load(output) == resolved(loaded.config)
+    lines = {" ".join(line.split()) for line in output.splitlines()}
+    assert lines >= {
+        "- every: 5 # keep.yaml:1",
+        "until: 10 # keep.yaml:2",
+        "- every: 50 # keep.yaml:3",
+        "until: null # default",
+        "mlp: model # run.yaml:4",
+        "train_urls: [a, b] # run.yaml:6",
+        "learning_rate: 0.001 # --optimizer.learning_rate",
+        "id: x # --trainer.id",
+        "type: adam # default",
+    }
+
+
+def test_every_value_has_a_place(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("trainer:\n  tracker: [{type: json}, {project: p}]\n")
+    loaded = load_config(RunConfig, str(path))
+    for line in show(resolved(loaded.config), loaded.layer).splitlines():
+        text, _, place = line.partition(" # ")
+        assert text.rstrip().endswith(":") != bool(place), line
+        assert place in ("", "default", f"{path}:2"), line

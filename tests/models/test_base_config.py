@@ -3,6 +3,8 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from lmtrain.config.suggest import nearest_divisors
+from lmtrain.models.base_config import BaseModelConfig
 from lmtrain.models.config import FAMILY_NAMES, ModelConfig
 
 MODEL = TypeAdapter(ModelConfig)
@@ -25,3 +27,46 @@ def test_a_setting_of_another_family_is_refused(family):
 def test_gradients_are_checkpointed_and_layers_scanned_unless_asked_otherwise(family):
     config = MODEL.validate_python({"type": family})
     assert (config.gradient_checkpointing, config.scan_layers) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("number", "wanted", "near"),
+    [
+        (64, 7, [4, 8]),
+        (768, 13, [12, 16]),
+        (12, 5, [4, 6]),
+        (64, 100, [32, 64]),
+        (64, 0, [1, 2]),
+        (36, 6, [4, 6]),
+        (7, 3, [1, 7]),
+        (1, 3, [1]),
+    ],
+)
+def test_the_nearest_divisors_are_two_in_order_or_the_only_one(number, wanted, near):
+    assert nearest_divisors(number, wanted) == near
+
+
+@pytest.mark.parametrize("number", [1, 2, 9, 30, 97, 144])
+def test_no_divisor_is_nearer_than_the_nearest(number):
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    for wanted in range(number + 3):
+        near = nearest_divisors(number, wanted)
+        assert near == sorted(near)
+        distances = sorted(abs(n - wanted) for n in divisors)[:2]
+        assert sorted(abs(n - wanted) for n in near) == distances
+
+
+@pytest.mark.parametrize(("width", "heads"), [(64, 7), (30, 4), (97, 5)])
+def test_the_heads_that_are_proposed_would_do(width, heads):
+    with pytest.raises(ValidationError, match="does not divide hidden_dim") as refused:
+        BaseModelConfig(hidden_dim=width, num_heads=heads)
+    (error,) = refused.value.errors()
+    assert error["ctx"]["field"] == "num_heads"
+    for near in error["msg"].split("could be ")[1].split(" or "):
+        assert BaseModelConfig(hidden_dim=width, num_heads=int(near)).num_heads == int(near)
+
+
+@pytest.mark.parametrize("change", [{"seq_len": 1}, {"hidden_dim": 0}, {"num_layers": 0}, {"num_heads": 0}])
+def test_sizes_below_the_least_are_refused(change):
+    with pytest.raises(ValidationError, match="greater than or equal to"):
+        BaseModelConfig(**change)

@@ -28,3 +28,28 @@ def test_local_devices_are_one_several_or_all(devices):
 def test_process_numbers_that_cannot_be_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         DistributedConfig(**settings)
+
+
+@pytest.mark.parametrize(("process", "processes"), [(0, 1), (1, 2), (0, 2), (None, 2)])
+def test_processes_are_numbered_from_0_to_the_last(process, processes):
+    config = DistributedConfig(coordinator_address="host:1234", num_processes=processes, process_id=process)
+    assert (config.num_processes, config.process_id) == (processes, process)
+
+
+@pytest.mark.parametrize("devices", ["all", 1.5, [0.5], {}, True])
+def test_local_devices_are_whole_numbers(devices):
+    with pytest.raises(ValidationError):
+        DistributedConfig(local_device_ids=devices)
+
+
+@pytest.mark.parametrize(("section", "misspelt"), [(DistributedConfig, "processes"), (RayConfig, "adress")])
+def test_a_name_that_is_no_setting_is_refused(section, misspelt):
+    with pytest.raises(ValidationError, match=rf"{misspelt}\n *Extra inputs"):
+        section(**{misspelt: None})
+
+
+@pytest.mark.parametrize("setting", ["start_workers", "auto_start_cluster"])
+def test_a_switch_of_ray_is_true_or_false(setting):
+    assert getattr(RayConfig(**{setting: False}), setting) is False
+    with pytest.raises(ValidationError):
+        RayConfig(**{setting: None})
