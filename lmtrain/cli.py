@@ -63,6 +63,7 @@ def _run(verb: str, argv: list[str]) -> int:
 
 
 def usage() -> str:
+    """What `lmtrain` alone prints."""
     lines = [f"  {verb:<12} {text}" for verb, (_, text) in VERBS.items()]
     return "\n".join(
         [

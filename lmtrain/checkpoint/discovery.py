@@ -44,6 +44,7 @@ class Checkpoint:
 
 
 def step_folder(run_folder: str, step: int) -> str:
+    """The folder of the checkpoint after `step` updates."""
     return join(run_folder, f"step-{step}")
 
 

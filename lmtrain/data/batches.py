@@ -141,6 +141,7 @@ def open_cache(config: DataConfig, cache: Cache, seq_len: int) -> TokenStore:
 
 
 def too_little(store: TokenStore, seq_len: int) -> UserError:
+    """The error for data that has not one sequence."""
     tokens = store.shards.tokens
     return UserError(f"{store.name}: {tokens:,} tokens are less than one sequence of {seq_len:,} (model.seq_len)")
 

@@ -57,14 +57,17 @@ class Manifest:
 
 
 def manifest_path(folder: str) -> str:
+    """Where the manifest of a cache is."""
     return join(folder, "manifest.json")
 
 
 def shard_name(index: int, count: int) -> str:
+    """The name of the file of shard `index`, counted from 0."""
     return f"shard-{index:05d}-of-{count:05d}"
 
 
 def save_manifest(folder: str, manifest: Manifest) -> None:
+    """Write the manifest, which says that the cache is complete."""
     totals = {
         "format": FORMAT,
         "block_tokens": BLOCK_TOKENS,

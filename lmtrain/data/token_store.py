@@ -109,6 +109,7 @@ def check_file(path: str, info: ShardInfo) -> None:
 
 
 def damaged(path: str, what: str) -> UserError:
+    """The error for a file of a cache that is not as it was written: `what` is wrong with it."""
     manifest = os.path.join(os.path.dirname(path), "manifest.json")
     return UserError(
         f"{path} {what}: the cache is damaged; delete {path.removesuffix('.arrayrecord')}.* and {manifest} "

@@ -8,6 +8,7 @@ from lmtrain.runtime.distributed import JOB_STARTERS, detects_others
 
 
 def look_at_cluster(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Whether this is one process of several, and how they would find one another."""
     hosts = environment.get("TPU_WORKER_HOSTNAMES", "")
     if "," in hosts:
         worker = environment.get("TPU_WORKER_ID", "?")

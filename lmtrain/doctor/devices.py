@@ -32,6 +32,7 @@ print(json.dumps({"backend": jax.default_backend(), "kind": device.device_kind, 
 
 
 def look_at_devices() -> Iterator[Finding]:
+    """Accelerators, as their drivers and as JAX see them."""
     gpus = _nvidia()
     yield from gpus
     found = _ask_jax()

@@ -22,6 +22,7 @@ _LEAST_DISK = 10 << 30
 
 
 def look_at_machine() -> Iterator[Finding]:
+    """Python, libraries, cores, memory, limits and disks."""
     yield _python()
     yield _libraries()
     yield Finding("host", f"{platform.platform()}, {usable_cores()} cores{_memory()}")

@@ -86,6 +86,7 @@ def _after(began: float) -> str:
 
 
 def look_at_services() -> Iterator[Finding]:
+    """Keys of trackers and hubs; nothing is sent."""
     yield _wandb()
     yield _hub()
 

@@ -21,6 +21,7 @@ _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory", "ex
 
 
 def main(argv: list[str]) -> int:
+    """Answer one request, `argv[0]`, into the folder `argv[1]`. -> exit code"""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     request = Request.from_json(Path(argv[0]).read_text())
     folder = Path(argv[1])

@@ -22,12 +22,14 @@ _PARQUET_ROWS = 256
 
 
 def read_jsonl(file: Iterable[bytes], field: Field, name: str) -> Iterator[Record]:
+    """One document for each line of JSON, with the number of its line."""
     for number, line in enumerate(file, start=1):
         if line.strip():
             yield number, field.read_json(line, f"{name}:{number}")
 
 
 def read_txt(file: Iterable[bytes], field: Field, name: str) -> Iterator[Record]:
+    """Documents of plain text as `data.text_documents` divides them, with the number of their first line."""
     if field.vocab_size is not None:
         raise UserError(f"{name}: a .txt holds text, and the passthrough tokenizer takes token ids")
     if field.text_documents == "line":
@@ -77,6 +79,7 @@ def read_json(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
 
 
 def read_parquet(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
+    """One document for each row, with the number of its row."""
     import pyarrow
     from pyarrow import parquet
 

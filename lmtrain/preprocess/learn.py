@@ -66,6 +66,7 @@ def learn_sentencepiece_from_files(
 
 
 def is_model_file(output: str) -> bool:
+    """Whether a tokenizer is to be written as a sentencepiece model."""
     return output.endswith(".model")
 
 

@@ -188,10 +188,12 @@ def _manifest_of(folder: str) -> Manifest | None:
 
 
 def split_folder(config: DataConfig, split: str) -> str:
+    """The folder of the cache of a split."""
     return join(config.cache_dir, split)
 
 
 def document_settings(config: DataConfig) -> DocumentSettings:
+    """What of the config changes the tokens of a document."""
     return DocumentSettings(
         config.text_key, config.enforce_eos, config.enforce_bos, config.on_bad_record, config.text_documents
     )
@@ -238,6 +240,7 @@ def _read_marker(path: str) -> tuple[dict[str, Any], ShardInfo] | None:
 
 
 def check_recipe(folder: str, cached: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise `UserError` if a cache was made with another tokenizer or other settings."""
     _refuse(folder, describe_differences(cached, wanted, "the cache", "this config"))
 
 

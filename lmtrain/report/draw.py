@@ -115,6 +115,7 @@ def draw_times(rows: Sequence[tuple[str, dict[str, float]]]) -> "Figure":
 
 
 def to_png(figure: "Figure") -> bytes:
+    """A figure as a PNG, the same bytes each time."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     buffer = io.BytesIO()

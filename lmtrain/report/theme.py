@@ -35,6 +35,7 @@ TIMES = {
 
 
 def light(name: str) -> str:
+    """A colour of the light theme."""
     return COLOURS[name][0]
 
 

@@ -22,6 +22,7 @@ def write_atomically(path: str, content: bytes, durable: bool = True) -> None:
 
 
 def file_sha256(path: str) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

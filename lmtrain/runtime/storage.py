@@ -18,6 +18,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 def is_url(path: str) -> bool:
+    """Whether it is a URL and not a path."""
     return "://" in path
 
 
@@ -39,6 +40,7 @@ def read_bytes(path: str) -> bytes:
 
 
 def write_bytes(path: str, content: bytes) -> None:
+    """Write a file whole or not at all."""
     if not is_url(path):
         write_atomically(path, content)
         return

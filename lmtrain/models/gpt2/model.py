@@ -32,6 +32,8 @@ from lmtrain.sharding.placement import constrain
 
 
 class Gpt2Attention(nn.Module):
+    """Causal attention of all heads: [B, S, D] -> [B, S, D]."""
+
     config: Gpt2Settings
     backend: str
 
@@ -82,6 +84,8 @@ class Gpt2Attention(nn.Module):
 
 
 class Gpt2Mlp(nn.Module):
+    """Two linear layers: [B, S, D] -> [B, S, D]."""
+
     config: Gpt2Settings
 
     def setup(self) -> None:
@@ -97,6 +101,8 @@ class Gpt2Mlp(nn.Module):
 
 
 class Gpt2Block(nn.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
     config: Gpt2Settings
     backend: str
 

@@ -28,6 +28,7 @@ def declare(init: Initializer, dims: Dims) -> Callable[..., Any]:
 
 
 def sizes(dims: Dims) -> tuple[int, ...]:
+    """The sizes of named dimensions."""
     return tuple(size for _, size in dims)
 
 

@@ -34,6 +34,8 @@ from lmtrain.sharding.placement import constrain
 
 
 class LlamaAttention(nn.Module):
+    """Causal attention with rotary positions and grouped key heads: [B, S, D] -> [B, S, D]."""
+
     config: LlamaConfig
     backend: str
 
@@ -95,6 +97,8 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMlp(nn.Module):
+    """A gated MLP (SwiGLU): [B, S, D] -> [B, S, D]."""
+
     config: LlamaConfig
 
     def setup(self) -> None:
@@ -111,6 +115,8 @@ class LlamaMlp(nn.Module):
 
 
 class LlamaBlock(nn.Module):
+    """Attention and MLP, each with an RMS norm before or after it, added to the residual stream."""
+
     config: LlamaConfig
     backend: str
 

@@ -43,6 +43,8 @@ def initial(config: MptConfig, inputs: int, residual: bool = False) -> Initializ
 
 
 class MptAttention(nn.Module):
+    """Causal attention with distances (ALiBi) or learned positions: [B, S, D] -> [B, S, D]."""
+
     config: MptConfig
     backend: str
 
@@ -91,6 +93,8 @@ class MptAttention(nn.Module):
 
 
 class MptMlp(nn.Module):
+    """Two linear layers: [B, S, D] -> [B, S, D]."""
+
     config: MptConfig
 
     def setup(self) -> None:
@@ -104,6 +108,8 @@ class MptMlp(nn.Module):
 
 
 class MptBlock(nn.Module):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
     config: MptConfig
     backend: str
 
