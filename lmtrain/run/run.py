@@ -68,6 +68,8 @@ def validate(values: Mapping[str, Any], source: str) -> RunConfig:
         first = error.errors()[0]
         # after `model` comes the kind, which is no part of the setting's name
         parts = [part for index, part in enumerate(first["loc"]) if (index, first["loc"][0]) != (1, "model")]
+        if first["type"] == "field":  # a check of a whole section, which says what setting it is about
+            parts.append(first["ctx"]["field"])
         raise UserError(f"{source} gives {'.'.join(map(str, parts))}: {first['msg']}") from None
 
 

@@ -112,3 +112,36 @@ def test_the_learning_rate_is_drawn(settings, write_config, tmp_path, monkeypatc
     for path in ("nowhere/rate.png", "rate.nonsense"):
         with pytest.raises(UserError, match="--plot-lr"):
             config.run(["show", "tiny.yaml", "--plot-lr", path])
+
+
+def test_show_resolved_has_the_steps_that_the_data_gives_once_it_is_tokenized(run_cli):
+    def shown(*flags):
+        done = run_cli("config", "show", "tiny.yaml", "--epoch", "1", *flags)
+        assert done.returncode == 0, done.stderr
+        (line,) = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("num_train_steps:")]
+        return int(line[1]), " ".join(line[3:]), done.stderr
+
+    more = ["--trainer.num_train_steps", "100000"]
+    assert shown(*more)[:2] == (100000, "--trainer.num_train_steps")
+    steps, _, told = shown("--resolved", *more)
+    assert (steps, "it is not tokenized yet" in told) == (100000, True)
+    assert run_cli("preprocess", "tiny.yaml").returncode == 0
+    steps, place, told = shown("--resolved", *more)
+    assert 0 < steps < 100000
+    assert place == f"epoch 1 ({steps:,} steps)"
+    assert "note" not in told
+
+
+def test_show_resolved_has_the_sizes_of_the_model_it_begins_from(run_cli, tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 24, "n_layer": 3, "n_head": 2}))
+    begins = ["--initialize_from_hf", "base", "--use_hf_model_config", "true", "--model", "{}"]
+    (tmp_path / "bare.yaml").write_text("data: {train_urls: [a.jsonl], tokenizer: byte}\n")
+    written = run_cli("config", "show", "bare.yaml", *begins)
+    resolved = run_cli("config", "show", "bare.yaml", *begins, "--resolved")
+    assert (written.returncode, resolved.returncode) == (0, 0), resolved.stderr
+    assert yaml.safe_load(written.stdout)["model"]["num_layers"] == 12
+    assert yaml.safe_load(resolved.stdout)["model"]["num_layers"] == 3
+    (line,) = [line for line in resolved.stdout.splitlines() if "num_layers" in line]
+    assert line.partition("# ")[2] == "base: its config.json"

@@ -1,0 +1,64 @@
+"""From what was written to what is run."""
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.layers import Layer, Origin
+from lmtrain.config.load import Loaded, load_config
+from lmtrain.config.show import show
+from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.run import Found, Run, resolve
+
+
+@pytest.fixture
+def run(settings, write_config):
+    loaded = load_config(RunConfig, str(write_config(settings)))
+    return Run(loaded, "a-run")
+
+
+def test_a_run_knows_its_folders(run):
+    assert (run.logs, run.checkpoints) == ("logs/a-run", "checkpoints/a-run")
+
+
+def test_nothing_found_changes_nothing(run):
+    assert resolve(run, None) is run
+
+
+def test_what_was_found_has_the_last_word_and_says_where_it_is_from(run):
+    found = Found("epoch 1 (7 steps)", {"trainer": {"num_train_steps": 7}})
+    after = resolve(run, found)
+    assert after.config.trainer.num_train_steps == 7
+    assert after.config.model_copy(update={"trainer": run.config.trainer}) == run.config
+    shown = show(resolved(after.config), after.loaded.layer).splitlines()
+    places = {line.split(":")[0].strip(): line.partition("# ")[2] for line in shown}
+    assert places["num_train_steps"] == "epoch 1 (7 steps)"
+    assert "tiny.yaml:" in places["train_batch_size"]
+    assert places["seed"] == "default"
+    assert (run.config.trainer.num_train_steps, run.loaded.layer.data["trainer"]["num_train_steps"]) == (12, 12)
+
+
+def test_a_model_is_taken_whole_and_settings_that_were_written_keep_their_places(run):
+    sizes = {"type": "llama", "num_layers": 3, "num_heads": 2, "hidden_dim": 16, "intermediate_dim": 32, "seq_len": 32}
+    after = resolve(run, Found("base/config.json", {"model": sizes, "data": {"tokenizer": "byte"}}))
+    assert (after.config.model.type, after.config.model.num_layers) == ("llama", 3)
+    layer = after.loaded.layer
+    assert (
+        layer.origin_of(("model", "num_layers")) == layer.origin_of(("data", "tokenizer")) == Origin("base/config.json")
+    )
+    assert layer.origin_of(("model", "seq_len")).source.endswith("tiny.yaml")  # written, with the same value
+
+
+def test_what_does_not_fit_together_is_an_error_with_the_source_and_the_setting(run):
+    with pytest.raises(
+        UserError, match=r"^base: its config\.json gives model\.num_heads: 5 does not divide hidden_dim"
+    ):
+        resolve(run, Found("base: its config.json", {"model": {"type": "gpt2", "num_heads": 5}}))
+    with pytest.raises(UserError, match=r"^epoch 1 gives trainer\.num_train_steps: "):
+        resolve(run, Found("epoch 1", {"trainer": {"num_train_steps": 0}}))
+
+
+def test_a_config_made_in_python_is_resolved_too():
+    run = Run(Loaded(RunConfig(model={"seq_len": 64}), Layer(), "python"), "python-123456")
+    after = resolve(run, Found("epoch 1", {"trainer": {"num_train_steps": 5}}))
+    assert (after.config.trainer.num_train_steps, after.config.model.seq_len) == (5, 64)
+    assert after.loaded.layer.origin_of(("trainer", "num_train_steps")) == Origin("epoch 1")
