@@ -16,10 +16,8 @@ from lmtrain.optim.config import (
     OptimizerConfig,
     SophiaConfig,
 )
-from lmtrain.optim.muon import labels_of, muon_or_adam
 from lmtrain.optim.schedules import Schedule
 from lmtrain.optim.skip_step import skip_bad_steps
-from lmtrain.optim.sophia import scale_by_sophia
 from lmtrain.optim.weight_decay import decay_mask
 
 
@@ -53,10 +51,14 @@ def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransfo
         case LionConfig():
             return [optax.scale_by_lion(config.beta1, config.beta2)]
         case MuonConfig():
+            from lmtrain.optim.muon import muon_or_adam
+
             return [muon_or_adam(config, axes)]
         case AdafactorConfig():
             return _adafactor(config, axes)
         case SophiaConfig():
+            from lmtrain.optim.sophia import scale_by_sophia
+
             return [
                 scale_by_sophia(
                     config.beta1,
@@ -78,6 +80,8 @@ def _decay(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformat
 
     if not isinstance(config, MuonConfig):
         return [of(config.weight_decay)]
+    from lmtrain.optim.muon import labels_of
+
     labels = labels_of(axes)
 
     def only(label: str) -> Callable[[Any], Any]:

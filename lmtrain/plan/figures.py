@@ -19,6 +19,7 @@ from lmtrain.models.params import abstract_params, count_parameters
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.axes import as_names
 from lmtrain.sharding.mesh import Layout
+from lmtrain.train.program.advice import advice_for, estimate_memory
 from lmtrain.train.program.layout_table import layout_table
 from lmtrain.train.program.program import Program, attention_choice
 
@@ -35,7 +36,7 @@ def describe(program: Program, platform: str) -> dict[str, Any]:
     config = program.config
     name, why = attention_choice(config, platform)
     full, causal = program.flops_per_token
-    memory = program.memory
+    memory = estimate_memory(program)
     return {
         "model": config.model.type,
         "parameters": count_parameters(program.model),
@@ -52,7 +53,7 @@ def describe(program: Program, platform: str) -> dict[str, Any]:
         "causal_flops_per_token": causal,
         "layout": layout_table(program.model, program.layout, config.trainer.precision.params),
         "estimate": {"state": dict(memory.state), "work": dict(memory.work), "total": memory.total},
-        "advice": [line.strip() for line in program.advice()],
+        "advice": advice_for(program),
     }
 
 

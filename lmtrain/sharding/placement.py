@@ -167,3 +167,11 @@ def place_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding, rows: 
         return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, part)
 
     return {name: place(local) for name, local in batch.items()}
+
+
+def bytes_per_device(tree: Any, shardings: Any) -> int:
+    """What a tree of (abstract) arrays takes on one device."""
+    parts = jax.tree.map(
+        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize, tree, shardings
+    )
+    return sum(jax.tree.leaves(parts))

@@ -36,6 +36,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout, platform_of
+from lmtrain.train.program.advice import estimate_memory
 from lmtrain.train.program.program import plan_program
 
 VOCAB = 50257
@@ -225,7 +226,7 @@ def lmtrain_step(
     return run, {
         "attention": program.attention,
         "compiler_gib": memory["peak"] / 2**30,
-        "estimate_gib": program.memory.total / 2**30,
+        "estimate_gib": estimate_memory(program).total / 2**30,
         "most_in_use_gib": stats.get("peak_bytes_in_use", 0) / 2**30,  # of the process so far
     }
 

@@ -1,7 +1,57 @@
-"""What to turn down when a run does not fit into the memory of its devices."""
+"""Where the memory of a device goes, and what to turn down when a run does not fit: for `lmtrain plan`, and for a run
+that has run out of it."""
 
+from lmtrain.config.describe import written
 from lmtrain.models.config import ModelConfig
-from lmtrain.train.program.memory import Memory
+from lmtrain.runtime.progress import format_bytes
+from lmtrain.train.program.memory import Memory, largest_arrays, plan_memory
+from lmtrain.train.program.program import Program
+
+
+def estimate_memory(program: Program) -> Memory:
+    """What the training step takes on each device, estimated."""
+    config = program.config
+    return plan_memory(
+        config.model,
+        program.model,
+        program.layout,
+        program.abstract,
+        program.shardings,
+        program.state_bytes,
+        compute_dtype=config.trainer.precision.compute,
+        rows=program.rows,
+        accumulates=max(program.batching.num_microbatches.values()) > 1,
+        inputs=config.batch_types,
+        optimizer=config.optimizer.type,
+        hessian=config.optimizer.hessian,
+        platform=program.platform,
+    )
+
+
+def advice_for(program: Program) -> list[str]:
+    """What to turn down for a step that does not fit, what helps most first."""
+    fsdp = program.layout.mesh.shape["data"] > 1 and bool(program.config.trainer.fsdp_axis)
+    return advise(estimate_memory(program), program.config.model, program.rows, fsdp)
+
+
+def explain_out_of_memory(program: Program, error: str) -> str:
+    """The first line of an error, where the memory goes, and what to change."""
+    memory, trainer, model = estimate_memory(program), program.config.trainer, program.config.model
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in {**memory.state, **memory.work}.items())
+    biggest = largest_arrays(program.abstract.parts, program.shardings.parts)
+    arrays = ", ".join(f"{name} {format_bytes(size)}" for name, size in biggest)
+    microbatches = max(program.batching.num_microbatches.values())
+    lines = [
+        f"out of memory: {error.splitlines()[0]}",
+        f"about {format_bytes(memory.total)} on each device: {parts}",
+        f"biggest arrays that lie there: {arrays}",
+        f"now: {program.rows} sequences of {model.seq_len} tokens at once on each part of the mesh, "
+        f"{microbatches} microbatch{'es' if microbatches > 1 else ''}, gradient_checkpointing "
+        f"{written(model.gradient_checkpointing)}, mp {trainer.mp}, mesh {dict(program.layout.mesh.shape)}, "
+        f"parameters split by fsdp_axis {written(trainer.fsdp_axis)}",
+        "what to change, what helps most first:",
+    ]
+    return "\n".join([*lines, *(f"  {line}" for line in advice_for(program))])
 
 
 def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> list[str]:

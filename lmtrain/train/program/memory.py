@@ -29,6 +29,7 @@ from lmtrain.models.registry import build_model
 from lmtrain.objectives.logits import rows_at_once
 from lmtrain.sharding.axes import ACTIVATION_OF, as_names
 from lmtrain.sharding.mesh import Layout
+from lmtrain.sharding.placement import bytes_per_device
 from lmtrain.train.step.state import TrainState
 
 # Of the values of a block that are computed again, the share that is in memory at once.
@@ -127,14 +128,6 @@ def plan_memory(
     work = phases[phase]
     other = min(int(_OTHER_SHARE * (sum(state_bytes.values()) + sum(work.values()))), _MOST_OTHER)
     return Memory(state_bytes, {**work, "other buffers": other}, phase)
-
-
-def bytes_per_device(tree: Any, shardings: Any) -> int:
-    """What a tree of (abstract) arrays takes on one device."""
-    parts = jax.tree.map(
-        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize, tree, shardings
-    )
-    return sum(jax.tree.leaves(parts))
 
 
 def largest_arrays(parts: Mapping[str, Any], shardings: Mapping[str, Any], number: int = 4) -> list[tuple[str, int]]:

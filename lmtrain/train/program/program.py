@@ -19,12 +19,10 @@ from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.progress import format_bytes
 from lmtrain.sharding.mesh import Layout, plan_layout, platform_of
+from lmtrain.sharding.placement import bytes_per_device
 from lmtrain.sharding.within import Within
-from lmtrain.train.program.advice import advise
 from lmtrain.train.program.batching import Batching, check_seq_len, plan_batching
-from lmtrain.train.program.memory import Memory, bytes_per_device, largest_arrays, plan_memory
 from lmtrain.train.program.xla_options import Option, refused_option, xla_options
 from lmtrain.train.step.ema import build_averaging
 from lmtrain.train.step.norms import Watch
@@ -144,48 +142,9 @@ class Program:
                 raise refused from error
             if not any(sign in str(error) for sign in _SIGNS):
                 raise
-            first = str(error).splitlines()[0]
-            lines = [f"out of memory: {first}", *self._where_memory_goes(), "what to change, what helps most first:"]
-            raise OutOfMemoryError("\n".join([*lines, *self.advice()])) from error
+            from lmtrain.train.program.advice import explain_out_of_memory
 
-    @property
-    def memory(self) -> Memory:
-        """What the step takes on each device."""
-        return plan_memory(
-            self.config.model,
-            self.model,
-            self.layout,
-            self.abstract,
-            self.shardings,
-            self.state_bytes,
-            compute_dtype=self.config.trainer.precision.compute,
-            rows=self.rows,
-            accumulates=max(self.batching.num_microbatches.values()) > 1,
-            inputs=self.config.batch_types,
-            optimizer=self.config.optimizer.type,
-            hessian=self.config.optimizer.hessian,
-            platform=self.platform,
-        )
-
-    def advice(self) -> list[str]:
-        """What to turn down for a step that does not fit, what helps most first."""
-        fsdp = self.layout.mesh.shape["data"] > 1 and bool(self.config.trainer.fsdp_axis)
-        return [f"  {line}" for line in advise(self.memory, self.config.model, self.rows, fsdp)]
-
-    def _where_memory_goes(self) -> list[str]:
-        memory, trainer, model = self.memory, self.config.trainer, self.config.model
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in {**memory.state, **memory.work}.items())
-        biggest = largest_arrays(self.abstract.parts, self.shardings.parts)
-        arrays = ", ".join(f"{name} {format_bytes(size)}" for name, size in biggest)
-        microbatches = max(self.batching.num_microbatches.values())
-        return [
-            f"about {format_bytes(memory.total)} on each device: {parts}",
-            f"biggest arrays that lie there: {arrays}",
-            f"now: {self.rows} sequences of {model.seq_len} tokens at once on each part of the mesh, "
-            f"{microbatches} microbatch{'es' if microbatches > 1 else ''}, gradient_checkpointing "
-            f"{written(model.gradient_checkpointing)}, mp {trainer.mp}, mesh {dict(self.layout.mesh.shape)}, "
-            f"parameters split by fsdp_axis {written(trainer.fsdp_axis)}",
-        ]
+            raise OutOfMemoryError(explain_out_of_memory(self, str(error))) from error
 
 
 def plan_program(
