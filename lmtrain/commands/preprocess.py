@@ -3,7 +3,6 @@
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.data.caches import describe_epochs
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess.executor import choose_executor
 from lmtrain.preprocess.plan import CachePlan
 from lmtrain.preprocess.prepare import Plans, plan_caches, require_text, start_build, wait
 from lmtrain.preprocess.prepare_demo import missing_demo
@@ -60,6 +59,8 @@ def _print_plan(config: RunConfig) -> None:
     for plan in plans.all:
         _print_split(plan)
     if any(plan.missing for plan in plans.all):
+        from lmtrain.preprocess.executor import choose_executor
+
         # the processes of a job are known only within it
         print(f"on {choose_executor(config.trainer.ray, config.data.num_preprocess_workers, ALONE).label}")
 
