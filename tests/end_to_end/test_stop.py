@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import tiny_settings
+from conftest import run_in_process, tiny_settings
 from multihost.processes import free_port
 
 pytestmark = pytest.mark.end_to_end
@@ -47,7 +47,7 @@ SHORT, LONG = 1000.0, 0.0  # than which every step is shorter, or longer
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("stop")
     (folder / "tiny.json").write_text(json.dumps(tiny_settings()))
-    subprocess.run([sys.executable, "-m", "lmtrain", "preprocess", "tiny.json"], cwd=folder, check=True)
+    assert run_in_process(["preprocess", "tiny.json"], folder).returncode == 0
     return folder
 
 
@@ -105,12 +105,10 @@ def test_an_evaluation_that_a_signal_ends_is_made_when_the_run_is_resumed_and_on
     assert saved_step(folder, run, [process]) == step
     assert not [line for line in logged(folder, run) if "eval/loss" in line]
     for _ in range(3 if step == 12 else 1):
-        command = [sys.executable, "-m", "lmtrain", "train", "tiny.json", "--trainer.id", run, *map(str, every)]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        done = run_in_process(["train", "tiny.json", "--trainer.id", run, *every], folder)
         assert done.returncode == 0, done.stderr
-    whole = start(folder, f"{run}-whole", "never", 0, SHORT, *every)
-    told = whole.communicate(timeout=240)[1]
-    assert whole.returncode == 0, told
+    whole = run_in_process(["train", "tiny.json", "--trainer.id", f"{run}-whole", *every], folder)
+    assert whole.returncode == 0, whole.stderr
     found, expected = (
         [(line["step"], line["eval/loss"]) for line in logged(folder, name) if "eval/loss" in line]
         for name in (run, f"{run}-whole")
