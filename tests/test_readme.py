@@ -1,4 +1,4 @@
-"""The README is true: its commands run, and its tables and trees name what exists."""
+"""The README is true: its commands run, its tables and links name what exists; it has terms that people look for."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from lmtrain.cli import VERBS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
 
 # The README trains a real model; the test trains one of the same kind that is over in seconds.
 SMALL = [
@@ -154,16 +155,39 @@ def test_the_table_of_commands_is_the_list_of_verbs():
     assert list(dict.fromkeys(table)) == list(VERBS)
 
 
-def test_the_tree_names_every_room():
-    tree = next(block for block in blocks("text") if "lmtrain/\n" in block)
+def test_the_tree_names_every_package():
+    tree = next(block for block in re.findall(r"```text\n(.*?)```", CONTRIBUTING, re.DOTALL) if "lmtrain/\n" in block)
     named = set(re.findall(r"^ {2}(\w+)/", tree, re.MULTILINE))
-    rooms = {path.name for path in (ROOT / "lmtrain").iterdir() if (path / "__init__.py").exists()}
-    assert named == rooms
+    packages = {path.name for path in (ROOT / "lmtrain").iterdir() if (path / "__init__.py").exists()}
+    assert named == packages
 
 
 def test_the_files_to_read_exist():
-    listed = re.search(r"Read these six files.*", README)
+    listed = re.search(r"Read these six files.*", CONTRIBUTING)
     assert listed
     files = re.findall(r"`(lmtrain/[^`]+)`", listed[0])
     assert len(files) == 6
     assert all((ROOT / name).is_file() for name in files)
+
+
+def test_the_field_s_own_terms_are_found():
+    """What someone who comes from another project looks for with Ctrl-F."""
+    terms = ["resume", "resumes", "Install", "Multi-GPU", "multi-node", "Mixed precision", "gradient accumulation"]
+    terms += ["FSDP", "HSDP", "Tensor parallel", "fine-tuning", "checkpoint", "corrupt", "preempt", "MFU", "microbatch"]
+    assert [term for term in terms if term not in README] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    lines = [line.lstrip("# ") for line in page.read_text().splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", line).lower().replace(" ", "-") for line in lines}
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)\s]+)\)", README)
+    assert len(links) > 20
+    for link in links:
+        path, _, anchor = link.partition("#")
+        page = ROOT / path if path else ROOT / "README.md"
+        assert page.exists(), link
+        assert not anchor or anchor in anchors(page), link
