@@ -13,16 +13,16 @@ from lmtrain.runtime.logging import logging_restored
 
 # verb -> (module in lmtrain.commands, what it does)
 VERBS = {
-    "train": ("train", "train a model, or go on where the last run of the same config stopped"),
+    "train": ("train", "train a model, or resume the run of the same config"),
     "preprocess": ("preprocess", "turn text into a token cache"),
     "eval": ("eval", "validation loss of a checkpoint"),
     "export-hf": ("export_hf", "write a checkpoint as a Hugging Face model folder"),
     "generate": ("generate", "sample text from a checkpoint"),
     "plan": ("plan", "memory, communication and speed of a run on devices that are not here; find settings"),
-    "checkpoint": ("checkpoint", "list checkpoints, show what is in one, prove that it is whole"),
+    "checkpoint": ("checkpoint", "list, inspect and verify checkpoints"),
     "report": ("report", "one HTML page and plots of a run, or of several side by side"),
     "config": ("config", "check a config, or show it resolved"),
-    "doctor": ("doctor", "what a run would see on this machine, and how to mend it"),
+    "doctor": ("doctor", "diagnose this machine: devices, storage, services"),
     "tokenizer": ("tokenizer", "learn a tokenizer from text"),
 }
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"lmtrain: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("lmtrain: interrupted; the same command goes on from what is finished", file=sys.stderr)
+        print("lmtrain: interrupted; run the same command again to resume", file=sys.stderr)
         sys.exit(75)
     except BrokenPipeError:
         sys.exit(1)

@@ -104,7 +104,7 @@ def test_ctrl_c_is_a_message_without_traceback_and_exits_with_75(tmp_path):
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=300)
     assert process.returncode == 75
-    assert stderr == "lmtrain: interrupted; the same command goes on from what is finished\n"
+    assert stderr == "lmtrain: interrupted; run the same command again to resume\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["config", "check", "gpt2_nano"]])

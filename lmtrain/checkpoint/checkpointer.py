@@ -96,8 +96,8 @@ class Checkpointer:
         damaged = gather(self._processes, "set aside", list_set_aside(self.path))[0]
         if newest is None and damaged:
             raise UserError(
-                f"no checkpoint in {self.path} is whole: {', '.join(map(os.path.basename, damaged))}. Put a copy of "
-                "one in its place, or begin anew with another --trainer.id"
+                f"no checkpoint in {self.path} is valid: {', '.join(map(os.path.basename, damaged))}. Restore "
+                "one from a backup, or start a new run with another --trainer.id"
             )
         return newest
 
@@ -156,7 +156,7 @@ class Checkpointer:
         saved, self._saved = self._saved, []
         return saved
 
-    def finish(self, then: str = f"training goes on, and tries again in {_RETRY_SECONDS:.0f} s") -> bool:
+    def finish(self, then: str = f"training continues, and saving is retried in {_RETRY_SECONDS:.0f} s") -> bool:
         """Wait for the save under way. False if it failed, which is told with what happens `then`.
 
         Raises `SaveError` if it failed and `on_save_error` is `stop`, and `TakenOverError`.
@@ -189,8 +189,8 @@ class Checkpointer:
             if self.finish(then):
                 return self._clock() - began
         raise SaveError(
-            f"the state after step {step} is not saved, for the reason above; the same command goes on from "
-            "the last complete checkpoint"
+            f"the state after step {step} could not be saved, see above; run the same command again "
+            "to resume from the last complete checkpoint"
         )
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class Claim:
         self._lock = None if is_url(folder) else FileLock(os.path.join(folder, _LOCK))
         if self._lock is not None and not self._lock.acquire():
             raise UserError(
-                f"{folder}: a run of the same id saves there already ({self._lock.holder()}); wait for its end, "
+                f"{folder}: locked by another run with the same id ({self._lock.holder()}); wait for its end, "
                 "or give this one another --trainer.id"
             )
         self._id = uuid.uuid4().hex

@@ -34,7 +34,7 @@ class CheckpointerConfig(Section):
     )
 
     verify_on_restore: Literal["full", "sizes"] = Field(
-        "full", description="What is checked before a run goes on from a checkpoint: every byte, or that all is there"
+        "full", description="What is verified before resuming from a checkpoint: every byte, or file sizes only"
     )
     on_save_error: Literal["continue", "stop"] = Field(
         "continue", description="When a checkpoint cannot be saved: train on and try again, or end the run"
@@ -69,7 +69,7 @@ class CheckpointerConfig(Section):
 
 
 class InitializationConfig(Section):
-    """What a run begins from. A run that has checkpoints of its own goes on from them."""
+    """What a run starts from. A run that has checkpoints of its own resumes from them."""
 
     load_checkpoint: bool | None = Field(
         None,

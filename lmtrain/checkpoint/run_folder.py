@@ -71,7 +71,7 @@ class RunFolder:
             try:
                 self._delete(old.step)
             except (OSError, UserError) as error:
-                log.warning(f"{old.path} could not be deleted, it is tried again: {error}")
+                log.warning(f"{old.path} could not be deleted, will retry: {error}")
             else:
                 self._temporary.remove(old)
         if manifest.kind is Kind.TEMPORARY:

@@ -25,5 +25,5 @@ def run(argv: list[str]) -> int:
     for finding in itertools.chain(look_at_machine(), look_at_devices(), look_at_cluster(), places, look_at_services()):
         print("\n".join(finding.lines()), flush=True)
         bad += finding.state is State.BAD
-    print(f"{bad} would stop a run" if bad else "a run can begin here")
+    print(f"{bad} would stop a run" if bad else "ready to train")
     return 1 if bad else 0

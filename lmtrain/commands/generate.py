@@ -59,10 +59,10 @@ def _from_hf(ref: str, checkpoint: str | None, given: bool) -> TrainedModel:
     if checkpoint is not None:
         raise UserError("--hf and --checkpoint: choose one")
     if given:
-        raise UserError("--hf: the model says all there is to say; leave CONFIG out")
+        raise UserError("--hf: cannot be combined with CONFIG; leave CONFIG out")
     config = config_of(ref)
     if "tokenizer" not in config.data.model_fields_set:
-        raise UserError(f"--hf {ref}: it comes without a tokenizer, so text means nothing to it")
+        raise UserError(f"--hf {ref}: there is no tokenizer in this repository")
     return from_hf(ref, config)
 
 

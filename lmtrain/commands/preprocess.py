@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
         try:
             wait(build, stop)
         except StoppedError:
-            log.info("stopped; finished shards are kept: run the same command again to go on")
+            log.info("stopped; finished shards are kept: run the same command again to resume")
             return STOPPED_BY_SIGNAL
         finally:
             build.stop()

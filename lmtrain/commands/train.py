@@ -1,4 +1,4 @@
-"""`lmtrain train CONFIG`: train, or go on where the last run of the same config stopped.
+"""`lmtrain train CONFIG`: train, or resume the run of the same config.
 
 This page is the start of a run, in the order in which things depend on one another: 1. parse, 2. check, 3. data,
 4. devices, 5. program, 6. state, 7. loop. A mistake is found as early as it can be: JAX is imported with 4.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     began = time.time()
     # 1. Parse: CONFIG, its includes and the command line become one validated config.
-    description = "Train a model, or go on where the last run of the same config stopped."
+    description = "Train a model, or resume the run of the same config."
     _, run = parse_run(Parser("train", description, lists_settings=True), argv)
     return _start(run, began)
 
@@ -76,7 +76,7 @@ def _start(run: Run, began: float) -> int:
                 from lmtrain.hf.upload import check_upload
 
                 check_upload(run.config.hf_upload)
-        log.info(f"run {run.id} (to start afresh, set another --trainer.id or delete {run.checkpoints})")
+        log.info(f"run {run.id} (to start a new run, set another --trainer.id or delete {run.checkpoints})")
         open_log(run, processes)
         with StopRequest() as stop:
             return _with_data(run, processes, stop, began)
@@ -90,7 +90,7 @@ def _with_data(run: Run, processes: Processes, stop: StopRequest, began: float) 
         wait_for_enough(run.config, plans, build, stop)
         return _on_devices(run, plans.caches, build, processes, stop, began)
     except StoppedError:
-        log.info("stopped before training began; run the same command again to go on")
+        log.info("stopped before training began; run the same command again to resume")
         return STOPPED_BY_SIGNAL
     except RunError as error:
         log.error(f"lmtrain: error: {error}")
@@ -170,7 +170,7 @@ def _on_devices(
         )
         complete = train(setup, stop, lambda: f"cache {build.text}" if build.running else "")
     if not complete:
-        log.info(f"stopped after saving to {run.checkpoints}; run the same command again to go on")
+        log.info(f"stopped after saving to {run.checkpoints}; run the same command again to resume")
         return STOPPED_BY_SIGNAL
     log.info(f"done: checkpoints in {run.checkpoints}")
     if exporter is not None and exporter.failed:
@@ -178,5 +178,5 @@ def _on_devices(
         log.error(f"exports of step {steps} failed; `lmtrain export-hf` makes them from the checkpoints")
         return 1
     if build.running:
-        log.info("the cache is not complete yet; training again, or `lmtrain preprocess`, goes on from its shards")
+        log.info("the cache is not complete yet; training again, or `lmtrain preprocess`, resumes from its shards")
     return 0

@@ -56,7 +56,7 @@ def _nvidia() -> list[Finding]:
                 "nvidia",
                 text,
                 State.BAD,
-                "the driver has to be mended first; after an update the machine has to be restarted",
+                "fix the NVIDIA driver first (restart the machine after an update)",
             )
         ]
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]

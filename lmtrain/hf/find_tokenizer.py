@@ -225,7 +225,7 @@ def _from_hub(name: str) -> str:
             tokenizer = AutoTokenizer.from_pretrained(repository, revision=revision or None, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise UserError(
-                f"tokenizer {name!r}: no such folder, and not to be had from the Hugging Face hub: "
+                f"tokenizer {name!r}: not found locally or on the Hugging Face Hub: "
                 f"{str(error).splitlines()[0]}\n  without a network, set data.tokenizer to a folder: a copy of one, or "
                 f"one made by `lmtrain tokenizer train --output {name} FILES`; a gated repository needs HF_TOKEN"
             ) from None

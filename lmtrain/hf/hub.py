@@ -137,8 +137,8 @@ def explain(error: Exception, ref: str) -> str:
     error = _within(error)
     place = f"{endpoint()}/{repository}"
     if isinstance(error, GatedRepoError):
-        advice = f"ask for access at {place}, and set HF_TOKEN to a token of the account that has it"
-        return f"the repository is gated, and its files are for those it admits\n  {advice}"
+        advice = f"request access at {place}, and set HF_TOKEN to a token of the account that has it"
+        return f"gated repository\n  {advice}"
     if isinstance(error, RepositoryNotFoundError):
         who = "the account of your token does not see it" if _has_token() else "it opens to a token alone"
         advice = "check the spelling; for a private one set HF_TOKEN to a token of an account that may read it"
@@ -146,22 +146,23 @@ def explain(error: Exception, ref: str) -> str:
     if isinstance(error, RevisionNotFoundError):
         return f"it has no revision {revision or 'main'!r}\n  its branches are listed at {place}/tree/main"
     if isinstance(error, json.JSONDecodeError | LookupError):
-        return f"what answers at {endpoint()} is not a hub, or one of another time ({type(error).__name__}: {error})"
+        what = f"{type(error).__name__}: {error}"
+        return f"what answers at {endpoint()} is not a Hugging Face Hub, or an incompatible version ({what})"
     if not isinstance(error, HfHubHTTPError):
         return _in_short(error)
     status = error.response.status_code
     said = f": {_in_short(error.server_message)}" if error.server_message else ""
     if status in (401, 403) and not _has_token():
-        return f"the hub wants to know who asks{said}\n  set HF_TOKEN to a token from {_settings()}"
+        return f"authentication required{said}\n  set HF_TOKEN to a token from {_settings()}"
     if status == 401:
         return f"the hub does not know the token in {_token_place()}\n  make a new one at {_settings()}"
     if status == 403:
         advice = f"give it the right at {_settings()}, or set HF_TOKEN to a token of another account"
-        return f"the token in {_token_place()} has no right to this{said}\n  {advice}"
+        return f"the token in {_token_place()} lacks permission{said}\n  {advice}"
     if status == 429:
         return "the hub has had too many requests from here; try again later"
     if status >= 500:
-        return f"the hub is out of order (it answers {status}); try again later"
+        return f"Hub server error (HTTP {status}); try again later"
     return f"the hub refuses ({status}){said}"
 
 

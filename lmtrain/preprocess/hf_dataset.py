@@ -102,7 +102,7 @@ def _load(id: str, name: str | None, stream: bool) -> Any:
         return datasets.load_dataset(id, name, streaming=stream)
     except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
         raise UserError(
-            f"{label}: no such folder, and not to be had from the Hugging Face hub: {str(error).splitlines()[0]}\n"
+            f"{label}: not found locally or on the Hugging Face Hub: {str(error).splitlines()[0]}\n"
             "  without a network, name a local folder or files (data.train_urls); a gated data set needs HF_TOKEN"
         ) from None
     except (ValueError, RuntimeError, OSError) as error:

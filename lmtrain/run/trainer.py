@@ -30,17 +30,17 @@ class EmaConfig(Section):
     """An exponential moving average of the parameters."""
 
     type: Literal["ema"] = Field("ema", description="The kind of average")
-    beta: float = Field(0.999, ge=0, lt=1, description="Share of the average that stays at each step")
+    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay")
 
 
 class EmaDecaySqrtConfig(Section):
     """An exponential moving average, then one that begins anew and moves less and less, as 1 - sqrt."""
 
     type: Literal["ema_decay_sqrt"] = Field("ema_decay_sqrt", description="The kind of average")
-    beta: float = Field(0.999, ge=0, lt=1, description="Share of the average that stays at each step, at first")
+    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay before switch_step")
     switch_step: int = Field(100_000, ge=0, description="Step from which the average moves as 1 - sqrt")
-    decay_steps: int = Field(100_000, ge=1, description="Steps over which it comes to rest")
-    epsilon: float = Field(1e-5, ge=0, lt=1, description="Least share of the parameters that enters")
+    decay_steps: int = Field(100_000, ge=1, description="Number of steps of the decay")
+    epsilon: float = Field(1e-5, ge=0, lt=1, description="Minimum weight of an update")
 
 
 AveragingConfig = Annotated[
@@ -66,7 +66,9 @@ class LoopConfig(Section):
     per_device_eval_parallelism: int = Field(
         -1, description="Sequences a device evaluates at once. -1: as per_device_parallelism"
     )
-    mp: str = Field("f32", description="Number formats: f32, bf16, or p=f32,c=bfloat16 (parameters, computation)")
+    mp: str = Field(
+        "f32", description="Mixed-precision policy: f32, bf16, or p=f32,c=bfloat16 (parameters, computation)"
+    )
     model_averaging: AveragingConfig | None = Field(
         None,
         description="Keep an average of the parameters too; it is evaluated beside them, exported and sampled from",

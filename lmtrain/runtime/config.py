@@ -24,7 +24,7 @@ class DistributedConfig(Section):
 
     heartbeat_timeout: Duration = Field(
         timedelta(seconds=30),
-        description="A process that is silent for so long counts as dead, and the others end with an error",
+        description="Heartbeat timeout, after which a process is considered dead and the others exit with an error",
     )
 
     @field_validator("heartbeat_timeout")

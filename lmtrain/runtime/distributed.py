@@ -79,8 +79,8 @@ def ending_for_all(processes: Processes) -> Iterator[None]:
         else:
             log.error("".join(traceback.format_exception(error)).rstrip())
         log.error(
-            f"process {processes.index} of {processes.count} ends, and the run with it; if this is not its own error, "
-            "look at what the others said. The same command goes on from the last checkpoint"
+            f"process {processes.index} of {processes.count} is aborting the run; if the error above is a lost "
+            "connection, see the other processes' logs. Run the same command again to resume from the last checkpoint"
         )
         logging.shutdown()
         sys.stdout.flush()

@@ -42,4 +42,4 @@ class StopRequest:
             # no clean-up on purpose: a second signal means now, and what is on disk is complete or invisible
             os._exit(STOPPED_BY_SIGNAL)
         self.requested = True
-        log.info(f"{signal.Signals(number).name}: {self.doing}; once more ends at once")
+        log.info(f"{signal.Signals(number).name}: {self.doing}; send it again to exit immediately")

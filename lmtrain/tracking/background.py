@@ -57,7 +57,7 @@ class BackgroundTracker:
                 continue
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            log.warning(f"tracker {self._name}: still busy after {_FINISH_SECONDS:.0f} s, leaving it behind")
+            log.warning(f"tracker {self._name}: still busy after {_FINISH_SECONDS:.0f} s; abandoned")
         if self._dropped:
             log.warning(f"tracker {self._name}: too slow, {self._dropped} calls were dropped; the JSON log has them")
 
@@ -76,14 +76,14 @@ class BackgroundTracker:
             self._dropped += 1
             if self._dropped == 1:
                 log.warning(
-                    f"tracker {self._name}: too slow, its queue is full and calls are dropped; training goes on"
+                    f"tracker {self._name}: too slow, its queue is full and calls are dropped; training continues"
                 )
 
     def _watch(self) -> None:
         since = self._busy_since
         if since is not None and not self._told_hanging and time.monotonic() - since > _HANGING_SECONDS:
             self._told_hanging = True
-            log.warning(f"tracker {self._name}: no answer for {_HANGING_SECONDS:.0f} s; training goes on")
+            log.warning(f"tracker {self._name}: no answer for {_HANGING_SECONDS:.0f} s; training continues")
 
     def _work(self) -> None:
         try:
@@ -103,4 +103,4 @@ class BackgroundTracker:
         except BaseException as error:  # a library's sys.exit too, which would end this thread without a word
             self._failed = True
             # whatever a tracker's library raises, training goes on; the metrics are in the JSON log
-            log.warning(f"tracker {self._name}: {type(error).__name__}: {error}; training goes on without it")
+            log.warning(f"tracker {self._name}: {type(error).__name__}: {error}; training continues without it")

@@ -52,7 +52,7 @@ class JsonLog:
             if not self._told:
                 self._told = True
                 log.error(
-                    f"{self._file.name} cannot be written: {error.strerror or error}; training goes on, and metrics "
+                    f"{self._file.name} cannot be written: {error.strerror or error}; training continues, and metrics "
                     "wait in memory until they can"
                 )
 

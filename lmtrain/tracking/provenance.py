@@ -79,7 +79,7 @@ def keep_code(folder: str, place: str | None = None) -> str | None:
             _archive(root, os.path.join(folder, "code.tar.gz"))
         return folder
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning(f"the code could not be kept with the run: {error}; training goes on")
+        log.warning(f"the code could not be kept with the run: {error}; training continues")
         return None
 
 
@@ -113,7 +113,7 @@ def keep_xla_dumps(folder: str) -> str | None:
     """Copy what XLA has dumped into `folder`; None if it dumped nothing."""
     dumped = xla_dump_folder()
     if not os.path.isdir(dumped) or not os.listdir(dumped):
-        log.warning(f"XLA dumped nothing to {dumped}: what comes out of the compilation cache is not compiled")
+        log.warning(f"XLA dumped nothing to {dumped}: all programs came from the compilation cache")
         return None
     if os.path.realpath(dumped) == os.path.realpath(folder):
         return folder  # it dumped right there

@@ -301,7 +301,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_there_is_anything_to_
 
 def test_one_run_of_an_id_saves_at_a_time(make):
     first = make()
-    with pytest.raises(UserError, match="a run of the same id saves there already"):
+    with pytest.raises(UserError, match="locked by another run with the same id"):
         make()
     first.close()
     second = make()
@@ -343,7 +343,7 @@ def test_a_save_that_fails_is_told_leaves_nothing_and_is_tried_again(make, clock
     assert not checkpointer.finish()
     assert "the checkpoint of step 2 could not be saved: " in caplog.text
     assert failing_save.reason in caplog.text
-    assert "training goes on, and tries again in 60 s" in caplog.text
+    assert "training continues, and saving is retried in 60 s" in caplog.text
     assert names(tmp_path) == ["step-1"]  # what is left of 2 would fill the disk
     for now, asked in ((59.9, False), (60, True)):
         clock.now = now
@@ -408,7 +408,7 @@ def test_the_last_save_is_tried_twice(make, tmp_path, failures):
         checkpointer.save_now(5, Kind.PERMANENT, BIG, {}, before_commit=before)
         assert checkpointer.newest().step == 5
         return
-    with pytest.raises(SaveError, match="the state after step 5 is not saved, for the reason above; the same command"):
+    with pytest.raises(SaveError, match="the state after step 5 could not be saved, see above; run the same command"):
         checkpointer.save_now(5, Kind.PERMANENT, BIG, {}, before_commit=before)
     assert left == names(tmp_path) == []
 

@@ -54,7 +54,7 @@ def claim(folder):
 
 
 def test_a_second_process_is_refused_and_told_who_the_first_is(holder, tmp_path):
-    with pytest.raises(UserError, match="a run of the same id saves there already") as caught:
+    with pytest.raises(UserError, match="locked by another run with the same id") as caught:
         Claim(str(tmp_path))
     assert str(caught.value).startswith(f"{tmp_path}: ")
     assert f"(process {holder.pid} on " in str(caught.value)

@@ -213,7 +213,7 @@ def test_a_temporary_one_that_cannot_be_deleted_is_told_and_tried_again(start, f
     with nothing_can_be_deleted():
         save(run, 2, Kind.TEMPORARY)
     assert [checkpoint.step for checkpoint in list_checkpoints(folder)] == [2]
-    assert "step-1 could not be deleted, it is tried again: " in caplog.text
+    assert "step-1 could not be deleted, will retry: " in caplog.text
     assert "Device or resource busy" in caplog.text
     save(run, 3, Kind.TEMPORARY)
     assert names(folder) == ["step-3"]

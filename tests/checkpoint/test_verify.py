@@ -116,7 +116,9 @@ def test_sizes_find_only_what_changes_a_size(saved, tmp_path, damage):
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run, how):
     for step in ("step-5", "step-10"):
         (run / step / "run.json").unlink()
-    message = f"no checkpoint in {re.escape(str(run))} is whole: damaged-step-10, damaged-step-5. Put a copy of one"
+    message = (
+        f"no checkpoint in {re.escape(str(run))} is valid: damaged-step-10, damaged-step-5. Restore one from a backup"
+    )
     for _ in range(2):  # nor when it is started again
         with pytest.raises(UserError, match=message):
             newest(run, how)
@@ -126,7 +128,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run, how):
 def test_a_run_whose_only_checkpoint_lost_its_manifest_does_not_begin_anew(run):
     shutil.rmtree(run / "step-5")
     (run / "step-10" / NAME).unlink()
-    with pytest.raises(UserError, match="is whole: damaged-step-10"):
+    with pytest.raises(UserError, match="is valid: damaged-step-10"):
         newest(run)
 
 
@@ -187,7 +189,7 @@ def test_all_that_is_wrong_is_told_at_once(run):
     for name in ("run.json", "_CHECKPOINT_METADATA"):
         flip(run / "step-10" / name, run)
     (checkpoint,) = list_checkpoints(str(run))[1:]
-    message = "^_CHECKPOINT_METADATA has other bytes than were written; run.json has other bytes than were written$"
+    message = "^_CHECKPOINT_METADATA does not match its checksum; run.json does not match its checksum$"
     with pytest.raises(DamagedError, match=message):
         verify(checkpoint, "full")
 

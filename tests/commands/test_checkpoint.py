@@ -80,7 +80,7 @@ def test_verify_tells_whole_ones_from_damaged_ones_and_exits_with_1(made, capsys
     data.write_bytes(data.read_bytes().replace(b"tow", b"two"))
     assert code == 1
     assert out.count(": whole, ") == 2
-    assert f"{made}/two/step-3: DAMAGED: run.json has other bytes than were written" in out
+    assert f"{made}/two/step-3: DAMAGED: run.json does not match its checksum" in out
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ def test_a_machine_that_is_well_exits_with_0_and_each_line_says_how_it_is(lmtrai
     done = lmtrain("doctor", tmp_path / "checkpoints")
     assert done.returncode == 0, done.stdout + done.stderr
     *lines, last = done.stdout.splitlines()
-    assert last == "a run can begin here"
+    assert last == "ready to train"
     assert {line.split()[0] for line in lines} <= {"ok", "note", "->"}
     assert any(
         line.startswith(f"ok   storage      {tmp_path}/checkpoints: not there yet, can be made; {tmp_path}: written")

@@ -123,7 +123,7 @@ def test_two_processes_warned_and_requeued_end_as_an_undisturbed_pair(tmp_path):
         assert code == 0, (folder / "told.txt").read_text()
     told = (tmp_path / "warned" / "told.txt").read_text()
     assert f"exit {STOPPED_BY_SIGNAL}, requeue 1 of" in told
-    assert "continuing after step" in told
+    assert "resuming after step" in told
     assert [len(found[name].steps) for name in ("undisturbed", "warned")] == [1, 2]
     assert found["warned"].steps[0]["ntasks"] == "2"
     logged = of_two(found["warned"])

@@ -95,7 +95,7 @@ def test_preempted_twice_it_finishes_the_same_run_and_loses_no_work(undisturbed,
     assert desk.verbs().count("create") == 3
     assert told.count(f"RUN_ID={run_id}") == 1
     assert [path.name for path in (bucket / "checkpoints").iterdir()] == [run_id]
-    assert f"continuing after step {stopped_at}" in told
+    assert f"resuming after step {stopped_at}" in told
     assert losses(bucket, run_id) == undisturbed
     assert [step for step, _ in undisturbed] == list(range(1, STEPS + 1))
     assert complete(bucket, run_id)[-1] == STEPS

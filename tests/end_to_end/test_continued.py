@@ -122,7 +122,7 @@ def test_an_export_that_was_missed_is_made_when_the_run_goes_on_and_the_weights_
     shutil.rmtree(again / "exports" / "continued" / "step-5")
     (again / "base" / "model.safetensors").unlink()
     told = run(again, "train", "tiny.yaml").stderr
-    assert "continuing after step 4" in told
+    assert "resuming after step 4" in told
     assert "exported exports/continued/step-4" in told
     for step in (4, 5):
         name = f"exports/continued/step-{step}/model.safetensors"
@@ -137,7 +137,7 @@ def test_an_export_that_fails_does_not_end_the_run_but_tells_and_exits_with_1(fo
         (folder / "in_the_way" / "failing" / f"step-{step}" / "photo.png").write_text("")
     flags = ["--hf_save_path", "in_the_way", "--trainer.id", "failing", "--trainer.num_train_steps", "3"]
     done = run(folder, "train", "tiny.yaml", *flags, code=1)
-    assert "the export of step 2 failed, training goes on" in done.stderr
+    assert "the export of step 2 failed, training continues" in done.stderr
     assert "exports of step 2, 3 failed; `lmtrain export-hf` makes them from the checkpoints" in done.stderr
     assert (folder / "checkpoints" / "failing" / "step-3").is_dir()
     # when it is out of the way, the same command makes up for the last one

@@ -79,7 +79,7 @@ def test_a_run_that_ends_before_its_cache_leaves_whole_shards_for_the_next(confi
     assert not list((tmp_path / "cache" / "train").glob("*.tmp-*"))
     resumed = run_cli("train", config("online", many, num_train_steps=4))
     assert resumed.returncode == 0, resumed.stderr
-    assert "continuing after step 2" in resumed.stderr
+    assert "resuming after step 2" in resumed.stderr
     assert set(before) <= set(markers(tmp_path))
 
 
@@ -116,7 +116,7 @@ def test_preprocess_asked_to_stop_keeps_what_is_finished_and_exits_75(config, lm
     os.killpg(process.pid, signal.SIGTERM)  # as a scheduler does, workers and all
     _, told = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 75, told
-    assert "finished shards are kept: run the same command again to go on" in told
+    assert "finished shards are kept: run the same command again to resume" in told
     kept = markers(tmp_path)
     assert 1 <= len(kept) < FILES
     names = {path.name for path in (tmp_path / "cache" / "train").iterdir()}

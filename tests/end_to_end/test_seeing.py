@@ -211,7 +211,7 @@ def test_what_is_wrong_with_a_tracker_is_told_once_and_costs_no_step(seen):
         (raised,) = [line for line in about if "Raises" in line]
         (hung,) = [line for line in about if "Hangs" in line]
         assert raised.endswith(
-            "tracker my_trackers.Raises: RuntimeError: the cloud is gone; training goes on without it"
+            "tracker my_trackers.Raises: RuntimeError: the cloud is gone; training continues without it"
         )
         assert "tracker my_trackers.Hangs: still busy after " in hung
         assert "Traceback" not in told
@@ -239,7 +239,7 @@ def test_killed_and_begun_again_every_metric_is_there_once_and_what_was_lost_is_
     killed_at = last_logged(folder)
     last = killed_at + 60  # with an evaluation in between, however fast the machine is
     told = finish(folder, "--trainer.num_train_steps", last)
-    assert f"continuing after step {saved} " in told
+    assert f"resuming after step {saved} " in told
     found = by_step(folder)
     assert sorted(found) == list(range(last + 1))
     for step in range(1, last + 1):
@@ -263,7 +263,7 @@ def test_killed_and_begun_again_every_metric_is_there_once_and_what_was_lost_is_
 @pytest.mark.long
 def test_what_xla_dumps_is_kept_with_the_run(tmp_path):
     tracker = {"type": "wandb", "mode": "disabled", "save_code": False, "save_xla_dumps": True}
-    # what comes out of the compilation cache is not compiled, and dumps nothing
+    # all programs came from the compilation cache, and dumps nothing
     write_config(tmp_path, settings(3, tracker=tracker, jax_compilation_cache_dir=None))
     finish(tmp_path, XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_dump_to=dumps")
     dumped = {path.name for path in (tmp_path / "dumps").iterdir()}

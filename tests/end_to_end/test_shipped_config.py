@@ -45,8 +45,8 @@ def test_every_optimizer_trains_from_the_command_line(run_cli, tmp_path, optimiz
 
 def test_without_a_network_a_hub_name_is_an_error_with_advice_at_once(run_cli, tmp_path):
     for flags, what in (
-        (DATA[:2], "tokenizer 'gpt2': no such folder, and not to be had from the Hugging Face hub"),
-        (DATA[-2:], "data.id: Skylion007/openwebtext: no such folder, and not to be had from"),
+        (DATA[:2], "tokenizer 'gpt2': not found locally or on the Hugging Face Hub"),
+        (DATA[-2:], "data.id: Skylion007/openwebtext: not found locally or on the Hugging Face Hub"),
     ):
         refused = run_cli("train", "gpt2_small", "--data.cache_dir", "cache", *flags)
         assert refused.returncode == 2
@@ -69,7 +69,7 @@ def test_the_first_config_trains_on_a_data_set_named_by_a_shipped_fragment(run_c
     assert "step 2: eval loss" in trained.stderr
     again = run_cli("train", "gpt2_nano", *data, *SMALL, "--data.cache_dir", "cache", "--trainer.num_train_steps", 3)
     assert again.returncode == 0, again.stderr
-    assert "continuing after step 2" in again.stderr
+    assert "resuming after step 2" in again.stderr
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_killed_and_continued_gives_the_same_bytes(undisturbed, tmp_path, after)
         raise AssertionError(f"{TRIES} kills came too late")
     printed = train(tmp_path)
     if after.startswith("step"):
-        assert f"continuing after step {after.removeprefix('step-')}" in printed
+        assert f"resuming after step {after.removeprefix('step-')}" in printed
     assert arrays(tmp_path, 12) == arrays(undisturbed[0], 12)
     assert metrics(tmp_path) == metrics(undisturbed[0])
 

@@ -142,7 +142,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 def continued_from(told: str) -> int | None:
     """The step that a start went on from, 0 if it began, None if it was ended before it said."""
-    found = re.search(r"continuing after step ([\d,]+)", told)
+    found = re.search(r"resuming after step ([\d,]+)", told)
     if found:
         return int(found[1].replace(",", ""))
     return 0 if "one epoch is" in told else None  # which is said once the state is there

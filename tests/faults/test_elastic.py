@@ -106,7 +106,7 @@ def go_on(
     shutil.copytree(checkpoint, folder / "checkpoints" / run / f"step-{step}")
     told = train(folder, run, processes, devices, flags, code)
     if code == 0:
-        assert f"continuing after step {step}" in told
+        assert f"resuming after step {step}" in told
     return told
 
 

@@ -198,17 +198,17 @@ def test_a_full_disk_costs_later_checkpoints_only_and_the_same_command_ends_with
     assert code == 1
     told = "\n".join(log_lines(folder))
     failed = re.findall(r"the checkpoint of step (\d+) could not be saved: ", told)
-    ends = ("; training goes on, and tries again", "; trying again now", "; that was the second try")
+    ends = ("; training continues, and tries again", "; trying again now", "; that was the second try")
     assert [told.count(end) for end in ends] == [len(failed) - 2, 1, 1]
     assert failed[-2:] == [str(LAST), str(LAST)]  # twice, as nothing comes after it
-    last_line = f"lmtrain: error: the state after step {LAST} is not saved, for the reason above; the same command"
+    last_line = f"lmtrain: error: the state after step {LAST} could not be saved, see above; run the same command"
     assert log_lines(folder)[-1].startswith(last_line), log_lines(folder)
     assert trained_steps(folder) == list(range(1, LAST + 1))
     kept = complete_steps(folder)
     assert KEEP in kept
     assert not {int(step) for step in failed} & set(kept)
     left = beside_whole_checkpoints(folder)
-    assert f"continuing after step {kept[-1]} " in finish(folder, *NO_OTHER_LARGE_FILES)
+    assert f"resuming after step {kept[-1]} " in finish(folder, *NO_OTHER_LARGE_FILES)
     assert [found for found in differences(folder, undisturbed, LAST) if "export" not in found] == []
     assert left == set()
 
@@ -337,11 +337,11 @@ def test_a_second_start_of_a_run_is_refused_and_changes_nothing_and_after_a_kill
             told = ends(folder, *FOR_EVER, code=2, told="second.txt")
             after = contents(run_folder(folder), folder / "exports", folder / "cache"), log_file(folder).read_bytes()
         end([first])
-    holder = f"a run of the same id saves there already (process {first.pid} on {socket.gethostname()})"
+    holder = f"locked by another run with the same id (process {first.pid} on {socket.gethostname()})"
     assert holder in told.splitlines()[-1]
     assert after == before
     with running(folder, *FOR_EVER, told="third.txt") as third:
-        wait_for(lambda: "continuing after step " in (folder / "third.txt").read_text(), [third])
+        wait_for(lambda: "resuming after step " in (folder / "third.txt").read_text(), [third])
 
 
 def test_a_start_that_is_refused_leaves_the_config_beside_the_logs_as_it_was(folder):
@@ -383,7 +383,7 @@ def test_a_shard_that_is_deleted_as_told_is_made_again_and_the_run_goes_on(folde
     shard = sorted((folder / "cache" / "train").glob("*.arrayrecord"))[1]
     for path in (*shard.parent.glob(f"{shard.stem}.*"), shard.parent / "manifest.json"):
         path.unlink()
-    assert f"continuing after step {KEEP} " in finish(folder)
+    assert f"resuming after step {KEEP} " in finish(folder)
     assert differences(folder, undisturbed, LAST) == []
 
 
@@ -394,7 +394,7 @@ def test_a_tracker_whose_folder_is_a_file_is_left_behind(folder, undisturbed):
     changed["trainer"]["tracker"] = {"type": "tensorboard", "logdir": "in_the_way"}
     write_config(folder, changed)
     told = finish(folder)
-    assert len(re.findall(r"tracker tensorboard: .*in_the_way.*; training goes on without it", told)) == 1
+    assert len(re.findall(r"tracker tensorboard: .*in_the_way.*; training continues without it", told)) == 1
     assert metrics(folder) == metrics(undisturbed)
 
 
@@ -478,7 +478,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_with_the_same_bytes(
     told = finish(folder)
     assert f"{newest} is damaged: " in told
     assert f"{newest} was set aside as damaged-step-30" in told
-    assert "continuing after step 20 " in told
+    assert "resuming after step 20 " in told
     aside = run_folder(folder) / "damaged-step-30"
     assert {path.removeprefix(str(aside)): found for path, found in contents(aside).items()} == damaged
     shutil.rmtree(aside)
@@ -494,7 +494,7 @@ def test_when_all_checkpoints_are_damaged_the_run_is_refused_and_no_byte_is_lost
     before = contents(*places)
     for _ in range(2):
         last = ends(folder, code=2).splitlines()[-1]
-        assert f"no checkpoint in {run_folder(folder)} is whole: damaged-step-10, damaged-step-20" in last
+        assert f"no checkpoint in {run_folder(folder)} is valid: damaged-step-10, damaged-step-20" in last
         after = {name.replace("damaged-", ""): found for name, found in contents(*places).items()}
         assert {name: after.get(name) for name in before} == before
 

@@ -114,7 +114,7 @@ def signal_twice(folder, moment, dice, delay=0.0):
     with running(folder) as process:
         wait_until(moment, folder, [process], last_logged(folder), dice)
         process.send_signal(signal.SIGTERM)
-        wait_for(lambda: "once more ends at once" in (folder / "told.txt").read_text(), [process])
+        wait_for(lambda: "send it again to exit immediately" in (folder / "told.txt").read_text(), [process])
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
         code = process.wait(timeout=DEADLINE_SECONDS)

@@ -37,6 +37,6 @@ def test_its_run_goes_on_with_its_cache(written, tmp_path):
     flags = ["--trainer.num_train_steps", "6", "--trainer.jax_compilation_cache_dir", "null"]
     done = run_in_process(["train", "old.yaml", *flags], folder)
     assert done.returncode == 0, done.stderr
-    assert f"continuing after step 4 from {folder}/checkpoints/{RUN}/step-4" in done.stderr
+    assert f"resuming after step 4 from {folder}/checkpoints/{RUN}/step-4" in done.stderr
     assert (folder / "checkpoints" / RUN / "step-6" / "manifest.json").exists()
     assert {path.name: path.read_bytes() for path in (folder / "cache" / "train").iterdir()} == before

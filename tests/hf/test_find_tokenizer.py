@@ -190,7 +190,7 @@ def test_files_that_are_no_tokenizer_are_never_asked_of_the_hub(name, message, t
     ("name", "message"),
     [
         ("no/such/folder", "no such folder; make one with `lmtrain tokenizer train --output no/such/folder FILES`"),
-        ("acme/none", "not to be had from the Hugging Face hub"),
+        ("acme/none", "not found locally or on the Hugging Face Hub"),
         ("memory://none", "there is no tokenizer.json"),
         ("nonsense://x", "Protocol not known: nonsense"),
         ("gone.model", "cannot be read"),

@@ -125,14 +125,18 @@ def test_what_the_hub_refuses_says_why_and_what_to_do(hub):
         'fetch_file("a b", "x")': ["'a b'", "write owner/name"],
         'fetch_file("acme/none", "x")': ["acme/none: x cannot be read from the hub", "no such repository", "spelling"],
         'fetch_file("acme/tiny@nope", "x")': ["has no revision 'nope'", f"{hub.url}/acme/tiny/tree/main"],
-        'fetch_file("acme/gated", "config.json")': ["is gated", f"ask for access at {hub.url}/acme/gated", "HF_TOKEN"],
+        'fetch_file("acme/gated", "config.json")': [
+            "gated repository",
+            f"request access at {hub.url}/acme/gated",
+            "HF_TOKEN",
+        ],
         'fetch_file("lab/private", "config.json")': ["it is private and it opens to a token alone", "set HF_TOKEN"],
-        'fetch_file("acme/closed", "x")': ["wants to know who asks", f"set HF_TOKEN to a token from {settings}"],
-        'fetch_file("acme/hidden", "x")': ["wants to know who asks", settings],
+        'fetch_file("acme/closed", "x")': ["authentication required", f"set HF_TOKEN to a token from {settings}"],
+        'fetch_file("acme/hidden", "x")': ["authentication required", settings],
         'use_token("hf_ofAStranger")': [],
-        'fetch_file("acme/gated@main", "config.json")': ["is gated", f"ask for access at {hub.url}/acme/gated"],
+        'fetch_file("acme/gated@main", "config.json")': ["gated repository", f"request access at {hub.url}/acme/gated"],
         'fetch_file("lab/private@main", "config.json")': ["it is private and the account of your token does not"],
-        'fetch_file("acme/forbidden", "x")': ["the token in HF_TOKEN has no right to this", settings],
+        'fetch_file("acme/forbidden", "x")': ["the token in HF_TOKEN lacks permission", settings],
         'use_token("hf_ofNobody")': [],
         'fetch_file("acme/tiny", "a")': [
             "the hub does not know the token in HF_TOKEN",
@@ -207,7 +211,7 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(hub):
     others = [f'fetch_file("acme/{name}", "b.json")' for name in ("tiny", "gone", "busy")]
     *cached, broken, gone, busy = hub.ask(*calls, 'fetch_file("acme/tiny", "none")', *others, setup=setup)
     assert cached == found
-    assert ": b.json cannot be read from the hub: the hub is out of order (it answers 503); try again later" in broken
+    assert ": b.json cannot be read from the hub: Hub server error (HTTP 503); try again later" in broken
     assert ": b.json cannot be read from the hub: Server disconnected" in gone
     assert ": b.json cannot be read from the hub: the hub has had too many requests from here" in busy
     for answer in (broken, gone, busy):

@@ -72,7 +72,7 @@ def test_training_begins_from_a_gated_model_and_its_exports_arrive(hub, base, co
 
 def test_what_the_hub_refuses_is_told_before_anything_is_computed(hub, base, config):
     for flags, environment, message in (
-        ([], {}, "acme/base@main: config.json cannot be read from the hub: the repository is gated"),
+        ([], {}, "acme/base@main: config.json cannot be read from the hub: gated repository"),
         (
             OWN,
             {},

@@ -115,7 +115,7 @@ def test_whether_an_upload_can_succeed_is_known_before_the_work(hub, export):
     check = 'check_upload("lab/new")'
     silent, broken = hub.ask(check, check, setup=short, HF_TOKEN=hub.token)
     assert f"lab/new: {fails}timed out" in silent
-    assert f"lab/new: {fails}the hub is out of order (it answers 502)" in broken
+    assert f"lab/new: {fails}Hub server error (HTTP 502)" in broken
     hub.requests.clear()
     upload = 'upload_folder("my export", "lab/new", "x")'
     reason = "lab/new: cannot be uploaded to: http://127.0.0.1:9 cannot be reached (Connection refused)"
@@ -148,7 +148,7 @@ def test_what_passes_is_tried_again_and_makes_no_second_commit(hub, export):
     )
     new = hub.repositories["lab/new"]
     assert done.stdout.strip() == f"{hub.url}/lab/new/commit/{new.branches['b']} [1.5, 2.5, 3.5, 4.5, 5.5]", done.stderr
-    assert "lab/new@b: the upload failed: the hub is out of order (it answers 503)" in done.stderr
+    assert "lab/new@b: the upload failed: Hub server error (HTTP 503)" in done.stderr
     assert new.messages("b") == ["step 10", "first"]
     assert {**new.files("b"), **export} == new.files("b")
     assert len(hub.asked("PUT ")) == 2  # the first was refused; what has arrived is not sent again
@@ -163,7 +163,7 @@ def test_what_does_not_pass_leaves_the_folder_and_says_how_to_upload_it(hub, exp
     folder = hub.home / "my export"
     answer, waits = hub.ask(upload, "waits", setup=NO_WAITS, HF_TOKEN=hub.token)
     assert answer.startswith(
-        "UserError: lab/new@b: cannot be uploaded to: the hub is out of order (it answers 503); try again later\n"
+        "UserError: lab/new@b: cannot be uploaded to: Hub server error (HTTP 503); try again later\n"
         f"  {folder} is kept; to upload it by hand: "
     )
     assert waits == [2, 8, 30]
@@ -198,13 +198,15 @@ def test_what_can_never_succeed_is_not_tried_again(hub, export):
         'use_token("hf_ofNobody")': [],
         'upload_folder("my export", "lab/old", "x")': ["the hub does not know the token in HF_TOKEN"],
         begin: [],
-        'upload_folder("my export", "lap/there", "x")': ["the token in HF_TOKEN has no right to this", "Bearer ***"],
-        'upload_folder("my export", "lap/none", "x")': ["the token in HF_TOKEN has no right to this", "Bearer ***"],
+        'upload_folder("my export", "lap/there", "x")': ["the token in HF_TOKEN lacks permission", "Bearer ***"],
+        'upload_folder("my export", "lap/none", "x")': ["the token in HF_TOKEN lacks permission", "Bearer ***"],
         'upload_folder("my export", "lab/new@refs/pr/9", "x")': ["it has no revision 'refs/pr/9'"],
         'upload_folder("my export", "lab/bad", "x")': [
             "lab/bad: cannot be uploaded to: the hub refuses (400): ordered by a test\n"
         ],
-        'upload_folder("my export", "lab/odd", "x")': [f"answers at {hub.url} is not a hub, or one of another time"],
+        'upload_folder("my export", "lab/odd", "x")': [
+            f"answers at {hub.url} is not a Hugging Face Hub, or an incompatible version"
+        ],
         'upload_folder("more", "lab/new", "x")': ["lab/new: cannot be uploaded to: the hub refuses (400): ordered by"],
         'upload_folder("card", "lab/new", "x")': [
             "lab/new: cannot be uploaded to: Invalid metadata in README.md. - no"

@@ -295,7 +295,7 @@ def test_a_finished_cache_of_a_data_set_is_used_without_looking_into_it(work):
     assert [shard.documents for shard in built.shards] == [300, 3, 40]
     shutil.rmtree(work / "data")
     assert build_cache(config(**settings), "train") == built
-    with pytest.raises(UserError, match="not to be had"):
+    with pytest.raises(UserError, match="not found locally"):
         build_cache(config(**settings | {"stream": False}), "train")
 
 

@@ -74,7 +74,7 @@ def test_rows_without_text_are_errors_in_their_place(folder):
     [
         ({}, "test", "no such split; it has train, validation"),
         ({"name": "other"}, "train", "BuilderConfig 'other' not found"),
-        ({"id": "/no/such/folder"}, "train", "no such folder, and not to be had from the Hugging Face hub"),
+        ({"id": "/no/such/folder"}, "train", "not found locally or on the Hugging Face Hub"),
         ({"id": "acme/none"}, "train", "a gated data set needs HF_TOKEN"),
         ({"id": "acme/none", "stream": True}, "train", "without a network, name a local folder"),
     ],

@@ -54,5 +54,5 @@ def test_a_run_with_config_text_cache_and_checkpoints_in_a_bucket(store, setting
     more = ["--trainer.id", "tiny", "--trainer.num_train_steps", "3"]
     longer = lmtrain("train", f"{store.url}/configs/tiny.yaml", *more, env=environment)
     assert longer.returncode == 0, longer.stderr
-    assert "continuing after step 2 from " in longer.stderr
+    assert "resuming after step 2 from " in longer.stderr
     assert f"{checkpoints}/tiny/step-3" in longer.stderr

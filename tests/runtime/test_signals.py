@@ -54,7 +54,7 @@ def test_the_first_signal_asks_and_says_what_happens(child, number):
     child.process.send_signal(number)
     child.expect("requested")
     child.process.stdin.write("\n\n")
-    notice = f"{number.name}: finishing this step and saving; once more ends at once\n"
+    notice = f"{number.name}: finishing this step and saving; send it again to exit immediately\n"
     assert child.end() == (0, "left\nend\n", notice)
 
 

@@ -115,7 +115,7 @@ def test_a_tracker_that_raises_when_opened_is_reported_once(warnings, error):
         tracker.log({}, step)
     tracker.finish()
     (warning,) = warnings()
-    assert warning == f"tracker x: {type(error).__name__}: {error}; training goes on without it"
+    assert warning == f"tracker x: {type(error).__name__}: {error}; training continues without it"
 
 
 def test_a_tracker_that_raises_at_a_log_is_reported_once_and_left_alone(warnings):
@@ -125,7 +125,7 @@ def test_a_tracker_that_raises_at_a_log_is_reported_once_and_left_alone(warnings
         tracker.log({}, step)
     tracker.finish()
     assert [call[2] for call in recorder.calls] == [0, 1, 2]
-    assert warnings() == ["tracker x: ConnectionError: the service is gone; training goes on without it"]
+    assert warnings() == ["tracker x: ConnectionError: the service is gone; training continues without it"]
 
 
 def test_an_artifact_that_cannot_be_kept_is_told_and_the_tracker_goes_on(warnings):
@@ -146,7 +146,7 @@ def test_a_library_that_exits_ends_neither_training_nor_its_own_thread_in_silenc
     tracker = BackgroundTracker("x", open_tracker)
     tracker.log({}, 0)
     tracker.finish()
-    assert warnings() == ["tracker x: SystemExit: log in first; training goes on without it"]
+    assert warnings() == ["tracker x: SystemExit: log in first; training continues without it"]
 
 
 def test_a_dead_tracker_is_not_called_slow_however_long_the_run_goes_on(warnings):
@@ -157,7 +157,7 @@ def test_a_dead_tracker_is_not_called_slow_however_long_the_run_goes_on(warnings
     for step in range(3000):
         tracker.log({}, step)
     tracker.finish()
-    assert warnings() == ["tracker x: ImportError: no such library; training goes on without it"]
+    assert warnings() == ["tracker x: ImportError: no such library; training continues without it"]
 
 
 def fill(recorder):
@@ -177,7 +177,7 @@ def test_a_full_queue_drops_what_comes_which_is_told_once_and_counted_at_the_end
     tracker = fill(recorder)  # one free place is left
     for step in range(5, 9):
         tracker.log({}, step)
-    full = "tracker x: too slow, its queue is full and calls are dropped; training goes on"
+    full = "tracker x: too slow, its queue is full and calls are dropped; training continues"
     assert warnings() == [full]
     recorder.gate.set()
     assert all(recorder.logged.acquire(timeout=300) for _ in range(6))
@@ -208,7 +208,7 @@ def test_a_call_that_hangs_is_told_once_and_training_goes_on(warnings, monkeypat
     assert recorder.busy.wait(300)
     for step in range(1, 4):
         tracker.log({}, step)
-    assert warnings() == ["tracker x: no answer for -1 s; training goes on"]
+    assert warnings() == ["tracker x: no answer for -1 s; training continues"]
     recorder.gate.set()
     tracker.finish()
     assert len(warnings()) == 1
@@ -231,7 +231,7 @@ def test_one_that_hangs_when_it_is_opened_is_told_too(warnings, monkeypatch):
     tracker.log({}, 1)
     gate.set()
     tracker.finish()
-    assert warnings() == ["tracker x: no answer for -1 s; training goes on"]
+    assert warnings() == ["tracker x: no answer for -1 s; training continues"]
 
 
 def test_a_tracker_that_waits_for_calls_does_not_hang(warnings, monkeypatch):

@@ -215,7 +215,7 @@ def test_a_full_disk_loses_no_line_and_all_are_there_once_there_is_room(tmp_path
     assert json.loads(text.splitlines()[300]) == line_of_step_301
     (notice,) = told.splitlines()
     assert "run.metrics.jsonl cannot be written: " in notice
-    assert notice.endswith("; training goes on, and metrics wait in memory until they can")
+    assert notice.endswith("; training continues, and metrics wait in memory until they can")
 
 
 def test_lines_that_waited_are_written_at_the_end_if_there_is_room_only_then(tmp_path):
@@ -230,5 +230,5 @@ def test_a_disk_that_stays_full_to_the_end_is_told_with_the_lines_that_are_lost(
     written = len(steps[-1])
     assert steps[-1] == list(range(1, written + 1))
     first, last = told.splitlines()
-    assert "; training goes on" in first
+    assert "; training continues" in first
     assert last.endswith(f"run.metrics.jsonl: {301 - written} lines of metrics could not be written")

@@ -213,7 +213,7 @@ def test_a_git_that_hangs_is_given_up_and_told(repository, folder, monkeypatch, 
     assert keep_code(str(folder), str(repository)) is None
     (warning,) = told()
     assert warning.startswith("the code could not be kept with the run: ")
-    assert warning.endswith("; training goes on")
+    assert warning.endswith("; training continues")
 
 
 def test_one_that_is_too_large_is_kept_without_its_files_which_is_told(repository, folder, monkeypatch, told):
@@ -324,7 +324,7 @@ def test_where_xla_dumped_nothing_it_is_told(dumps, tmp_path, told, empty):
     if empty:
         dumps.mkdir()
     assert keep_xla_dumps(str(tmp_path / "kept")) is None
-    assert told() == [f"XLA dumped nothing to {dumps}: what comes out of the compilation cache is not compiled"]
+    assert told() == [f"XLA dumped nothing to {dumps}: all programs came from the compilation cache"]
     assert not (tmp_path / "kept").exists()
 
 

@@ -109,7 +109,7 @@ def train(setup: Setup, stop: StopRequest, beside: Callable[[], str] = lambda: "
                 except StoppedError:  # while waiting for data that is not there yet
                     reporter.report(ends=True)
                     if processes.count > 1:  # the others would have to save too, and may not have been told to stop
-                        log.warning("stopped while waiting for data: the last checkpoint is where the run goes on")
+                        log.warning("stopped while waiting for data: the run resumes from the last checkpoint")
                     elif done > setup.first_step:
                         saver.save(state, done, Kind.TEMPORARY, at_once=True)
                     break

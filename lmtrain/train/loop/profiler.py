@@ -31,7 +31,7 @@ class Profiler:
             os.makedirs(self.folder, exist_ok=True)
             jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
         except Exception as error:  # whatever a disk or a driver has against it
-            log.warning(f"profiler: no trace can be made into {self.folder}: {error}; training goes on without it")
+            log.warning(f"profiler: no trace can be made into {self.folder}: {error}; training continues without it")
             return
         self._tracing = True
         log.info(f"profiling {self._config.num_steps} steps into {self.folder}")
@@ -60,7 +60,7 @@ class Profiler:
         try:
             jax.profiler.stop_trace()
         except Exception as error:
-            log.warning(f"profiler: the trace could not be written into {self.folder}: {error}; training goes on")
+            log.warning(f"profiler: the trace could not be written into {self.folder}: {error}; training continues")
             return False
         log.info(
             f"profile: {self.folder}; open it with `tensorboard --logdir {self.folder}` (and xprof), or its "

@@ -92,13 +92,13 @@ def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> li
         (
             sizes["optimizer"] // 2,
             True,
-            "optimizer.type: lion keeps half of Adam's moments, adafactor hardly any; learns otherwise",
+            "optimizer.type: lion keeps half of Adam's moments, adafactor hardly any; changes training dynamics",
         ),
         (
             sizes["params"] // 2,
             "copy of the parameters" in sizes,
-            "trainer.mp: bf16 keeps no float32 parameters and moments; less exact",
+            "trainer.mp: bf16 keeps no float32 parameters and moments; lower precision",
         ),
-        (saved // 2, True, f"model.seq_len: {config.seq_len // 2} halves activations; another model"),
+        (saved // 2, True, f"model.seq_len: {config.seq_len // 2} halves activations; changes the model"),
     ]
     return [text for _, applies, text in sorted(options, key=lambda option: -option[0]) if applies]

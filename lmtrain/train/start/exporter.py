@@ -121,7 +121,7 @@ class Exporter:
                 self._upload(step, tensors, output)
         except Exception as error:  # whatever it is, it must not end a run of weeks
             self.failed.append(step)
-            log.error(f"the export of step {step} failed, training goes on: {error}")
+            log.error(f"the export of step {step} failed, training continues: {error}")
 
     def _upload(self, step: int, tensors: list[np.ndarray], written: str | None) -> None:
         from lmtrain.hf.upload import upload_folder

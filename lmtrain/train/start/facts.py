@@ -24,7 +24,7 @@ def log_program(program: Program) -> None:
     for line in layout_table(model, program.layout, config.trainer.precision.params):
         log.info(f"  {line}")
     state = format_bytes(sum(program.state_bytes.values()))
-    log.info(f"  on each device {state} of state; `lmtrain plan` says what a step takes beside it")
+    log.info(f"  on each device {state} of training state; `lmtrain plan` estimates the peak memory")
 
 
 def describe_run(
@@ -53,7 +53,7 @@ def plan_work(program: Program) -> Work:
     kind = jax.devices()[0].device_kind
     device = find_accelerator(kind)
     if device is None:
-        log.info(f"no peak speed is known of {kind}: tokens per second are logged, but no MFU")
+        log.info(f"unknown peak FLOP/s of {kind}: tokens per second are logged, but no MFU")
         return Work(full, causal, None)
     log.info(
         f"MFU is in percent of {device.peak_flops / 1e12:,.0f} TFLOP/s ({device.name}, dense 16-bit products) on each "

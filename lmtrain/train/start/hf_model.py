@@ -169,7 +169,8 @@ def _check_agrees(ref: str, config: RunConfig) -> None:
         lines = [f"  model.{name}: {ours.get(name)} here, {theirs.get(name)} there" for name in sorted(differ)]
         report = "\n".join(lines)
         raise UserError(
-            f"{ref} is another model than this config's\n{report}\n  set use_hf_model_config: true to take its own"
+            f"{ref} does not match this config's model section\n{report}\n"
+            "  set use_hf_model_config: true to take its own"
         )
     _check_length(ref, config.model.seq_len, settings)
 

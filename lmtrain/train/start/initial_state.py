@@ -30,7 +30,7 @@ from lmtrain.train.start.restore import restore_state
 from lmtrain.train.start.resume import check_same_run
 from lmtrain.train.step.state import TrainState
 
-_OF_NO_USE = "of no use any more, the run has begun; to go back to an earlier step, move its later checkpoints away"
+_OF_NO_USE = "ignored, as this run has checkpoints and resumes from them; to roll back, move later step-N folders away"
 
 # Of a checkpoint's identity what the state of another run must share.
 _SAME_STATE = ("model", "optimizer", "tokenizer")
@@ -47,7 +47,7 @@ def own_checkpoint(config: RunConfig, checkpointer: Checkpointer, processes: Pro
         if own is not None:
             raise UserError(
                 f"trainer.load_checkpoint is false, but this run has {own.path}, and would save among the checkpoints "
-                "there; set it to null to go on, or begin anew with another --trainer.id"
+                "there; set it to null to resume, or start a new run with another --trainer.id"
             )
         return None
     if own is not None:  # once the run has saved something itself, that is where it goes on
@@ -90,7 +90,7 @@ def begin(
         check_same_run(own, run_info)
         for name in [name for name, value in settings.items() if value is not None]:
             log.info(f"{name}: {_OF_NO_USE}")
-        log.info(f"continuing after step {own.step:,} from {own.path}")
+        log.info(f"resuming after step {own.step:,} from {own.path}")
         return _restore(program, own, partial), own.step
     if trainer.initialize_from is not None:
         checkpoint = _other_run("trainer.initialize_from", trainer.initialize_from, run_info, program, processes)
@@ -131,7 +131,7 @@ def _restore(program: Program, checkpoint: Checkpoint, partial: bool) -> TrainSt
         except (ValueError, KeyError, OSError) as error:  # what Orbax raises for files it cannot make sense of
             raise UserError(
                 f"{checkpoint.path} cannot be read: {str(error).splitlines()[0]}; `lmtrain checkpoint verify` says "
-                "whether it is damaged, and trainer.checkpointer.verify_on_restore: full sets damaged ones aside"
+                "whether it is corrupt, and trainer.checkpointer.verify_on_restore: full sets damaged ones aside"
             ) from error
 
 

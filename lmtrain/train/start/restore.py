@@ -38,7 +38,7 @@ def restore_state(
     with local_copy(checkpoint, list(abstract.parts), staging_dir) as path:
         copies = abstract.ema_params is not None and not stored_shapes(path, "average")
         if copies:
-            log.info(f"{checkpoint.path} has no average: it begins as a copy of the parameters")
+            log.info(f"{checkpoint.path} has no average: it is initialized from the parameters")
             abstract = abstract.replace(ema_params=None)
         missing = _missing(checkpoint, path, abstract)
         if missing and fresh is None:
@@ -48,7 +48,7 @@ def restore_state(
             )
         wanted = {name: with_shardings(part, shardings.parts[name]) for name, part in abstract.parts.items()}
         if missing and fresh is not None:
-            log.warning(f"{checkpoint.path} lacks {_listed(missing)}: they begin with fresh values")
+            log.warning(f"{checkpoint.path} lacks {_listed(missing)}: randomly initialized instead")
             begun = fresh().parts
             parts = {name: load_some_arrays(path, name, part, begun[name]) for name, part in wanted.items()}
         else:

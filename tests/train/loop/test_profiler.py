@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_made_is_told_once_and_training_goes_on(recorded
     assert recorded == []
     (told,) = [record.message for record in caplog.records]
     assert told.startswith(f"profiler: no trace can be made into {folder}: ")
-    assert told.endswith("; training goes on without it")
+    assert told.endswith("; training continues without it")
 
 
 def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(recorded, monkeypatch, tmp_path, caplog):

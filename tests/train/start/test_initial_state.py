@@ -82,7 +82,7 @@ def test_1_a_run_goes_on_from_its_newest_checkpoint_and_ignores_the_settings_of_
             state, step = start(config, fresh=configure())
         assert step == int(state.step) == 5
         assert same(state.parts, newest.parts)
-        assert f"{setting}: of no use any more, the run has begun" in caplog.text
+        assert f"{setting}: ignored, as this run has checkpoints" in caplog.text
 
 
 def test_1_another_place_may_be_named_until_the_run_has_checkpoints_of_its_own():
@@ -168,13 +168,13 @@ def test_an_average_that_a_checkpoint_lacks_begins_as_its_parameters(setting, ca
         state, _ = start(configure(model_averaging={"beta": 0.9}, **where))
     assert same(state.params, other.params)
     assert same(state.ema_params, other.params)
-    assert "step-9 has no average: it begins as a copy of the parameters" in caplog.text
+    assert "step-9 has no average: it is initialized from the parameters" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("params/_METADATA", r"step-9 cannot be read: .*`lmtrain checkpoint verify` says whether it is damaged"),
+        ("params/_METADATA", r"step-9 cannot be read: .*`lmtrain checkpoint verify` says whether it is corrupt"),
         ("run.json", r"step-9: run.json is missing or damaged"),
     ],
 )
@@ -197,7 +197,10 @@ def test_another_place_to_load_from_is_told_to_be_of_no_use_once_the_run_has_its
     save("mine", 8)
     with caplog.at_level(logging.INFO):
         assert start(configure(load_checkpoint_path="checkpoints/elsewhere"))[1] == 8
-    assert "trainer.load_checkpoint_path: of no use any more, the run has begun; to go back" in caplog.text
+    assert (
+        "trainer.load_checkpoint_path: ignored, as this run has checkpoints and resumes from them; to roll back"
+        in caplog.text
+    )
 
 
 def test_where_a_run_began_may_be_taken_out_of_its_config():
