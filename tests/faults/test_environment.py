@@ -198,7 +198,7 @@ def test_a_full_disk_costs_later_checkpoints_only_and_the_same_command_ends_with
     assert code == 1
     told = "\n".join(log_lines(folder))
     failed = re.findall(r"the checkpoint of step (\d+) could not be saved: ", told)
-    ends = ("; training continues, and tries again", "; trying again now", "; that was the second try")
+    ends = ("; training continues, and saving is retried", "; trying again now", "; that was the second try")
     assert [told.count(end) for end in ends] == [len(failed) - 2, 1, 1]
     assert failed[-2:] == [str(LAST), str(LAST)]  # twice, as nothing comes after it
     last_line = f"lmtrain: error: the state after step {LAST} could not be saved, see above; run the same command"
@@ -217,7 +217,7 @@ def test_a_full_disk_costs_later_checkpoints_only_and_the_same_command_ends_with
 def test_when_there_is_room_again_later_checkpoints_are_saved(folder, room):
     with running(folder, *NO_OTHER_LARGE_FILES, told=os.devnull) as process:
         full_at_step_ten(process, folder, room)
-        wait_for(lambda: "training goes on" in "\n".join(log_lines(folder)), [process])
+        wait_for(lambda: "training continues" in "\n".join(log_lines(folder)), [process])
         with paused(process):
             room.give(process)
             begun_by_now = trained_steps(folder)[-1] // KEEP * KEEP
@@ -285,7 +285,7 @@ def test_a_save_that_fails_is_told_in_a_line_and_not_in_tracebacks(folder):
         full_at_step_ten(process, folder, room)
         process.wait(timeout=SECONDS)
     told = (folder / "told.txt").read_text()
-    assert "training goes on" in told
+    assert "training continues" in told
     assert "Traceback" not in told
 
 
