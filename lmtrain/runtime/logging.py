@@ -27,10 +27,10 @@ class _StderrHandler(logging.StreamHandler[Any]):
 def logging_restored() -> Iterator[None]:
     """Round a command: the logs that it starts end with it, and logging is afterwards as it was before.
 
-    A program may call several commands, or train several runs, and have a log of its own.
+    A program may call several commands, or train several runs, and have a log of its own. Levels of libraries stay:
+    what failed in one, and was handled, may be logged by it with a traceback when the process ends.
     """
-    others = [logging.getLogger(name) for name in _CHATTY]
-    handlers, level, propagate, levels = list(log.handlers), log.level, log.propagate, [one.level for one in others]
+    handlers, level, propagate = list(log.handlers), log.level, log.propagate
     try:
         yield
     finally:
@@ -41,8 +41,6 @@ def logging_restored() -> Iterator[None]:
             log.addHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
-        for one, earlier in zip(others, levels, strict=True):
-            one.setLevel(earlier)
 
 
 def start_console_log(processes: Processes = ALONE) -> None:
