@@ -19,7 +19,7 @@ from lmtrain.checkpoint.policies import Kind
 # Saves step 2 into each folder that it is told, in a process of its own, which is killed before the given one of its
 # changes to the folder: each is announced to `audit` by Python itself. Says how the process ended.
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, threading
 import jax.numpy as jnp  # before the processes part, or each would take seconds; no device is touched yet
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.config import CheckpointerConfig
@@ -28,7 +28,7 @@ from lmtrain.checkpoint.policies import Kind
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.ftruncate", "shutil.rmtree"}
 
 def save(folder, last, log):
-    left = last
+    left, one_at_a_time = last, threading.Lock()  # several threads change the folder
 
     def audit(event, arguments):
         nonlocal left
@@ -38,10 +38,11 @@ def save(folder, last, log):
             return
         if not os.fspath(arguments[0]).startswith(folder):
             return
-        left -= 1
-        os.write(log, f"{event} {os.fspath(arguments[0]).removeprefix(folder)}\\n".encode())
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        with one_at_a_time:
+            left -= 1
+            os.write(log, f"{event} {os.fspath(arguments[0]).removeprefix(folder)}\\n".encode())
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(audit)
     checkpointer = Checkpointer(folder, CheckpointerConfig())
