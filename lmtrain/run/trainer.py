@@ -30,14 +30,14 @@ class EmaConfig(Section):
     """An exponential moving average of the parameters."""
 
     type: Literal["ema"] = Field("ema", description="The kind of average")
-    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay")
+    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay factor of a step")
 
 
 class EmaDecaySqrtConfig(Section):
     """An exponential moving average, then one that begins anew and moves less and less, as 1 - sqrt."""
 
     type: Literal["ema_decay_sqrt"] = Field("ema_decay_sqrt", description="The kind of average")
-    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay before switch_step")
+    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay factor of a step, before switch_step")
     switch_step: int = Field(100_000, ge=0, description="Step from which the average moves as 1 - sqrt")
     decay_steps: int = Field(100_000, ge=1, description="Number of steps of the decay")
     epsilon: float = Field(1e-5, ge=0, lt=1, description="Minimum weight of an update")

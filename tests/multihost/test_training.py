@@ -117,7 +117,7 @@ def test_when_one_process_dies_or_hangs_the_other_ends_with_an_error(folder, fau
             process.kill()
             process.wait()
     told = (folder / f"{run}.{1 - victim}.txt").read_text()
-    assert "ends, and the run with it" in told or "another task died" in told
+    assert "is aborting the run" in told or "another task died" in told
 
 
 def test_a_mistake_that_one_process_makes_ends_the_other_too(folder):
