@@ -4,9 +4,9 @@
 
 Each change is one of: a comparison or an arithmetic operator becomes another, a number grows by one, true becomes
 false, a condition its opposite, `and` becomes `or`, a call of which nobody takes the result goes. It is made in a copy
-of the checkout; tests that import the changed module, and those of its folder's name, run until the first fails. A
-change is detected if one fails, or if they take four minutes. Prints the survivors as diffs and the share that was
-detected; `--out` appends a JSON line for each, and what is in it is not tried again.
+of the checkout; tests that import the changed module, or are named after it, run until the first one fails. A change
+is detected if a test fails that passes without it, or if the tests take ten minutes. Prints the survivors as diffs and
+the share that was detected; `--out` appends a JSON line for each change, and a change in that file is not tried again.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
              ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}  # fmt: skip
 _COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
              ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}  # fmt: skip
-_MOST_SECONDS = 240.0
+_MOST_SECONDS = 600.0
 _MOST_FILES = 6
 
 
@@ -121,14 +121,51 @@ def tests_near(path: str) -> list[str]:
     return [str(file.relative_to(ROOT)) for file in files[:_MOST_FILES]]
 
 
-def detected(copy: Path, tests: list[str], limit: float) -> bool:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", *tests]
-    environment = os.environ | {"PYTHONPATH": str(copy), "HF_HUB_OFFLINE": "1"}
-    try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return True
-    return done.returncode not in (0, 5)  # 5: no test was left to run
+class Checkout:
+    """A copy of the source in which changes are made and tests run."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._passing: set[str] = set()  # tests that pass on unchanged source
+        self._failing: set[str] = set()  # tests that fail on it, for example because a copy has no .git
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".*_cache"))
+
+    def try_change(self, place: Place) -> dict[str, object]:
+        """Make one change, run the tests near it, take it back. -> where it is, what failed, how long it took"""
+        file, tests, started = self._folder / place.path, tests_near(place.path), time.monotonic()
+        source = file.read_text(encoding="utf-8")
+        before, after = ast.unparse(ast.parse(source)) + "\n", changed(source, place.index)
+        while True:
+            file.write_text(after, encoding="utf-8")
+            try:
+                failed = self._first_failure(tests)
+            finally:
+                file.write_text(source, encoding="utf-8")
+            if failed is None or failed == "timeout" or self._passes(failed):
+                break
+        diff = "\n".join(list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))[2:])
+        seconds = round(time.monotonic() - started, 1)
+        return {**place._asdict(), "detected": failed is not None, "test": failed, "seconds": seconds, "diff": diff}
+
+    def _passes(self, test: str) -> bool:
+        if test not in self._passing | self._failing:
+            (self._passing if self._first_failure([test]) is None else self._failing).add(test)
+        return test in self._passing
+
+    def _first_failure(self, tests: list[str]) -> str | None:
+        """The name of the first test (or file) that fails; "timeout" if none did in time; None if all pass."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not long", *tests]
+        command += [word for test in self._failing for word in ("--deselect", test)]
+        environment = os.environ | {"PYTHONPATH": str(self._folder), "HF_HUB_OFFLINE": "1"}
+        keywords: dict = {"cwd": self._folder, "env": environment, "capture_output": True, "text": True}
+        try:
+            done = subprocess.run(command, timeout=_MOST_SECONDS, **keywords)
+        except subprocess.TimeoutExpired:
+            return "timeout"
+        if done.returncode in (0, 5):  # 5: no test was left to run
+            return None
+        found = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\w+)*)", done.stdout, re.MULTILINE)
+        return found[1] if found else f"exit code {done.returncode}"
 
 
 def main() -> None:
@@ -139,41 +176,26 @@ def main() -> None:
     parser.add_argument("--out", help="file of JSON lines")
     arguments = parser.parse_args()
     places = random.Random(arguments.seed).sample(all_places(arguments.packages), arguments.number)
-    known = {}
+    known: dict[Place, bool] = {}
     if arguments.out and os.path.exists(arguments.out):
         for line in Path(arguments.out).read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
-            known[entry["path"], entry["index"]] = entry["detected"]
+            known[Place(entry["path"], entry["index"])] = entry["detected"]
     with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".*_cache"))
+        checkout = Checkout(Path(temporary) / "copy")
         for number, place in enumerate(places, start=1):
             if place not in known:
-                known[place] = _try(copy, place, arguments.out)
-            print(f"{number}/{len(places)} {place.path} {place.index}: {'detected' if known[place] else 'SURVIVED'}")
+                entry = checkout.try_change(place)
+                known[place] = bool(entry["detected"])
+                if arguments.out:
+                    with open(arguments.out, "a", encoding="utf-8") as lines:
+                        lines.write(json.dumps(entry) + "\n")
+                if not known[place]:
+                    print(entry["diff"])
+            verdict = "detected" if known[place] else "SURVIVED"
+            print(f"{number}/{len(places)} {place.path} {place.index}: {verdict}", flush=True)
     share = sum(known[place] for place in places) / len(places)
     print(f"{share:.1%} of {len(places)} changes were detected")
-
-
-def _try(copy: Path, place: Place, out: str | None) -> bool:
-    file = copy / place.path
-    source = file.read_text(encoding="utf-8")
-    before, after = ast.unparse(ast.parse(source)) + "\n", changed(source, place.index)
-    began = time.monotonic()
-    file.write_text(after, encoding="utf-8")
-    try:
-        found = detected(copy, tests_near(place.path), _MOST_SECONDS)
-    finally:
-        file.write_text(source, encoding="utf-8")
-    diff = "\n".join(list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))[2:])
-    if not found:
-        print(diff, flush=True)
-    if out:
-        with open(out, "a", encoding="utf-8") as lines:
-            seconds = round(time.monotonic() - began, 1)
-            entry = {"path": place.path, "index": place.index, "detected": found, "seconds": seconds, "diff": diff}
-            lines.write(json.dumps(entry) + "\n")
-    return found
 
 
 if __name__ == "__main__":
