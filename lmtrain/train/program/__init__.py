@@ -1,1 +1,1 @@
-"""What a run compiles: the program, its memory and where its arrays lie."""
+"""The compiled program of a run: planning, memory estimate, layout of its arrays, XLA options."""

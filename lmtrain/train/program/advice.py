@@ -1,5 +1,5 @@
-"""Where the memory of a device goes, and what to turn down when a run does not fit: for `lmtrain plan`, and for a run
-that has run out of it."""
+"""Advice on device memory: what uses it, and which settings to change if a run does not fit. Used by `lmtrain plan`
+and for out-of-memory errors."""
 
 from lmtrain.config.describe import written
 from lmtrain.models.config import ModelConfig
@@ -9,7 +9,7 @@ from lmtrain.train.program.program import Program
 
 
 def estimate_memory(program: Program) -> Memory:
-    """What the training step takes on each device, estimated."""
+    """The estimated memory of the training step on each device."""
     config = program.config
     return plan_memory(
         config.model,
@@ -29,13 +29,13 @@ def estimate_memory(program: Program) -> Memory:
 
 
 def advice_for(program: Program) -> list[str]:
-    """What to turn down for a step that does not fit, what helps most first."""
+    """Settings to change for a step that does not fit, the most effective first."""
     fsdp = program.layout.mesh.shape["data"] > 1 and bool(program.config.trainer.fsdp_axis)
     return advise(estimate_memory(program), program.config.model, program.rows, fsdp)
 
 
 def explain_out_of_memory(program: Program, error: str) -> str:
-    """The first line of an error, where the memory goes, and what to change."""
+    """The first line of an error, the estimated use of memory, and what to change."""
     memory, trainer, model = estimate_memory(program), program.config.trainer, program.config.model
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in {**memory.state, **memory.work}.items())
     biggest = largest_arrays(program.abstract.parts, program.shardings.parts)
@@ -44,20 +44,20 @@ def explain_out_of_memory(program: Program, error: str) -> str:
     lines = [
         f"out of memory: {error.splitlines()[0]}",
         f"about {format_bytes(memory.total)} on each device: {parts}",
-        f"biggest arrays that lie there: {arrays}",
-        f"now: {program.rows} sequences of {model.seq_len} tokens at once on each part of the mesh, "
+        f"largest arrays of the state: {arrays}",
+        f"current settings: {program.rows} sequences of {model.seq_len} tokens at once on each part of the mesh, "
         f"{microbatches} microbatch{'es' if microbatches > 1 else ''}, gradient_checkpointing "
         f"{written(model.gradient_checkpointing)}, mp {trainer.mp}, mesh {dict(program.layout.mesh.shape)}, "
         f"parameters split by fsdp_axis {written(trainer.fsdp_axis)}",
-        "what to change, what helps most first:",
+        "what to change, the most effective first:",
     ]
     return "\n".join([*lines, *(f"  {line}" for line in advice_for(program))])
 
 
 def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> list[str]:
-    """Changes of settings, what acts on most bytes first.
+    """Suggested changes of settings, sorted by the bytes they affect.
 
-    `is_split` says that FSDP splits the state over several devices already.
+    `is_split`: FSDP already splits the state over several devices.
     """
     sizes = {"saved activations": 0, "one block's activations": 0, **memory.state, **memory.work}
     saved = sizes["saved activations"] + sizes["one block's activations"]
@@ -65,7 +65,7 @@ def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> li
         (
             saved + 1,  # before the next one, which costs more time
             config.gradient_checkpointing not in (True, "full", "offload"),
-            "model.gradient_checkpointing: true recomputes each block instead of keeping its values; same result",
+            "model.gradient_checkpointing: true recomputes each block instead of storing its activations; same result",
         ),
         (
             saved,
@@ -75,7 +75,7 @@ def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> li
         (
             sizes["optimizer"] + sizes["params"],
             not is_split,
-            "trainer.fsdp_axis: embed, with several devices, splits parameters and optimizer state over them; "
+            "trainer.fsdp_axis: embed splits parameters and optimizer state over the devices, if there are several; "
             "same result",
         ),
         (
@@ -92,12 +92,12 @@ def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> li
         (
             sizes["optimizer"] // 2,
             True,
-            "optimizer.type: lion keeps half of Adam's moments, adafactor hardly any; changes training dynamics",
+            "optimizer.type: lion stores half of Adam's moments, adafactor almost none; changes training dynamics",
         ),
         (
             sizes["params"] // 2,
             "copy of the parameters" in sizes,
-            "trainer.mp: bf16 keeps no float32 parameters and moments; lower precision",
+            "trainer.mp: bf16 stores parameters and moments in bfloat16, not float32; lower precision",
         ),
         (saved // 2, True, f"model.seq_len: {config.seq_len // 2} halves activations; changes the model"),
     ]

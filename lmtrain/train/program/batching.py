@@ -1,4 +1,4 @@
-"""How a batch is divided: over devices, and into microbatches."""
+"""Division of a batch over devices and into microbatches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,24 +10,24 @@ from lmtrain.run.trainer import TrainerConfig, num_microbatches
 
 @dataclass(frozen=True)
 class Batching:
-    """Sizes in sequences. Of each size of training batch, into how many microbatches it is divided."""
+    """Training batch size -> number of microbatches, and the evaluation batch size; sizes are in sequences."""
 
     num_microbatches: Mapping[int, int]
     eval_batch: int
 
 
 def check_seq_len(seq_len: int, parts: int) -> None:
-    """Raise `UserError` if sequences cannot be split over so many devices."""
+    """Raise `UserError` if sequences cannot be split over `parts` devices."""
     if seq_len % parts:
         near = " or ".join(map(str, nearest_divisors(seq_len, parts)))
         raise UserError(
-            f"model.seq_len: {seq_len} positions do not divide over {parts} devices (trainer.compute_axis_resources: "
-            f"position), but over {near}"
+            f"model.seq_len: {seq_len} positions cannot be split evenly over {parts} devices "
+            f"(trainer.compute_axis_resources: position); possible: {near}"
         )
 
 
 def plan_batching(config: TrainerConfig, shards: int) -> Batching:
-    """Divide batches over `shards` parts of the mesh. Raises `UserError` with the sizes that would work."""
+    """Divide batches over `shards` parts of the mesh. Raises `UserError` with valid sizes."""
     microbatches = {batch: _microbatches(config, batch, shards) for batch in config.batch_sizes.all}
     largest = max(batch // shards // number for batch, number in microbatches.items())
     per_device_eval = largest if config.per_device_eval_parallelism == -1 else config.per_device_eval_parallelism

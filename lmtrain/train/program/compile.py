@@ -1,4 +1,4 @@
-"""Compiling the step ahead of its first call, to be able to say how long it took and how large the program is."""
+"""Ahead-of-time compilation of the step, to log how long it takes and how large the program is."""
 
 import os
 import time
@@ -15,7 +15,7 @@ from lmtrain.sharding.within import Within
 
 
 class CompilingStep:
-    """The train step. Each size of batch is compiled when it first comes, which is told."""
+    """The train step, compiled at the first batch of each size; each compilation is logged."""
 
     def __init__(self, step: Within):
         self._step = step
@@ -26,9 +26,9 @@ class CompilingStep:
         return batch["tokens"].shape not in self._known
 
     def compile(self, state: Any, batch: Any, wishes: Any = None) -> dict[str, float]:
-        """Compile for batches like this one. The call after it finds the program: JAX keeps it with its arguments.
+        """Compile for batches of this shape. The next call reuses the program, which JAX caches by its arguments.
 
-        Returns `compile/tracing_seconds`, `compile/seconds` (those of XLA, or of its cache) and `compile/hlo_bytes`,
+        Returns `compile/tracing_seconds`, `compile/seconds` (in XLA or its cache) and `compile/hlo_bytes`,
         the size of the optimized program.
         """
         began = time.perf_counter()
@@ -40,7 +40,7 @@ class CompilingStep:
         self._known.add(shape)
         metrics = {"compile/tracing_seconds": traced - began, "compile/seconds": done - traced}
         size = ""
-        with suppress(Exception):  # not every backend shows its program
+        with suppress(Exception):  # not every backend exposes its program
             modules = compiled.runtime_executable().hlo_modules()
             metrics["compile/hlo_bytes"] = float(sum(len(one.as_serialized_hlo_module_proto()) for one in modules))
             size = f", {format_bytes(metrics['compile/hlo_bytes'])} of HLO"
@@ -56,7 +56,7 @@ class CompilingStep:
 
 @contextmanager
 def compilation_cache(folder: str | None) -> Iterator[None]:
-    """Within, compiled programs are kept in `folder`, so that the next start compiles nothing; None: as JAX is set."""
+    """Cache compiled programs in `folder` within this context, for the next start; None keeps JAX's settings."""
     if folder is None:
         yield
         return
@@ -76,4 +76,4 @@ def compilation_cache(folder: str | None) -> Iterator[None]:
 def _set(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
-    compilation_cache_of_jax.reset_cache()  # it is opened once, with the settings of then
+    compilation_cache_of_jax.reset_cache()  # JAX opens the cache once, with the settings at that time

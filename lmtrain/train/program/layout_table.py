@@ -1,4 +1,4 @@
-"""A table of what is split how: for `lmtrain plan` and the start of a run."""
+"""The table of how each parameter is split over devices, for `lmtrain plan` and the start of a run."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class _Row:
 
 
 def layout_table(model: LanguageModel, layout: Layout, dtype: str) -> list[str]:
-    """A table of the parameters: dimensions by name, size and mesh axis, how many scalars, and bytes on each device."""
+    """A table of the parameters: dimensions by name, size and mesh axis, number of scalars, and bytes per device."""
     boxes: Any = jax.tree_util.tree_leaves_with_path(
         abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
     )
@@ -38,11 +38,11 @@ def layout_table(model: LanguageModel, layout: Layout, dtype: str) -> list[str]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         rows.append(_Row(name, ", ".join(dims), math.prod(box.value.shape), format_bytes(size)))
     lines: list[str] = make_table(rows).splitlines()
-    lines[1] = lines[1].replace("_", " ")  # headings are names of fields
+    lines[1] = lines[1].replace("_", " ")  # headings are field names of _Row
     return lines
 
 
 def _over(mesh_axes: str | tuple[str, ...] | None, layout: Layout) -> str:
-    """`/data 4` for a dimension in four parts; nothing for a whole one."""
+    """`/data 4` for a dimension split into four parts; empty for one that is not split."""
     split = [f"{axis} {layout.mesh.shape[axis]}" for axis in as_names(mesh_axes) if layout.mesh.shape[axis] > 1]
     return f"/{'+'.join(split)}" if split else ""

@@ -1,16 +1,16 @@
-"""How much memory a training step takes on each device: exactly what is stored there, roughly what is temporary.
+"""Estimate of a training step's memory per device: exact for the state, approximate for temporary buffers.
 
-The step is at its largest in one of these phases; the estimate is that of the largest.
+Memory peaks in one of these phases; the estimate is the maximum over them.
 
-    backward   gradients, the activations saved for the backward pass, one block's own, gathered weights of two blocks
-    loss       the saved activations, the logits of a chunk, their gradients, the head and its float32 gradient
-    update     gradients, and what the optimizer makes of them
-    hessian    (Sophia-H) as backward and the loss, twice: values and their tangents
+    backward   gradients, activations saved for the backward pass, one block's activations, gathered weights of 2 blocks
+    loss       saved activations, the logits of a chunk and their gradients, the head and its float32 gradient
+    update     gradients and the updates that the optimizer computes
+    hessian    (Sophia-H) backward and loss twice: values and their tangents
 
-Beside each there is a copy of the parameters in the computation's type, where that is another one. Saved activations
-are counted in the traced program. A block has, at once, a share of what is not saved of it (the compiler fuses the
-rest away), and its largest values once more as gradients. The shares are fitted to the compilers' figures,
-which tools/bench/compiled.py prints beside the estimate.
+Every phase also holds a copy of the parameters in the compute dtype if that differs from theirs. Saved activations
+are counted in the traced program. Of a block's activations that are not saved, a fixed share is in memory at once (the
+compiler fuses the rest away), plus its largest array a second time as a gradient. The shares are fitted to the
+compilers' figures, which tools/bench/compiled.py prints next to the estimate.
 """
 
 import math
@@ -32,28 +32,28 @@ from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import bytes_per_device
 from lmtrain.train.step.state import TrainState
 
-# Of the values of a block that are computed again, the share that is in memory at once.
+# Share of a block's recomputed activations that is in memory at once.
 _HELD_OF_A_BLOCK = {"gpu": 0.4, "tpu": 0.3, "cpu": 0.4}
-# Of what is saved outside the blocks, the share that the compiler does not compute again from the rest.
+# Share of the residuals outside the blocks that the compiler stores instead of recomputing.
 _HELD_OUTSIDE = 0.4
-# Without gradient checkpointing, in an unrolled stack, the share of what JAX saves that the compiler keeps: it computes
-# activation functions and norms again where that saves memory traffic. In a loop it keeps all.
+# Share of JAX's residuals that the compiler stores in an unrolled stack without gradient checkpointing: it recomputes
+# activation functions and norms where that saves memory traffic. In a loop it stores all.
 _HELD_UNROLLED = {"gpu": 0.52, "tpu": 0.6, "cpu": 0.52}
-# Bytes of a logit: in bfloat16 from the product, and its gradient, a small part of them in float32.
+# Bytes per logit: the bfloat16 logit and its gradient, plus a small part of both in float32.
 _BYTES_OF_A_LOGIT = 5
-# Blocks whose weights are gathered at once: one and the next.
+# Number of blocks whose weights are gathered at once: the current and the next one.
 _GATHERED_BLOCKS = 2
 
-# Small buffers of all kinds: a share of the rest, up to a size that no program exceeds.
+# Other small buffers: a share of the rest, up to a size that no program exceeds.
 _OTHER_SHARE, _MOST_OTHER = 0.1, 150 * 2**20
 
-# A batch of so many rows is traced: a prime, so that it is seen in sizes that it was multiplied with.
+# Rows of the batch that is traced: a prime, so that it can be recognized as a factor of array sizes.
 _ROWS = 10_007
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device: `state` is stored all the time, `work` is temporary, in the step's largest `phase`."""
+    """Bytes per device: `state` is stored throughout, `work` is temporary, in the step's largest `phase`."""
 
     state: Mapping[str, int]
     work: Mapping[str, int]
@@ -66,7 +66,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Activations:
-    """Bytes on a device: kept for the backward pass, of a block that are computed again, of the largest one."""
+    """Bytes per device of activations: saved for the backward pass, recomputed per block, and of the largest array."""
 
     saved: int
     again: int
@@ -89,7 +89,7 @@ def plan_memory(
     hessian: str | None = None,
     platform: str = "cpu",
 ) -> Memory:
-    """`rows` are the sequences that a device computes at once; `state` is abstract; `inputs` the arrays of a batch."""
+    """Estimate the step's memory. `rows`: sequences per device at once; `state` is abstract; `inputs`: batch arrays."""
     params = state.params
     of_params = shardings.parts["params"]
     compute_params = with_dtype(params, compute_dtype)
@@ -131,9 +131,9 @@ def plan_memory(
 
 
 def largest_arrays(parts: Mapping[str, Any], shardings: Mapping[str, Any], number: int = 4) -> list[tuple[str, int]]:
-    """The arrays of the state that take most of one device: `params/tokens/embedding` and its bytes, the largest first.
+    """The largest arrays of the state and their bytes per device, such as `params/tokens/embedding`, largest first.
 
-    Adam's two moments of a parameter are two arrays.
+    Adam's two moments of a parameter count as two arrays.
     """
     sizes = jax.tree.map(lambda leaf, sharding: bytes_per_device(leaf, sharding), dict(parts), dict(shardings))
     named = [
@@ -144,7 +144,7 @@ def largest_arrays(parts: Mapping[str, Any], shardings: Mapping[str, Any], numbe
 
 
 def _gathered(params: Any, shardings: Any, num_layers: int) -> int:
-    """Of the stacked blocks one, with what FSDP splits put together; 0 where nothing is split over `data`."""
+    """Bytes of one block's weights that FSDP splits, gathered; 0 if nothing is split over `data`."""
 
     def one(leaf: Any, sharding: Any) -> int:
         names = [name for axes in sharding.spec for name in as_names(axes)]
@@ -180,15 +180,15 @@ def _activations(
     outside = int(_HELD_OUTSIDE * (one.split - kept))
     if policy is False and not config.scan_layers:
         kept = int(_HELD_UNROLLED[platform] * kept)
-    blocks = 1 if policy == "offload" else config.num_layers  # what goes into the others waits in the host's memory
+    blocks = 1 if policy == "offload" else config.num_layers  # the inputs of the other blocks are in the host's memory
     return _Activations(outside + kept * blocks, max(of_a_block - kept_whole, 0), largest)
 
 
 class _Residuals(NamedTuple):
-    """Bytes on a device that are kept for the backward pass, and those of the largest array of a block among them.
+    """Bytes per device saved for the backward pass, and bytes of the largest array of a block among them.
 
-    In `split` the residual stream is split along the sequence where tensor parallelism does that; in `whole` it is
-    gathered, as products inside a block take it.
+    `split` counts the residual stream as split along the sequence where tensor parallelism does that; `whole` counts
+    it as gathered, the form that matrix products inside a block need.
     """
 
     split: int
@@ -229,7 +229,7 @@ def _residuals(
 
 
 def _split_widths(model: LanguageModel, layout: Layout) -> dict[int, int]:
-    """Sizes of the dimensions that computation splits (heads, MLP), and into how many parts."""
+    """Sizes of the dimensions that computation splits (heads, MLP) -> number of parts."""
     boxes = jax.tree.leaves(abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
     sizes = {name: size for box in boxes for name, size in zip(box.names, box.value.shape, strict=True)}
     words = {word: activation for word, activation in ACTIVATION_OF.items() if word in sizes and word != "embed"}
@@ -244,13 +244,13 @@ def _logits(config: ModelConfig, model: LanguageModel, layout: Layout, rows: int
 
 
 def _head(config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str) -> int:
-    """The head together, and its float32 gradient."""
+    """Bytes of the gathered head and its float32 gradient."""
     size = config.padded(model.vocab_size) * config.hidden_dim // layout.num_parts("act_vocab")
     return size * (jnp.dtype(dtype).itemsize + 4)
 
 
 def _updates(optimizer: str, layout: Layout, params: Any) -> int:
-    """What an optimizer computes between gradients and parameters: Muon has whole matrices, spread over the devices."""
+    """Bytes of an optimizer's temporary buffers: Muon needs complete matrices, distributed over the devices."""
     if optimizer != "muon":
         return 0
     stacks = sum(4 * leaf.size for leaf in jax.tree.leaves(params.get("blocks", {})) if len(leaf.shape) > 2)

@@ -1,4 +1,4 @@
-"""What a run computes, before there are any arrays: model, optimizer, where everything lies, and the step."""
+"""The program of a run, before any arrays exist: model, optimizer, layout of all arrays, and the step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,19 +29,19 @@ from lmtrain.train.step.norms import Watch
 from lmtrain.train.step.state import TrainState, init_state, state_shardings
 from lmtrain.train.step.step import build_train_step
 
-# What XLA's errors say when an array finds no room.
+# Signs of an out-of-memory error in XLA's messages.
 _SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
 class OutOfMemoryError(RunError):
-    """A device has not enough memory for the run; the message says where it goes and what to turn down."""
+    """A device has not enough memory for the run; the message lists what uses it and which settings to change."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """`abstract` and `shardings` are the state's shapes and places; `train_step` is compiled when first called.
+    """The program of a run. `abstract` and `shardings` are the state's shapes and shardings.
 
-    `platform` is that of the devices: cpu, gpu or tpu.
+    `train_step` is compiled at its first call. `platform` of the devices: cpu, gpu or tpu.
     """
 
     config: RunConfig
@@ -56,7 +56,7 @@ class Program:
     platform: str
 
     def init(self) -> TrainState:
-        """A fresh state."""
+        """A newly initialized state."""
         trainer = self.config.trainer
         return init_state(
             self.model,
@@ -85,23 +85,23 @@ class Program:
     def eval_step(self, token_bytes: Any = None) -> Within:
         """The evaluation step: (params, batch) -> (summed loss, targets, bytes of their text).
 
-        `token_bytes` [V] are the lengths of the tokens' texts, if the tokenizer is known.
+        `token_bytes` [V] are the lengths of the tokens' texts in bytes, if the tokenizer is known.
         """
         precision = self.config.trainer.precision
         return build_eval_step(self.model, self.layout, precision.compute, token_bytes, self.xla_options)
 
     def eval_example(self) -> tuple[Any, Any]:
-        """Abstract parameters and a batch of evaluation, each array with its sharding."""
+        """Abstract parameters and an abstract evaluation batch, each array with its sharding."""
         state, _ = self.example()
         return state.params, self._batch(self.batching.eval_batch)
 
     def compile(self) -> Any:
-        """The compiled step for its largest batch, without any arrays: `as_text()`, `memory_analysis()`."""
+        """The step compiled for its largest batch, without any arrays: has `as_text()` and `memory_analysis()`."""
         return self.train_step.lower(*self.example()).compile()
 
     @property
     def xla_options(self) -> dict[str, Option]:
-        """The compiler's options for this run's platform."""
+        """XLA options for this run's platform."""
         return xla_options(self.config.trainer.xla_options, self.platform)
 
     @property
@@ -111,7 +111,7 @@ class Program:
 
     @property
     def flops_per_token(self) -> tuple[float, float]:
-        """Of forward and backward pass, with attention counted in full, and half of it, as a causal model needs."""
+        """FLOPs per token of forward and backward pass: with full attention, and with causal attention."""
         full, causal = (
             3 * self.config.model.num_flops_per_token(self.model.vocab_size, causal=causal) for causal in (False, True)
         )
@@ -119,21 +119,21 @@ class Program:
 
     @property
     def rows(self) -> int:
-        """The most sequences that a device computes at once."""
+        """The maximum number of sequences that a device computes at once."""
         shards = self.layout.num_batch_shards
         return max(batch // shards // number for batch, number in self.batching.num_microbatches.items())
 
     @property
     def state_bytes(self) -> dict[str, int]:
-        """What lies on each device all the time, by part of the state."""
+        """Bytes per device of each part of the state, stored throughout the run."""
         places = self.shardings.parts
         return {name: bytes_per_device(part, places[name]) for name, part in self.abstract.parts.items()}
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
-        """Turn an error of the compiler or of a device into one that says what to do.
+        """Convert errors of the compiler or a device into errors that say what to do.
 
-        Raises `OutOfMemoryError`, and `UserError` for an option of the compiler that it does not know.
+        Raises `OutOfMemoryError`, and `UserError` for an unknown XLA option.
         """
         try:
             yield
@@ -154,11 +154,11 @@ def plan_program(
     platform: str | None = None,
     islands: Sequence[int] | None = None,
 ) -> Program:
-    """The program of a run on `devices`, by default those that JAX has here. They may be of a topology that is not.
+    """The program of a run on `devices`, by default JAX's. They may belong to a topology that does not exist here.
 
-    `platform` is that of the devices which these stand for, if they are others; `islands` are as for `plan_layout`.
+    `platform` overrides the platform of `devices` if they stand in for other devices; `islands`: see `plan_layout`.
 
-    Raises `UserError` for what does not fit them.
+    Raises `UserError` for settings that do not fit the devices.
     """
     trainer = config.trainer
     devices = jax.devices() if devices is None else devices
@@ -199,22 +199,22 @@ def plan_program(
 
 
 def plan_attention(config: RunConfig, platform: str, trains: bool = True) -> str:
-    """The attention backend of this run on devices of a platform (cpu, gpu, tpu); logged, with the reason.
+    """The attention backend of this run on a platform (cpu, gpu, tpu); logged with the reason for the choice.
 
-    Raises `UserError` if the one that was asked for cannot do it.
+    Raises `UserError` if the requested backend does not support the run.
     """
     name, why = attention_choice(config, platform, trains)
     slow = platform != "cpu" and config.model.attn_backend == "auto" and name in ("xla", "blockwise")
     (log.warning if slow else log.info)(f"attention: {name} ({why})")
     if config.model.flash_attention_block_size is not None and name in ("xla", "cudnn", "triton"):
-        log.info(f"model.flash_attention_block_size: {name} has no use for it")
+        log.info(f"model.flash_attention_block_size: ignored by the attention backend {name}")
     return name
 
 
 def attention_choice(config: RunConfig, platform: str, trains: bool = True) -> tuple[str, str]:
-    """The attention backend on devices of a platform, and why. Raises `UserError` as `plan_attention` does.
+    """The attention backend on a platform, and the reason for it. Raises `UserError` like `plan_attention`.
 
-    Where nothing is trained there is no dropout, and no derivative.
+    `trains` false: neither dropout nor derivatives are needed.
     """
     model, needs = config.model, config.model.attention_needs
     if config.data.mask_across_documents:

@@ -1,4 +1,4 @@
-"""Options of XLA's compilers: defaults for each platform, chosen by the programs they make, and those of the config."""
+"""XLA compiler options: defaults for each platform, chosen by comparing compiled programs, and those of the config."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ _DEFAULTS: dict[str, dict[str, Option]] = {
     "cpu": {},
     "gpu": {},
     "tpu": {
-        # Otherwise a product whose inputs FSDP splits adds up partial results of its whole output in HBM: the layers of
-        # llama2_7b then take 1.7 times as long on 32 v5p.
+        # Without it, a product whose inputs FSDP splits accumulates partial results of its full output in HBM: the
+        # layers of llama2_7b then take 1.7 times as long on 32 v5p.
         "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
-        # The next weights are gathered while a product runs; without these options it waits for them.
+        # Overlap the all-gather of the next weights with the running product, which would wait for them otherwise.
         "xla_enable_async_all_gather": True,
         "xla_tpu_enable_async_collective_fusion": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
@@ -24,20 +24,20 @@ _DEFAULTS: dict[str, dict[str, Option]] = {
     },
 }
 
-# What XLA says of an option that it does not know, or of a value that the option cannot have.
+# Signs in XLA's messages of an unknown option or an invalid value.
 _REFUSALS = ("No such compile option", "While setting option")
 
 
 def xla_options(given: Mapping[str, Option | None], platform: str) -> dict[str, Option]:
-    """The options to compile with on a platform: its defaults, with `given` over them; null takes a default away."""
+    """The options to compile with on a platform: its defaults, overridden by `given`; null removes a default."""
     merged = {**_DEFAULTS[platform], **given}
     return {name: value for name, value in merged.items() if value is not None}
 
 
 def refused_option(error: Exception) -> UserError | None:
-    """What to tell the user if the compiler refused an option; None if the error is another one."""
+    """The `UserError` to raise if the compiler refused an option; None for any other error."""
     text = str(error)
     if not any(sign in text for sign in _REFUSALS):
         return None
     reason = text.splitlines()[0].partition(": ")[2]
-    return UserError(f"trainer.xla_options: XLA refuses an option: {reason}; correct it, or remove it")
+    return UserError(f"trainer.xla_options: invalid XLA option: {reason}; correct or remove it")

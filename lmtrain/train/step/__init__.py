@@ -1,1 +1,1 @@
-"""What a step computes: the train step, its state, losses and Hessians."""
+"""The computation of one step: the train step, its state, averaging, norms and Hessian estimates."""

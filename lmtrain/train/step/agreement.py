@@ -1,8 +1,8 @@
-"""What any process of a run wishes, known to all at the same step: to save, to stop, or to wait for every step.
+"""Agreement of a run's processes on when to save, to stop, or to wait for each step.
 
-One process's wish is granted at once. The wishes of several are a small array that the compiled step takes; it finds
-the greatest of each and returns them to every process. So all save after the same step, without a word between the
-hosts that the step does not exchange anyway.
+The request of a single process is granted at once. With several processes, the requests are a small array that is an
+input of the compiled step; the step computes the maximum of each and returns it to every process. All of them therefore
+save after the same step, without communication between hosts beyond what the step exchanges anyway.
 """
 
 from typing import Any, NamedTuple
@@ -16,13 +16,14 @@ from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.signals import StoppedError, StopRequest
 from lmtrain.sharding.mesh import Layout
 
-# How often several processes ask one another, while none of them trains, whether one is to end.
+# Several processes exchange stop requests at every N-th check while none of them trains.
 _LOOKS = 16
 
 
 class Wishes(NamedTuple):
-    """`save`: a checkpoint is due by the clock; `stop`: a signal wants the run to end; `wait`: steps are so long that
-    the next one is to begin only when this one is finished, as a signal could not end it."""
+    """Requests of a process. `save`: a checkpoint is due by the clock; `stop`: a signal requests the end of the run;
+    `wait`: steps are long, so the next one starts only when this one is finished, since a signal cannot interrupt it.
+    """
 
     save: bool = False
     stop: bool = False
@@ -33,7 +34,7 @@ class Wishes(NamedTuple):
 
 
 class Agreement:
-    """Between the processes of a run. `on_devices` and `learn` are called for every step, in turn."""
+    """Agreement between the processes of a run. Call `on_devices` and then `learn` for every step."""
 
     def __init__(self, processes: Processes, layout: Layout):
         self._alone = processes.count == 1
@@ -43,7 +44,7 @@ class Agreement:
         self._saved = 0
 
     def on_devices(self, mine: Wishes) -> Any:
-        """What the next step takes: this process's wishes, [devices, number of wishes], one row a device.
+        """The next step's input: this process's requests, [devices, number of requests], one row per device.
 
         None for a run of one process.
         """
@@ -53,7 +54,7 @@ class Agreement:
         return jax.make_array_from_process_local_data(self._sharding, local)
 
     def learn(self, step: int, greatest: Any) -> None:
-        """Take the wishes of all, `greatest` [number of wishes], which a step returned; None if it took none."""
+        """Record the requests of all processes: `greatest` [number of requests], as a step returned it, or None."""
         if greatest is None:
             return
         of_step = Wishes(*(bool(wish) for wish in greatest))
@@ -61,26 +62,26 @@ class Agreement:
         self._waits = of_step.wait
 
     def waits(self, mine: Wishes) -> bool:
-        """Whether all wait for the step under way before they begin another."""
+        """Whether all processes wait for the running step before they start the next one."""
         return mine.wait if self._alone else self._waits
 
     def granted(self, mine: Wishes) -> Wishes:
-        """What all do after this step."""
+        """The requests that all processes fulfil after this step."""
         if self._alone:
             return mine
         known, self._known = self._known, Wishes()
         return known
 
     def saved(self, step: int) -> None:
-        """Wishes to save that came with steps up to this one have been granted."""
+        """Mark the save requests of steps up to this one as fulfilled."""
         self._saved = step
 
 
 class StopCheck:
-    """For what takes long between two steps: call it again and again, in all processes equally often.
+    """A check for stop requests during long work between two steps: call it repeatedly, equally often in all processes.
 
-    Raises `StoppedError` in all of them at the same call, if a signal came to one. One process looks each time, several
-    at every sixteenth call, through the coordinator.
+    Raises `StoppedError` in all processes at the same call if one received a signal. A single process checks at every
+    call, several at every sixteenth, through the coordinator.
     """
 
     def __init__(self, processes: Processes, stop: StopRequest):

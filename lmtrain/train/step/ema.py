@@ -1,4 +1,4 @@
-"""An average of the parameters over the last steps, which often predicts better than the last ones themselves."""
+"""Moving average of the parameters over the last steps, which often predicts better than the last parameters."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -8,18 +8,18 @@ import jax.numpy as jnp
 
 from lmtrain.run.trainer import EmaConfig, EmaDecaySqrtConfig
 
-# The number of updates done -> how far the average moves to the parameters of now.
+# The number of updates done -> the weight of the current parameters in the average.
 Averaging = Callable[[jax.Array], jax.Array]
 
 Weights = Literal["last", "average"]
 
 
 def build_averaging(config: EmaConfig | EmaDecaySqrtConfig | None) -> Averaging | None:
-    """average = (1 - a) average + a parameters, after each update, beginning with the initial parameters.
+    """average = (1 - a) average + a parameters, after each update, starting from the initial parameters.
 
     ema             a = 1 - beta
-    ema_decay_sqrt  the same up to `switch_step`, then a = 1 - sqrt(t / decay_steps), t steps later: from the parameters
-                    of then to an average that hardly moves; never less than `epsilon`
+    ema_decay_sqrt  the same up to `switch_step`, then a = max(1 - sqrt(t / decay_steps), epsilon), t steps after the
+                    switch: the average starts at the parameters of that step and moves less and less
     """
     if config is None:
         return None
@@ -35,7 +35,7 @@ def build_averaging(config: EmaConfig | EmaDecaySqrtConfig | None) -> Averaging 
 
 
 def move_average(average: Any, params: Any, share: jax.Array) -> Any:
-    """Each leaf `share` of the way from `average` to `params`, in float32, kept in its own type."""
+    """average + share * (params - average) for each leaf, computed in float32, returned in the leaf's own dtype."""
 
     def one(old: jax.Array, new: jax.Array) -> jax.Array:
         old32, new32 = old.astype(jnp.float32), new.astype(jnp.float32)

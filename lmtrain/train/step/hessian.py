@@ -1,6 +1,6 @@
 """Estimates of the diagonal of the loss's Hessian, for Sophia (Liu et al. 2023, algorithms 1 and 2).
 
-Without dropout, and over the same microbatches as the gradient.
+They are computed without dropout and over the same microbatches as the gradient.
 """
 
 from typing import Any
@@ -25,12 +25,12 @@ def estimate_hessian(
     key: jax.Array,
     num_microbatches: int,
 ) -> Any:
-    """The diagonal for the mean loss of the batch, as the parameters, float32.
+    """The Hessian diagonal of the batch's mean loss: a float32 tree with the structure of the parameters.
 
     hutchinson             u * (H u) with u drawn from a normal distribution: unbiased
-    gauss_newton_bartlett  n g^2, g being the gradient of the mean loss of n targets drawn from the model's own
-                           prediction: never negative. It is that of the cross-entropy with the objective's weights:
-                           label smoothing does not change it, and z-loss has no part in it.
+    gauss_newton_bartlett  n g^2, where g is the gradient of the mean loss of n targets sampled from the model's own
+                           prediction: never negative. The loss is the cross-entropy with the objective's weights,
+                           without label smoothing and z-loss.
     """
     count = sum_of_weights(objective, batch)
     draw_key, sample_key = jax.random.split(key)
@@ -50,7 +50,7 @@ def estimate_hessian(
         hidden, head = _hidden(model, params, micro)
         targets = sample_targets(hidden, head, key, model.vocab_size)
         weights = objective.weights(micro)
-        # gradients of positions are independent, and their squares are to have the weights
+        # gradients of positions are independent, and the weights apply to their squares
         roots = weights if weights.dtype == bool else jnp.sqrt(weights)
 
         def loss(p: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Summing over parts of a batch, one after the other, so that only one part's activations are in memory."""
+"""Gradient accumulation: sums over microbatches, one after the other, so that only one's activations are in memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 def sum_over_microbatches(
     function: Callable[[Any, jax.Array], Any], batch: Any, key: jax.Array, num_microbatches: int
 ) -> Any:
-    """sum of `function(microbatch, key of its own)`: a tree of sums, in float32 if there are several."""
+    """Sum of `function(microbatch, its own key)`: a tree of sums, in float32 if there are several microbatches."""
     if num_microbatches == 1:
         return function(batch, jax.random.fold_in(key, 0))
-    # microbatch i takes rows i, i + n, ...: each then spans all devices, where halves of the batch would not
+    # microbatch i has rows i, i + n, ...: so each spans all devices; contiguous parts of the batch would not
     split = jax.tree.map(lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
     def one(sums: Any, indexed: Any) -> tuple[Any, None]:

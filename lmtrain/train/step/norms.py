@@ -1,6 +1,6 @@
 """Norms of gradients, parameters and updates: in total, by layer and by parameter, every few steps.
 
-Computed on the device within the step, and only in the steps that show them.
+They are computed on the device within the step, and only in the steps that log them.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from lmtrain.run.trainer import WatchConfig
 
-# What of a step's metrics holds them.
+# Key of a step's metrics that holds the norms.
 WATCH = "watch"
-# Names of metrics begin with these, by what is watched.
+# Watch target -> prefix of its metric names.
 _PREFIXES = {"grads": "grad", "params": "params", "updates": "updates"}
 
 
 class Watch:
-    """`axes` are the logical names of each parameter's dimensions: `layers` comes first in those that are stacked."""
+    """Norms of the watched trees. `axes`: logical axis names of each parameter; stacked ones start with `layers`."""
 
     def __init__(self, config: WatchConfig, axes: Any):
         self._config = config
@@ -27,13 +27,13 @@ class Watch:
         )
 
     def shows(self, step: int) -> bool:
-        """Whether the metrics after `step` updates have norms."""
+        """Whether the metrics after `step` updates include norms."""
         return bool(self._config.watch_targets) and step % self._config.interval == 0
 
     def on_device(self, step: jax.Array, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the trees `grads`, `params` and `updates` those that are watched, as what `by_name` takes.
+        """Norms of the watched ones of the trees `grads`, `params` and `updates`, in the form that `by_name` takes.
 
-        `step` is the number of updates with this one; where nothing is shown, all are 0.
+        `step` is the number of updates including this one; in steps that log no norms, all are 0.
         """
         watched = {name: trees[name] for name in self._config.watch_targets}
         if not watched:
@@ -44,9 +44,9 @@ class Watch:
         return {WATCH: jax.lax.cond(shows, self._compute, lambda _: zeros, watched)}
 
     def by_name(self, norms: Mapping[str, Any]) -> dict[str, float]:
-        """`grad/norm/total`, `grad/norm/blocks/<layer>` and, if that is wanted, each parameter's, on the host.
+        """Metrics on the host: `grad/norm/total`, `grad/norm/blocks/<layer>` and optionally one per parameter.
 
-        Without `split_scan_layers` it is `grad/norm/blocks`.
+        Without `split_scan_layers` the layers have one metric, `grad/norm/blocks`.
         """
         metrics: dict[str, float] = {}
         for target, found in norms.items():
@@ -72,7 +72,7 @@ class Watch:
         }
         layers: dict[str, Any] = {}
         for path, square in by_path.items():
-            if square.ndim:  # stacks of layers stand at the top of a model: blocks/attn/...
+            if square.ndim:  # stacks of layers are at the top level of a model: blocks/attn/...
                 stack = path.partition("/")[0]
                 layers[stack] = layers.get(stack, 0.0) + square
         total = sum(square.sum() for square in by_path.values())
@@ -83,6 +83,6 @@ class Watch:
 
 
 def _sum_of_squares(leaf: jax.Array, stacked: bool) -> jax.Array:
-    """Of all of it, a scalar; of a stack, one for each layer."""
+    """The sum of squares of an array: a scalar, or one value per layer of a stack."""
     squares = jnp.square(leaf.astype(jnp.float32))
     return squares.sum(axis=tuple(range(1, leaf.ndim))) if stacked else squares.sum()

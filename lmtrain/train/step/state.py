@@ -1,4 +1,4 @@
-"""What training changes: parameters, optimizer state, and the number of updates done."""
+"""The training state: parameters, optimizer state, and the number of updates done."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ ON_DISK = {"params": "params", "opt_state": "optimizer", "ema_params": "average"
 
 
 class TrainState(struct.PyTreeNode):
-    """`step` int32 scalar; the others are trees of arrays. `ema_params` are None without model averaging."""
+    """Training state. `step`: int32 scalar; the others: trees of arrays, `ema_params` None without model averaging."""
 
     step: Any
     params: Any
@@ -28,12 +28,12 @@ class TrainState(struct.PyTreeNode):
 
     @property
     def best_params(self) -> Any:
-        """What is exported: the average, where there is one."""
+        """The parameters to export: the average if there is one."""
         return self.params if self.ema_params is None else self.ema_params
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the step, under its names there: `ON_DISK`. No `average` without averaging."""
+        """Parts of a checkpoint, besides the step, by their names in it (`ON_DISK`); no `average` without averaging."""
         return {name: part for field, name in ON_DISK.items() if (part := getattr(self, field)) is not None}
 
     @classmethod
@@ -67,7 +67,7 @@ def init_state(
     seed: int,
     dtype: str,
 ) -> TrainState:
-    """A fresh state, each array computed where it lives. The same seed gives the same values on any mesh."""
+    """An initial state, each array computed on its devices. The same seed gives the same values on any mesh."""
 
     def init(key: jax.Array) -> TrainState:
         params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(initializer(model)(key)))

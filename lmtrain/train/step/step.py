@@ -39,13 +39,13 @@ def build_train_step(
     watch: Watch | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Within:
-    """The jitted step: (state, batch, wishes) -> (state after one update, metrics, wishes of all), on the device.
+    """The jitted step: (state, batch, wishes) -> (state after one update, metrics, maximum of wishes), on the device.
 
-    The loss is the mean of `objective` over the batch, whatever the number of microbatches, which `num_microbatches`
-    gives for each size of batch. The state is donated. `wishes` are those of a run's processes, by device, and what
-    comes back is the greatest of each; None for a run of one process (`agreement.py`). Dropout is a function of
-    (seed, step, microbatch). What the model sows and what `jit_log` is given comes out with the metrics. `options` are
-    the compiler's.
+    The loss is the mean of `objective` over the batch and does not depend on the number of microbatches, which
+    `num_microbatches` gives for each batch size. The state is donated. `wishes` are the requests of a run's processes,
+    by device; the step returns the maximum of each; None for a run of one process (`agreement.py`). Dropout is a
+    function of (seed, step, microbatch). Values that the model sows or that `jit_log` receives are part of the metrics.
+    `options` are compiler options.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -91,7 +91,7 @@ def build_train_step(
             metrics |= watch.on_device(state.step + 1, {"grads": gradients, "params": params, "updates": updates})
         logged = {name: total / parts for name, total in logged.items()} | also_logged.means
         if taken := metrics.keys() & logged.keys():
-            raise ValueError(f"jit_log: {', '.join(sorted(taken))}: lmtrain itself logs this; take another name")
+            raise ValueError(f"jit_log: {', '.join(sorted(taken))}: this name is reserved by lmtrain; use another one")
         metrics |= logged
         return TrainState(state.step + 1, params, moments, ema_params), metrics, wishes
 
@@ -118,7 +118,7 @@ def _loss_sum(
     rngs: Any,
     logged: Collected,
 ) -> jax.Array:
-    """The objective summed over a batch, without the logits of the whole; what the model sows goes to `logged`."""
+    """The objective summed over a batch, without the logits of the entire batch; sown values are added to `logged`."""
     how = {"method": hidden_and_head, "rngs": rngs, "mutable": [METRICS]}
     (hidden, head), sown = model.apply({"params": params}, batch, deterministic, **how)
     logged.add_sown(sown)

@@ -1,4 +1,4 @@
-"""Which attention a run takes, by what its config asks for and whether it trains."""
+"""The attention backend of a run, by its config and whether it trains."""
 
 import pytest
 
@@ -11,8 +11,8 @@ def config(**model):
     return RunConfig.model_validate({"model": {"type": "gpt2", **model}, "trainer": {"mp": "bf16"}})
 
 
-def test_dropout_keeps_no_kernel_from_evaluation_and_sampling():
-    """Which have none, and would otherwise refuse a backend that the run may use for them."""
+def test_dropout_does_not_restrict_the_backend_of_evaluation_and_sampling():
+    """They run without dropout, so a backend that does not support it is allowed."""
     dropping = config(attn_pdrop=0.1, attn_backend="blockwise")
     with pytest.raises(UserError, match="dropout on the attention weights"):
         attention_choice(dropping, "cpu")

@@ -52,7 +52,7 @@ def test_sizes(arguments, expected):
         ),
     ],
 )
-def test_what_does_not_divide_is_refused_with_sizes_that_would(arguments, message):
+def test_sizes_that_do_not_divide_are_refused_with_valid_sizes(arguments, message):
     with pytest.raises(UserError, match=re.escape(message) + "$"):
         plan(*arguments)
 

@@ -1,4 +1,4 @@
-"""The step is compiled once for each size of batch, ahead of its first call, and what it took is told."""
+"""The step is compiled once for each batch size, ahead of its first call, and times and size are logged."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ SIZES = [{"start": 0, "value": 4}, {"start": 2, "value": 8}]
 
 @pytest.fixture(scope="module")
 def compiled():
-    """How often XLA, or its cache, was asked for a program: a list that grows."""
+    """Compilation events of XLA or its cache: a list that grows with each compiled program."""
     events = []
 
     def listen(name, seconds, **_):
@@ -41,7 +41,7 @@ def batch(planned, rows: int, length: int = 8):
     return place_batch(local, planned.layout.batch, local_rows(planned.layout.batch, rows), rows)
 
 
-def test_what_was_compiled_ahead_is_what_the_calls_run_and_nothing_is_compiled_again(compiled):
+def test_calls_run_the_program_compiled_ahead_without_another_compilation(compiled):
     planned = program()
     step, state = CompilingStep(planned.train_step), planned.init()
     by_compile, by_call, new = [], [], []
@@ -62,7 +62,7 @@ def test_what_was_compiled_ahead_is_what_the_calls_run_and_nothing_is_compiled_a
     assert int(state.step) == 6
 
 
-def test_it_computes_what_the_step_does_that_it_was_made_from():
+def test_it_computes_the_same_as_the_plain_step():
     planned = program()
     step = CompilingStep(planned.train_step)
     state, data = planned.init(), batch(planned, 4)
@@ -76,14 +76,14 @@ def test_a_batch_is_new_by_its_shape():
     planned = program()
     step, state = CompilingStep(planned.train_step), planned.init()
     assert step.is_new(batch(planned, 4))
-    assert step.is_new(batch(planned, 4))  # asking changes nothing
+    assert step.is_new(batch(planned, 4))  # is_new does not change state
     step.compile(state, batch(planned, 4))
     assert not step.is_new(batch(planned, 4))
     assert step.is_new(batch(planned, 8))
     assert step.is_new(batch(planned, 4, length=4))
 
 
-def test_times_and_size_are_given_and_told(monkeypatch, caplog):
+def test_times_and_size_are_returned_and_logged(monkeypatch, caplog):
     seconds = iter([10.0, 12.5, 16.0])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(seconds))
     planned = program()
@@ -93,9 +93,9 @@ def test_times_and_size_are_given_and_told(monkeypatch, caplog):
     assert figures.keys() == {"compile/tracing_seconds", "compile/seconds", "compile/hlo_bytes"}
     assert (figures["compile/tracing_seconds"], figures["compile/seconds"]) == (2.5, 3.5)
     assert {type(value) for value in figures.values()} == {float}
-    told = caplog.records[-1].message
+    message = caplog.records[-1].message
     size = format_bytes(figures["compile/hlo_bytes"])
-    assert told == f"compiled the step for 8 sequences of 8 tokens: 2.5 s of tracing, 3.5 s of XLA, {size} of HLO"
+    assert message == f"compiled the step for 8 sequences of 8 tokens: 2.5 s of tracing, 3.5 s of XLA, {size} of HLO"
 
 
 def test_a_larger_program_has_more_hlo():

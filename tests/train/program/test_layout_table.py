@@ -1,4 +1,4 @@
-"""The table of parameters: what each is, how large, what it is split over, and what a device has of it."""
+"""The table of parameters: dimensions, size, the mesh axes they are split over, and bytes per device."""
 
 import math
 import re
@@ -18,7 +18,7 @@ MODEL = Gpt2LM(Gpt2Config(hidden_dim=64, num_heads=2, num_layers=3, seq_len=1024
 
 
 class FourDevices:
-    """A layout of 2 x 2 devices, of which there need be none."""
+    """A layout of 2 x 2 devices that need not exist."""
 
     def __init__(self):
         rules = plan_layout(PartitioningConfig(tensor_parallel_axes=["mlp", "heads"])).parameter_rules
@@ -31,7 +31,7 @@ def unboxed():
 
 
 def rows(layout, dtype: str = "float32") -> dict[str, list[str]]:
-    """The cells of each row by its first one."""
+    """First cell of each row -> its other cells."""
     lines = layout_table(MODEL, layout, dtype)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return {first: rest for first, *rest in cells}
@@ -51,11 +51,11 @@ def test_dimensions_have_names_and_sizes_and_scalars_are_counted():
     assert sum(sizes) == sum(leaf.size for leaf in jax.tree.leaves(unboxed()))
 
 
-def test_bytes_are_those_of_the_type_that_parameters_are_kept_in():
+def test_bytes_follow_the_dtype_of_the_parameters():
     assert rows(plan_layout(PartitioningConfig()), "bfloat16")["tokens/embedding"][-1] == "256.0 KiB"
 
 
-def test_what_is_split_says_over_what_and_each_device_has_its_part():
+def test_split_dimensions_name_the_mesh_axis_and_each_device_has_its_part():
     found = rows(FourDevices())
     assert found["tokens/embedding"] == ["vocab 2,048, embed 64/data 2", "131,072", "256.0 KiB"]
     up = found["blocks/mlp/up/kernel"]
@@ -63,7 +63,7 @@ def test_what_is_split_says_over_what_and_each_device_has_its_part():
 
 
 @pytest.mark.parametrize("layout", [plan_layout(PartitioningConfig()), FourDevices()], ids=["one", "four"])
-def test_dimensions_multiply_to_the_size_and_the_parts_to_what_a_device_has(layout):
+def test_dimensions_multiply_to_the_size_and_divided_by_the_parts_to_bytes_per_device(layout):
     found = rows(layout)
     del found["Parameter"]
     for name, (dimensions, size, on_each) in found.items():

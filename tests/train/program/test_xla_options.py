@@ -1,4 +1,4 @@
-"""Options of XLA's compiler: defaults of the platform, the config's over them, and what is told of unknown ones."""
+"""XLA options: defaults of the platform, overrides of the config, and errors for unknown ones."""
 
 import logging
 
@@ -20,7 +20,7 @@ def config(**options):
     )
 
 
-def test_the_config_s_options_come_over_the_platform_s_and_null_takes_one_away():
+def test_options_of_the_config_override_the_platform_defaults_and_null_removes_one():
     assert xla_options({}, "cpu") == {}
     default = xla_options({}, "tpu")
     assert default["xla_enable_async_all_gather"] is True
@@ -31,7 +31,7 @@ def test_the_config_s_options_come_over_the_platform_s_and_null_takes_one_away()
     }
 
 
-def test_options_are_no_part_of_the_run_id():
+def test_options_do_not_change_the_run_id():
     assert run_id(config(xla_new=3), "x", {}) == run_id(config(), "x", {})
 
 
@@ -45,7 +45,7 @@ def test_an_option_that_xla_refuses_is_named(options, name):
 
 
 def test_other_errors_are_left_alone():
-    assert refused_option(RuntimeError("RESOURCE_EXHAUSTED: no room")) is None
+    assert refused_option(RuntimeError("RESOURCE_EXHAUSTED: out of memory")) is None
 
 
 class Saved:
