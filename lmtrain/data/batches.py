@@ -1,4 +1,4 @@
-"""Batches as numpy arrays: one item of a Grain source is this process's part of one global batch."""
+"""Batches as numpy arrays. One item of a Grain source is this process's part of one global batch."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ from lmtrain.data.mixture import Mixture
 from lmtrain.data.token_store import TokenStore
 from lmtrain.data.windows import Shuffle, WindowOrder, num_eval_windows, wait_for_windows
 
-# Batches read ahead of the step: enough to hide a slow read, little against the model in memory.
+# Batches prefetched: enough to hide a slow read, small compared with the model in memory.
 _PREFETCH = 8
 
 
 class Batch(TypedDict):
-    """`tokens` int32 [rows, L]; `loss_mask` bool [rows, L], true where the next token is a target.
+    """One batch: `tokens` int32 [rows, L]; `loss_mask` bool [rows, L], true where the next token is a target.
 
-    With `mask_across_documents` also `segments` int32 [rows, L]: tokens attend to those of their own segment, which are
-    the documents of a window, or their parts in it, counted from 0. With `reset_positions` also `positions` int32
-    [rows, L]: those of tokens within their segment.
+    `segments` int32 [rows, L] is present with `mask_across_documents`: the document of each token, numbered from 0
+    within its window; tokens attend only within their segment. `positions` int32 [rows, L] is present with
+    `reset_positions`: the position of each token within its segment.
     """
 
     tokens: np.ndarray
@@ -37,11 +37,10 @@ class Batch(TypedDict):
 
 @dataclass(frozen=True)
 class TrainSource:
-    """Item t is the batch of step t: random access, so resuming is asking for the next step.
+    """Training batches by step: item t is the batch of step t. Access is random, so a resume just reads the next step.
 
-    With a `mixture` it says which of the `stores` each example is from; without, there is one store. `rows` are those
-    of this process, for each size of batch there is. `loss_weights` are those of the stores' tokens, None for no such
-    array in the batches.
+    `mixture` selects the store of each example; None means that there is one store. `rows` are the rows of this
+    process, by batch size. `loss_weights` are the weights of the tokens of each store; None leaves the array out.
     """
 
     stores: Sequence[TokenStore]
@@ -58,7 +57,7 @@ class TrainSource:
 
     @functools.cached_property
     def orders(self) -> list[WindowOrder]:
-        # sources of equal size must not be shuffled alike
+        # sources of equal size must not get the same order
         return [WindowOrder(self.shuffle, self.seed + number * 2**32) for number in range(len(self.stores))]
 
     def __len__(self) -> int:
@@ -93,7 +92,7 @@ class TrainSource:
 
 @dataclass(frozen=True)
 class EvalSource:
-    """Item i is batch i of the whole split, in order; rows past the end count nothing."""
+    """Evaluation batches in order: item i is batch i of the split. Rows past the end are masked."""
 
     store: TokenStore
     seq_len: int
@@ -105,7 +104,7 @@ class EvalSource:
 
     @property
     def whole(self) -> int:
-        """Batches of the whole split."""
+        """Number of batches in the entire split."""
         return -(-num_eval_windows(self.store.shards.tokens, self.seq_len) // self.batch_size)
 
     def __len__(self) -> int:
@@ -122,7 +121,7 @@ class EvalSource:
 def make_batch(
     tokens: np.ndarray, loss_mask: np.ndarray, begins: np.ndarray, with_segments: bool, with_positions: bool
 ) -> Batch:
-    """`begins` bool [rows, L] is true where a document begins."""
+    """Assemble a batch. `begins` bool [rows, L] is true at the first token of each document."""
     batch = Batch(tokens=tokens, loss_mask=loss_mask)
     if with_segments:
         batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32)
@@ -133,7 +132,7 @@ def make_batch(
 
 
 def open_cache(config: DataConfig, cache: Cache, seq_len: int) -> TokenStore:
-    """The tokens of a cache. Raises `UserError` if it will never hold one sequence."""
+    """Open the tokens of a cache. Raises `UserError` if a complete cache is shorter than one sequence."""
     store = open_store(config, cache)
     if store.shards.complete and store.shards.tokens < seq_len:
         raise too_little(store, seq_len)
@@ -141,15 +140,15 @@ def open_cache(config: DataConfig, cache: Cache, seq_len: int) -> TokenStore:
 
 
 def too_little(store: TokenStore, seq_len: int) -> UserError:
-    """The error for data that has not one sequence."""
+    """The error for data that is shorter than one sequence."""
     tokens = store.shards.tokens
     return UserError(f"{store.name}: {tokens:,} tokens are less than one sequence of {seq_len:,} (model.seq_len)")
 
 
 def iterate(source: TrainSource | EvalSource, start: int = 0) -> grain.DatasetIterator[Batch]:
-    """Items `start`, `start + 1`, ... read ahead in one background thread.
+    """Iterate over items `start`, `start + 1`, ..., prefetched in one background thread.
 
-    One thread: a store's readers are not shared between threads, and one reads far faster than a step computes.
+    One thread, since a store's readers are not thread-safe and one thread reads far faster than a step computes.
     """
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
     return iter(grain.MapDataset.source(source)[start:].to_iter_dataset(options))

@@ -1,12 +1,12 @@
-"""What a token cache says about itself. `data/` reads it, `preprocess/` writes it.
+"""Manifest and file format of a token cache. `data/` reads it, `preprocess/` writes it.
 
     <cache_dir>/<split>/manifest.json                      written last: its presence means complete
     <cache_dir>/<split>/shard-00000-of-00008.arrayrecord   blocks of tokens
     <cache_dir>/<split>/shard-00000-of-00008.json          written after its shard: this shard is finished
 
-A shard holds the documents of one source, in records of `block_tokens` tokens (the last one shorter). A record is its
-token ids, uint16 or uint32 as `dtype` says, and after them, uint16, how many of these tokens lie before the end of
-each document that ends among them: whoever reads a block knows its documents too. All numbers are little-endian.
+A shard holds the documents of one source, in records of `block_tokens` tokens (the last one shorter). A record holds
+its token ids (uint16 or uint32, see `dtype`), followed by the end offset in tokens of each document that ends in the
+record (uint16), so that a reader of one block also knows its documents. All numbers are little-endian.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -21,7 +21,7 @@ BLOCK_TOKENS = 16384
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One finished shard: where it came from and what it holds."""
+    """One finished shard: its source and its contents."""
 
     file: str
     source: dict[str, Any]
@@ -30,12 +30,12 @@ class ShardInfo:
     tokens: int
     documents: int
     skipped: int = 0
-    bad_records: list[str] = field(default_factory=list)  # the first of the skipped ones, each with its place
+    bad_records: list[str] = field(default_factory=list)  # the first skipped records, each with its location
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A finished split. `recipe` says how the tokens were made; the same recipe and sources give the same bytes."""
+    """Manifest of a finished split. `recipe` is how the tokens were made: equal recipe and sources give equal bytes."""
 
     split: str
     recipe: dict[str, Any]
@@ -57,17 +57,17 @@ class Manifest:
 
 
 def manifest_path(folder: str) -> str:
-    """Where the manifest of a cache is."""
+    """Path of the manifest of a cache."""
     return join(folder, "manifest.json")
 
 
 def shard_name(index: int, count: int) -> str:
-    """The name of the file of shard `index`, counted from 0."""
+    """File name of shard `index` (from 0), without extension."""
     return f"shard-{index:05d}-of-{count:05d}"
 
 
 def save_manifest(folder: str, manifest: Manifest) -> None:
-    """Write the manifest, which says that the cache is complete."""
+    """Write the manifest, which marks the cache as complete."""
     totals = {
         "format": FORMAT,
         "block_tokens": BLOCK_TOKENS,
@@ -78,20 +78,20 @@ def save_manifest(folder: str, manifest: Manifest) -> None:
 
 
 def load_manifest(folder: str) -> Manifest | None:
-    """The manifest of a finished split, None if there is none. Raises `UserError` if it cannot be understood."""
+    """Load the manifest of a finished split; None if there is none. Raises `UserError` if it is invalid."""
     path = manifest_path(folder)
     try:
         value = read_json(path)
     except FileNotFoundError:
         return None
     except UserError:
-        raise  # it cannot be looked at
+        raise  # access failed
     except ValueError as error:
-        raise UserError(f"{path}: damaged: {error}; delete the folder to build the cache again") from None
+        raise UserError(f"{path}: corrupt: {error}; delete the folder to build the cache again") from None
     if value.get("format") != FORMAT or value.get("block_tokens") != BLOCK_TOKENS:
         raise UserError(
-            f"{path}: written in format {value.get('format')} by another version of lmtrain, this one reads {FORMAT}; "
-            "delete the folder to build the cache again"
+            f"{path}: unsupported format {value.get('format')}, expected {FORMAT}: written by another version of "
+            "lmtrain; delete the folder to build the cache again"
         )
     return Manifest(
         split=value["split"],

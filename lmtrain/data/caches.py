@@ -1,4 +1,4 @@
-"""The token caches of a run, and how far they carry it."""
+"""Token caches of a run, and the number of steps they last."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from lmtrain.runtime.storage import is_url
 
 @dataclass(frozen=True)
 class Cache:
-    """One split of one source, complete or being built. `sources` is what each shard is made of."""
+    """Token cache of one split of one source, complete or being built. `sources` has the source of each shard."""
 
     folder: str
     recipe: Mapping[str, Any]
@@ -30,27 +30,27 @@ class Cache:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What the tokens and their order follow from; known before there are any. Where the text lies is not in it."""
+        """What determines the tokens and their order; known before any are built. Excludes the location of the text."""
         parts = [{name: value for name, value in s.items() if name not in ("url", "id")} for s in self.sources]
         return {"recipe": self.recipe, "sources": parts}
 
 
 @dataclass(frozen=True)
 class Caches:
-    """Those of a run, by the names of their sources; a run with one source calls it ""."""
+    """All caches of a run by source name; the name is "" in a run with one source."""
 
     train: Mapping[str, Cache]
     validation: Mapping[str, Cache]
 
     @property
     def identity(self) -> str:
-        """A hash of what the training tokens follow from, which a resumed run must find unchanged."""
+        """Hash of what determines the training tokens; a resumed run must find it unchanged."""
         parts = {name: cache.identity for name, cache in self.train.items()}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def open_store(config: DataConfig, cache: Cache) -> TokenStore:
-    """The tokens of a cache. Raises `UserError` if shards of it are missing or damaged."""
+    """Open the tokens of a cache. Raises `UserError` if shards are missing or corrupt."""
     if is_url(cache.folder):
         mirror = Mirror(cache.folder, config.mirror_dir, config.max_mirror_bytes)
         mirror.fetch_ahead(cache.shards)
@@ -63,19 +63,21 @@ def open_store(config: DataConfig, cache: Cache) -> TokenStore:
 
 
 def needs_all(config: DataConfig, epoch: int) -> str | None:
-    """Why the order of the data cannot be known before the training caches are complete; None if it can."""
+    """Reason why the data order is unknown until the training caches are complete; None if it is known."""
     if config.shuffle is True:
-        return "data.shuffle true needs the whole cache (a number shuffles within stretches, and starts early)"
+        return "data.shuffle true requires the complete cache (a number shuffles within blocks and starts earlier)"
     if epoch:
-        return "epoch needs to know how much data there is"
+        return "epoch requires the total number of tokens"
     if config.configs is not None and config.stop_strategy == "first_exhausted":
-        return "data.stop_strategy first_exhausted needs to know how much data there is"
+        return "data.stop_strategy first_exhausted requires the total number of tokens"
     return None
 
 
 def plan_mixture(config: DataConfig, names: list[str], batch_sizes: BatchSizes, seed: int) -> Mixture | None:
-    """The mixture of the sources `names`, None for a single one. Raises `UserError` for a weight of a source without
-    training text."""
+    """Mixture of the sources `names`; None for a single source.
+
+    Raises `UserError` if a source without training text has a weight.
+    """
     if config.configs is None:
         return None
     weights = config.train_weights
@@ -93,7 +95,7 @@ def plan_mixture(config: DataConfig, names: list[str], batch_sizes: BatchSizes, 
 
 
 def check_batch(config: DataConfig, caches: Caches, seq_len: int, batch_sizes: BatchSizes) -> None:
-    """Raise `UserError` if a batch takes more sequences than there are: it would hold the same text twice."""
+    """Raise `UserError` if a batch is larger than the data, since it would hold the same text twice."""
     if config.configs is not None:
         return
     (cache,) = caches.train.values()
@@ -109,7 +111,7 @@ def check_batch(config: DataConfig, caches: Caches, seq_len: int, batch_sizes: B
 def describe_epochs(
     config: DataConfig, caches: Mapping[str, Cache], seq_len: int, batch_sizes: BatchSizes
 ) -> list[str]:
-    """For each source, after how many steps all of its text has been trained on once, at its first share."""
+    """One line for each source: the number of steps in one epoch at its first weight."""
     weights = config.train_weights
     first = dict.fromkeys(caches, 1.0) if weights is None else weights if isinstance(weights, dict) else weights[0][1]
     whole = sum(first.get(name, 0.0) for name in caches)
@@ -117,7 +119,7 @@ def describe_epochs(
     for name, cache in caches.items():
         share = first.get(name, 0.0) / whole if name else 1.0
         if not share:
-            lines.append(f"{name} has no share of the first step")
+            lines.append(f"{name} has weight 0 at the first step")
             continue
         sequences = num_train_windows(cache.shards.tokens, seq_len)
         steps = f"{batch_sizes.whole_steps(int(sequences / share)):,} steps"
@@ -135,7 +137,7 @@ def plan_steps(
     epoch: int,
     seed: int,
 ) -> int:
-    """Steps of the run: `num_train_steps`, or fewer if the data is to end it."""
+    """Number of steps of the run: `num_train_steps`, or fewer if the end of the data ends the run."""
     if needs_all(config, epoch) is None:
         return num_train_steps
     windows = [num_train_windows(cache.shards.tokens, seq_len) for cache in caches.train.values()]

@@ -1,4 +1,4 @@
-"""Settings of the data: where the text is, how it becomes tokens, where the tokens are kept."""
+"""Settings of the data: text sources, tokenizer, and token cache."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,7 +9,7 @@ from lmtrain.config.errors import field_error
 
 
 def demo_tokenizer(demo: str) -> str:
-    """Where the demo keeps the tokenizer it learns."""
+    """Folder of the tokenizer that the demo trains."""
     return f"{demo.rstrip('/')}/tokenizer"
 
 
@@ -19,16 +19,16 @@ class SourceConfig(Section):
     train_urls: list[str] | None = Field(
         None,
         description="Training files (.jsonl .json .txt .parquet, plain or .gz .zst .bz2 .xz): paths and URLs with "
-        "braces ({1..8}) and globs (*), in this order",
+        "braces ({1..8}) and globs (*), read in this order",
     )
-    validation_urls: list[str] | None = Field(None, description="Validation files, written like train_urls")
+    validation_urls: list[str] | None = Field(None, description="Validation files, in the same form as train_urls")
     id: str | None = Field(None, min_length=1, description="Hugging Face dataset: a hub id or a local folder")
-    name: str | None = Field(None, description="Configuration of the dataset `id`; null: its default")
+    name: str | None = Field(None, description="Configuration of the dataset `id`; null: its default configuration")
     stream: bool = Field(False, description="Read the dataset `id` as a stream instead of downloading it first")
-    text_key: str = Field("text", description="Key of the text in each JSON line", min_length=1)
+    text_key: str = Field("text", description="Key (or Parquet column) of the text in each record", min_length=1)
     text_documents: Literal["line", "blank_line", "file"] = Field(
         "line",
-        description="What is a document in a .txt: each line, what stands between blank lines, or the whole file",
+        description="Unit of one document in a .txt file: a line, a block between blank lines, or the entire file",
     )
 
     @model_validator(mode="after")
@@ -37,16 +37,16 @@ class SourceConfig(Section):
             raise field_error("id", "set together with train_urls or validation_urls; remove one of them")
         for setting in ("name", "stream"):
             if getattr(self, setting) and self.id is None:
-                raise field_error(setting, "is about a Hugging Face dataset, and no id is set")
+                raise field_error(setting, "applies to a Hugging Face dataset, but no id is set")
         return self
 
     @property
     def has_train(self) -> bool:
-        """Whether it has training text, as far as its settings say."""
+        """Whether its settings name training text."""
         return bool(self.train_urls or self.id)
 
 
-# Names folders and metrics.
+# Used in names of folders and metrics.
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Weights = dict[str, Annotated[float, Field(ge=0)]]
 
@@ -57,78 +57,86 @@ class DataConfig(SourceConfig):
     demo: str | None = Field(
         None,
         min_length=1,
-        description="Folder of the built-in demo, made on first use: the running Python's standard library as "
-        "train and validation files, and an 8k tokenizer learned from it. Stands in for the two url settings",
+        description="Folder of the built-in demo, created on first use: the running Python's standard library as "
+        "training and validation files, and an 8k tokenizer trained on it. Replaces train_urls and validation_urls",
     )
     configs: dict[SourceName, SourceConfig] | None = Field(
-        None, description="Sources to mix, by name; each has its cache in cache_dir/<name>, and is evaluated by name"
+        None, description="Sources to mix, by name; each is cached in cache_dir/<name> and evaluated separately"
     )
     train_weights: Weights | list[tuple[StrictInt, Weights]] | None = Field(
-        None, description="Share of each of `configs`; or a list of [step, shares] where the shares change; null: equal"
+        None,
+        description="Sampling weight of each source in `configs`, on any scale; a list of [step, weights] changes them "
+        "during the run; null: equal weights",
     )
     tokenizer: str = Field(
         "gpt2",
         min_length=1,
-        description="A folder or URL with a tokenizer.json, such a file, a vocab.json with its merges.txt, a "
-        "sentencepiece .model, a hub id (owner/name@revision), "
-        "byte (256 bytes, built in), or passthrough (documents are lists of token ids)",
+        description="Tokenizer: a folder or URL with a tokenizer.json, such a file, a vocab.json with its merges.txt, "
+        "a sentencepiece .model, a hub id (owner/name@revision), byte (256 bytes, built in), or "
+        "passthrough (documents are lists of token ids)",
     )
     vocab_size: int | None = Field(
-        None, ge=1, le=2**32, description="Number of token ids there are, for the tokenizer passthrough only"
+        None, ge=1, le=2**32, description="Vocabulary size in tokens, for the tokenizer passthrough only"
     )
     cache_dir: str = Field(
-        "cache/", min_length=1, description="Folder of the tokenized data; <cache_dir>/<split>/ for each split"
+        "cache/", min_length=1, description="Folder of the token cache; each split is stored in <cache_dir>/<split>/"
     )
-    enforce_eos: bool = Field(True, description="End every document with the tokenizer's end-of-text token")
-    enforce_bos: bool = Field(False, description="Begin every document with the tokenizer's begin-of-text token")
+    enforce_eos: bool = Field(True, description="End-of-text (EOS) token is appended to every document")
+    enforce_bos: bool = Field(False, description="Begin-of-text (BOS) token is prepended to every document")
     mask_across_documents: bool = Field(
-        True, description="Tokens attend only to their own document, where a sequence holds several"
+        True, description="Document masking: tokens attend only within their own document when a sequence holds several"
     )
     reset_positions: bool = Field(
         False,
-        description="Positions begin at 0 with each document, or with its part in a sequence; off, they continue "
-        "through the sequence. MPT needs mask_across_documents with it",
+        description="Position ids restart at 0 at the start of each document; false: they count through the sequence. "
+        "MPT also requires mask_across_documents",
     )
     stop_strategy: Literal["restart", "first_exhausted"] = Field(
-        "restart", description="When a source of a mixture is used up: begin it again, or end the run"
+        "restart", description="Action when a source of a mixture is exhausted: restart that source, or end the run"
     )
     shuffle: bool | Annotated[int, Field(ge=2)] = Field(
         False,
-        description="Read the sequences of each epoch in an order of its own, by the seed; a number shuffles within "
-        "stretches of so many sequences",
+        description="Shuffle the sequences, in a new order each epoch: true shuffles all data, a number N shuffles "
+        "within blocks of N sequences",
     )
     on_bad_record: Literal["error", "skip"] = Field(
-        "error", description="A record that is not JSON, lacks the key or holds no text: stop, or count it and go on"
+        "error",
+        description="Action for a record that is not JSON, lacks the key or has no text: stop, or skip and count it",
     )
     max_bad_fraction: float = Field(
-        0.01, ge=0, le=1, description="With on_bad_record skip: more bad records than this share of a file are an error"
+        0.01,
+        ge=0,
+        le=1,
+        description="Maximum fraction of bad records in a file with on_bad_record skip; more are an error",
     )
     max_document_bytes: int = Field(
         10_000_000,
         ge=1,
-        description="Longer documents are an error, unless the tokenizer can split them safely",
+        description="Maximum document size in bytes; a longer one is an error unless the tokenizer can split it safely",
     )
     split_bytes: int = Field(
         256_000_000,
         ge=1,
-        description="Larger .jsonl and .txt files that are not compressed are read in parts of so many bytes, each a "
-        "shard of its own",
+        description="Part size in bytes: larger uncompressed .jsonl and .txt files are read in parts of this size, one "
+        "shard each",
     )
     mirror_dir: str = Field(
         "~/.cache/lmtrain/mirror",
         min_length=1,
-        description="Folder for copies of shards, of a cache_dir that is a URL",
+        description="Folder of local copies of shards when cache_dir is a URL",
     )
     max_mirror_bytes: int = Field(
-        100_000_000_000, ge=1, description="The copies in mirror_dir take about so much; the longest unused go first"
+        100_000_000_000,
+        ge=1,
+        description="Maximum size of mirror_dir in bytes, approximately; least recently used copies are deleted first",
     )
     num_preprocess_workers: int | None = Field(
-        None, ge=1, description="Processes that tokenize; null means one per core. Never changes the result"
+        None, ge=1, description="Number of tokenizer processes; null: one per core. Does not change the result"
     )
 
     @property
     def batch_types(self) -> dict[str, str]:
-        """The arrays of a batch, [rows, seq_len] each, and their types; see `lmtrain/data/batches.py`."""
+        """Dtypes of the arrays of a batch, each [rows, seq_len]; see `lmtrain/data/batches.py`."""
         types = {"tokens": "int32", "loss_mask": "bool"}
         more = {"segments": self.mask_across_documents, "positions": self.reset_positions}
         return types | {name: "int32" for name, wanted in more.items() if wanted}
@@ -149,36 +157,38 @@ class DataConfig(SourceConfig):
         if kinds and len(others) > 1:
             raise field_error(kinds[0], f"set together with {others[1]}; remove one ({kinds[0]}: null turns it off)")
         if (self.tokenizer == "passthrough") != (self.vocab_size is not None):
-            needed = "needed by the tokenizer passthrough, which cannot know it"
-            known = f"the tokenizer {self.tokenizer} has its own; remove it"
+            needed = "required by the tokenizer passthrough, which has no vocabulary"
+            known = f"the tokenizer {self.tokenizer} defines its vocabulary size; remove this setting"
             raise field_error("vocab_size", needed if self.vocab_size is None else known)
         mixed = {} if self.train_weights is None else self.train_weights
         steps = [] if isinstance(mixed, dict) else [step for step, _ in mixed]
         if not isinstance(mixed, dict) and (steps[:1] != [0] or steps != sorted(set(steps))):
             raise field_error(
-                "train_weights", f"entries of [step, map] begin at step 0 and ascend, but are at steps {steps}"
+                "train_weights", f"expected [step, weights] entries with steps ascending from 0, got steps {steps}"
             )
         shares = [mixed] if isinstance(mixed, dict) else [shares for _, shares in mixed]
         shares = shares if self.train_weights is not None else []
         if any(not sum(share.values()) for share in shares):
-            raise field_error("train_weights", "give no source any weight")
+            raise field_error("train_weights", "all weights are 0; set at least one above 0")
         for name in {name for share in shares for name in share}:
             if name not in (self.configs or {}):
-                raise field_error("train_weights", f"{name!r} is none of the sources in configs")
+                raise field_error("train_weights", f"unknown source {name!r}, not in configs")
         for name, source in (self.configs or {}).items():
             if shares and source.has_train and all(name not in share for share in shares):
-                raise field_error("train_weights", f"leave out {name!r}, which is in configs; set it, to 0 for none")
+                raise field_error(
+                    "train_weights", f"no weight for the source {name!r} of configs; set one (0 excludes the source)"
+                )
         return self
 
     def urls(self, split: str) -> list[str]:
-        """The urls of a split (`train` or `validation`) as written, before braces and globs; empty if it has none."""
+        """URLs of a split (`train` or `validation`) as written, before braces and globs are expanded."""
         if self.demo is not None:
             root = self.demo.rstrip("/")
             return [f"{root}/train.{{1..8}}-of-8.jsonl.gz" if split == "train" else f"{root}/validation.jsonl.gz"]
         return list((self.train_urls if split == "train" else self.validation_urls) or [])
 
     def sources(self) -> dict[str, "DataConfig"]:
-        """Each source as a config of its own, by name; a config without `configs` is its own only source, named ""."""
+        """Each source as a separate config, by name; a config without `configs` is its only source, named ""."""
         if self.configs is None:
             return {"": self}
         cache_dir = self.cache_dir.rstrip("/")

@@ -11,12 +11,12 @@ from lmtrain.runtime.atomic_files import file_sha256
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import download, join
 
-# The copies just asked for stay, whatever the limit: they are being read.
+# The most recently requested copies are never deleted, whatever the limit: they are being read.
 _KEPT = 8
 
 
 class Mirror:
-    """Copies of shards in `folder`, named by checksum; about `max_bytes` of them, the longest unused go first."""
+    """Local copies of shards in `folder`, named by checksum. Above `max_bytes` the least recently used are deleted."""
 
     def __init__(self, url: str, folder: str, max_bytes: int):
         self.url = url
@@ -28,24 +28,24 @@ class Mirror:
         try:
             os.makedirs(self._folder, exist_ok=True)
         except OSError as error:
-            raise UserError(f"data.mirror_dir: {folder} cannot be made: {error.strerror}") from None
+            raise UserError(f"data.mirror_dir: {folder} cannot be created: {error.strerror}") from None
 
     def locate(self, info: ShardInfo) -> str:
-        """The local copy of a shard, made if there is none. Raises `UserError` if it cannot be had, or is damaged."""
+        """Path of the local copy of a shard, downloaded if missing. Raises `UserError` if unavailable or corrupt."""
         path = os.path.join(self._folder, f"{info.sha256}.arrayrecord")
         with self._lock:
             alone = self._one_at_a_time.setdefault(path, threading.Lock())
             self._recent = [*(name for name in self._recent if name != path), path][-_KEPT:]
         with alone:
             if os.path.isfile(path) and os.path.getsize(path) == info.bytes:
-                os.utime(path)  # the last use, by which copies are chosen to go
+                os.utime(path)  # marks the last use, which decides what is deleted first
             else:
                 self._make_room(info.bytes)
                 self._copy(info, path)
         return path
 
     def fetch_ahead(self, shards: Shards) -> None:
-        """In the background, copy shards in their order while there is room for them."""
+        """Prefetch shards in their order in a background thread, up to the size limit."""
         threading.Thread(target=self._fetch, args=(shards,), name="mirror", daemon=True).start()
 
     def _fetch(self, shards: Shards) -> None:
@@ -57,7 +57,7 @@ class Mirror:
                     return
                 self.locate(info)
         except Exception:
-            return  # whoever needs the shard gets the error
+            return  # the reader of the shard gets the error
 
     def _copy(self, info: ShardInfo, path: str) -> None:
         source = join(self.url, info.file)
@@ -66,12 +66,12 @@ class Mirror:
             download(source, temporary)
             if os.path.getsize(temporary) != info.bytes or file_sha256(temporary) != info.sha256:
                 raise UserError(
-                    f"{source}: is not what the cache's manifest says: the cache is damaged; delete that shard, its "
+                    f"{source}: checksum mismatch with the manifest: the cache is corrupt; delete that shard, its "
                     f".json and {join(self.url, 'manifest.json')}, and run `lmtrain preprocess` again"
                 )
             os.replace(temporary, path)
         except FileNotFoundError:
-            raise UserError(f"{source} is missing: the cache is damaged; run `lmtrain preprocess` again") from None
+            raise UserError(f"{source} is missing: the cache is corrupt; run `lmtrain preprocess` again") from None
         except OSError as error:
             raise UserError(f"data.mirror_dir: {path} cannot be written: {error.strerror}") from None
         finally:
@@ -88,10 +88,10 @@ class Mirror:
                 if path not in self._recent:
                     used -= status.st_size
                     with contextlib.suppress(FileNotFoundError):
-                        os.remove(path)  # a reader that has it open keeps it
+                        os.remove(path)  # a reader that has it open can still read it
 
     def _copies(self) -> list[tuple[str, os.stat_result]]:
-        """All there are, the longest unused first; other processes take some away meanwhile."""
+        """All copies, least recently used first. Other processes may delete some at the same time."""
         found = []
         for entry in os.scandir(self._folder):
             if entry.name.endswith(".arrayrecord"):
@@ -101,11 +101,11 @@ class Mirror:
 
 
 def warn_if_small(url: str, shards: Shards, max_bytes: int) -> None:
-    """A full shuffle reads everywhere: say so where the copies of a complete cache do not fit."""
+    """Warn if a complete cache does not fit the mirror, since a full shuffle reads from all shards."""
     size = sum(info.bytes for info in shards.infos)
     if size > max_bytes:
         log.warning(
             f"{url}: {size / 1e9:.1f} GB of shards do not fit data.max_mirror_bytes ({max_bytes / 1e9:.1f} GB), and "
-            "data.shuffle true reads all over them: they will be fetched again and again. Shuffle within stretches "
-            "(data.shuffle: a number), or give more room"
+            "data.shuffle true reads from all of them: they will be downloaded repeatedly. Set data.shuffle to a "
+            "number to shuffle within blocks, or raise data.max_mirror_bytes"
         )

@@ -1,10 +1,10 @@
-"""Which source each example of a mixture comes from: exact shares in every block, a pure function of its index.
+"""Source of each example of a mixture: exact shares in every block, a pure function of the example index.
 
 Examples are taken in blocks of 2048. In each block every source has its share of places, rounded by largest remainder,
-and a keyed permutation of the block says where. If rounding would change a share by more than 1 %, as that of a source
-with a few places would, shares are rounded over several blocks, which take turns with the remaining places. A place is
-the next example of its source, so that the same example index always is the same example, whatever came before a
-restart. Where the weights change, a new sequence of blocks begins.
+and a keyed permutation of the block assigns the places. If rounding would change a share by more than 1 % (a source
+with few places), shares are rounded over several blocks, and the remaining places are spread over them. A place is
+the next example of its source, so an example index always gives the same example, also after a restart. A new
+sequence of blocks starts where the weights change.
 """
 
 import functools
@@ -18,27 +18,27 @@ from lmtrain.data.permutation import permute
 
 BLOCK = 2048
 
-# Shares are rounded over so many blocks at most, and over fewer if no share is changed by more than the tolerance.
+# Maximum number of blocks to round shares over; fewer are used if no share changes by more than the tolerance.
 _MOST_BLOCKS = 4096
 _TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
 class Phase:
-    """From example `start` on, the sources have these shares (any scale)."""
+    """Weights of the sources (on any scale) from example `start` on."""
 
     start: int
     weights: tuple[float, ...]
 
 
 class Mixture:
-    """`source_of(index)` gives, for global example numbers, the source of each and its number within that source."""
+    """Mixture of sources. `source_of(index)` maps global example numbers to sources and to numbers within them."""
 
     def __init__(self, phases: Sequence[Phase], seed: int):
         assert phases[0].start == 0
         self._seed = seed
         self._starts = np.array([phase.start for phase in phases], np.int64)
-        self._counts = [block_counts(phase.weights) for phase in phases]  # [blocks that take turns, sources]
+        self._counts = [block_counts(phase.weights) for phase in phases]  # [blocks in a cycle, sources]
         zeros = np.zeros((1, len(phases[0].weights)), np.int64)
         self._until = [np.concatenate([zeros, np.cumsum(counts, axis=0)]) for counts in self._counts]
         self._before = [np.zeros(len(phases[0].weights), np.int64)]
@@ -47,7 +47,7 @@ class Mixture:
         self._block = functools.lru_cache(64)(self._make_block)
 
     def source_of(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`index` int64 [rows] -> sources int64 [rows], and numbers int64 [rows] counted from 0 in each source."""
+        """Map `index` int64 [rows] to sources int64 [rows] and numbers int64 [rows], counted from 0 in each source."""
         phases = np.searchsorted(self._starts, index, side="right") - 1
         sources, numbers = np.empty_like(index), np.empty_like(index)
         for row, (at, phase) in enumerate(zip(index.tolist(), phases.tolist(), strict=True)):
@@ -58,7 +58,7 @@ class Mixture:
         return sources, numbers
 
     def examples_within(self, limits: Sequence[int], most: int) -> int:
-        """How many examples, at most `most`, there are before one source would give more than its limit."""
+        """Number of examples, at most `most`, before any source exceeds its limit."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -68,20 +68,20 @@ class Mixture:
         return low
 
     def _taken(self, phase: int, examples: int) -> np.ndarray:
-        """How many examples of each source the first `examples` of a phase hold."""
+        """Number of examples of each source among the first `examples` of a phase."""
         whole, rest = divmod(examples, BLOCK)
         sources, _ = self._make_block(phase, whole)
         taken: np.ndarray = self._whole_blocks(phase, whole)
         return taken + np.bincount(sources[:rest], minlength=len(taken))
 
     def _whole_blocks(self, phase: int, blocks: int) -> np.ndarray:
-        """How many examples of each source the first `blocks` blocks of a phase hold."""
+        """Number of examples of each source in the first `blocks` blocks of a phase."""
         turns, rest = divmod(blocks, len(self._counts[phase]))
         until = self._until[phase]
         return np.asarray(turns * until[-1] + until[rest])
 
     def _make_block(self, phase: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place of a block its source, and how many places before it in the block have the same one."""
+        """Source of each place of a block, and the number of earlier places in the block with the same source."""
         counts = self._counts[phase][block % len(self._counts[phase])]
         key = np.full(BLOCK, phase * 2**40 + block, np.int64)
         order = permute(np.arange(BLOCK), BLOCK, self._seed, key)
@@ -94,9 +94,9 @@ class Mixture:
 
 
 def block_counts(weights: Sequence[float]) -> np.ndarray:
-    """Places of each source in a block, int64 [blocks that take turns, sources]; each row has 2048 in all.
+    """Places of each source in a block, int64 [blocks in a cycle, sources]; each row sums to 2048.
 
-    Raises `UserError` for a share that is so small that no block would have a place for it.
+    Raises `UserError` for a share so small that no block has a place for it.
     """
     shares = np.array(weights, np.float64) / np.sum(weights)
     blocks = 1
@@ -109,14 +109,14 @@ def block_counts(weights: Sequence[float]) -> np.ndarray:
     if (lost := (totals == 0) & (shares > 0)).any():
         smallest = min(weight for weight, is_lost in zip(weights, lost, strict=True) if is_lost)
         raise UserError(
-            f"data.train_weights: {smallest} of {sum(weights):g} is too small a "
-            f"share: none of {BLOCK * blocks:,} examples; set it to 0, or to more"
+            f"data.train_weights: {smallest} of {sum(weights):g} is too small: it gives "
+            f"0 of {BLOCK * blocks:,} examples; set it to 0 or raise it"
         )
     return _take_turns(totals, blocks)
 
 
 def _round(shares: np.ndarray) -> np.ndarray:
-    """To whole numbers of the same sum: rounded down, the rest to those with the largest remainders."""
+    """Round to integers with the same sum: down, then up by one for those with the largest remainders."""
     counts = np.floor(shares).astype(np.int64)
     largest_first = np.argsort(counts - shares, kind="stable")
     counts[largest_first[: round(shares.sum()) - int(counts.sum())]] += 1
@@ -124,15 +124,15 @@ def _round(shares: np.ndarray) -> np.ndarray:
 
 
 def _take_turns(totals: np.ndarray, blocks: int) -> np.ndarray:
-    """`totals` spread evenly over the blocks, a power of two of them.
+    """Spread `totals` evenly over the blocks, whose number is a power of two.
 
-    What is left after an even division is drawn by systematic sampling (Madow 1949): remainders lie end to end on a
-    line, and a block takes one of each that its comb, with teeth one apart, hits. Combs begin at van der Corput's
-    points, so that hits of a source are far apart.
+    The remainders of an even division are assigned by systematic sampling (Madow 1949): they are laid end to end on a
+    line, and a block takes one of each that its comb, with teeth one apart, hits. The combs start at the points of the
+    van der Corput sequence, so that the hits of a source are far apart.
     """
     each, left = np.divmod(totals, blocks)
     ends = np.concatenate([[0], np.cumsum(left)])
     bits = blocks.bit_length() - 1
     begins = np.array([int(f"{block:0{bits}b}"[::-1], 2) if bits else 0 for block in range(blocks)])
-    teeth = -((begins[:, None] - ends[None, :]) // blocks)  # how many lie before each end
+    teeth = -((begins[:, None] - ends[None, :]) // blocks)  # number of teeth before each end
     return np.asarray(each + np.diff(teeth, axis=1))

@@ -1,4 +1,4 @@
-"""A shuffle that needs no memory: a keyed permutation of 0 .. n-1, computed for any index alone.
+"""Shuffle without memory: a keyed permutation of 0 .. n-1, computed for each index separately.
 
 A Feistel network (Luby and Rackoff 1988) permutes the smallest domain of an even number of bits that holds n; results
 outside 0 .. n-1 are sent through it again until they are inside, which keeps it a permutation ("cycle walking", Black
@@ -11,7 +11,7 @@ _ROUNDS = 6
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarray:
-    """Where `index` (int64, each in 0 .. n-1) goes in the order of (seed, epoch); every epoch has another order."""
+    """Permute `index` (int64, each in 0 .. n-1) in the order of (seed, epoch); the order differs in every epoch."""
     half = max(1, (max(n - 1, 1).bit_length() + 1) // 2)
     key = _mix(_mix(np.uint64(seed) + np.zeros(index.shape, np.uint64)) ^ epoch.astype(np.uint64))
     result = index.astype(np.uint64)

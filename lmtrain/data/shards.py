@@ -1,6 +1,6 @@
-"""The finished shards of a split, in source order: all of them, or, while the cache is being built, those so far.
+"""Finished shards of a split in source order: all of them, or those so far while the cache is being built.
 
-Whoever builds the cache adds shards without a gap; whoever reads it waits for as many tokens as it needs. What is read
+The builder adds shards without gaps; a reader waits for the number of tokens that it needs. The data that is read
 therefore never depends on how fast the cache grows.
 """
 
@@ -13,9 +13,9 @@ from lmtrain.data.cache_manifest import Manifest, ShardInfo
 
 
 class Shards:
-    """`infos` are the shards so far; `starts[i]` is how many tokens lie before shard i, one more than there are shards.
+    """Shards so far (`infos`); `starts[i]` is the number of tokens before shard i, and its last entry the total.
 
-    `complete` once there will be no more. Any number of threads may read while one adds.
+    `complete` is true once no more will be added. Any number of threads may read while one adds.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Shards:
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Shards":
-        """Those of a finished cache."""
+        """Shards of a finished cache."""
         shards = cls()
         shards.infos = list(manifest.shards)
         shards.starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)]).astype(np.int64)
@@ -50,13 +50,13 @@ class Shards:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Whoever reads, or waits to, gets `error`."""
+        """Raise `error` in all current and later readers."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
 
     def follow(self) -> Iterator[ShardInfo]:
-        """All shards in order, waiting for those to come. Raises what the builder failed with."""
+        """Iterate over all shards in order, waiting for missing ones. Raises the error of a failed build."""
         number = 0
         while True:
             with self._changed:
@@ -71,9 +71,9 @@ class Shards:
             number += 1
 
     def wait_for(self, tokens: int | None) -> int:
-        """Return once there are so many tokens, or no more to come (None: only then); how many there are.
+        """Wait for `tokens` tokens, or until the cache is complete (None), and return the number of tokens.
 
-        Raises what the builder failed with, however much there is already.
+        Raises the error of a failed build, whatever has been built.
         """
         with self._changed:
             while not (self._error or self.complete or (tokens is not None and self.tokens >= tokens)):

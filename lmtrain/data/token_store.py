@@ -1,4 +1,4 @@
-"""Random access to the tokens of a cache, as if they were one long array."""
+"""Random access to the tokens of a cache as one long array."""
 
 import os
 from collections import OrderedDict
@@ -11,20 +11,20 @@ from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo
 from lmtrain.data.shards import Shards
 
-# A reader holds a file descriptor; the default limit of a process is 1024.
+# Maximum number of open readers. Each holds a file descriptor; the default limit of a process is 1024.
 _OPEN_READERS = 64
 
-# Random access reads exactly the records asked for, in the calling thread.
+# Random access: read exactly the requested records, in the calling thread.
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
 
-# block, offset in it, row, column, how many tokens: a stretch of a block that goes to a place in the result
+# Part of a block and its place in the result: block, offset in the block, row, column, number of tokens.
 Piece = tuple[int, int, int, int, int]
 
 
 class TokenStore:
-    """The tokens of one split, in source order across shards. `locate` gives a shard's local file.
+    """Tokens of one split, in source order across shards. `locate` returns the local file of a shard.
 
-    Not thread-safe: each thread that reads makes its own (opening is cheap; shards open when first read).
+    Not thread-safe: use one store per thread. Opening is cheap, since shards are opened at their first read.
     """
 
     def __init__(self, name: str, shards: Shards, dtype: str, locate: Callable[[ShardInfo], str]):
@@ -35,10 +35,10 @@ class TokenStore:
         self._readers: OrderedDict[int, Any] = OrderedDict()
 
     def read(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Windows `[start, start + length)`: tokens int32 [len(starts), length], 0 past the end of the data; and
-        whether a document begins there, bool [len(starts), length].
+        """Read the windows `[start, start + length)`.
 
-        All blocks of one shard are fetched in one call, which is what makes ArrayRecord fast.
+        Returns tokens int32 [len(starts), length], 0 past the end of the data, and bool [len(starts), length], true
+        at the first token of each document. All blocks of one shard are read in one call, for speed.
         """
         tokens = np.zeros((len(starts), length), np.int32)
         begins = np.zeros((len(starts), length), bool)
@@ -58,8 +58,8 @@ class TokenStore:
         return tokens, begins
 
     def _pieces(self, starts: np.ndarray, length: int) -> dict[int, list[Piece]]:
-        """The pieces of each shard that the windows need."""
-        before = self.shards.starts  # once, as it may grow meanwhile
+        """Pieces of each shard that the windows consist of."""
+        before = self.shards.starts  # read once, since it may grow in the meantime
         total = int(before[-1])
         pieces: dict[int, list[Piece]] = {}
         first = np.searchsorted(before, starts, side="right") - 1
@@ -68,7 +68,7 @@ class TokenStore:
             while position < end:
                 inside = position - int(before[shard])
                 left = int(before[shard + 1]) - position
-                if left == 0:  # this shard is used up, or empty
+                if left == 0:  # at the end of this shard, or it is empty
                     shard += 1
                     continue
                 block, offset = divmod(inside, BLOCK_TOKENS)
@@ -81,8 +81,8 @@ class TokenStore:
         info = self.shards.infos[shard]
         try:
             records: list[bytes] = self._reader(shard).read(blocks)
-        except RuntimeError as error:  # ArrayRecord checks every record it reads
-            raise damaged(self._locate(info), f"cannot be read: {str(error).splitlines()[0]}") from None
+        except RuntimeError as error:  # ArrayRecord verifies the checksum of every record
+            raise corrupt_shard(self._locate(info), f"cannot be read: {str(error).splitlines()[0]}") from None
         return records
 
     def _reader(self, shard: int) -> Any:
@@ -99,19 +99,19 @@ class TokenStore:
 
 
 def check_file(path: str, info: ShardInfo) -> None:
-    """Raise `UserError` if a shard is missing or not of the size it should be.
+    """Raise `UserError` if a shard is missing or has the wrong size.
 
     ArrayRecord itself opens a truncated file as an empty one.
     """
     size = os.path.getsize(path) if os.path.isfile(path) else None
     if size != info.bytes:
-        raise damaged(path, "is missing" if size is None else f"has {size:,} bytes instead of {info.bytes:,}")
+        raise corrupt_shard(path, "is missing" if size is None else f"has {size:,} bytes instead of {info.bytes:,}")
 
 
-def damaged(path: str, what: str) -> UserError:
-    """The error for a file of a cache that is not as it was written: `what` is wrong with it."""
+def corrupt_shard(path: str, what: str) -> UserError:
+    """The error for a missing or corrupt file of a cache; `what` describes the problem."""
     manifest = os.path.join(os.path.dirname(path), "manifest.json")
     return UserError(
-        f"{path} {what}: the cache is damaged; delete {path.removesuffix('.arrayrecord')}.* and {manifest} "
+        f"{path} {what}: the cache is corrupt; delete {path.removesuffix('.arrayrecord')}.* and {manifest} "
         "and run `lmtrain preprocess` again"
     )

@@ -1,7 +1,7 @@
-"""The order of training: which window of tokens each example is.
+"""Order of training: the window of tokens of each example.
 
-Window i of a split is tokens [iL, (i+1)L) of its documents' concatenation, L being the sequence length. A window has
-L - 1 targets: position p is asked for the token at p + 1.
+Window i of a split is tokens [iL, (i+1)L) of its concatenated documents, where L is the sequence length. A window has
+L - 1 targets: position p predicts the token at p + 1.
 """
 
 import functools
@@ -13,76 +13,77 @@ from lmtrain.data.shards import Shards
 
 Shuffle = bool | int
 
-_STRETCH = 8192
+# Examples whose order is computed and cached together.
+_BLOCK = 8192
 
 
 def num_train_windows(tokens: int, seq_len: int) -> int:
-    """Whole windows only; the tail of fewer than L tokens is dropped (and counted by the caller's message)."""
+    """Number of complete windows; the tail of fewer than L tokens is dropped."""
     return tokens // seq_len
 
 
 def num_eval_windows(tokens: int, seq_len: int) -> int:
-    """All windows that have at least one target; the tail is padded and masked."""
+    """Number of windows with at least one target; the tail is padded and masked."""
     whole, tail = divmod(tokens, seq_len)
     return whole + (tail >= 2)
 
 
 class WindowOrder:
-    """`train_windows` of a source, for callers that ask for few examples at a time.
+    """`train_windows` of a source with a cache, for callers that request few examples at a time.
 
-    The arithmetic of a shuffle costs the same for one example as for thousands, so it is done for a stretch of
-    consecutive ones and remembered.
+    A shuffle costs the same for one example as for thousands, so it is computed for a block of consecutive ones.
     """
 
     def __init__(self, shuffle: Shuffle, seed: int):
         self._shuffle = shuffle
         self._seed = seed
-        self._stretch = functools.lru_cache(8)(self._compute)
+        self._block = functools.lru_cache(8)(self._compute)
 
     def __call__(self, examples: np.ndarray, num_windows: int) -> np.ndarray:
         if self._shuffle is False:
             return train_windows(examples, num_windows)
-        numbers = examples // _STRETCH
+        numbers = examples // _BLOCK
         found = np.empty_like(examples)
         for number in np.unique(numbers).tolist():
             chosen = numbers == number
-            found[chosen] = self._stretch(number, num_windows)[examples[chosen] - number * _STRETCH]
+            found[chosen] = self._block(number, num_windows)[examples[chosen] - number * _BLOCK]
         return found
 
     def _compute(self, number: int, num_windows: int) -> np.ndarray:
-        examples = np.arange(number * _STRETCH, (number + 1) * _STRETCH)
+        examples = np.arange(number * _BLOCK, (number + 1) * _BLOCK)
         return train_windows(examples, num_windows, self._shuffle, self._seed)
 
 
 def wait_for_windows(shards: Shards, examples: np.ndarray, seq_len: int, shuffle: Shuffle) -> int:
-    """How many windows there are, once there are enough that more would not change which ones `examples` are.
+    """Wait until more data would not change the windows of `examples`; return the number of windows.
 
-    Source order needs what lies before, a shuffle within stretches the rest of the stretch, a full shuffle everything.
+    Source order requires the data up to the examples, a shuffle within blocks the entire block, a full shuffle all
+    data.
     """
     if shards.complete or shuffle is True:
         return num_train_windows(shards.wait_for(None), seq_len)
-    stretch = 1 if shuffle is False else shuffle
-    needed = -(-(int(examples.max()) + 1) // stretch) * stretch
+    block = 1 if shuffle is False else shuffle
+    needed = -(-(int(examples.max()) + 1) // block) * block
     return min(needed, num_train_windows(shards.wait_for(needed * seq_len), seq_len))
 
 
 def train_windows(examples: np.ndarray, num_windows: int, shuffle: Shuffle = False, seed: int = 0) -> np.ndarray:
-    """The windows of examples 0, 1, 2, ... of a source, int64 [rows]: a pure function of its arguments.
+    """Windows of the given examples of a source, int64 [rows]: a pure function of its arguments.
 
-    The data is read over and over. `shuffle` false reads in source order, true in another order each epoch, and a
-    number shuffles within stretches of so many windows: windows stay near their place, and the first stretch can be
-    read before the rest of the data is there.
+    The data repeats every epoch. `shuffle` false reads in source order, true in a new order each epoch, and a number N
+    shuffles within blocks of N windows: windows stay near their place, and the first block can be read before the rest
+    of the data is available.
     """
     epoch, index = np.divmod(examples, num_windows)
     if shuffle is False:
         return index
     if shuffle is True or shuffle >= num_windows:
         return permute(index, num_windows, seed, epoch)
-    stretches = -(-num_windows // shuffle)
-    stretch, place = np.divmod(index, shuffle)
-    key = epoch * stretches + stretch
-    last = stretch == stretches - 1  # and may be shorter
+    blocks = -(-num_windows // shuffle)
+    block, place = np.divmod(index, shuffle)
+    key = epoch * blocks + block
+    last = block == blocks - 1  # may be shorter
     moved = np.empty_like(index)
     moved[~last] = permute(place[~last], shuffle, seed, key[~last])
-    moved[last] = permute(place[last], num_windows - (stretches - 1) * shuffle, seed, key[last])
-    return stretch * shuffle + moved
+    moved[last] = permute(place[last], num_windows - (blocks - 1) * shuffle, seed, key[last])
+    return block * shuffle + moved

@@ -122,8 +122,8 @@ BROKEN = [
         "c.yaml:3: trainer.load_checkpoint_path: set, while load_checkpoint is false",
     ),
     ("trainer:\n  distributed:\n    process_id: 1\n", "c.yaml:3: trainer.distributed.process_id: needs num_processes"),
-    ("data:\n  name: x\n", "c.yaml:2: data.name: is about a Hugging Face dataset, and no id is set"),
-    ("data:\n  train_weights: {a: 1}\n", "c.yaml:2: data.train_weights: 'a' is none of the sources in configs"),
+    ("data:\n  name: x\n", "c.yaml:2: data.name: applies to a Hugging Face dataset, but no id is set"),
+    ("data:\n  train_weights: {a: 1}\n", "c.yaml:2: data.train_weights: unknown source 'a'"),
     (
         "model:\n  type: llama\n  num_kv_heads: 5\n",
         "c.yaml:3: model.num_kv_heads: 5 does not divide num_heads 32; num_kv_heads could be 2 or 4",

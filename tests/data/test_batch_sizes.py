@@ -1,4 +1,4 @@
-"""Batch sizes in phases, against a loop that counts one step after another."""
+"""Batch sizes in phases, against a loop that counts step by step."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +8,7 @@ from lmtrain.data.batch_sizes import BatchSizes
 
 
 class Naive:
-    """The same answers by counting."""
+    """Reference implementation that counts step by step."""
 
     def __init__(self, phases: list[tuple[int, int]]):
         self.phases = phases
@@ -26,7 +26,7 @@ class Naive:
         return steps
 
 
-# from step 0 on, then steps apart
+# phases that start at step 0, then at random gaps
 PHASES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, max_size=4).map(
     lambda pairs: [(sum(gap for gap, _ in pairs[:number]), size) for number, (_, size) in enumerate(pairs)]
 )
@@ -34,7 +34,7 @@ PHASES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=1, m
 
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(PHASES, st.integers(0, 30), st.integers(0, 90))
-def test_all_answers_are_those_of_counting(phases, step, sequences):
+def test_results_match_the_naive_count(phases, step, sequences):
     sizes, naive = BatchSizes.of(phases), Naive(phases)
     assert sizes.at(step) == naive.at(step)
     assert sizes.before(step) == naive.before(step)
@@ -44,7 +44,7 @@ def test_all_answers_are_those_of_counting(phases, step, sequences):
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(PHASES, st.integers(0, 10**12))
 def test_steps_and_sequences_are_inverse(phases, step):
-    """So many steps are filled by exactly the sequences before the next, and not by one less."""
+    """N steps are filled by exactly the sequences before step N, and not by one fewer."""
     sizes = BatchSizes.of(phases)
     assert sizes.whole_steps(sizes.before(step)) == step
     assert sizes.before(step + 1) == sizes.before(step) + sizes.at(step)
@@ -61,7 +61,7 @@ def test_one_size_is_one_phase(size):
     assert (sizes.whole_steps(0), sizes.whole_steps(size - 1), sizes.whole_steps(3 * size)) == (0, 0, 3)
 
 
-def test_a_phase_begins_at_its_step():
+def test_a_phase_starts_at_its_step():
     sizes = BatchSizes.of([(0, 2), (3, 4), (5, 1)])
     assert [sizes.at(step) for step in range(7)] == [2, 2, 2, 4, 4, 1, 1]
     assert [sizes.before(step) for step in range(8)] == [0, 2, 4, 6, 10, 14, 15, 16]
@@ -69,11 +69,11 @@ def test_a_phase_begins_at_its_step():
     assert [sizes.whole_steps(number) for number in (6, 7, 9, 10, 13, 14, 15)] == [3, 3, 3, 4, 4, 5, 6]
 
 
-def test_all_sizes_ascend_and_each_is_there_once():
+def test_all_sizes_are_ascending_and_distinct():
     assert BatchSizes.of([(0, 8), (2, 4), (5, 8), (9, 16)]).all == [4, 8, 16]
 
 
-def test_it_can_be_compared_and_hashed():
+def test_batch_sizes_can_be_compared_and_hashed():
     one, other = BatchSizes.of([(0, 2), (3, 4)]), BatchSizes.of(((0, 2), (3, 4)))
     assert one == other
     assert hash(one) == hash(other)

@@ -1,4 +1,4 @@
-"""Batches out of a real cache."""
+"""Batches from a real cache."""
 
 from dataclasses import replace
 
@@ -34,15 +34,15 @@ def source_of(*stores, rows=(0, 1, 2, 3), mixture=None, shuffle=False, separate=
     return TrainSource(stores, mixture, 16, BatchSizes.of(4), {4: np.array(rows)}, 30, shuffle, 5, separate)
 
 
-def test_every_row_has_one_target_less_than_tokens(store):
+def test_every_row_has_one_target_fewer_than_tokens(store):
     batch = source_of(store)[3]
     assert batch["tokens"].shape == batch["loss_mask"].shape == (4, 16)
     assert batch["loss_mask"].sum(axis=1).tolist() == [15] * 4
     assert not batch["loss_mask"][:, -1].any()
 
 
-def test_sources_have_their_loss_weights_in_every_place(store):
-    """Each row is of one source; equal stores give equal tokens, and only the weights tell."""
+def test_loss_weights_of_a_source_apply_to_all_its_tokens(store):
+    """Each row is from one source; both stores have the same tokens, so only the weights differ."""
     mixture = Mixture([Phase(0, (0.5, 0.5))], seed=1)
     sizes, rows = BatchSizes.of(4), {4: np.arange(4)}
     weighted = TrainSource([store, store], mixture, 16, sizes, rows, 30, False, 5, True, loss_weights=[2.0, 0.25])
@@ -63,7 +63,7 @@ def test_training_windows_are_the_text_in_order(store):
 def test_segments_count_the_documents_of_each_row(store):
     batches = [source_of(store)[step] for step in range(30)]
     tokens, segments = (np.concatenate([batch[name] for batch in batches]) for name in ("tokens", "segments"))
-    ends = tokens == 0  # the end-of-text token, with which every document ends
+    ends = tokens == 0  # the end-of-text token, the last of every document
     expected = np.cumsum(np.pad(ends, ((0, 0), (1, 0)))[:, :-1], axis=1)
     np.testing.assert_array_equal(segments - segments[:, :1], expected)
     assert expected.max() > 0
@@ -71,7 +71,7 @@ def test_segments_count_the_documents_of_each_row(store):
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_positions_begin_with_each_document_of_a_row(store, separate):
+def test_positions_restart_at_each_document_of_a_row(store, separate):
     source = replace(source_of(store, separate=separate), reset_positions=True)
     evaluation = EvalSource(store, 16, 4, np.arange(4), None, separate, True)
     begins = 0
@@ -133,7 +133,7 @@ def test_phases_of_batch_sizes_cut_the_same_sequence_of_examples_differently(sto
         _, constant = read(size, 30 // size)
         for name in ("tokens", "loss_mask", "segments"):
             np.testing.assert_array_equal(phased[name], constant[name])
-    # whoever continues within the second phase reads on where it stopped
+    # a resume within the second phase reads the same batches
     source = TrainSource(
         stores, mixture, 16, BatchSizes.of([(0, 2), (3, 4)]), {2: np.arange(2), 4: np.arange(4)}, 9, shuffle, 5, True
     )
@@ -141,9 +141,9 @@ def test_phases_of_batch_sizes_cut_the_same_sequence_of_examples_differently(sto
         np.testing.assert_array_equal(batch["tokens"], batches[step]["tokens"])
 
 
-def test_less_than_one_sequence_is_the_users_mistake(store):
+def test_less_than_one_sequence_is_a_user_error(store):
     source = TrainSource([store], None, 10**6, BatchSizes.of(4), {4: np.arange(4)}, 30, False, 5, True)
-    with pytest.raises(UserError, match=r"less than one sequence of 1,000,000 \(model.seq_len\)"):
+    with pytest.raises(UserError, match=r"one sequence of 1,000,000 \(model.seq_len\)"):
         source[0]
 
 
@@ -167,7 +167,7 @@ def test_a_mixture_reads_each_example_from_its_source(store):
 
 
 class _Reversed:
-    """A store of the same tokens backwards."""
+    """A store with the same tokens in reverse order."""
 
     def __init__(self, store):
         self.shards = store.shards

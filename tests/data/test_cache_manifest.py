@@ -1,4 +1,4 @@
-"""What a cache says about itself."""
+"""The manifest of a token cache."""
 
 import json
 
@@ -11,13 +11,13 @@ SHARD = ShardInfo("shard-00000-of-00001.arrayrecord", {"url": "a"}, 100, "abc", 
 MANIFEST = Manifest("train", {"tokenizer": {"fingerprint": "f"}}, ["a"], "<u2", [SHARD, SHARD])
 
 
-def test_it_reads_back_as_written(tmp_path):
+def test_a_manifest_reads_back_as_written(tmp_path):
     save_manifest(str(tmp_path), MANIFEST)
     assert load_manifest(str(tmp_path)) == MANIFEST
     assert (MANIFEST.tokens, MANIFEST.documents) == (80, 6)
 
 
-def test_no_manifest_means_not_complete(tmp_path):
+def test_a_missing_manifest_loads_as_none(tmp_path):
     assert load_manifest(str(tmp_path)) is None
 
 
@@ -29,11 +29,11 @@ def test_another_format_is_refused(tmp_path, change):
         value = json.load(file)
     with open(path, "w") as file:
         json.dump(value | change, file)
-    with pytest.raises(UserError, match=r"manifest\.json: written in format .* by another version"):
+    with pytest.raises(UserError, match=r"manifest\.json: unsupported format .*delete the folder"):
         load_manifest(str(tmp_path))
 
 
-def test_a_torn_manifest_is_refused_with_advice(tmp_path):
+def test_a_corrupt_manifest_is_refused_with_advice(tmp_path):
     (tmp_path / "manifest.json").write_text('{"format": 1,')
-    with pytest.raises(UserError, match=r"manifest\.json: damaged: .*delete the folder"):
+    with pytest.raises(UserError, match=r"manifest\.json: corrupt: .*delete the folder"):
         load_manifest(str(tmp_path))

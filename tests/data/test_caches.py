@@ -1,4 +1,4 @@
-"""The caches of a run: what names them, how far they carry, and when their order is known."""
+"""The caches of a run: their identity, their number of steps, and when their order is known."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def finished(*tokens):
     return found
 
 
-def test_identity_is_known_before_the_cache_is_there_and_is_not_where_the_text_lies():
+def test_identity_is_known_before_the_build_and_ignores_the_location_of_the_text():
     empty, whole = Caches({"": cache()}, {}), Caches({"": cache(100, 200)}, {})
     assert empty.identity == whole.identity == Caches({"": cache(url="gs://moved/a.jsonl")}, {}).identity
     for other in (cache(fingerprint="g"), cache(recipe={"tokenizer": "u"})):
@@ -39,38 +39,38 @@ def test_identity_is_known_before_the_cache_is_there_and_is_not_where_the_text_l
     [
         ({}, 0, None),
         ({"shuffle": 100}, 0, None),
-        ({"shuffle": True}, 0, "data.shuffle true needs the whole cache"),
-        ({}, 2, "epoch needs to know"),
+        ({"shuffle": True}, 0, "data.shuffle true"),
+        ({}, 2, "epoch "),
         ({"configs": TWO}, 0, None),
         ({"configs": TWO, "stop_strategy": "first_exhausted"}, 0, "data.stop_strategy first_exhausted"),
-        ({"stop_strategy": "first_exhausted"}, 0, None),  # of a mixture that is none
+        ({"stop_strategy": "first_exhausted"}, 0, None),  # no mixture
     ],
 )
-def test_what_has_to_wait_for_the_whole_cache_says_why(settings, epoch, reason):
+def test_settings_that_require_the_complete_cache_give_the_reason(settings, epoch, reason):
     found = needs_all(DataConfig(**settings), epoch)
     assert found is None if reason is None else found.startswith(reason)
 
 
-def test_epochs_end_the_run_and_a_cache_that_grows_does_not_have_to_be_known():
+def test_epochs_end_the_run_also_with_a_growing_cache():
     caches = Caches({"": cache(1000, 640)}, {})  # 102 windows of 16, 25 batches of 4
     plan = lambda epoch, steps=500: plan_steps(DataConfig(), caches, 16, BatchSizes.of(4), steps, epoch, 0)  # noqa: E731
     assert (plan(1), plan(2), plan(2, 30), plan(0)) == (25, 51, 30, 500)
 
 
-def test_a_weight_for_a_source_without_training_text_is_the_users_mistake():
+def test_a_weight_for_a_source_without_training_text_is_a_user_error():
     config = DataConfig(configs=TWO, train_weights={"a": 1.0, "b": 0.5})
     with pytest.raises(UserError, match=r"data\.train_weights: 'b' has a weight, but no training text"):
         plan_mixture(config, ["a"], BatchSizes.of(4), 0)
     assert plan_mixture(DataConfig(), [""], BatchSizes.of(4), 0) is None
 
 
-def test_an_epoch_of_a_source_follows_from_its_share():
+def test_epoch_length_follows_from_the_weight_of_the_source():
     caches = {"a": finished(1000, 5400), "b": finished(1000, 5400), "c": cache(1000, 5400)}
     config = DataConfig(configs=TWO | {"c": {"train_urls": ["c"]}}, train_weights={"a": 0.75, "b": 0.25, "c": 0})
     assert describe_epochs(config, caches, 16, BatchSizes.of(4)) == [
         "one epoch of a (75 % of the examples) is 133 steps",
         "one epoch of b (25 % of the examples) is 400 steps",
-        "c has no share of the first step",
+        "c has weight 0 at the first step",
     ]
     alone = describe_epochs(DataConfig(), {"": caches["c"]}, 16, BatchSizes.of(4))
     assert alone == ["one epoch is not known yet, 100 steps so far"]

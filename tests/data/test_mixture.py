@@ -1,4 +1,4 @@
-"""A mixture: exact shares, each source in order without gaps, and the same example for the same number for ever."""
+"""Mixtures: exact shares, each source in order without gaps, and a stable example for each number."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ SMALL = [(1e-4, 1), (1 / 4097, 2 / 4097, 1), (3e-4, 0.2, 0, 7e-4, 0.5), tuple(0.
 
 @pytest.mark.parametrize("weights", SMALL, ids=str)
 def test_small_shares_are_exact_over_several_blocks(weights):
-    """To 1 % over all blocks that take turns, and after every block to a few examples."""
+    """To 1 % over the cycle of blocks, and to a few examples after every block."""
     counts = block_counts(weights)
     shares = np.array(weights) / sum(weights)
     assert len(counts) > 1
@@ -50,7 +50,7 @@ def test_small_shares_are_exact_over_several_blocks(weights):
 
 
 def test_a_share_too_small_for_any_example_is_refused():
-    with pytest.raises(UserError, match=r"1e-09 of 1 is too small a share: none of 8,388,608 examples; set it to 0"):
+    with pytest.raises(UserError, match=r"1e-09 of 1 .* 8,388,608 examples; set it to 0"):
         block_counts((1e-9, 1))
 
 
@@ -62,7 +62,7 @@ def test_every_source_is_taken_in_order_without_gaps(weights):
         assert taken.tolist() == list(range(len(taken)))
 
 
-def test_sources_are_spread_over_a_block_in_an_order_of_its_own():
+def test_sources_are_spread_over_a_block_in_its_own_order():
     sources, _ = given(Mixture([Phase(0, (1, 1))], 3), 2 * BLOCK)
     first, second = sources.reshape(2, BLOCK)
     assert abs(first[:200].mean() - 0.5) < 0.15
@@ -71,7 +71,7 @@ def test_sources_are_spread_over_a_block_in_an_order_of_its_own():
 
 
 @pytest.mark.parametrize("change", [1, 100, BLOCK, BLOCK + 1, 5000])
-def test_weights_change_where_they_should_and_sources_go_on_without_gaps(change):
+def test_weights_change_at_their_step_and_sources_continue_without_gaps(change):
     mixture = Mixture([Phase(0, (1, 0, 1)), Phase(change, (0, 1, 3))], 3)
     sources, numbers = given(mixture, change + 3 * BLOCK)
     assert 1 not in sources[:change]
@@ -81,7 +81,7 @@ def test_weights_change_where_they_should_and_sources_go_on_without_gaps(change)
         assert taken.tolist() == list(range(len(taken)))
 
 
-def test_an_example_is_the_same_whoever_asks_and_in_whatever_order():
+def test_an_example_does_not_depend_on_the_order_of_requests():
     phases = [Phase(0, (1, 2)), Phase(3000, (2, 1))]
     index = np.random.default_rng(0).integers(0, 20_000, 500)
     whole = given(Mixture(phases, 9), 20_000)
@@ -90,15 +90,15 @@ def test_an_example_is_the_same_whoever_asks_and_in_whatever_order():
         assert some.tolist() == all_of_them[index].tolist()
 
 
-def test_the_order_is_the_same_for_ever():
-    """Another order here would change the data of every mixed run that is under way."""
+def test_the_order_never_changes():
+    """Another order would change the data of every running mixed run."""
     sources, numbers = Mixture([Phase(0, (1, 2, 1))], 7).source_of(np.arange(2040, 2056))
     assert sources.tolist() == [1, 2, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0]
     assert numbers.tolist() == [1020, 511, 1021, 1022, 509, 1023, 510, 511, 1024, 1025, 512, 1026, 1027, 1028, 513, 514]
 
 
 @pytest.mark.parametrize("limits", [(10, 10), (1000, 10_000), (10**6, 300), (0, 5)])
-def test_examples_end_before_a_source_would_begin_again(limits):
+def test_examples_end_before_a_source_would_restart(limits):
     mixture = Mixture([Phase(0, (1, 3)), Phase(500, (3, 1))], 2)
     within = mixture.examples_within(limits, 20_000)
     sources, _ = given(mixture, 20_000)

@@ -1,4 +1,4 @@
-"""Shards that come one after the other: readers wait for what they need, and for no more."""
+"""Shards that are added one by one: readers wait for the tokens they need, and for no more."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ def still_waiting(future):
     return not future.done()
 
 
-def test_those_of_a_manifest_are_complete():
+def test_shards_of_a_manifest_are_complete():
     shards = Shards.of(Manifest("train", {}, [], "<u2", [info(3), info(0), info(4)]))
     assert (shards.tokens, shards.complete, shards.starts.tolist()) == (7, True, [0, 3, 3, 7])
     assert shards.wait_for(10**9) == shards.wait_for(None) == 7
@@ -43,7 +43,7 @@ def test_waiting_ends_when_there_are_enough_tokens(pool):
     assert waiting.result(10) == 7
 
 
-def test_waiting_ends_when_no_more_will_come(pool):
+def test_waiting_ends_when_the_cache_is_complete(pool):
     shards = Shards()
     few, everything = pool.submit(shards.wait_for, 100), pool.submit(shards.wait_for, None)
     shards.add(info(5))
@@ -53,7 +53,7 @@ def test_waiting_ends_when_no_more_will_come(pool):
     assert few.result(10) == everything.result(10) == 5
 
 
-def test_a_failed_build_is_every_readers_error_even_of_what_is_there(pool):
+def test_a_failed_build_is_an_error_for_every_reader_also_of_existing_shards(pool):
     shards = Shards()
     shards.add(info(5))
     waiting, following = pool.submit(shards.wait_for, 6), pool.submit(list, shards.follow())
@@ -64,7 +64,7 @@ def test_a_failed_build_is_every_readers_error_even_of_what_is_there(pool):
             call(10)
 
 
-def test_following_gives_each_shard_when_it_comes(pool):
+def test_following_yields_each_shard_once_in_order(pool):
     shards = Shards()
     seen = []
 
@@ -80,7 +80,7 @@ def test_following_gives_each_shard_when_it_comes(pool):
     assert seen == list(range(20))
 
 
-def test_readers_never_see_starts_that_do_not_belong_to_the_shards():
+def test_readers_never_see_starts_without_their_shards():
     shards, wrong, stop = Shards(), [], threading.Event()
 
     def read():

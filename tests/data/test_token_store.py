@@ -1,4 +1,4 @@
-"""Random access to a cache gives what one long array would."""
+"""Random access to a cache gives the same tokens as one long array."""
 
 import os
 
@@ -18,7 +18,7 @@ SIZES = [0, 5, BLOCK_TOKENS, 0, 0, 2 * BLOCK_TOKENS + 7, 1, 0]
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A folder, its manifest, all tokens as one array, and where documents begin, bool like it."""
+    """A folder, its manifest, all tokens as one array, and a bool array that is true at document starts."""
     folder = tmp_path_factory.mktemp("cache")
     rng = np.random.default_rng(0)
     everything = rng.integers(0, 60_000, sum(SIZES)).astype("<u2")
@@ -56,7 +56,7 @@ def test_windows_anywhere_equal_the_long_array(cache):
             np.testing.assert_array_equal(first[1:], begins[start + 1 : start + length])
 
 
-def test_past_the_end_there_are_zeros(cache):
+def test_tokens_past_the_end_are_zeros(cache):
     folder, manifest, everything, begins = cache
     total = len(everything)
     found, documents = open_store(folder, manifest).read(np.array([total - 3, total, total + 10]), 5)
@@ -74,7 +74,7 @@ def test_more_shards_than_open_readers(cache, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_a_damaged_shard_is_named(cache, tmp_path, damage):
+def test_a_corrupt_shard_is_named(cache, tmp_path, damage):
     folder, manifest, *_ = cache
     for shard in manifest.shards:
         (tmp_path / shard.file).write_bytes((folder / shard.file).read_bytes())
@@ -88,7 +88,7 @@ def test_a_damaged_shard_is_named(cache, tmp_path, damage):
         check_file(str(victim), manifest.shards[2])
 
 
-def test_a_flipped_byte_is_an_error_that_names_the_file(cache, tmp_path):
+def test_a_flipped_bit_is_an_error_that_names_the_file(cache, tmp_path):
     folder, manifest, *_ = cache
     for shard in manifest.shards:
         (tmp_path / shard.file).write_bytes((folder / shard.file).read_bytes())

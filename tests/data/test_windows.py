@@ -1,4 +1,4 @@
-"""Which window each row of each batch is."""
+"""The window of each row of each batch."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,33 +19,33 @@ from lmtrain.data.windows import (
 )
 
 
-def test_training_drops_the_tail_and_evaluation_keeps_what_has_a_target():
+def test_training_drops_the_tail_and_evaluation_keeps_a_tail_with_a_target():
     assert [num_train_windows(tokens, 4) for tokens in (3, 4, 7, 8)] == [0, 1, 1, 2]
     # a tail of one token has nothing to predict
     assert [num_eval_windows(tokens, 4) for tokens in (0, 1, 2, 4, 5, 6, 8)] == [0, 0, 1, 1, 1, 2, 2]
 
 
-def test_in_order_examples_follow_one_another_and_start_again():
+def test_without_shuffle_windows_are_in_order_and_restart():
     assert train_windows(np.arange(9), 4).tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
 
 @pytest.mark.parametrize("shuffle", [True, 3, 4, 7, 10, 50])
-def test_shuffled_every_epoch_has_every_window_once_in_another_order(shuffle):
+def test_a_shuffled_epoch_has_every_window_once_in_a_new_order(shuffle):
     epochs = train_windows(np.arange(30), 10, shuffle, seed=7).reshape(3, 10).tolist()
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_a_number_shuffles_within_stretches_of_so_many():
+def test_a_number_shuffles_within_blocks_of_that_size():
     epochs = train_windows(np.arange(20), 10, 4, seed=1).reshape(2, 10)
     for epoch in epochs.tolist():
         assert [sorted(epoch[start : start + 4]) for start in (0, 4, 8)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    stretches = train_windows(np.arange(4000), 4000, 400, seed=1).reshape(10, 400) % 400
-    assert len({tuple(stretch) for stretch in stretches.tolist()}) == 10
+    blocks = train_windows(np.arange(4000), 4000, 400, seed=1).reshape(10, 400) % 400
+    assert len({tuple(block) for block in blocks.tolist()}) == 10
 
 
 @pytest.mark.parametrize("shuffle", [False, True, 64])
-def test_windows_do_not_depend_on_what_else_is_asked_for(shuffle):
+def test_windows_do_not_depend_on_other_requested_examples(shuffle):
     whole = train_windows(np.arange(88, 96), 1000, shuffle, seed=3)
     parts = [
         train_windows(np.array(examples), 1000, shuffle, seed=3) for examples in ([88, 89, 90], [91], [92, 93, 94, 95])
@@ -58,15 +58,15 @@ def test_the_order_follows_the_seed():
     assert len(orders) == 20
 
 
-def test_permutation_is_one_for_every_size():
+def test_permutation_is_valid_for_every_size():
     for n in (1, 2, 3, 4, 5, 17, 64, 65, 1000):
         for seed in (0, 2**63 - 1):
             order = permute(np.arange(n), n, seed, np.zeros(n, np.int64))
             assert sorted(order.tolist()) == list(range(n))
 
 
-def test_permutation_is_the_same_for_ever():
-    """Another order here would change the data of every run that is under way."""
+def test_permutation_never_changes():
+    """Another order would change the data of every running run."""
     assert permute(np.arange(10), 10, 1, np.ones(10, np.int64)).tolist() == [3, 1, 7, 0, 9, 4, 2, 8, 6, 5]
 
 
@@ -77,8 +77,8 @@ def test_permutation_scatters_neighbours():
 
 
 @pytest.mark.parametrize("shuffle", [False, True, 7, 5000])
-def test_orders_asked_for_piece_by_piece_are_those_asked_for_at_once(shuffle, monkeypatch):
-    monkeypatch.setattr(windows, "_STRETCH", 64)
+def test_orders_requested_in_parts_equal_one_request(shuffle, monkeypatch):
+    monkeypatch.setattr(windows, "_BLOCK", 64)
     rng = np.random.default_rng(0)
     order = WindowOrder(shuffle, 3)
     for count in (1, 50, 333):
@@ -106,7 +106,7 @@ def test_the_order_while_the_cache_grows_is_that_of_the_finished_cache(shuffle):
             expected = train_windows(examples, then, shuffle, 1)
             np.testing.assert_array_equal(train_windows(examples, now, shuffle, 1), expected)
             if first == 0:
-                assert growing.tokens < 60  # it began long before the end
+                assert growing.tokens < 60  # it did not wait for the complete cache
 
 
 def test_a_full_shuffle_waits_for_everything():

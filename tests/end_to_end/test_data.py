@@ -54,8 +54,8 @@ def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mi
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"train_weights": {"first": 1, "third": 1}}, "'third' is none of the sources in configs"),
-        ({"train_weights": {"first": 0, "second": 0}}, "give no source any weight"),
+        ({"train_weights": {"first": 1, "third": 1}}, "source 'third'"),
+        ({"train_weights": {"first": 0, "second": 0}}, "all weights are 0"),
         ({"train_urls": ["a"]}, "set together with train_urls"),
     ],
 )

@@ -29,7 +29,7 @@ def write_lines(tmp_path, *lines: str) -> str:
         ("data.train_urls", ["part.{1..3.jsonl"], ["braces do not match"]),
         ("data.train_urls", ["text.docx"], ["no such file", "text.docx"]),
         ("data.train_urls", ["."], [".: is a folder; name the files in it, such as './*.jsonl'"]),
-        ("data.cache_dir", "tiny.yaml", ["data.cache_dir: tiny.yaml/train cannot be made: there is a file in its way"]),
+        ("data.cache_dir", "tiny.yaml", ["data.cache_dir: tiny.yaml/train cannot be created: "]),
         ("batch_size", 4, ["tiny.yaml:", "no such setting; did you mean trainer.train_batch_size?"]),
         ("trainer.train_batch_size", 50_000, ["train_batch_size: 50,000 sequences of 32 tokens, but", "at most"]),
         ("data.tokenizer", "no/such/folder", ["no such folder", "lmtrain tokenizer train"]),

@@ -373,7 +373,7 @@ def test_a_run_that_goes_on_without_a_shard_of_its_cache_is_refused_with_its_nam
     shard = sorted((folder / "cache" / "train").glob("*.arrayrecord"))[1]
     shard.unlink()
     last = ends(folder, code=2).splitlines()[-1]
-    assert last.startswith(f"lmtrain: error: cache/train/{shard.name} is missing: the cache is damaged; delete ")
+    assert last.startswith(f"lmtrain: error: cache/train/{shard.name} is missing: the cache is corrupt; delete ")
     assert contents(run_folder(folder)) == before
 
 

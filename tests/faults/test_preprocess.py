@@ -217,7 +217,7 @@ def flip(path):
     ("damage", "message"),
     [
         (lambda shard: os.truncate(shard, 5000), "has 5,000 bytes instead of "),
-        (lambda shard: shard.unlink(), "is missing: the cache is damaged"),
+        (lambda shard: shard.unlink(), "is missing: the cache is corrupt"),
         (flip, "cannot be read: Corrupted "),
     ],
     ids=["truncated", "deleted", "flipped byte"],
@@ -247,7 +247,8 @@ def test_a_manifest_of_another_version_is_refused_and_kept(config, lmtrain, buil
     for verb in ("preprocess", "train"):
         failed = lmtrain(verb, config)
         assert failed.returncode == 2
-        assert "written in format 1 by another version of lmtrain, this one reads 2; delete the folder" in failed.stderr
+        assert "unsupported format 1, expected 2" in failed.stderr
+        assert "delete the folder to build the cache again" in failed.stderr
     assert manifest.read_bytes() == before
 
 

@@ -185,7 +185,7 @@ def test_a_damaged_shard_in_a_bucket_is_an_error_that_names_it(bucket, tmp_path)
     opened = open_tokens(config(bucket.url, mirror_dir=str(tmp_path)))
     with pytest.raises(UserError) as caught:
         all_tokens(opened)
-    assert str(caught.value).startswith(f"{bucket.url}/{damaged}: is not what the cache's manifest says")
+    assert str(caught.value).startswith(f"{bucket.url}/{damaged}: checksum mismatch")
     shards = [f"{shard.sha256}.arrayrecord" for shard in opened.shards.infos]
     assert set(os.listdir(tmp_path)) == set(shards[:5])
 
