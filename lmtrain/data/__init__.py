@@ -1,1 +1,1 @@
-"""Token shards -> global batches. The batch at step t is a pure function of (manifest, t)."""
+"""Global batches from token shards. The batch at step t is a pure function of (manifest, seed, t)."""

@@ -1,1 +1,1 @@
-"""Text -> token shards. Every shard is a pure function of one input file, the tokenizer and the settings."""
+"""Preprocessing of text into token shards. A shard is a pure function of its input, the tokenizer and the settings."""

@@ -1,4 +1,4 @@
-"""Building caches: in a thread of its own, so that training can begin beside it."""
+"""Cache builds in a background thread, so that training can start before they are complete."""
 
 import threading
 import time
@@ -25,10 +25,10 @@ _SHARED_SECONDS = 60
 
 
 class Build:
-    """The building of what is missing of some caches. `follows` only waits until others have built it.
+    """Background build of the missing shards of caches. With `follows` it only waits for another process to build.
 
-    Start it, poll `running`, and at last call `stop`, which raises what it failed with, if it did. Those who read the
-    plans' shards get the same error.
+    Call `start`, poll `running`, and call `stop` at the end. `check` raises the error of a failed build; readers of
+    the plans' shards get the same error.
     """
 
     def __init__(self, plans: list[CachePlan], executor: Executor, follows: bool = False):
@@ -53,12 +53,12 @@ class Build:
         return self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise what it failed with."""
+        """Raise the error of a failed build."""
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """End it; finished shards stay, and another build goes on from them."""
+        """Stop the build. Finished shards are kept, and the next build resumes from them."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -74,9 +74,9 @@ class Build:
                     plan.shards.fail(error)
 
     def _until_complete(self) -> None:
-        """Build what nobody else builds, and take over what others do."""
+        """Build the caches that no other process is building, and read the shards of the others."""
         waiting = list(self._plans)
-        told, began = False, time.monotonic()
+        logged, started = False, time.monotonic()
         while waiting and not self._stopped.is_set():
             mine = [] if self.follows else [plan for plan in waiting if plan.acquire()]
             try:
@@ -89,14 +89,14 @@ class Build:
                     plan.release()
             waiting = [plan for plan in waiting if plan not in mine and not plan.complete]
             if waiting:
-                if not self.follows and not told:
+                if not self.follows and not logged:
                     log.info(f"{waiting[0].folder}: {waiting[0].holder()} is building it; using its shards")
-                if self.follows and not told and time.monotonic() - began > _SHARED_SECONDS:
+                if self.follows and not logged and time.monotonic() - started > _SHARED_SECONDS:
                     log.warning(
-                        f"{waiting[0].folder}: waiting for process 0 to build it; it must be a folder that all hosts "
-                        "share, or a URL"
+                        f"{waiting[0].folder}: waiting for process 0 to build it; data.cache_dir must be a folder that "
+                        "all hosts share, or a URL"
                     )
-                told = not self.follows or time.monotonic() - began > _SHARED_SECONDS
+                logged = not self.follows or time.monotonic() - started > _SHARED_SECONDS
                 self.text = "built by another process"
                 self._stopped.wait(_POLL_SECONDS)
         if waiting:
@@ -107,12 +107,12 @@ class Build:
         if work:
             try:
                 self._build_shards(work)
-            finally:  # also a build that went well may have lost a worker
+            finally:  # a successful build may also have lost a worker
                 for plan in plans:
                     if not is_url(plan.folder):
                         remove_temporaries(plan.folder)
         for plan in plans:
-            _tell_skipped(plan.write_manifest())
+            _log_skipped(plan.write_manifest())
 
     def _build_shards(self, work: list[tuple[CachePlan, int, ShardJob]]) -> None:
         began = time.monotonic()
@@ -130,9 +130,9 @@ class Build:
             self.done_bytes = int(totals[2])
             self.text = _describe(jobs, counts, first_seen, done, now)
 
-        there = sum(len(plan.jobs) for plan in {id(plan): plan for plan, _, _ in work}.values()) - len(work)
-        if there:
-            log.info(f"preprocess: {there} of {there + len(work)} shards are there, continuing")
+        existing = sum(len(plan.jobs) for plan in {id(plan): plan for plan, _, _ in work}.values()) - len(work)
+        if existing:
+            log.info(f"preprocess: {existing} of {existing + len(work)} shards are finished, resuming")
         log.info(f"preprocess: {len(work)} shards to build, {self._executor.label}")
         for number, info in self._executor.run(jobs, on_counts, self._stopped.is_set):
             plan, index, _ = work[number]
@@ -146,7 +146,7 @@ class Build:
 
 
 def build_cache(config: DataConfig, split: str, ray: RayConfig | None = None) -> Manifest:
-    """The finished cache of one split, built as far as it is not there yet."""
+    """Build the missing shards of one split and return the manifest of the finished cache."""
     plan = plan_cache(config, split)
     if plan.manifest is None:
         executor = choose_executor(ray or RayConfig(), config.num_preprocess_workers, ALONE)
@@ -159,8 +159,10 @@ def build_cache(config: DataConfig, split: str, ray: RayConfig | None = None) ->
 
 
 def _interleave(plans: list[CachePlan]) -> list[tuple[CachePlan, int, ShardJob]]:
-    """All missing shards with their plan and place: validation first, then the beginnings of all sources before
-    their ends, since that is the order in which training needs them."""
+    """All missing shards with their plan and index, in the order in which training needs them.
+
+    Validation comes first, then the first shards of all sources before their later ones.
+    """
     work = [
         (plan.split == "train", index, number, plan, job)
         for number, plan in enumerate(plans)
@@ -172,7 +174,7 @@ def _interleave(plans: list[CachePlan]) -> list[tuple[CachePlan, int, ShardJob]]
 
 
 def _describe(jobs: list[ShardJob], counts: np.ndarray, began: dict[int, float], done: set[int], now: float) -> str:
-    """All jobs together, then some of those under way. `began` is when each was first seen at work, in seconds."""
+    """Progress of all jobs, then of some running ones. `began` is the time at which each was first active."""
     totals = counts.sum(axis=0)
     documents, tokens, read, _ = totals.tolist()
     total = sum(job.source.bytes for job in jobs)
@@ -186,7 +188,7 @@ def _describe(jobs: list[ShardJob], counts: np.ndarray, began: dict[int, float],
 
 
 def _speed(totals: np.ndarray, seconds: float) -> str:
-    """Text is counted as it is, not as it is compressed in its files; token ids are no text."""
+    """Tokens per second, and MB of uncompressed text per second; token ids do not count as text."""
     _, tokens, _, text = (total / max(seconds, 1e-9) for total in totals.tolist())
     return f"{tokens:,.0f} tokens/s" + (f", {text / 1e6:.1f} MB/s of text" if text else "")
 
@@ -198,9 +200,9 @@ def _describe_shard(job: ShardJob, read: int, seconds: float) -> str:
     return f"{name} {100 * read // size}%{left}"
 
 
-def _tell_skipped(manifest: Manifest) -> None:
+def _log_skipped(manifest: Manifest) -> None:
     if manifest.skipped:
-        told = [record for shard in manifest.shards for record in shard.bad_records]
-        more = [f"and {manifest.skipped - len(told):,} more"] if manifest.skipped > len(told) else []
-        report = "\n".join(f"  {line}" for line in [*told[:20], *more])
+        records = [record for shard in manifest.shards for record in shard.bad_records]
+        more = [f"and {manifest.skipped - len(records):,} more"] if manifest.skipped > len(records) else []
+        report = "\n".join(f"  {line}" for line in [*records[:20], *more])
         log.warning(f"preprocess {manifest.split}: skipped {manifest.skipped:,} bad records\n{report}")

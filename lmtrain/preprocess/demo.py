@@ -1,4 +1,4 @@
-"""The built-in demo corpus: real text that every machine has, the running Python's standard library.
+"""Built-in demo corpus: the standard library of the running Python, real text that every machine has.
 
 Imports nothing beyond the standard library, so that `tools/demo_corpus.py` runs with any Python.
 """
@@ -11,19 +11,19 @@ import sysconfig
 
 TRAIN_FILES = 8
 MINIMUM_BYTES = 8_000_000
-_VALIDATION_SHARE = 20  # one document in so many
+_VALIDATION_SHARE = 20  # one document in this number is for validation
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class TooLittleTextError(ValueError):
-    """The standard library is not there, or not as source."""
+    """The standard library is missing, or has no source files."""
 
 
 def write_demo_corpus(folder: str) -> tuple[int, int]:
     """Write `train.{1..8}-of-8.jsonl.gz` and `validation.jsonl.gz`, one document per `.py` file, key `text`.
 
-    The order is that of the paths; a hash of a file's path decides where it goes, so that the same Python always gives
-    the same bytes. The validation file is written last. Returns the number of documents and their size in bytes.
+    Documents are ordered by path, and a hash of the path selects the file, so that the same Python always gives the
+    same bytes. The validation file is written last. Returns the number of documents and their size in bytes.
     """
     library = sysconfig.get_paths()["stdlib"]
     parts: dict[str, list[str]] = {name: [] for name in file_names()}
@@ -35,7 +35,7 @@ def write_demo_corpus(folder: str) -> tuple[int, int]:
             size += len(text.encode())
     if size < MINIMUM_BYTES:
         raise TooLittleTextError(
-            f"the standard library at {library} holds {size / 1e6:.1f} MB of Python source, and the demo needs "
+            f"the standard library at {library} holds {size / 1e6:.1f} MB of Python source, but the demo requires "
             f"{MINIMUM_BYTES / 1e6:.0f} MB; use a full Python installation, or your own text (data.train_urls)"
         )
     os.makedirs(folder, exist_ok=True)
@@ -48,7 +48,7 @@ def write_demo_corpus(folder: str) -> tuple[int, int]:
 
 
 def file_names() -> list[str]:
-    """The corpus's files in the order they are written."""
+    """Names of the files of the corpus in the order of writing."""
     return [f"train.{n}-of-{TRAIN_FILES}.jsonl.gz" for n in range(1, TRAIN_FILES + 1)] + ["validation.jsonl.gz"]
 
 

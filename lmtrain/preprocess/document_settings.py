@@ -1,4 +1,4 @@
-"""What tokens depend on beside the text: settings of documents, special tokens, the type that ids are kept in."""
+"""What tokens depend on in addition to the text: document settings, special tokens, dtype of stored ids."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from lmtrain.hf.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class DocumentSettings:
-    """What of the config changes the tokens of a document."""
+    """Settings of the config that change the tokens of a document."""
 
     text_key: str
     enforce_eos: bool
@@ -27,13 +27,13 @@ def check_special_tokens(tokenizer: Tokenizer, settings: DocumentSettings) -> No
     ):
         if wanted and number is None:
             advice = (
-                f"{name}_token in tokenizer_config.json; name one there, or"
+                f"{name}_token in tokenizer_config.json; set it there, or"
                 if tokenizer.library
-                else f"{name} token, as it takes token ids as they are;"
+                else f"{name} token, since its documents are token ids;"
             )
             raise UserError(f"tokenizer {tokenizer.path!r} has no {advice} set data.enforce_{name}: false")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Two bytes a token where they suffice; little-endian everywhere, as it is what goes to disk."""
+    """Dtype of stored token ids: two bytes if they suffice, else four; little-endian on every machine."""
     return np.dtype("<u2" if vocab_size <= 65536 else "<u4")

@@ -1,4 +1,4 @@
-"""Reading the documents of a source one by one."""
+"""Reader of the documents of a source, one by one."""
 
 import functools
 import io
@@ -19,17 +19,17 @@ from lmtrain.preprocess.text import Field, Record, Text
 from lmtrain.preprocess.zstd import ZstdReader
 from lmtrain.runtime.storage import is_url
 
-_BAD_RECORDS_TOLD = 10
+_BAD_RECORDS_SHOWN = 10
 _CHUNK_BYTES = 1 << 22
 
 
 class DocumentReader:
-    """Iterates over (number, text) of a source; `position` is how many bytes of it have been read.
+    """Iterates over (number, text) of a source. `position` is the number of its bytes read so far.
 
-    With `vocab_size` the documents are lists of token ids. `text_documents` says what is a document in a .txt.
+    With `vocab_size` the documents are lists of token ids. `text_documents` is the unit of a document in a .txt file.
 
-    A record that cannot be read is a `UserError` with its place, or with `skip_bad` counted in `skipped`, the first few
-    described in `bad_records`. A file that is damaged is an error in any case.
+    A record that cannot be read raises a `UserError` with its location. With `skip_bad` it is counted in `skipped`
+    instead, and the first few are described in `bad_records`. A corrupt file is always an error.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DocumentReader:
         return 0 if self._raw is None else self._size if self._raw.closed else self._raw.tell() - self._start
 
     def place(self, number: int) -> str:
-        """`file:line` of a record, or as much of it as can be had cheaply."""
+        """Location of a record: `file:line`, or the nearest form that is cheap to compute."""
         source = self._source
         if isinstance(source, Source) and source.start and not is_url(source.url):
             return f"{source.url}:{number + self._lines_before}"
@@ -65,9 +65,9 @@ class DocumentReader:
 
     @functools.cached_property
     def _lines_before(self) -> int:
-        """Lines of the file before this part of it."""
+        """Number of lines of the file before this part."""
         assert isinstance(self._source, Source)
-        left, lines = (self._source.start or 0) - 1, 1  # the line across the border belongs to the part before
+        left, lines = (self._source.start or 0) - 1, 1  # a line across the border belongs to the previous part
         with open(self._source.url, "rb") as file:
             while left > 0 and (chunk := file.read(min(_CHUNK_BYTES, left))):
                 lines += chunk.count(b"\n")
@@ -80,7 +80,7 @@ class DocumentReader:
                 yield number, text
             elif self._skip_bad:
                 self.skipped += 1
-                if len(self.bad_records) < _BAD_RECORDS_TOLD:
+                if len(self.bad_records) < _BAD_RECORDS_SHOWN:
                     self.bad_records.append(self._with_place(text, number))
             else:
                 raise UserError(self._with_place(text, number))
@@ -105,11 +105,11 @@ class DocumentReader:
             lines = raw if self._source.start is None else _lines_of_part(raw, self._start, self._size)
             try:
                 for number, text in READERS[extension](_decompress(lines, compression), self._field, label):
-                    yield number, text  # named in the error below
+                    yield number, text  # `number` is used in the error below
             except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError) as error:
-                raise UserError(f"{label}: damaged after line {number}: {error}") from None
+                raise UserError(f"{label}: corrupt after line {number}: {error}") from None
             except Exception as error:
-                with told(url, "read"):  # remote file systems have errors of their own kinds
+                with told(url, "read"):  # remote file systems raise their own error classes
                     raise error
                 raise
 
@@ -123,7 +123,7 @@ def _open(url: str) -> IO[Any]:
 
 
 def _lines_of_part(raw: IO[Any], start: int, size: int) -> Any:
-    """The lines that begin among the `size` bytes from `start`."""
+    """Lines that start within the `size` bytes from `start`."""
     if start:
         raw.seek(start - 1)
         raw.readline()

@@ -1,4 +1,4 @@
-"""Where shards are built: on this machine, or on a Ray cluster. The result is the same."""
+"""Executors that build shards: this machine or a Ray cluster, with the same result."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.cores import usable_cores
 from lmtrain.runtime.processes import Processes
 
-# What is done of each job, int64 [jobs, COUNTS of lmtrain/preprocess/write_shard.py].
+# Progress of each job, int64 [jobs, COUNTS of lmtrain/preprocess/write_shard.py].
 Counts = np.ndarray
 OnCounts = Callable[[Counts], None]
 Stopped = Callable[[], bool]
@@ -24,10 +24,10 @@ Stopped = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Executor:
-    """`run(jobs, on_counts, stopped)` yields (number of the job, its shard) in any order.
+    """Builds shards. `run(jobs, on_counts, stopped)` yields (number of the job, its shard) in any order.
 
-    It reports counts every now and then, and raises `StoppedError` soon after `stopped()` is true. A process that does
-    not call it itself lends a hand while it is within `helping()`.
+    It reports counts periodically, and raises `StoppedError` soon after `stopped()` is true. A process that does not
+    call `run` contributes its cores while it is within `helping()`.
     """
 
     label: str
@@ -36,9 +36,9 @@ class Executor:
 
 
 def choose_executor(ray: RayConfig, workers: int | None, processes: Processes, background: bool = False) -> Executor:
-    """Ray if an address is given, or if the run has several hosts; else this machine.
+    """Ray if an address is set or if the run has several processes; otherwise this machine.
 
-    In the `background` of training, local workers step back behind it.
+    With `background`, local workers run at a lower priority than training.
     """
     address = ray.address or os.environ.get("RAY_ADDRESS")
     if address is None and processes.count == 1:
@@ -64,5 +64,5 @@ def _check_ray(why: str) -> None:
     if importlib.util.find_spec("ray") is None:
         raise UserError(
             f"{why} preprocesses on Ray, which is not installed: pip install 'lmtrain[ray]', or build the cache "
-            "beforehand with `lmtrain preprocess` on one machine"
+            "first with `lmtrain preprocess` on one machine"
         )

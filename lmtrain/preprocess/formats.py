@@ -1,12 +1,12 @@
-"""The formats of text files: each a function from an open file to numbered records.
+"""Readers of text file formats: each is a function from an open file to numbered records.
 
-    .jsonl    one JSON object a line, numbered by line; blank lines are none
+    .jsonl    one JSON object per line, numbered by line; blank lines are skipped
     .json     the same, or one JSON document: an object, or an array of objects, numbered from 1
-    .txt      one document a line, without its line break, numbered by line; blank lines are none. Or, as asked for,
-              what stands between blank lines, or the whole file; numbered by the first line
-    .parquet  one document a row, numbered from 1
+    .txt      one document per line, without its line break, numbered by line; blank lines are skipped. Depending on
+              `data.text_documents`: a block between blank lines, or the entire file, numbered by its first line
+    .parquet  one document per row, numbered from 1
 
-A record that cannot be read is an error given instead of its text, and numbers go on after it.
+A record that cannot be read yields an error instead of its text, and reading continues after it.
 """
 
 import json
@@ -29,9 +29,9 @@ def read_jsonl(file: Iterable[bytes], field: Field, name: str) -> Iterator[Recor
 
 
 def read_txt(file: Iterable[bytes], field: Field, name: str) -> Iterator[Record]:
-    """Documents of plain text as `data.text_documents` divides them, with the number of their first line."""
+    """Documents of plain text, divided by `data.text_documents`, with the number of their first line."""
     if field.vocab_size is not None:
-        raise UserError(f"{name}: a .txt holds text, and the passthrough tokenizer takes token ids")
+        raise UserError(f"{name}: a .txt holds text, but the passthrough tokenizer requires token ids")
     if field.text_documents == "line":
         yield from (record for record in _txt_lines(file, name) if not _is_blank(record[1]))
         return
@@ -64,7 +64,7 @@ def _is_blank(line: str | UserError) -> bool:
 
 
 def read_json(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
-    """Looks at the first line; an array is read piece by piece, so that its size does not matter."""
+    """Documents of a .json file. An array is read in chunks, so that its size does not matter."""
     first = next((line for line in file if line.strip()), b"")
     if first.lstrip().startswith(b"["):
         for number, document in enumerate(_array_items(first, file, name), start=1):
@@ -72,7 +72,7 @@ def read_json(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
         return
     try:
         json.loads(first or b"{}")
-    except ValueError:  # not whole: one object over several lines
+    except ValueError:  # one object over several lines
         yield 1, field.read_json(first + file.read(), name)
     else:
         yield from read_jsonl(chain([first], file), field, name)
@@ -87,13 +87,13 @@ def read_parquet(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
         table = parquet.ParquetFile(file)
         if field.key not in table.schema_arrow.names:
             names = ", ".join(map(repr, table.schema_arrow.names[:8]))
-            raise UserError(f"{name}: no column {field.key!r} (it has {names}); data.text_key names the column")
+            raise UserError(f"{name}: no column {field.key!r} (it has {names}); set data.text_key to the column")
         batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=[field.key])
         texts = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
         for number, text in enumerate(texts, start=1):
             yield number, field.read({field.key: text}, f"{name}:{number}")
     except pyarrow.ArrowException as error:
-        raise UserError(f"{name}: damaged, or not Parquet: {error}") from None
+        raise UserError(f"{name}: corrupt, or not Parquet: {error}") from None
 
 
 READERS: dict[str, Callable[[IO[Any], Field, str], Iterator[Record]]] = {
@@ -105,7 +105,7 @@ READERS: dict[str, Callable[[IO[Any], Field, str], Iterator[Record]]] = {
 
 
 def _array_items(first: bytes, file: IO[Any], name: str) -> Iterator[Any]:
-    """The items of a JSON array whose beginning has been read, holding one item and a chunk at a time."""
+    """Items of a JSON array whose first line has been read; holds one item and one chunk in memory."""
     decoder = json.JSONDecoder()
     number, text, pending = 0, "", first.lstrip()[1:]
     ended = False
@@ -129,7 +129,7 @@ def _array_items(first: bytes, file: IO[Any], name: str) -> Iterator[Any]:
                     raise UserError(f"{name}:{number + 1}: not JSON: {error}") from None
                 break
             if end == len(text) and not ended:
-                break  # a number may go on in the next chunk
+                break  # a number may continue in the next chunk
             number += 1
             text = text[end:]
             yield item

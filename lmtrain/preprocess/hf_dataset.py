@@ -1,4 +1,4 @@
-"""Hugging Face datasets as sources: cut into shards by their own size, never by who reads them."""
+"""Hugging Face datasets as sources. Their shards depend on the dataset only, never on the number of readers."""
 
 import functools
 import hashlib
@@ -12,13 +12,13 @@ from lmtrain.data.config import SourceConfig
 from lmtrain.hf.hub import prepare_hub
 from lmtrain.preprocess.text import Field, Record
 
-# Rows of a downloaded data set are cut into shards of about this size; a stream has the shards its files make.
+# Approximate size of the shards of a downloaded dataset; a stream has one shard per file.
 _SHARD_BYTES = 256_000_000
 
 
 @dataclass(frozen=True)
 class DatasetShard:
-    """Part `index` of `count` of one split. `bytes` is its share of the whole, 0 for a stream, which does not know."""
+    """Part `index` of `count` of one split. `bytes` is its share of the size of the split, 0 for a stream (unknown)."""
 
     url: str
     bytes: int
@@ -32,23 +32,23 @@ class DatasetShard:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Name of the shard in messages."""
         return self.url
 
 
 def dataset_splits(config: SourceConfig) -> list[str]:
-    """The names of the splits of the data set `config.id`."""
+    """Names of the splits of the dataset `config.id`."""
     assert config.id is not None
     return list(_load(config.id, config.name, config.stream))
 
 
 def list_dataset_shards(config: SourceConfig, split: str) -> list[DatasetShard]:
-    """The shards of one split. Raises `UserError` if the data set or the split is not to be had."""
+    """Shards of one split. Raises `UserError` if the dataset or the split is not found or unavailable."""
     assert config.id is not None
     splits = _load(config.id, config.name, config.stream)
     label = f"dataset {config.id}{f' {config.name}' if config.name else ''} {split}"
     if split not in splits:
-        raise UserError(f"{label}: no such split; it has {', '.join(splits)}")
+        raise UserError(f"{label}: split not found; the dataset has {', '.join(splits)}")
     dataset = splits[split]
     if config.stream:
         count, size = dataset.num_shards, 0
@@ -74,7 +74,7 @@ def list_dataset_shards(config: SourceConfig, split: str) -> list[DatasetShard]:
 
 
 class DatasetReader:
-    """Iterates over the records of a shard, rows counted from 1 within it. `position` is in bytes of the shard."""
+    """Iterates over the records of a shard, with rows counted from 1. `position` is in bytes of the shard."""
 
     def __init__(self, shard: DatasetShard, field: Field):
         self.position = 0
@@ -92,7 +92,7 @@ class DatasetReader:
 
 @functools.cache
 def _load(id: str, name: str | None, stream: bool) -> Any:
-    """All splits; what is downloaded stays in the libraries' own cache."""
+    """Load all splits; downloads are stored in the cache of the datasets library."""
     prepare_hub()
     import datasets
 
@@ -103,7 +103,7 @@ def _load(id: str, name: str | None, stream: bool) -> Any:
     except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
         raise UserError(
             f"{label}: not found locally or on the Hugging Face Hub: {str(error).splitlines()[0]}\n"
-            "  without a network, name a local folder or files (data.train_urls); a gated data set needs HF_TOKEN"
+            "  offline, set data.id to a local folder or data.train_urls to files; a gated dataset requires HF_TOKEN"
         ) from None
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(f"{label}: {str(error).splitlines()[0]}") from None

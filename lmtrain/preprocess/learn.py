@@ -1,4 +1,4 @@
-"""Learning a tokenizer from the documents of files, and writing it where it was asked for."""
+"""Tokenizer training from the documents of files, and writing of the result."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from lmtrain.runtime.storage import is_url
 MODEL_FILE = "tokenizer.model"
 _JSON = "tokenizer.json"
 
-# Lines that a sentencepiece model is learned from. With more, vocabularies hardly change, and memory grows.
+# Maximum number of lines to train a sentencepiece model on. More hardly change the vocabulary and need more memory.
 INPUT_SENTENCE_SIZE = 1_000_000
 
 
 def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: str, overwrite: bool = False) -> int:
-    """Learn a byte-level BPE from the documents of `urls` and save it in `folder`. Returns its vocabulary size.
+    """Train a byte-level BPE tokenizer on the documents of `urls`, save it in `folder`, return its vocabulary size.
 
-    Raises `UserError` if the folder has another tokenizer, unless it is to `overwrite` it.
+    Raises `UserError` if the folder has another tokenizer, unless `overwrite` is true.
     """
     from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
     from lmtrain.hf.tokenizer import save_tokenizer
@@ -29,7 +29,7 @@ def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: st
     backend = learn_bpe(_texts(urls, text_key), vocab_size)
     before = existing(folder)
     if before is not None and not overwrite and _parsed(before) != json.loads(backend.to_str()):
-        raise _would_be_lost(folder)
+        raise _existing_tokenizer(folder)
     save_tokenizer(backend, folder, eos=END_OF_TEXT, bos=END_OF_TEXT)
     return backend.get_vocab_size()
 
@@ -43,17 +43,17 @@ def learn_sentencepiece_from_files(
     input_sentence_size: int,
     overwrite: bool = False,
 ) -> int:
-    """Learn a sentencepiece model from the documents of `urls`. Returns its vocabulary size.
+    """Train a sentencepiece model on the documents of `urls`. Returns its vocabulary size.
 
-    `output` is the model's file if it ends in `.model`, else a folder for it and for what it is converted to. Raises
-    `UserError` if it has another tokenizer, unless it is to `overwrite` it.
+    `output` is the model's file if it ends in `.model`, otherwise a folder for the model and its converted form.
+    Raises `UserError` if it has another tokenizer, unless `overwrite` is true.
     """
     from lmtrain.hf.sentencepiece import train_sentencepiece
 
     model = train_sentencepiece(_texts(urls, text_key), vocab_size, model_type, input_sentence_size)
     path = os.path.expanduser(output)
     if not overwrite and existing(output) not in (None, model):
-        raise _would_be_lost(output)
+        raise _existing_tokenizer(output)
     try:
         if is_model_file(output):
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -66,12 +66,12 @@ def learn_sentencepiece_from_files(
 
 
 def is_model_file(output: str) -> bool:
-    """Whether a tokenizer is to be written as a sentencepiece model."""
+    """Whether `output` names a sentencepiece model file."""
     return output.endswith(".model")
 
 
 def existing(output: str) -> bytes | None:
-    """The tokenizer that is there: the content of the sentencepiece model, else of tokenizer.json; None if none is."""
+    """Content of the existing tokenizer: the sentencepiece model, else tokenizer.json; None if there is none."""
     path = os.path.expanduser(output)
     candidates = [path] if is_model_file(output) else [os.path.join(path, name) for name in (MODEL_FILE, _JSON)]
     for candidate in filter(os.path.isfile, candidates):
@@ -80,10 +80,10 @@ def existing(output: str) -> bytes | None:
     return None
 
 
-def _would_be_lost(output: str) -> UserError:
+def _existing_tokenizer(output: str) -> UserError:
     return UserError(
-        f"--output {output}: holds another tokenizer, and caches and runs that were made with it would not fit the new "
-        "one; choose another folder, or add --overwrite"
+        f"--output {output}: holds another tokenizer; caches and runs made with it are incompatible with the new one; "
+        "choose another folder, or add --overwrite"
     )
 
 
@@ -95,25 +95,25 @@ def _parsed(content: bytes) -> Any:
 
 
 def check_output(output: str, kind: str) -> None:
-    """Raise `UserError` for what cannot be written, before reading any text."""
+    """Raise `UserError` if `output` cannot be written; called before any text is read."""
     path = os.path.expanduser(output)
     if is_url(output):
-        raise UserError(f"--output {output}: a URL; tokenizers are written to a local path")
+        raise UserError(f"--output {output}: URLs are not supported; set a local path")
     if is_model_file(output) and kind != "sentencepiece":
         raise UserError(f"--output {output}: a .model file holds a tokenizer of --kind sentencepiece")
     if os.path.isdir(path) if is_model_file(output) else os.path.isfile(path):
-        raise UserError(f"--output {output}: there is a {'folder' if os.path.isdir(path) else 'file'} of that name")
+        raise UserError(f"--output {output}: exists and is a {'folder' if os.path.isdir(path) else 'file'}")
     if kind != "sentencepiece" and os.path.exists(os.path.join(path, MODEL_FILE)):
-        raise UserError(f"--output {output}: the folder holds a sentencepiece tokenizer; choose another")
+        raise UserError(f"--output {output}: the folder holds a sentencepiece tokenizer; choose another folder")
     parent = os.path.abspath(os.path.dirname(path) if is_model_file(output) else path)
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"--output {output}: {parent} is not a folder that can be written to")
+        raise UserError(f"--output {output}: {parent} is not a writable folder")
 
 
 def _write_folder(folder: str, model: bytes) -> None:
-    """A folder that is whole, or one without tokenizer.json, which is then taken for what its model says."""
+    """Write model and tokenizer.json. If interrupted, the folder has no tokenizer.json and its model is converted."""
     from lmtrain.hf.sentencepiece import convert_sentencepiece
     from lmtrain.hf.tokenizer import save_tokenizer
 

@@ -1,4 +1,4 @@
-"""Building shards on this machine, one process per core. Workers are spawned, so that they import no JAX."""
+"""Local executor: builds shards in one process per core. Workers are spawned, so that they import no JAX."""
 
 import ctypes
 import multiprocessing
@@ -20,7 +20,7 @@ from lmtrain.runtime.signals import StoppedError
 
 _POLL_SECONDS = 0.2
 
-# In a worker: what is counted of each job, shared with the parent.
+# In a worker: the counts of each job, shared with the parent.
 _counters: Any = None
 
 
@@ -33,12 +33,12 @@ def build_locally(
 ) -> Iterator[tuple[int, ShardInfo]]:
     """Build all shards, yielding (number of the job, shard) when one is finished, in any order.
 
-    Cores that have no shard of their own become threads of the tokenizer; processes times threads never exceed cores.
+    With fewer shards than cores, the tokenizer uses threads; processes times threads never exceed the cores.
     """
     cores = max_workers or usable_cores()
     workers = min(cores, len(jobs))
     context = multiprocessing.get_context("spawn")
-    # each row has one writer, and is only looked at while it is written: no lock
+    # no lock: each row has one writer, and readers only display it
     counters = context.RawArray(ctypes.c_int64, COUNTS * len(jobs))
     counts = np.frombuffer(counters, np.int64).reshape(-1, COUNTS)
     pool = ProcessPoolExecutor(workers, context, _start_worker, (counters, cores // workers, background))
@@ -50,7 +50,7 @@ def build_locally(
         pending = set(numbers)
         while pending:
             done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-            # the pool does not watch a worker that it started after it last looked, so look ourselves
+            # the pool does not notice the death of workers started after its last check, so check here
             workers_seen.update((pool._processes or {}).values())
             if any(worker.exitcode for worker in workers_seen):
                 raise BrokenProcessPool
@@ -62,20 +62,20 @@ def build_locally(
         finished = True
     except BrokenProcessPool:
         raise UserError(
-            "a tokenizing process died without an error, most likely killed for using too much memory; finished shards "
+            "a tokenizer process died without an error, most likely killed for using too much memory; finished shards "
             "are kept. Run the same command again with a smaller data.num_preprocess_workers"
         ) from None
     finally:
-        if not finished:  # an error, or a request to stop: nobody wants the rest of the shards under way
+        if not finished:  # an error or a request to stop: unfinished shards are discarded
             for child in workers_seen | set((pool._processes or {}).values()):
-                child.kill()  # they ignore what the pool itself would send
+                child.kill()  # they ignore the signals that the pool would send
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _start_worker(counters: Any, threads: int, background: bool) -> None:
     global _counters  # a worker is one process with one job at a time
     _counters = np.frombuffer(counters, np.int64).reshape(-1, COUNTS)
-    for number in (signal.SIGINT, signal.SIGTERM):  # which go to the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the entire process group; the parent handles them
         signal.signal(number, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
@@ -85,7 +85,7 @@ def _start_worker(counters: Any, threads: int, background: bool) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed has nobody to work for."""
+    """Exit when the parent has died."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,8 +1,8 @@
-"""Documents too long for one call of the tokenizer, which needs a hundred times their size in memory.
+"""Splitting of documents too long for one call of the tokenizer, which uses 100 times their size in memory.
 
-They are cut where the tokens cannot tell: before a single space between two words. GPT-2's pre-tokenizer, which most
-byte-level tokenizers use, always begins a new piece there, and merges never cross pieces. Other tokenizers may look
-across, so their documents are not cut.
+Documents are split where the tokens do not change: before a single space between two words. GPT-2's pre-tokenizer,
+which most byte-level tokenizers use, always starts a new piece there, and merges never cross pieces. Other tokenizers
+may depend on text across the split, so their documents are not split.
 """
 
 import json
@@ -18,7 +18,7 @@ _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
 
 
 def can_split(backend: "tokenizers.Tokenizer") -> bool:
-    """Whether cutting between words provably leaves the tokens as they are."""
+    """Whether a split between words provably does not change the tokens."""
     content = json.loads(backend.to_str())
     before = content["pre_tokenizer"] or {}
     return (
@@ -36,7 +36,7 @@ def _looks_around(added: dict[str, object]) -> bool:
 
 
 def split_document(text: str, piece: int = _PIECE_CHARACTERS) -> list[str]:
-    """Pieces that make the text again, each at least `piece` characters but for the last, cut between words."""
+    """Split a text between words into pieces of at least `piece` characters, except for the last."""
     pieces = []
     start = 0
     while len(text) - start > piece:

@@ -1,4 +1,4 @@
-"""What there is to do for one split: which shards it will have, which are there, and whether they belong together."""
+"""Build plan of one split: its shards, which of them exist, and whether they match the config."""
 
 import os
 from dataclasses import asdict
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class CachePlan:
-    """One split's cache, finished or to be built. `shards` are those that are there, and grow with the cache."""
+    """Cache of one split, finished or to be built. `shards` are the finished ones, and grow during the build."""
 
     def __init__(
         self,
@@ -48,7 +48,9 @@ class CachePlan:
         self._lock = None if is_url(self.folder) or finished else FileLock(os.path.join(self.folder, ".building"))
 
     def _jobs(self, config: DataConfig, sources: list[AnySource]) -> "list[ShardJob]":
-        from lmtrain.preprocess.write_shard import ShardJob  # and what reads text: not for a finished cache
+        from lmtrain.preprocess.write_shard import (
+            ShardJob,
+        )  # imports the text readers, which a finished cache does not need
 
         settings = document_settings(config)
         return [
@@ -67,28 +69,28 @@ class CachePlan:
 
     @property
     def complete(self) -> bool:
-        """Whether every shard is there."""
+        """Whether every shard is finished."""
         return self.shards.complete
 
     @property
     def missing(self) -> "list[ShardJob]":
-        """The jobs of the shards that are not there yet."""
+        """Jobs of the missing shards."""
         return [job for job, info in zip(self.jobs, self._infos, strict=True) if info is None]
 
     def make_folder(self) -> None:
-        """Raises `UserError` if it cannot be made, or not be written to."""
+        """Create the folder of the cache. Raises `UserError` if it cannot be created or is not writable."""
         if is_url(self.folder):
             check_writable(self.folder)
         else:
             try:
                 os.makedirs(self.folder, exist_ok=True)
             except OSError as error:
-                raise UserError(f"data.cache_dir: {self.folder} cannot be made: {error.strerror}") from None
+                raise UserError(f"data.cache_dir: {self.folder} cannot be created: {error.strerror}") from None
 
     def acquire(self) -> bool:
-        """Become the one process that builds this cache; what a killed one left behind is cleaned up.
+        """Lock the cache for building and delete temporary files of killed builds. Returns whether it was free.
 
-        A cache at a URL has no lock: two who build it write the same objects, each whole.
+        A cache at a URL has no lock: concurrent builds write the same objects, each complete.
         """
         with told(self.folder, "written"):
             if self._lock is None or not self._lock.acquire():
@@ -101,13 +103,13 @@ class CachePlan:
             self._lock.release()
 
     def holder(self) -> str:
-        """Who builds it instead."""
+        """Name of the process that holds the lock."""
         return "another process" if self._lock is None else self._lock.holder()
 
     def find_finished(self) -> None:
-        """Take over the shards that are there by now.
+        """Add the shards that are finished on disk.
 
-        Raises `UserError` if they were made otherwise, or from other sources.
+        Raises `UserError` if they were built with other settings or from other sources.
         """
         names = set(list_names(self.folder))
         found = {}
@@ -123,7 +125,7 @@ class CachePlan:
                 self.add(index, marker[1])
 
     def add(self, index: int, info: ShardInfo) -> None:
-        """Shard `index` is finished."""
+        """Add the finished shard `index`."""
         self._infos[index] = info
         while len(self.shards.infos) < len(self._infos):
             following = self._infos[len(self.shards.infos)]
@@ -133,7 +135,7 @@ class CachePlan:
         self.shards.finish()
 
     def write_manifest(self) -> Manifest:
-        """Say that the cache is complete."""
+        """Write the manifest, which marks the cache as complete."""
         if self.manifest is None:
             self.manifest = Manifest(self.split, self.recipe, self._urls, self.dtype, list(self.shards.infos))
             save_manifest(self.folder, self.manifest)
@@ -148,15 +150,15 @@ class CachePlan:
         expected = {f"{shard_name(i, len(self.jobs))}.json": _key(source) for i, source in enumerate(self.sources)}
         moved = [name for name, (_, info) in sorted(cached.items()) if expected.get(name) != _key(info.source)]
         if moved and not lines:
-            lines.append(f"{moved[0]} is of another place in the list of sources, or of a list of another length")
+            lines.append(f"{moved[0]} has another index in the list of sources, or the list has another length")
         _refuse(self.folder, lines)
 
 
 def plan_cache(config: DataConfig, split: str) -> CachePlan:
-    """What is to be done for `split`. Writes nothing.
+    """Plan the cache of `split`. Writes nothing.
 
-    Raises `UserError` if the cache at that place was made from other sources, with another tokenizer or settings,
-    or if an input file is missing.
+    Raises `UserError` if the existing cache was built from other sources or with another tokenizer or settings, or if
+    an input file is missing.
     """
     folder = split_folder(config, split)
     tokenizer = open_tokenizer(config.tokenizer, config.vocab_size)
@@ -176,7 +178,7 @@ def plan_cache(config: DataConfig, split: str) -> CachePlan:
 
 
 def has_cache(config: DataConfig, split: str) -> bool:
-    """Whether there is a finished cache. Raises `UserError` if there is a file where it should be."""
+    """Whether there is a finished cache. Raises `UserError` if a file is in the place of its folder."""
     return _manifest_of(split_folder(config, split)) is not None
 
 
@@ -184,32 +186,32 @@ def _manifest_of(folder: str) -> Manifest | None:
     try:
         return load_manifest(folder)
     except NotADirectoryError:
-        raise UserError(f"data.cache_dir: {folder} cannot be made: there is a file in its way") from None
+        raise UserError(f"data.cache_dir: {folder} cannot be created: a file is in its place") from None
 
 
 def split_folder(config: DataConfig, split: str) -> str:
-    """The folder of the cache of a split."""
+    """Folder of the cache of a split."""
     return join(config.cache_dir, split)
 
 
 def document_settings(config: DataConfig) -> DocumentSettings:
-    """What of the config changes the tokens of a document."""
+    """Settings of the config that change the tokens of a document."""
     return DocumentSettings(
         config.text_key, config.enforce_eos, config.enforce_bos, config.on_bad_record, config.text_documents
     )
 
 
 def _sources_of_finished(config: DataConfig, split: str, folder: str, finished: Manifest) -> list[AnySource]:
-    """The sources a finished cache was made of, where they can be looked at; none where they cannot."""
+    """Sources of a finished cache, checked against the cache; empty if they cannot be checked."""
     same_urls = finished.urls == describe_urls(config, split)
     if config.id is not None and same_urls:
-        return []  # a data set is not fetched again to see whether it has changed
+        return []  # a dataset is not downloaded again just to check for changes
     try:
         sources = list_sources(config, split)
     except FilesMissingError as error:
         if not same_urls:
             raise
-        log.info(f"{folder}: using the finished cache, whose source files are no longer there ({error})")
+        log.info(f"{folder}: using the finished cache, although its source files are missing ({error})")
         return []
     cached = {_key(shard.source): shard.source for shard in finished.shards}
     wanted = [asdict(source) for source in sources]
@@ -223,24 +225,24 @@ def _sources_of_finished(config: DataConfig, split: str, folder: str, finished: 
 
 def _recipe(tokenizer: Tokenizer, settings: DocumentSettings) -> dict[str, Any]:
     documents = asdict(settings)
-    if settings.text_documents == "line":  # which caches made before there was a choice do not say
+    if settings.text_documents == "line":  # caches built before this setting existed lack it
         del documents["text_documents"]
     return {"tokenizer": tokenizer.identity, "documents": documents}
 
 
 def _read_marker(path: str) -> tuple[dict[str, Any], ShardInfo] | None:
-    """Recipe and info of a finished shard; a damaged marker is of no more use than a missing one."""
+    """Recipe and info of a finished shard; None if the marker is missing or corrupt."""
     try:
         marker = read_json(path)
         return marker["recipe"], ShardInfo(**marker["shard"])
     except UserError:
-        raise  # it cannot be looked at
+        raise  # access failed
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
 def check_recipe(folder: str, cached: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise `UserError` if a cache was made with another tokenizer or other settings."""
+    """Raise `UserError` if a cache was built with another tokenizer or other settings."""
     _refuse(folder, describe_differences(cached, wanted, "the cache", "this config"))
 
 
@@ -265,6 +267,6 @@ def _refuse(folder: str, differences: list[str]) -> None:
         shown = differences[:10] + ([f"and {len(differences) - 10} more"] if len(differences) > 10 else [])
         report = "\n".join(f"  {line}" for line in shown)
         raise UserError(
-            f"{folder}: this cache was built from something else\n{report}\n"
+            f"{folder}: the cache does not match this config\n{report}\n"
             "  choose another data.cache_dir, or delete this folder to build it again"
         )

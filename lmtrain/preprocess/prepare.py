@@ -1,4 +1,4 @@
-"""The token caches of a run: planning them, building what is missing, and waiting until there is enough."""
+"""Token caches of a run: planning, building the missing shards, and waiting until training can start."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Plans:
-    """What is to be done for each source of each split, by the sources' names."""
+    """Cache plans of both splits by source name."""
 
     train: Mapping[str, CachePlan]
     validation: Mapping[str, CachePlan]
@@ -42,29 +42,29 @@ class Plans:
 
 
 def plan_caches(config: DataConfig, train: bool = True, validation: bool = True) -> Plans:
-    """Plans for the splits of every source that are wanted, `validation` only where there is text."""
+    """Plan the requested splits of every source; `validation` only for sources that have validation text."""
     require_text(config, "train" if train else "validation")
     plans = Plans(_plan(config, "train") if train else {}, _plan(config, "validation") if validation else {})
     if not train and not plans.validation:
-        raise UserError("data: there is no validation text in it")
+        raise UserError("data: no validation text")
     if shared := shared_text(plans):
         more = f" and {len(shared) - _SHOWN} more" if len(shared) > _SHOWN else ""
         log.warning(
-            f"{', '.join(shared[:_SHOWN])}{more}: validation text that is training text too (the same size, beginning "
-            "and end), so that eval/loss says little about new text; take it out of train_urls"
+            f"{', '.join(shared[:_SHOWN])}{more}: validation text is also training text (same size, start and end), "
+            "so eval/loss does not measure generalization; remove it from train_urls"
         )
     return plans
 
 
 def shared_text(plans: Plans) -> list[str]:
-    """The validation files that are among the training files too, under whatever name."""
+    """Validation files that are also training files, under any name."""
     trained = {source["fingerprint"] for plan in plans.train.values() for source in plan.sources}
     found = (s["url"] for plan in plans.validation.values() for s in plan.sources if s["fingerprint"] in trained)
     return list(dict.fromkeys(found))
 
 
 class Complete:
-    """A `Build` where nothing is missing. Most starts have one: what builds caches is not even imported."""
+    """A `Build` with nothing to do. Used at most starts, so that the build code is not imported."""
 
     running = False
     follows = False
@@ -79,13 +79,15 @@ class Complete:
 
 
 def start_build(config: RunConfig, plans: Plans, processes: Processes, background: bool = False) -> "Build | Complete":
-    """Begin to build what is missing. Of several processes the first builds, and the others follow."""
+    """Start to build the missing shards. The first process of a run builds, and the others follow."""
     if all(plan.manifest is not None for plan in plans.all):
         return Complete()
     from lmtrain.preprocess.build import Build
     from lmtrain.preprocess.executor import choose_executor
 
-    if all(plan.complete for plan in plans.all):  # only a manifest is: Ray is not needed, nor has it to be installed
+    if all(
+        plan.complete for plan in plans.all
+    ):  # only a manifest is missing: Ray is not needed and need not be installed
         executor = choose_executor(RayConfig(), None, ALONE)
     else:
         executor = choose_executor(config.trainer.ray, config.data.num_preprocess_workers, processes, background)
@@ -93,9 +95,9 @@ def start_build(config: RunConfig, plans: Plans, processes: Processes, backgroun
 
 
 def wait(build: "Build | Complete", stop: StopRequest, enough: Callable[[], bool] = lambda: False) -> None:
-    """Show the progress of a build until it has ended, or there is `enough`.
+    """Show the progress of a build until it has ended or `enough()` is true.
 
-    Raises what it failed with, and `StoppedError` once it is stopped.
+    Raises the error of a failed build, and `StoppedError` after a request to stop.
     """
     with Progress("preprocess", build.total_bytes, quiet=build.follows) as progress:
         while build.running and not enough():
@@ -108,14 +110,14 @@ def wait(build: "Build | Complete", stop: StopRequest, enough: Callable[[], bool
 
 
 def wait_for_enough(config: RunConfig, plans: Plans, build: "Build | Complete", stop: StopRequest) -> None:
-    """Until training can begin: the validation caches, and a batch, or of a mixture a sequence of each source.
+    """Wait until training can start: validation caches, and one batch (in a mixture, one sequence of each source).
 
-    Raises as `wait` does.
+    Raises the same errors as `wait`.
     """
     reason = needs_all(config.data, config.epoch)
     if reason is not None:
         if any(not plan.complete for plan in plans.train.values()):
-            log.info(f"waiting for the data: {reason}")
+            log.info(f"waiting for the complete training cache: {reason}")
         wait(build, stop)
         return
 
@@ -123,30 +125,30 @@ def wait_for_enough(config: RunConfig, plans: Plans, build: "Build | Complete", 
 
     def enough() -> bool:
         least = sequences * config.model.seq_len
-        begun = all(plan.complete or plan.shards.tokens > least for plan in plans.train.values())
-        return begun and all(plan.complete for plan in plans.validation.values())
+        train_ready = all(plan.complete or plan.shards.tokens > least for plan in plans.train.values())
+        return train_ready and all(plan.complete for plan in plans.validation.values())
 
     wait(build, stop, enough)
     if build.running:
-        log.info("training begins while the rest of the data is tokenized")
+        log.info("training starts while the rest of the data is tokenized")
 
 
 def require_text(config: DataConfig, split: str) -> None:
-    """Raise `UserError` if a config, which may be without data, has no text for `split`."""
+    """Raise `UserError` if a config has no text for `split`."""
     if not any(source.id is not None or source.urls(split) for source in config.sources().values()):
         raise UserError(
-            f"data.{split}_urls: no text for {'training' if split == 'train' else 'validation'}; name your files, "
-            "or set data.demo to a folder to try lmtrain"
+            f"data.{split}_urls: no text for {'training' if split == 'train' else 'validation'}; set it to your "
+            "files, or set data.demo to a folder to try lmtrain"
         )
 
 
 def _plan(config: DataConfig, split: str) -> dict[str, CachePlan]:
     plans = {}
     for name, source in config.sources().items():
-        # looking into a data set takes seconds, and is needed only once
+        # opening a dataset takes seconds, and is needed only once
         if has_cache(source, split) or has_text(source, split):
             if split == "validation" and source.urls("train") and not source.urls("validation"):
-                log.info(f"{split_folder(source, split)}: not used, as the config names no validation text")
+                log.info(f"{split_folder(source, split)}: not used, since the config has no validation text")
                 continue
             prepare_demo(source)
             plans[name] = plan_cache(source, split)

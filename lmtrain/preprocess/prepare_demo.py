@@ -1,4 +1,4 @@
-"""Making what a config with `data.demo` stands on: the demo corpus and the tokenizer learned from it."""
+"""Preparation of a config with `data.demo`: the demo corpus and a tokenizer trained on it."""
 
 import os
 
@@ -11,42 +11,42 @@ VOCAB_SIZE = 8192
 
 
 def missing_demo(config: DataConfig) -> str | None:
-    """The folder of the demo if the config uses one that is not all there."""
+    """Folder of the demo if the config uses one and files of it are missing."""
     if config.demo is None:
         return None
-    return None if _corpus_is_there(config.demo) and _tokenizer_is_there(config) else config.demo
+    return None if _has_corpus(config.demo) and _has_tokenizer(config) else config.demo
 
 
 def missing_demo_tokenizer(config: DataConfig) -> bool:
-    """Whether the config's tokenizer is that of a demo, and not made yet."""
-    return config.demo is not None and not _tokenizer_is_there(config)
+    """Whether the config uses the demo's tokenizer and it is missing."""
+    return config.demo is not None and not _has_tokenizer(config)
 
 
 def prepare_demo(config: DataConfig) -> None:
-    """Make whatever is missing of the demo; nothing if the config does not use it."""
+    """Create the missing files of the demo; does nothing if the config does not use it."""
     if config.demo is None:
         return
     folder = os.path.expanduser(config.demo)
-    if not _corpus_is_there(config.demo):
+    if not _has_corpus(config.demo):
         try:
             documents, size = write_demo_corpus(folder)
         except TooLittleTextError as error:
             raise UserError(str(error)) from None
-        log.info(f"{folder}: made the demo corpus, {documents:,} documents, {size / 1e6:.1f} MB of Python source")
-    if not _tokenizer_is_there(config):
+        log.info(f"{folder}: created the demo corpus, {documents:,} documents, {size / 1e6:.1f} MB of Python source")
+    if not _has_tokenizer(config):
         from lmtrain.preprocess.learn import learn_from_files
 
         tokenizer = os.path.expanduser(config.tokenizer)
         count = learn_from_files(config.urls("train"), config.text_key, VOCAB_SIZE, tokenizer)
-        log.info(f"{tokenizer}: learned a tokenizer of {count:,} entries from it")
+        log.info(f"{tokenizer}: trained a tokenizer of {count:,} tokens on the demo corpus")
 
 
-def _corpus_is_there(demo: str) -> bool:
+def _has_corpus(demo: str) -> bool:
     return all(os.path.isfile(os.path.join(os.path.expanduser(demo), name)) for name in file_names())
 
 
-def _tokenizer_is_there(config: DataConfig) -> bool:
-    """Also true of a tokenizer that is not the demo's to make."""
+def _has_tokenizer(config: DataConfig) -> bool:
+    """Whether the tokenizer exists; true for tokenizers other than the demo's."""
     assert config.demo is not None
     made = config.tokenizer == demo_tokenizer(config.demo)
     return not made or os.path.isfile(os.path.join(os.path.expanduser(config.tokenizer), "tokenizer.json"))

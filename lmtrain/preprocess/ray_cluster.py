@@ -1,4 +1,4 @@
-"""Building shards on a Ray cluster. The only file that knows Ray.
+"""Ray executor: builds shards on a Ray cluster. The only file that imports Ray.
 
 The machines of a cluster must see the same files: inputs and `data.cache_dir` on a shared file system, or at URLs.
 """
@@ -33,22 +33,22 @@ _REPORT_SECONDS = 1.0
 _CONNECT_SECONDS = 60
 _END_SECONDS = 5
 
-# The port of a cluster that a run starts for itself lies so far above that of its coordinator.
+# Offset of the port of a run's own cluster from the port of its coordinator.
 _PORT_ABOVE = 1000
 
 
 @contextmanager
 def cluster(config: RayConfig, address: str | None, processes: Processes) -> Iterator[str]:
-    """The address of the cluster to use; every process of a run enters this.
+    """Context with the address of the cluster; every process of a run enters it.
 
-    What is started for the run ends with it: this host's part of an existing cluster, or of one of the run's own, whose
-    head is with the first process.
+    Nodes started for the run end with the context: workers on this host that join an existing cluster, or the run's
+    own cluster, whose head is on the host of the first process.
     """
     if address is None:
         if not config.auto_start_cluster or processes.coordinator is None:
             raise UserError(
                 f"trainer.ray: a run of {processes.count} processes preprocesses on Ray, but no address is set and "
-                "auto_start_cluster is false; set one, or build the cache with `lmtrain preprocess` first"
+                "auto_start_cluster is false; set address, or build the cache with `lmtrain preprocess` first"
             )
         host, port = processes.coordinator.rsplit(":", 1)
         own = int(port) + _PORT_ABOVE if int(port) + _PORT_ABOVE < 65536 else int(port) - _PORT_ABOVE
@@ -66,12 +66,12 @@ def cluster(config: RayConfig, address: str | None, processes: Processes) -> Ite
 
 @contextmanager
 def _node(arguments: list[str]) -> Iterator[None]:
-    """This host as a node of a cluster, in a process that is ended with it."""
+    """Run this host as a node of a cluster, in a process that ends with the context."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, "--block", "--disable-usage-stats"]
     stop = threading.Event()
 
     def keep() -> None:
-        """Start it again while it does not stay: the head may not be there yet."""
+        """Restart the node when it exits, since the head may not have started yet."""
         while not stop.is_set():
             with tempfile.TemporaryFile() as output:
                 process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
@@ -81,8 +81,8 @@ def _node(arguments: list[str]) -> Iterator[None]:
                     _end(process)
                     return
                 output.seek(0)
-                told = output.read().decode(errors="replace").strip()
-            log.warning(f"`ray {' '.join(command[3:])}` ended: {told[-300:]}")
+                message = output.read().decode(errors="replace").strip()
+            log.warning(f"`ray {' '.join(command[3:])}` exited: {message[-300:]}")
             stop.wait(2)
 
     keeper = threading.Thread(target=keep, name="ray node", daemon=True)
@@ -95,7 +95,7 @@ def _node(arguments: list[str]) -> Iterator[None]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a node and all it started. A node whose head has gone before it would take a minute."""
+    """Stop a node and its child processes. A node whose head stopped first would take a minute, so it is killed."""
     process.terminate()
     try:
         process.wait(_END_SECONDS)
@@ -115,7 +115,7 @@ def build_on_ray(
     _connect(address)
     actor: Any = ray.remote(num_cpus=0)(_Progress)
     progress = actor.remote(len(jobs))
-    # one core a task: the tokenizer's own threads would be cores that Ray does not know of
+    # one core per task: Ray does not account for the tokenizer's threads
     environment = {"env_vars": {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}}
     task: Any = ray.remote(num_cpus=1, max_retries=3, runtime_env=environment)(_build)
     waiting = list(enumerate(jobs))
@@ -139,7 +139,7 @@ def build_on_ray(
 
 
 def _connect(address: str) -> None:
-    """A cluster that is just being started is waited for."""
+    """Connect to the cluster, and wait for one that is starting."""
     _wait_for_port(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="lmtrain")
@@ -149,7 +149,7 @@ def _connect(address: str) -> None:
 
 
 def _wait_for_port(address: str) -> None:
-    """Ray itself tries for seven minutes, and then says little. `auto` has no port to look at."""
+    """Wait for the port of the cluster, since Ray itself retries for seven minutes. `auto` has no port to check."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     deadline = time.monotonic() + _CONNECT_SECONDS
     while port.isdigit():
@@ -163,11 +163,11 @@ def _wait_for_port(address: str) -> None:
 
 
 def _unreachable(address: str, reason: str) -> UserError:
-    return UserError(f"trainer.ray.address: {address}: no Ray cluster there: {reason}")
+    return UserError(f"trainer.ray.address: {address}: no Ray cluster found: {reason}")
 
 
 def _result(reference: Any, job: ShardJob) -> ShardInfo:
-    """A finished task's shard. Raises what the task raised, as it was raised."""
+    """Shard of a finished task. Raises the original error of a failed task."""
     try:
         info: ShardInfo = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -179,14 +179,14 @@ def _result(reference: Any, job: ShardJob) -> ShardInfo:
         ) from None
     if file_size(f"{job.path}.arrayrecord") != info.bytes:
         raise UserError(
-            f"{job.path}.arrayrecord: was built on another machine and is not here; data.cache_dir must be a folder "
+            f"{job.path}.arrayrecord: built on another machine, not found on this one; data.cache_dir must be a folder "
             "that all machines of the Ray cluster share, or a URL"
         )
     return info
 
 
 class _Progress:
-    """An actor that adds up what the tasks have done."""
+    """Actor that collects the counts of the tasks."""
 
     def __init__(self, jobs: int):
         self._counts = np.zeros((jobs, COUNTS), np.int64)
@@ -199,16 +199,16 @@ class _Progress:
 
 
 def _build(number: int, job: ShardJob, folder: str, progress: Any) -> ShardInfo:
-    """The task. Relative paths are those of the process that started it."""
+    """The Ray task. Relative paths are relative to the folder of the process that submitted it."""
     os.chdir(folder)
     counts = [0] * COUNTS
-    told = 0.0
+    reported = 0.0
 
     def report(*increments: int) -> None:
-        nonlocal told
+        nonlocal reported
         counts[:] = [count + more for count, more in zip(counts, increments, strict=True)]
-        if time.monotonic() - told > _REPORT_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - reported > _REPORT_SECONDS:
+            reported = time.monotonic()
             progress.set.remote(number, tuple(counts))
 
     info = build_shard(job, report)

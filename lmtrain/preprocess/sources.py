@@ -1,4 +1,4 @@
-"""Where the text of a split is: files, found by braces and globs, or the shards of a Hugging Face dataset."""
+"""Text sources of a split: files, expanded from braces and globs, or the shards of a Hugging Face dataset."""
 
 import hashlib
 import os
@@ -20,13 +20,13 @@ COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zst
 _SAMPLE_BYTES = 4096
 _THREADS = 32
 
-# Formats of which a part can be read: a line that begins in it belongs to it.
+# Formats that can be read in parts: a line belongs to the part in which it starts.
 _BY_LINES = (".jsonl", ".txt")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input file, or its part from byte `start`. `bytes` are those of the part.
+    """One input file, or its part from byte `start`; `bytes` is the size of the part.
 
     `fingerprint` covers the file's size and its first and last 4 KB: enough to notice a change.
     """
@@ -38,7 +38,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Name of the source in messages."""
         return self.url if self.start is None else f"{self.url} from byte {self.start:,}"
 
 
@@ -46,7 +46,7 @@ AnySource = Source | DatasetShard
 
 
 def list_sources(config: DataConfig, split: str) -> list[AnySource]:
-    """The sources of a split in their order. Raises `UserError` if any is not to be had."""
+    """Sources of a split in order. Raises `UserError` if any is missing or unavailable."""
     if config.id is not None:
         return list(list_dataset_shards(config, split))
     urls = expand_urls(config.urls(split))
@@ -55,16 +55,16 @@ def list_sources(config: DataConfig, split: str) -> list[AnySource]:
             files = list(pool.map(describe_source, urls))
     else:
         files = [describe_source(url) for url in urls]
-    whole = config.text_documents != "line"  # a part begins with a line
+    unsplit = config.text_documents != "line"  # parts are split at lines
     return [
         part
         for file in files
-        for part in ([file] if whole and format_of(file.url)[0] == ".txt" else split_source(file, config.split_bytes))
+        for part in ([file] if unsplit and format_of(file.url)[0] == ".txt" else split_source(file, config.split_bytes))
     ]
 
 
 def split_source(file: Source, part_bytes: int) -> list[Source]:
-    """Parts of a large file that can be read in parts; they depend on nothing but its size and `part_bytes`."""
+    """Split a large file into parts, which depend only on its size and `part_bytes`; other files stay in one part."""
     extension, compression = format_of(file.url)
     if compression or extension not in _BY_LINES or file.bytes <= part_bytes:
         return [file]
@@ -73,7 +73,7 @@ def split_source(file: Source, part_bytes: int) -> list[Source]:
 
 
 def describe_urls(config: DataConfig, split: str) -> list[str]:
-    """What the config says of a split's sources, as written: what a finished cache remembers."""
+    """Sources of a split as written in the config; stored in the manifest of a finished cache."""
     if config.id is not None:
         return [f"dataset {config.id} {config.name or ''} {split}{' (stream)' if config.stream else ''}"]
     return config.urls(split)
@@ -87,14 +87,14 @@ def has_text(config: DataConfig, split: str) -> bool:
 
 
 def expand_urls(urls: list[str]) -> list[str]:
-    """Braces first, then globs, in the order written. Raises `UserError` naming every url that matches nothing."""
+    """Expand braces, then globs, in the order written. Raises `UserError` with all URLs that match nothing."""
     found: list[str] = []
     missing: list[str] = []
     for url in urls:
         try:
             names = list(braceexpand(os.path.expanduser(url)))
         except ValueError:  # UnbalancedBracesError, which the package does not export to type checkers
-            raise UserError(f"{url}: the braces do not match") from None
+            raise UserError(f"{url}: unbalanced braces") from None
         for name in names:
             matches = _matches(name)
             found.extend(matches)
@@ -103,19 +103,19 @@ def expand_urls(urls: list[str]) -> list[str]:
     folders = [name for name in missing if os.path.isdir(name)]
     if folders:
         name = folders[0].rstrip("/")
-        raise UserError(f"{folders[0]}: is a folder; name the files in it, such as '{name}/*.jsonl'")
+        raise UserError(f"{folders[0]}: is a folder; set the files in it, such as '{name}/*.jsonl'")
     if missing:
         raise FilesMissingError("no such file: " + ", ".join(missing))
     repeated = sorted(name for name, count in Counter(found).items() if count > 1)
     if repeated:
-        raise UserError("named more than once: " + ", ".join(repeated))
+        raise UserError("listed more than once: " + ", ".join(repeated))
     for name in found:
         format_of(name)
     return found
 
 
 class FilesMissingError(UserError):
-    """Input files that are not there; a finished cache can do without them."""
+    """Missing input files; a finished cache does not need them."""
 
 
 def _matches(name: str) -> list[str]:
@@ -123,7 +123,7 @@ def _matches(name: str) -> list[str]:
         return [name]
     with told(name, "read"):
         fs, path = open_fs(name)
-        if _is_file(fs, path):  # first, since a name may hold a glob's signs
+        if _is_file(fs, path):  # first, since a file name may contain glob characters
             return [name]
         if not any(sign in path for sign in "*?["):
             return []
@@ -135,7 +135,7 @@ def _matches(name: str) -> list[str]:
 
 
 def _is_file(fs: Any, path: str) -> bool:
-    """Not fsspec's `isfile`, which says no to whatever it may not look at."""
+    """Whether `path` is a file. Unlike fsspec's `isfile`, raises if access is denied."""
     try:
         return bool(fs.info(path)["type"] == "file")
     except FileNotFoundError as error:
@@ -145,7 +145,7 @@ def _is_file(fs: Any, path: str) -> bool:
 
 
 def describe_source(url: str) -> Source:
-    """Size and fingerprint of one file, reading its two ends."""
+    """Size and fingerprint of one file, from its first and last bytes."""
     with told(url, "read"):
         if is_url(url):
             fs, path = open_fs(url)
@@ -153,9 +153,11 @@ def describe_source(url: str) -> Source:
             opened = fs.open(path, "rb")
         else:
             size = os.path.getsize(url)
-            opened = open(url, "rb")  # noqa: SIM115  # closed below, where both kinds of file are
+            opened = open(url, "rb")  # noqa: SIM115  # closed below for both kinds of file
         if size is None:
-            raise UserError(f"{url}: its server does not say how large it is; download it, and name the local file")
+            raise UserError(
+                f"{url}: the server does not report the file size; download the file and use the local path"
+            )
         digest = hashlib.sha256(str(size).encode())
         with opened as file:
             digest.update(file.read(_SAMPLE_BYTES))
@@ -165,12 +167,12 @@ def describe_source(url: str) -> Source:
 
 
 def format_of(url: str) -> tuple[str, str | None]:
-    """Extension and compression of a readable file. Raises `UserError` for a format lmtrain does not read."""
+    """Extension and compression of an input file. Raises `UserError` for an unsupported format."""
     stem, extension = os.path.splitext(url)
     compression = COMPRESSIONS.get(extension)
     if compression:
         extension = os.path.splitext(stem)[1]
     if extension not in READERS or (compression and extension == ".parquet"):
         readable = f"{' '.join(READERS)}, and all but .parquet with {' '.join(COMPRESSIONS)} after it"
-        raise UserError(f"{url}: not a format lmtrain reads ({readable})")
+        raise UserError(f"{url}: unsupported format (supported: {readable})")
     return extension, compression

@@ -1,4 +1,4 @@
-"""What a document must be, whatever it was read from."""
+"""Extraction and validation of documents from records of any format."""
 
 import json
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from typing import Any
 
 from lmtrain.config.errors import UserError
 
-# A document's text, or its token ids where the tokenizer is passthrough.
+# A document's text, or its token ids with the passthrough tokenizer.
 Text = str | list[int]
 
-# A record's document; or the error it would be, as a value: what to do about it is decided by whoever reads records.
+# A record's number and document. A bad record has an error as its value; the reader decides whether to raise it.
 Record = tuple[int, Text | UserError]
 
 
 @dataclass(frozen=True)
 class Field:
-    """Where a record holds its document: text under `key`, or with `vocab_size` a list of token ids below it.
+    """Location of the document in a record: text under `key`, or with `vocab_size` a list of token ids below it.
 
-    In plain text a document is a `line`, what stands between blank lines (`blank_line`), or the whole `file`.
+    In plain text a document is a `line`, a block between blank lines (`blank_line`), or the entire `file`.
     """
 
     key: str
@@ -25,12 +25,12 @@ class Field:
     text_documents: str = "line"
 
     def read(self, document: Any, place: str) -> Text | UserError:
-        """The document in a record; errors begin with `place`."""
+        """Extract the document of a record; error messages start with `place`."""
         if not isinstance(document, dict):
             return UserError(f"{place}: expected a JSON object with the key {self.key!r}")
         if self.key not in document:
             keys = ", ".join(map(repr, list(document)[:8])) or "none"
-            return UserError(f"{place}: no key {self.key!r} (it has {keys}); data.text_key names the key")
+            return UserError(f"{place}: no key {self.key!r} (it has {keys}); set data.text_key to the key")
         value = document[self.key]
         if self.vocab_size is not None:
             return self._check_ids(value, self.vocab_size, place)
@@ -44,7 +44,7 @@ class Field:
         return value
 
     def read_json(self, content: bytes, place: str) -> Text | UserError:
-        """The document in a record written as JSON."""
+        """Extract the document of a JSON record."""
         try:
             return self.read(json.loads(content), place)
         except UnicodeDecodeError as error:
@@ -54,7 +54,9 @@ class Field:
 
     def _check_ids(self, value: Any, vocab_size: int, place: str) -> list[int] | UserError:
         if not isinstance(value, list) or not all(type(number) is int for number in value):
-            return UserError(f"{place}: {self.key!r} is not a list of token ids, which the passthrough tokenizer takes")
+            return UserError(
+                f"{place}: {self.key!r} is not a list of token ids, which the passthrough tokenizer requires"
+            )
         wrong = next((number for number in value if not 0 <= number < vocab_size), None)
         if wrong is not None:
             return UserError(f"{place}: token id {wrong} is not below data.vocab_size {vocab_size}")

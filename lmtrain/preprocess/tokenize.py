@@ -1,4 +1,4 @@
-"""Documents -> token ids. Pure: the same documents and settings always give the same tokens."""
+"""Tokenization of documents. Pure: the same documents and settings always give the same tokens."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -10,19 +10,19 @@ from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.document_settings import DocumentSettings, token_dtype
 from lmtrain.preprocess.long_documents import split_document
 
-# Encodings take a hundred times the memory of their text.
+# Characters to encode in one call; encodings take 100 times the memory of their text.
 _GROUP_CHARACTERS = 2_000_000
 
 
 def tokenize_batch(
     texts: list[Any], tokenizer: Tokenizer, settings: DocumentSettings, split_long: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of all documents one after the other, [tokens], and the length of each, int64 [documents].
+    """Concatenated token ids of all documents, [tokens], and the length of each, int64 [documents].
 
     The documents are texts, or lists of ids for the tokenizer passthrough.
 
-    Special tokens are added as ids, never as text, so that text that spells one stays text only if the tokenizer
-    says so. `split_long` encodes long texts in pieces, for tokenizers that give the same tokens then.
+    Special tokens are added as ids, never as text, so the tokenizer alone decides about text that spells one.
+    `split_long` encodes long texts in pieces, for tokenizers whose tokens do not change by it.
     """
     before = tokenizer.bos_id if settings.enforce_bos else None
     after = tokenizer.eos_id if settings.enforce_eos else None
@@ -41,7 +41,7 @@ def tokenize_batch(
 
 
 def _encode(tokenizer: Tokenizer, pieces: list[str], dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and the number of them in each piece, for as many pieces at a time as memory should hold encodings of."""
+    """Tokens, and the number of tokens in each piece, in groups of pieces of limited size to limit memory."""
     group: list[str] = []
     characters = 0
     for number, piece in enumerate(pieces, start=1):
@@ -58,16 +58,16 @@ def _encode(tokenizer: Tokenizer, pieces: list[str], dtype: np.dtype) -> Iterato
 def _with_ends(
     tokens: np.ndarray, lengths: np.ndarray, before: int | None, after: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Documents of these lengths with an id put before and after each."""
-    whole = lengths + (before is not None) + (after is not None)
-    ends = np.cumsum(whole)
+    """Add the ids `before` and `after` to each document; returns the tokens and the new lengths."""
+    extended = lengths + (before is not None) + (after is not None)
+    ends = np.cumsum(extended)
     out = np.empty(int(ends[-1]), tokens.dtype)
     text = np.ones(len(out), bool)
     if before is not None:
-        out[ends - whole] = before
-        text[ends - whole] = False
+        out[ends - extended] = before
+        text[ends - extended] = False
     if after is not None:
         out[ends - 1] = after
         text[ends - 1] = False
     out[text] = tokens
-    return out, whole
+    return out, extended

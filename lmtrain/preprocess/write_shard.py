@@ -1,4 +1,4 @@
-"""One source -> one finished shard. Runs in a worker process; imports no JAX."""
+"""Build of one shard from one source. Runs in a worker process; imports no JAX."""
 
 import os
 import tempfile
@@ -23,21 +23,21 @@ from lmtrain.preprocess.tokenize import tokenize_batch
 from lmtrain.runtime.atomic_files import file_sha256
 from lmtrain.runtime.storage import is_url, upload, write_json
 
-# Enough text to keep the tokenizer's threads busy, little enough to hold many times over.
+# Maximum size of one batch: keeps the tokenizer's threads busy, and fits in memory many times.
 _BATCH_CHARACTERS = 2_000_000
 _BATCH_DOCUMENTS = 1024
 
 # Random reads take one block at a time, so records are neither grouped nor compressed: token ids do not compress.
 _WRITER_OPTIONS = "group_size:1,uncompressed"
 
-# What is counted of a job: documents, tokens, bytes of input as it is stored, bytes of text.
+# Number of counts of a job: documents, tokens, bytes of input as stored, bytes of text.
 COUNTS = 4
 Report = Callable[[int, int, int, int], None]
 
 
 @dataclass(frozen=True)
 class ShardJob:
-    """All that determines a shard. `path` is without extension; `vocab_size` only for the tokenizer passthrough."""
+    """Everything that determines a shard. `path` has no extension; `vocab_size` is for passthrough only."""
 
     source: AnySource
     path: str
@@ -50,10 +50,10 @@ class ShardJob:
 
 
 def build_shard(job: ShardJob, report: Report) -> ShardInfo:
-    """Tokenize the source and write the shard, then its marker. `report(documents, tokens, input bytes, text bytes)`
-    gets increments.
+    """Tokenize the source and write the shard, then its marker.
 
-    A killed build leaves a temporary file and no marker; a finished one always has the same bytes.
+    `report(documents, tokens, input bytes, text bytes)` is called with increments. A killed build leaves a temporary
+    file and no marker; a finished one always has the same bytes.
     """
     tokenizer = open_tokenizer(job.tokenizer, job.vocab_size)
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
@@ -88,15 +88,15 @@ def build_shard(job: ShardJob, report: Report) -> ShardInfo:
 
 def _check_bad_share(reader: DocumentReader, documents: int, job: ShardJob) -> None:
     if reader.skipped > job.max_bad_fraction * (reader.skipped + documents):
-        told = "\n".join(f"  {record}" for record in reader.bad_records)
+        shown = "\n".join(f"  {record}" for record in reader.bad_records)
         raise UserError(
             f"{job.source.label}: {reader.skipped:,} of {reader.skipped + documents:,} records are bad, more than "
-            f"data.max_bad_fraction {job.max_bad_fraction}; the first are\n{told}"
+            f"data.max_bad_fraction {job.max_bad_fraction}; the first are\n{shown}"
         )
 
 
 def _batches(reader: DocumentReader, tokenizer: Tokenizer, split_long: bool, longest: int) -> Iterator[list[Text]]:
-    """Documents to tokenize in one call. Raises `UserError` for one of more than `longest` bytes that stays whole."""
+    """Batches of documents to tokenize in one call. Raises `UserError` for a piece of more than `longest` bytes."""
     texts: list[Text] = []
     characters = 0
     for number, text in reader:
@@ -104,11 +104,11 @@ def _batches(reader: DocumentReader, tokenizer: Tokenizer, split_long: bool, lon
             pieces = split_document(text) if split_long else [text]
             size = max(len(piece.encode()) for piece in pieces)
             if size > longest:
-                whole = f"a document of {len(text.encode()):,} bytes"
-                part = f"{whole} has a stretch of {size:,} bytes without spaces, which" if split_long else whole
+                document = f"a document of {len(text.encode()):,} bytes"
+                part = f"{document} has a block of {size:,} bytes without spaces, which" if split_long else document
                 raise UserError(
-                    f"{reader.place(number)}: {part} is longer than data.max_document_bytes {longest:,}; its tokenizer "
-                    "needs a hundred times that in memory, and cannot split it safely"
+                    f"{reader.place(number)}: {part} is longer than data.max_document_bytes {longest:,}; the tokenizer "
+                    "uses 100 times that in memory and cannot split it safely"
                 )
         texts.append(text)
         characters += len(text)
@@ -120,13 +120,13 @@ def _batches(reader: DocumentReader, tokenizer: Tokenizer, split_long: bool, lon
 
 
 def _text_bytes(texts: list[Text]) -> int:
-    """In UTF-8; 0 for documents that are token ids already."""
+    """Size of the texts in UTF-8; 0 for documents that are token ids."""
     return sum(len(text.encode()) for text in texts if isinstance(text, str))
 
 
 @contextmanager
 def _temporary(file: str) -> Iterator[str]:
-    """Where to write what is to become `file`: beside it, or for a URL in a folder of its own on this machine."""
+    """Temporary path to write before `file` is published: next to it, or for a URL in a local temporary folder."""
     if is_url(file):
         with tempfile.TemporaryDirectory(prefix="lmtrain-") as folder:
             yield f"{folder}/shard"
@@ -141,7 +141,7 @@ def _written(path: str) -> Iterator[Any]:
         writer = ArrayRecordWriter(path, _WRITER_OPTIONS)
         yield writer
         writer.close()
-    except RuntimeError as error:  # the only kind it knows; it may come long after the write that failed
+    except RuntimeError as error:  # its only error class; it may be raised long after the failed write
         if path not in str(error):
             raise
         reason = str(error).splitlines()[0].partition(";")[0].removeprefix("write() failed: ")
@@ -149,25 +149,25 @@ def _written(path: str) -> Iterator[Any]:
 
 
 def _publish(temporary: str, file: str) -> None:
-    """Make a whole shard visible under its name."""
+    """Publish a complete shard under its name."""
     if is_url(file):
         upload(temporary, file)
         return
     with open(temporary, "rb") as opened:
-        os.fsync(opened.fileno())  # the data is on disk before its name is
+        os.fsync(opened.fileno())  # the data must reach the disk before the rename
     os.replace(temporary, file)
 
 
 class _BlockWriter:
-    """Cuts a stream of tokens into records of `BLOCK_TOKENS`, each with the ends of the documents in it.
+    """Writes a stream of tokens as records of `BLOCK_TOKENS`, each with the ends of the documents in it.
 
-    A document ends in the block of its last token; one without tokens in the block where the next token goes.
+    A document ends in the block of its last token; an empty document ends in the block of the next token.
     """
 
     def __init__(self, writer: Any, dtype: np.dtype):
         self._writer = writer
-        self._pending = np.zeros(0, dtype)  # tokens after the last whole block
-        self._ends = np.zeros(0, np.int64)  # the same documents' ends, counted from there
+        self._pending = np.zeros(0, dtype)  # tokens after the last complete block
+        self._ends = np.zeros(0, np.int64)  # document ends among them, relative to the first pending token
         self.tokens = 0
         self.documents = 0
 
@@ -177,14 +177,14 @@ class _BlockWriter:
         self.tokens += len(tokens)
         self.documents += len(lengths)
         waiting = np.concatenate([self._pending, tokens])
-        whole = len(waiting) // BLOCK_TOKENS
-        for block in range(whole):
+        complete = len(waiting) // BLOCK_TOKENS
+        for block in range(complete):
             start = block * BLOCK_TOKENS
             inside = ends[blocks == block] - start
             self._write(waiting[start : start + BLOCK_TOKENS], np.append(self._ends, inside))
             self._ends = self._ends[:0]
-        self._pending = waiting[whole * BLOCK_TOKENS :]
-        self._ends = np.append(self._ends, ends[blocks >= whole] - whole * BLOCK_TOKENS)
+        self._pending = waiting[complete * BLOCK_TOKENS :]
+        self._ends = np.append(self._ends, ends[blocks >= complete] - complete * BLOCK_TOKENS)
 
     def finish(self) -> None:
         if len(self._pending) or len(self._ends):

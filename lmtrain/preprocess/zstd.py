@@ -1,4 +1,4 @@
-"""Reading Zstandard files line by line. The library's own stream ends quietly where a truncated file does."""
+"""Zstandard reader that detects truncated files, at whose end the library's own stream stops without an error."""
 
 import io
 from typing import IO, Any

@@ -139,18 +139,18 @@ def test_byte_level_bpe_is_still_the_default(train):
         (["--output", "t", "--model_type", "bpe"], "--model_type: only --kind sentencepiece has it"),
         (["--output", "t", "--input_sentence_size", "9"], "--input_sentence_size: only --kind sentencepiece has it"),
         (["--output", "t.model"], "--output t.model: a .model file holds a tokenizer of --kind sentencepiece"),
-        (["--output", "gs://b/t"], "--output gs://b/t: a URL; tokenizers are written to a local path"),
-        (["--output", "file"], "--output file: there is a file of that name"),
+        (["--output", "gs://b/t"], "--output gs://b/t: URLs are not supported; set a local path"),
+        (["--output", "file"], "--output file: exists and is a file"),
         (["--output", "other"], "--output other: the folder holds a sentencepiece tokenizer; choose another"),
-        (["--output", "file/t"], "{folder}/file is not a folder that can be written to"),
+        (["--output", "file/t"], "{folder}/file is not a writable folder"),
         (["--output", "t.model", *SENTENCEPIECE, "--vocab_size", "259"], "vocabulary has at least 260 entries"),
         (["--output", "t", *SENTENCEPIECE, "--input_sentence_size", "0"], "--input_sentence_size 0: at least 1"),
         (["--output", "t", *SENTENCEPIECE, "--vocab_size", "9999"], "vocab_size 9999: too large for this text"),
         (["--output", "t", *SENTENCEPIECE, "--vocab_size", "261"], "vocab_size 261: too small for this text"),
         (["--output", "t", *SENTENCEPIECE, "--text_key", "body"], "no key 'body'"),
         (["--output", "t", *SENTENCEPIECE, "--model_type", "word"], "argument --model_type: invalid choice: 'word'"),
-        (["--output", "folder.model", *SENTENCEPIECE], "--output folder.model: there is a folder of that name"),
-        (["--output", "file/t.model", *SENTENCEPIECE], "{folder}/file is not a folder that can be written to"),
+        (["--output", "folder.model", *SENTENCEPIECE], "--output folder.model: exists and is a folder"),
+        (["--output", "file/t.model", *SENTENCEPIECE], "{folder}/file is not a writable folder"),
         (["--output", "/proc/t", *SENTENCEPIECE], "--output /proc/t: "),
         ([], "the following arguments are required: --output"),
     ],
@@ -175,7 +175,7 @@ def test_files_that_are_not_there_are_all_named(train):
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_reading(train, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # tests may run as root, whom no permission stops
-    with pytest.raises(UserError, match=r"--output a/b: .* is not a folder that can be written to"):
+    with pytest.raises(UserError, match=r"--output a/b: .* is not a writable folder"):
         train("--output", "a/b", *SENTENCEPIECE, files=["none.jsonl"])
 
 

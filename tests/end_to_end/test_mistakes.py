@@ -26,7 +26,7 @@ def write_lines(tmp_path, *lines: str) -> str:
     [
         ("data.train_urls", ["absent.jsonl"], ["no such file", "absent.jsonl"]),
         ("data.train_urls", ["nothing/*.jsonl"], ["no such file", "nothing/*.jsonl"]),
-        ("data.train_urls", ["part.{1..3.jsonl"], ["braces do not match"]),
+        ("data.train_urls", ["part.{1..3.jsonl"], ["unbalanced braces"]),
         ("data.train_urls", ["text.docx"], ["no such file", "text.docx"]),
         ("data.train_urls", ["."], [".: is a folder; name the files in it, such as './*.jsonl'"]),
         ("data.cache_dir", "tiny.yaml", ["data.cache_dir: tiny.yaml/train cannot be created: "]),
@@ -67,7 +67,7 @@ def test_a_wrong_setting(run_cli, settings, write_config, tmp_path, path, value,
     ("line", "expected"),
     [
         ("{broken", "text.jsonl:3: not JSON"),
-        ('{"txt": "a"}', "text.jsonl:3: no key 'text' (it has 'txt'); data.text_key names the key"),
+        ('{"txt": "a"}', "text.jsonl:3: no key 'text' (it has 'txt'); set data.text_key"),
         ('{"text": 3}', "text.jsonl:3: 'text' is int, not text"),
         ('["text"]', "text.jsonl:3: expected a JSON object"),
     ],

@@ -57,7 +57,7 @@ def test_batches_are_those_of_the_finished_cache(config, run_cli, texts, tmp_pat
     many = [f"{texts}/many-{{0..{MANY - 1}}}.jsonl"]
     online = run_cli("train", config("online", many))
     assert online.returncode == 0, online.stderr
-    assert "training begins while the rest of the data is tokenized" in online.stderr
+    assert "training starts while the rest of the data is tokenized" in online.stderr
     assert "one epoch is not known yet" in online.stderr
     finished = run_cli("preprocess", config("online", many))
     assert finished.returncode == 0, finished.stderr
@@ -89,7 +89,7 @@ def test_an_error_of_the_builder_ends_training_with_it(config, run_cli, texts, t
     urls = [f"{texts}/0.jsonl", str(tmp_path / "broken.jsonl")]
     failed = run_cli("train", config(train_urls=urls, num_train_steps=10**6))
     assert failed.returncode == 2
-    assert "training begins while the rest of the data is tokenized" in failed.stderr
+    assert "training starts while the rest of the data is tokenized" in failed.stderr
     assert failed.stderr.splitlines()[-1].startswith(f"lmtrain: error: {tmp_path}/broken.jsonl:1201: not JSON")
     assert "Traceback" not in failed.stderr
     assert markers(tmp_path) == ["shard-00000-of-00002.json"]
@@ -123,7 +123,7 @@ def test_preprocess_asked_to_stop_keeps_what_is_finished_and_exits_75(config, lm
     assert names == {*kept, *(name.replace(".json", ".arrayrecord") for name in kept)}
     again = lmtrain("preprocess", path)
     assert again.returncode == 0, again.stderr
-    assert f"preprocess: {len(kept)} of {FILES} shards are there, continuing" in again.stderr
+    assert f"preprocess: {len(kept)} of {FILES} shards are finished" in again.stderr
 
 
 @pytest.mark.long

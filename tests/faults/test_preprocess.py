@@ -160,7 +160,7 @@ def test_a_worker_killed_for_its_memory_is_told_and_the_next_run_goes_on(config,
         os.kill(int(found[0].name.rpartition("-")[2]), signal.SIGKILL)  # as the kernel's OOM killer does
     _, told = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 2, told
-    assert "a tokenizing process died without an error, most likely killed for using too much memory" in told
+    assert "a tokenizer process died without an error, most likely killed for using too much memory" in told
     assert "Run the same command again with a smaller data.num_preprocess_workers" in told
     finish(config, tmp_path, undisturbed)
 
@@ -176,9 +176,9 @@ def truncated_gzip(path):
 
 
 DAMAGED = {
-    "corrupt": (corrupt_gzip, "damaged after line "),
-    "truncated": (truncated_gzip, "damaged after line "),
-    "no gzip": (lambda path: path.write_text('{"text": "plain"}\n'), "damaged after line 0"),
+    "corrupt": (corrupt_gzip, "corrupt after line "),
+    "truncated": (truncated_gzip, "corrupt after line "),
+    "no gzip": (lambda path: path.write_text('{"text": "plain"}\n'), "corrupt after line 0"),
 }
 
 
@@ -272,5 +272,5 @@ def test_a_document_that_cannot_be_split_is_refused_with_its_place(settings, wri
     settings["data"] |= {"train_urls": [str(tmp_path / "long.jsonl")], "validation_urls": None}
     failed = lmtrain("preprocess", write_config(settings))
     assert failed.returncode == 2
-    assert f"{tmp_path}/long.jsonl:2: a document of 11,000,000 bytes has a stretch of 11,000,000 bytes" in failed.stderr
+    assert f"{tmp_path}/long.jsonl:2: a document of 11,000,000 bytes has a block of 11,000,000 bytes" in failed.stderr
     assert "longer than data.max_document_bytes 10,000,000" in failed.stderr

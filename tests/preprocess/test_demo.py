@@ -12,7 +12,7 @@ from lmtrain.preprocess.demo import TooLittleTextError, file_names, write_demo_c
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A small folder that stands for the standard library: 200 files in it, and some that do not belong to it."""
+    """A small folder in place of the standard library: 200 modules, and some files that are not part of it."""
     folder = tmp_path / "library"
     for path in [f"m{i}.py" for i in range(150)] + [f"package/m{i}.py" for i in range(50)]:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def documents(folder):
     return {name: [json.loads(line) for line in gzip.open(folder / name)] for name in file_names()}
 
 
-def test_every_file_of_the_library_is_one_document_in_order_of_paths(library, small_is_enough, tmp_path):
+def test_every_file_of_the_library_is_one_document_ordered_by_path(library, small_is_enough, tmp_path):
     counted, size = write_demo_corpus(str(tmp_path / "demo"))
     found = documents(tmp_path / "demo")
     for part in found.values():
@@ -65,7 +65,7 @@ def test_a_file_added_to_the_library_moves_no_other(library, small_is_enough, tm
     assert {name: [d for d in part if d["path"] != "added.py"] for name, part in after.items()} == before
 
 
-def test_too_small_a_library_is_an_error_that_writes_nothing(library, tmp_path):
+def test_a_too_small_library_is_an_error_and_writes_nothing(library, tmp_path):
     with pytest.raises(TooLittleTextError) as error:
         write_demo_corpus(str(tmp_path / "demo"))
     assert str(error.value).startswith(f"the standard library at {library} holds 0.0 MB of Python source")
@@ -73,13 +73,13 @@ def test_too_small_a_library_is_an_error_that_writes_nothing(library, tmp_path):
     assert not (tmp_path / "demo").exists()
 
 
-def test_a_library_that_is_not_there_is_the_same_error(tmp_path, monkeypatch):
+def test_a_missing_library_is_the_same_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "nothing")})
     with pytest.raises(TooLittleTextError, match=r"holds 0\.0 MB"):
         write_demo_corpus(str(tmp_path / "demo"))
 
 
-def test_this_pythons_own_library_is_large_enough(tmp_path):
+def test_the_library_of_the_running_python_is_large_enough(tmp_path):
     documents_written, size = write_demo_corpus(str(tmp_path))
     assert documents_written > 500
     assert size >= demo.MINIMUM_BYTES

@@ -1,4 +1,4 @@
-"""Where shards are built."""
+"""The choice of the executor that builds shards."""
 
 import importlib.util
 
@@ -22,7 +22,7 @@ def label(ray=None, workers=None, processes=ALONE):
     return choose_executor(ray or RayConfig(), workers, processes).label
 
 
-def test_one_process_without_an_address_works_here():
+def test_one_process_without_an_address_builds_locally():
     assert label() == f"{usable_cores()} local processes"
     assert label(workers=7) == "7 local processes"
 
@@ -47,14 +47,17 @@ def test_without_ray_installed_the_extra_is_named(monkeypatch, ray, processes, w
         choose_executor(ray, None, processes)
 
 
-def test_several_processes_without_a_cluster_to_join_are_told_what_to_set():
+def test_several_processes_without_a_cluster_are_a_user_error():
     executor = choose_executor(RayConfig(auto_start_cluster=False), None, SEVERAL)
-    with pytest.raises(UserError, match="no address is set and auto_start_cluster is false"), executor.helping():
+    with (
+        pytest.raises(UserError, match=r"trainer\.ray: .* auto_start_cluster is false; set address"),
+        executor.helping(),
+    ):
         pass
 
 
 def test_start_workers_false_joins_no_workers():
-    """The node would be a process: none is started for the address that is there already."""
+    """A Ray node would be a process: none is started for an existing cluster."""
     ray = RayConfig(address="127.0.0.1:1", start_workers=False)
     import subprocess
 

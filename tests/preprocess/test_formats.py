@@ -1,4 +1,4 @@
-"""Every format gives the same documents; what cannot be read is an error in its place, and the rest goes on."""
+"""Every format gives the same documents; a bad record is an error with its location, and reading continues."""
 
 import io
 import json
@@ -45,12 +45,12 @@ VERSES = "\ufeffFirst\r\n  second\n\n \n\nThird\n\tfourth\n\n".encode()
         ("file", [(1, "First\n  second\n\n \n\nThird\n\tfourth\n")]),
     ],
 )
-def test_a_txt_is_cut_into_documents_as_asked_for_and_has_no_byte_order_mark(documents, expected):
+def test_a_txt_is_divided_by_text_documents_and_loses_its_byte_order_mark(documents, expected):
     assert list(READERS[".txt"](io.BytesIO(VERSES), Field("text", None, documents), "name")) == expected
 
 
 @pytest.mark.parametrize("documents", ["blank_line", "file"])
-def test_a_line_of_a_txt_that_is_not_utf8_is_told_and_the_rest_is_kept(documents):
+def test_a_line_of_a_txt_that_is_not_utf8_is_an_error_and_the_rest_is_kept(documents):
     found = list(READERS[".txt"](io.BytesIO(b"a\n\xff\nb\n"), Field("text", None, documents), "name"))
     assert [str(text) for _, text in found] == ["name:2: not UTF-8: invalid start byte at byte 0", "a\nb"]
 
@@ -67,7 +67,7 @@ def test_every_format_gives_the_same_texts(written):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100])
-def test_an_array_is_the_same_however_it_is_cut_into_chunks(chunk, monkeypatch):
+def test_an_array_does_not_depend_on_the_chunk_size(chunk, monkeypatch):
     monkeypatch.setattr(formats, "_CHUNK_BYTES", chunk)
     for written in (".json array", ".json array in one line"):
         assert [text for _, text in read(".json", WRITTEN[written])] == TEXTS
@@ -107,7 +107,7 @@ def test_a_json_file_may_be_one_object_lines_or_an_array(content, expected):
         (".parquet", as_parquet(["a", None, "b"]), ["name:2: 'text' is NoneType, not text"], ["a", "b"]),
     ],
 )
-def test_a_bad_record_is_an_error_in_its_place_and_the_rest_is_read(extension, content, errors, kept):
+def test_a_bad_record_is_an_error_with_its_location_and_the_rest_is_read(extension, content, errors, kept):
     records = [text for _, text in read(extension, content)]
     assert [text for text in records if isinstance(text, str)] == kept
     found = [str(text) for text in records if isinstance(text, UserError)]
@@ -121,11 +121,11 @@ def test_a_bad_record_is_an_error_in_its_place_and_the_rest_is_read(extension, c
         (".json", b'[{"text": "a"}, {"te', "name:2: not JSON"),
         (".json", b'[{"text": "a"} {"text": "b"}', "name:3: not JSON"),
         (".json", b'[{"text": "\xff"}]', "name:1: not UTF-8"),
-        (".parquet", b"PAR1 nonsense", "name: damaged, or not Parquet"),
-        (".parquet", as_parquet(["a"], key="txt"), "name: no column 'text' .it has 'n', 'txt'.; data.text_key"),
-        (".parquet", WRITTEN[".parquet"][:-20], "name: damaged, or not Parquet"),
+        (".parquet", b"PAR1 nonsense", "name: corrupt, or not Parquet"),
+        (".parquet", as_parquet(["a"], key="txt"), "name: no column 'text' .it has 'n', 'txt'.; set data.text_key"),
+        (".parquet", WRITTEN[".parquet"][:-20], "name: corrupt, or not Parquet"),
     ],
 )
-def test_what_makes_the_rest_unreadable_is_raised(extension, content, message):
+def test_an_error_that_makes_the_rest_unreadable_is_raised(extension, content, message):
     with pytest.raises(UserError, match=message):
         read(extension, content)

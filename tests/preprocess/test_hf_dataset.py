@@ -1,4 +1,4 @@
-"""Hugging Face datasets from a local folder: the same shards and documents for everyone who reads them."""
+"""Hugging Face datasets from a local folder: the same shards and documents for every reader."""
 
 import json
 
@@ -25,14 +25,14 @@ def texts(config, split):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_all_rows_come_in_the_order_of_their_files(folder, stream):
+def test_rows_are_in_the_order_of_their_files(folder, stream):
     config = SourceConfig(id=folder, stream=stream)
     assert dataset_splits(config) == ["train", "validation"]
     assert texts(config, "train") == [f"train-0000{file} {row}" for file in range(3) for row in range(5)]
     assert texts(config, "validation") == [f"validation {row}" for row in range(5)]
 
 
-def test_a_stream_has_the_shards_its_files_make_and_a_table_shards_by_size(folder, monkeypatch):
+def test_a_stream_has_one_shard_per_file_and_a_table_shards_by_size(folder, monkeypatch):
     assert [shard.count for shard in list_dataset_shards(SourceConfig(id=folder, stream=True), "train")] == [3, 3, 3]
     table = SourceConfig(id=folder)
     assert [shard.count for shard in list_dataset_shards(table, "train")] == [1]
@@ -51,7 +51,7 @@ def test_progress_reaches_the_size_of_the_shard(folder):
     assert reader.position == shard.bytes > 0
 
 
-def test_the_fingerprint_follows_the_rows(folder, tmp_path):
+def test_the_fingerprint_depends_on_the_rows(folder, tmp_path):
     (before,) = list_dataset_shards(SourceConfig(id=folder), "train")
     hf_dataset._load.cache_clear()
     assert list_dataset_shards(SourceConfig(id=folder), "train") == [before]
@@ -61,7 +61,7 @@ def test_the_fingerprint_follows_the_rows(folder, tmp_path):
     assert after.fingerprint != before.fingerprint
 
 
-def test_rows_without_text_are_errors_in_their_place(folder):
+def test_rows_without_text_are_errors_with_their_location(folder):
     (shard,) = list_dataset_shards(SourceConfig(id=folder), "validation")
     records = list(DatasetReader(shard, Field("n")))
     assert [number for number, _ in records] == [1, 2, 3, 4, 5]
@@ -72,13 +72,13 @@ def test_rows_without_text_are_errors_in_their_place(folder):
 @pytest.mark.parametrize(
     ("change", "split", "message"),
     [
-        ({}, "test", "no such split; it has train, validation"),
+        ({}, "test", "split not found; the dataset has train, validation"),
         ({"name": "other"}, "train", "BuilderConfig 'other' not found"),
         ({"id": "/no/such/folder"}, "train", "not found locally or on the Hugging Face Hub"),
-        ({"id": "acme/none"}, "train", "a gated data set needs HF_TOKEN"),
-        ({"id": "acme/none", "stream": True}, "train", "without a network, name a local folder"),
+        ({"id": "acme/none"}, "train", "HF_TOKEN"),
+        ({"id": "acme/none", "stream": True}, "train", "data.id to a local folder"),
     ],
 )
-def test_what_is_not_to_be_had_says_why(folder, change, split, message):
+def test_an_unavailable_dataset_is_an_error_with_the_reason(folder, change, split, message):
     with pytest.raises(UserError, match=message):
         list_dataset_shards(SourceConfig(**{"id": folder} | change), split)

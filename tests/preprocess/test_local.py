@@ -1,4 +1,4 @@
-"""Worker processes: what they import, and when they end."""
+"""Worker processes: their imports, their end, and their errors."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from lmtrain.preprocess.sources import Source
 from lmtrain.preprocess.document_settings import DocumentSettings
 
 if __name__ == "__main__":
-    import jax  # what a training process has loaded must not be loaded by its workers
+    import jax  # loaded in a training process, must not be loaded in its workers
 
     folder, tokenizer = sys.argv[1:]
     settings = DocumentSettings("text", True, False)
@@ -55,7 +55,7 @@ def running(pid):
 
 @pytest.fixture
 def busy(tmp_path, settings):
-    """A process with two workers that wait for ever, as their input files are pipes that nobody writes to."""
+    """A process with two workers that wait forever, since their input files are pipes without a writer."""
     for name in "ab":
         os.mkfifo(tmp_path / f"{name}.jsonl")
     (tmp_path / "parent.py").write_text(PARENT)
@@ -88,7 +88,7 @@ def test_workers_load_no_jax_and_end_when_their_parent_is_killed(busy):
     wait_for(lambda: not any(map(running, workers)))
 
 
-def test_a_killed_worker_is_said_to_be_killed(busy):
+def test_a_killed_worker_ends_the_build_with_an_error(busy):
     parent, workers = busy
     os.kill(workers[0], signal.SIGKILL)
     assert parent.wait(DEADLINE_SECONDS) == 1
@@ -114,7 +114,7 @@ def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
     assert seen[-1] == [[2000, tokens[number], job.source.bytes, text] for number, job in enumerate(jobs)]
 
 
-def test_an_error_in_a_worker_arrives_as_it_was_raised(tmp_path, settings):
+def test_an_error_in_a_worker_is_raised_in_the_parent(tmp_path, settings):
     source = tmp_path / "a.jsonl"
     source.write_text("{}\n")
     described = Source(str(source), 3, "")

@@ -1,4 +1,4 @@
-"""Long documents are cut only where their tokens are the same as uncut."""
+"""Long documents are split only where the tokens do not change."""
 
 import json
 
@@ -23,7 +23,7 @@ def ids(backend, texts):
 
 
 @pytest.mark.parametrize("piece", [1, 10, 1000])
-def test_real_text_in_pieces_has_the_tokens_of_the_whole(piece):
+def test_split_real_text_has_the_tokens_of_the_unsplit_text(piece):
     backend = open_tokenizer(str(TOKENIZER)).backend
     pieces = split_document(TEXT, piece)
     assert len(pieces) > len(TEXT) / piece / 20
@@ -33,17 +33,17 @@ def test_real_text_in_pieces_has_the_tokens_of_the_whole(piece):
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.text(st.sampled_from("ab1_ \n\t'.ü\u00a0\u2003\u3000日s\x1c\u180e\u200b"), max_size=40))
-def test_any_text_in_pieces_has_the_tokens_of_the_whole(text):
+def test_split_random_text_has_the_tokens_of_the_unsplit_text(text):
     backend = open_tokenizer(str(TOKENIZER)).backend
     assert ids(backend, split_document(text, 1)) == ids(backend, [text])
 
 
-def test_text_without_spaces_between_words_stays_whole():
+def test_text_without_spaces_between_words_is_not_split():
     assert split_document("x" * 100, 10) == ["x" * 100]
     assert split_document("", 10) == [""]
 
 
-def test_tokenizers_that_may_look_across_a_cut_are_not_trusted():
+def test_tokenizers_that_may_depend_on_text_across_a_split_are_refused():
     def changed(**parts):
         backend = Tokenizer.from_str(json.dumps(TOKENIZER_JSON))
         for name, part in parts.items():
@@ -61,7 +61,7 @@ def test_tokenizers_that_may_look_across_a_cut_are_not_trusted():
     assert not can_split(with_space)
 
 
-def test_a_batch_with_a_long_document_is_the_same_split_or_not(monkeypatch):
+def test_splitting_a_long_document_does_not_change_its_batch(monkeypatch):
     tokenizer = open_tokenizer(str(TOKENIZER))
     documents = DocumentSettings("text", True, True)
     texts = ["short", TEXT * 20, "", "end"]

@@ -1,4 +1,4 @@
-"""Large files read in parts: every line once, in order, with its number in the file."""
+"""Large files read in parts: every line once, in order, with its line number in the file."""
 
 import json
 
@@ -16,7 +16,7 @@ LINES = [f'{{"text": "line {i} {"x" * (i * 37 % 90)}"}}' for i in range(60)]
 @pytest.fixture(params=["\n", "\r\n"], ids=["unix", "windows"])
 def file(tmp_path, request):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(request.param.join(LINES).encode())  # without a line break at the end
+    path.write_bytes(request.param.join(LINES).encode())  # no line break at the end
     return str(path)
 
 
@@ -30,7 +30,7 @@ def test_parts_of_any_size_give_every_document_once_in_order(file, part_bytes):
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_a_bad_line_is_named_by_its_number_in_the_file(tmp_path, skip):
+def test_a_bad_line_is_named_by_its_line_number_in_the_file(tmp_path, skip):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([*LINES[:41], "{broken", *LINES[41:]]) + "\n")
     parts = split_source(describe_source(str(path)), 500)
@@ -38,21 +38,21 @@ def test_a_bad_line_is_named_by_its_number_in_the_file(tmp_path, skip):
     if skip:
         readers = [DocumentReader(part, "text", skip_bad=True) for part in parts]
         assert sum(1 for reader in readers for _ in reader) == 60
-        (told,) = [line for reader in readers for line in reader.bad_records]
-        assert told.startswith(f"{path}:42: not JSON")
+        (message,) = [line for reader in readers for line in reader.bad_records]
+        assert message.startswith(f"{path}:42: not JSON")
     else:
         with pytest.raises(UserError, match=r"a\.jsonl:42: not JSON"):
             [list(DocumentReader(part, "text")) for part in parts]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json", "a.parquet"])
-def test_what_cannot_be_read_in_parts_stays_whole(tmp_path, name):
+def test_other_formats_are_not_split(tmp_path, name):
     (tmp_path / name).write_bytes(b"x" * 1000)
     source = describe_source(str(tmp_path / name))
     assert split_source(source, 10) == [source]
 
 
-def test_the_tokens_of_a_file_in_parts_are_those_of_the_whole(file, tmp_path, settings):
+def test_a_split_file_has_the_tokens_of_the_unsplit_file(file, tmp_path, settings):
     def build(name, **changes):
         tokenizer = settings["data"]["tokenizer"]
         config = DataConfig(train_urls=[file], tokenizer=tokenizer, cache_dir=str(tmp_path / name), **changes)
@@ -67,7 +67,7 @@ def test_the_tokens_of_a_file_in_parts_are_those_of_the_whole(file, tmp_path, se
         build_cache(config.model_copy(update={"split_bytes": 10**6}), "train")
 
 
-def test_token_ids_are_taken_as_they_are(tmp_path):
+def test_passthrough_stores_token_ids_unchanged(tmp_path):
     path = tmp_path / "ids.jsonl"
     path.write_text('{"ids": [1, 2, 3]}\n{"ids": []}\n{"ids": [69999]}\n')
     settings = {"train_urls": [str(path)], "text_key": "ids", "tokenizer": "passthrough", "enforce_eos": False}
@@ -87,7 +87,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path):
         ('{"ids": [true]}', "'ids' is not a list of token ids"),
     ],
 )
-def test_what_is_no_token_id_is_an_error_in_its_place(tmp_path, record, message):
+def test_an_invalid_token_id_is_an_error_with_its_location(tmp_path, record, message):
     path = tmp_path / "ids.jsonl"
     path.write_text('{"ids": [1]}\n' + record + "\n")
     with pytest.raises(UserError) as caught:

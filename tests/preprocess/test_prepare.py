@@ -1,4 +1,4 @@
-"""Who builds the caches of a run of several processes."""
+"""Preparation of the caches of a run, also of one with several processes."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.runtime.processes import Processes
 
 
-def test_only_what_is_missing_needs_ray_to_be_installed(monkeypatch):
+def test_ray_is_required_only_for_missing_shards(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(build, "Build", lambda plans, executor, follows: SimpleNamespace(start=lambda: executor))
@@ -33,8 +33,8 @@ def test_only_what_is_missing_needs_ray_to_be_installed(monkeypatch):
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_validation_text_that_is_training_text_is_told(tmp_path, settings, caplog, finished):
-    """A copy counts, and so does a glob that takes in both; other text of the same length does not."""
+def test_validation_text_that_is_also_training_text_logs_a_warning(tmp_path, settings, caplog, finished):
+    """Copies and files matched by a glob count; other text of the same length does not."""
     for name, text in (("a", "one"), ("b", "two"), ("copy", "one"), ("other", "new")):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text * 9}) + "\n")
     data = settings["data"] | {"cache_dir": str(tmp_path / "cache"), "train_urls": [f"{tmp_path}/[ab].jsonl"]}
@@ -49,6 +49,6 @@ def test_validation_text_that_is_training_text_is_told(tmp_path, settings, caplo
         return [os.path.basename(url) for url in shared_text(plan_caches(config))], caplog.text
 
     assert shared("other") == ([], "")
-    found, told = shared("other", "b", "copy")
+    found, logged = shared("other", "b", "copy")
     assert found == ["b.jsonl", "copy.jsonl"]
-    assert f"{tmp_path}/b.jsonl, {tmp_path}/copy.jsonl: validation text that is training text too" in told
+    assert f"{tmp_path}/b.jsonl, {tmp_path}/copy.jsonl: validation text is also training text" in logged

@@ -1,4 +1,4 @@
-"""Making the demo when a config asks for it, and only what is missing of it."""
+"""Creation of the demo when a config uses it, and only of its missing files."""
 
 import json
 import sysconfig
@@ -30,7 +30,7 @@ def mtimes(folder):
 
 
 @pytest.mark.parametrize("name", ["demo", "demo/", "folder [1]/demo", "{demo}"])
-def test_corpus_and_tokenizer_are_made_where_the_config_looks_for_them(library, tmp_path, name):
+def test_corpus_and_tokenizer_are_created_where_the_config_reads_them(library, tmp_path, name):
     config = DataConfig(demo=str(tmp_path) + "/" + name)
     prepare_demo.prepare_demo(config)
     assert len(expand_urls(config.urls("train"))) == 8
@@ -40,7 +40,7 @@ def test_corpus_and_tokenizer_are_made_where_the_config_looks_for_them(library, 
     assert 256 < tokenizer.vocab_size <= prepare_demo.VOCAB_SIZE
 
 
-def test_what_is_there_is_left_alone(library, tmp_path):
+def test_existing_files_are_not_modified(library, tmp_path):
     config = DataConfig(demo=str(tmp_path / "demo"))
     prepare_demo.prepare_demo(config)
     before = mtimes(tmp_path / "demo")
@@ -50,7 +50,7 @@ def test_what_is_there_is_left_alone(library, tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["validation.jsonl.gz", "train.3-of-8.jsonl.gz"])
-def test_a_missing_part_is_made_again_with_the_same_bytes(library, tmp_path, lost):
+def test_a_missing_file_is_recreated_with_the_same_bytes(library, tmp_path, lost):
     config = DataConfig(demo=str(tmp_path / "demo"))
     prepare_demo.prepare_demo(config)
     before = {name: (tmp_path / "demo" / name).read_bytes() for name in file_names()}
@@ -59,7 +59,7 @@ def test_a_missing_part_is_made_again_with_the_same_bytes(library, tmp_path, los
     assert {name: (tmp_path / "demo" / name).read_bytes() for name in file_names()} == before
 
 
-def test_a_tokenizer_folder_that_a_killed_run_left_unfinished_is_finished(library, tmp_path):
+def test_an_unfinished_tokenizer_folder_of_a_killed_run_is_completed(library, tmp_path):
     config = DataConfig(demo=str(tmp_path / "demo"))
     prepare_demo.prepare_demo(config)
     file = tmp_path / "demo" / "tokenizer" / "tokenizer.json"
@@ -69,25 +69,25 @@ def test_a_tokenizer_folder_that_a_killed_run_left_unfinished_is_finished(librar
     assert file.read_bytes() == content
 
 
-def test_a_config_that_names_its_own_tokenizer_gets_none_learned(library, tmp_path, settings):
+def test_no_tokenizer_is_trained_for_a_config_with_its_own(library, tmp_path, settings):
     prepare_demo.prepare_demo(DataConfig(demo=str(tmp_path / "demo"), tokenizer=settings["data"]["tokenizer"]))
     assert not (tmp_path / "demo" / "tokenizer").exists()
     assert (tmp_path / "demo" / "validation.jsonl.gz").exists()
 
 
-def test_a_config_without_the_demo_makes_nothing(tmp_path, monkeypatch):
+def test_a_config_without_the_demo_creates_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepare_demo.prepare_demo(DataConfig(train_urls=["a.jsonl"]))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_small_a_library_is_the_users_error(library, tmp_path, monkeypatch):
+def test_a_too_small_library_is_a_user_error(library, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "MINIMUM_BYTES", 10**9)
-    with pytest.raises(UserError, match=r"holds 0\.0 MB of Python source, and the demo needs"):
+    with pytest.raises(UserError, match=r"holds 0\.0 MB of Python source"):
         prepare_demo.prepare_demo(DataConfig(demo=str(tmp_path / "demo")))
 
 
-def test_learning_from_files_follows_braces_and_the_text_key(tmp_path):
+def test_training_from_files_expands_braces_and_uses_the_text_key(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"body": f"{name}{name}{name} " * 50}) + "\n")
     count = learn_from_files([f"{tmp_path}/{{a,b}}.jsonl"], "body", 300, str(tmp_path / "tok"))

@@ -1,4 +1,4 @@
-"""Building on Ray, on a real cluster of this machine: the same bytes, the same errors."""
+"""Builds on a real Ray cluster on this machine: the same bytes and errors as local builds."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def undisturbed(config, lmtrain, tmp_path):
 
 
 @pytest.mark.long
-def test_a_cluster_gives_the_bytes_of_this_machine(config, lmtrain, undisturbed, address, tmp_path):
+def test_a_cluster_gives_the_bytes_of_a_local_build(config, lmtrain, undisturbed, address, tmp_path):
     told = lmtrain("preprocess", config, "--address", address)
     assert told.returncode == 0, told.stderr
     assert f"4 shards to build, the Ray cluster at {address}" in told.stderr
@@ -75,7 +75,7 @@ def test_the_address_may_come_from_the_environment(config, lmtrain, address, tmp
     assert f"on the Ray cluster at {address}" in told.stdout, told.stderr
 
 
-def test_a_bad_line_is_told_as_it_is_told_here(config, lmtrain, texts, address, tmp_path):
+def test_a_bad_line_is_the_same_error_as_in_a_local_build(config, lmtrain, texts, address, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{broken\n')
     told = lmtrain("preprocess", config, "--address", address, "--data.train_urls", f'["{tmp_path}/bad.jsonl"]')
     assert told.returncode == 2
@@ -84,7 +84,7 @@ def test_a_bad_line_is_told_as_it_is_told_here(config, lmtrain, texts, address, 
     assert os.listdir(tmp_path / "cache" / "train") == []
 
 
-def test_a_killed_worker_is_started_again(config, undisturbed, address, tmp_path):
+def test_a_killed_worker_is_restarted(config, undisturbed, address, tmp_path):
     command = [sys.executable, "-m", "lmtrain", "preprocess", str(config), "--address", address]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     cache = tmp_path / "cache" / "train"
@@ -101,18 +101,18 @@ def test_a_killed_worker_is_started_again(config, undisturbed, address, tmp_path
     assert set(left) == set(undisturbed)
 
 
-def test_no_cluster_there_is_an_error_that_names_it(config, lmtrain, monkeypatch):
+def test_a_missing_cluster_is_an_error_that_names_its_address(config, lmtrain, monkeypatch):
     from lmtrain.config.errors import UserError
     from lmtrain.preprocess import ray_cluster
 
     monkeypatch.setattr(ray_cluster, "_CONNECT_SECONDS", 0)
     nowhere = f"127.0.0.1:{free_port()}"
-    with pytest.raises(UserError, match=rf"trainer\.ray\.address: {nowhere}: no Ray cluster there"):
+    with pytest.raises(UserError, match=rf"trainer\.ray\.address: {nowhere}: no Ray cluster found"):
         ray_cluster._connect(nowhere)
 
 
 @pytest.mark.long
-def test_a_run_of_two_processes_starts_a_cluster_of_its_own(config, undisturbed, tmp_path):
+def test_a_run_of_two_processes_starts_its_own_cluster(config, undisturbed, tmp_path):
     command = [sys.executable, "-m", "lmtrain", "preprocess", str(config)]
     command += ["--trainer.distributed.coordinator_address", f"127.0.0.1:{free_port()}"]
     command += ["--trainer.distributed.num_processes", "2"]

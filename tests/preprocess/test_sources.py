@@ -1,4 +1,4 @@
-"""Finding input files and reading their documents."""
+"""Expansion of input files and reading of their documents."""
 
 import bz2
 import gzip
@@ -13,7 +13,7 @@ from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.sources import FilesMissingError, describe_source, expand_urls
 
 COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.compress}
-# too varied to compress into nothing, so that half a file holds something
+# varied enough that half of a compressed file has some documents
 TEXTS = [f"document {i} äöü 🙂 {i * 7919 % 1000003:x}" for i in range(3000)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
@@ -28,7 +28,7 @@ def texts_of(path):
     return [text for _, text in DocumentReader(str(path), "text")]
 
 
-def test_braces_in_the_order_written_then_globs_in_sorted_order(tmp_path):
+def test_braces_expand_in_the_order_written_and_globs_in_sorted_order(tmp_path):
     b2, b10, a1, c = make(tmp_path, "b.2.jsonl", "b.10.jsonl", "a.1.jsonl", "c.jsonl")
     assert expand_urls([f"{tmp_path}/c.jsonl", f"{tmp_path}/b.{{2..10..8}}.jsonl", a1]) == [c, b2, b10, a1]
     assert expand_urls([f"{tmp_path}/{{b,a}}.*.jsonl"]) == [b10, b2, a1]
@@ -42,59 +42,59 @@ def test_every_missing_file_is_named_at_once(tmp_path):
     assert str(error.value) == missing
 
 
-def test_a_file_named_twice_is_refused(tmp_path):
+def test_a_file_listed_twice_is_refused(tmp_path):
     a, _ = make(tmp_path, "a.jsonl", "b.jsonl")
-    with pytest.raises(UserError, match=r"named more than once: .*a\.jsonl$"):
+    with pytest.raises(UserError, match=r"more than once: .*a\.jsonl$"):
         expand_urls([a, f"{tmp_path}/*.jsonl"])
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a.docx", "not a format lmtrain reads"),
-        ("a.parquet.gz", "not a format lmtrain reads"),
-        ("a.jsonl.lz4", "not a format lmtrain reads"),
-        ("a.gz", "not a format lmtrain reads"),
-        ("{a.jsonl", "the braces do not match"),
+        ("a.docx", "unsupported format"),
+        ("a.parquet.gz", "unsupported format"),
+        ("a.jsonl.lz4", "unsupported format"),
+        ("a.gz", "unsupported format"),
+        ("{a.jsonl", "braces"),
     ],
 )
-def test_a_name_that_cannot_be_read_says_why(tmp_path, name, message):
+def test_an_unreadable_name_is_an_error_with_the_reason(tmp_path, name, message):
     make(tmp_path, name)
     with pytest.raises(UserError, match=message):
         expand_urls([f"{tmp_path}/{name}"])
 
 
-def test_an_unknown_protocol_is_the_users_mistake():
+def test_an_unknown_protocol_is_a_user_error():
     with pytest.raises(UserError, match=r"nonsense://a.jsonl"):
         expand_urls(["nonsense://a.jsonl"])
 
 
 @pytest.mark.parametrize("pattern", ["a.jsonl", "*.jsonl"])
-def test_a_folder_is_not_taken_for_a_file(tmp_path, pattern):
+def test_a_folder_is_not_read_as_a_file(tmp_path, pattern):
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(UserError, match="jsonl"):
         [describe_source(url) for url in expand_urls([f"{tmp_path}/{pattern}"])]
 
 
-def test_a_file_whose_name_has_glob_signs_is_found(tmp_path):
+def test_a_file_with_glob_characters_in_its_name_is_found(tmp_path):
     assert expand_urls(make(tmp_path, "part[1].jsonl")) == [f"{tmp_path}/part[1].jsonl"]
 
 
 @pytest.mark.parametrize("kind", COMPRESS)
-def test_compressed_files_read_as_plain_ones(tmp_path, kind):
+def test_compressed_files_read_the_same_as_plain_ones(tmp_path, kind):
     (path,) = make(tmp_path, f"a.jsonl.{kind}", content=COMPRESS[kind](LINES))
     assert list(DocumentReader(path, "text")) == list(enumerate(TEXTS, start=1))
 
 
 @pytest.mark.parametrize("kind", COMPRESS)
-def test_files_put_together_of_several_compressed_ones_are_read_whole(tmp_path, kind):
+def test_concatenated_compressed_files_are_read_completely(tmp_path, kind):
     (path,) = make(tmp_path, f"a.jsonl.{kind}", content=COMPRESS[kind](LINES) + COMPRESS[kind](LINES))
     assert texts_of(path) == TEXTS + TEXTS
 
 
 @pytest.mark.parametrize("damage", ["truncated", "corrupt", "foreign"])
 @pytest.mark.parametrize("kind", COMPRESS)
-def test_a_damaged_compressed_file_is_named(tmp_path, kind, damage):
+def test_a_corrupt_compressed_file_is_named(tmp_path, kind, damage):
     whole = COMPRESS[kind](LINES)
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes(byte ^ 0x55 for byte in whole[middle : middle + 8]) + whole[middle + 8 :]
@@ -104,10 +104,10 @@ def test_a_damaged_compressed_file_is_named(tmp_path, kind, damage):
         texts_of(path)
 
 
-def test_a_truncated_gzip_says_how_far_it_could_be_read(tmp_path):
+def test_a_truncated_gzip_is_an_error_with_the_last_valid_line(tmp_path):
     whole = gzip.compress(LINES)
     (path,) = make(tmp_path, "a.jsonl.gz", content=whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz: damaged after line [1-9]\d*"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: corrupt after line [1-9]\d*"):
         texts_of(path)
 
 
@@ -119,17 +119,17 @@ def test_a_truncated_gzip_says_how_far_it_could_be_read(tmp_path):
         (b'{"text": "\xff"}', "not UTF-8: invalid start byte at byte 10"),
         (b'["text"]', "expected a JSON object with the key 'text'"),
         (b'"text"', "expected a JSON object with the key 'text'"),
-        (b'{"body": "a", "id": 1}', r"no key 'text' \(it has 'body', 'id'\); data.text_key"),
+        (b'{"body": "a", "id": 1}', r"no key 'text' \(it has 'body', 'id'\); set data.text_key"),
         (b"{}", r"no key 'text' \(it has none\)"),
         (b'{"text": null}', "'text' is NoneType, not text"),
         (b'{"text": ["a"]}', "'text' is list, not text"),
-        (b'{"text": "half \\ud83d"}', ""),  # half a surrogate pair, which is in no encoding
+        (b'{"text": "half \\ud83d"}', ""),  # half of a surrogate pair, which has no encoding
         (b'{"text": "\xed\xa0\x80"}', ""),
         (b'{"text": ' + b"[" * 200_000 + b"}", ""),
     ],
     ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else "",
 )
-def test_a_bad_line_is_named_with_its_number(tmp_path, line, message):
+def test_a_bad_line_is_named_with_its_line_number(tmp_path, line, message):
     (path,) = make(tmp_path, "a.jsonl", content=b'{"text": "good"}\n\n' + line + b"\n")
     with pytest.raises(UserError, match=rf"a\.jsonl:3: .*{message}"):
         texts_of(path)
@@ -165,8 +165,8 @@ def test_position_ends_at_the_size_of_the_file(tmp_path, kind):
 
 
 @pytest.mark.parametrize("place", [0, 4095, 400_000, -4096, -1], ids=str)
-def test_fingerprint_notices_a_change_at_either_end(tmp_path, place):
-    # `place` in the middle is not read: that change is noticed by the size alone
+def test_fingerprint_detects_a_change_at_either_end(tmp_path, place):
+    # `place` in the middle is not read: such a change is detected by its size only
     content = bytearray(b"x" * 500_000)
     before = describe_source(make(tmp_path, "a.jsonl", content=bytes(content))[0])
     content[place] = ord("y")
@@ -175,7 +175,7 @@ def test_fingerprint_notices_a_change_at_either_end(tmp_path, place):
     assert before.bytes == after.bytes == 500_000
 
 
-def test_fingerprint_notices_another_size_and_is_the_same_for_the_same_content(tmp_path):
+def test_fingerprint_detects_another_size_and_is_equal_for_equal_content(tmp_path):
     first, second = map(describe_source, make(tmp_path, "a.jsonl", "b.jsonl"))
     assert first.fingerprint == second.fingerprint
     half = len(LINES) // 2

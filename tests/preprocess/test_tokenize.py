@@ -1,4 +1,4 @@
-"""Documents to token ids."""
+"""Tokenization of documents."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def folder(settings):
 
 
 @pytest.mark.parametrize(("eos", "bos"), [(True, False), (False, True), (True, True), (False, False)])
-def test_tokens_are_what_the_tokenizers_library_gives_plus_special_ids(folder, eos, bos):
+def test_tokens_are_those_of_the_tokenizers_library_plus_special_ids(folder, eos, bos):
     tokenizer = load_tokenizer(folder)
     tokens, lengths = tokenize_batch(TEXTS, tokenizer, DocumentSettings("text", eos, bos))
     plain = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
@@ -29,7 +29,7 @@ def test_tokens_are_what_the_tokenizers_library_gives_plus_special_ids(folder, e
     assert lengths.tolist() == [len(document) for document in documents]
 
 
-def test_begin_and_end_are_different_ids_where_the_tokenizer_has_both(tmp_path):
+def test_bos_and_eos_are_different_ids_if_the_tokenizer_has_both(tmp_path):
     backend = learn_bpe(["some text"], 260)
     backend.add_special_tokens(["<s>"])
     save_tokenizer(backend, str(tmp_path), eos="<|endoftext|>", bos="<s>")
@@ -51,7 +51,7 @@ def test_special_tokens_do_not_depend_on_the_tokenizers_own_template(tmp_path):
     assert tokens.tolist() == [backend.token_to_id("x"), 0]
 
 
-def test_truncation_and_padding_in_the_tokenizer_file_drop_and_add_nothing(tmp_path):
+def test_truncation_and_padding_in_the_tokenizer_file_are_ignored(tmp_path):
     backend = learn_bpe(["some text"], 260)
     text = "a long text with many bytes"
     expected = backend.encode(text).ids
@@ -63,13 +63,13 @@ def test_truncation_and_padding_in_the_tokenizer_file_drop_and_add_nothing(tmp_p
     assert lengths.tolist() == [len(expected), 1]
 
 
-def test_no_documents_are_no_tokens(folder):
+def test_no_documents_give_no_tokens(folder):
     tokens, lengths = tokenize_batch([], load_tokenizer(folder), DocumentSettings("text", True, True))
     assert (tokens.size, tokens.dtype.str, lengths.size) == (0, "<u2", 0)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "<u2"), (65536, "<u2"), (65537, "<u4"), (256000, "<u4")])
-def test_two_bytes_a_token_where_they_suffice(vocab_size, dtype):
+def test_tokens_have_two_bytes_if_they_suffice(vocab_size, dtype):
     assert token_dtype(vocab_size).str == dtype
     assert np.iinfo(token_dtype(vocab_size)).max >= vocab_size - 1
 
@@ -86,7 +86,7 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["eos", "bos"])
-def test_a_token_to_be_enforced_must_exist(tmp_path, name):
+def test_an_enforced_token_must_exist(tmp_path, name):
     learn_bpe(["some text"], 260).save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
     with pytest.raises(UserError, match=f"no {name}_token .*data.enforce_{name}: false"):

@@ -1,4 +1,4 @@
-"""One input file to one finished shard."""
+"""Build of one shard from one input file."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ from lmtrain.preprocess.document_settings import DocumentSettings
 from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.write_shard import ShardJob, build_shard
 
-BLOCK = 16384  # the format on disk, which is not to change unnoticed
+BLOCK = 16384  # part of the file format, which must not change unnoticed
 
 
 @pytest.fixture
 def build(tmp_path, settings):
-    """Writes `texts` to a file and builds its shard under `name`; returns the info, its records, and the reports."""
+    """Writes `texts` to a file and builds its shard under `name`; returns its info, its records, and the reports."""
 
     def run(texts, name="shard", tail=b""):
         source = tmp_path / "input.jsonl"
@@ -64,19 +64,19 @@ def test_a_shard_that_fills_its_blocks_exactly_has_no_empty_record(build):
 
 
 @pytest.mark.parametrize("texts", [[], [""]], ids=["empty file", "empty document"])
-def test_hardly_anything_is_a_shard_too(build, texts):
+def test_empty_input_gives_a_shard(build, texts):
     info, records, _ = build(texts)
     assert (info.documents, info.tokens) == (len(texts), len(texts))
     assert len(records) == len(texts)
 
 
-def test_built_twice_gives_identical_bytes(build, tmp_path):
+def test_two_builds_give_identical_bytes(build, tmp_path):
     build(TEXTS, "one")
     build(TEXTS, "two")
     assert (tmp_path / "one.arrayrecord").read_bytes() == (tmp_path / "two.arrayrecord").read_bytes()
 
 
-def test_how_documents_are_batched_never_changes_the_bytes(build, tmp_path, monkeypatch):
+def test_batch_limits_do_not_change_the_bytes(build, tmp_path, monkeypatch):
     build(TEXTS, "one")
     monkeypatch.setattr(shard, "_BATCH_DOCUMENTS", 7)
     monkeypatch.setattr(shard, "_BATCH_CHARACTERS", 100)
@@ -84,7 +84,7 @@ def test_how_documents_are_batched_never_changes_the_bytes(build, tmp_path, monk
     assert (tmp_path / "one.arrayrecord").read_bytes() == (tmp_path / "two.arrayrecord").read_bytes()
 
 
-def test_marker_says_what_the_shard_is_and_how_it_was_made(build, tmp_path):
+def test_the_marker_describes_the_shard_and_its_recipe(build, tmp_path):
     info, _, _ = build(TEXTS[:10])
     content = (tmp_path / "shard.arrayrecord").read_bytes()
     assert (info.bytes, info.sha256) == (len(content), hashlib.sha256(content).hexdigest())
@@ -93,7 +93,7 @@ def test_marker_says_what_the_shard_is_and_how_it_was_made(build, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input.jsonl", "shard.arrayrecord", "shard.json"]
 
 
-def test_reports_add_up_to_the_whole_file(build, tmp_path):
+def test_reports_add_up_to_the_entire_file(build, tmp_path):
     info, _, reports = build(TEXTS)
     assert len(reports) > 1
     totals = tuple(map(sum, zip(*reports, strict=True)))
