@@ -1,6 +1,6 @@
-"""The `lmtrain` command: finds the verb, and imports only what that verb needs.
+"""The `lmtrain` program: finds the command, and imports only what that command needs.
 
-Exit codes: 0 done; 2 the user's mistake, with one clear message; 75 stopped by a signal after saving; 1 anything else.
+Exit codes: 0 done; 2 a user error, with one clear message; 75 stopped by a signal after saving; 1 anything else.
 """
 
 import importlib
@@ -11,24 +11,24 @@ from lmtrain.config.errors import UserError
 from lmtrain.runtime.accelerators import keep_to_cpus
 from lmtrain.runtime.logging import logging_restored
 
-# verb -> (module in lmtrain.commands, what it does)
+# command -> (module in lmtrain.commands, what it does)
 VERBS = {
-    "train": ("train", "train a model, or resume the run of the same config"),
-    "preprocess": ("preprocess", "turn text into a token cache"),
-    "eval": ("eval", "validation loss of a checkpoint"),
+    "train": ("train", "train a model, or resume the previous run of this config"),
+    "preprocess": ("preprocess", "tokenize text into a token cache"),
+    "eval": ("eval", "evaluate a checkpoint: validation loss"),
     "export-hf": ("export_hf", "write a checkpoint as a Hugging Face model folder"),
     "generate": ("generate", "sample text from a checkpoint"),
-    "plan": ("plan", "memory, communication and speed of a run on devices that are not here; find settings"),
+    "plan": ("plan", "estimate memory, communication and speed on any devices; search for settings"),
     "checkpoint": ("checkpoint", "list, inspect and verify checkpoints"),
     "report": ("report", "one HTML page and plots of a run, or of several side by side"),
-    "config": ("config", "check a config, or show it resolved"),
+    "config": ("config", "validate a config, or show it resolved"),
     "doctor": ("doctor", "diagnose this machine: devices, storage, services"),
-    "tokenizer": ("tokenizer", "learn a tokenizer from text"),
+    "tokenizer": ("tokenizer", "train a tokenizer on text"),
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a verb and exit with its code."""
+    """Run a command and exit with its code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
@@ -53,8 +53,10 @@ def _run(verb: str, argv: list[str]) -> int:
         from lmtrain.config.suggest import suggest_name
 
         hint = suggest_name(verb, VERBS)
-        raise UserError(f"no verb {verb!r}; " + (f"did you mean {hint!r}?" if hint else f"one of: {', '.join(VERBS)}"))
-    if verb != "doctor":  # which looks for devices, and why there are none
+        raise UserError(
+            f"unknown command {verb!r}; " + (f"did you mean {hint!r}?" if hint else f"one of: {', '.join(VERBS)}")
+        )
+    if verb != "doctor":  # doctor looks for all devices, and reports why there are none
         keep_to_cpus()
     command = importlib.import_module(f"lmtrain.commands.{VERBS[verb][0]}")
     with logging_restored():
@@ -63,16 +65,16 @@ def _run(verb: str, argv: list[str]) -> int:
 
 
 def usage() -> str:
-    """What `lmtrain` alone prints."""
+    """The usage text that `lmtrain` without arguments prints."""
     lines = [f"  {verb:<12} {text}" for verb, (_, text) in VERBS.items()]
     return "\n".join(
         [
-            "usage: lmtrain VERB [CONFIG] [--section.field VALUE ...]",
+            "usage: lmtrain COMMAND [CONFIG] [--section.field VALUE ...]",
             "",
             *lines,
             "",
             "CONFIG is a YAML file, a URL, or the name of a shipped config such as gpt2_nano.",
             "Any setting can be changed on the command line: --trainer.num_train_steps 100",
-            "`lmtrain VERB --help` says more.",
+            "Run `lmtrain COMMAND --help` for details.",
         ]
     )

@@ -1,4 +1,4 @@
-"""The command: help, version, verbs, exit codes, and what it does not import."""
+"""The `lmtrain` program: help, version, commands, exit codes, and imports."""
 
 import os
 import signal
@@ -23,17 +23,17 @@ print("imported:", *[name for name in {SLOW} if name in sys.modules])
 """
 
 
-def test_help_names_every_verb_and_exits_with_0(lmtrain):
+def test_help_names_every_command_and_exits_with_0(lmtrain):
     done = lmtrain("--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")] == list(VERBS)
     assert lmtrain("-h").stdout == lmtrain("help").stdout == done.stdout
 
 
-def test_no_verb_shows_the_help_but_is_a_mistake(lmtrain):
+def test_no_command_shows_the_help_and_exits_with_2(lmtrain):
     done = lmtrain()
     assert done.returncode == 2
-    assert "usage: lmtrain VERB" in done.stdout
+    assert "usage: lmtrain " in done.stdout
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
@@ -43,7 +43,7 @@ def test_version(lmtrain, flag):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(lmtrain, verb):
+def test_every_command_has_help(lmtrain, verb):
     done = lmtrain(verb, "--help")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: lmtrain {verb}")
@@ -60,20 +60,22 @@ def test_every_verb_has_help(lmtrain, verb):
         ("--trainer.seed", f"one of: {', '.join(VERBS)}"),
     ],
 )
-def test_an_unknown_verb_is_a_mistake_with_advice(lmtrain, verb, advice):
+def test_an_unknown_command_is_an_error_with_advice(lmtrain, verb, advice):
     done = lmtrain(verb)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"lmtrain: error: no verb {verb!r}; {advice}\n"
+    assert done.stderr.startswith("lmtrain: error: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith(f"{verb!r}; {advice}\n")
 
 
-def test_a_users_mistake_is_one_message_without_traceback_and_exits_with_2(lmtrain):
+def test_a_user_error_is_one_message_without_traceback_and_exits_with_2(lmtrain):
     done = lmtrain("config", "check", "gpt2_nan")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "lmtrain: error: gpt2_nan: no such config; did you mean 'gpt2_nano'?\n"
 
 
 @pytest.mark.parametrize("folder", ["tiny.yaml", "tiny.yaml/logs"])
-def test_a_log_folder_that_cannot_be_made_is_the_users_mistake(lmtrain, settings, write_config, folder):
+def test_a_log_folder_that_cannot_be_created_is_a_user_error(lmtrain, settings, write_config, folder):
     write_config(settings)
     done = lmtrain("train", "tiny.yaml", "--trainer.log_dir", folder)
     assert done.returncode == 2
@@ -81,11 +83,11 @@ def test_a_log_folder_that_cannot_be_made_is_the_users_mistake(lmtrain, settings
     assert f"trainer.log_dir: {folder}" in done.stderr
 
 
-def test_a_good_config_exits_with_0(lmtrain):
+def test_a_valid_config_exits_with_0(lmtrain):
     assert lmtrain("config", "check", "gpt2_nano").returncode == 0
 
 
-def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
+def test_a_closed_pipe_prints_no_traceback(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "lmtrain", "config", "show", "gpt2_nano"]
@@ -94,7 +96,7 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_ctrl_c_is_a_message_without_traceback_and_exits_with_75(tmp_path):
+def test_ctrl_c_prints_a_message_without_traceback_and_exits_with_75(tmp_path):
     pipe = tmp_path / "pipe.yaml"
     os.mkfifo(pipe)  # reading it blocks until someone writes
     (tmp_path / "main.yaml").write_text("model: !include pipe.yaml\n")
@@ -108,7 +110,7 @@ def test_ctrl_c_is_a_message_without_traceback_and_exits_with_75(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["config", "check", "gpt2_nano"]])
-def test_quick_answers_import_nothing_slow(tmp_path, arguments):
+def test_quick_commands_import_nothing_slow(tmp_path, arguments):
     command = [sys.executable, "-c", IMPORTS, *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

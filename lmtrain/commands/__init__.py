@@ -1,1 +1,1 @@
-"""One short file per verb: put the parts together, call them, return the exit code."""
+"""One short file per command: put the parts together, call them, return the exit code."""

@@ -1,4 +1,4 @@
-"""What the verbs' command lines have in common: CONFIG, overrides, and the loaded run."""
+"""The parts that all command lines share: CONFIG, overrides, and the loaded run."""
 
 import argparse
 import os
@@ -16,12 +16,12 @@ from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import run_id
 from lmtrain.run.run import Run
 
-# Flags of the reference's programs that are settings here.
+# Flags of the reference's programs that are settings in lmtrain.
 _SYNONYMS = {name: f"trainer.ray.{name}" for name in ("address", "start_workers", "auto_start_cluster")}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is a `UserError` like any other."""
+    """argparse, with errors raised as `UserError`."""
 
     def __init__(self, verb: str, description: str, lists_settings: bool = False):
         self._lists_settings = lists_settings
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def format_help(self) -> str:
-        """With every setting there is, for the verbs that use them all."""
+        """The help text; for commands that use all settings, followed by a list of these."""
         text = super().format_help()
         return f"{text}\n{format_settings(describe(RunConfig))}" if self._lists_settings else text
 
@@ -47,14 +47,15 @@ def parse_run(
     needs_config: Callable[[argparse.Namespace], bool] = lambda arguments: True,
     short_for: str | None = None,
 ) -> tuple[argparse.Namespace, Run]:
-    """Parse CONFIG, the verb's own flags, and `--section.field VALUE` overrides in any order; print notices.
+    """Parse CONFIG, the command's own flags, and `--section.field VALUE` overrides in any order; print notices.
 
     Settings of the section `short_for` may be given without it: `--field VALUE`.
-    Where `needs_config(arguments)` is false, CONFIG may be missing: then all is as by default, and `path` is empty.
+    Where `needs_config(arguments)` is false, CONFIG may be missing: all settings then have their defaults, and
+    `path` is empty.
     """
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file, URL, or name of a shipped config")
     parser.add_argument(
-        "--config_path", "--config", dest="config_flags", action="append", metavar="CONFIG", help="as a flag"
+        "--config_path", "--config", dest="config_flags", action="append", metavar="CONFIG", help="CONFIG as a flag"
     )
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip() + " [--section.field VALUE ...]"
     own_flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -69,16 +70,16 @@ def parse_run(
     configs = [path for path in [arguments.config, *(arguments.config_flags or [])] if path]
     if getattr(arguments, "run", None):
         if configs:
-            raise UserError(f"--run {arguments.run}: has its own config; leave {configs[0]} out")
+            raise UserError(f"--run {arguments.run}: has its own config; remove {configs[0]}")
         return arguments, _kept_run(arguments.run, overrides)
     if not configs and not needs_config(arguments):
         if overrides:
-            raise UserError(f"--{overrides[0][0]}: is a setting of a CONFIG, and there is none")
+            raise UserError(f"--{overrides[0][0]}: is a setting of a CONFIG, but no CONFIG was given")
         return arguments, Run(Loaded(RunConfig(), Layer(), ""), "")
     if not configs:
         parser.error("the following arguments are required: CONFIG")
     if len(configs) > 1:
-        raise UserError(f"one config makes a run, not {' and '.join(configs)}; files can !include one another")
+        raise UserError(f"expected one CONFIG, got {' and '.join(configs)}; use !include to combine files")
     path = configs[0]
     loaded = load_config(RunConfig, path, overrides)
     for notice in loaded.layer.notices:
@@ -90,7 +91,7 @@ def add_run_flag(parser: Parser) -> None:
     parser.add_argument(
         "--run",
         metavar="ID",
-        help="instead of CONFIG: the run of this id, with the config that it was started with, from its folder of logs",
+        help="run id, or the folder of its logs; replaces CONFIG with the config that the run was started with",
     )
 
 
@@ -99,16 +100,18 @@ def add_checkpoint_flag(parser: Parser) -> None:
         "--checkpoint",
         "--checkpoint_path",
         metavar="PATH",
-        help="step folder, run folder or a parent (default: the config's own run)",
+        help="checkpoint to load: step folder, run folder or a parent of it (default: the config's own run)",
     )
 
 
 def add_hf_flag(parser: Parser) -> None:
-    parser.add_argument("--hf", metavar="REF", help="a Hugging Face model instead: folder, URL, or id[@revision]")
+    parser.add_argument(
+        "--hf", metavar="REF", help="Hugging Face model instead of a checkpoint: folder, URL, or id[@revision]"
+    )
 
 
 def _kept_run(name: str, overrides: list[tuple[str, str]]) -> Run:
-    """The run of an id, or of the folder of its logs."""
+    """The run with this id, or with this folder of logs."""
     name = name.rstrip("/")
     given = dict(overrides).get("trainer.log_dir", RunConfig().trainer.log_dir)
     places = [os.path.join(os.path.expanduser(parent), name) for parent in (given, "")]
@@ -116,8 +119,8 @@ def _kept_run(name: str, overrides: list[tuple[str, str]]) -> Run:
     if found is None:
         near = suggest_name(os.path.basename(name), _kept_runs(given))
         raise UserError(
-            f"--run {name}: there is no {places[0]}/config.yaml; "
-            + (f"did you mean {near}?" if near else "set --trainer.log_dir if its logs are elsewhere")
+            f"--run {name}: {places[0]}/config.yaml not found; "
+            + (f"did you mean {near}?" if near else "set --trainer.log_dir to the folder of its logs")
         )
     loaded = load_config(RunConfig, os.path.join(found, "config.yaml"), overrides)
     return Run(loaded, os.path.basename(name), is_named=True)

@@ -1,6 +1,6 @@
-"""`lmtrain checkpoint list|inspect|verify PATH`: what checkpoints there are, what is in one, and whether it is whole.
+"""`lmtrain checkpoint list|inspect|verify PATH`: list checkpoints, show one, verify checksums.
 
-PATH, or a URL, is a checkpoint, a run's folder, or any folder above.
+PATH is a checkpoint, a run's folder, or any folder above; a path or URL.
 """
 
 import os
@@ -25,7 +25,7 @@ from lmtrain.runtime.progress import format_bytes, format_seconds
 
 
 def run(argv: list[str]) -> int:
-    description = "List checkpoints, show what is in the newest, or prove that every byte is what was written."
+    description = "List checkpoints, show the contents of the newest, or verify the checksums of all files."
     parser = Parser("checkpoint", description)
     meanings = "; ".join(f"{name}: {action.__doc__}" for name, action in _ACTIONS.items())
     parser.add_argument("action", choices=list(_ACTIONS), help=meanings)
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
 
 
 def _list(path: str) -> int:
-    """all with kind, size and age"""
+    """all checkpoints with kind, size and age"""
     try:
         found = find_checkpoints(path)
     except UserError:
@@ -56,7 +56,7 @@ def _list(path: str) -> int:
 
 
 def _inspect(path: str) -> int:
-    """what is in the newest"""
+    """contents of the newest checkpoint"""
     found = find_checkpoints(path)
     checkpoint = found[-1]
     manifest = _manifest(checkpoint)
@@ -76,7 +76,7 @@ def _inspect(path: str) -> int:
     }
     for name, text in rows.items():
         print(f"  {name:<9} {text}")
-    print("  what makes it this run:")
+    print("  settings that identify the run:")
     for where, value in walk_leaves(info["identity"]):
         if where:
             print(f"    {dotted(where)} = {value!r}")
@@ -87,7 +87,7 @@ def _inspect(path: str) -> int:
 
 
 def _verify(path: str) -> int:
-    """that every byte of each is what was written"""
+    """checksums of all files of each checkpoint"""
     found = find_checkpoints(path)
     damaged = 0
     for checkpoint in found:
@@ -96,22 +96,22 @@ def _verify(path: str) -> int:
             verify(checkpoint, FULL)
         except DamagedError as error:
             damaged += 1
-            print(f"{checkpoint.path}: DAMAGED: {error}")
+            print(f"{checkpoint.path}: CORRUPT: {error}")
             continue
         size, seconds = checkpoint.read_manifest().size, time.monotonic() - began
-        print(f"{checkpoint.path}: whole, {format_bytes(size)} read at {format_bytes(size / max(seconds, 1e-9))}/s")
+        print(f"{checkpoint.path}: valid, {format_bytes(size)} read at {format_bytes(size / max(seconds, 1e-9))}/s")
     for folder in _run_folders(found, path):
         for place in list_without_manifest(folder):
             damaged += 1
-            print(f"{place}: DAMAGED: it has lost its manifest")
+            print(f"{place}: CORRUPT: manifest missing")
         for place in list_set_aside(folder):
             damaged += 1
-            print(f"{place}: DAMAGED: it was set aside")
+            print(f"{place}: CORRUPT: set aside by an earlier start")
     return 1 if damaged else 0
 
 
 def _run_folders(found: list[Checkpoint], path: str) -> list[str]:
-    """The run folders that are looked at; none if `path` is a checkpoint."""
+    """The run folders to check; none if `path` is a checkpoint."""
     folders = sorted({os.path.dirname(checkpoint.path) for checkpoint in found})
     return [] if found and found[0].path == path.rstrip("/") else folders or [path]
 
@@ -123,7 +123,7 @@ def _row(checkpoint: Checkpoint) -> str:
     try:
         manifest = checkpoint.read_manifest()
     except DamagedError as error:
-        return f"step-{checkpoint.step:<9} DAMAGED: {error}"
+        return f"step-{checkpoint.step:<9} CORRUPT: {error}"
     age = format_seconds(max(0.0, time.time() - manifest.saved))
     return f"step-{checkpoint.step:<9} {manifest.kind.value:<9} {format_bytes(manifest.size):>10}  {age} ago"
 
@@ -132,26 +132,26 @@ def _manifest(checkpoint: Checkpoint) -> Manifest:
     try:
         return checkpoint.read_manifest()
     except DamagedError as error:
-        raise UserError(f"{checkpoint.path} is damaged: {error}") from None
+        raise UserError(f"{checkpoint.path} is corrupt: {error}") from None
 
 
 def _changes(before: Checkpoint | None, now: Checkpoint) -> list[str]:
-    """How the config differs from that of the checkpoint before."""
+    """Differences of the config from that of the previous checkpoint."""
     if before is None:
         return []
     try:
         old, new = (checkpoint.read_run_info()["config"] for checkpoint in (before, now))
-    except (DamagedError, KeyError):  # which `verify` says
+    except (DamagedError, KeyError):  # `verify` reports these
         return []
     return describe_differences(old, new, f"step-{before.step}", f"step-{now.step}")
 
 
 def _unusable(folder: str) -> list[str]:
-    """What else is in a run's folder."""
+    """Entries of a run's folder that are not usable checkpoints."""
     kinds = {
-        "DAMAGED: it has lost its manifest": list_without_manifest(folder),
+        "CORRUPT: manifest missing": list_without_manifest(folder),
         "being written or deleted": [partial_marker(folder, step) for step in list_partial(folder)],
-        "set aside": list_set_aside(folder),
+        "corrupt, set aside": list_set_aside(folder),
     }
     return [f"{os.path.basename(path):<14} {text}" for text, paths in kinds.items() for path in paths]
 

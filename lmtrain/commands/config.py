@@ -1,4 +1,4 @@
-"""`lmtrain config check|show|schema`: validate a config, print it resolved, or print what all settings are."""
+"""`lmtrain config check|show|schema`: validate a config, print it resolved, or print its JSON Schema."""
 
 import json
 import sys
@@ -32,13 +32,15 @@ def _check(argv: list[str]) -> int:
 
 
 def _show(argv: list[str]) -> int:
-    parser = Parser("config show", "Print all settings of a config, each with where it is from.")
+    parser = Parser("config show", "Print all settings of a config, each with its origin.")
     parser.add_argument(
         "--resolved",
         action="store_true",
-        help="as a run takes them: sizes and tokenizer of initialize_from_hf, steps of an epoch of the tokenized data",
+        help="resolve as a run does: sizes and tokenizer of initialize_from_hf, steps of an epoch of tokenized data",
     )
-    parser.add_argument("--plot-lr", metavar="FILE", help="draw the learning rate over the run instead (png, svg, pdf)")
+    parser.add_argument(
+        "--plot-lr", metavar="FILE", help="plot the learning rate over the run to FILE instead (png, svg, pdf)"
+    )
     arguments, run = parse_run(parser, argv)
     if arguments.resolved:
         run = _resolved(run)
@@ -53,7 +55,7 @@ def _show(argv: list[str]) -> int:
 
 
 def _resolved(run: Run) -> Run:
-    """As `lmtrain train` takes it. Says what cannot be known yet."""
+    """The run as `lmtrain train` resolves it. Prints a note if the number of steps is not known yet."""
     from lmtrain.data.caches import needs_all
     from lmtrain.preprocess.plan import has_cache
     from lmtrain.preprocess.prepare import plan_caches
@@ -65,7 +67,10 @@ def _resolved(run: Run) -> Run:
     if needs_all(data, run.config.epoch) is None or not any(s.urls("train") or s.id for s in data.sources().values()):
         return run
     if not all(has_cache(source, "train") for source in data.sources().values()):
-        print("note: the data may end the run; it is not tokenized yet (`lmtrain preprocess`)", file=sys.stderr)
+        print(
+            "note: the data may end the run before num_train_steps; it is not tokenized yet (run `lmtrain preprocess`)",
+            file=sys.stderr,
+        )
         return run
     return resolve(run, length_of_data(run.config, plan_caches(data, validation=False).caches))
 

@@ -1,4 +1,4 @@
-"""`lmtrain doctor [PLACE ...]`: what a run would see here, each line ok or with the way to mend it."""
+"""`lmtrain doctor [PLACE ...]`: diagnose this machine; each line is ok or says how to fix it."""
 
 import itertools
 
@@ -13,11 +13,11 @@ from lmtrain.doctor.services import look_at_place, look_at_services
 def run(argv: list[str]) -> int:
     parser = Parser(
         "doctor",
-        "Say what a run would see on this machine: devices, libraries, limits, other processes, storage, services. "
-        "Exits with 1 if something would stop it.",
+        "Check this machine: devices, libraries, limits, other processes, storage, services. "
+        "Exits with 1 if a problem would stop a run.",
     )
     parser.add_argument(
-        "places", nargs="*", metavar="PLACE", help="folders, buckets and files to try, as paths or URLs"
+        "places", nargs="*", metavar="PLACE", help="folders, buckets and files to test, as paths or URLs"
     )
     arguments = parser.parse_args(argv)
     bad = 0
@@ -25,5 +25,5 @@ def run(argv: list[str]) -> int:
     for finding in itertools.chain(look_at_machine(), look_at_devices(), look_at_cluster(), places, look_at_services()):
         print("\n".join(finding.lines()), flush=True)
         bad += finding.state is State.BAD
-    print(f"{bad} would stop a run" if bad else "ready to train")
+    print(f"{bad} blocking problem{'s' if bad > 1 else ''}" if bad else "ready to train")
     return 1 if bad else 0

@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
 def _evaluate(
     trained: TrainedModel, caches: Mapping[str, Cache], stop: StopRequest
 ) -> tuple[dict[str, float], list[str]]:
-    """As training does after its last step. Raises `StoppedError`."""
+    """Metrics and log lines of the evaluation that training does after its last step. Raises `StoppedError`."""
     from lmtrain.evaluation.interface import Context
     from lmtrain.evaluation.registry import build_evaluators
     from lmtrain.evaluation.run import Evaluations
@@ -93,9 +93,9 @@ def _evaluate(
 
 
 def _from_hf(ref: str, config: RunConfig) -> TrainedModel:
-    """The model `ref` with the config's data, and those of its settings that leave the weights' meaning alone.
+    """The model `ref` with the config's data, and the config's model settings that do not change what the weights mean.
 
-    Raises `UserError` if the data are other token ids than the model's own tokenizer gives.
+    Raises `UserError` if the data's tokenizer gives other token ids than the model's own.
     """
     alone = config_of(ref)
     given = config.model.model_fields_set & FREE & type(alone.model).model_fields.keys()

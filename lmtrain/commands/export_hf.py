@@ -18,18 +18,20 @@ def run(argv: list[str]) -> int:
     add_run_flag(parser)
     add_checkpoint_flag(parser)
     parser.add_argument(
-        "--dtype", choices=list(DTYPES), help="type of the weights (default: hf_save_dtype, else the parameters' own)"
+        "--dtype",
+        choices=list(DTYPES),
+        help="data type of the weights (default: hf_save_dtype, else that of the parameters)",
     )
-    parser.add_argument("--upload", metavar="REPO", help="put it on the Hugging Face hub too: owner/name[@branch]")
-    parser.add_argument("--overwrite", action="store_true", help="replace the export of another run")
+    parser.add_argument("--upload", metavar="REPO", help="also upload to the Hugging Face Hub: owner/name[@branch]")
+    parser.add_argument("--overwrite", action="store_true", help="overwrite the export of another run")
     parser.add_argument(
-        "--verify", action="store_true", help="compare logits with transformers afterwards; needs torch"
+        "--verify", action="store_true", help="compare logits with transformers after writing; requires torch"
     )
     arguments, run = parse_run(parser, argv)
     start_console_log()
     output, repository = arguments.output, arguments.upload
     if output is None and repository is None:
-        raise UserError("--output: say where to, or give --upload owner/name")
+        raise UserError("--output DIR or --upload owner/name is required")
     if arguments.verify:
         from lmtrain.hf.compare_logits import require_torch
 
@@ -37,7 +39,7 @@ def run(argv: list[str]) -> int:
     if output is not None:
         check_output(output)
         if hf_ref(run.config) is not None and os.path.realpath(output) == os.path.realpath(str(hf_ref(run.config))):
-            raise UserError(f"--output {output}: is what initialize_from_hf names; choose another folder")
+            raise UserError(f"--output {output}: is the folder of initialize_from_hf; choose another")
     if repository is not None:
         from lmtrain.hf.upload import check_upload
 
@@ -61,7 +63,7 @@ def run(argv: list[str]) -> int:
 
     if output is not None:
         write(output)
-        log.info(f"{output}: step {step:,}, {export.num_parameters:,} parameters, {dtype}; read back, equal")
+        log.info(f"{output}: step {step:,}, {export.num_parameters:,} parameters, {dtype}; verified by reading back")
     with tempfile.TemporaryDirectory() as temporary:
         local = output
         if local is None or (is_url(local) and (repository is not None or arguments.verify)):

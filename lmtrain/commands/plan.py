@@ -1,4 +1,4 @@
-"""`lmtrain plan CONFIG`: what a run needs on devices that are not here, by their own compilers; which settings fit."""
+"""`lmtrain plan CONFIG`: memory, communication and speed on any devices, by their compilers; settings that fit."""
 
 import json
 import os
@@ -37,22 +37,22 @@ def run(argv: list[str]) -> int:
     target = _target(flags)
     extra = target.missing_extra
     if extra is not None and not flags.no_compile and not flags.search:
-        _say(f"the compiler for {target.kind} is not installed ({_EXTRAS[extra]}); this is the estimate alone")
+        _say(f"the compiler for {target.kind} is not installed ({_EXTRAS[extra]}); showing the estimate only")
     request = Request.of(run.config, vocab_size, target, _steps(flags), extra is None and not flags.no_compile)
     if flags.search or flags.measure:
         if not request.compile:
             raise UserError(
-                f"--search needs the compiler of {target.kind}: {_EXTRAS.get(extra or '', 'leave --no_compile out')}"
+                f"--search requires the compiler of {target.kind}: {_EXTRAS.get(extra or '', 'remove --no_compile')}"
             )
         return _search(request, flags)
     return _plan(request, flags, f"{vocab_size:,} tokens, from {where}")
 
 
 def _plan(request: Request, flags: Any, vocabulary: str) -> int:
-    with _progress("plan", flags.json) as tell:
-        answer = ask(request, flags.compile_timeout, tell)
+    with _progress("plan", flags.json) as show:
+        answer = ask(request, flags.compile_timeout, show)
     if answer.failure:
-        _say(f"compiling failed; this is the estimate alone:\n  {answer.failure.replace(chr(10), chr(10) + '  ')}")
+        _say(f"compiling failed; showing the estimate only:\n  {answer.failure.replace(chr(10), chr(10) + '  ')}")
     if flags.hlo is not None:
         text = read_hlo(request, request.steps[0])
         if text is None:
@@ -63,8 +63,8 @@ def _plan(request: Request, flags: Any, vocabulary: str) -> int:
     fits = answer.fits(capacity)
     largest = None
     if fits is False and request.compile and not answer.failure:
-        with _progress("trying smaller settings", flags.json) as tell:
-            largest = first_that_fits(request.changed({}, steps=("train",)), capacity, flags.compile_timeout, tell)
+        with _progress("trying smaller settings", flags.json) as show:
+            largest = first_that_fits(request.changed({}, steps=("train",)), capacity, flags.compile_timeout, show)
     if flags.json:
         found = as_json(request, answer, accelerator, fits)
         print(json.dumps(found | {"largest_that_fits": None if largest is None else dict(largest.changes)}))
@@ -75,7 +75,7 @@ def _plan(request: Request, flags: Any, vocabulary: str) -> int:
 
 
 def _steps(flags: Any) -> tuple[str, ...]:
-    """What is compiled or run: of several steps the HLO text of one, and for a search the training step."""
+    """The steps to compile or run. --hlo writes one step, by default training; a search compiles the training step."""
     if flags.measure:
         return ("measure",)
     if flags.step is not None:
@@ -84,34 +84,36 @@ def _steps(flags: Any) -> tuple[str, ...]:
 
 
 def _check_flags(flags: Any) -> None:
-    """Raise `UserError` for flags that would have no effect, or whose values mean nothing."""
+    """Raise `UserError` for flags that would have no effect, or whose values are invalid."""
     if flags.device is None:
         for name, default in (("topology", None), ("hosts", None), ("slices", 1)):
             if getattr(flags, name) != default:
-                raise UserError(f"--{name}: needs --device KIND; kinds: {', '.join(KINDS)}")
+                raise UserError(f"--{name}: requires --device KIND; kinds: {', '.join(KINDS)}")
         if flags.devices is not None and flags.devices < 1:
-            raise UserError(f"--devices: expected 1 or more, not {flags.devices}")
+            raise UserError(f"--devices: expected 1 or more, got {flags.devices}")
         if flags.search and not flags.measure:
-            raise UserError("--search needs --device KIND, or --measure to run on this machine's own devices")
+            raise UserError("--search requires --device KIND, or --measure to run on this machine's devices")
     elif flags.measure:
-        raise UserError("--measure runs on this machine's own devices; leave --device out")
+        raise UserError("--measure runs on this machine's devices; remove --device")
     for name in ("minutes", "compile_timeout"):
         if not 0 < getattr(flags, name) < float("inf"):
-            raise UserError(f"--{name}: expected a number above 0, not {getattr(flags, name):g}")
+            raise UserError(f"--{name}: expected a number above 0, got {getattr(flags, name):g}")
     for name in ("hlo", "step"):
         if (flags.search or flags.measure) and getattr(flags, name) is not None:
-            raise UserError(f"--{name}: has no effect with --search or --measure; plan the settings that they find")
+            raise UserError(
+                f"--{name}: has no effect with --search or --measure; run plan again with the settings found"
+            )
 
 
 def _check_hlo(path: str | None) -> None:
-    """Raise `UserError` now for a file that cannot be written, rather than after compiling."""
+    """Raise `UserError` for a file that cannot be written: before compiling rather than after."""
     if path is None:
         return
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path):
-        raise UserError(f"--hlo {path}: is a folder; name a file")
+        raise UserError(f"--hlo {path}: is a folder; expected a file")
     if not os.path.isdir(folder):
-        raise UserError(f"--hlo {path}: there is no folder {folder}; create it first")
+        raise UserError(f"--hlo {path}: folder {folder} not found; create it first")
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise UserError(f"--hlo {path}: cannot be written; check its permissions")
 
@@ -119,39 +121,47 @@ def _check_hlo(path: str | None) -> None:
 def _parser() -> Parser:
     parser = Parser(
         "plan",
-        "Compile the run's steps for devices that are not here and report memory, FLOPs, memory traffic, communication "
+        "Compile the run's steps for any devices, present or not; report memory, FLOPs, memory traffic, communication "
         "and a bound on speed. Settings of the trainer may be given without their section: --model_axis_size 8. "
         "Exits with 1 if the run does not fit.",
     )
     parser.add_argument(
-        "--device", metavar="KIND", help=f"{', '.join(KINDS)}, or Google's names (v5p-128); default: this machine's own"
+        "--device",
+        metavar="KIND",
+        help=f"{', '.join(KINDS)}, or Google's names (v5p-128); default: this machine's devices",
     )
     parser.add_argument("--topology", metavar="SHAPE", help="shape of a TPU slice in chips: 2x4, 4x4x4")
     parser.add_argument(
         "--devices", type=int, metavar="N", help="number of devices (default: one GPU, or the smallest TPU host)"
     )
+    parser.add_argument("--hosts", type=int, metavar="H", help="number of hosts of the GPUs (default: 8 GPUs per host)")
     parser.add_argument(
-        "--hosts", type=int, metavar="H", help="hosts of these GPUs (default: as many as 8 on each need)"
+        "--slices",
+        type=int,
+        default=1,
+        metavar="S",
+        help="number of TPU slices, connected by the data center network (default: 1)",
     )
     parser.add_argument(
-        "--slices", type=int, default=1, metavar="S", help="TPU slices, joined by the data center network"
+        "--vocab_size", type=int, metavar="N", help="vocabulary size in tokens, if the tokenizer is unknown"
     )
-    parser.add_argument("--vocab_size", type=int, metavar="N", help="tokens, if the tokenizer is not known")
-    parser.add_argument("--step", choices=STEPS, help="compile this step alone")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on stdout, and nothing else")
+    parser.add_argument("--step", choices=STEPS, help="compile only this step")
+    parser.add_argument("--json", action="store_true", help="print only JSON to stdout")
     parser.add_argument("--hlo", metavar="FILE", help="write the optimized HLO text of the step (default: train)")
-    parser.add_argument("--no_compile", action="store_true", help="print the quick estimate of memory alone")
-    parser.add_argument("--search", action="store_true", help="find settings that fit and are fast; prints YAML")
+    parser.add_argument("--no_compile", action="store_true", help="print only the memory estimate, without compiling")
+    parser.add_argument("--search", action="store_true", help="search for the fastest settings that fit; prints YAML")
     parser.add_argument(
-        "--measure", action="store_true", help="search by running a few steps on this machine's own devices"
+        "--measure", action="store_true", help="search by running a few steps on this machine's devices"
     )
-    parser.add_argument("--minutes", type=float, default=15.0, metavar="M", help="limit of --search (default: 15)")
+    parser.add_argument(
+        "--minutes", type=float, default=15.0, metavar="M", help="time limit of --search in minutes (default: 15)"
+    )
     parser.add_argument(
         "--compile_timeout",
         type=float,
         default=600.0,
         metavar="S",
-        help="limit of one compile in seconds (default 600)",
+        help="timeout of one compile in seconds (default: 600)",
     )
     return parser
 
@@ -163,7 +173,7 @@ def _target(flags: Any) -> Target:
 
 
 def _with_model_sizes(run: Run) -> Run:
-    """With `use_hf_model_config`, the sizes of a model in a local folder or of a well-known one; no hub is asked."""
+    """With `use_hf_model_config`, the sizes of a model in a local folder or of a known one; nothing is downloaded."""
     ref = hf_ref(run.config)
     if ref is None or not run.config.use_hf_model_config:
         return run
@@ -199,30 +209,32 @@ def _print(answer: Answer, accelerator: Accelerator | None, target: Target, voca
 
 
 def _advice(request: Request, answer: Answer, largest: Trial | None) -> list[str]:
-    """What to change so that it fits: the largest setting that was found to, and advice by the estimate."""
+    """Advice if the run does not fit: the largest setting that was found to fit, and what the estimate suggests."""
     lines, advice = [], answer.estimate["advice"]
     if largest is not None:
         advice = [line for line in advice if not line.startswith("trainer.per_device_parallelism")]
         lines.append(f"largest that fits ({largest.peak / 2**30:.2f} GiB by the compiler): {largest.name}")
         lines += [f"  {line}" for line in to_yaml(largest.changes)]
     elif request.compile and not answer.failure:
-        lines.append("no value of per_device_parallelism and gradient_checkpointing fits these devices; use more")
+        lines.append(
+            "no value of per_device_parallelism and gradient_checkpointing fits these devices; use more devices"
+        )
     return [*lines, "what to reduce, most effective first:", *(f"  {line}" for line in advice)]
 
 
 def _search(request: Request, flags: Any) -> int:
     found = Search()
-    with _progress("search", flags.json) as tell:
-        first = ask(request.changed({}, compile=False), flags.compile_timeout, tell)
+    with _progress("search", flags.json) as show:
+        first = ask(request.changed({}, compile=False), flags.compile_timeout, show)
         accelerator = _accelerator(first)
         capacity = report.capacity_of(accelerator)
         request = replace(request, target=replace(request.target, found=first.estimate["devices"]))
         if _has_dropout(request):
-            _say("note: with dropout, another number of microbatches draws other random numbers")
+            _say("note: dropout draws other random numbers if the number of microbatches changes")
         try:
-            find_settings(request, capacity, flags.minutes, flags.compile_timeout, _say, tell, found)
+            find_settings(request, capacity, flags.minutes, flags.compile_timeout, _say, show, found)
         except KeyboardInterrupt:
-            _say("interrupted; this is what was found so far")
+            _say("interrupted; showing the results so far")
     return _print_search(found, flags.json)
 
 
@@ -240,11 +252,13 @@ def _print_search(found: Search, json_only: bool) -> int:
         print(json.dumps({"best": chosen, "trials": trials, "too_large": found.too_large, "untried": found.untried}))
         return 0 if best is not None else 1
     if best is None:
-        print(f"nothing fits: {len(found.trials)} tried, {found.too_large} too large by the estimate; use more devices")
+        print(
+            f"no settings fit: {len(found.trials)} tried, {found.too_large} too large by the estimate; use more devices"
+        )
         return 1
     print(f"# best of {len(found.trials)} tried: {best.seconds:.4g} s a step, {best.peak / 2**30:.2f} GiB per device")
-    print(f"# {found.too_large} were too large by the estimate, {found.untried} were not tried for lack of time")
-    for line in to_yaml(best.changes) or ["# the config as it is"]:
+    print(f"# {found.too_large} were too large by the estimate, {found.untried} were not tried before the time limit")
+    for line in to_yaml(best.changes) or ["# the config unchanged"]:
         print(line)
     for line in _costs(found, best):
         print(f"# {line}")
@@ -252,7 +266,7 @@ def _print_search(found: Search, json_only: bool) -> int:
 
 
 def _costs(found: Search, best: Trial) -> Iterator[str]:
-    """What each choice costs and gains against the trials that differ from the best in it alone."""
+    """Time and memory of the trials that differ from the best in one setting, relative to the best."""
     for trial in found.trials:
         names = {name for name in {*trial.changes, *best.changes} if trial.changes.get(name) != best.changes.get(name)}
         sections = {name for name in names if name not in ("trainer.tensor_parallel_axes",)}

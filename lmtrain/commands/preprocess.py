@@ -1,4 +1,4 @@
-"""`lmtrain preprocess CONFIG`: build the token caches of all splits, continuing where a stopped build was."""
+"""`lmtrain preprocess CONFIG`: build the token caches of all splits, or resume a stopped build."""
 
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.data.caches import describe_epochs
@@ -16,7 +16,7 @@ from lmtrain.train.start.hf_model import resolve_hf
 
 def run(argv: list[str]) -> int:
     parser = Parser("preprocess", "Tokenize the config's text into a cache of ArrayRecord shards.", lists_settings=True)
-    parser.add_argument("--dry-run", action="store_true", help="list what would be done, and do nothing")
+    parser.add_argument("--dry-run", action="store_true", help="list the shards to build, without building them")
     arguments, run = parse_run(parser, argv)
     if arguments.dry_run:
         _print_plan(resolve_hf(run).config)
@@ -34,11 +34,11 @@ def run(argv: list[str]) -> int:
             return STOPPED_BY_SIGNAL
         finally:
             build.stop()
-    _tell(config, plans)
+    _log_result(config, plans)
     return 0
 
 
-def _tell(config: RunConfig, plans: Plans) -> None:
+def _log_result(config: RunConfig, plans: Plans) -> None:
     for plan in plans.all:
         shards = plan.shards.infos
         documents = sum(shard.documents for shard in shards)
@@ -53,7 +53,7 @@ def _tell(config: RunConfig, plans: Plans) -> None:
 def _print_plan(config: RunConfig) -> None:
     missing = _missing_demo(config.data)
     if missing:
-        print(f"{missing}: the demo corpus and its tokenizer would be made; what follows from them is not known yet")
+        print(f"{missing}: the demo corpus and its tokenizer will be created first; the shards are not known before")
         return
     plans = plan_caches(config.data)
     for plan in plans.all:
@@ -61,7 +61,7 @@ def _print_plan(config: RunConfig) -> None:
     if any(plan.missing for plan in plans.all):
         from lmtrain.preprocess.executor import choose_executor
 
-        # the processes of a job are known only within it
+        # outside a job, its number of processes is unknown
         print(f"on {choose_executor(config.trainer.ray, config.data.num_preprocess_workers, ALONE).label}")
 
 

@@ -9,20 +9,27 @@ from lmtrain.runtime.progress import format_bytes
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser("report", "Write one HTML page, which needs nothing else, and PNG plots of a run or of several.")
+    parser = Parser("report", "Write one self-contained HTML page, and PNG plots, of one run or of several.")
     parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="a run id, <log_dir>/<run id>, or a metrics.jsonl; it may be going on"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="run id, <log_dir>/<run id>, or a metrics.jsonl; the run may still be running",
     )
-    parser.add_argument("--log_dir", metavar="DIR", default="logs/", help="where run ids are looked up (%(default)s)")
     parser.add_argument(
-        "--output", metavar="FILE", help="<log_dir>/<run id>/report.html, or of several runs report.html here"
+        "--log_dir", metavar="DIR", default="logs/", help="folder in which run ids are looked up (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="HTML file to write (default: <log_dir>/<run id>/report.html; for several runs ./report.html)",
     )
     arguments = parser.parse_args(argv)
     found = find_runs(arguments.runs, arguments.log_dir)
     default = os.path.join(found[0].folder, "report.html") if len(found) == 1 else "report.html"
     output = os.path.expanduser(arguments.output or default)
     if os.path.splitext(output)[1] not in (".html", ".htm"):
-        raise UserError(f"--output {arguments.output}: a report is an .html file")
+        raise UserError(f"--output {arguments.output}: expected a name that ends in .html")
 
     from lmtrain.report.run import read_run  # numpy is imported only now
     from lmtrain.report.write import write_report

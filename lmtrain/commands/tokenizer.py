@@ -1,4 +1,4 @@
-"""`lmtrain tokenizer train FILES --output PATH`: learn a tokenizer from text."""
+"""`lmtrain tokenizer train FILES --output PATH`: train a tokenizer on text."""
 
 import argparse
 
@@ -15,13 +15,13 @@ from lmtrain.preprocess.prepare_demo import VOCAB_SIZE
 from lmtrain.runtime.logging import log, start_console_log
 
 _DESCRIPTION = """\
-Learn a tokenizer from text and save it as a folder that data.tokenizer names and AutoTokenizer loads.
+Train a tokenizer on text and save it as a folder for data.tokenizer, which AutoTokenizer loads too.
 
 kinds:
-  bpe            byte-level BPE, as GPT-2's; learned from all the text
-  sentencepiece  as Llama's: no normalisation, digits apart, <unk> <s> </s>, then bytes for what has no piece; learned
-                 from --input_sentence_size lines. The folder also gets tokenizer.model; a PATH that ends in .model
-                 is that file alone."""
+  bpe            byte-level BPE, as in GPT-2; trained on all of the text
+  sentencepiece  as in Llama: no normalisation, split digits, <unk> <s> </s>, byte fallback; trained on at most
+                 --input_sentence_size lines. The folder also gets tokenizer.model; for a PATH that ends in .model
+                 only that file is written."""
 
 
 def run(argv: list[str]) -> int:
@@ -34,38 +34,40 @@ def run(argv: list[str]) -> int:
     arguments = parser.parse_args(argv[1:])
     check_output(arguments.output, arguments.kind)
     if not arguments.overwrite and existing(arguments.output) is not None:
-        log.info(f"{arguments.output}: there is a tokenizer already; it stays, unless the same one is learned")
+        log.info(f"{arguments.output}: a tokenizer exists; without --overwrite, a different one is an error")
     learn = _sentencepiece if arguments.kind == "sentencepiece" else _bpe
     count = learn(arguments)
-    log.info(f"{arguments.output}: a tokenizer of {count:,} entries")
+    log.info(f"{arguments.output}: tokenizer with {count:,} entries")
     return 0
 
 
 def _parser() -> Parser:
     parser = Parser("tokenizer train", _DESCRIPTION)
     parser.add_argument(
-        "files", nargs="+", metavar="FILES", help="files of documents; formats, braces and globs as in data.train_urls"
+        "files", nargs="+", metavar="FILES", help="text files; formats, braces and globs as in data.train_urls"
     )
-    parser.add_argument("--output", required=True, metavar="PATH", help="folder to write, or a file *.model")
+    parser.add_argument("--output", required=True, metavar="PATH", help="folder to write, or a *.model file")
     parser.add_argument(
         "--kind", choices=["bpe", "sentencepiece"], default="bpe", help="kind of tokenizer (default: bpe)"
     )
-    parser.add_argument("--vocab_size", type=int, default=VOCAB_SIZE, help=f"entries (default: {VOCAB_SIZE})")
+    parser.add_argument(
+        "--vocab_size", type=int, default=VOCAB_SIZE, help=f"vocabulary size in tokens (default: {VOCAB_SIZE})"
+    )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace another tokenizer; caches and runs made with it do not fit the new one",
+        help="overwrite an existing tokenizer; caches and runs made with it do not work with the new one",
     )
-    parser.add_argument("--text_key", default="text", help="key of the text in each line (default: text)")
+    parser.add_argument("--text_key", default="text", help="key of the text in each record (default: text)")
     parser.add_argument(
-        "--model_type", choices=["bpe", "unigram"], help="of sentencepiece (default: bpe, which Llama uses)"
+        "--model_type", choices=["bpe", "unigram"], help="sentencepiece model type (default: bpe, as in Llama)"
     )
     parser.add_argument(
         "--input_sentence_size",
         type=int,
         metavar="LINES",
-        help="sentencepiece learns from at most so many lines, drawn evenly from all the text, always the same; a line "
-        f"of more than 1000 characters counts as several. Bounds the memory (default: {INPUT_SENTENCE_SIZE})",
+        help="maximum number of lines that sentencepiece trains on, a fixed sample spread evenly over all text; a line "
+        f"of more than 1000 characters counts as several. Limits memory (default: {INPUT_SENTENCE_SIZE})",
     )
     return parser
 
@@ -73,7 +75,7 @@ def _parser() -> Parser:
 def _bpe(arguments: argparse.Namespace) -> int:
     for name in ("model_type", "input_sentence_size"):
         if getattr(arguments, name) is not None:
-            raise UserError(f"--{name}: only --kind sentencepiece has it")
+            raise UserError(f"--{name}: requires --kind sentencepiece")
     if arguments.vocab_size < 257:
         raise UserError(f"--vocab_size {arguments.vocab_size}: a byte-level vocabulary has at least 257 entries")
     start_console_log()
@@ -90,7 +92,7 @@ def _sentencepiece(arguments: argparse.Namespace) -> int:
         raise UserError(f"--vocab_size {size}: a sentencepiece vocabulary has at least {SMALLEST_VOCABULARY} entries")
     lines = INPUT_SENTENCE_SIZE if arguments.input_sentence_size is None else arguments.input_sentence_size
     if lines < 1:
-        raise UserError(f"--input_sentence_size {lines}: at least 1")
+        raise UserError(f"--input_sentence_size {lines}: expected 1 or more")
     start_console_log()
     return learn_sentencepiece_from_files(
         arguments.files,

@@ -1,7 +1,7 @@
-"""`lmtrain train CONFIG`: train, or resume the run of the same config.
+"""`lmtrain train CONFIG`: train, or resume the previous run of this config.
 
-This page is the start of a run, in the order in which things depend on one another: 1. parse, 2. check, 3. data,
-4. devices, 5. program, 6. state, 7. loop. A mistake is found as early as it can be: JAX is imported with 4.
+This file starts a run, in order of dependency: 1. parse, 2. check, 3. data, 4. devices, 5. program, 6. state,
+7. loop. Errors are reported as early as possible: JAX is imported in step 4.
 """
 
 import time
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 def run(argv: list[str]) -> int:
     began = time.time()
     # 1. Parse: CONFIG, its includes and the command line become one validated config.
-    description = "Train a model, or resume the run of the same config."
+    description = "Train a model, or resume the previous run of this config."
     _, run = parse_run(Parser("train", description, lists_settings=True), argv)
     return _start(run, began)
 
 
 def train_config(config: RunConfig, name: str = "python") -> "TrainedModel":
-    """What `lmtrain train` does, for a config made in Python; `name` stands for the file's in the run's id.
+    """Train as `lmtrain train` does, with a config made in Python; `name` replaces the file's name in the run id.
 
-    The same call continues the same run. Returns the model from the run's newest checkpoint. Raises `UserError` for a
-    mistake, and SystemExit with the command's exit code if the run was stopped (75) or failed (1). The program has to
-    be importable: with `if __name__ == "__main__":` round what starts it, since text is tokenized in processes of
-    their own.
+    The same call resumes the same run. Returns the model from the run's newest checkpoint. Raises `UserError` for a
+    user error, and SystemExit with the command's exit code if the run was stopped (75) or failed (1). The program must
+    be importable, with its main code under `if __name__ == "__main__":`, since text is tokenized in separate
+    processes.
     """
     began = time.time()
     run = Run(Loaded(config, Layer(), name), run_id(config, name))
@@ -62,7 +62,7 @@ def train_config(config: RunConfig, name: str = "python") -> "TrainedModel":
 
 
 def _start(run: Run, began: float) -> int:
-    # 2. Check what can be wrong before anything is read or computed, and meet the run's other processes.
+    # 2. Check settings before anything is read or computed, and connect to the run's other processes.
     if is_cpu_only():
         keep_freed_memory()
     require_text(run.config.data, "train")
@@ -83,14 +83,14 @@ def _start(run: Run, began: float) -> int:
 
 
 def _with_data(run: Run, processes: Processes, stop: StopRequest, began: float) -> int:
-    # 3. Data: what is missing is tokenized beside the training, which begins as soon as there is enough.
+    # 3. Data: missing caches are tokenized in the background; training starts as soon as there is enough.
     plans = plan_caches(run.config.data, validation=run.config.trainer.evaluates)
     build = start_build(run.config, plans, processes, background=True)
     try:
         wait_for_enough(run.config, plans, build, stop)
         return _on_devices(run, plans.caches, build, processes, stop, began)
     except StoppedError:
-        log.info("stopped before training began; run the same command again to resume")
+        log.info("stopped before training started; run the same command again to resume")
         return STOPPED_BY_SIGNAL
     except RunError as error:
         log.error(f"lmtrain: error: {error}")
@@ -118,7 +118,7 @@ def _on_devices(
     from lmtrain.train.start.resume import is_done
     from lmtrain.train.start.train_batches import TrainBatches
 
-    # 4. Devices; and the folders of the run, which from here on are surely this process's own.
+    # 4. Devices; and the run's folders, which are locked for this process from here on.
     config = resolve(run, length_of_data(run.config, caches)).config
     find_devices()
     with ExitStack() as stack:
@@ -136,9 +136,9 @@ def _on_devices(
             return 0
         timer = Timer()
         ledger = Ledger(run.logs if processes.is_first else None, timer, began)
-        ledger.write()  # so that a start which dies before its first step is known too
+        ledger.write()  # records a start that fails before its first step too
 
-        # 5. Program: what each device computes and holds. What it cannot do is refused before there is a state.
+        # 5. Program: what each device computes and holds. Unsupported settings are refused before the state exists.
         program = plan_program(config, tokenizer.vocab_size)
         log_program(program)
         batches = TrainBatches(config, caches, program.layout)
@@ -150,12 +150,12 @@ def _on_devices(
             origin = Origin(run.id, caches.identity)
             exporter = Exporter(config, origin, program.model, tokenizer, program.layout, processes.is_first)
 
-        # 6. State: from the run's own checkpoint, from another model, or fresh.
+        # 6. State: from the run's own checkpoint, from another model, or newly initialized.
         run_info = describe_run(config, run.id, tokenizer.identity, caches, program)
         with timer.section(START_UP if own is None else RESTORE):
             state, first_step = begin(program, own, run_info, hf_ref(config), processes)
 
-        # 7. Loop: what it reports to, evaluates and saves with; then the steps.
+        # 7. Loop: set up reporting, evaluation and saving; then run the steps.
         reporting = open_reporting(run, program, run_info, first_step, timer, ledger, processes)
         setup = Setup(
             program,
@@ -175,8 +175,8 @@ def _on_devices(
     log.info(f"done: checkpoints in {run.checkpoints}")
     if exporter is not None and exporter.failed:
         steps = ", ".join(map(str, exporter.failed))
-        log.error(f"exports of step {steps} failed; `lmtrain export-hf` makes them from the checkpoints")
+        log.error(f"exports of step {steps} failed; run `lmtrain export-hf` to export the checkpoints")
         return 1
     if build.running:
-        log.info("the cache is not complete yet; training again, or `lmtrain preprocess`, resumes from its shards")
+        log.info("the cache is not complete yet; run `lmtrain preprocess`, or train again, to resume building it")
     return 0

@@ -1,1 +1,1 @@
-"""What a run would see on this machine, and how to mend what would stop it: each file looks at one part of it."""
+"""Diagnosis of a machine: problems that would stop a run, and how to fix them. Each file checks one part."""

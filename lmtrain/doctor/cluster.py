@@ -1,4 +1,4 @@
-"""Whether this would be one process of several, as JAX's detection and lmtrain's start-up see it."""
+"""Detection of multi-process jobs, as in JAX and in lmtrain's start-up."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from lmtrain.runtime.distributed import JOB_STARTERS, detects_others
 
 
 def look_at_cluster(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Whether this is one process of several, and how they would find one another."""
+    """Whether this is one process of several, and how the processes would find each other."""
     hosts = environment.get("TPU_WORKER_HOSTNAMES", "")
     if "," in hosts:
         worker = environment.get("TPU_WORKER_ID", "?")
@@ -20,15 +20,17 @@ def look_at_cluster(environment: Mapping[str, str] = os.environ) -> Iterator[Fin
             yield Finding("processes", f"{starter}: process {environment.get(index, '?')} of {number}")
             return
     if detects_others(environment):
-        yield Finding("processes", "one of several, by its environment")
+        yield Finding("processes", "one of several, according to environment variables")
     elif "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
         yield Finding(
             "processes",
-            f"one: within Slurm job {environment['SLURM_JOB_ID']}, but not started by srun",
+            f"one: inside Slurm job {environment['SLURM_JOB_ID']}, but not started by srun",
             State.NOTE,
             "`srun lmtrain train CONFIG` starts one on each node; see deploy/slurm",
         )
     else:
-        yield Finding("processes", "one; several hosts without Slurm or TPUs need trainer.distributed")
+        yield Finding("processes", "one; several hosts without Slurm or TPUs require trainer.distributed")
     if environment.get("RUN_ID"):
-        yield Finding("run id", f"{environment['RUN_ID']}, from RUN_ID: every run here continues this one", State.NOTE)
+        yield Finding(
+            "run id", f"{environment['RUN_ID']}, from RUN_ID: every run in this environment resumes it", State.NOTE
+        )

@@ -1,7 +1,7 @@
-"""The accelerators: what the driver has, what JAX finds, and whether it computes.
+"""The accelerators: devices of the driver, devices that JAX finds, and a test computation.
 
-JAX is asked in a process of its own, which is ended if it does not answer: a TPU that another process holds, or a
-driver that hangs, would hold this one too.
+JAX runs in a separate process, which is killed after a timeout: a TPU that another process uses, or a driver that
+hangs, would block this process too.
 """
 
 import json
@@ -32,7 +32,7 @@ print(json.dumps({"backend": jax.default_backend(), "kind": device.device_kind, 
 
 
 def look_at_devices() -> Iterator[Finding]:
-    """Accelerators, as their drivers and as JAX see them."""
+    """Accelerators as reported by their drivers and by JAX."""
     gpus = _nvidia()
     yield from gpus
     found = _ask_jax()
@@ -49,7 +49,9 @@ def _nvidia() -> list[Finding]:
     except subprocess.TimeoutExpired:
         done = None
     if done is None or done.returncode:
-        reason = "nvidia-smi does not answer" if done is None else (done.stdout + done.stderr).strip().splitlines()[-1:]
+        reason = (
+            "nvidia-smi does not respond" if done is None else (done.stdout + done.stderr).strip().splitlines()[-1:]
+        )
         text = reason if isinstance(reason, str) else " ".join(reason)
         return [
             Finding(
@@ -64,27 +66,27 @@ def _nvidia() -> list[Finding]:
 
 
 def _ask_jax() -> dict[str, Any] | str:
-    """What JAX says of its devices, or why it says nothing."""
+    """JAX's report of its devices, or the reason why there is none."""
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     try:
         done = subprocess.run(
             [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS, env=environment
         )
     except subprocess.TimeoutExpired:
-        return f"no answer within {_SECONDS:.0f} s"
+        return f"no response within {_SECONDS:.0f} s"
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        told = done.stderr.strip().splitlines()
-        return told[-1] if told else f"exit code {done.returncode}"
+        errors = done.stderr.strip().splitlines()
+        return errors[-1] if errors else f"exit code {done.returncode}"
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer
 
 
 def _jax(found: dict[str, Any] | str, has_gpu: bool) -> Iterator[Finding]:
     if isinstance(found, str):
-        held = "end the process that holds the accelerator" if glob("/dev/accel*") or glob("/dev/vfio/*") else ""
+        held = "stop the process that uses the accelerator" if glob("/dev/accel*") or glob("/dev/vfio/*") else ""
         yield Finding(
-            "devices", f"JAX finds none: {found}", State.BAD, held or "JAX_PLATFORMS=cpu runs without an accelerator"
+            "devices", f"JAX finds none: {found}", State.BAD, held or "set JAX_PLATFORMS=cpu to run without accelerator"
         )
         return
     memory = f", {format_bytes(found['memory'])} each" if found["memory"] else ""
@@ -92,19 +94,19 @@ def _jax(found: dict[str, Any] | str, has_gpu: bool) -> Iterator[Finding]:
     if not found["right"]:
         yield Finding(
             "devices",
-            f"{seen}: a small matrix product came out wrong",
+            f"{seen}: wrong result of a small matrix product",
             State.BAD,
             "do not train on it: the device or its driver is broken",
         )
         return
     if found["backend"] == "cpu" and has_gpu:
-        asked = os.environ.get("JAX_PLATFORMS", "")
-        mend = (
-            f"unset JAX_PLATFORMS, which is {asked}"
-            if asked
-            else "`pip install 'lmtrain[cuda12]'` or, with a driver from 580 on, 'lmtrain[cuda13]'"
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        fix = (
+            f"unset JAX_PLATFORMS, which is {platforms}"
+            if platforms
+            else "`pip install 'lmtrain[cuda12]'`, or 'lmtrain[cuda13]' with driver 580 or newer"
         )
-        yield Finding("devices", f"{seen}: JAX does not use the GPU", State.BAD, mend)
+        yield Finding("devices", f"{seen}: JAX does not use the GPU", State.BAD, fix)
         return
     if found["backend"] == "cpu" and has_tpu():
         yield Finding(
@@ -117,6 +119,6 @@ def _jax(found: dict[str, Any] | str, has_gpu: bool) -> Iterator[Finding]:
     yield Finding("devices", seen)
     device = find_accelerator(found["kind"])
     if device is not None:
-        yield Finding("peak", f"{device.peak_flops / 1e12:,.0f} TFLOP/s each in 16 bits: MFU is in percent of it")
+        yield Finding("peak", f"{device.peak_flops / 1e12:,.0f} TFLOP/s each in 16 bits: the reference of MFU")
     else:
-        yield Finding("peak", f"not known of {found['kind']}: no MFU is logged", State.NOTE)
+        yield Finding("peak", f"unknown for {found['kind']}: MFU is not logged", State.NOTE)

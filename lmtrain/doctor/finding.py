@@ -1,11 +1,11 @@
-"""What a look at one thing gave."""
+"""The result of one check."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class State(Enum):
-    """`NOTE` is worth knowing and stops nothing; `BAD` would stop a run, or spoil it."""
+    """`NOTE` is information and stops nothing; `BAD` would stop a run or make it wrong."""
 
     OK = "ok"
     NOTE = "note"
@@ -14,13 +14,13 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """`what` was looked at, what was `seen`, and how to `mend` it if that is not well."""
+    """`what` was checked, what was `seen`, and how to `fix` it if there is a problem."""
 
     what: str
     seen: str
     state: State = State.OK
-    mend: str = ""
+    fix: str = ""
 
     def lines(self) -> list[str]:
         first = f"{self.state.value:<5}{self.what:<13}{self.seen}"
-        return [first, *([f"{'':<18}-> {self.mend}"] if self.mend else [])]
+        return [first, *([f"{'':<18}-> {self.fix}"] if self.fix else [])]

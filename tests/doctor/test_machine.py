@@ -1,4 +1,4 @@
-"""The host as the doctor sees it: each limit that would stop a run is BAD or noted, with the way to mend it."""
+"""The host as the doctor reports it: each limit that would stop a run is BAD or noted, with a fix."""
 
 import resource
 
@@ -13,7 +13,7 @@ def look() -> dict[str, Finding]:
     return {finding.what: finding for finding in look_at_machine()}
 
 
-def test_here_nothing_is_bad_and_versions_are_those_installed():
+def test_this_machine_has_no_problem_and_versions_are_those_installed():
     found = look()
     assert [finding for finding in found.values() if finding.state is State.BAD] == []
     import jax
@@ -23,17 +23,17 @@ def test_here_nothing_is_bad_and_versions_are_those_installed():
     assert "memory free" in found["host"].seen
 
 
-@pytest.mark.parametrize(("found", "told"), [(None, "flax is missing"), ("0.0.1", "flax is 0.0.1, needed is >=")])
-def test_a_library_that_is_missing_or_too_old_is_bad(monkeypatch, found, told):
+@pytest.mark.parametrize(("found", "seen"), [(None, "flax is missing"), ("0.0.1", "flax is 0.0.1, required is >=")])
+def test_a_library_that_is_missing_or_too_old_is_bad(monkeypatch, found, seen):
     real = machine.installed_version
     monkeypatch.setattr(machine, "installed_version", lambda name: found if name == "flax" else real(name))
     libraries = look()["libraries"]
     assert libraries.state is State.BAD
-    assert told in libraries.seen
-    assert "pip install" in libraries.mend
+    assert seen in libraries.seen
+    assert "pip install" in libraries.fix
 
 
-def test_libraries_of_extras_are_not_missed(monkeypatch):
+def test_libraries_of_extras_are_not_required(monkeypatch):
     real = machine.installed_version
     monkeypatch.setattr(
         machine, "installed_version", lambda name: None if name in ("ray", "torch", "trackio") else real(name)
@@ -55,7 +55,7 @@ def test_limits_of_the_system(monkeypatch, limit, value, what, state):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: value if kind == limit else real(kind))
     finding = look()[what]
     assert finding.state is state
-    assert bool(finding.mend) == (state is not State.OK)
+    assert bool(finding.fix) == (state is not State.OK)
 
 
 def test_a_full_disk_is_noted(monkeypatch):
@@ -71,5 +71,5 @@ def test_a_full_disk_is_noted(monkeypatch):
         (Finding("disk", "full", State.BAD, "delete"), ["BAD  disk         full", "                  -> delete"]),
     ],
 )
-def test_a_finding_is_one_line_and_one_with_the_way_to_mend_it(finding, lines):
+def test_a_finding_is_one_line_and_one_with_the_fix(finding, lines):
     assert finding.lines() == lines

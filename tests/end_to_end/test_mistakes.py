@@ -97,7 +97,7 @@ def test_a_bad_line_is_named_and_leaves_no_cache(run_cli, settings, write_config
         (["train"], "CONFIG"),
         (["train", "absent.yaml"], "absent.yaml: no such config"),
         (["train", "gpt2_nan"], "did you mean 'gpt2_nano'?"),
-        (["trian", "tiny.yaml"], "no verb 'trian'; did you mean 'train'?"),
+        (["trian", "tiny.yaml"], "'trian'; did you mean 'train'?"),
         (["train", "tiny.yaml", "--trainer.sed", "1"], "did you mean trainer.seed?"),
         (["train", "tiny.yaml", "--trainer.seed"], "--trainer.seed needs a value"),
         (["train", "tiny.yaml", "extra"], "unrecognized arguments: extra"),

@@ -125,7 +125,7 @@ def test_without_a_compiler_the_estimate_is_printed_with_the_extra_to_install(wi
 
 
 def test_a_search_without_a_compiler_says_what_to_install(without_compilers):
-    with pytest.raises(UserError, match=r"--search needs the compiler of h100: pip install 'lmtrain\[cuda12\]'"):
+    with pytest.raises(UserError, match=r"--search .* h100: pip install 'lmtrain\[cuda12\]'"):
         run([*SMALL, "--device", "h100", "--search"])
 
 
@@ -165,7 +165,7 @@ def test_a_well_known_model_is_planned_without_downloading_it(plan):
         (["--hlo", "nowhere/x.hlo"], ["--hlo nowhere/x.hlo", "create it"]),
         (["--hlo", "/"], ["--hlo /", "is a folder"]),
         (["--devices", "0"], ["--devices"]),
-        (["--device", "h100", "--measure"], ["--measure", "leave --device out"]),
+        (["--device", "h100", "--measure"], ["--measure", "remove --device"]),
         (["--search", "--devices", "2"], ["--search", "--device KIND", "--measure"]),
         (["--data.tokenizer", "some/unknown-tokenizer"], ["--vocab_size"]),
         (["--vocab_size", "0"], ["--vocab_size"]),
