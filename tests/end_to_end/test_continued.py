@@ -80,8 +80,8 @@ def first_batch(folder, monkeypatch) -> dict:
 def test_the_first_loss_is_what_transformers_computes_on_that_batch(trained, monkeypatch):
     folder, told = trained
     assert "base: llama, 2 layers of 32" in told
-    assert "data.tokenizer is not set: that of base" in told
-    assert "beginning with the weights of base" in told
+    assert "data.tokenizer is not set: using the tokenizer of base" in told
+    assert "the weights of base" in told
     tokens = torch.from_numpy(np.asarray(first_batch(folder, monkeypatch)["tokens"]).astype(np.int64))
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(folder / "base")(tokens, labels=tokens).loss.item()
@@ -137,7 +137,7 @@ def test_an_export_that_fails_does_not_end_the_run_but_tells_and_exits_with_1(fo
         (folder / "in_the_way" / "failing" / f"step-{step}" / "photo.png").write_text("")
     flags = ["--hf_save_path", "in_the_way", "--trainer.id", "failing", "--trainer.num_train_steps", "3"]
     done = run(folder, "train", "tiny.yaml", *flags, code=1)
-    assert "the export of step 2 failed, training continues" in done.stderr
+    assert "export of step 2 failed, training continues" in done.stderr
     assert "exports of step 2, 3 failed; run `lmtrain export-hf`" in done.stderr
     assert (folder / "checkpoints" / "failing" / "step-3").is_dir()
     # when it is out of the way, the same command makes up for the last one
@@ -149,7 +149,7 @@ def test_an_export_that_fails_does_not_end_the_run_but_tells_and_exits_with_1(fo
 def test_where_exports_cannot_be_is_told_before_the_first_step(folder):
     (folder / "a_file").write_text("")
     done = run(folder, "train", "tiny.yaml", "--hf_save_path", "a_file", "--trainer.id", "nowhere", code=2)
-    assert "hf_save_path: a_file/nowhere cannot be made: " in done.stderr
+    assert "hf_save_path: a_file/nowhere cannot be created: " in done.stderr
 
 
 @pytest.mark.long
@@ -167,9 +167,9 @@ def test_generate_and_eval_take_a_hugging_face_model(trained):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model.num_heads", "8"], "model.num_heads: comes from base with use_hf_model_config; remove one of them"),
+        (["--model.num_heads", "8"], "model.num_heads: defined by base because of use_hf_model_config; remove one"),
         (["--model.type", "gpt2"], "model.type: gpt2, but base is of type llama"),
-        (["--use_hf_model_config", "false", "--model.hidden_dim", "64"], "  model.hidden_dim: 64 here, 32 there"),
+        (["--use_hf_model_config", "false", "--model.hidden_dim", "64"], "  model.hidden_dim: this config has 64, "),
         (["--initialize_from_hf", "./nowhere"], "./nowhere: no such folder"),
         (["--initialize_from_hf", "acme/nothing"], "acme/nothing: config.json cannot be read from the hub"),
         (["--initialize_from_hf", "logs"], "logs: there is no config.json; not a Hugging Face model"),

@@ -240,7 +240,7 @@ def test_parameters_become_bfloat16_and_float32_again(folder):
 def test_the_checkpoint_of_another_model_or_tokenizer_is_refused_with_what_differs(folder, name, flags, differs):
     checkpoints = folder / "checkpoints" / name
     told = go_on(folder, name, 1, 8, [*EIGHT, *flags], code=2)
-    assert f"{checkpoints}/step-{SAVED} is of another run" in told
+    assert f"{checkpoints}/step-{SAVED} belongs to another run" in told
     assert "Traceback" not in told
     lines = re.findall(r"^  ([\w.]+): the checkpoint has (.+), this config has (.+)$", told, re.MULTILINE)
     assert {field for field, saved, ours in lines if saved != ours} == differs

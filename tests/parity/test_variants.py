@@ -123,7 +123,7 @@ def test_without_biases_theirs_are_zeros_and_come_back_as_none(in_torch, export,
     back = load_hf_params(export(variant), variant.config, variant.model, layout, "float32")
     assert flatten(back).keys() == flatten(variant.params).keys()
     with_biases = export(make("gpt2"), folder="with_biases")
-    with pytest.raises(UserError, match=r"ln_f\.bias is not zero, and a model with use_bias: false"):
+    with pytest.raises(UserError, match=r"ln_f\.bias is not zero, .*use_bias"):
         load_hf_params(with_biases, variant.config, variant.model, layout, "float32")
 
 

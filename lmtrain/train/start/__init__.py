@@ -1,1 +1,1 @@
-"""How a run starts: its state, restored or fresh, and all that the loop needs."""
+"""Start of a run: its state, restored or newly initialized, and everything else that the loop needs."""

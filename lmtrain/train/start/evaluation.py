@@ -1,4 +1,4 @@
-"""What the evaluations of a run are given."""
+"""The context of a run's evaluations, and whether an evaluation is still pending."""
 
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.data.caches import Caches
@@ -15,7 +15,7 @@ from lmtrain.train.start.resume import EVALUATION_PENDING
 def open_evaluation(
     program: Program, caches: Caches, tokenizer: Tokenizer, folder: str, processes: Processes = ALONE
 ) -> Context:
-    """The validation sets, and what else there is to evaluate with. Raises `UserError` for damaged shards."""
+    """The validation sets and the rest of the evaluation context. Raises `UserError` for corrupt shards."""
     config = program.config
     return Context(
         model=program.model,
@@ -37,7 +37,7 @@ def open_evaluation(
 
 
 def is_pending(own: Checkpoint | None, trackers: Trackers, processes: Processes = ALONE) -> bool:
-    """Whether the checkpoint that a run goes on from was not evaluated: a signal ended it. The first process knows."""
-    logged = any(name.startswith("eval/") for name in trackers.names)  # all metrics of an evaluation at once
+    """Whether a signal ended the evaluation of the checkpoint that a run resumes from. The first process decides."""
+    logged = any(name.startswith("eval/") for name in trackers.names)  # all metrics of an evaluation are logged at once
     pending = own is not None and EVALUATION_PENDING in own.read_run_info() and not logged
     return bool(gather(processes, "evaluation pending", pending)[0])

@@ -1,4 +1,4 @@
-"""Hugging Face exports: of a trained model, and in the background of a run."""
+"""Hugging Face exports of trained models, also in the background of a run."""
 
 import os
 import re
@@ -27,7 +27,7 @@ from lmtrain.train.start.hf_params import gather_tensors, plan_hf_pieces
 def plan_export(
     config: ModelConfig, model: LanguageModel, tokenizer: Tokenizer, dtype: str, origin: Origin | None = None
 ) -> Export:
-    """All of an export but the values. Raises `UserError` naming a setting that the target cannot represent."""
+    """An export without the values. Raises `UserError` naming a setting that the target format cannot represent."""
     family = hf_family(config.type)
     hf_config = family.to_hf_config(config, model.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
     extra = family.extra_files() if hasattr(family, "extra_files") else {}
@@ -35,7 +35,7 @@ def plan_export(
 
 
 def _prepare(folder: str) -> None:
-    """Make the folder, and remove what a killed process was writing. Raises `UserError` if it cannot be made."""
+    """Create the folder, and remove partial exports of a killed process. Raises `UserError` if it cannot be created."""
     if is_url(folder):
         return
     folder = os.path.expanduser(folder)
@@ -45,14 +45,14 @@ def _prepare(folder: str) -> None:
             if re.fullmatch(r"step-\d+\.(tmp|old)-\d+", name):
                 shutil.rmtree(os.path.join(folder, name))
     except OSError as error:
-        raise UserError(f"hf_save_path: {folder} cannot be made: {error.strerror}") from None
+        raise UserError(f"hf_save_path: {folder} cannot be created: {error.strerror}") from None
 
 
 class Exporter:
-    """Exports during training. The steps wait for the copy to the host only; files are written beside them.
+    """Exports during training. The steps wait only for the copy to the host; files are written in the background.
 
-    An export that fails is told and does not end the run: the checkpoint of that step can be exported by hand. Of
-    several processes all have to call `export`, and the first writes. Raises `UserError` for a model that cannot be
+    A failed export is logged and does not end the run: the checkpoint of that step can be exported by hand. All
+    processes of a run have to call `export`; the first one writes. Raises `UserError` for a model that cannot be
     exported.
     """
 
@@ -86,7 +86,7 @@ class Exporter:
         return last or step % self._every == 0
 
     def was_missed(self, step: int) -> bool:
-        """Whether a run that goes on after `step` was killed before its export was there."""
+        """Whether a run that resumes after `step` was killed before the export of that step was complete."""
         if step == 0 or not self.due(step, last=step >= self._last_step):
             return False
         return is_missing(self._folder, step)
@@ -104,11 +104,11 @@ class Exporter:
             self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the export under way."""
+        """Wait for the running export."""
         self.under_way()()
 
     def under_way(self) -> Callable[[], None]:
-        """What waits for the export that is under way now, in any thread and whatever is exported after it."""
+        """A function that waits for the export running now, from any thread, also if another export starts later."""
         return (lambda: None) if self._thread is None else self._thread.join
 
     def _write(self, step: int, tensors: list[np.ndarray]) -> None:
@@ -119,16 +119,16 @@ class Exporter:
                 log.info(f"exported {output}")
             if self._upload_to is not None:
                 self._upload(step, tensors, output)
-        except Exception as error:  # whatever it is, it must not end a run of weeks
+        except Exception as error:  # no error of an export may end a long run
             self.failed.append(step)
-            log.error(f"the export of step {step} failed, training continues: {error}")
+            log.error(f"export of step {step} failed, training continues: {error}")
 
     def _upload(self, step: int, tensors: list[np.ndarray], written: str | None) -> None:
         from lmtrain.hf.upload import upload_folder
 
         assert self._upload_to is not None
         with tempfile.TemporaryDirectory() as temporary:
-            if written is None or is_url(written):  # what is uploaded has to be on a disk
+            if written is None or is_url(written):  # uploads need local files
                 written = os.path.join(temporary, "export")
                 write_export(written, self._export, tensors)
             url = upload_folder(written, self._upload_to, f"{self._run}, step {step}")

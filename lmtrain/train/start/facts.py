@@ -1,4 +1,4 @@
-"""What a run says of itself: in its log, in every checkpoint and to its trackers."""
+"""Description of a run for its log, its checkpoints and its trackers."""
 
 from importlib.metadata import version
 from typing import Any
@@ -18,20 +18,20 @@ from lmtrain.train.program.work import Work
 
 
 def log_program(program: Program) -> None:
-    """The model, where each of its parameters lies, and what that takes."""
+    """Log the model, the layout of its parameters, and the memory of the training state."""
     config, model = program.config, program.model
     log.info(f"{config.model.type}, {count_parameters(model):,} parameters, {config.trainer.precision}")
     for line in layout_table(model, program.layout, config.trainer.precision.params):
         log.info(f"  {line}")
     state = format_bytes(sum(program.state_bytes.values()))
-    log.info(f"  on each device {state} of training state; `lmtrain plan` estimates the peak memory")
+    log.info(f"  training state: {state} per device; `lmtrain plan` estimates the peak memory")
 
 
 def describe_run(
     config: RunConfig, run: str, tokenizer: dict[str, Any], caches: Caches, program: Program
 ) -> dict[str, Any]:
-    """What goes into every checkpoint beside the arrays."""
-    # with dropout, masks follow from the number of microbatches
+    """The run info that is stored in every checkpoint next to the arrays."""
+    # with dropout, the masks depend on the number of microbatches
     microbatches = {str(size): number for size, number in program.batching.num_microbatches.items()}
     return {
         "run_id": run,
@@ -48,22 +48,22 @@ def describe_run(
 
 
 def plan_work(program: Program) -> Work:
-    """What a token costs and what the devices can do; told in the log."""
+    """FLOPs per token and peak FLOP/s of the devices; logs what MFU refers to."""
     full, causal = program.flops_per_token
     kind = jax.devices()[0].device_kind
     device = find_accelerator(kind)
     if device is None:
-        log.info(f"unknown peak FLOP/s of {kind}: tokens per second are logged, but no MFU")
+        log.info(f"unknown peak FLOP/s of {kind}: tokens per second are logged, MFU is not")
         return Work(full, causal, None)
     log.info(
-        f"MFU is in percent of {device.peak_flops / 1e12:,.0f} TFLOP/s ({device.name}, dense 16-bit products) on each "
-        "device; mfu counts attention in full, mfu_causal half of it"
+        f"MFU: percent of {device.peak_flops / 1e12:,.0f} TFLOP/s ({device.name}, dense 16-bit products) per "
+        "device; mfu counts full attention, mfu_causal half of it"
     )
     return Work(full, causal, device.peak_flops * jax.device_count())
 
 
 def device_facts(work: Work, seq_len: int) -> dict[str, Any]:
-    """For the trackers' summary; FLOPs are those of forward and backward pass, theoretical ones a second."""
+    """Values for the trackers' summary: FLOPs per example (forward and backward), theoretical FLOPs per second."""
     facts = {
         "throughput/device_kind": jax.devices()[0].device_kind,
         "throughput/device_count": jax.device_count(),

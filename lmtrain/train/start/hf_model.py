@@ -1,4 +1,4 @@
-"""Models from Hugging Face in a run: sizes and tokenizer from `initialize_from_hf`, and checks that both agree."""
+"""Models from Hugging Face in a run: sizes and tokenizer from `initialize_from_hf`, and checks that they match."""
 
 import os
 from collections.abc import Mapping
@@ -18,16 +18,15 @@ from lmtrain.run.run import Found, Run, resolve, validate
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import is_url
 
-# The share of ids that may be those of other tokens.
+# Maximum share of ids that may belong to other tokens.
 _FEW = 0.01
 
 
 def resolve_hf(run: Run, checkpoint: str | None = None, check_tokenizer: bool = True) -> Run:
-    """The run with what its config leaves to `initialize_from_hf` filled in: the model's sizes, the tokenizer.
+    """The run with the settings that its config leaves to `initialize_from_hf`: the model's sizes, the tokenizer.
 
-    A run that has begun knows both from its checkpoints (or the one at `checkpoint`), and needs the model no more.
-    Raises `UserError` if the config and the model's own contradict one another. Nothing is read without
-    `initialize_from_hf`.
+    A run that has checkpoints reads both from the newest one (or the one at `checkpoint`), not from the model. Raises
+    `UserError` if the config contradicts the model's own config. Nothing is read without `initialize_from_hf`.
     """
     ref = hf_ref(run.config)
     if ref is None:
@@ -36,11 +35,11 @@ def resolve_hf(run: Run, checkpoint: str | None = None, check_tokenizer: bool = 
 
 
 def _in_checkpoint(run: Run, path: str | None) -> Found | None:
-    """What the newest checkpoint was saved with; None if there is none, or it began from another model."""
+    """Settings of the newest checkpoint; None if there is none, or if that run started from another model."""
     config = run.config
     found = find_checkpoints(path) if path is not None else list_checkpoints(run.checkpoints)
     for newest in reversed(found):
-        with suppress(DamagedError):  # a damaged one is told when its arrays are to be used
+        with suppress(DamagedError):  # a corrupt checkpoint is reported when its arrays are read
             saved = newest.read_run_info()["config"]
             if saved["initialize_from_hf"] != config.initialize_from_hf:
                 return None
@@ -64,7 +63,7 @@ def _in_model(ref: str, config: RunConfig, check_tokenizer: bool) -> Found:
         _check_agrees(ref, config)
     if not _names_tokenizer(config):
         settings["data"] = {"tokenizer": ref}
-        log.info(f"data.tokenizer is not set: that of {ref}")
+        log.info(f"data.tokenizer is not set: using the tokenizer of {ref}")
     elif check_tokenizer and not config.allow_other_tokenizer:
         check_tokens(ref, config.data)
     return Found(f"{ref}: its config.json", settings)
@@ -75,19 +74,19 @@ def _names_tokenizer(config: RunConfig) -> bool:
 
 
 def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> dict[str, Any]:
-    """Their `model` section, with those of our settings that are free. Raises `UserError` for others that are set."""
+    """Their `model` section with our values of free settings. Raises `UserError` for other settings that are set."""
     ours = config.model
     given = ours.model_fields_set if "model" in config.model_fields_set else set()
     if "type" in given and ours.type != theirs["type"]:
         raise UserError(f"model.type: {ours.type}, but {source} is of type {theirs['type']}")
     excess = sorted(given - FREE - {"type"})
     if excess:
-        raise UserError(f"model.{excess[0]}: comes from {source} with use_hf_model_config; remove one of them")
+        raise UserError(f"model.{excess[0]}: defined by {source} because of use_hf_model_config; remove one of the two")
     return dict(theirs) | {name: getattr(ours, name) for name in given}
 
 
 def hf_ref(config: RunConfig) -> str | None:
-    """The model to begin from, None if the config names none."""
+    """The model to start from, None if the config names none."""
     if config.initialize_from_hf is not True:
         return config.initialize_from_hf or None
     default: str = hf_family(config.model.type).DEFAULT_REF
@@ -95,14 +94,14 @@ def hf_ref(config: RunConfig) -> str | None:
 
 
 def config_of(ref: str) -> RunConfig:
-    """The config of a model alone: its sizes and its tokenizer, all else by default."""
+    """A config with a model's sizes and tokenizer, and defaults for everything else."""
     settings = hf_settings(ref)
     tokenizer = {"tokenizer": ref} if has_tokenizer(ref) else {}
     return validate({"model": settings, "data": tokenizer}, f"{ref}: its config.json")
 
 
 def has_tokenizer(ref: str) -> bool:
-    """Whether the model comes with its tokenizer."""
+    """Whether the model's repository or folder contains a tokenizer."""
     from lmtrain.hf.weights import locate
 
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -110,9 +109,9 @@ def has_tokenizer(ref: str) -> bool:
 
 
 def check_tokens(ref: str, data: DataConfig) -> None:
-    """Raise `UserError` if `data.tokenizer` gives ids to other tokens than the model was trained on.
+    """Raise `UserError` if `data.tokenizer` assigns ids to other tokens than the model was trained on.
 
-    One may have more tokens than the other, and a few may have other names, as special tokens often do.
+    One tokenizer may have more tokens than the other, and a few tokens, such as special ones, may have other names.
     """
     if data.tokenizer == PASSTHROUGH or not has_tokenizer(ref):
         return
@@ -121,14 +120,14 @@ def check_tokens(ref: str, data: DataConfig) -> None:
     differ = sum(ours[number] != theirs[number] for number in shared)
     if differ > _FEW * len(shared):
         raise UserError(
-            f"data.tokenizer: {data.tokenizer} gives {differ:,} of {len(shared):,} ids to other tokens than {ref} was "
-            f"trained on, so that its embeddings would mean nothing; set data.tokenizer: {ref} and a cache_dir for it, "
-            "or allow_other_tokenizer: true"
+            f"data.tokenizer: {data.tokenizer} has other tokens for {differ:,} of {len(shared):,} ids than {ref} was "
+            f"trained on, so its embeddings would be meaningless; set data.tokenizer: {ref} and a cache_dir for it, or "
+            "allow_other_tokenizer: true"
         )
 
 
 def _their_tokenizer(ref: str) -> Tokenizer:
-    """The model's own, of which the vocabulary is wanted alone: without transformers where it has a tokenizer.json."""
+    """The model's own tokenizer, needed only for its vocabulary: read without transformers from a tokenizer.json."""
     from lmtrain.hf.weights import locate
 
     path = locate(ref, "tokenizer.json")
@@ -142,40 +141,43 @@ def _tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def hf_settings(ref: str) -> dict[str, Any]:
-    """The `model` section that the model's `config.json` stands for."""
+    """The `model` section equivalent to the model's `config.json`."""
     from lmtrain.hf.weights import read_model_config
 
     values = read_model_config(ref)
     if values.get("quantization_config"):
-        raise UserError(f"{ref}: its weights are quantized (quantization_config); take the model they were made from")
+        raise UserError(f"{ref}: quantized weights (quantization_config) are not supported; use the original model")
     try:
         settings: dict[str, Any] = family_of(values).from_hf_config(values)
     except UserError as error:
         raise UserError(f"{ref}: {error}") from None
     except (TypeError, ValueError, AttributeError, KeyError, ZeroDivisionError) as error:
-        raise UserError(f"{ref}: config.json: a value is not of the kind it should be: {error}") from None
+        raise UserError(f"{ref}: config.json: invalid value: {error}") from None
     return settings
 
 
 def _check_agrees(ref: str, config: RunConfig) -> None:
-    """Raise `UserError` if a setting that gives the weights their meaning differs from the model's own."""
+    """Raise `UserError` if a setting that determines how the weights are used differs from the model's own."""
     settings = hf_settings(ref)
     theirs = validate({"model": settings}, f"{ref}: its config.json").model.meaning()
     ours = config.model.meaning()
     differ = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
     if hf_family(settings["type"]).ALWAYS_HAS_BIASES and not ours.get("use_bias"):
-        differ.discard("use_bias")  # loading demands that theirs are zero
+        differ.discard("use_bias")  # loading requires theirs to be zero
     if differ:
-        lines = [f"  model.{name}: {ours.get(name)} here, {theirs.get(name)} there" for name in sorted(differ)]
+        lines = [
+            f"  model.{name}: this config has {ours.get(name)}, the model has {theirs.get(name)}"
+            for name in sorted(differ)
+        ]
         report = "\n".join(lines)
         raise UserError(
             f"{ref} does not match this config's model section\n{report}\n"
-            "  set use_hf_model_config: true to take its own"
+            "  set use_hf_model_config: true to use the model's values"
         )
     _check_length(ref, config.model.seq_len, settings)
 
 
 def _check_length(ref: str, seq_len: int, settings: Mapping[str, Any]) -> None:
-    """A learned position has no meaning beyond the last one that was learned."""
+    """Raise `UserError` if the model has fewer learned positions than `seq_len`."""
     if hf_family(settings["type"]).HAS_LEARNED_POSITIONS and seq_len > settings["seq_len"]:
-        raise UserError(f"model.seq_len: {seq_len}, but {ref} has learned {settings['seq_len']} positions only")
+        raise UserError(f"model.seq_len: {seq_len}, but {ref} has only {settings['seq_len']} learned positions")

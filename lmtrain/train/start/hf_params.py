@@ -1,4 +1,4 @@
-"""Parameters from Hugging Face tensors and back, one tensor at a time, whatever devices and processes they are on."""
+"""Conversion of Hugging Face tensors to parameters and back, one tensor at a time, on any devices and processes."""
 
 import functools
 import math
@@ -24,17 +24,17 @@ from lmtrain.sharding.placement import parameter_shardings
 
 _SHOWN = 5
 
-# Numbers of a tensor from which on processes share the reading.
+# Minimum number of elements of a tensor whose reading processes share.
 _SMALL = 2**16
 
 
 def load_hf_params(ref: str, config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str) -> Any:
     """The parameters of `model` with the weights of `ref`, in `dtype`, on their devices.
 
-    The host holds a few tensors at a time: one is read while the one before it is on its way. Of several processes each
-    reads its share of the rows of every tensor, and the devices bring together what each needs. Embeddings are resized
-    to the model's vocabulary (see `resize_vocab`), and of learned positions the first are taken. Raises `UserError` for
-    tensors that are missing, unexpected or of another shape.
+    The host holds a few tensors at a time: one is read while the previous one is transferred. With several processes,
+    each reads its share of the rows of every tensor, and the devices exchange the rows that they need. Embeddings are
+    resized to the model's vocabulary (see `resize_vocab`); only the first `seq_len` learned positions are used. Raises
+    `UserError` for tensors that are missing, unexpected or of another shape.
     """
     weights = open_weights(ref)
     boxed = abstract_params(model)
@@ -42,12 +42,12 @@ def load_hf_params(ref: str, config: ModelConfig, model: LanguageModel, layout: 
     shardings = flatten(parameter_shardings(layout, boxed))
     pieces = plan_hf_pieces(config, model)
     names = _match(ref, weights, pieces, config, layout)
-    _tell_of_resizing(ref, weights, names, pieces, model.vocab_size)
+    _log_resizing(ref, weights, names, pieces, model.vocab_size)
     flat = {path: jnp.zeros(leaf.shape, dtype, device=shardings[path]) for path, leaf in abstract.items()}
     for piece in pieces:
         if isinstance(piece.row, Zeros):
             if np.any(weights.read(names[piece.name])):
-                raise UserError(f"{ref}: {piece.name} is not zero, and a model with use_bias: false has no such thing")
+                raise UserError(f"{ref}: {piece.name} is not zero, but model.use_bias is false")
             continue
         path = piece.row.ours
         shape = abstract[path].shape if piece.layer is None else abstract[path].shape[1:]
@@ -59,7 +59,7 @@ def load_hf_params(ref: str, config: ModelConfig, model: LanguageModel, layout: 
             continue
         stored = _floats(ref, piece.name, weights.read(names[piece.name]))
         array = _to_ours(piece.row, stored, shape, model.vocab_size)
-        # waiting keeps the host from running ahead of the devices, with a tensor in memory for each step it is ahead
+        # wait, or the host runs ahead of the devices and holds one more tensor for each piece that it is ahead
         flat[path] = jax.block_until_ready(_put(flat[path], array, piece.layer, shardings[path]))
     return unflatten(flat)
 
@@ -71,7 +71,7 @@ def plan_hf_pieces(config: ModelConfig, model: LanguageModel) -> list[Piece]:
 
 
 def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_size: int) -> Iterator[np.ndarray]:
-    """The values of the pieces, one after the other; all processes of a run have to ask for each."""
+    """The values of the pieces, one after the other; all processes of a run have to iterate over all of them."""
     flat = flatten(params)
     whole, of_layer = _gathering(layout.replicated)
 
@@ -83,7 +83,7 @@ def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_s
 
 @functools.cache
 def _gathering(replicated: NamedSharding) -> tuple[Any, Any]:
-    """Compiled once for all parameters of a shape: an array, or one layer of a stacked one, on every device."""
+    """Gather an array, or one layer of a stacked one, on every device; compiled once per shape."""
     whole = jax.jit(lambda array: array, out_shardings=replicated)
     of_layer = jax.jit(
         lambda array, layer: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), out_shardings=replicated
@@ -92,7 +92,7 @@ def _gathering(replicated: NamedSharding) -> tuple[Any, Any]:
 
 
 def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelConfig, layout: Layout) -> dict[str, str]:
-    """The stored name of each piece. Raises `UserError` unless it is one to one, with equal shapes."""
+    """The stored name of each piece. Raises `UserError` unless they match one to one, with equal shapes."""
     canonical = hf_family(config.type).canonical
     stored = {known: name for name in weights.shapes if (known := canonical(name)) is not None}
     expected = {piece.name: piece for piece in pieces}
@@ -100,7 +100,7 @@ def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelCon
     if head in stored and head not in expected:
         embedding = next(piece.name for piece in pieces if isinstance(piece.row, Row) and piece.row.vocab)
         if embedding in stored and not _equal(ref, weights, stored[head], stored[embedding], layout):
-            raise UserError(f"{ref}: {head} differs from {embedding}, though config.json says that they are one")
+            raise UserError(f"{ref}: {head} differs from {embedding}, but config.json ties them")
         del stored[head]
     problems = [f"missing {name}" for name in expected if name not in stored]
     problems += [f"unexpected {name}" for name in stored if name not in expected]
@@ -120,7 +120,7 @@ def _match(ref: str, weights: Weights, pieces: Sequence[Piece], config: ModelCon
     if problems:
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         listed = "".join(f"\n  {problem}" for problem in problems[:_SHOWN])
-        raise UserError(f"{ref}: its weights are not those of this model{listed}{more}")
+        raise UserError(f"{ref}: its weights do not match this model{listed}{more}")
     return stored
 
 
@@ -129,7 +129,7 @@ def _is_vocab(piece: Piece) -> bool:
 
 
 def _equal(ref: str, weights: Weights, one: str, other: str, layout: Layout) -> bool:
-    """Of several processes each reads its share of the rows."""
+    """Whether two tensors are equal. With several processes, each reads its share of the rows."""
     if (shape := weights.shapes[one]) != weights.shapes[other]:
         return False
     if jax.process_count() == 1:
@@ -138,9 +138,7 @@ def _equal(ref: str, weights: Weights, one: str, other: str, layout: Layout) -> 
     return bool(jax.jit(jnp.array_equal, out_shardings=layout.replicated)(*(part.array for part in parts)))
 
 
-def _tell_of_resizing(
-    ref: str, weights: Weights, names: dict[str, str], pieces: Sequence[Piece], vocab_size: int
-) -> None:
+def _log_resizing(ref: str, weights: Weights, names: dict[str, str], pieces: Sequence[Piece], vocab_size: int) -> None:
     for piece in pieces:
         theirs = weights.shapes[names[piece.name]]
         if theirs == piece.shape or not isinstance(piece.row, Row):
@@ -148,25 +146,27 @@ def _tell_of_resizing(
         if theirs[0] > piece.shape[0]:
             what = f"the first {piece.shape[0]:,} of {theirs[0]:,} rows are used"
         else:
-            what = f"{vocab_size - theirs[0]:,} rows are added to {theirs[0]:,}, as the mean of these"
-        log.info(f"{ref}: {piece.name}: {what}, for " + ("the tokenizer" if piece.row.vocab else "model.seq_len"))
+            what = f"{vocab_size - theirs[0]:,} rows are added to {theirs[0]:,}, each the mean of the existing rows"
+        log.info(f"{ref}: {piece.name}: {what}, to fit " + ("the tokenizer" if piece.row.vocab else "model.seq_len"))
 
 
 def _to_ours(row: Row, array: Any, shape: tuple[int, ...], vocab_size: int, numpy: Any = np) -> Any:
-    """In numpy, or on the devices in `jax.numpy`."""
+    """A stored tensor in our layout, converted with numpy, or on the devices with `jax.numpy`."""
     if row.vocab:
         return resize_vocab(array, vocab_size, shape[0], numpy)
     return row.to_ours(array[: shape[0]] if row.cut else array, shape)
 
 
 def _is_large(shape: tuple[int, ...]) -> bool:
-    """Of small tensors every process reads all: that takes no time."""
+    """Whether processes share the reading of a tensor; small ones are read by every process."""
     return len(shape) > 1 and math.prod(shape) >= _SMALL
 
 
 def _floats(ref: str, name: str, array: np.ndarray) -> np.ndarray:
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise UserError(f"{ref}: {name} holds {array.dtype}, not floating-point numbers; is it quantized?")
+        raise UserError(
+            f"{ref}: {name} holds {array.dtype}, not floating-point numbers; quantized weights are not supported"
+        )
     return array
 
 
@@ -176,14 +176,14 @@ def _read_floats(ref: str, weights: Weights, name: str, first: int, last: int) -
 
 
 class Spread(NamedTuple):
-    """A tensor whose rows lie on all devices, a part on each; rows after the first `rows` fill up the last parts."""
+    """A tensor whose rows are split over all devices; rows after the first `rows` are padding."""
 
     array: jax.Array
     rows: int
 
 
 def spread_rows(read: Callable[[int, int], np.ndarray], shape: tuple[int, ...], layout: Layout) -> Spread:
-    """A tensor of this shape, of which each process reads the rows of its own devices by `read(first, last)`."""
+    """A tensor of this shape; each process reads the rows of its own devices with `read(first, last)`."""
     rows, size = shape[0], layout.mesh.size
     whole = (-(-rows // size) * size, *shape[1:])
 
@@ -200,7 +200,7 @@ def spread_rows(read: Callable[[int, int], np.ndarray], shape: tuple[int, ...], 
 def _putting(
     row: Row, shape: tuple[int, ...], rows: int, vocab_size: int, is_whole: bool, sharding: NamedSharding
 ) -> Any:
-    """Compiled once for all tensors of a shape that are laid out alike: `(target, spread, layer) -> target`."""
+    """`(target, spread, layer) -> target`, compiled once for all tensors of the same shape and layout."""
 
     def put(target: jax.Array, spread: jax.Array, layer: int) -> jax.Array:
         array = _to_ours(row, spread[:rows], shape, vocab_size, jnp).astype(target.dtype)
@@ -210,7 +210,7 @@ def _putting(
 
 
 def _put(target: jax.Array, array: np.ndarray, layer: int | None, sharding: NamedSharding) -> jax.Array:
-    """`target`, whose memory is used again, with `array` in its place, or in that of one layer."""
+    """`target`, whose memory is reused, with its values, or those of one layer, replaced by `array`."""
     array = array.astype(target.dtype, copy=False)
     if layer is None:
         return _spread(array, sharding)
@@ -221,7 +221,7 @@ def _put(target: jax.Array, array: np.ndarray, layer: int | None, sharding: Name
 
 @functools.cache
 def _updating(sharding: NamedSharding) -> Any:
-    """Compiled once for all stacked parameters of a shape that are laid out alike."""
+    """`(stacked, new, layer) -> stacked`, compiled once for all stacked parameters of the same shape and layout."""
 
     def update(stacked: jax.Array, new: jax.Array, layer: int) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(stacked, new, layer, 0)

@@ -1,4 +1,4 @@
-"""What a run reports to: its trackers, its ledger, its folder of logs."""
+"""Reporting of a run: its trackers, its goodput ledger, its log folder."""
 
 import os
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from lmtrain.train.start.facts import device_facts, plan_work
 
 @dataclass(frozen=True)
 class Reporting:
-    """Trackers, ledger and timer of a run; `folder` is its own among the logs. `title` and `facts` say what it is."""
+    """Trackers, ledger and timer of a run; `folder` is its log folder. `title` and `facts` describe the run."""
 
     run: str
     folder: str
@@ -33,7 +33,7 @@ class Reporting:
     work: Work
 
     def artifact(self, path: str, kind: str) -> None:
-        """A file or folder for the trackers that keep such."""
+        """Pass a file or folder to the trackers that store artifacts."""
         self.trackers.artifact(path, f"{self.run}-{kind}", kind)
 
 
@@ -46,7 +46,7 @@ def open_reporting(
     ledger: Ledger,
     processes: Processes,
 ) -> Reporting:
-    """Trackers for the first of several `processes`, which go on after `first_step` updates."""
+    """Reporting of a run that starts after `first_step` updates; only the first process has trackers."""
     trainer, folder = program.config.trainer, run.logs
     logs = os.path.dirname(folder)
     trackers = open_trackers(trainer.tracker, logs, run.id, first_step) if processes.is_first else Trackers()

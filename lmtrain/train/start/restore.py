@@ -29,28 +29,28 @@ def restore_state(
     fresh: Callable[[], TrainState] | None = None,
     staging_dir: str | None = None,
 ) -> TrainState:
-    """The state as it was saved; `abstract` and `shardings` are trees of the same structure.
+    """The state of a checkpoint; `abstract` and `shardings` are trees of the same structure.
 
-    Arrays that the checkpoint lacks come from `fresh`, and are told. Raises `UserError` naming them if that is None,
-    and for arrays of another shape.
+    Arrays that are missing from the checkpoint come from `fresh`, and are logged. Raises `UserError` naming them if
+    that is None, and for arrays of another shape.
     """
     step = jax.device_put(jnp.int32(checkpoint.step), shardings.step)
     with local_copy(checkpoint, list(abstract.parts), staging_dir) as path:
         copies = abstract.ema_params is not None and not stored_shapes(path, "average")
         if copies:
-            log.info(f"{checkpoint.path} has no average: it is initialized from the parameters")
+            log.info(f"{checkpoint.path}: no EMA in the checkpoint, initialized from the parameters")
             abstract = abstract.replace(ema_params=None)
         missing = _missing(checkpoint, path, abstract)
         if missing and fresh is None:
             raise UserError(
-                f"{checkpoint.path} lacks {_listed(missing)}; with trainer.allow_partial_checkpoint: true they would "
-                "begin with fresh values"
+                f"{checkpoint.path}: missing from the checkpoint: {_listed(missing)}; set "
+                "trainer.allow_partial_checkpoint: true to initialize them as in a new run"
             )
         wanted = {name: with_shardings(part, shardings.parts[name]) for name, part in abstract.parts.items()}
         if missing and fresh is not None:
-            log.warning(f"{checkpoint.path} lacks {_listed(missing)}: randomly initialized instead")
-            begun = fresh().parts
-            parts = {name: load_some_arrays(path, name, part, begun[name]) for name, part in wanted.items()}
+            log.warning(f"{checkpoint.path}: missing from the checkpoint, newly initialized: {_listed(missing)}")
+            initial = fresh().parts
+            parts = {name: load_some_arrays(path, name, part, initial[name]) for name, part in wanted.items()}
         else:
             parts = {name: load_arrays(path, name, part) for name, part in wanted.items()}
     if copies:
@@ -59,7 +59,7 @@ def restore_state(
 
 
 def _missing(checkpoint: Checkpoint, path: str, abstract: TrainState) -> list[str]:
-    """Names of arrays that the checkpoint, read at `path`, lacks. Raises `UserError` for those of another shape."""
+    """Names of arrays missing from the checkpoint, read at `path`. Raises `UserError` for those of another shape."""
     missing = []
     for part, tree in abstract.parts.items():
         stored = stored_shapes(path, part)
@@ -80,19 +80,19 @@ def _listed(names: list[str]) -> str:
 
 
 def params_part(checkpoint: Checkpoint) -> str:
-    """Which part of a checkpoint has the parameters to use: of a run with `model_averaging` their average."""
+    """The part of a checkpoint with the parameters to use: `average` if the run has `model_averaging`."""
     averages = checkpoint.read_run_info()["config"]["trainer"].get("model_averaging") is not None
     return "average" if averages else "params"
 
 
 def restore_params(checkpoint: Checkpoint, model: LanguageModel, layout: Layout, staging_dir: str | None = None) -> Any:
-    """The parameters alone, in the type they were saved in: all that sampling, evaluation and export need.
+    """Only the parameters, in the dtype they were saved in: for sampling, evaluation and export.
 
-    Of a run with `model_averaging` their average.
+    For a run with `model_averaging`, their average.
     """
     part = params_part(checkpoint)
     if part == "average":
-        log.info(f"{checkpoint.path}: taking the average of the parameters (trainer.model_averaging)")
+        log.info(f"{checkpoint.path}: using the EMA of the parameters (trainer.model_averaging)")
     boxed = abstract_params(model)
     saved = checkpoint.read_run_info()["config"]["trainer"]["mp"]
     abstract = with_dtype(nn.meta.unbox(boxed), parse_precision(saved).params)

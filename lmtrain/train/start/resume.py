@@ -1,4 +1,4 @@
-"""Whether a checkpoint belongs to a run."""
+"""Checks that a checkpoint belongs to a run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,32 +13,32 @@ from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
 
-# In what a checkpoint says of its run: the evaluation of its step was ended by a signal.
+# Key of a checkpoint's run info: the evaluation of its step was ended by a signal.
 EVALUATION_PENDING = "evaluation_pending"
 
-# Where a run began is of no use once it has begun.
-_BEGINNINGS = ("initialize_from", "initialize_from_checkpoint_path", "initialize_from_hf")
+# Settings of the initial state: they may change once the run has checkpoints.
+_INITIAL = ("initialize_from", "initialize_from_checkpoint_path", "initialize_from_hf")
 
-# A learning rate that grows by so much from one step to the next, other than in a warmup, is told.
+# Factor between two steps by which a learning rate must grow, except in a warm-up, to be warned about.
 _JUMP = 1.05
 
 
 def check_identity(checkpoint: Checkpoint, now: Mapping[str, Any]) -> None:
     """Raise `UserError` if model, tokenizer, data or seed differ."""
     saved = checkpoint.read_run_info()["identity"]
-    ours, theirs = ({k: v for k, v in same.items() if k not in _BEGINNINGS} for same in (now, saved))
+    ours, theirs = ({k: v for k, v in same.items() if k not in _INITIAL} for same in (now, saved))
     differences = describe_differences(theirs, ours, "the checkpoint", "this config")
     if differences:
         report = "\n".join(f"  {line}" for line in differences)
         raise UserError(
-            f"{checkpoint.path} is of another run\n{report}\n  give this run another trainer.id, or restore the config"
+            f"{checkpoint.path} belongs to another run\n{report}\n  set another trainer.id, or restore the config"
         )
 
 
 def is_done(own: Checkpoint, config: RunConfig, now: Mapping[str, Any], run: str) -> bool:
-    """Whether all steps of a run are in its own checkpoint, evaluated and exported.
+    """Whether the run's own checkpoint contains all its steps, evaluated and exported.
 
-    Raises `UserError` if the checkpoint is of another run than `now`, its identity.
+    `now` is the run's identity. Raises `UserError` if the checkpoint belongs to another run.
     """
     if own.step < config.trainer.num_train_steps:
         return False
@@ -49,7 +49,7 @@ def is_done(own: Checkpoint, config: RunConfig, now: Mapping[str, Any], run: str
 
 
 def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:
-    """Raise `UserError` if model, tokenizer, data or seed differ; say what else has changed.
+    """Raise `UserError` if model, tokenizer, data or seed differ; log what else has changed.
 
     Steps, intervals, trackers, learning rate, mesh and accumulation may change from one start to the next.
     """
@@ -58,31 +58,31 @@ def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:
     for part in ("config", "machine", "versions"):
         for line in describe_differences(saved[part], run_info[part], "the checkpoint", "this run"):
             log.info(f"changed since {checkpoint.path}: {line}")
-    _tell_of_rates(checkpoint.step, saved["config"], run_info["config"])
+    _warn_of_rate_jump(checkpoint.step, saved["config"], run_info["config"])
     options = (part["machine"].get("xla_options") for part in (saved, run_info))
     if None not in (found := list(options)) and found[0] != found[1]:
         log.warning(
-            "XLA's options differ from those of the checkpoint: results may differ in their last bits; keep "
-            "trainer.xla_options and the platform for the same bits"
+            "XLA options differ from those of the checkpoint: results may differ in their last bits; for the same bits "
+            "keep trainer.xla_options and the platform"
         )
 
 
-def _tell_of_rates(step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn if the learning rate jumps here, as it does where a run whose rate has decayed is made longer."""
+def _warn_of_rate_jump(step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn if the learning rate jumps at this step, for example because a run is extended after its decay."""
     try:
         before, after = _rate(saved, step - 1), _rate(now, step)
     except (ValidationError, KeyError):  # a config of an earlier version
         return
     if after > _JUMP * max(before, _rate(saved, step)):
         log.warning(
-            f"the learning rate rises from {before:.3g} to {after:.3g} after step {step:,}, as the schedule is another "
-            "one now; to continue without a jump, go on from a checkpoint before the decay, and set optimizer.decay to "
-            "the steps that are to decay, which leaves the peak until then"
+            f"learning rate rises from {before:.3g} to {after:.3g} after step {step:,}, as the schedule has changed. "
+            "To avoid the jump, resume from a checkpoint before the decay, and set optimizer.decay to the number of "
+            "decay steps, which keeps the peak until then"
         )
 
 
 def _rate(config: Mapping[str, Any], step: int) -> float:
-    """The rate of the update after `step` updates, by a resolved config."""
+    """The learning rate of the update after `step` updates, from a resolved config."""
     steps = config["trainer"]["num_train_steps"]
     chosen = RunConfig.model_validate({"optimizer": config["optimizer"], "trainer": {"num_train_steps": steps}})
     return float(build_schedule(chosen.optimizer, steps)(step))

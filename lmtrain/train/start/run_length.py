@@ -1,4 +1,4 @@
-"""How many steps a run has: as many as its config says, or as its data gives."""
+"""Number of steps of a run: from its config, or from its data if that ends earlier."""
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.caches import Caches, check_batch, plan_steps
@@ -8,9 +8,9 @@ from lmtrain.runtime.logging import log
 
 
 def length_of_data(config: RunConfig, caches: Caches) -> Found | None:
-    """The number of steps that the data gives, if that is to end the run earlier; schedules follow it.
+    """The number of steps that the data allows, if that ends the run earlier; schedules follow it.
 
-    Raises `UserError` for data that is less than a batch.
+    Raises `UserError` for data smaller than one batch.
     """
     trainer = config.trainer
     check_batch(config.data, caches, config.model.seq_len, trainer.batch_sizes)

@@ -1,4 +1,4 @@
-"""What a run keeps of itself in its folder of logs: its resolved config and its tokenizer."""
+"""Files of a run in its log folder: its log, its resolved config and its tokenizer."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,13 @@ from lmtrain.runtime.processes import Processes
 
 
 def open_log(run: Run, processes: Processes) -> None:
-    """Begin the log file of this process. Raises `UserError` if it cannot be written."""
+    """Open the log file of this process. Raises `UserError` if it cannot be written."""
     with _naming_the_setting(run):
         start_file_log(os.path.dirname(run.logs), run.id, processes)
 
 
 def keep_config(run: Run) -> None:
-    """Write `config.yaml`, each value with where it is from. Raises `UserError` if it cannot be written."""
+    """Write `config.yaml`, each value with its origin. Raises `UserError` if it cannot be written."""
     with _naming_the_setting(run):
         os.makedirs(run.logs, exist_ok=True)
         remove_temporaries(run.logs)
@@ -32,7 +32,7 @@ def keep_config(run: Run) -> None:
 
 
 def keep_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Copy the tokenizer's files, so that the run does not need those that its config names any more."""
+    """Copy the tokenizer's files, so that the run no longer depends on those that its config names."""
     if tokenizer.library is None:
         return
     source, folder = os.path.expanduser(tokenizer.path), os.path.join(run.logs, "tokenizer")
@@ -46,9 +46,9 @@ def keep_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
 
 
 def tokenizer_of(run: Run, identity: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a checkpoint that was saved with this identity: the config's, or the run's copy of its own.
+    """The tokenizer of a checkpoint with this identity: the config's, or the run's copy if the config's differs.
 
-    The config's where the copy does not help; then the two differ. Raises `UserError` if there is none at all.
+    If the copy differs too, the config's is returned. Raises `UserError` if there is no tokenizer at all.
     """
     data = run.config.data
     kept = os.path.join(run.logs, "tokenizer")
@@ -64,9 +64,7 @@ def tokenizer_of(run: Run, identity: Mapping[str, Any]) -> Tokenizer:
     if data.tokenizer != PASSTHROUGH and os.path.isdir(kept):
         copy = open_tokenizer(kept)
         if copy.identity == identity:
-            log.warning(
-                f"data.tokenizer: {problem or f'{data.tokenizer} is another one now'}; using the copy in {kept}"
-            )
+            log.warning(f"data.tokenizer: {problem or f'{data.tokenizer} has changed'}; using the copy in {kept}")
             return copy
     if problem:
         raise UserError(problem)
@@ -75,8 +73,8 @@ def tokenizer_of(run: Run, identity: Mapping[str, Any]) -> Tokenizer:
 
 @contextmanager
 def _naming_the_setting(run: Run) -> Iterator[None]:
-    """Errors of the file system as ones that say which setting is wrong."""
+    """Convert file system errors into errors that name the setting."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"trainer.log_dir: {run.config.trainer.log_dir} cannot be made: {error.strerror}") from None
+        raise UserError(f"trainer.log_dir: {run.config.trainer.log_dir} cannot be created: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""The batches of a run, from its caches to its devices."""
+"""The training batches of a run, from its caches to its devices."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from lmtrain.sharding.placement import local_rows, place_batch
 
 
 class TrainBatches:
-    """Opened before anything is computed: raises `UserError` for shards that are missing or damaged."""
+    """Training batches. Created before any computation; raises `UserError` for missing or corrupt shards."""
 
     def __init__(self, config: RunConfig, caches: Caches, layout: Layout):
         self._sizes = config.trainer.batch_sizes

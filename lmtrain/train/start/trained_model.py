@@ -1,4 +1,4 @@
-"""A trained model, from a checkpoint or from Hugging Face, for the verbs that use one: eval, export-hf, generate."""
+"""A trained model, from a checkpoint or from Hugging Face, for the commands eval, export-hf and generate."""
 
 import os
 import re
@@ -37,10 +37,10 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Where the model is from, how many steps it was trained if that is known, its config and its tokenizer.
+    """A trained model: its source, its number of training steps if known, its config and its tokenizer.
 
-    `origin` is its run, None if it is from Hugging Face. `get_params(model, layout)` brings the arrays in; until
-    `load` nothing imports JAX.
+    `origin` is its run, None if it is from Hugging Face. `get_params(model, layout)` loads the arrays; nothing imports
+    JAX before `load`.
     """
 
     source: str
@@ -65,7 +65,7 @@ class TrainedModel:
 def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
     """The checkpoint at `path`, by default the newest of the config's own run.
 
-    Raises `UserError` if there is none, or if it is of another model or tokenizer than the config says.
+    Raises `UserError` if there is none, or if its model or tokenizer differs from the config.
     """
     config = run.config
     settings = config.trainer.checkpointer
@@ -75,14 +75,16 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
     except UserError as error:
         if not others:
             raise
-        raise UserError(f"{error}; other runs of {run.loaded.path}: {_listed(others)}; add --run ID for one") from None
+        raise UserError(
+            f"{error}; other runs of {run.loaded.path}: {_listed(others)}; add --run ID to use one"
+        ) from None
     run_info = checkpoint.read_run_info()
     log.info(f"run {run_info['run_id']}, step {checkpoint.step:,}: {checkpoint.path}")
     saved_at = checkpoint.read_manifest().saved
     if newer := [other for other in others if other.saved > saved_at]:
         log.warning(
             f"newer runs of {run.loaded.path}, with other settings: {_listed(newer)}; repeat their settings, or add "
-            "--run ID for one"
+            "--run ID to use one"
         )
     saved = run_info["identity"]
     tokenizer = tokenizer_of(run, saved["tokenizer"])
@@ -90,7 +92,7 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
     differences = describe_differences({name: saved[name] for name in now}, now, "the checkpoint", "this config")
     if differences:
         report = "\n".join(f"  {line}" for line in differences)
-        raise UserError(f"{checkpoint.path} is not of this config's model\n{report}")
+        raise UserError(f"{checkpoint.path} does not match this config's model\n{report}")
 
     def get_params(model: "LanguageModel", layout: "Layout") -> Any:
         from lmtrain.train.start.restore import restore_params
@@ -102,7 +104,7 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
 
 
 class _Other(NamedTuple):
-    """Another run of the same file: its newest checkpoint's step, and when that was saved."""
+    """Another run of the same config file: the step and time of its newest checkpoint."""
 
     run: str
     step: int
@@ -110,7 +112,7 @@ class _Other(NamedTuple):
 
 
 def _other_runs(run: Run) -> list[_Other]:
-    """Other runs of the same file that have checkpoints, the newest first; settings on the command line make them."""
+    """Other runs of the same config file that have checkpoints, newest first: started with other overrides."""
     parent, name = os.path.dirname(run.checkpoints), os.path.basename(run.checkpoints)
     made = re.compile(re.escape(run.id.rpartition("-")[0]) + "-[0-9a-f]{6}")
     if run.is_named or name != run.id or not made.fullmatch(run.id):
@@ -128,7 +130,7 @@ def _listed(others: list[_Other]) -> str:
 
 
 def from_hf(ref: str, config: RunConfig) -> TrainedModel:
-    """The Hugging Face model `ref`, of which `config` has the sizes, with the tokenizer of `config`."""
+    """The Hugging Face model `ref`, with sizes and tokenizer from `config`."""
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
 
     def get_params(model: "LanguageModel", layout: "Layout") -> Any:

@@ -1,4 +1,4 @@
-"""Exports during training: whoever waits for one waits for that one."""
+"""Exports during training: a wait for one export does not wait for later ones."""
 
 import threading
 
@@ -20,7 +20,7 @@ SECONDS = 30
 
 
 class HeldWriting:
-    """In the place of `write_export`: an export is written when it is let go."""
+    """A replacement of `write_export` that blocks until an export is released."""
 
     def __init__(self) -> None:
         self.released = {name: threading.Event() for name in ("step-1", "step-2")}
@@ -50,8 +50,8 @@ def exporter(tmp_path):
     found.finish()
 
 
-def test_what_waits_for_an_export_does_not_wait_for_the_next(exporter, writing):
-    """A save waits in the background for the export before it, while the next one begins in the foreground."""
+def test_waiting_for_an_export_does_not_wait_for_the_next(exporter, writing):
+    """A save waits in the background for the export before it, while the next one starts in the foreground."""
     exporter.under_way()()  # there is none
     exporter.export(1, exporter.params)
     wait = exporter.under_way()

@@ -1,4 +1,4 @@
-"""Where a run's state comes from: the numbered list of `lmtrain/train/start/initial_state.py`, one by one."""
+"""The initial state of a run: the numbered list of `lmtrain/train/start/initial_state.py`, one by one."""
 
 import logging
 from pathlib import Path
@@ -49,7 +49,7 @@ def info(config: RunConfig) -> dict:
 
 
 def save(run: str, step: int, config: RunConfig | None = None):
-    """A checkpoint whose numbers are all different from fresh ones. -> its state"""
+    """Save a checkpoint whose values all differ from initial ones. -> its state"""
     config = config or configure()
     state = plan_program(config, VOCAB).init()
     state = jax.tree.map(lambda leaf: leaf + step, state)
@@ -72,7 +72,7 @@ def same(one, other) -> bool:
     return all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), one, other)))
 
 
-def test_1_a_run_goes_on_from_its_newest_checkpoint_and_ignores_the_settings_of_beginnings(caplog):
+def test_1_a_run_resumes_from_its_newest_checkpoint_and_ignores_initialize_settings(caplog):
     save("mine", 3)
     newest = save("mine", 5)
     save("other", 9)
@@ -85,7 +85,7 @@ def test_1_a_run_goes_on_from_its_newest_checkpoint_and_ignores_the_settings_of_
         assert f"{setting}: ignored, as this run has checkpoints" in caplog.text
 
 
-def test_1_another_place_may_be_named_until_the_run_has_checkpoints_of_its_own():
+def test_1_load_checkpoint_path_is_used_until_the_run_has_its_own_checkpoints():
     elsewhere = save("elsewhere", 7)
     config = configure(load_checkpoint_path="checkpoints/elsewhere")
     state, step = start(config)
@@ -95,8 +95,8 @@ def test_1_another_place_may_be_named_until_the_run_has_checkpoints_of_its_own()
     assert start(config)[1] == 8
 
 
-def test_1_load_checkpoint_says_whether_there_must_or_may_be_one():
-    with pytest.raises(UserError, match=r"trainer\.load_checkpoint: there is no complete checkpoint in"):
+def test_1_load_checkpoint_requires_or_forbids_a_checkpoint():
+    with pytest.raises(UserError, match=r"trainer\.load_checkpoint: no complete checkpoint in .*mine"):
         start(configure(load_checkpoint=True))
     assert start(configure())[1] == 0
     save("mine", 3)
@@ -108,14 +108,14 @@ def test_1_load_checkpoint_says_whether_there_must_or_may_be_one():
         start(configure(load_checkpoint_path="nowhere"), run="another")
 
 
-def test_2_the_whole_state_of_another_run_with_its_step():
+def test_2_the_complete_state_of_another_run_with_its_step():
     other = save("other", 9)
-    state, step = start(configure(initialize_from="checkpoints"))  # a parent will do
+    state, step = start(configure(initialize_from="checkpoints"))  # a parent folder is allowed
     assert step == int(state.step) == 9
     assert same(state.parts, other.parts)
 
 
-def test_3_parameters_and_moments_of_another_run_at_step_0_with_a_schedule_that_begins():
+def test_3_parameters_and_moments_of_another_run_at_step_0_with_a_new_schedule():
     other = save("other", 9)
     state, step = start(configure(initialize_from_checkpoint_path="checkpoints/other/step-9"))
     assert step == int(state.step) == 0
@@ -141,16 +141,18 @@ def test_the_state_of_another_model_or_optimizer_is_refused(setting, change, mes
 
 
 @pytest.mark.parametrize("setting", ["initialize_from", "initialize_from_checkpoint_path"])
-def test_a_beginning_that_is_not_there_is_told_with_its_setting(setting):
+def test_a_missing_initial_checkpoint_is_reported_with_its_setting(setting):
     with pytest.raises(UserError, match=f"{setting}: checkpoint nowhere: no such folder"):
         start(configure(**{setting: "nowhere"}))
 
 
-def test_what_a_checkpoint_lacks_is_told_or_begins_fresh():
-    """One of before bad steps were skipped."""
+def test_missing_arrays_are_an_error_or_newly_initialized():
+    """The checkpoint was saved without skip_bad_steps."""
     other = save("mine", 9)
     more = {"optimizer": {"skip_bad_steps": True}}
-    with pytest.raises(UserError, match=r"step-9 lacks optimizer/.* more; with trainer.allow_partial"):
+    with pytest.raises(
+        UserError, match=r"step-9: missing .* optimizer/.* more; .*trainer.allow_partial_checkpoint: true"
+    ):
         start(configure(**more))
     state, step = start(configure(**more, allow_partial_checkpoint=True))
     assert step == 9
@@ -160,25 +162,25 @@ def test_what_a_checkpoint_lacks_is_told_or_begins_fresh():
 
 
 @pytest.mark.parametrize("setting", ["own", "initialize_from", "initialize_from_checkpoint_path"])
-def test_an_average_that_a_checkpoint_lacks_begins_as_its_parameters(setting, caplog):
-    """And not as the average of fresh ones, which would be evaluated and exported for long."""
+def test_a_missing_average_is_initialized_from_the_parameters_of_the_checkpoint(setting, caplog):
+    """Not from initial parameters, which would dominate evaluations and exports for many steps."""
     other = save("mine" if setting == "own" else "other", 9)
     where = {} if setting == "own" else {setting: "checkpoints/other"}
     with caplog.at_level(logging.INFO):
         state, _ = start(configure(model_averaging={"beta": 0.9}, **where))
     assert same(state.params, other.params)
     assert same(state.ema_params, other.params)
-    assert "step-9 has no average: it is initialized from the parameters" in caplog.text
+    assert any("step-9: no EMA" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("params/_METADATA", r"step-9 cannot be read: .*`lmtrain checkpoint verify` says whether it is corrupt"),
+        ("params/_METADATA", r"step-9 cannot be read: .*`lmtrain checkpoint verify`"),
         ("run.json", r"step-9: run.json is missing or damaged"),
     ],
 )
-def test_damage_that_was_not_looked_for_is_told(name, message):
+def test_corruption_that_was_not_verified_is_reported(name, message):
     save("mine", 9)
     path = Path("checkpoints/mine/step-9", name)
     path.write_bytes(b"\xff" + path.read_bytes()[1:])
@@ -186,35 +188,32 @@ def test_damage_that_was_not_looked_for_is_told(name, message):
         start(configure(checkpointer={"verify_on_restore": "sizes"}))
 
 
-def test_a_run_that_begins_after_its_end_is_refused():
+def test_an_initial_step_after_the_last_step_is_refused():
     save("other", 9)
-    with pytest.raises(UserError, match=r"initialize_from: .*step-9 has 9 steps behind it, and .*num_train_steps is 9"):
+    with pytest.raises(UserError, match=r"initialize_from: .*step-9 is at step 9 .*num_train_steps is 9"):
         start(configure(initialize_from="checkpoints/other", num_train_steps=9))
 
 
-def test_another_place_to_load_from_is_told_to_be_of_no_use_once_the_run_has_its_own(caplog):
+def test_an_ignored_load_checkpoint_path_is_logged(caplog):
     save("elsewhere", 7)
     save("mine", 8)
     with caplog.at_level(logging.INFO):
         assert start(configure(load_checkpoint_path="checkpoints/elsewhere"))[1] == 8
-    assert (
-        "trainer.load_checkpoint_path: ignored, as this run has checkpoints and resumes from them; to roll back"
-        in caplog.text
-    )
+    assert "trainer.load_checkpoint_path: ignored, " in caplog.text
 
 
-def test_where_a_run_began_may_be_taken_out_of_its_config():
+def test_initialize_from_may_be_removed_from_the_config_of_a_started_run():
     save("mine", 9, configure(initialize_from="checkpoints/gone"))
     assert start(configure())[1] == 9
 
 
-def test_arrays_of_another_shape_are_refused_however_partial():
+def test_arrays_of_another_shape_are_refused_also_with_allow_partial_checkpoint():
     save("other", 9)
     config = configure(initialize_from="checkpoints/other", allow_partial_checkpoint=True, model={"hidden_dim": 16})
     with pytest.raises(UserError, match=r"params/blocks/attn/out/bias is \[1, 8\], expected \[1, 16\]"):
         start(config)
 
 
-def test_only_one_beginning_may_be_named():
+def test_only_one_initialize_setting_may_be_set():
     with pytest.raises(ValueError, match=r"set together with trainer\.initialize_from; remove one"):
         configure(initialize_from="a", initialize_from_checkpoint_path="b")

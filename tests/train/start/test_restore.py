@@ -1,4 +1,4 @@
-"""State comes back from a checkpoint bit by bit; parameters also alone, in the type they were saved in."""
+"""State restored from a checkpoint is bitwise equal; parameters can be restored alone, in their saved dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def assert_bitwise_equal(one, other):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def test_the_state_comes_back_whole_where_it_belongs(saved):
+def test_the_complete_state_is_restored_with_its_shardings(saved):
     state, abstract, shardings, checkpoint = saved
     loaded = restore_state(checkpoint, abstract, shardings)
     assert_bitwise_equal(loaded, state)
@@ -54,6 +54,6 @@ def test_the_state_comes_back_whole_where_it_belongs(saved):
         assert leaf.sharding == sharding
 
 
-def test_parameters_come_back_alone_in_their_saved_type(saved):
+def test_parameters_are_restored_alone_in_their_saved_dtype(saved):
     state, _, _, checkpoint = saved
     assert_bitwise_equal(restore_params(checkpoint, MODEL, LAYOUT), state.params)

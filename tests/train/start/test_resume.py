@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it is its own."""
+"""Checks that a checkpoint belongs to the run that resumes from it."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ def changed(part: str, **changes) -> dict:
     return INFO | {part: INFO[part] | changes}
 
 
-def test_the_same_run_is_accepted_in_silence(checkpoint, caplog):
+def test_the_same_run_is_accepted_without_a_message(checkpoint, caplog):
     with caplog.at_level(logging.INFO):
         check_same_run(checkpoint, INFO)
     assert caplog.messages == []
@@ -44,11 +44,11 @@ def test_the_same_run_is_accepted_in_silence(checkpoint, caplog):
         ({"new": 1}, "new: the checkpoint has nothing, this config has 1"),
     ],
 )
-def test_another_run_is_refused_with_what_differs_and_what_to_do(checkpoint, changes, line):
+def test_another_run_is_refused_with_differences_and_advice(checkpoint, changes, line):
     with pytest.raises(UserError) as caught:
         check_same_run(checkpoint, changed("identity", **changes))
     message = str(caught.value)
-    assert message.startswith(f"{checkpoint.path} is of another run\n  {line}\n")
+    assert message.startswith(f"{checkpoint.path} belongs to another run\n  {line}\n")
     assert "trainer.id" in message
 
 
@@ -64,7 +64,7 @@ def test_another_run_is_refused_with_what_differs_and_what_to_do(checkpoint, cha
         ("versions", {"jax": "2"}, "jax: the checkpoint has '1', this run has '2'"),
     ],
 )
-def test_other_changes_are_allowed_and_said(checkpoint, caplog, part, changes, line):
+def test_other_changes_are_allowed_and_logged(checkpoint, caplog, part, changes, line):
     with caplog.at_level(logging.INFO):
         check_same_run(checkpoint, changed(part, **changes))
     assert caplog.messages == [f"changed since {checkpoint.path}: {line}"]
@@ -74,7 +74,7 @@ def with_schedule(steps, **optimizer):
     return INFO | {"config": {"trainer": {"num_train_steps": steps}, "optimizer": {"type": "adam", **optimizer}}}
 
 
-def told_of_rates(tmp_path, caplog, step, saved, now):
+def rate_warnings(tmp_path, caplog, step, saved, now):
     folder = tmp_path / f"step-{step}"
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps(saved))
@@ -83,12 +83,12 @@ def told_of_rates(tmp_path, caplog, step, saved, now):
     return [message for message in caplog.messages if "learning rate" in message]
 
 
-def test_a_finished_run_that_is_made_longer_is_told_that_its_rate_rises(tmp_path, caplog):
-    """A cosine of 100 steps has ended at a tenth; of 200 it is in the middle there."""
+def test_extending_a_finished_run_warns_that_the_learning_rate_rises(tmp_path, caplog):
+    """At step 100 a cosine of 100 steps has decayed to a tenth; one of 200 steps is halfway."""
     saved, now = (with_schedule(steps, learning_rate=1e-3, warmup=0) for steps in (100, 200))
-    (told,) = told_of_rates(tmp_path, caplog, 100, saved, now)
-    assert "rises from 0.0001 to 0.00055 after step 100" in told
-    assert "optimizer.decay" in told
+    (warning,) = rate_warnings(tmp_path, caplog, 100, saved, now)
+    assert "rises from 0.0001 to 0.00055 after step 100" in warning
+    assert "optimizer.decay" in warning
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,6 @@ def test_a_finished_run_that_is_made_longer_is_told_that_its_rate_rises(tmp_path
         (60, {"learning_rate": 1e-3}, {"learning_rate": 2e-4}),
     ],
 )
-def test_a_rate_that_goes_on_as_it_would_have_is_not_told(tmp_path, caplog, step, before, after):
+def test_a_learning_rate_that_continues_as_before_is_not_warned_about(tmp_path, caplog, step, before, after):
     saved = with_schedule(100, **{"warmup": 0, **before})
-    assert told_of_rates(tmp_path, caplog, step, saved, with_schedule(200, **{"warmup": 0, **after})) == []
+    assert rate_warnings(tmp_path, caplog, step, saved, with_schedule(200, **{"warmup": 0, **after})) == []

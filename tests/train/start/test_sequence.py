@@ -1,4 +1,4 @@
-"""Steps 4 to 6 of a start (see `lmtrain/commands/train.py`): what they give, and what is refused before a save."""
+"""Steps 4 to 6 of a start (see `lmtrain/commands/train.py`): their results, and what is refused before a save."""
 
 import json
 import os
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 @pytest.fixture
 def config(settings, tmp_path, monkeypatch):
-    """`config(seq_len=8)(...)`: a tiny run in the test's folder; sections are changed by name."""
+    """`config(model={"seq_len": 8})`: a tiny run in the test's folder, with changed sections."""
     monkeypatch.chdir(tmp_path)
     settings["data"] |= {"num_preprocess_workers": 1}
     settings["trainer"] |= {"jax_compilation_cache_dir": None, "tracker": {"type": "noop"}}
@@ -63,7 +63,7 @@ class Started(NamedTuple):
 
 @pytest.fixture
 def start():
-    """`start(config)` begins a run as `lmtrain train` does; all are closed in the end."""
+    """`start(config)` starts a run like `lmtrain train`; all are closed at the end."""
     opened = []
 
     def begin_run(config: RunConfig) -> Started:
@@ -121,7 +121,7 @@ def test_without_validation_files_there_is_nothing_to_evaluate(config, start):
         ({"model": {"seq_len": 1_000_000}}, "tokens are less than one sequence of 1,000,000"),
     ],
 )
-def test_what_does_not_fit_is_refused(config, start, changes, message):
+def test_settings_that_do_not_fit_are_refused(config, start, changes, message):
     with pytest.raises(UserError, match=re.escape(message)):
         start(config(**changes))
 
@@ -145,7 +145,7 @@ def test_the_checkpoint_of_another_run_is_refused(config, start, changes, line):
         start(config(**changes))
 
 
-def test_a_run_goes_on_after_its_checkpoint_even_with_another_learning_rate(config, start):
+def test_a_run_resumes_from_its_checkpoint_even_with_another_learning_rate(config, start):
     run = start(config())
     batches = [next(run.batches) for _ in range(4)]
     run.checkpointer.save(3, Kind.PERMANENT, run.state.parts, run.run_info)
@@ -156,10 +156,8 @@ def test_a_run_goes_on_after_its_checkpoint_even_with_another_learning_rate(conf
 
 
 @pytest.mark.parametrize(("logged", "expected"), [("train/loss", True), ("eval/accuracy/top1", False)])
-def test_an_evaluation_that_was_ended_is_made_again_unless_any_of_its_metrics_is_there(
-    config, start, tmp_path, logged, expected
-):
-    """A run that is killed between its metrics and its next checkpoint has them, whatever was evaluated."""
+def test_an_interrupted_evaluation_is_repeated_unless_its_metrics_are_logged(config, start, tmp_path, logged, expected):
+    """A run killed between logging these metrics and its next checkpoint has already evaluated the step."""
     run = start(config())
     run.checkpointer.save(4, Kind.PERMANENT, run.state.parts, run.run_info | {EVALUATION_PENDING: True})
     run.checkpointer.close()
