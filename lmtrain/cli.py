@@ -15,7 +15,7 @@ from lmtrain.runtime.logging import logging_restored
 VERBS = {
     "train": ("train", "train a model, or resume the previous run of this config"),
     "preprocess": ("preprocess", "tokenize text into a token cache"),
-    "eval": ("eval", "evaluate a checkpoint: validation loss"),
+    "eval": ("eval", "validation loss of a checkpoint or a Hugging Face model"),
     "export-hf": ("export_hf", "write a checkpoint as a Hugging Face model folder"),
     "generate": ("generate", "sample text from a checkpoint"),
     "plan": ("plan", "estimate memory, communication and speed on any devices; search for settings"),

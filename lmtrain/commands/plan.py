@@ -256,7 +256,7 @@ def _print_search(found: Search, json_only: bool) -> int:
             f"no settings fit: {len(found.trials)} tried, {found.too_large} too large by the estimate; use more devices"
         )
         return 1
-    print(f"# best of {len(found.trials)} tried: {best.seconds:.4g} s a step, {best.peak / 2**30:.2f} GiB per device")
+    print(f"# best of {len(found.trials)} tried: {best.seconds:.4g} s per step, {best.peak / 2**30:.2f} GiB per device")
     print(f"# {found.too_large} were too large by the estimate, {found.untried} were not tried before the time limit")
     for line in to_yaml(best.changes) or ["# the config unchanged"]:
         print(line)

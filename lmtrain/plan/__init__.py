@@ -1,5 +1,5 @@
-"""What a run will need on devices that are not here: compiled by their own compilers, in processes of their own.
+"""Plan a run for devices that need not be present: compiled by the devices' own compilers, in separate processes.
 
-`request.py` says what is asked, `worker.py` answers it in a process that sees only the target's platform, and
-`answers.py` starts workers and keeps their answers. `search.py` tries other settings, `report.py` prints.
+`request.py` defines a request, `worker.py` answers it in a process that sees only the target's platform, and
+`answers.py` starts workers and caches their answers. `search.py` tries other settings, `report.py` prints.
 """

@@ -1,4 +1,4 @@
-"""Answers of workers: started, watched, quoted when they fail, and kept for the next time the same is asked."""
+"""Answers to requests: start and watch workers, report their failures, and cache their answers."""
 
 import atexit
 import contextlib
@@ -25,7 +25,7 @@ from lmtrain.plan.request import Request
 
 _POLL_SECONDS = 0.05
 
-# Lines of compilers and of JAX that say nothing about why a compile failed.
+# Lines of compilers and of JAX that do not explain why a compile failed.
 _NOISE = re.compile(
     r"^(\s|W\d{4}|I\d{4}|WARNING|Jax plugin|Traceback|During handling|The above|For simplicity|-{4,}|$)"
 )
@@ -34,7 +34,7 @@ _QUOTED_LINES, _QUOTED_LENGTH = 4, 400
 
 @dataclass(frozen=True)
 class Answer:
-    """What is known: the estimate, figures by step, and why there are no more of them (empty if nothing is missing)."""
+    """The estimate, figures by step, and why figures are missing (empty if none are)."""
 
     estimate: dict[str, Any]
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Answer:
     from_cache: bool = False
 
     def fits(self, capacity: float | None) -> bool | None:
-        """Whether all compiled steps fit, by the compilers' figures; by the estimate if none is; None if unknown."""
+        """Whether all compiled steps fit, by the compilers' figures or, without any, the estimate; None if unknown."""
         refused = any("does_not_fit" in step for step in self.steps.values())
         if refused:
             return False
@@ -58,10 +58,10 @@ def ask(
     timeout: float,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Answer:
-    """The answer to a request, from the cache or by a worker. `progress` is called with a line of text as time goes by.
+    """The answer to a request, from the cache or by a worker. `progress` is called repeatedly with a line of text.
 
-    A compiler that fails, is killed or takes longer than `timeout` seconds costs the figures it would have given: the
-    answer then holds the estimate and the reason. Raises `UserError` for what the user can change.
+    If a compiler fails, is killed or takes longer than `timeout` seconds, its figures are missing: the answer then
+    holds the estimate and the reason. Raises `UserError` for errors in settings.
     """
     folder = cache_folder() / request.key
     steps = request.steps if request.compile else ()
@@ -70,7 +70,7 @@ def ask(
         return replace(known, from_cache=True)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    # workers of two plans at once write the same bytes, each file under a name of its own first
+    # workers of concurrent plans write the same bytes, each file under a unique temporary name first
     with _terminated() as is_terminated, tempfile.TemporaryDirectory(prefix="lmtrain-plan-") as temporary:
         path = Path(temporary) / "request.json"
         missing = tuple(step for step in steps if known is None or step not in known.steps)
@@ -79,12 +79,12 @@ def ask(
         failure = _work(rest, path, folder, timeout, progress, is_terminated)
     found = _read(folder, steps)
     if found is None:
-        raise UserError(f"the worker that plans the run failed: {failure or 'it wrote nothing'}")
+        raise UserError(f"the worker process of the plan failed: {failure or 'it wrote no estimate'}")
     return replace(found, failure=failure, seconds=time.monotonic() - began)
 
 
 def read_hlo(request: Request, step: str) -> str | None:
-    """The optimized program of an answered request; None if it was not compiled.
+    """The optimized program (HLO text) of an answered request; None if it was not compiled.
 
     Raises `UserError` if it is corrupt.
     """
@@ -97,19 +97,19 @@ def read_hlo(request: Request, step: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where answers are kept; XDG_CACHE_HOME moves it."""
+    """The cache folder of answers, below XDG_CACHE_HOME (default: ~/.cache)."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return _writable(Path(root) / "lmtrain" / "plans")
 
 
 @functools.cache
 def _writable(folder: Path) -> Path:
-    """The folder, or with a warning a temporary one if it cannot be written."""
+    """The folder, or, with a warning, a temporary one if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        print(f"warning: plans are not kept, since {folder} cannot be written: {error}", file=sys.stderr)
+        print(f"warning: plans are not cached, since {folder} is not writable: {error}", file=sys.stderr)
         temporary = tempfile.mkdtemp(prefix="lmtrain-plans-")
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         return Path(temporary)
@@ -117,7 +117,7 @@ def _writable(folder: Path) -> Path:
 
 
 def _read(folder: Path, steps: tuple[str, ...]) -> Answer | None:
-    """What is there of an answer; None without a whole estimate. A corrupt file counts as missing."""
+    """The cached parts of an answer; None without a complete estimate. A corrupt file counts as missing."""
     estimate = _read_json(folder / "estimate.json", ("device", "devices", "mesh", "estimate", "advice"))
     if estimate is None:
         return None
@@ -141,7 +141,7 @@ def _work(
     progress: Callable[[str], None],
     is_terminated: Callable[[], bool],
 ) -> str:
-    """Run a worker to its end. -> why it failed, in a few lines; empty if it did not."""
+    """Run a worker until it exits. -> why it failed, in a few lines; empty on success."""
     log = path.with_name("log.txt")
     command = [sys.executable, "-m", "lmtrain.plan.worker", str(path), str(path.parent)]
     began = compiling_since = time.monotonic()
@@ -154,24 +154,24 @@ def _work(
                 if not (path.parent / "estimate.json").exists():
                     compiling_since = time.monotonic()
                 elif time.monotonic() - compiling_since > timeout:
-                    return f"it took longer than --compile_timeout {timeout:.0f} s and was stopped"
+                    return f"timeout: it took longer than --compile_timeout {timeout:.0f} s"
                 progress(_doing(path.parent, request, elapsed))
                 time.sleep(_POLL_SECONDS)
             code = process.returncode
     finally:
-        _collect(path.parent, folder)  # of an interrupted plan too: the next one resumes from there
+        _collect(path.parent, folder)  # after an interruption too: the next plan resumes from these files
     if (error := path.with_name("error.txt")).exists():
         raise UserError(error.read_text())
     if code == 0:
         return ""
     if code == -signal.SIGKILL:
-        return "the compiler's process was killed (SIGKILL): this machine has probably run out of memory"
-    return quote(log.read_text(errors="replace")) or f"the compiler's process ended with code {code}"
+        return "the compiler's process was killed (SIGKILL), probably because this machine ran out of memory"
+    return quote(log.read_text(errors="replace")) or f"the compiler's process exited with code {code}"
 
 
 @contextlib.contextmanager
 def _running(command: list[str], log: Any, variables: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does not outlive this one."""
+    """A process that is killed on exit from the block."""
     process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=os.environ | variables)
     try:
         yield process
@@ -183,8 +183,8 @@ def _running(command: list[str], log: Any, variables: dict[str, str]) -> Iterato
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM has come, instead of what it would do: an exception from a handler could come while a worker is
-    being started, and leave it behind."""
+    """Record SIGTERM instead of raising in its handler: an exception while a worker is being started would leave the
+    worker running."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
@@ -215,6 +215,6 @@ def _doing(folder: Path, request: Request, seconds: float) -> str:
 
 
 def quote(text: str) -> str:
-    """The lines of a failed worker's output that say why: the last ones of a Python error, without the traceback."""
+    """The lines of a failed worker's output that state the reason: the end of a Python error, without the traceback."""
     lines = [line.strip() for line in text.splitlines() if not _NOISE.match(line)]
     return "\n".join(line[:_QUOTED_LENGTH] for line in lines[-_QUOTED_LINES:])

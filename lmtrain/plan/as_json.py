@@ -1,4 +1,4 @@
-"""What `lmtrain plan --json` prints."""
+"""The output of `lmtrain plan --json`."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Settings that change how a run is executed and not what it learns: what `plan --search` may choose from.
+"""Candidates of `plan --search`: settings that change how a run is executed, not what it learns.
 
-Fixed are the global batch, `seq_len`, the optimizer, precision and dropout.
+The global batch, `seq_len`, the optimizer, precision and dropout are fixed.
 """
 
 import math
@@ -12,10 +12,10 @@ from lmtrain.run.config import RunConfig
 
 Changes = Mapping[str, Any]
 
-# From the least to the most that is computed again in the backward pass.
+# In order of increasing recomputation in the backward pass.
 POLICIES: tuple[bool | str, ...] = (False, "dots", "dots_no_batch", "save_attention", "full", "offload")
 
-# Axes that tensor parallelism splits: each product is then a part on each device, and none is computed twice.
+# Axes for tensor parallelism: with these, each device computes a part of each product and nothing twice.
 TENSOR_AXES = ["mlp", "heads", "vocab"]
 
 
@@ -29,26 +29,26 @@ def parallelisms(request: Request, changes: Changes | None = None) -> list[int]:
 
 
 def data_shards(request: Request, config: RunConfig) -> int:
-    """Parts into which a mesh of the target's devices splits the batch."""
+    """Number of parts into which a mesh of the target's devices splits the batch."""
     return request.target.num_devices // config.trainer.model_axis_size
 
 
 def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Changes]]:
-    """Each with its name: `current` with one setting changed; those of memory first. Some may not divide or not fit."""
+    """Pairs of name and `current` with one setting changed, memory settings first. Some may not divide or not fit."""
     config = request.changed(current).run_config
     recomputes = "full" if config.model.gradient_checkpointing is True else config.model.gradient_checkpointing
     for policy in POLICIES:
         if policy != recomputes:
             yield f"gradient_checkpointing {_yaml(policy)}", {**current, "model.gradient_checkpointing": policy}
     if config.model.scan_layers and recomputes is not False:
-        # only together: in a loop all that is kept goes through memory, unrolled the compiler keeps half of it
+        # only together: a loop stores all kept values in memory; unrolled, the compiler stores half of them
         unrolled = {"model.gradient_checkpointing": False, "model.scan_layers": False}
         yield "gradient_checkpointing false, scan_layers false", {**current, **unrolled}
     sizes = parallelisms(request, current)
     now = (
         config.trainer.per_device_parallelism if config.trainer.per_device_parallelism != -1 else max(sizes, default=1)
     )
-    smaller = [size for size in sizes if size < now][:1]  # less at once rarely saves time: one is enough to see
+    smaller = [size for size in sizes if size < now][:1]  # smaller sizes rarely save time: one is enough
     for size in [size for size in sizes if size > now] + smaller:
         yield f"per_device_parallelism {size}", {**current, "trainer.per_device_parallelism": size}
     yield from _meshes(request, config, current)
@@ -73,7 +73,7 @@ def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[t
 
 
 def to_yaml(changes: Changes) -> list[str]:
-    """Lines to paste into a config."""
+    """YAML lines to paste into a config."""
     sections: dict[str, list[str]] = {}
     for path, value in sorted(changes.items()):
         section, _, name = path.partition(".")

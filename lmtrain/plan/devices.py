@@ -1,4 +1,4 @@
-"""The devices of a target, as JAX has them: of a topology that is not here, or of this machine."""
+"""JAX's devices for a target: those of a topology that need not be present, or those of this machine."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from lmtrain.runtime.topologies import Topology
 
 
 def open_devices(target: Target, compiles: bool) -> list[Any]:
-    """JAX's devices. Without the compiler of a kind, as many fake CPU devices stand for them."""
+    """JAX's devices. Without the compiler of their kind, the same number of fake CPU devices."""
     import jax
 
     topology = target.topology

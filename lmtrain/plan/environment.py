@@ -1,4 +1,4 @@
-"""The environment variables under which JAX and a compiler plan for devices that are not here."""
+"""Environment variables that let JAX and a compiler plan for devices that are not present."""
 
 import os
 
@@ -7,7 +7,7 @@ from lmtrain.runtime.accelerators import ACCELERATORS
 
 
 def environment(target: Target, compiles: bool) -> dict[str, str]:
-    """Variables that JAX and the target's compiler read when they are loaded; for the worker's process alone."""
+    """Variables that JAX and the target's compiler read when they are loaded; only for the worker's process."""
     if target.kind is None and not target.shape:
         return {}
     common = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -18,7 +18,7 @@ def environment(target: Target, compiles: bool) -> dict[str, str]:
         return common | {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={number}".strip()}
     if ACCELERATORS[target.kind].platform == "gpu":
         return common | {"CUDA_VISIBLE_DEVICES": ""}
-    # what libtpu would otherwise ask a metadata server, which only Google's machines have; and its lock file
+    # libtpu would otherwise query a metadata server, which only Google's machines have; and use a lock file
     return common | {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",

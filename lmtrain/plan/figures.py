@@ -1,4 +1,4 @@
-"""The answer to a request as plain data: figures of the estimate and of the compiled program, per device and step."""
+"""Answers as plain data: figures of the estimate and of the compiled program, per device and step."""
 
 import math
 from collections import defaultdict
@@ -23,16 +23,16 @@ from lmtrain.train.program.advice import advice_for, estimate_memory
 from lmtrain.train.program.layout_table import layout_table
 from lmtrain.train.program.program import Program, attention_choice
 
-# Products of scores and weights of attention are in these files; all others are products with weights.
+# The products of attention (scores, weighted values) are in these files; all others are products with parameters.
 _ATTENTION = tuple(f"models/layers/{name}" for name in ("attention.py", "blockwise.py", "splash.py", "triton/"))
 
-# Kernels of attention keep to the causal half. Forward they take 2 products of queries and keys; backward 5, and 2 of
-# them twice where the gradients of queries and those of keys have a kernel each.
+# FLOPs of attention kernels, backward relative to forward. Kernels compute only the causal half: 2 products forward, 5
+# backward, or 7 if the gradients of queries and of keys have separate kernels, which compute 2 of them twice.
 _BACKWARD_OVER_FORWARD = {"cudnn": 2.5, "splash": 3.5, "triton": 3.5}
 
 
 def describe(program: Program, platform: str) -> dict[str, Any]:
-    """What is known before anything is compiled: sizes, layout, and the estimate of memory."""
+    """Figures that need no compiler: sizes, layout, and the memory estimate."""
     config = program.config
     name, why = attention_choice(config, platform)
     full, causal = program.flops_per_token
@@ -60,7 +60,7 @@ def describe(program: Program, platform: str) -> dict[str, Any]:
 def compiled_figures(
     program: Program, compiled: Any, text: str, step: str, accelerator: Accelerator | None
 ) -> dict[str, Any]:
-    """Figures of a compiled step, `train` or `eval`, from its HLO text and the compiler's own account of memory."""
+    """Figures of a compiled step, `train` or `eval`, from its HLO text and the compiler's memory analysis."""
     layout = program.layout
     network = network_of(layout, accelerator)
     found = measure(text, network, mean_trips(program))
@@ -96,7 +96,7 @@ def compiled_figures(
 
 
 def _by_file(traffic: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Bytes by source file, most first."""
+    """Bytes by source file, in decreasing order."""
     files: dict[str, float] = defaultdict(float)
     for place, size in traffic.items():
         files[place.partition(":")[0]] += size
@@ -104,13 +104,13 @@ def _by_file(traffic: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def network_of(layout: Layout, accelerator: Accelerator | None) -> Network:
-    """How the devices of a layout are joined, in the order in which a program numbers them."""
+    """How the devices of a layout are connected, in the order in which a program numbers them."""
     fast = accelerator.link if accelerator else "local"
     return Network(dict(layout.mesh.shape), layout.islands, fast, "DCN")
 
 
 def mean_trips(program: Program) -> Trips:
-    """Of loops whose bounds are computed: those of blockwise attention, which leave out what lies in the future."""
+    """Mean trip counts of loops with computed bounds: those of blockwise attention, which skip future blocks."""
     config = program.config.model
     window = getattr(config, "sliding_window", None)
     mean = mean_blocks(config.seq_len, config.flash_attention_block_size, window)
@@ -123,10 +123,10 @@ def mean_trips(program: Program) -> Trips:
 
 
 def memory_of(compiled: Any, platform: str) -> dict[str, float]:
-    """Bytes by the compiler's account: arguments, the peak of what is alive at once, and temporary buffers.
+    """Bytes by the compiler's memory analysis: arguments, peak of live buffers, temporary buffers.
 
-    The peak is that of buffers that are alive at once, without the fragments between them, which on a TPU are part of
-    the temporary buffers. XLA:GPU counts the host's buffers in, and XLA:CPU leaves the temporary ones out.
+    The peak is the size of buffers that are alive at the same time, without fragmentation, which on a TPU is part of
+    the temporary buffers. XLA:GPU includes the host's buffers, and XLA:CPU excludes temporary ones.
     """
     stats = compiled.memory_analysis()
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -143,13 +143,13 @@ def memory_of(compiled: Any, platform: str) -> dict[str, float]:
 
 
 def wire_minimum(program: Program, step: str) -> float:
-    """The least that a device has to send in a step, in bytes.
+    """The minimum number of bytes that a device has to send in a step.
 
     FSDP over n devices gathers each weight twice for each microbatch, forward and backward, and scatters its gradient
     once, (n - 1) / n of it each time; evaluation gathers once. Gradients of embedding tables and of the head are
-    summed in float32, others in the computation's type. Copies of the model sum their gradients once a step. Tensor
-    parallelism sums activations after attention and after the MLP, forward and backward, and again where the forward
-    pass is computed again.
+    summed in float32, others in the compute dtype. Replicas sum their gradients once per step. Tensor parallelism
+    sums activations after attention and after the MLP, forward and backward, and once more where the forward pass is
+    recomputed.
     """
     layout, config = program.layout, program.config
     sizes = layout.mesh.shape
@@ -181,7 +181,7 @@ def _tensor_parallel(program: Program, sums: int, batch: int) -> float:
 
 
 def _parameters(program: Program) -> list[tuple[int, bool, set[str]]]:
-    """Of each parameter its size, whether it is a table of embeddings or the head, and the mesh axes that split it."""
+    """For each parameter: size, whether it is an embedding table or the head, and the mesh axes that split it."""
     rules = dict(program.layout.parameter_rules)
     boxes = jax.tree.leaves(
         abstract_params(program.model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
@@ -194,13 +194,13 @@ def _parameters(program: Program) -> list[tuple[int, bool, set[str]]]:
 
 
 def _tokens(program: Program, step: str) -> float:
-    """Tokens of a step for each device."""
+    """Tokens per step and device."""
     batch = max(program.batching.num_microbatches) if step == "train" else program.batching.eval_batch
     return batch * program.config.model.seq_len / program.layout.mesh.size
 
 
 def _flops(program: Program, found: Figures, step: str) -> dict[str, float]:
-    """`model` and `compiled` are products with weights; those of attention, queries with keys and so on, are apart.
+    """FLOPs. `model` and `compiled` count products with parameters; products of attention are counted separately.
 
     `attention_model` counts attention in full, as `throughput/mfu` does.
     """
@@ -234,7 +234,7 @@ def _flops(program: Program, found: Figures, step: str) -> dict[str, float]:
 
 
 def _scores(program: Program, full: float, causal: float) -> tuple[float, float]:
-    """Of FLOPs per token those that grow with the number of keys: in full, and causal."""
+    """The part of the FLOPs per token that grows with the number of keys: full, and causal."""
     from lmtrain.models.flops import mean_keys
 
     config = program.config.model
@@ -251,7 +251,7 @@ def _wire_by(found: Figures, network: str) -> float:
 
 
 def _collectives(found: Figures) -> list[dict[str, Any]]:
-    """Collectives of one kind from one source line as one, what sends most first."""
+    """Collectives, grouped by kind and source line, in order of decreasing bytes sent."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one, where in zip(found.collectives, found.places, strict=True):
         key = (one.kind, one.devices, one.axes, one.network, one.dtype, one.bytes, one.asynchronous, where)

@@ -1,4 +1,4 @@
-"""What XLA's compiler for NVIDIA GPUs has to know of a GPU that is not here, as the text of its GpuTargetConfigProto.
+"""Descriptions of NVIDIA GPUs for XLA's compiler, as text of its GpuTargetConfigProto; no GPU needs to be present.
 
 Numbers of streaming multiprocessors, clocks, caches and memory are those of NVIDIA's data sheets and architecture
 whitepapers (A100, Ada, H100, H200, Blackwell); limits of a compute capability those of the CUDA programming guide's

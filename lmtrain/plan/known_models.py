@@ -1,8 +1,8 @@
-"""Sizes of public models, so that continuing one can be planned without downloading its `config.json`."""
+"""Sizes of public models, to plan continued pretraining without downloading their `config.json`."""
 
 from typing import Any
 
-# As the `model` section says them; what is left out is the family's default.
+# Settings of the `model` section; missing ones have the family's default.
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"type": "gpt2", "hidden_dim": 768, "num_layers": 12, "num_heads": 12},
     "gpt2-medium": {"type": "gpt2", "hidden_dim": 1024, "num_layers": 24, "num_heads": 16},

@@ -1,4 +1,4 @@
-"""Running a few steps of a program on the devices of this machine, with random tokens."""
+"""Measurement: run a few steps of a program on this machine's devices, with random tokens."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""The text of a plan, from answers alone: model, layout, memory, work, communication, and what bounds the speed."""
+"""The text of a plan: model, layout, memory, FLOPs, communication, and the bound on speed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from lmtrain.plan.answers import Answer
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.runtime.progress import format_bytes
 
-# An allocator cannot use all there is: fragments, kernels' work space, the driver. XLA:TPU's compiler knows its own.
+# An allocator cannot use all memory: fragments, kernels' workspace, the driver. XLA:TPU's compiler accounts for these.
 USABLE_OF_GPU = 0.92
 
 _BAR_WIDTH = 40
@@ -34,16 +34,16 @@ def model_lines(estimate: Mapping[str, Any], device: str, vocabulary: str) -> It
         micro = f", in {parts} microbatches of {each // parts}" if parts > 1 else ""
         yield f"batch       {batch} sequences of {estimate['seq_len']} tokens, {each} per data shard{micro}"
         flops = estimate["flops_per_token"] * int(batch) * estimate["seq_len"]
-        yield f"FLOPs       {flops:.3g} a step"
+        yield f"FLOPs       {flops:.3g} per step"
     full, causal = estimate["flops_per_token"], estimate["causal_flops_per_token"]
-    yield f"            {full:.4g} a token, forward and backward; {causal:.4g} with causal attention counted as half"
+    yield f"            {full:.4g} per token, forward and backward; {causal:.4g} with causal attention counted as half"
     yield ""
     yield "parameters, how they are split, and bytes per device"
     yield from (f"  {line}" for line in estimate["layout"])
 
 
 def estimate_lines(estimate: Mapping[str, Any]) -> Iterator[str]:
-    """The quick estimate of memory, part by part."""
+    """The memory estimate, part by part."""
     parts = estimate["estimate"]
     yield "memory per device, estimated"
     for name, size in parts["state"].items():
@@ -60,7 +60,7 @@ def step_lines(
     name = {"train": "training", "eval": "evaluation"}[figures["step"]]
     yield ""
     if "does_not_fit" in figures:
-        yield f"{name} step: the compiler refuses it, it does not fit"
+        yield f"{name} step: does not fit, refused by the compiler"
         yield from (f"  {line}" for line in _refusal(figures["does_not_fit"]))
         return
     yield f"{name} step as compiled, per device"
@@ -92,7 +92,7 @@ def _memory_lines(
     if capacity is not None and accelerator is not None:
         share = memory["peak"] / capacity
         yield f"              [{_bar(memory, capacity)}] {100 * share:.0f} % of {format_bytes(capacity)}"
-        yield "              # arguments, + what the peak adds to them, . free"
+        yield "              # arguments, + rest of the peak, . free"
 
 
 def _fragments(accelerator: Accelerator | None) -> str:
@@ -113,14 +113,14 @@ def _work_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         ("sometimes", "in some steps only"),
     ) if flops[name] > 0.001 * flops["compiled"]]  # fmt: skip
     yield (
-        f"  products    {_flops(flops['compiled'])}, {ratio:.2f} x the model's {_flops(flops['model'])}"
+        f"  products    {_flops(flops['compiled'])}, {ratio:.2f} x the {_flops(flops['model'])} of the model"
         f"{'; ' + ', '.join(parts) if parts else ''}"
     )
     by = "by formula" if flops["attention_is_formula"] else "as compiled"
     kernels = ", ".join(f"{one['times']:.0f} x {one['target']}" for one in figures["kernels"])
     yield (
-        f"  attention   {_flops(flops['attention'])} {by}; {_flops(flops['attention_model'])} in the model, counted in "
-        f"full{f' ({kernels})' if kernels else ''}"
+        f"  attention   {_flops(flops['attention'])} {by}; {_flops(flops['attention_model'])} in the model, full "
+        f"attention{f' ({kernels})' if kernels else ''}"
     )
     sources = ", ".join(f"{_decimal(row['bytes'])} {row['where'] or 'elsewhere'}" for row in figures["hbm_sources"][:4])
     yield f"  HBM         {_decimal(figures['hbm_bytes'])} read and written: {sources}"
@@ -128,7 +128,7 @@ def _work_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 
 def _collective_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     least, sent = figures["wire_minimum"], figures["wire_bytes"]
-    ratio = f", {sent / least:.2f} x the least {_decimal(least)}" if least else ""
+    ratio = f", {sent / least:.2f} x the minimum of {_decimal(least)}" if least else ""
     networks = ", ".join(f"{_decimal(size)} {name}" for name, size in figures["wire_by_network"].items() if size)
     yield f"  wire        {_decimal(sent)} sent{f' ({networks})' if networks else ''}{ratio}"
     rows = figures["collectives"]
@@ -161,7 +161,7 @@ def _loop_lines(figures: Mapping[str, Any]) -> Iterator[str]:
 def _bound_lines(figures: Mapping[str, Any], accelerator: Accelerator) -> Iterator[str]:
     seconds = figures["seconds"]
     yield (
-        f"  bound       {_seconds(seconds['total'])} a step at best on {accelerator.name}, limited by "
+        f"  bound       {_seconds(seconds['total'])} per step at best on {accelerator.name}, limited by "
         f"{ {'products': 'products', 'hbm': 'HBM', 'wire': 'communication'}[seconds['limited_by']] }: products "
         f"{_seconds(seconds['products'])}, HBM {_seconds(seconds['hbm'])}, wire {_seconds(seconds['wire'])} "
         f"({_seconds(seconds['wire_synchronous'])} not overlapped)"
@@ -176,7 +176,7 @@ def verdict(answer: Answer, accelerator: Accelerator | None) -> str:
     capacity = capacity_of(accelerator)
     fits = answer.fits(capacity)
     if fits is None:
-        return "whether it fits: name a kind of device, as in --device h100"
+        return "unknown whether it fits: add a kind of device, such as --device h100"
     assert accelerator is not None
     peaks = [step["memory"]["peak"] for step in answer.steps.values() if "memory" in step]
     by = "by the compiler" if answer.steps else "by the estimate"
@@ -198,7 +198,7 @@ def _flops(number: float) -> str:
 
 
 def _decimal(size: float) -> str:
-    """Decimal units, as bandwidths are given in."""
+    """A size in decimal units, like bandwidths."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

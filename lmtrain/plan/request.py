@@ -1,4 +1,4 @@
-"""What a worker is asked: a config, a vocabulary, devices and steps. Plain data, so that it has a stable key."""
+"""A request to a worker: config, vocabulary size, devices and steps. Plain data, so that it has a stable key."""
 
 import functools
 import hashlib
@@ -18,7 +18,7 @@ from lmtrain.runtime.topologies import Topology
 
 STEPS = ("train", "eval")
 
-# Sections and settings that change no compiled program.
+# Settings that do not change the compiled program.
 _TRAINER_SKIPS = {
     *("id", "log_dir", "tracker", "profiler", "checkpointer", "ray", "distributed", "jax_compilation_cache_dir"),
     *("load_checkpoint", "load_checkpoint_path", "initialize_from"),
@@ -32,9 +32,9 @@ _COMPILERS = {"tpu": (("libtpu",), "tpu"), "gpu": (("jax_plugins.xla_cuda12", "j
 
 @dataclass(frozen=True)
 class Target:
-    """Devices to plan for: a topology of a `kind`, or those of this machine, `shape` of them on CPUs.
+    """Devices to plan for: a topology of a `kind`; without a `kind`, `shape` fake CPU devices.
 
-    Without a `kind` and with an empty `shape`, all that JAX finds here; `found` is their number once it is known.
+    Without a `kind` and with an empty `shape`, all devices of this machine; `found` is their number once it is known.
     """
 
     kind: str | None = None
@@ -66,7 +66,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Request:
-    """`compile` is false where only the estimate is wanted, or no compiler is installed."""
+    """One request. `compile` is false if only the estimate is needed, or if no compiler is installed."""
 
     config: Mapping[str, Any]
     vocab_size: int
@@ -81,7 +81,7 @@ class Request:
         return cls(_program_settings(config), vocab_size, target, steps, compile_it)
 
     def changed(self, changes: Mapping[str, Any], **fields: Any) -> "Request":
-        """The same with other settings, `{"trainer.model_axis_size": 2}`, and other fields."""
+        """A copy with changed settings, `{"trainer.model_axis_size": 2}`, and changed fields."""
         config = {name: dict(part) if isinstance(part, Mapping) else part for name, part in self.config.items()}
         for path, value in changes.items():
             section, _, name = path.partition(".")
@@ -104,7 +104,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """A name for its answer: equal for the same settings, devices, code and versions."""
+        """The cache key of the answer: equal for equal settings, devices, code and versions."""
         text = json.dumps([self.to_json(), _versions(), _source_hash()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -137,7 +137,7 @@ def _versions() -> dict[str, str]:
 
 @functools.cache
 def _source_hash() -> str:
-    """Of the code of lmtrain itself, since a change of the step is a change of the program."""
+    """Hash of lmtrain's source code, since a change of the step changes the program."""
     folder = Path(lmtrain.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

@@ -1,7 +1,7 @@
-"""Finding settings for a run on given devices: by compiling candidates, or by running them on this machine's devices.
+"""Search for settings of a run on given devices, by compiling candidates or running them on this machine's devices.
 
-The estimate of memory leaves out what cannot fit. From the first setting that fits, one setting at a time is changed,
-and kept if a step becomes faster: by the bound of the compiled program, or as measured.
+The memory estimate excludes candidates that cannot fit. Starting from the first candidate that fits, one setting at a
+time is changed, and kept if a step becomes faster: by the bound of the compiled program, or as measured.
 """
 
 import time
@@ -16,19 +16,19 @@ from lmtrain.plan.answers import Answer, ask
 from lmtrain.plan.candidates import POLICIES, Changes, alternatives, parallelisms
 from lmtrain.plan.request import Request
 
-# The estimate may be so much too high for a candidate that is tried all the same.
+# A candidate is tried although its estimate exceeds the memory by up to this factor: estimates may be too high.
 _MARGIN = 1.15
-# A compile that was begun in time may take so long beyond it.
+# A compile that started before the deadline has at least this timeout, in seconds.
 _LEAST_SECONDS = 30.0
-# A change must gain this share of a step's time to be kept: bounds are no exacter. One that costs no time is kept for
-# this share of memory: there may be room then for what saves time.
+# A change is kept if it saves this share of a step's time, since bounds are not more exact. A change that costs no time
+# is kept if it saves this share of memory, which may allow a faster setting.
 _LEAST_GAIN = 0.01
 _LEAST_MEMORY = 0.1
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate that was compiled: the settings that differ from the config, seconds of a step, peak memory."""
+    """A compiled candidate: the settings that differ from the config, seconds per step, peak memory."""
 
     name: str
     changes: Changes
@@ -39,7 +39,7 @@ class Trial:
 
 @dataclass
 class Search:
-    """What was tried and found so far; usable at any moment, as when the user interrupts."""
+    """The results so far; valid at any moment, for example when the user interrupts."""
 
     best: Trial | None = None
     trials: list[Trial] = field(default_factory=list)
@@ -56,7 +56,7 @@ def find_settings(
     progress: Callable[[str], None],
     found: Search,
 ) -> Search:
-    """Fill `found` until nothing gets better or the time is over.
+    """Fill `found` until no change is an improvement or the time limit is reached.
 
     `report` is called with a line for each trial. A candidate compiles or runs the last of the request's steps.
     """
@@ -113,7 +113,7 @@ def find_settings(
         before = found.best
         waiting = list(alternatives(request, before.changes))
         for number, (name, changes) in enumerate(waiting):
-            found.untried = len(waiting) - number  # if it ends here, by the clock or by the user
+            found.untried = len(waiting) - number  # in case it ends here, at the time limit or by an interrupt
             if left() <= 0:
                 return found
             attempt(name, changes)
@@ -125,7 +125,7 @@ def find_settings(
 def first_that_fits(
     request: Request, capacity: float | None, timeout: float, progress: Callable[[str], None]
 ) -> Trial | None:
-    """The largest `per_device_parallelism` that fits, by compiling; if none does, with more recomputation. Or None."""
+    """The largest `per_device_parallelism` that fits, by compiling, with more recomputation if necessary; or None."""
     now = request.run_config
     written = now.trainer.per_device_parallelism
     sizes = parallelisms(request)
@@ -149,7 +149,7 @@ def _largest(
     timeout: float,
     progress: Callable[[str], None],
 ) -> Trial | None:
-    """The first of the descending `sizes` that fits, by halving: what fits at one size fits at all smaller ones."""
+    """The first of the descending `sizes` that fits, by bisection: if one size fits, all smaller ones fit."""
     best: Trial | None = None
     low, high = 0, len(sizes)
     while low < high:
@@ -167,7 +167,7 @@ def _largest(
 
 
 def _firsts(request: Request) -> Iterator[tuple[str, Changes]]:
-    """Where to begin: the config as it is, then with ever less memory."""
+    """Initial candidates: the unchanged config, then settings with decreasing memory."""
     yield "the config", {}
     sizes = parallelisms(request)
     config = request.run_config
@@ -208,4 +208,4 @@ def _line(trial: Trial) -> str:
     if trial.seconds == float("inf"):
         return f"  {trial.name}: does not fit"
     verdict = "" if trial.fits else ", does not fit"
-    return f"  {trial.name}: {trial.seconds:.4g} s a step, {trial.peak / 2**30:.2f} GiB{verdict}"
+    return f"  {trial.name}: {trial.seconds:.4g} s per step, {trial.peak / 2**30:.2f} GiB{verdict}"

@@ -1,4 +1,4 @@
-"""The size of a run's vocabulary without its tokenizer: nothing is downloaded, and nothing needs to exist."""
+"""The vocabulary size of a run without its tokenizer: nothing is downloaded, and no file needs to exist."""
 
 import os
 
@@ -6,7 +6,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.prepare_demo import VOCAB_SIZE, missing_demo_tokenizer
 
-# Tokens of public tokenizers, added ones included, as `tokenizers` counts them.
+# Vocabulary sizes of public tokenizers, including added tokens, as counted by the library `tokenizers`.
 KNOWN = {
     "gpt2": 50257,
     "openai-community/gpt2": 50257,
@@ -29,14 +29,14 @@ KNOWN = {
 
 
 def find_vocab_size(data: DataConfig, given: int | None) -> tuple[int, str]:
-    """The number of tokens, and where it is from, for the report.
+    """The number of tokens, and its origin for the report.
 
-    `given` on the command line comes first, then `data.vocab_size`, an existing local tokenizer, and the table of known
-    names. Raises `UserError` if none of them says it.
+    In this order: `given` on the command line, `data.vocab_size`, an existing local tokenizer, the table of known
+    names. Raises `UserError` if none of them has it.
     """
     if given is not None:
         if given < 1:
-            raise UserError(f"--vocab_size: expected 1 or more, not {given}")
+            raise UserError(f"--vocab_size: expected 1 or more, got {given}")
         return given, "--vocab_size"
     if data.vocab_size is not None:
         return data.vocab_size, "data.vocab_size"

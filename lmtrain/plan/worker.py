@@ -1,7 +1,7 @@
-"""Answers a request in a process of its own: `python -m lmtrain.plan.worker REQUEST.json FOLDER`.
+"""Answers a request in a separate process: `python -m lmtrain.plan.worker REQUEST.json FOLDER`.
 
-Writes `estimate.json`, then for each step `<step>.json` and `<step>.hlo.gz`, each complete once it has its name. An
-error that is the user's is in `error.txt`; what the compiler says goes to standard error, and the exit code is 1.
+Writes `estimate.json`, then for each step `<step>.json` and `<step>.hlo.gz`, all atomically. A user error is written to
+`error.txt`, with exit code 2; errors of the compiler go to standard error, with exit code 1.
 """
 
 import gzip
@@ -16,7 +16,7 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.plan.request import Request
 
-# A compiler's message that a program does not fit, and what it says of the sizes.
+# Parts of compilers' messages that a program does not fit.
 _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory", "exceeds available memory")
 
 
@@ -34,14 +34,14 @@ def main(argv: list[str]) -> int:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A killed command leaves no compiler behind that takes the machine's memory."""
+    """Exit if the command was killed, so that no compiler keeps using memory."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def answer(request: Request, folder: Path) -> None:
-    """Write all answers to a request into a folder."""
+    """Write all figures of a request to a folder."""
     from lmtrain.plan.devices import open_devices
     from lmtrain.plan.figures import compiled_figures, describe
     from lmtrain.plan.measure import measure
@@ -85,13 +85,13 @@ def lower(program: Any, step: str) -> Any:
     """The program's own training or evaluation step, lowered for its devices."""
     if step == "train":
         return program.train_step.lower(*program.example())
-    # lengths of tokens in bytes are constants of the program; which ones changes nothing
+    # lengths of tokens in bytes are constants of the program; their values do not affect its figures
     lengths = [1 + token % 7 for token in range(program.model.vocab_size)]
     return program.eval_step(lengths).lower(*program.eval_example())
 
 
 def write(path: Path, content: bytes) -> None:
-    """A file that is complete once it has its name."""
+    """Write a file atomically."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     temporary.write_bytes(content)
     temporary.replace(path)

@@ -1,4 +1,4 @@
-"""`lmtrain plan` where no accelerator's compiler is installed: fake CPU devices, and the estimate for all others."""
+"""`lmtrain plan` without compilers for accelerators: fake CPU devices, and the estimate for all others."""
 
 import json
 import os
@@ -96,7 +96,7 @@ def test_json_alone_is_on_stdout_and_the_program_in_its_file(plan, tmp_path):
 
 @pytest.fixture
 def without_compilers(monkeypatch, tmp_path):
-    """As on a machine on which none is installed, also where one is. Plans in this process."""
+    """As on a machine without compilers, even if some are installed. Plans in this process."""
     monkeypatch.setattr("lmtrain.plan.request._is_installed", lambda module: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
 
@@ -106,20 +106,20 @@ SMALL = ["gpt2_nano", "--data.tokenizer", "gpt2"]
 
 def test_without_a_compiler_the_estimate_is_printed_with_the_extra_to_install(without_compilers, capsys):
     assert run([*SMALL, "--device", "l4", "--devices", "8"]) == 0
-    told = capsys.readouterr()
-    assert "lmtrain[cuda12]" in told.err
+    printed = capsys.readouterr()
+    assert "lmtrain[cuda12]" in printed.err
     for part in (
         "memory per device, estimated",
         "50,257 tokens, from known size of gpt2",
         "fits: ",
         "(by the estimate)",
     ):
-        assert part in told.out
+        assert part in printed.out
     big = ["--model.hidden_dim", "8192", "--model.num_layers", "48", "--model.num_heads", "64"]
     assert run([*SMALL, "--device", "v5litepod-4", "--json", *big]) == 1
-    told = capsys.readouterr()
-    assert "lmtrain[tpu]" in told.err
-    found = json.loads(told.out)
+    printed = capsys.readouterr()
+    assert "lmtrain[tpu]" in printed.err
+    found = json.loads(printed.out)
     assert found["fits"] is False
     assert found["memory"]["estimate"] > found["memory"]["capacity"]
 
@@ -129,17 +129,17 @@ def test_a_search_without_a_compiler_says_what_to_install(without_compilers):
         run([*SMALL, "--device", "h100", "--search"])
 
 
-def test_attention_is_chosen_for_the_device_that_is_asked_for(plan):
+def test_attention_is_chosen_for_the_planned_device(plan):
     done = plan("--device", "v5e-4", "--no_compile", "--model.seq_len", "256", "--trainer.mp", "bf16")
     assert "attention   splash" in done.stdout, done.stdout + done.stderr
     done = plan("--device", "h100", "--no_compile", "--model.attn_backend", "cudnn", "--trainer.mp", "bf16")
-    assert done.returncode == 2  # not for being a CPU, but for its segments
+    assert done.returncode == 2  # because of its segments, not because this is a CPU
     assert "documents kept apart" in done.stderr
     done = plan("--device", "v5e", "--no_compile", "--model.attn_backend", "cudnn")
     assert "this is a TPU" in done.stderr
 
 
-def test_a_well_known_model_is_planned_without_downloading_it(plan):
+def test_a_known_model_is_planned_without_downloading_it(plan):
     flags = ("--no_compile", "--device", "h100", "--devices", "8", "--json")
     done = plan(*flags, name="mpt_7b_continued")
     assert json.loads(done.stdout)["parameters"] == pytest.approx(6.65e9, rel=0.01), done.stderr
@@ -173,7 +173,7 @@ def test_a_well_known_model_is_planned_without_downloading_it(plan):
         (["--compile_timout", "3"], ["--compile_timeout"]),
     ],
 )
-def test_mistakes_are_one_message_with_what_to_do(without_compilers, flags, parts):
+def test_user_errors_are_one_message_with_advice(without_compilers, flags, parts):
     with pytest.raises(UserError) as caught:
         run([*SMALL, *flags])
     for part in parts:
@@ -187,7 +187,7 @@ def test_a_mesh_that_does_not_divide_is_refused_by_the_worker_as_by_training(pla
     assert "trainer.model_axis_size: 12 devices do not divide by 5; it could be 4 or 6" in done.stderr
 
 
-def test_a_compiler_that_takes_too_long_costs_only_its_figures(plan):
+def test_after_a_timeout_of_the_compiler_the_estimate_is_printed(plan):
     done = plan("--devices", "8", "--compile_timeout", "1", "--model.num_layers", "64", "--model.scan_layers", "false")
     assert done.returncode == 0, done.stderr
     assert "longer than --compile_timeout 1 s" in done.stderr
@@ -198,11 +198,11 @@ def test_a_compiler_that_takes_too_long_costs_only_its_figures(plan):
 def test_measure_runs_candidates_on_this_machine(plan):
     done = plan("--measure", "--minutes", "0.2", "--model.num_layers", "1", "--trainer.train_batch_size", "4")
     assert done.returncode == 0, done.stderr
-    assert "s a step" in done.stdout
+    assert "s per step" in done.stdout
     assert "the config: " in done.stderr
 
 
-# The rest is not about processes.
+# The remaining tests start no process.
 
 
 def data(**values) -> DataConfig:
@@ -222,7 +222,7 @@ def test_the_vocabulary_comes_from_the_flag_the_config_a_folder_or_the_table(mon
         find_vocab_size(data(tokenizer="who/knows"), None)
 
 
-def test_every_kind_of_gpu_has_a_description():
+def test_every_kind_of_gpu_has_a_target_config():
     for kind in KINDS:
         if not kind.startswith("v"):
             text = target_config(kind)
@@ -235,7 +235,7 @@ def request(**trainer) -> Request:
     return Request.of(config, 500, Target.of(find_topology("h100", devices=8)), ("train",), True)
 
 
-def test_a_request_survives_json_and_its_key_depends_on_what_the_program_does():
+def test_a_request_survives_json_and_its_key_depends_on_the_program():
     one = request()
     assert Request.from_json(one.to_json()) == one
     assert one.run_config.model == RunConfig(model={"type": "llama", **MODEL}).model
@@ -252,7 +252,7 @@ def test_the_devices_of_this_machine_count_once_they_are_known():
     assert Target.of(find_topology("h100", devices=16)).num_devices == 16
 
 
-def test_candidates_keep_what_is_learned():
+def test_candidates_do_not_change_training_dynamics():
     one = request()
     assert parallelisms(one) == [12, 6, 4, 3, 2, 1]
     assert parallelisms(one, {"trainer.model_axis_size": 4}) == [48, 24, 16, 12, 8, 6, 4, 3, 2, 1]
@@ -266,12 +266,12 @@ def test_candidates_keep_what_is_learned():
             )
     names = [name for name, _ in alternatives(one, {})]
     assert "gradient_checkpointing dots" in names
-    assert "gradient_checkpointing full" not in names  # it is what the config has
+    assert "gradient_checkpointing full" not in names  # the config has it already
     assert "gradient_checkpointing false, scan_layers false" in names  # each alone gains nothing
     assert len(names) == len(set(names))
 
 
-def test_found_settings_are_yaml():
+def test_found_settings_are_printed_as_yaml():
     changes = {"model.gradient_checkpointing": False, "trainer.tensor_parallel_axes": ["mlp", "heads"],
                "trainer.model_axis_size": 2}  # fmt: skip
     assert "\n".join(to_yaml(changes)) == (
@@ -280,7 +280,7 @@ def test_found_settings_are_yaml():
 
 
 class Compiler:
-    """Stands for workers: time falls and memory grows with the sequences at once, and with less recomputation."""
+    """Replaces workers: with more sequences per microbatch or less recomputation, time falls and memory grows."""
 
     def __init__(self, capacity: float):
         self.capacity = capacity
@@ -301,7 +301,7 @@ class Compiler:
 
 
 @pytest.mark.parametrize(("capacity", "size"), [(15.0, 4), (11.5, 1), (10.5, None)])
-def test_the_largest_size_that_fits_is_found_by_halving(monkeypatch, capacity, size):
+def test_the_largest_size_that_fits_is_found_by_bisection(monkeypatch, capacity, size):
     compiler = Compiler(capacity)
     monkeypatch.setattr("lmtrain.plan.search.ask", compiler)
     found = first_that_fits(request(), capacity, 60.0, lambda text: None)
@@ -323,14 +323,14 @@ def test_the_search_ends_with_the_fastest_that_fits_and_counts_the_rest(monkeypa
     assert len(lines) == len(found.trials) == compiler.compiled
 
 
-def test_a_search_without_time_keeps_what_it_has_and_counts_what_it_did_not_try(monkeypatch):
+def test_a_search_at_its_time_limit_keeps_its_results_and_counts_untried_candidates(monkeypatch):
     monkeypatch.setattr("lmtrain.plan.search.ask", Compiler(capacity=20.0))
     found = find_settings(request(), 20.0, 0.0, 60.0, lambda text: None, lambda text: None, Search())
     assert found.best is None
     assert found.untried > 0
 
 
-def test_an_interrupted_search_keeps_what_it_has_and_counts_the_rest(monkeypatch):
+def test_an_interrupted_search_keeps_its_results_and_counts_the_rest(monkeypatch):
     compiler = Compiler(capacity=20.0)
 
     def interrupted(asked, timeout, progress):
@@ -346,7 +346,7 @@ def test_an_interrupted_search_keeps_what_it_has_and_counts_the_rest(monkeypatch
     assert found.untried > 5
 
 
-def test_a_failed_compiler_is_quoted_in_short():
+def test_errors_of_a_failed_compiler_are_shortened():
     log = (
         "Jax plugin configuration error: noise\nTraceback (most recent call last):\n  File x\n    code\n"
         "W0000 00:00 noise\njax.errors.JaxRuntimeError: INTERNAL: RET_CHECK failure (a.cc:1) it broke " + "x" * 900
@@ -377,7 +377,7 @@ def test_a_worker_that_dies_leaves_the_estimate_and_a_reason(monkeypatch, tmp_pa
     assert found.fits(None) is None
 
 
-def test_a_corrupt_answer_counts_as_none(monkeypatch, tmp_path):
+def test_a_corrupt_answer_counts_as_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = replace(Request.of(RunConfig(model=MODEL), 100, Target(shape=(1,)), ("train",), True), compile=False)
     first = answers.ask(asked, 60.0)
@@ -395,7 +395,7 @@ def test_a_corrupt_answer_counts_as_none(monkeypatch, tmp_path):
     assert answers.read_hlo(asked, "train") is None
 
 
-def test_plans_are_made_where_none_can_be_kept(monkeypatch, tmp_path, capfd):
+def test_plans_work_without_a_writable_cache(monkeypatch, tmp_path, capfd):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     asked = Request.of(RunConfig(model=MODEL), 100, Target(shape=(1,)), ("train",), False)
@@ -403,8 +403,8 @@ def test_plans_are_made_where_none_can_be_kept(monkeypatch, tmp_path, capfd):
     assert str(tmp_path / "file") in capfd.readouterr().err
 
 
-def test_sigterm_ends_the_worker_too_and_leaves_no_files(tmp_path):
-    """A launcher or `timeout` sends it."""
+def test_sigterm_kills_the_worker_too_and_leaves_no_files(tmp_path):
+    """Job launchers and `timeout` send it."""
     variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "lmtrain", "plan", *SMALL, "--devices", "2"]
     process = subprocess.Popen(command, env=variables, cwd=tmp_path, stderr=subprocess.DEVNULL)
@@ -421,12 +421,12 @@ def test_sigterm_ends_the_worker_too_and_leaves_no_files(tmp_path):
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # it ended
+    except OSError:  # the process has exited
         return b""
 
 
-def test_of_settings_equally_fast_the_one_with_less_memory_is_kept_and_makes_room(monkeypatch):
-    """Offloading costs no time and halves the memory: then more sequences fit, which saves time."""
+def test_of_equally_fast_settings_the_one_with_less_memory_is_kept(monkeypatch):
+    """Offloading costs no time here and halves the memory, so that more sequences fit, which saves time."""
 
     def compiler(asked: Request, timeout, progress=lambda text: None) -> Answer:
         config = asked.run_config
