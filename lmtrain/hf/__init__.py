@@ -1,1 +1,1 @@
-"""The Hugging Face ecosystem: tokenizers, weight files, the map between their names and ours. Knows no model."""
+"""Hugging Face interoperability: tokenizers, weight files, Hub, and the mapping of weight names. Imports no model."""

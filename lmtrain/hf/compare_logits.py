@@ -1,4 +1,4 @@
-"""Whether an export is the same function in transformers: logits, compared. Needs torch, which only this uses."""
+"""Comparison of an export's logits in transformers with those of lmtrain. Requires torch."""
 
 import importlib.util
 from collections.abc import Callable
@@ -8,25 +8,25 @@ import numpy as np
 
 from lmtrain.config.errors import UserError
 
-# Sequences and positions that are compared: enough to reach every part, little to wait for.
+# Number of sequences and positions to compare: enough to use every part of the model, and fast.
 _SEQUENCES, _POSITIONS = 2, 64
 
-# Above this, in logits of float32 with a spread of about one, it is another function rather than rounding.
+# Maximum difference due to rounding, for float32 logits with a standard deviation of about one.
 _TOLERANCE = 1e-4
 _TOLERANCE_16_BIT = 5e-2
 
 
 def require_torch() -> None:
-    """Raises `UserError` if torch is not installed."""
+    """Raise `UserError` if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
-        raise UserError("--verify: needs torch; `pip install torch`, or leave it out")
+        raise UserError("--verify requires torch: run `pip install torch`, or omit --verify")
 
 
 def compare_logits(folder: str, ours: Callable[[np.ndarray], np.ndarray], seq_len: int, dtype: str) -> str:
-    """What transformers computes from `folder` against `ours`: tokens [B, S] -> float32 logits [B, S, V].
+    """Compare the logits of transformers for `folder` with `ours`, which maps tokens [B, S] to float32 [B, S, V].
 
-    `dtype` is that of the weights in it. -> a line for the log. Raises `UserError` if they differ by more than
-    rounding, or if tensors are left over.
+    `dtype` is the dtype of the weights in the folder. Returns a line for the log. Raises `UserError` if the logits
+    differ by more than rounding, or if transformers reports missing or unexpected tensors.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -37,7 +37,7 @@ def compare_logits(folder: str, ours: Callable[[np.ndarray], np.ndarray], seq_le
     theirs, loading = loaded
     left = {name: sorted(found)[:5] for name, found in loading.items() if found}
     if left:
-        raise UserError(f"{folder}: transformers does not find the same tensors: {left}")
+        raise UserError(f"{folder}: transformers reports missing or unexpected tensors: {left}")
     vocab_size = theirs.config.vocab_size
     tokens = np.random.default_rng(0).integers(0, vocab_size, (_SEQUENCES, min(_POSITIONS, seq_len)))
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""Writing a model that `transformers` loads: weights in shards, config, tokenizer; to a folder or a URL.
+"""Export of a model for `transformers`: sharded weights, config and tokenizer, to a folder or a URL.
 
-Everything is written under a temporary name, read back and compared, and only then given its own name.
+Files are written under a temporary name, read back and compared, and then renamed.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 
 _SHARD_BYTES = 5_000_000_000
 
-# In config.json: the version of lmtrain that wrote a folder, and the run that the model is of, with a hash of its data.
+# Keys in config.json: the version of lmtrain that wrote the folder, the model's run, and a hash of its data.
 _MARK, _RUN, _DATA = "lmtrain_version", "lmtrain_run", "lmtrain_data"
 
-# The tokenizer's settings, and the length that transformers takes and writes where none is known.
+# File of tokenizer settings, and the model_max_length that transformers writes for an unknown length.
 _SETTINGS, _UNKNOWN = "tokenizer_config.json", int(1e30)
 _WRITTEN = re.compile(r"config\.json|generation_config\.json|model.*\.safetensors(\.index\.json)?|.*\.py")
 
 
 class Origin(NamedTuple):
-    """The run that a model is of: its id, and a hash of the data, since runs of two projects may share an id."""
+    """The run of a model: its id, and a hash of its data, since runs of two projects may share an id."""
 
     run: str
     data: str
@@ -46,10 +46,10 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Export:
-    """What is written, apart from the values of the tensors.
+    """Contents of an export, except for the values of the tensors.
 
-    `origin` is the model's run, if it has one; `seq_len` the longest text in tokens, which the tokenizer's
-    settings name too unless they name another.
+    `origin` is the model's run, if any. `seq_len` is the maximum length in tokens, written as `model_max_length` of
+    the tokenizer unless its settings have one.
     """
 
     pieces: Sequence[Piece]
@@ -66,12 +66,12 @@ class Export:
 
 
 def write_export(output: str, export: Export, tensors: Iterable[np.ndarray], shard_bytes: int = _SHARD_BYTES) -> None:
-    """Write everything to the folder or URL `output`. `tensors` gives the values of the pieces, in their order.
+    """Write an export to the folder or URL `output`. `tensors` yields the values of the pieces, in their order.
 
-    One tensor is held at a time. Raises `UserError` if `output` holds something that is not an export.
+    Holds one tensor in memory at a time. Raises `UserError` if `output` holds something other than an export.
     """
     check_output(output, export.extra_files)
-    # a link to a folder stays one
+    # a symbolic link to a folder is kept
     output = output.rstrip("/") if is_url(output) else os.path.realpath(os.path.expanduser(output))
     temporary = f"{output}.tmp-{os.getpid()}"
     _remove(temporary)
@@ -79,7 +79,7 @@ def write_export(output: str, export: Export, tensors: Iterable[np.ndarray], sha
         os.makedirs(temporary)
     try:
         names = _write_weights(temporary, export, iter(tensors), shard_bytes)
-        # `dtype` is what transformers 5 reads, `torch_dtype` what 4 does
+        # transformers 5 reads `dtype`, version 4 reads `torch_dtype`
         config = {**export.config, "dtype": export.dtype, "torch_dtype": export.dtype, _MARK: __version__}
         if export.origin is not None:
             config |= {_RUN: export.origin.run, _DATA: export.origin.data}
@@ -97,50 +97,50 @@ def write_export(output: str, export: Export, tensors: Iterable[np.ndarray], sha
 
 
 def check_output(output: str, extra_files: Iterable[str] = ()) -> None:
-    """An earlier export of ours may be replaced, anything else may not. Makes the folders above a local one.
+    """Check that `output` is empty or an earlier lmtrain export. Creates the parent folders of a local path.
 
-    Raises `UserError` for what is in the way.
+    Raises `UserError` if `output` holds anything else or cannot be created.
     """
     if not output:
         raise UserError("--output: expected a folder or URL")
     folder = output if is_url(output) else os.path.realpath(os.path.expanduser(output))
     if not is_url(output):
         if os.path.exists(folder) and not os.path.isdir(folder):
-            raise UserError(f"--output {output}: there is a file of that name")
+            raise UserError(f"--output {output}: exists and is a file")
         if folder in (os.path.realpath(os.curdir), "/"):
-            raise UserError(f"--output {output}: the folder is replaced as a whole; name one within it")
+            raise UserError(f"--output {output}: the current folder and / cannot be replaced; choose a subfolder")
         try:
             os.makedirs(os.path.dirname(folder), exist_ok=True)
         except OSError as error:
-            raise UserError(f"--output {output}: cannot be made: {error.strerror}") from None
+            raise UserError(f"--output {output}: cannot be created: {error.strerror}") from None
     names = list_names(folder)
     if not names:
         return
     if _MARK not in _config_of(folder):
-        raise UserError(f"--output {output}: the folder is not empty and is no export of lmtrain's; choose another")
+        raise UserError(f"--output {output}: the folder is not empty and is not an lmtrain export; choose another")
     others = [name for name in names if not (_WRITTEN.fullmatch(name) or name in {*TOKENIZER_FILES, *extra_files})]
     if others:
         raise UserError(
-            f"--output {output}: an export is replaced as a whole, and this one holds {', '.join(others[:3])} too; "
-            "move it away, or choose another folder"
+            f"--output {output}: the export to be replaced also holds {', '.join(others[:3])}; move it away, or choose "
+            "another folder"
         )
 
 
 def check_same_run(output: str, origin: Origin) -> None:
-    """Raise `UserError` if `output` has an export of another run's model, or of one that is not known."""
+    """Raise `UserError` if `output` has an export of another run or of an unknown run."""
     found = _config_of(output if is_url(output) else os.path.expanduser(output))
     if not found or (found.get(_RUN) == origin.run and found.get(_DATA, origin.data) == origin.data):
         return
-    whose = f"of the run {found[_RUN]}" if _RUN in found else "of a run that is not known"
+    whose = f"of the run {found[_RUN]}" if _RUN in found else "of an unknown run"
     other = f"{origin.run} on other data" if found.get(_RUN) == origin.run else origin.run
     raise UserError(
-        f"--output {output}: holds an export {whose}, and this is one of {other}; choose another folder, or add "
+        f"--output {output}: holds an export {whose}, but this one is of {other}; choose another folder, or add "
         "--overwrite"
     )
 
 
 def _config_of(folder: str) -> dict[str, Any]:
-    """The content of config.json; nothing if there is none."""
+    """Content of config.json; empty if the file is missing or invalid."""
     path = join(folder, "config.json")
     if file_size(path) is None:
         return {}
@@ -152,7 +152,7 @@ def _config_of(folder: str) -> dict[str, Any]:
 
 
 def plan_shards(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Which pieces go into which file: in order, as many as fit, each file with one at least."""
+    """Indices of the pieces of each file: in order, up to `most` bytes, at least one piece per file."""
     shards: list[list[int]] = [[]]
     held = 0
     for index, size in enumerate(sizes):
@@ -165,7 +165,7 @@ def plan_shards(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 def _write_weights(folder: str, export: Export, tensors: Iterator[np.ndarray], shard_bytes: int) -> list[str]:
-    """The weight files and, of several, their index. -> their names"""
+    """Write the weight files, and an index if there are several. Returns their names."""
     dtype = DTYPES[export.dtype]
     sizes = [dtype.itemsize * int(np.prod(piece.shape)) for piece in export.pieces]
     shards = plan_shards(sizes, shard_bytes)
@@ -196,13 +196,13 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _verify(path: str, written: Mapping[str, bytes]) -> None:
-    """Every export is read back: a file that differs from the model must not get its own name."""
+    """Read a file back and compare; a file that differs from the model must not be renamed to its final name."""
     found = read_header(path)
     if found.keys() != written.keys():
-        raise OSError(f"{path}: reads back with other tensors than were written")
+        raise OSError(f"{path}: verification failed: other tensors than were written")
     for name, digest in written.items():
         if _digest(read_tensor(path, found[name])) != digest:
-            raise OSError(f"{path}: {name} reads back with other values than were written")
+            raise OSError(f"{path}: verification failed: checksum mismatch of {name}")
 
 
 def _digest(tensor: np.ndarray) -> bytes:
@@ -210,7 +210,7 @@ def _digest(tensor: np.ndarray) -> bytes:
 
 
 def _tokenizer_files(tokenizer: Tokenizer, seq_len: int | None) -> dict[str, bytes]:
-    """The files of the tokenizer's folder; none for passthrough, which has none."""
+    """Files of the tokenizer's folder; none for passthrough."""
     folder = os.path.expanduser(tokenizer.path)
     paths = {name: os.path.join(folder, name) for name in TOKENIZER_FILES}
     files = {name: read_bytes(path) for name, path in paths.items() if os.path.isfile(path)}
@@ -233,10 +233,10 @@ def _open_to_write(path: str) -> Iterator[BinaryIO]:
 
 
 def _put_in_place(temporary: str, output: str, names: Sequence[str]) -> None:
-    """Give the folder its own name; what was there before goes.
+    """Rename the temporary folder to `output`, replacing an earlier export.
 
-    Stores of objects cannot rename a folder: there the files are copied one by one, `names` in order, with config.json
-    among the last, without which nothing loads; before that goes the old one's.
+    Object stores cannot rename a folder. There the old files are deleted, config.json first, and the new ones copied
+    in the order of `names`, with config.json among the last, since nothing loads without it.
     """
     if not is_url(output):
         before = f"{output}.old-{os.getpid()}"
@@ -256,7 +256,7 @@ def _put_in_place(temporary: str, output: str, names: Sequence[str]) -> None:
 
 
 def _remove(folder: str) -> None:
-    """A temporary folder and what is in it, if it is there."""
+    """Delete a temporary folder with its contents, if it exists."""
     if not is_url(folder):
         shutil.rmtree(folder, ignore_errors=True)
         return

@@ -1,16 +1,16 @@
-"""From what a config calls its tokenizer to a local folder with a `tokenizer.json`, which is all that the rest reads.
+"""Resolution of `data.tokenizer` to a local folder with a `tokenizer.json`, the only form that the rest reads.
 
-    a folder, or one at a URL that fsspec opens     as it is; a URL is copied once
-    a file: `tokenizer.json` or another *.json      the folder it is in, or a folder that has it alone
-    `vocab.json` with `merges.txt` beside it        converted; GPT-2's first form
-    a Hugging Face id, `owner/name[@revision]`      from the hub, once
+    a folder, or one at a URL that fsspec opens     used directly; a URL is copied once
+    a file: `tokenizer.json` or another *.json      its folder, or a new folder with a copy of the file
+    `vocab.json` with `merges.txt` next to it       converted; the original format of GPT-2
+    a Hugging Face id, `owner/name[@revision]`      downloaded from the hub once
     a sentencepiece file, `*.model`                 converted
     `byte`                                          256 bytes and an end-of-text token
 
-`passthrough` has no folder: its documents are token ids already.
+`passthrough` has no folder, since its documents are token ids.
 
-Copies and conversions lie in the user's cache folder, under a name made from their content, or from the hub's id: what
-is a file or folder here is never taken for a hub's id.
+Copies and conversions are stored in the user's cache folder, named by a hash of their content or by the hub id. An
+existing local file or folder takes precedence over a hub id.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _HUB_ID = re.compile(r"(?:[\w.-]+/)?[\w.-]+(?:@[\w./-]+)?")
 
 
 def find_tokenizer(name: str) -> str:
-    """The folder of the tokenizer `name`. Raises `UserError` if there is none, or if it cannot be had from here."""
+    """Folder of the tokenizer `name`. Raises `UserError` if it is not found or unavailable."""
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return _in_folder(name)
@@ -55,7 +55,7 @@ def find_tokenizer(name: str) -> str:
 
 
 def open_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
-    """Find the tokenizer `name` and load it. `vocab_size` is that of passthrough, which cannot know."""
+    """Find the tokenizer `name` and load it. `vocab_size` is used for passthrough only."""
     if name == PASSTHROUGH:
         assert vocab_size is not None
         return Tokenizer(PASSTHROUGH, None, vocab_size, eos_id=None, bos_id=None, fingerprint=PASSTHROUGH)
@@ -63,13 +63,13 @@ def open_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
 
 
 def cache_folder() -> str:
-    """Where converted tokenizers are kept; XDG_CACHE_HOME moves it."""
+    """Folder of converted tokenizers; XDG_CACHE_HOME moves it."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(root, "lmtrain", "tokenizers")
 
 
 def _once(name: str, make: Callable[[str], None]) -> str:
-    """The folder `name` in the cache, made by `make(folder)` if it is not there; never there by halves."""
+    """Folder `name` in the cache, created atomically by `make(folder)` if it is missing."""
     folder = os.path.join(cache_folder(), name)
     if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
         temporary = f"{folder}.tmp-{os.getpid()}"
@@ -100,7 +100,7 @@ def _write_byte_tokenizer(folder: str) -> None:
 
 
 def _byte_of(letter: str) -> int:
-    """The byte that a letter of GPT-2's alphabet stands for: printable ones for themselves, the rest from 256 on."""
+    """Byte of a letter of GPT-2's alphabet: printable bytes map to themselves, the others to code points from 256."""
     if ord(letter) < 256:
         return ord(letter)
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -108,7 +108,7 @@ def _byte_of(letter: str) -> int:
 
 
 def _in_folder(name: str) -> str:
-    """A folder that has a tokenizer.json as it is; one with an older form only is converted."""
+    """A folder with a tokenizer.json is used directly; one with an older format only is converted."""
     has = {file for file in ("tokenizer.json", *_PAIR, "tokenizer.model") if os.path.isfile(_join(name, file))}
     if "tokenizer.json" in has:
         return name
@@ -124,11 +124,11 @@ def _from_file(name: str) -> str:
     if file in _PAIR:
         missing = [other for other in _PAIR if not os.path.isfile(_join(folder, other))]
         if missing:
-            raise UserError(f"tokenizer {name!r}: {missing[0]} is not beside it, and the two belong together")
+            raise UserError(f"tokenizer {name!r}: {missing[0]} is missing in the same folder; both files are required")
         return _from_pair(folder or ".")
     if not file.endswith(".json"):
         raise UserError(
-            f"tokenizer {name!r}: a file of another kind; set data.tokenizer to a folder, a tokenizer.json, a "
+            f"tokenizer {name!r}: unsupported file type; set data.tokenizer to a folder, a tokenizer.json, a "
             "vocab.json with its merges.txt, or a sentencepiece .model"
         )
     content = _read(name)
@@ -153,7 +153,7 @@ def _from_pair(folder: str) -> str:
         try:
             backend = Tokenizer(models.BPE.from_file(vocab, merges))
         except Exception as error:  # the library raises bare Exception
-            raise UserError(f"tokenizer {folder!r}: {' and '.join(_PAIR)} are no tokenizer: {error}") from None
+            raise UserError(f"tokenizer {folder!r}: invalid {' or '.join(_PAIR)}: {error}") from None
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -181,7 +181,7 @@ def _read(path: str) -> bytes:
 
 @contextlib.contextmanager
 def _of_tokenizer(name: str) -> Iterator[None]:
-    """Errors within say that they are about the tokenizer."""
+    """Prefix errors within the context with the tokenizer."""
     try:
         yield
     except UserError as error:
@@ -198,7 +198,7 @@ def _from_url(url: str) -> str:
             with contextlib.suppress(FileNotFoundError):
                 contents[file] = fs.cat_file(f"{path.rstrip('/')}/{file}")
     if "tokenizer.json" not in contents:
-        raise UserError(f"tokenizer {url!r}: there is no tokenizer.json")
+        raise UserError(f"tokenizer {url!r}: tokenizer.json not found")
     digest = hashlib.sha256(b"".join(name.encode() + contents[name] for name in sorted(contents))).hexdigest()[:16]
 
     def write(folder: str) -> None:
@@ -210,7 +210,7 @@ def _from_url(url: str) -> str:
 
 
 def _from_hub(name: str) -> str:
-    """Through transformers, which knows what older repositories leave unsaid, such as GPT-2's end-of-text token."""
+    """Load with transformers, which adds what older repositories omit, such as GPT-2's end-of-text token."""
     repository, _, revision = name.partition("@")
     safe = re.sub(r"[^\w.-]", "--", name)
     folder = os.path.join(cache_folder(), f"hub-{safe}")
@@ -226,18 +226,18 @@ def _from_hub(name: str) -> str:
         except (OSError, ValueError) as error:
             raise UserError(
                 f"tokenizer {name!r}: not found locally or on the Hugging Face Hub: "
-                f"{str(error).splitlines()[0]}\n  without a network, set data.tokenizer to a folder: a copy of one, or "
-                f"one made by `lmtrain tokenizer train --output {name} FILES`; a gated repository needs HF_TOKEN"
+                f"{str(error).splitlines()[0]}\n  offline, set data.tokenizer to a folder: a copy, or one made by "
+                f"`lmtrain tokenizer train --output {name} FILES`; a gated repository requires HF_TOKEN"
             ) from None
         if not tokenizer.is_fast:
-            raise UserError(f"tokenizer {name!r}: has no fast form, which is the only one lmtrain uses")
+            raise UserError(f"tokenizer {name!r}: no fast tokenizer available; slow tokenizers are not supported")
         save_tokenizer(tokenizer.backend_tokenizer, folder, eos=tokenizer.eos_token, bos=tokenizer.bos_token)
 
     return _once(f"hub-{safe}", convert)
 
 
 def _from_sentencepiece(name: str) -> str:
-    """The tokenizers-library form of a sentencepiece model: the same object tokenizes here and is exported."""
+    """Convert a sentencepiece model for the tokenizers library; the same object tokenizes and is exported."""
     content = _read(name)
 
     def convert(folder: str) -> None:

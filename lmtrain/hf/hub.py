@@ -1,7 +1,7 @@
-"""The Hugging Face hub: whether it can be reached, files of its models, and what its refusals mean.
+"""Hugging Face Hub: reachability, downloads of model files, and explanations of its errors.
 
-Tokens are huggingface_hub's to find: HF_TOKEN, the older HUGGING_FACE_HUB_TOKEN, or what `hf auth login` left. None is
-ever part of a message.
+Tokens are read by huggingface_hub: HF_TOKEN, the older HUGGING_FACE_HUB_TOKEN, or the file of `hf auth login`. Messages
+never contain a token.
 """
 
 import functools
@@ -25,20 +25,20 @@ _why_offline = ""  # set by prepare_hub
 
 @functools.cache
 def prepare_hub() -> bool:
-    """Whether the hub can be reached; if not, its libraries are told so, and use what is in their cache at once.
+    """Check whether the Hub can be reached; if not, set its libraries to offline mode, which uses their cache.
 
-    To be called before the first import of huggingface_hub, transformers or datasets in a process: they read
-    HF_HUB_OFFLINE only then, and without it try for half a minute.
+    Call this before the first import of huggingface_hub, transformers or datasets in a process: they read
+    HF_HUB_OFFLINE only at import, and without it retry for half a minute.
     """
     global _why_offline
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # the second only where the first says nothing
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # the second is read only if the first is not set
         if value := os.environ.get(name, ""):
             if value.upper() in ("1", "TRUE", "YES", "ON"):
                 _why_offline = f"{name} is set"
                 return False
             break
     try:
-        socket.create_connection(_first_stop(), _CONNECT_SECONDS).close()
+        socket.create_connection(_first_hop(), _CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         os.environ["HF_HUB_OFFLINE"] = "1"
         _why_offline = f"{endpoint()} cannot be reached ({getattr(error, 'strerror', None) or error})"
@@ -47,26 +47,26 @@ def prepare_hub() -> bool:
 
 
 def endpoint() -> str:
-    """The hub's address, which HF_ENDPOINT changes."""
+    """URL of the Hub; HF_ENDPOINT changes it."""
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
 def parse_ref(ref: str) -> tuple[str, str | None]:
-    """`owner/name@revision` to ("owner/name", "revision"); the owner and the revision may be missing.
+    """Split `owner/name@revision` into ("owner/name", "revision"); the owner and the revision are optional.
 
-    Raises `UserError` for what cannot be the name of a repository.
+    Raises `UserError` for an invalid repository name.
     """
     match = _REF.fullmatch(ref)
     if not match or "--" in match[1] or ".." in ref or match[1].endswith(".git"):
-        raise UserError(f"{ref!r}: cannot be a repository on the hub; write owner/name or owner/name@revision")
+        raise UserError(f"{ref!r}: invalid Hub repository; expected owner/name or owner/name@revision")
     return match[1], match[2]
 
 
 def fetch_file(ref: str, name: str) -> str | None:
     """Local path of the file `name` of a model repository, downloaded unless it is in huggingface_hub's cache.
 
-    None if the repository has no such file. Without a network the cache answers, at once. Raises `UserError` if the
-    hub refuses, if there is no such repository or revision, and if there is no network and nothing in the cache.
+    None if the repository has no such file. Offline, the cache is used without delay. Raises `UserError` if the Hub
+    refuses, if the repository or revision is not found, and if the file is not in the cache while offline.
     """
     repository, revision = parse_ref(ref)
     online = prepare_hub()
@@ -82,7 +82,7 @@ def fetch_file(ref: str, name: str) -> str | None:
             return path
         except RemoteEntryNotFoundError:
             return None
-        except Exception as error:  # of httpx, of hf_xet, of the file system: no two share a base
+        except Exception as error:  # httpx, hf_xet and file system errors have no common base class
             reason = explain(error, ref)
             if not may_pass(error):
                 raise UserError(f"{ref}: {name} cannot be read from the hub: {reason}") from None
@@ -90,22 +90,24 @@ def fetch_file(ref: str, name: str) -> str | None:
     if isinstance(found, str):
         return found
     if found is not None or _is_unlisted(repository, revision, name):
-        return None  # which somebody has asked before
+        return None  # known to be missing in the repository
     raise UserError(f"{ref}: {name} cannot be read from the hub: {reason}\n  {_instead(ref)}")
 
 
 def find_token() -> str | None:
-    """The token that huggingface_hub will send. Raises `UserError` for what cannot be one, without showing it."""
+    """Token that huggingface_hub will send. Raises `UserError` for an invalid one, without showing it."""
     from huggingface_hub import get_token
 
     token: str | None = get_token()
     if token is not None and not re.fullmatch(r"[!-~]+", token):
-        raise UserError(f"{_token_place()} holds letters or spaces that no token has; copy it again from {_settings()}")
+        raise UserError(
+            f"{_token_place()} has characters that are invalid in a token; copy it again from {_settings()}"
+        )
     return token
 
 
 def hide_progress_from_files() -> None:
-    """No bars of huggingface_hub in a log, where each of their steps would be a line."""
+    """Disable progress bars of huggingface_hub in a log file, where each update would be a line."""
     if not sys.stderr.isatty() and "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
         from huggingface_hub.utils import disable_progress_bars
 
@@ -113,24 +115,24 @@ def hide_progress_from_files() -> None:
 
 
 def offline_reason() -> str:
-    """Why `prepare_hub` said no."""
+    """Reason why `prepare_hub` returned False."""
     return _why_offline
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the same request can succeed a little later: the network failed, or the hub is out of order."""
+    """Whether a retry of the request may succeed: network errors and server errors of the Hub."""
     from huggingface_hub.errors import HfHubHTTPError
 
     error = _within(error)
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 412, 429) or error.response.status_code >= 500
     if isinstance(error, OSError):
-        return error.errno is None  # with a number it is of this machine: a full disk, a missing file
+        return error.errno is None  # an errno means a local error: disk full, file not found
     return not isinstance(error, ValueError | TypeError | AttributeError | LookupError)
 
 
 def explain(error: Exception, ref: str) -> str:
-    """What an error of huggingface_hub means for `ref`, and what to do: `reason`, or two lines with advice."""
+    """Explain an error of huggingface_hub for `ref`: the reason in one line, or with advice in a second line."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     repository, revision = parse_ref(ref)
@@ -140,14 +142,14 @@ def explain(error: Exception, ref: str) -> str:
         advice = f"request access at {place}, and set HF_TOKEN to a token of the account that has it"
         return f"gated repository\n  {advice}"
     if isinstance(error, RepositoryNotFoundError):
-        who = "the account of your token does not see it" if _has_token() else "it opens to a token alone"
-        advice = "check the spelling; for a private one set HF_TOKEN to a token of an account that may read it"
-        return f"there is no such repository, or it is private and {who}\n  {advice}"
+        who = "your token has no access" if _has_token() else "requires a token"
+        advice = "check the spelling; for a private one set HF_TOKEN to a token of an account with read access"
+        return f"repository not found, or it is private and {who}\n  {advice}"
     if isinstance(error, RevisionNotFoundError):
-        return f"it has no revision {revision or 'main'!r}\n  its branches are listed at {place}/tree/main"
+        return f"unknown revision {revision or 'main'!r}\n  see its branches at {place}/tree/main"
     if isinstance(error, json.JSONDecodeError | LookupError):
         what = f"{type(error).__name__}: {error}"
-        return f"what answers at {endpoint()} is not a Hugging Face Hub, or an incompatible version ({what})"
+        return f"unexpected response: {endpoint()} is not a Hugging Face Hub, or an incompatible version ({what})"
     if not isinstance(error, HfHubHTTPError):
         return _in_short(error)
     status = error.response.status_code
@@ -155,19 +157,19 @@ def explain(error: Exception, ref: str) -> str:
     if status in (401, 403) and not _has_token():
         return f"authentication required{said}\n  set HF_TOKEN to a token from {_settings()}"
     if status == 401:
-        return f"the hub does not know the token in {_token_place()}\n  make a new one at {_settings()}"
+        return f"invalid token in {_token_place()} (HTTP 401)\n  create a new one at {_settings()}"
     if status == 403:
-        advice = f"give it the right at {_settings()}, or set HF_TOKEN to a token of another account"
-        return f"the token in {_token_place()} lacks permission{said}\n  {advice}"
+        advice = f"grant the permission at {_settings()}, or set HF_TOKEN to a token of another account"
+        return f"the token in {_token_place()} lacks permission (HTTP 403){said}\n  {advice}"
     if status == 429:
-        return "the hub has had too many requests from here; try again later"
+        return "rate limit exceeded (HTTP 429); try again later"
     if status >= 500:
         return f"Hub server error (HTTP {status}); try again later"
-    return f"the hub refuses ({status}){said}"
+    return f"the Hub refused the request (HTTP {status}){said}"
 
 
-def _first_stop() -> tuple[str, int]:
-    """Host and port that a way to the hub begins with: a proxy's, if the environment has one for it."""
+def _first_hop() -> tuple[str, int]:
+    """Host and port to connect to: those of the proxy if the environment sets one, otherwise those of the Hub."""
     url = urllib.parse.urlsplit(endpoint())
     if not url.hostname:
         raise ValueError("HF_ENDPOINT is not a URL")
@@ -179,10 +181,10 @@ def _first_stop() -> tuple[str, int]:
 
 
 def _is_unlisted(repository: str, revision: str | None, name: str) -> bool:
-    """Whether the cache has a list of the repository's files, as whole downloads leave one, and `name` is not in it."""
+    """Whether the cache has a list of the repository's files (from a full download) without `name`."""
     import huggingface_hub
 
-    read_list = getattr(huggingface_hub, "get_cached_repo_tree", None)  # the first versions keep none
+    read_list = getattr(huggingface_hub, "get_cached_repo_tree", None)  # missing in early versions
     if read_list is None:
         return False
     try:
@@ -197,13 +199,13 @@ def _instead(ref: str) -> str:
     repository, revision = parse_ref(ref)
     command = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
     return (
-        f"it is not in the cache either, {HF_HUB_CACHE}: name a local folder instead, or run `{command}` where there "
-        "is a network and set HF_HOME here to the cache that it fills"
+        f"it is not in the cache {HF_HUB_CACHE} either: use a local folder instead, or run `{command}` on a machine "
+        "with network access and set HF_HOME to the cache that it fills"
     )
 
 
 def _in_short(message: object) -> str:
-    """What somebody else says, in one line, with the token taken out."""
+    """A foreign message in one line, with the token removed."""
     from huggingface_hub import get_token
 
     text = str(message).replace(get_token() or "\n", "***")
@@ -211,7 +213,7 @@ def _in_short(message: object) -> str:
 
 
 def _within(error: Exception) -> Exception:
-    """What huggingface_hub has wrapped in an error that says less."""
+    """The original error if huggingface_hub wrapped it in a less specific one."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     while type(error) in (LocalEntryNotFoundError, RuntimeError) and isinstance(error.__cause__, Exception):

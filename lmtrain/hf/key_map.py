@@ -1,8 +1,8 @@
-"""The map between our parameters and a Hugging Face weight file: one table, read in both directions.
+"""Key map between our parameters and a Hugging Face weight file: one table, used in both directions.
 
-Our parameters are a tree with slashes as paths (`blocks/attn/qkv/kernel`), stacked over layers; theirs are flat names,
-one per layer (`transformer.h.{layer}.attn.c_attn.weight`). A row says which is which and how the shapes correspond.
-Whatever one side has and the other does not is an error.
+Our parameters are a tree with slash-separated paths (`blocks/attn/qkv/kernel`), stacked over layers. Theirs have flat
+names, one per layer (`transformer.h.{layer}.attn.c_attn.weight`). A row maps a path to a name and describes how the
+shapes correspond. A parameter that only one side has is an error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Row:
-    """`ours` <-> `theirs`. With `{layer}` in `theirs`, the first dimension of ours is the layer.
+    """Maps `ours` to `theirs` and back. With `{layer}` in `theirs`, the first dimension of ours is the layer.
 
-    `rows` is the number of our dimensions (layer apart) that become the first dimension of their matrix, the rest
-    become the second; None keeps the shape, 0 flattens to a vector. `transpose` swaps their two dimensions, as
-    torch's Linear has them against ours. With `vocab`, the first dimension is the vocabulary, which ours pads. With
-    `cut`, ours may be the first rows of theirs: fewer positions than theirs was made for.
+    `rows` is the number of our dimensions (without the layer) that become the first dimension of their matrix; the
+    others become the second. None keeps the shape, 0 flattens to a vector. `transpose` swaps their two dimensions,
+    as in torch's Linear. With `vocab`, the first dimension is the vocabulary, which ours pads. With `cut`, ours may
+    be the first rows of theirs, for fewer positions.
     """
 
     ours: str
@@ -34,27 +34,27 @@ class Row:
         return "{layer}" in self.theirs
 
     def to_theirs(self, array: np.ndarray, vocab_size: int) -> np.ndarray:
-        """Their tensor out of our array (of one layer)."""
+        """Convert our array (of one layer) to their tensor."""
         if self.vocab:
             array = array[:vocab_size]
         if self.rows is not None:
             first = int(np.prod(array.shape[: self.rows]))
             array = array.reshape(first, -1) if self.rows else array.reshape(-1)
-        # contiguous, because a file is written from the buffer whatever the strides say
+        # contiguous, since a file is written from the buffer and ignores strides
         return np.ascontiguousarray(array.T if self.transpose else array)
 
     def their_shape(self, shape: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-        """The shape of `to_theirs` of an array of this shape."""
+        """Shape of the result of `to_theirs` for an array of this shape."""
         return self.to_theirs(np.broadcast_to(np.int8(0), shape), vocab_size).shape
 
     def to_ours(self, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """Our array of `shape` (of one layer) out of their tensor. Raises ValueError if the sizes differ."""
+        """Convert their tensor to our array of `shape` (of one layer). Raises ValueError if the sizes differ."""
         return (array.T if self.transpose else array).reshape(shape)
 
 
 @dataclass(frozen=True)
 class Zeros:
-    """A tensor of theirs that a model of ours has not, since it would be all zeros: a bias, with use_bias false."""
+    """Their tensor that our model lacks because it is all zeros, such as a bias with use_bias false."""
 
     theirs: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ Table = Sequence[Row | Zeros]
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of theirs: its name and shape, and the row and layer it belongs to."""
+    """One of their tensors: its name, shape, row of the table, and layer."""
 
     name: str
     shape: tuple[int, ...]
@@ -75,9 +75,9 @@ class Piece:
 
 
 def plan_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: int, vocab_size: int) -> list[Piece]:
-    """All tensors of theirs for parameters of these shapes (by path), those of a layer together.
+    """All of their tensors for parameters of these shapes (by path), grouped by layer.
 
-    Raises ValueError for a parameter without a row, or a row without one.
+    Raises ValueError for a parameter without a row, or a row without a parameter.
     """
     _check_names({row.ours for row in table if isinstance(row, Row)}, set(shapes), "parameters")
 
@@ -88,20 +88,20 @@ def plan_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: i
         shape = shapes[row.ours] if layer is None else shapes[row.ours][1:]
         return Piece(name, row.their_shape(shape, vocab_size), row, layer)
 
-    whole = [piece(row, None) for row in table if not row.is_stacked]
+    unstacked = [piece(row, None) for row in table if not row.is_stacked]
     stacked = [row for row in table if row.is_stacked]
-    return whole + [piece(row, layer) for layer in range(num_layers) for row in stacked]
+    return unstacked + [piece(row, layer) for layer in range(num_layers) for row in stacked]
 
 
 def take(piece: Piece, get: Callable[[str, int | None], np.ndarray], vocab_size: int) -> np.ndarray:
-    """A tensor of theirs; `get(path, layer)` gives our array, of that layer if it is stacked."""
+    """Values of one of their tensors. `get(path, layer)` returns our array, of that layer if it is stacked."""
     if isinstance(piece.row, Zeros):
         return np.zeros(piece.shape, np.float32)
     return piece.row.to_theirs(get(piece.row.ours, piece.layer), vocab_size)
 
 
 def to_hf(table: Table, params: Mapping[str, Any], num_layers: int, vocab_size: int) -> dict[str, np.ndarray]:
-    """Our parameters as their tensors, all in memory."""
+    """Convert our parameters to their tensors, all in memory."""
     flat = {path: np.asarray(array) for path, array in flatten(params).items()}
     shapes = {path: array.shape for path, array in flat.items()}
 
@@ -112,7 +112,7 @@ def to_hf(table: Table, params: Mapping[str, Any], num_layers: int, vocab_size: 
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested maps -> paths with slashes."""
+    """Flatten nested maps to slash-separated paths."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}/{name}" if prefix else name
@@ -133,11 +133,10 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resize_vocab(array: Any, vocab_size: int, rows: int, numpy: Any = np) -> Any:
-    """[their tokens, D] -> [rows, D] for `vocab_size` tokens of ours, the rest padding.
+    """Resize embeddings [their tokens, D] to [rows, D] for `vocab_size` tokens, with zeros as padding.
 
-    Tokens that they have beyond ours are left out; those that we have beyond theirs begin as the mean of all, so that
-    they are neither likely nor unlikely (Hewitt 2021, "Initializing New Word Embeddings"); padding is 0. `numpy` is
-    the module of the array: numpy, or jax.numpy.
+    Surplus tokens are dropped. New tokens are initialized with the mean of all, so that they are neither likely nor
+    unlikely (Hewitt 2021, "Initializing New Word Embeddings"). `numpy` is the module of the array: numpy or jax.numpy.
     """
     kept = array[:vocab_size]
     mean = array.astype(np.float32).mean(0, keepdims=True).astype(array.dtype)

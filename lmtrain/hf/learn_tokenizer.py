@@ -1,4 +1,4 @@
-"""Learning a byte-level BPE tokenizer from text."""
+"""Training of a byte-level BPE tokenizer from text."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int, show_progress: bool = False) -> tokenizers.Tokenizer:
-    """Byte-level BPE as in GPT-2: any text encodes, and decoding gives it back exactly.
+    """Train a byte-level BPE as in GPT-2: any text can be encoded, and decoding restores it exactly.
 
     The vocabulary has `vocab_size` entries (fewer if the text has fewer pairs to merge): the end-of-text token,
     the 256 bytes, and the merges, most frequent first.

@@ -1,8 +1,8 @@
-"""The safetensors format, tensor by tensor: a file is read and written without ever being in memory.
+"""Safetensors files, tensor by tensor: a file is read and written without being held in memory.
 
     8 bytes: length of the header, little endian; the header: JSON of {name: {dtype, shape, data_offsets}}; the data
 
-The format's own library reads local files only, and writes from a map of everything. Files written here are read by it.
+The format's own library reads local files only, and writes from a map of all tensors. It can read files written here.
 """
 
 import json
@@ -33,12 +33,12 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
 
 
-# How the format writes types: F8_E4M3, U32.
+# Names of dtypes in the format, such as F8_E4M3 and U32.
 _TYPE = re.compile(r"[A-Z]+\d+\w*")
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor is in a file."""
+    """Dtype, shape and byte range of a tensor in a file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -47,46 +47,46 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(path: str) -> dict[str, TensorInfo]:
-    """The tensors of a file, a path or URL. Raises `UserError` if it is not in the format."""
+    """Tensors of a file (path or URL). Raises `UserError` if it is not in the format."""
     size = int.from_bytes(_read(path, 0, 8), "little")
     try:
         if size > 1 << 30:
-            raise ValueError("no header")
+            raise ValueError("header too large")
         header = json.loads(_read(path, 8, 8 + size))
         if not isinstance(header, dict):
-            raise ValueError("the header is no map")
+            raise ValueError("the header is not a JSON object")
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         _check_types(path, tensors)
         return {name: _info(entry, 8 + size) for name, entry in tensors.items()}
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a safetensors file, or a damaged one: {error}") from None
+        raise UserError(f"{path}: not a safetensors file, or corrupt: {error}") from None
 
 
 def check_length(path: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise `UserError` if the file ends before its tensors do."""
+    """Raise `UserError` if the file is truncated."""
     size = file_size(path)
     if size is not None and any(info.end > size for info in tensors.values()):
-        raise UserError(f"{path}: shorter than its header says; a download may have been cut off")
+        raise UserError(f"{path}: truncated: shorter than its header says; the download may be incomplete")
 
 
 def read_tensor(path: str, info: TensorInfo) -> np.ndarray:
-    """One tensor. Raises `UserError` if the file ends before it does."""
+    """Read one tensor. Raises `UserError` if the file is truncated."""
     content = _read(path, info.begin, info.end)
     if len(content) != info.dtype.itemsize * math.prod(info.shape):
-        raise UserError(f"{path}: shorter than its header says; a download may have been cut off")
+        raise UserError(f"{path}: truncated: shorter than its header says; the download may be incomplete")
     return np.frombuffer(content, info.dtype).reshape(info.shape)
 
 
 def read_rows(path: str, info: TensorInfo, first: int, last: int) -> np.ndarray:
-    """Rows `first` up to `last` of a tensor, of which nothing else is read. Raises as `read_tensor` does."""
+    """Read only the rows `first` up to `last` of a tensor. Raises the same errors as `read_tensor`."""
     width = info.dtype.itemsize * math.prod(info.shape[1:])
     part = info._replace(shape=(last - first, *info.shape[1:]), begin=info.begin + first * width)
     return read_tensor(path, part._replace(end=part.begin + (last - first) * width))
 
 
 def header_of(shapes: Mapping[str, Sequence[int]], dtype: np.dtype[Any]) -> bytes:
-    """What a file of such tensors begins with; their data follow in the same order."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 does not load without it
+    """Header of a file with these tensors; their data follow in the same order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers 4
     offset = 0
     for name, shape in shapes.items():
         size = dtype.itemsize * math.prod(shape)
@@ -106,7 +106,7 @@ def _check_types(path: str, tensors: Mapping[str, Mapping[str, Any]]) -> None:
     for name, entry in tensors.items():
         kind = entry["dtype"]
         if isinstance(kind, str) and kind not in _DTYPES and _TYPE.fullmatch(kind):
-            raise UserError(f"{path}: {name} holds numbers of type {kind}, which are not supported; is it quantized?")
+            raise UserError(f"{path}: {name} has the unsupported dtype {kind}; is the model quantized?")
 
 
 def _info(entry: Mapping[str, Any], data_begin: int) -> TensorInfo:
@@ -117,7 +117,7 @@ def _info(entry: Mapping[str, Any], data_begin: int) -> TensorInfo:
 
 
 def _read(path: str, begin: int, end: int) -> bytes:
-    """Bytes of a path or URL, of which nothing else is read."""
+    """Read only the bytes `begin` up to `end` of a path or URL."""
     if not is_url(path):
         with told(path, "read"), open(os.path.expanduser(path), "rb") as file:
             file.seek(begin)

@@ -1,10 +1,10 @@
-"""Sentencepiece models: training them, and as objects of the `tokenizers` library, which tokenizes and is exported.
+"""Sentencepiece models: training, and conversion to the `tokenizers` library, which tokenizes and is exported.
 
 The conversion follows the model's own description: BPE or unigram, its normalisation, byte fallback, the prefix space.
-The ids are those of the sentencepiece library, but for one thing: between readings of a long text that a unigram
-model finds as good as equal, its sums in single precision may decide otherwise (72 of 3.2 million tokens of Python
-source; BPE: none). Text that spells a control token (`<s>`) is text there; `tokenizers` has to be told so, which
-`save_tokenizer` notes in the folder.
+The ids are those of the sentencepiece library, with one exception: its single precision sums may prefer another of two
+almost equally likely segmentations of a long text by a unigram model (72 of 3.2 million tokens of Python source; BPE:
+none). Text that spells a control token (`<s>`) is plain text in sentencepiece; `save_tokenizer` sets
+`split_special_tokens` in the folder, so that `tokenizers` also treats it as text.
 """
 
 import io
@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.logging import log
 
-# Unknown, begin, end, the bytes, and a space, which every text begins with.
+# The unknown, begin and end tokens, the bytes, and the prefix space of every text.
 SMALLEST_VOCABULARY = 3 + 256 + 1
 
 # Types of pieces in a sentencepiece model.
@@ -27,9 +27,9 @@ _UNIGRAM, _BPE = 1, 2
 _SPACE = "▁"
 
 _PIECE_CHARACTERS = 1000  # at most 4000 bytes; sentencepiece drops what is longer than 4192
-_LINE_ENDS = re.compile("[\n▅]")  # sentencepiece has a use of its own for ▅, and drops lines that have it
+_LINE_ENDS = re.compile("[\n▅]")  # sentencepiece uses ▅ internally, and drops lines with it
 
-# As Llama's. Unigram's sums of floats depend on the number of threads.
+# Settings as in Llama. One thread, since the float sums of unigram depend on the number of threads.
 _TRAINING: dict[str, Any] = {
     "normalization_rule_name": "identity",
     "remove_extra_whitespaces": False,
@@ -48,36 +48,36 @@ _TRAINING: dict[str, Any] = {
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str, input_sentence_size: int) -> bytes:
-    """The content of a `.model` file of `vocab_size` pieces; the same texts always give the same bytes.
+    """Train a model; returns the content of a `.model` file of `vocab_size` pieces. Equal texts give equal bytes.
 
-    `model_type` is bpe or unigram; at most `input_sentence_size` lines, of up to 1000 characters, are learned from.
-    Any text encodes, by bytes if need be, and decoding gives it back; only U+2581, which is how sentencepiece writes a
-    space, comes back as one. Raises `UserError` if the texts have too few or too many different parts for `vocab_size`.
+    `model_type` is bpe or unigram. At most `input_sentence_size` lines of up to 1000 characters are used. Any text can
+    be encoded, with bytes if necessary, and decoding restores it, except that U+2581, which sentencepiece uses for a
+    space, is decoded as a space. Raises `UserError` if `vocab_size` is too large or too small for the texts.
     """
     import sentencepiece
 
     lines, seen = _sample(_lines(texts), input_sentence_size)
     if not lines:
-        raise UserError("there is no text to learn from: all documents are empty")
-    log.info(f"learning from {len(lines):,} of {seen:,} lines of text")
+        raise UserError("no text to train on: all documents are empty")
+    log.info(f"training on {len(lines):,} of {seen:,} lines of text")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_handing_over(lines),
+            sentence_iterator=_consume(lines),
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
             **_TRAINING,
         )
     except RuntimeError as error:
-        raise _explained(error, vocab_size) from None
+        raise _explain(error, vocab_size) from None
     return model.getvalue()
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """What sentencepiece calls sentences: lines, and long lines in pieces, as it would drop what is too long.
+    """Sentences for sentencepiece: lines, with long lines split into pieces, since it drops lines that are too long.
 
-    They are cut at spaces, which the pieces then lack: each sentence begins as if there were one before it.
+    Lines are split at spaces, which the pieces lack: sentencepiece adds a space before each sentence.
     """
     for text in texts:
         for line in _LINE_ENDS.split(text):
@@ -92,9 +92,9 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _sample(lines: Iterable[str], size: int) -> tuple[list[str], int]:
-    """At most `size` lines, each equally likely, and how many there were.
+    """Sample at most `size` lines uniformly; returns them and the total number of lines.
 
-    Reservoir sampling, which reads all and holds `size`. Sentencepiece has it too, but draws other lines in every
+    Reservoir sampling reads all lines and holds `size`. The sampling of sentencepiece draws other lines in every
     process, whatever its seed.
     """
     random_numbers = random.Random(0)
@@ -109,33 +109,36 @@ def _sample(lines: Iterable[str], size: int) -> tuple[list[str], int]:
     return kept, seen
 
 
-def _handing_over(lines: list[str]) -> Iterator[str]:
-    """Sentencepiece makes copies of its own, so that each line is let go of when it is taken."""
+def _consume(lines: list[str]) -> Iterator[str]:
+    """Yield and drop the lines one by one, since sentencepiece makes its own copies."""
     lines.reverse()
     while lines:
         yield lines.pop()
 
 
-def _explained(error: RuntimeError, vocab_size: int) -> UserError:
-    """Sentencepiece's own messages name its source files and flags."""
+def _explain(error: RuntimeError, vocab_size: int) -> UserError:
+    """Translate an error of sentencepiece, whose messages refer to its source files and flags."""
     text = str(error)
     if most := re.search(r"Vocabulary size too high .* value <= (\d+)", text):
-        return UserError(f"vocab_size {vocab_size}: too large for this text, which makes at most {most[1]} pieces")
+        return UserError(f"vocab_size {vocab_size}: too large for this text: at most {most[1]} pieces")
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return UserError(
-            f"vocab_size {vocab_size}: too small for this text, whose characters and the bytes alone are {least[1]}"
+            f"vocab_size {vocab_size}: too small for this text: its characters and the bytes require {least[1]}"
         )
-    return UserError(f"sentencepiece cannot learn from this text: {text}")
+    return UserError(f"sentencepiece training failed: {text}")
 
 
 def convert_sentencepiece(content: bytes, name: str) -> tuple[Tokenizer, str | None, str | None]:
-    """The tokenizer in a `.model` file, and its end and begin tokens if it has them. `name` is for errors."""
+    """Convert the content of a `.model` file; returns the tokenizer and its end and begin tokens, if any.
+
+    `name` is used in errors.
+    """
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made when imported
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # defined at import
     try:
         proto.ParseFromString(content)
-    except Exception as error:  # protobuf's own kind of error is not importable by a stable name
+    except Exception as error:  # the error class of protobuf has no stable import path
         raise UserError(f"tokenizer {name!r}: not a sentencepiece model: {error}") from None
     pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
     kind = proto.trainer_spec.model_type
@@ -163,11 +166,11 @@ def _defined_by_user(pieces: list[tuple[str, float, int]]) -> set[str]:
 
 
 def _never_in_longer_pieces(pieces: list[tuple[str, float, int]], proto: Any) -> set[str]:
-    """What is cut out of a text before anything else; no piece reaches across it, so that other pieces stay the same.
+    """Strings to isolate from a text before tokenization. No longer piece contains them, so other pieces do not change.
 
-    Symbols that the user defined, in models with a prefix space: as added tokens they would match after a space only.
-    And characters that a unigram model lacks, but that the name of a byte (`<0x0A>`) is spelled with: the score of an
-    unknown character is below that of all pieces, and the byte would be taken for the better reading of its name.
+    First, user-defined symbols in models with a prefix space: as added tokens they would match only after a space.
+    Second, characters that a unigram model lacks but that occur in the name of a byte (`<0x0A>`): the score of an
+    unknown character is below that of all pieces, so text that spells the name would be encoded as the byte.
     """
     alone = _defined_by_user(pieces) if proto.normalizer_spec.add_dummy_prefix else set()
     if proto.trainer_spec.model_type == _UNIGRAM and proto.trainer_spec.byte_fallback:
@@ -177,8 +180,8 @@ def _never_in_longer_pieces(pieces: list[tuple[str, float, int]], proto: Any) ->
 
 
 def _unigram(pieces: list[tuple[str, float, int]], proto: Any) -> models.Unigram:
-    """The library takes the names of bytes and control pieces for words like any other, so their score is made worse
-    than that of any spelling by letters."""
+    """Unigram model. Names of bytes and control pieces get a score below that of any spelling by letters, since the
+    library treats them as ordinary pieces."""
     worst = min([0.0, *(score for _, score, type_ in pieces if type_ == _NORMAL)])
     never = (worst - 1) * max(len(piece) for piece, _, _ in pieces)
     vocabulary = [(piece, score if type_ in (_NORMAL, _USER) else never) for piece, score, type_ in pieces]
@@ -186,7 +189,7 @@ def _unigram(pieces: list[tuple[str, float, int]], proto: Any) -> models.Unigram
 
 
 def _bpe(pieces: list[tuple[str, float, int]], proto: Any) -> models.BPE:
-    """Sentencepiece keeps no list of merges: any two pieces that make a third may merge, the best scores first."""
+    """BPE model. Sentencepiece stores no merges: any two pieces that form a third may merge, best scores first."""
     ids = {piece: number for number, (piece, _, _) in enumerate(pieces)}
     merges = []
     for piece, score, type_ in pieces:
@@ -201,7 +204,7 @@ def _bpe(pieces: list[tuple[str, float, int]], proto: Any) -> models.BPE:
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=proto.trainer_spec.byte_fallback,
-        # no merges lead to symbols that the user defined, which are cut out whole
+        # no merges lead to user-defined symbols, which are isolated before
         ignore_merges=proto.normalizer_spec.add_dummy_prefix and bool(_defined_by_user(pieces)),
     )
 

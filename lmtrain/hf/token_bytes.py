@@ -1,4 +1,4 @@
-"""How many bytes of text each token stands for: what turns a loss per token into one per byte."""
+"""Number of text bytes of each token, used to convert a loss per token into a loss per byte."""
 
 import json
 import re
@@ -11,11 +11,11 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
-    """The length in bytes of each token's text, 0 for special tokens and ids that are none.
+    """Length in bytes of each token's text; 0 for special tokens and unused ids.
 
-    Of the two ways of spelling tokens that there are, byte-level BPE has a letter for each byte, and sentencepiece
-    writes text with a sign for the space and names for bytes. None for tokenizers of other kinds, whose tokens have
-    no text of their own, and for passthrough.
+    Two spellings of tokens are supported: byte-level BPE has one letter per byte, and sentencepiece has text with a
+    sign for the space and names for bytes. Returns None for other kinds of tokenizers, whose tokens have no text of
+    fixed length, and for passthrough.
     """
     if tokenizer.library is None:
         return None
@@ -44,7 +44,7 @@ def _sentencepiece_bytes(piece: str) -> int:
 
 
 def _unknown_id(model: Any, library: Any) -> int | None:
-    """The token for what cannot be spelled, which says nothing of the text's length."""
+    """Id of the unknown token, whose text length is undefined."""
     if model.get("unk_id") is not None:
         return int(model["unk_id"])
     return None if model.get("unk_token") is None else library.token_to_id(model["unk_token"])

@@ -1,4 +1,4 @@
-"""Tokenizer folders in the Hugging Face format: reading them without transformers, and writing them."""
+"""Tokenizer folders in the Hugging Face format: loading (without transformers) and saving."""
 
 import functools
 import hashlib
@@ -19,7 +19,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer and what the rest of lmtrain needs to know of it; `library` is None for passthrough."""
+    """A tokenizer with its vocabulary size, special tokens and fingerprint; `library` is None for passthrough."""
 
     path: str
     library: "tokenizers.Tokenizer | None"
@@ -30,20 +30,20 @@ class Tokenizer:
 
     @property
     def backend(self) -> "tokenizers.Tokenizer":
-        """What turns text into ids and back. Raises `UserError` if there is no text."""
+        """The library tokenizer that encodes and decodes text. Raises `UserError` for passthrough."""
         if self.library is None:
-            raise UserError(f"tokenizer {self.path!r}: takes token ids as they are, and knows nothing of text")
+            raise UserError(f"tokenizer {self.path!r}: cannot encode or decode text, since its documents are token ids")
         return self.library
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be equal for two tokenizers to give the same ids."""
+        """Values that are equal for two tokenizers that give the same ids."""
         return {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size}
 
 
 @functools.cache
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load the folder `path`. Raises `UserError` if there is none, or if it is not a tokenizer."""
+    """Load the folder `path`. Raises `UserError` if it does not exist or is not a tokenizer."""
     import tokenizers
 
     folder = os.path.expanduser(path)
@@ -58,7 +58,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(file)
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{file}: not a tokenizer: {error}") from None
-    backend.no_truncation()  # some folders come with a limit, which would drop text
+    backend.no_truncation()  # a length limit in the folder would drop text
     backend.no_padding()
     config = read_settings(folder)
     split_special = bool(config.get("split_special_tokens", False))
@@ -71,7 +71,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     return Tokenizer(
         path=path,
         library=backend,
-        # there may be holes between the ids
+        # ids may have gaps
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
         eos_id=_token_id(backend, eos, folder),
         bos_id=_token_id(backend, bos, folder),
@@ -88,7 +88,7 @@ def save_tokenizer(
 ) -> None:
     """Write a folder that `transformers.AutoTokenizer` loads, in versions 4 and 5.
 
-    Without `special_text`, text that spells a special token stays text, here and in transformers.
+    With `special_text` false, text that spells a special token is encoded as text, here and in transformers.
     """
     os.makedirs(folder, exist_ok=True)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -101,7 +101,7 @@ def save_tokenizer(
 
 
 def read_settings(folder: str) -> dict[str, Any]:
-    """The content of the folder's tokenizer_config.json; nothing if there is none."""
+    """Content of the folder's tokenizer_config.json; empty if there is none."""
     file = os.path.join(os.path.expanduser(folder), "tokenizer_config.json")
     if not os.path.isfile(file):
         return {}
@@ -114,7 +114,7 @@ def read_settings(folder: str) -> dict[str, Any]:
 
 
 def token_text(token: Any) -> str | None:
-    """Special tokens are written as text, or as a map with `content`."""
+    """Text of a special token, which is written as text or as a map with `content`."""
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -1,4 +1,4 @@
-"""Weight files that torch wrote. The only file that imports torch, which has to be installed for it."""
+"""Reader of weight files in the format of torch, which requires torch."""
 
 import pickle
 import zipfile
@@ -12,20 +12,20 @@ from lmtrain.runtime.storage import is_url
 
 
 def open_torch(path: str) -> dict[str, Any]:
-    """The tensors of a file, mapped rather than read. Raises `UserError` without torch, or if it holds other things."""
+    """Tensors of a file, memory-mapped. Raises `UserError` without torch, or if the file has other contents."""
     if is_url(path):
-        raise UserError(f"{path}: files of torch are read from local folders only; copy the folder first")
+        raise UserError(f"{path}: torch files can only be read from local folders; copy the folder first")
     try:
         import torch
     except ImportError:
         raise UserError(
-            f"{path}: to read it, `pip install torch`; or save the model with save_pretrained, as safetensors"
+            f"{path}: requires torch: run `pip install torch`, or save the model as safetensors with save_pretrained"
         ) from None
     try:
-        # files from before torch 1.6 are no zip files, and only zip files can be mapped
+        # files from before torch 1.6 are not zip files, and only zip files can be mapped
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError:
-        raise UserError(f"{path}: holds more than tensors, or is damaged; code in it is never run") from None
+        raise UserError(f"{path}: holds more than tensors, or is corrupt; code in it is never run") from None
     except Exception as error:  # zip and torch errors of many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{path}: torch cannot load it: {reason}") from None
@@ -37,7 +37,7 @@ def open_torch(path: str) -> dict[str, Any]:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """A copy of a torch tensor's values; numpy has no bfloat16 of its own."""
+    """Copy a torch tensor to numpy; bfloat16, which numpy lacks, is read as bits."""
     import torch
 
     tensor = tensor.detach().clone(memory_format=torch.contiguous_format)

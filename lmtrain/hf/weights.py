@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face model, wherever it is: a folder, a folder at a URL, or the hub.
+"""Weights of a Hugging Face model in a folder, in a folder at a URL, or on the Hub.
 
-model.safetensors, or several by model.safetensors.index.json        read tensor by tensor, also from URLs
-pytorch_model.bin, or several by pytorch_model.bin.index.json        local files only, with torch installed
+model.safetensors, or the files in model.safetensors.index.json        read tensor by tensor, also from URLs
+pytorch_model.bin, or the files in pytorch_model.bin.index.json        local files only; requires torch
 """
 
 import json
@@ -21,19 +21,19 @@ class Weights(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of all tensors."""
+        """Shapes of all tensors by name."""
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, in the type it is stored in."""
+        """Read one tensor in its stored dtype."""
 
     def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
-        """Rows `first` up to `last` of a tensor."""
+        """Read the rows `first` up to `last` of a tensor."""
 
 
 def locate(ref: str, name: str) -> str | None:
-    """The path or URL of a file of the model `ref`, None if the model has no such file.
+    """Path or URL of a file of the model `ref`; None if the model has no such file.
 
-    Raises `UserError` if there is no such model, or if it cannot be had from here.
+    Raises `UserError` if the model is not found or unavailable.
     """
     folder = os.path.expanduser(ref)
     if is_url(ref) or os.path.isdir(folder):
@@ -42,18 +42,18 @@ def locate(ref: str, name: str) -> str | None:
     if ref.startswith((".", "/", "~")):
         without, at, revision = ref.rpartition("@")
         if at and os.path.isdir(os.path.expanduser(without)):
-            raise UserError(f"{ref}: {without} is a folder, and folders have no revisions; leave @{revision} out")
+            raise UserError(f"{ref}: {without} is a folder, which has no revisions; remove @{revision}")
         raise UserError(f"{ref}: no such folder")
     from lmtrain.hf.hub import fetch_file
 
     try:
         return fetch_file(ref, name)
     except UserError as error:
-        raise UserError(f"{error}\n  there is no folder {ref} here either") from None
+        raise UserError(f"{error}\n  there is no local folder {ref} either") from None
 
 
 def read_model_json(ref: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of the model, None if it has none of that name."""
+    """Content of a JSON file of the model; None if there is no such file."""
     path = locate(ref, name)
     if path is None:
         return None
@@ -62,12 +62,12 @@ def read_model_json(ref: str, name: str) -> dict[str, Any] | None:
     except ValueError as error:
         raise UserError(f"{ref}: {name} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{ref}: {name} should be a map")
+        raise UserError(f"{ref}: {name} is not a JSON object")
     return values
 
 
 def read_model_config(ref: str) -> dict[str, Any]:
-    """The model's `config.json`. Raises `UserError` if it has none."""
+    """Content of the model's `config.json`. Raises `UserError` if it is missing."""
     values = read_model_json(ref, "config.json")
     if values is None:
         raise UserError(f"{ref}: there is no config.json; not a Hugging Face model")
@@ -75,7 +75,7 @@ def read_model_config(ref: str) -> dict[str, Any]:
 
 
 def open_weights(ref: str) -> Weights:
-    """The model's tensors; safetensors first. Raises `UserError` if it has none that can be read."""
+    """Open the model's tensors, safetensors first. Raises `UserError` if there are no readable weights."""
     for index, single, kind in (
         ("model.safetensors.index.json", "model.safetensors", SafetensorsWeights),
         ("pytorch_model.bin.index.json", "pytorch_model.bin", TorchWeights),
@@ -96,11 +96,11 @@ class SafetensorsWeights:
         self._where: dict[str, tuple[str, TensorInfo]] = {}
         for path in paths:
             found = read_header(path)
-            # every process reports it before any reads its share: one that stopped alone would leave the others waiting
+            # every process checks this before any reads its share: if one stopped alone, the others would wait for it
             check_length(path, found)
             twice = sorted(found.keys() & self._where.keys())
             if twice:
-                raise UserError(f"{path}: {twice[0]} is in {self._where[twice[0]][0]} too")
+                raise UserError(f"{path}: {twice[0]} is also in {self._where[twice[0]][0]}")
             self._where |= {name: (path, info) for name, info in found.items()}
         self.shapes = {name: info.shape for name, (_, info) in self._where.items()}
 
@@ -112,7 +112,7 @@ class SafetensorsWeights:
 
 
 class TorchWeights:
-    """Tensors of files that torch wrote, mapped into memory; of these only tensors are read, no code."""
+    """Tensors of files in the format of torch, memory-mapped. Only tensors are loaded, code is never run."""
 
     def __init__(self, paths: list[str]):
         from lmtrain.hf.torch_file import open_torch
@@ -136,7 +136,7 @@ class TorchWeights:
 def _file(ref: str, name: str) -> str:
     path = locate(ref, name)
     if path is None:
-        raise UserError(f"{ref}: {name} is missing, though the index names it; a copy may be incomplete")
+        raise UserError(f"{ref}: {name} is missing, but the index lists it; the copy may be incomplete")
     return path
 
 

@@ -60,7 +60,7 @@ def test_another_process_writes_the_same_bytes_and_logs_the_number_of_lines(trai
     done = lmtrain("tokenizer", "train", TRAIN_FILES[0], "--output", "there.model", *few)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("learning from 60 of ")
+    assert lines[0].startswith("training on 60 of ")
     assert [line.partition(": ")[0] for line in lines[1:]] == ["there.model"]
     assert "300 entries" in lines[1]
     train("--output", "here.model", *few)

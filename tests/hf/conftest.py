@@ -1,4 +1,4 @@
-"""The hub of the tests."""
+"""Fixture with the fake Hub."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from hf.fake_hub import FakeHub
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[FakeHub]:
-    """A hub on this machine; asked for something that it does not speak, it fails the test."""
+    """A Hub on this machine; fails the test if it receives an unknown request."""
     hub = FakeHub(tmp_path)
     yield hub
     hub.close()

@@ -1,7 +1,7 @@
-"""A Hugging Face hub on this machine: a real server that speaks the part of the hub's API that models need.
+"""A fake Hugging Face Hub on this machine: a real server with the part of the API that models need.
 
-Models with their branches and commits, accounts with their tokens, and faults to order, all in memory. Large files lie
-in a second server, as the real hub's do, which must never be shown a token.
+Models with branches and commits, accounts with tokens, and injected faults, all in memory. Large files are stored on a
+second server, as in the real Hub, which must never receive a token.
 """
 
 import base64
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 _LARGE = (".safetensors", ".bin")
 
-# What every process of `ask` begins with.
+# Code at the start of every process of `ask`.
 _PRELUDE = """
 import json, os, sys
 from pathlib import Path
@@ -87,7 +87,7 @@ class Repository:
         return self.commits[self.branches[branch]].files
 
     def history(self, branch: str = "main") -> list[str]:
-        """Ids of all commits, the last one first."""
+        """Ids of all commits, latest first."""
         ids, id = [], self.branches.get(branch)
         while id is not None:
             ids.append(id)
@@ -99,7 +99,7 @@ class Repository:
 
 
 class Request(NamedTuple):
-    """What a server was asked; `storage` for the second one."""
+    """A received request; `storage` is true on the second server."""
 
     storage: bool
     line: str
@@ -108,7 +108,7 @@ class Request(NamedTuple):
 
 
 class FakeHub:
-    """The hub, without models and with one account, and processes that believe in it."""
+    """The fake Hub, initially with one account and no models, and processes that use it."""
 
     def __init__(self, home: Path):
         self.home = home
@@ -118,7 +118,7 @@ class FakeHub:
         self.stored: dict[str, bytes] = {}
         self.requests: list[Request] = []
         self.surprises: list[str] = []
-        """Requests that it does not know, and its own mistakes: a test with any has proved nothing."""
+        """Unknown requests and errors of the fake itself; a test with any of them fails."""
         self.closing = threading.Event()
         self.lock = threading.RLock()
         self._faults: list[list[Any]] = []
@@ -137,8 +137,11 @@ class FakeHub:
         return repository
 
     def fail(self, how: int | str, times: int = 1, where: str = "") -> None:
-        """The next requests whose first line contains `where` are answered with the status `how`, or come to nothing:
-        "drop" hangs up, "lose" does what is asked and hangs up, "cut" sends half, "hang" says nothing."""
+        """Inject a fault into the next requests whose first line contains `where`.
+
+        `how` is a status to answer with, or "drop" (disconnect), "lose" (process the request, then disconnect), "cut"
+        (send half of the answer), or "hang" (send nothing).
+        """
         self._faults.append([how, times, where])
 
     def next_fault(self, line: str) -> int | str | None:
@@ -150,11 +153,11 @@ class FakeHub:
         return None
 
     def asked(self, *words: str) -> list[Request]:
-        """Requests so far with all these words in the first line."""
+        """Requests so far that have all these words in the first line."""
         return [request for request in self.requests if all(word in request.line for word in words)]
 
     def leaks(self, token: str) -> list[str]:
-        """Where a token has been outside the one header for it, or in that one of the storage."""
+        """Requests with a token outside the authorization header, or to the storage with that header."""
         found = []
         for request in self.requests:
             headers = {name: value for name, value in request.headers.items() if name.lower() != "authorization"}
@@ -165,7 +168,7 @@ class FakeHub:
         return found
 
     def run(self, code: str, **environment: str) -> subprocess.CompletedProcess:
-        """A process with this hub, an empty home, no token, and nothing of the user's."""
+        """Run code in a process with this Hub, an empty home, no token, and none of the user's settings."""
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -176,26 +179,26 @@ class FakeHub:
             "HF_HOME": str(self.home / "hf"),
             "HF_HUB_OFFLINE": "0",
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_XET": "1",  # the protocol of its newer storage is not spoken here
+            "HF_HUB_DISABLE_XET": "1",  # the protocol of the newer storage is not implemented here
         }
-        # huggingface_hub sends files in a way that httpx means to drop
+        # huggingface_hub sends files in a way that httpx has deprecated
         command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", code]
         return subprocess.run(
             command, env=kept | own | environment, cwd=self.home, capture_output=True, text=True, timeout=60
         )
 
     def hf(self, command: str, **environment: str) -> subprocess.CompletedProcess:
-        """Runs a command of huggingface_hub's, such as `hf download acme/tiny`."""
+        """Run a command of huggingface_hub, such as `hf download acme/tiny`."""
         code = f"import sys\nfrom huggingface_hub.cli.hf import main\nsys.argv = {shlex.split(command)!r}\nmain()"
         return self.run(code, HF_HUB_DISABLE_UPDATE_CHECK="1", **environment)
 
     def ask(self, *calls: str, setup: str = "", **environment: str) -> list[Any]:
-        """What calls of lmtrain's functions return, or raise as `UserError`, in one process; nothing secret is said."""
+        """Results (or `UserError`s) of calls of lmtrain functions in one process; checks that no token is printed."""
         done = self.run(
             f"{_PRELUDE}\n{setup}\nprint(json.dumps([answer(call) for call in {list(calls)!r}]))", **environment
         )
         assert done.returncode == 0, done.stderr
-        assert "%|" not in done.stderr  # no bars of progress
+        assert "%|" not in done.stderr  # no progress bars
         for token in [*self.accounts, *re.findall(r"""hf_\w+""", " ".join([*calls, *environment.values()]))]:
             assert token not in done.stdout
             assert token not in done.stderr
@@ -245,7 +248,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.hub.closing.wait()
             self._hang_up()
         elif isinstance(fault, int):
-            self._answer(fault, {"error": "ordered by a test"})
+            self._answer(fault, {"error": "injected by a test"})
         else:
             try:
                 with self.hub.lock:
@@ -257,7 +260,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             else:
                 self._answer(status, content, cut=fault == "cut", **headers)
 
-    do_GET = do_HEAD = do_POST = do_PUT = _serve  # noqa: N815  # names that http.server looks for
+    do_GET = do_HEAD = do_POST = do_PUT = _serve  # noqa: N815  # names required by http.server
 
     def _find_answer(self) -> tuple[int, Any, dict[str, str]]:
         path = self.path.partition("?")[0]
@@ -296,7 +299,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.rfile.readline()
         return body
 
-    # Who asks, and for what
+    # Authentication and access
 
     def _account(self) -> Account | None:
         authorization = self.headers.get("Authorization")
@@ -321,7 +324,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if account is None:
             raise _RefusedError(401, "", "log in first")
         if not account.may_write(name):
-            # the echo is what a careless proxy might do
+            # echoes the token, as a faulty proxy might do
             raise _RefusedError(403, "", f"{account.name} may not, with {self.headers['Authorization']}")
         return account
 
@@ -374,7 +377,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         files = self._commit(self._repository(name), revision)[1].files
         return [{"type": "file", "path": file, "size": len(files[file]), **_tree_ids(file, files)} for file in files]
 
-    # Files, to be read
+    # Downloads
 
     def resolve(self, name: str, revision: str, file: str) -> Any:
         repository = self._repository(name)
@@ -396,7 +399,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def read_stored(self, oid: str) -> Any:
         return 200, self.hub.stored[oid], {"ETag": f'"{oid}"'}
 
-    # Files, to be written
+    # Uploads
 
     def preupload(self, name: str, revision: str) -> Any:
         there = self._commit(self._repository(name, write=True), revision)[1].files

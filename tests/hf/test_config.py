@@ -1,4 +1,4 @@
-"""Settings of starting from and exporting to Hugging Face."""
+"""Settings of Hugging Face import and export."""
 
 import pytest
 from pydantic import ValidationError
@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from lmtrain.hf.config import HuggingFaceConfig
 
 
-def test_the_references_defaults():
+def test_defaults_match_the_reference():
     c = HuggingFaceConfig()
     assert (c.initialize_from_hf, c.use_hf_model_config, c.hf_save_path, c.hf_save_steps) == (
         False,
@@ -18,11 +18,11 @@ def test_the_references_defaults():
 
 
 @pytest.mark.parametrize("value", [True, False, "mosaicml/mpt-7b", "mosaicml/mpt-7b@deadbeef", "/a/folder"])
-def test_weights_to_begin_from_are_named_or_left_to_the_family(value):
+def test_initial_weights_are_named_or_the_default_of_the_family(value):
     assert HuggingFaceConfig(initialize_from_hf=value).initialize_from_hf == value
 
 
 @pytest.mark.parametrize("change", [{"hf_save_steps": 0}, {"hf_save_dtype": "f16"}, {"initialize_from_hf": 3}])
-def test_impossible_values_are_refused(change):
+def test_invalid_values_are_refused(change):
     with pytest.raises(ValidationError):
         HuggingFaceConfig(**change)

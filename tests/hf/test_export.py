@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder: whole or not at all."""
+"""Export of a Hugging Face folder: complete or not at all."""
 
 import json
 import os
@@ -60,24 +60,24 @@ def test_an_earlier_export_is_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{}", '{"model_type": "gpt2"}', "[]", "no JSON"])
-def test_a_folder_with_somebody_elses_config_is_left_alone(tmp_path, content):
-    """A project, or the model that training began from."""
+def test_a_folder_with_a_foreign_config_is_not_replaced(tmp_path, content):
+    """Such as a project, or the model that training started from."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(content)
-    with pytest.raises(UserError, match="is no export of lmtrain's"):
+    with pytest.raises(UserError, match="is not an lmtrain export"):
         write(tmp_path / "model")
     assert (tmp_path / "model" / "config.json").read_text() == content
 
 
-def test_what_was_put_into_an_export_is_not_thrown_away(tmp_path):
+def test_other_files_in_an_export_are_not_deleted(tmp_path):
     write(tmp_path / "model")
     (tmp_path / "model" / "notes").mkdir()
-    with pytest.raises(UserError, match="this one holds notes too; move it away"):
+    with pytest.raises(UserError, match="also holds notes; move it away"):
         write(tmp_path / "model")
     assert (tmp_path / "model" / "notes").is_dir()
 
 
-def test_a_link_to_a_folder_stays_one(tmp_path):
+def test_a_symbolic_link_to_a_folder_is_kept(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     write(tmp_path / "link")
@@ -86,35 +86,35 @@ def test_a_link_to_a_folder_stays_one(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["link", "real"]
 
 
-def test_places_that_cannot_be_are_told(tmp_path, monkeypatch):
+def test_invalid_outputs_are_user_errors(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for output, message in [
-        (str(tmp_path / "file" / "below"), "cannot be made: "),
+        (str(tmp_path / "file" / "below"), "cannot be created: "),
         ("", "expected a folder or URL"),
-        (".", "the folder is replaced as a whole"),
-        ("/", "the folder is replaced as a whole"),
+        (".", "the current folder and / cannot be replaced"),
+        ("/", "the current folder and / cannot be replaced"),
     ]:
         with pytest.raises(UserError, match=f"--output.*: {message}"):
             write(output)
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
+def test_a_folder_with_other_files_is_not_replaced(tmp_path):
     (tmp_path / "photo.png").write_text("precious")
-    with pytest.raises(UserError, match="not empty and is no export of lmtrain's"):
+    with pytest.raises(UserError, match="not empty and is not an lmtrain export"):
         write(tmp_path)
     assert os.listdir(tmp_path) == ["photo.png"]
 
 
-def test_a_file_in_the_way_is_left_alone(tmp_path):
+def test_an_existing_file_is_not_replaced(tmp_path):
     (tmp_path / "model").write_text("precious")
-    with pytest.raises(UserError, match="there is a file of that name"):
+    with pytest.raises(UserError, match="exists and is a file"):
         write(tmp_path / "model")
     assert (tmp_path / "model").read_text() == "precious"
 
 
-def test_a_write_that_fails_leaves_the_earlier_export_and_nothing_else(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_earlier_export_and_leaves_no_other_files(tmp_path, monkeypatch):
     write(tmp_path / "model")
 
     def fail(*_: object) -> None:
@@ -128,11 +128,11 @@ def test_a_write_that_fails_leaves_the_earlier_export_and_nothing_else(tmp_path,
 
 
 @pytest.mark.parametrize("scheme", ["local", "memory"])
-def test_weights_that_read_back_differently_are_noticed(tmp_path, monkeypatch, scheme):
+def test_weights_that_read_back_differently_are_an_error(tmp_path, monkeypatch, scheme):
     read = export.read_tensor
     monkeypatch.setattr(export, "read_tensor", lambda path, info: read(path, info) + 1)
     output = str(tmp_path / "model") if scheme == "local" else "memory://damaged/model"
-    with pytest.raises(OSError, match="reads back with other values"):
+    with pytest.raises(OSError, match="checksum mismatch"):
         write(output)
     assert list_names(str(tmp_path)) == list_names("memory://damaged") == []
 
@@ -150,11 +150,11 @@ def test_several_files_have_an_index_as_transformers_writes_it(tmp_path):
     ("sizes", "most", "expected"),
     [([5], 3, [[0]]), ([1, 1, 1], 2, [[0, 1], [2]]), ([3, 9, 3], 4, [[0], [1], [2]]), ([2, 2, 3], 4, [[0, 1], [2]])],
 )
-def test_files_hold_as_much_as_fits_in_order(sizes, most, expected):
+def test_files_are_filled_in_order(sizes, most, expected):
     assert plan_shards(sizes, most) == expected
 
 
-def test_a_url_gets_the_same_files_and_a_later_export_leaves_none_of_the_earlier(tmp_path):
+def test_a_url_gets_the_same_files_and_a_later_export_replaces_all_earlier_files(tmp_path):
     write(tmp_path / "model")
     write("memory://bucket/models/one", shard_bytes=20)
     write("memory://bucket/models/one")
@@ -164,8 +164,8 @@ def test_a_url_gets_the_same_files_and_a_later_export_leaves_none_of_the_earlier
         assert read_bytes(f"memory://bucket/models/one/{name}") == (tmp_path / "model" / name).read_bytes()
 
 
-def test_a_url_that_holds_something_else_is_left_alone():
+def test_a_url_with_other_files_is_not_replaced():
     write_bytes("memory://bucket/photos/a.png", b"precious")
-    with pytest.raises(UserError, match="not empty and is no export of lmtrain's"):
+    with pytest.raises(UserError, match="not empty and is not an lmtrain export"):
         write("memory://bucket/photos")
     assert list_names("memory://bucket/photos") == ["a.png"]

@@ -1,4 +1,4 @@
-"""Every way to name a tokenizer leads to a folder that loads, and what cannot be had says why."""
+"""Every form of a tokenizer name resolves to a folder that loads, or is an error with the reason."""
 
 import json
 import os
@@ -22,11 +22,11 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_a_folder_is_itself():
+def test_a_folder_is_used_directly():
     assert find_tokenizer(str(TOKENIZER)) == str(TOKENIZER)
 
 
-def test_byte_is_every_byte_by_its_number_and_an_end():
+def test_byte_maps_each_byte_to_its_value_and_has_an_end_token():
     tokenizer = open_tokenizer("byte")
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
     for text in TEXTS[:-1]:
@@ -54,7 +54,7 @@ def test_a_url_is_copied_once_and_is_the_same_tokenizer():
     assert os.stat(os.path.join(folder, "tokenizer.json")).st_mtime_ns == before
 
 
-def test_nothing_half_made_is_left_or_taken_for_whole(tmp_path):
+def test_an_unfinished_folder_is_neither_used_nor_left(tmp_path):
     folder = find_tokenizer("byte")
     os.remove(os.path.join(folder, "tokenizer.json"))
     shutil.rmtree(folder)
@@ -63,8 +63,8 @@ def test_nothing_half_made_is_left_or_taken_for_whole(tmp_path):
     assert os.listdir(cache_folder()) == ["byte"]
 
 
-def test_a_hub_id_is_read_from_the_hubs_cache_without_a_network(tmp_path):
-    """In its own process: the hub's libraries read where their cache is when they are imported."""
+def test_a_hub_id_is_read_from_the_hub_cache_when_offline(tmp_path):
+    """In a separate process, since the Hub libraries read the location of their cache at import."""
     snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / ("a" * 40)
     shutil.copytree(TOKENIZER, snapshot)
     (snapshot / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
@@ -81,7 +81,7 @@ def test_a_hub_id_is_read_from_the_hubs_cache_without_a_network(tmp_path):
         )
         assert done.returncode == 0, done.stderr
         found.append(done.stdout.split())
-        shutil.rmtree(tmp_path / "hf", ignore_errors=True)  # the second time, its own copy is enough
+        shutil.rmtree(tmp_path / "hf", ignore_errors=True)  # the second run uses its own copy
     ours = open_tokenizer(str(TOKENIZER))
     assert found[0] == found[1]
     assert found[0][:2] == [str(ours.vocab_size), str(ours.eos_id)]
@@ -92,7 +92,7 @@ def test_a_hub_id_is_read_from_the_hubs_cache_without_a_network(tmp_path):
 
 
 def tiny_pair(folder, merges):
-    """GPT-2's first form, of 256 bytes, some merges and an end."""
+    """The original format of GPT-2, with 256 bytes, some merges and an end token."""
     from tokenizers import pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -103,8 +103,8 @@ def tiny_pair(folder, merges):
 
 
 @pytest.mark.parametrize("given", ["", "tokenizer.json", "~/tokenizer.json"])
-def test_a_file_is_the_folder_it_is_in_and_another_project_has_its_own(tmp_path, monkeypatch, given):
-    """Both call it by the same relative name; nothing of it is kept elsewhere, so a retrained one counts at once."""
+def test_a_file_resolves_to_its_folder_separately_in_each_project(tmp_path, monkeypatch, given):
+    """Both use the same relative name; nothing is copied, so that a retrained tokenizer is used immediately."""
     found = []
     for project, tokenizer in (("one", TOKENIZER), ("two", find_tokenizer("byte"))):
         shutil.copytree(tokenizer, tmp_path / project / "my_tok")
@@ -118,7 +118,7 @@ def test_a_file_is_the_folder_it_is_in_and_another_project_has_its_own(tmp_path,
     assert os.listdir(cache_folder()) == ["byte"]
 
 
-def test_a_json_file_of_another_name_is_a_tokenizer_by_its_content(tmp_path):
+def test_a_json_file_with_another_name_is_identified_by_its_content(tmp_path):
     path = tmp_path / "mine.json"
     shutil.copy(TOKENIZER / "tokenizer.json", path)
     first = open_tokenizer(str(path))
@@ -129,7 +129,7 @@ def test_a_json_file_of_another_name_is_a_tokenizer_by_its_content(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["", "vocab.json", "merges.txt"])
-def test_vocab_and_merges_are_gpt2s_tokenizer(tmp_path, given):
+def test_vocab_and_merges_give_the_tokenizer_of_gpt2(tmp_path, given):
     from transformers import GPT2TokenizerFast
 
     folder = tmp_path / "pair"
@@ -150,14 +150,14 @@ def test_vocab_and_merges_are_gpt2s_tokenizer(tmp_path, given):
     assert open_tokenizer(str(folder / given)).vocab_size == 258
 
 
-def test_an_end_that_the_pairs_settings_name_is_taken(tmp_path):
+def test_the_end_token_in_the_settings_of_the_pair_is_used(tmp_path):
     tiny_pair(tmp_path, [("d", "e")])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "de"}}))
     found = open_tokenizer(str(tmp_path))
     assert (found.eos_id, found.bos_id) == (256, 257)
 
 
-def test_a_folder_with_a_sentencepiece_model_alone_is_converted(tmp_path, monkeypatch):
+def test_a_folder_with_only_a_sentencepiece_model_is_converted(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("lmtrain.hf.find_tokenizer._from_sentencepiece", lambda name: asked.append(name) or "found")
     (tmp_path / "tokenizer.model").write_bytes(b"x")
@@ -169,12 +169,12 @@ def test_a_folder_with_a_sentencepiece_model_alone_is_converted(tmp_path, monkey
     ("name", "message"),
     [
         ("my_tok/tokenizer.json", "no such file"),
-        ("vocab.json", "merges.txt is not beside it"),
-        ("text.md", "a file of another kind"),
-        ("broken/vocab.json", "are no tokenizer"),
+        ("vocab.json", "merges.txt is missing"),
+        ("text.md", "unsupported file type"),
+        ("broken/vocab.json", "invalid vocab.json or merges.txt"),
     ],
 )
-def test_files_that_are_no_tokenizer_are_never_asked_of_the_hub(name, message, tmp_path, monkeypatch):
+def test_invalid_tokenizer_files_are_never_requested_from_the_hub(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "vocab.json").write_text("{}")
     (tmp_path / "text.md").write_text("text")
@@ -191,12 +191,12 @@ def test_files_that_are_no_tokenizer_are_never_asked_of_the_hub(name, message, t
     [
         ("no/such/folder", "no such folder; make one with `lmtrain tokenizer train --output no/such/folder FILES`"),
         ("acme/none", "not found locally or on the Hugging Face Hub"),
-        ("memory://none", "there is no tokenizer.json"),
+        ("memory://none", "tokenizer.json not found"),
         ("nonsense://x", "Protocol not known: nonsense"),
         ("gone.model", "cannot be read"),
     ],
 )
-def test_what_cannot_be_had_says_why(name, message, tmp_path, monkeypatch):
+def test_an_unavailable_tokenizer_is_an_error_with_the_reason(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         find_tokenizer(name)

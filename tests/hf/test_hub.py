@@ -1,4 +1,4 @@
-"""Whether the hub can be reached is found out quickly, and what it has comes whole or not without a reason."""
+"""The Hub: quick check of reachability, complete downloads, and errors with the reason."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ def _fresh(monkeypatch):
     prepare_hub.cache_clear()
 
 
-def test_a_hub_that_does_not_answer_turns_its_libraries_offline_at_once(monkeypatch):
+def test_an_unreachable_hub_sets_its_libraries_offline_at_once(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
@@ -36,7 +36,7 @@ def test_a_hub_that_does_not_answer_turns_its_libraries_offline_at_once(monkeypa
     assert time.monotonic() - began < 10
 
 
-def test_a_hub_that_answers_changes_nothing(monkeypatch):
+def test_a_reachable_hub_changes_nothing(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         assert prepare_hub()
@@ -44,16 +44,16 @@ def test_a_hub_that_answers_changes_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_offline_is_taken_at_its_word(monkeypatch, name):
+def test_offline_settings_skip_the_connection_check(monkeypatch, name):
     def connect(*arguments):
-        raise AssertionError("not to be looked up")
+        raise AssertionError("must not connect")
 
     monkeypatch.setenv(name, "1")
     monkeypatch.setattr(socket, "create_connection", connect)
     assert not prepare_hub()
 
 
-def test_behind_a_proxy_it_is_the_proxy_that_has_to_answer(monkeypatch):
+def test_behind_a_proxy_the_proxy_is_checked(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("HTTPS_PROXY", f"127.0.0.1:{server.getsockname()[1]}")
@@ -63,7 +63,7 @@ def test_behind_a_proxy_it_is_the_proxy_that_has_to_answer(monkeypatch):
         assert not prepare_hub()
 
 
-def test_an_address_that_is_none_cannot_be_reached(monkeypatch):
+def test_an_invalid_address_cannot_be_reached(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "huggingface.co")
     assert not prepare_hub()
     assert offline_reason() == "huggingface.co cannot be reached (HF_ENDPOINT is not a URL)"
@@ -79,7 +79,7 @@ def test_an_address_that_is_none_cannot_be_reached(monkeypatch):
         ("a/b@refs/pr/3", ("a/b", "refs/pr/3")),
     ],
 )
-def test_a_ref_is_a_repository_and_perhaps_a_revision(ref, parsed):
+def test_a_ref_is_a_repository_with_an_optional_revision(ref, parsed):
     assert parse_ref(ref) == parsed
 
 
@@ -91,12 +91,12 @@ def test_a_ref_is_a_repository_and_perhaps_a_revision(ref, parsed):
         *("a@", "@main", "a/b@c@d", "a/b@c d", "a/b@../c"),
     ],
 )
-def test_what_is_no_ref_is_refused(ref):
-    with pytest.raises(UserError, match="write owner/name or owner/name@revision"):
+def test_an_invalid_ref_is_refused(ref):
+    with pytest.raises(UserError, match="expected owner/name or owner/name@revision"):
         parse_ref(ref)
 
 
-def test_files_come_whole_and_only_once(hub):
+def test_files_are_downloaded_completely_and_only_once(hub):
     repository = hub.add("acme/tiny", {"config.json": b"{}", "model.safetensors": WEIGHTS, "onnx/a.json": b"[]"})
     first = repository.branches["main"]
     repository.commit("runs/b", "second", {"config.json": b'{"second": 2}'})
@@ -108,11 +108,11 @@ def test_files_come_whole_and_only_once(hub):
     contents = [b"{}"] * 3 + [b'{"second": 2}', b"gpt2", b"[]", WEIGHTS]
     assert [Path(path).read_bytes() for path in found] == contents * 2
     assert nothing is None
-    assert len(hub.asked("GET")) == 5  # the first three are one file, and each is in the cache the second time
+    assert len(hub.asked("GET")) == 5  # the first three are one file, and the second request of each uses the cache
     assert {request.headers.get("authorization") for request in hub.asked("/resolve/")} == {f"Bearer {hub.token}"}
 
 
-def test_what_the_hub_refuses_says_why_and_what_to_do(hub):
+def test_refusals_of_the_hub_give_the_reason_and_advice(hub):
     hub.accounts["hf_ofAStranger"] = Account("stranger")
     hub.add("acme/tiny", {"config.json": b"{}"})
     hub.add("acme/gated", {"config.json": b"gated"}, admits=("somebody",))
@@ -122,31 +122,36 @@ def test_what_the_hub_refuses_says_why_and_what_to_do(hub):
     hub.fail(403, 1, "HEAD /acme/hidden/")
     settings = f"{hub.url}/settings/tokens"
     asked = {
-        'fetch_file("a b", "x")': ["'a b'", "write owner/name"],
-        'fetch_file("acme/none", "x")': ["acme/none: x cannot be read from the hub", "no such repository", "spelling"],
-        'fetch_file("acme/tiny@nope", "x")': ["has no revision 'nope'", f"{hub.url}/acme/tiny/tree/main"],
+        'fetch_file("a b", "x")': ["'a b'", "expected owner/name"],
+        'fetch_file("acme/none", "x")': [
+            "acme/none: x cannot be read from the hub",
+            "repository not found",
+            "spelling",
+        ],
+        'fetch_file("acme/tiny@nope", "x")': ["unknown revision 'nope'", f"{hub.url}/acme/tiny/tree/main"],
         'fetch_file("acme/gated", "config.json")': [
             "gated repository",
             f"request access at {hub.url}/acme/gated",
             "HF_TOKEN",
         ],
-        'fetch_file("lab/private", "config.json")': ["it is private and it opens to a token alone", "set HF_TOKEN"],
+        'fetch_file("lab/private", "config.json")': ["private and requires a token", "set HF_TOKEN"],
         'fetch_file("acme/closed", "x")': ["authentication required", f"set HF_TOKEN to a token from {settings}"],
         'fetch_file("acme/hidden", "x")': ["authentication required", settings],
         'use_token("hf_ofAStranger")': [],
         'fetch_file("acme/gated@main", "config.json")': ["gated repository", f"request access at {hub.url}/acme/gated"],
-        'fetch_file("lab/private@main", "config.json")': ["it is private and the account of your token does not"],
+        'fetch_file("lab/private@main", "config.json")': ["private and your token has no access"],
         'fetch_file("acme/forbidden", "x")': ["the token in HF_TOKEN lacks permission", settings],
         'use_token("hf_ofNobody")': [],
         'fetch_file("acme/tiny", "a")': [
-            "the hub does not know the token in HF_TOKEN",
-            f"make a new one at {settings}",
+            "invalid token in HF_TOKEN",
+            f"create a new one at {settings}",
         ],
         'use_token("hf_ofNobody", "HUGGING_FACE_HUB_TOKEN")': [],
-        'fetch_file("acme/tiny", "b")': ["does not know the token in HUGGING_FACE_HUB_TOKEN"],
+        'fetch_file("acme/tiny", "b")': ["invalid token in HUGGING_FACE_HUB_TOKEN"],
         'use_token("hf_“curly”")': [],
         'fetch_file("acme/tiny", "c")': [
-            f"HF_TOKEN holds letters or spaces that no token has; copy it again from {settings}"
+            "HF_TOKEN has characters that are invalid",
+            f"copy it again from {settings}",
         ],
     }
     for (call, words), answer in zip(asked.items(), hub.ask(*asked), strict=True):
@@ -154,16 +159,16 @@ def test_what_the_hub_refuses_says_why_and_what_to_do(hub):
             assert answer is None, call
         else:
             assert answer.startswith("UserError: "), call
-            assert "cache" not in answer, call  # which cannot mend it
+            assert "cache" not in answer, call  # the cache cannot help here
         for word in words:
             assert word in answer, call
 
     calls = ['fetch_file("acme/gated", "config.json")', 'fetch_file("lab/private", "config.json")']
-    found = hub.ask(*calls, HUGGING_FACE_HUB_TOKEN=hub.token)  # the older name opens too
+    found = hub.ask(*calls, HUGGING_FACE_HUB_TOKEN=hub.token)  # the older name also works
     assert [Path(path).read_bytes() for path in found] == [b"gated", b"private"]
 
 
-def test_the_cache_answers_without_a_network(hub):
+def test_the_cache_is_used_when_offline(hub):
     hub.add("acme/tiny", {"config.json": b"{}", "a.json": b"a"})
     hub.add("acme/whole", {"config.json": b"whole", "a.json": b"a"})
     fetch = 'fetch_file("acme/tiny", "config.json")'
@@ -183,10 +188,10 @@ def test_the_cache_answers_without_a_network(hub):
         found = hub.ask(*calls, **environment)
         assert found[:2] == [path, None]
         assert Path(found[2]).read_bytes() == b"whole"
-        assert found[3] is None  # since the whole list was downloaded
+        assert found[3] is None  # since the complete file list was downloaded
         for name, answer in zip(["a.json", "a.json", "config.json"], found[4:], strict=True):
             assert f": {name} cannot be read from the hub: {reason}\n" in answer
-            assert f"not in the cache either, {cached}: name a local folder" in answer
+            assert f"not in the cache {cached} either: use a local folder" in answer
             assert "set HF_HOME" in answer
         assert "`hf download acme/whole`" in found[4]
         assert "`hf download acme/tiny --revision v2`" in found[6]
@@ -194,7 +199,7 @@ def test_the_cache_answers_without_a_network(hub):
     assert hub.requests == []
 
 
-def test_what_passes_is_waited_for_and_what_does_not_is_told(hub):
+def test_transient_errors_are_retried_and_others_are_reported(hub):
     contents = {"config.json": b"{}", "a.json": b"a" * 1000, "model.safetensors": WEIGHTS}
     hub.add("acme/tiny", contents)
     hub.fail(503, 1, "HEAD /acme/tiny/resolve/main/config.json")
@@ -213,12 +218,12 @@ def test_what_passes_is_waited_for_and_what_does_not_is_told(hub):
     assert cached == found
     assert ": b.json cannot be read from the hub: Hub server error (HTTP 503); try again later" in broken
     assert ": b.json cannot be read from the hub: Server disconnected" in gone
-    assert ": b.json cannot be read from the hub: the hub has had too many requests from here" in busy
+    assert ": b.json cannot be read from the hub: rate limit exceeded (HTTP 429)" in busy
     for answer in (broken, gone, busy):
-        assert "it is not in the cache either" in answer
+        assert "it is not in the cache " in answer
 
 
-def test_a_cache_that_cannot_be_written_is_not_the_hubs_fault(hub):
+def test_an_unwritable_cache_is_not_reported_as_an_error_of_the_hub(hub):
     hub.add("acme/tiny", {"config.json": b"{}"})
     (hub.home / "file").write_text("")
     place = str(hub.home / "file" / "cache")

@@ -1,4 +1,4 @@
-"""A whole run between two models of the hub: begin from one, upload to the other."""
+"""A complete run between two models on the Hub: starts from one and uploads to the other."""
 
 import os
 
@@ -13,14 +13,14 @@ from lmtrain.run.config import RunConfig
 pytestmark = pytest.mark.end_to_end
 
 
-# In place of the model on the hub.
+# Overrides that replace the model on the Hub.
 OWN = ["--model", "{type: gpt2, hidden_dim: 32, num_heads: 2}", "--initialize_from_hf", "false"]
 OWN += ["--use_hf_model_config", "false", "--data.tokenizer", str(TOKENIZER)]
 
 
 @pytest.fixture
 def base(hub):
-    """A gated model on the hub, with a tokenizer: its files."""
+    """Files of a gated model on the Hub with a tokenizer."""
     from lmtrain.hf.export import write_export
     from lmtrain.hf.tokenizer import load_tokenizer
     from lmtrain.models.registry import build_model
@@ -51,7 +51,7 @@ def lmtrain(hub, *arguments: str, **environment: str):
 
 
 @pytest.mark.long
-def test_training_begins_from_a_gated_model_and_its_exports_arrive(hub, base, config):
+def test_training_starts_from_a_gated_model_and_uploads_its_exports(hub, base, config):
     done = lmtrain(hub, "train", "tiny.yaml", HF_TOKEN=hub.token)
     assert done.returncode == 0, done.stderr
     assert "the weights of acme/base@main" in done.stderr
@@ -70,15 +70,19 @@ def test_training_begins_from_a_gated_model_and_its_exports_arrive(hub, base, co
     assert hub.leaks(hub.token) == []
 
 
-def test_what_the_hub_refuses_is_told_before_anything_is_computed(hub, base, config):
+def test_refusals_of_the_hub_are_reported_before_any_computation(hub, base, config):
     for flags, environment, message in (
         ([], {}, "acme/base@main: config.json cannot be read from the hub: gated repository"),
         (
             OWN,
             {},
-            "cannot be uploaded to without a token",
+            "upload requires a token",
         ),
-        (["--hf_upload", "elsewhere/x"], {"HF_TOKEN": hub.token}, "elsewhere/x: an upload would fail: the token is of"),
+        (
+            ["--hf_upload", "elsewhere/x"],
+            {"HF_TOKEN": hub.token},
+            "elsewhere/x: an upload would fail: the token belongs to",
+        ),
     ):
         done = lmtrain(hub, "train", "tiny.yaml", *flags, **environment)
         assert done.returncode == 2, done.stderr

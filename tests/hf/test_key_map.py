@@ -22,7 +22,7 @@ def params():
     return unflatten({name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()})
 
 
-def test_shapes_and_order_on_their_side(params):
+def test_shapes_and_order_of_their_tensors(params):
     tensors = to_hf(TABLE, params, num_layers=3, vocab_size=4)
     flat = flatten(params)
     assert len(tensors) == 1 + 4 * 3
@@ -32,7 +32,7 @@ def test_shapes_and_order_on_their_side(params):
     assert all(tensor.flags.c_contiguous for tensor in tensors.values())
 
 
-def test_there_and_back_is_bit_exact(params):
+def test_a_round_trip_is_bit_exact(params):
     tensors = to_hf(TABLE, params, num_layers=3, vocab_size=4)
     flat = flatten(params)
     for row in TABLE:
@@ -42,7 +42,7 @@ def test_there_and_back_is_bit_exact(params):
             assert np.ascontiguousarray(row.to_ours(theirs, ours.shape)).tobytes() == ours.tobytes(), row
 
 
-def test_planned_shapes_are_those_of_the_tensors_and_a_layer_comes_in_one_piece(params):
+def test_planned_shapes_match_the_tensors_and_layers_are_contiguous(params):
     shapes = {path: array.shape for path, array in flatten(params).items()}
     pieces = plan_pieces(TABLE, shapes, num_layers=3, vocab_size=4)
     tensors = to_hf(TABLE, params, num_layers=3, vocab_size=4)
@@ -50,7 +50,7 @@ def test_planned_shapes_are_those_of_the_tensors_and_a_layer_comes_in_one_piece(
     assert [piece.layer for piece in pieces] == [None] + [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_padding_of_the_vocabulary_stays_here():
+def test_padding_of_the_vocabulary_is_not_exported():
     table = [Row("e", "E", vocab=True), Row("p", "P")]
     params = {"e": np.arange(12, dtype=np.float32).reshape(6, 2), "p": np.zeros((6, 2))}
     tensors = to_hf(table, params, num_layers=0, vocab_size=4)
@@ -58,13 +58,13 @@ def test_padding_of_the_vocabulary_stays_here():
     assert tensors["P"].shape == (6, 2)
 
 
-def test_zeros_are_made_for_each_layer():
+def test_zeros_are_added_for_each_layer():
     tensors = to_hf([Row("a", "A"), Zeros("h.{layer}.b", (3,))], {"a": np.ones(2)}, num_layers=2, vocab_size=1)
     assert list(tensors) == ["A", "h.0.b", "h.1.b"]
     np.testing.assert_array_equal(tensors["h.1.b"], np.zeros(3))
 
 
-def test_a_parameter_without_a_row_and_a_row_without_one_are_errors(params):
+def test_a_parameter_without_a_row_and_a_row_without_a_parameter_are_errors(params):
     with pytest.raises(ValueError, match=r"unexpected \['extra'\]"):
         to_hf(TABLE, params | {"extra": np.zeros(1)}, num_layers=3, vocab_size=4)
     del params["plain"]
@@ -72,7 +72,7 @@ def test_a_parameter_without_a_row_and_a_row_without_one_are_errors(params):
         to_hf(TABLE, params, num_layers=3, vocab_size=4)
 
 
-def test_a_vocabulary_is_cut_filled_with_the_mean_and_padded_with_zeros():
+def test_a_vocabulary_is_truncated_filled_with_the_mean_and_padded_with_zeros():
     theirs = np.array([[1, 2], [3, 4], [5, 9]], np.float32)
     np.testing.assert_array_equal(resize_vocab(theirs, 2, 4), [[1, 2], [3, 4], [0, 0], [0, 0]])
     np.testing.assert_array_equal(resize_vocab(theirs, 3, 3), theirs)

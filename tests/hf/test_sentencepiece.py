@@ -1,6 +1,6 @@
-"""A sentencepiece model gives the same ids here, in the sentencepiece library, and in transformers after export.
+"""Sentencepiece models give the same ids in lmtrain, in the sentencepiece library, and in transformers after export.
 
-And training one: by bytes any text comes back, the same text makes the same model, and no text is left out.
+Training: any text can be decoded exactly, equal texts give equal models, and no text is left out.
 """
 
 import io
@@ -40,7 +40,7 @@ LINES = [line for text in TEXTS for line in text.splitlines()] + HARD
 
 
 def train(**options) -> bytes:
-    """A model of 400 pieces learned from the test corpus."""
+    """A model of 400 pieces trained on the test corpus."""
     model = io.BytesIO()
     sentences = [line for _, text in DocumentReader(TRAIN_FILES[0], "text") for line in text.splitlines() if line]
     defaults = {"vocab_size": 400, "hard_vocab_limit": False, "byte_fallback": True, "minloglevel": 2}
@@ -64,7 +64,7 @@ def train(**options) -> bytes:
     ],
     ids=str,
 )
-def test_ids_and_texts_are_those_of_the_sentencepiece_library(options):
+def test_ids_and_decoded_texts_match_the_sentencepiece_library(options):
     content = train(**options)
     theirs = sentencepiece.SentencePieceProcessor(model_proto=content)
     ours, eos, bos = convert_sentencepiece(content, "x.model")
@@ -91,15 +91,15 @@ def test_a_model_file_is_a_tokenizer_that_transformers_loads_with_equal_ids(tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model", b"\x00" * 50])
-def test_anything_else_is_refused(content):
+def test_other_content_is_refused(content):
     with pytest.raises(UserError, match=r"tokenizer 'x\.model': not a sentencepiece model"):
         convert_sentencepiece(content, "x.model")
 
 
 def varied_texts() -> list[str]:
-    """Several hundred: scripts, spaces, line ends, control characters, digits, and text much like that of models.
+    """Several hundred texts: scripts, spaces, line ends, control characters, digits, and text that resembles pieces.
 
-    Without the sign that sentencepiece writes for a space, which no model of its gives back.
+    Without the sign that sentencepiece uses for a space, which its models do not restore.
     """
     chance = random.Random(0)
     alphabets = ["ab \n", " \t\r\n", "0123456789.,- ", "<0x1Aunk> ", "def(x):\n    return", "аб漢字にほ한국العر ñéü"]
@@ -141,7 +141,7 @@ def pieces(content: bytes) -> set[str]:
     return {theirs.id_to_piece(number) for number in range(theirs.vocab_size())}
 
 
-def test_a_learned_model_gives_the_librarys_ids_and_any_text_comes_back(model, tmp_path, monkeypatch):
+def test_a_trained_model_gives_the_ids_of_the_library_and_restores_any_text(model, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "my.model").write_bytes(model)
     ours = open_tokenizer(str(tmp_path / "my.model"))
@@ -155,7 +155,7 @@ def test_a_learned_model_gives_the_librarys_ids_and_any_text_comes_back(model, t
 
 
 def test_text_that_spells_a_control_token_stays_text(model, tmp_path, monkeypatch):
-    """HTML strikes text through with `<s>`: that must not begin a document."""
+    """HTML uses `<s>` for strikethrough, which must not start a document."""
     from transformers import AutoTokenizer
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -171,7 +171,7 @@ def test_text_that_spells_a_control_token_stays_text(model, tmp_path, monkeypatc
         assert ours.backend.decode(ids) == exported.decode(ids) == text
 
 
-def test_an_export_of_a_learned_model_is_the_same_tokenizer_in_transformers(model, tmp_path, monkeypatch):
+def test_an_exported_trained_model_is_the_same_tokenizer_in_transformers(model, tmp_path, monkeypatch):
     from transformers import AutoTokenizer
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -188,7 +188,7 @@ def test_an_export_of_a_learned_model_is_the_same_tokenizer_in_transformers(mode
         assert theirs.decode(ids) == text
 
 
-def test_a_learned_model_is_made_as_llamas(model):
+def test_a_trained_model_has_the_layout_of_llama(model):
     theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
     assert theirs.vocab_size() in KINDS.values()
     assert [theirs.id_to_piece(number) for number in range(4)] == ["<unk>", "<s>", "</s>", "<0x00>"]
@@ -197,7 +197,7 @@ def test_a_learned_model_is_made_as_llamas(model):
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_the_same_text_makes_the_same_model_and_lines_are_drawn_evenly(model_type):
+def test_equal_texts_give_equal_models_and_lines_are_sampled_uniformly(model_type):
     assert learned(model_type) == learned(model_type)
     documents = [f"line number {number} of this text\n" * 3 for number in range(300)]
     few = [learned(model_type, documents, lines=50, vocab_size=285) for _ in range(2)]
@@ -205,8 +205,8 @@ def test_the_same_text_makes_the_same_model_and_lines_are_drawn_evenly(model_typ
     assert few[0] != learned(model_type, documents, vocab_size=285)
 
 
-def test_a_sample_is_spread_over_all_of_the_text():
-    """Of 20 stretches with a word of their own each, all but the odd one are learned from."""
+def test_a_sample_is_spread_over_the_entire_text():
+    """Of 20 blocks with a distinct word each, nearly all are in the sample."""
     words = [f"{'abcdefghij'[number % 10] * 3}{'uv'[number // 10] * 3}" for number in range(20)]
     documents = [f"{word} " * 8 for word in words for _ in range(100)]
     found = pieces(learned("bpe", documents, lines=200, vocab_size=330))
@@ -216,20 +216,20 @@ def test_a_sample_is_spread_over_all_of_the_text():
 @pytest.mark.parametrize(
     "document",
     [
-        "common words " * 1000 + "zebra quagga " * 1000,  # one line, far above sentencepiece's limit of 4192 bytes
+        "common words " * 1000 + "zebra quagga " * 1000,  # one line far above the limit of sentencepiece, 4192 bytes
         "日" * 5000 + " zebra quagga" * 200,
         "zebra▅quagga zebra " * 100,
         "\n\nzebra quagga\r\n" * 100,
         "quagga zebra\0" * 100,
     ],
 )
-def test_no_text_is_left_out_of_learning(document):
+def test_no_text_is_left_out_of_training(document):
     found = {piece.strip("▁\r") for piece in pieces(learned("bpe", [*DOCUMENTS, document]))}
     assert {"zebra", "quagga"} <= found
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_the_name_of_a_byte_is_text_whether_or_not_its_letters_are_known(model_type):
+def test_the_name_of_a_byte_is_text_even_if_its_letters_are_unknown(model_type):
     names = ["<0x0A>", "<unk>", "x<0x41><unk>", "<0x0A><0x0A>"]
     for document in ("plain words only", "< 0 x 4 1 A > u n k"):
         content = learned(model_type, [document] * 20, vocab_size=271)
@@ -241,31 +241,29 @@ def test_the_name_of_a_byte_is_text_whether_or_not_its_letters_are_known(model_t
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_digits_are_pieces_of_their_own(model_type):
+def test_each_digit_is_a_separate_piece(model_type):
     found = pieces(learned(model_type, [*DOCUMENTS, "in 2026 and 2027 " * 500]))
     assert not [piece for piece in found if len(piece) > 1 and piece[0] != "<" and any(map(str.isdigit, piece))]
 
 
-def test_indentation_makes_pieces():
+def test_indentation_gives_pieces():
     documents = [f"def f():\n{' ' * depth}return\n" * 20 for depth in (4, 8, 12)]
     assert {"▁" * 2, "▁" * 4} <= pieces(learned("bpe", documents, vocab_size=280))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_a_vocabulary_that_does_not_fit_the_text_says_what_would(model_type):
-    with pytest.raises(
-        UserError, match=r"^vocab_size 9999: too large for this text, which makes at most \d+ pieces$"
-    ) as e:
+def test_an_unsuitable_vocab_size_is_an_error_with_the_limit(model_type):
+    with pytest.raises(UserError, match=r"^vocab_size 9999: too large for this text: at most \d+ pieces$") as e:
         learned(model_type, vocab_size=9999)
     most = int(str(e.value).split()[-2])
     assert len(pieces(learned(model_type, vocab_size=most))) == most
-    with pytest.raises(UserError, match=r"^vocab_size 261: too small for this text, .* alone are \d+$") as e:
+    with pytest.raises(UserError, match=r"^vocab_size 261: too small for this text: .* \d+$") as e:
         learned(model_type, vocab_size=261)
     least = int(str(e.value).split()[-1])
     assert len(pieces(learned(model_type, vocab_size=least))) == least
 
 
 @pytest.mark.parametrize("documents", [[], ["", "\n\n"]])
-def test_no_text_is_the_users_mistake(documents):
-    with pytest.raises(UserError, match="there is no text to learn from"):
+def test_no_text_is_a_user_error(documents):
+    with pytest.raises(UserError, match="no text to train on"):
         learned("bpe", documents)

@@ -1,4 +1,4 @@
-"""Bytes of tokens: those of a text's tokens add up to the text's, for each kind of tokenizer that has text."""
+"""Bytes per token: they add up to the size of the text, for each supported kind of tokenizer."""
 
 import io
 
@@ -41,7 +41,7 @@ def test_byte_level_tokens_add_up_to_the_text(name):
 
 
 @pytest.mark.parametrize("name", [str(TOKENIZER), "byte"], ids=["bpe", "byte"])
-def test_each_id_has_a_length_and_special_tokens_none(name):
+def test_each_id_has_a_length_except_special_tokens(name):
     tokenizer = open_tokenizer(name)
     lengths = token_bytes(tokenizer)
     assert len(lengths) == tokenizer.vocab_size
@@ -54,8 +54,8 @@ def test_every_token_of_the_byte_tokenizer_is_one_byte():
     assert token_bytes(open_tokenizer("byte")) == [1] * 256 + [0]
 
 
-def test_added_tokens_are_as_long_as_their_text_unless_they_are_special():
-    """Their text is written as it is, not in the letters that stand for bytes."""
+def test_added_tokens_have_the_length_of_their_text_unless_special():
+    """Their text is stored literally, not in the letters that represent bytes."""
     library = tokenizers.Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
     before = library.get_vocab_size()
     library.add_tokens(["☃☃"])
@@ -91,7 +91,7 @@ def kind(request):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no-prefix"])
 def converted(request, kind):
-    """A sentencepiece tokenizer, and the bytes that it puts before each text."""
+    """A sentencepiece tokenizer, and the number of bytes that it adds before each text."""
     content = sentencepiece_model(model_type=kind, add_dummy_prefix=request.param)
     return of(convert_sentencepiece(content, "x.model")[0]), int(request.param)
 
@@ -103,7 +103,7 @@ def test_sentencepiece_tokens_add_up_to_the_text_and_its_prefix_space(converted)
         assert summed(tokenizer, text) == expected, text
 
 
-def test_sentencepieces_bytes_are_one_long_spaces_too_and_control_pieces_none(converted):
+def test_sentencepiece_bytes_and_spaces_count_one_and_control_pieces_zero(converted):
     tokenizer, _ = converted
     lengths, vocabulary = token_bytes(tokenizer), tokenizer.backend.get_vocab()
     assert len(lengths) == tokenizer.vocab_size
@@ -112,16 +112,16 @@ def test_sentencepieces_bytes_are_one_long_spaces_too_and_control_pieces_none(co
     assert [lengths[vocabulary[name]] for name in ("<s>", "</s>")] == [0, 0]
 
 
-def test_sentencepieces_unknown_piece_has_no_bytes_of_its_own():
-    """It stands for any text, and for none that is spelled `<unk>`."""
+def test_the_unknown_piece_of_sentencepiece_has_no_bytes():
+    """It represents arbitrary text, not the text `<unk>`."""
     library, _, _ = convert_sentencepiece(sentencepiece_model(model_type="bpe", byte_fallback=False), "x.model")
     assert library.encode("☃", add_special_tokens=False).tokens == ["▁", "<unk>"]
     assert token_bytes(of(library))[library.token_to_id("<unk>")] == 0
 
 
 @pytest.mark.parametrize("decoder", ["metaspace", "replace"])
-def test_the_sign_for_the_space_tells_sentencepiece(decoder):
-    """As folders from the hub have it, with a Metaspace or a Replace and no byte fallback."""
+def test_the_space_sign_identifies_sentencepiece(decoder):
+    """As in folders from the Hub, with a Metaspace or a Replace decoder and no byte fallback."""
     words = {"<unk>": 0, "▁the": 1, "▁ünï": 2, "s": 3, "▁": 4}
     library = tokenizers.Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=0))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -130,13 +130,13 @@ def test_the_sign_for_the_space_tells_sentencepiece(decoder):
     assert token_bytes(of(library)) == [0, 4, 6, 1, 1]
 
 
-def test_without_text_there_are_none():
+def test_passthrough_has_no_token_bytes():
     assert token_bytes(open_tokenizer("passthrough", 100)) is None
 
 
 @pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder(), None])
-def test_of_other_kinds_nothing_is_known(decoder):
-    """What is between words is in none of their tokens."""
+def test_other_kinds_of_tokenizers_have_no_token_bytes(decoder):
+    """Their tokens do not contain the spaces between words."""
     library = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     if decoder is not None:
@@ -144,7 +144,7 @@ def test_of_other_kinds_nothing_is_known(decoder):
     assert token_bytes(of(library)) is None
 
 
-def test_lengths_fit_the_array_that_the_step_makes_of_them():
+def test_lengths_fit_the_array_of_the_step():
     lengths = np.asarray(token_bytes(open_tokenizer(str(TOKENIZER))))
     assert lengths.dtype.kind == "i"
     assert lengths.max() < 1000

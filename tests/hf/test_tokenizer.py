@@ -1,4 +1,4 @@
-"""Tokenizer folders: learning, saving, loading."""
+"""Tokenizer folders: training, saving, loading."""
 
 import json
 import shutil
@@ -19,17 +19,17 @@ def folder(tmp_path):
     return tmp_path / "a"
 
 
-def test_any_text_comes_back_exactly(folder):
+def test_any_text_is_restored_exactly(folder):
     backend = load_tokenizer(str(folder)).backend
     assert backend.decode(backend.encode(TEXT).ids, skip_special_tokens=False) == TEXT
 
 
-def test_learning_twice_gives_the_same_tokenizer():
+def test_training_twice_gives_the_same_tokenizer():
     texts = ["one two three two", "two three"] * 50
     assert learn_bpe(texts, 280).to_str() == learn_bpe(texts, 280).to_str()
 
 
-def test_transformers_loads_the_folder_and_agrees(folder):
+def test_transformers_loads_the_folder_with_the_same_ids(folder):
     theirs = AutoTokenizer.from_pretrained(folder)
     ours = load_tokenizer(str(folder))
     assert theirs.encode(TEXT) == ours.backend.encode(TEXT).ids
@@ -38,7 +38,7 @@ def test_transformers_loads_the_folder_and_agrees(folder):
     assert len(theirs) == ours.vocab_size
 
 
-def test_the_fingerprint_is_of_the_content_not_of_the_path(folder, tmp_path):
+def test_the_fingerprint_depends_on_the_content_not_on_the_path(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
     assert load_tokenizer(str(tmp_path / "copy")).identity == load_tokenizer(str(folder)).identity
     config = json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text())
@@ -67,7 +67,7 @@ def test_special_tokens_may_be_written_as_maps(folder):
         ),
     ],
 )
-def test_a_damaged_folder_is_the_users_mistake(folder, file, content, message):
+def test_a_corrupt_folder_is_a_user_error(folder, file, content, message):
     (folder / file).unlink()
     if content is not None:
         (folder / file).write_text(content)
@@ -75,6 +75,6 @@ def test_a_damaged_folder_is_the_users_mistake(folder, file, content, message):
         load_tokenizer(str(folder))
 
 
-def test_a_missing_folder_is_the_users_mistake():
+def test_a_missing_folder_is_a_user_error():
     with pytest.raises(UserError, match="tokenizer 'no/such': no such folder"):
         load_tokenizer("no/such")

@@ -1,4 +1,4 @@
-"""An export reaches the hub whole and in one commit, or stays where it is and says what to do."""
+"""Uploads of exports: complete and in one commit, or an error with advice and the folder kept."""
 
 import hashlib
 import json
@@ -10,13 +10,13 @@ from hf.fake_hub import Account
 
 WEIGHTS = bytes(range(256)) * 300
 
-# Waits take no time, and are listed.
+# Setup code that records waits instead of sleeping.
 NO_WAITS = "import time\nwaits = []\ntime.sleep = waits.append"
 
 
 @pytest.fixture
 def export(hub):
-    """Files of a folder `my export`, by their names; beside them others that are nobody's business."""
+    """Files of a folder `my export` by name; the folder also has internal files that must not be uploaded."""
     files = {"config.json": b"{}\n", "model.safetensors": WEIGHTS, "README.md": b"# A card\n", "sub/empty.txt": b""}
     folder = hub.home / "my export"
     for name, content in {**files, ".git/HEAD": b"ref", ".cache/huggingface/x": b"x"}.items():
@@ -26,12 +26,12 @@ def export(hub):
 
 
 def committed(request) -> dict[str, str]:
-    """Names in the body of a commit, and how their contents came."""
+    """Names of the files in a commit, and the kind of each."""
     lines = [json.loads(line) for line in request.body.splitlines()]
     return {line["value"]["path"]: line["key"] for line in lines if line["key"] != "header"}
 
 
-def test_a_folder_arrives_in_one_commit(hub, export):
+def test_a_folder_is_uploaded_in_one_commit(hub, export):
     upload = 'upload_folder("my export", "lab/new", "step 10")'
     change = """Path("my export/config.json").write_bytes(b"[]\\n"), Path("my export/README.md").unlink()"""
     url, again, _, changed = hub.ask(upload, upload, change, upload.replace("10", "20"), HF_TOKEN=hub.token)
@@ -42,18 +42,18 @@ def test_a_folder_arrives_in_one_commit(hub, export):
     assert changed == f"{hub.url}/lab/new/commit/{second}"
     attributes = {".gitattributes": new.files()[".gitattributes"]}
     assert new.commits[first].files == export | attributes
-    assert new.files() == {**export, "config.json": b"[]\n"} | attributes  # what the folder lacks stays
+    assert new.files() == {**export, "config.json": b"[]\n"} | attributes  # files that the folder lacks are kept
 
     wish = json.loads(hub.asked("/repos/create")[0].body)
     assert (wish["organization"], wish["name"]) == ("lab", "new")
-    assert not {"private", "visibility"} & wish.keys()  # as the owner has set it on the hub
+    assert not {"private", "visibility"} & wish.keys()  # the default of the owner on the Hub
     kinds = dict.fromkeys(export, "file") | {"model.safetensors": "lfsFile"}
     assert [committed(request) for request in hub.asked("/commit/")] == [kinds, {"config.json": "file"}]
     assert [request.line.split()[0] for request in hub.requests if request.storage] == ["PUT"]
     assert {r.headers.get("authorization") for r in hub.requests if not r.storage} == {f"Bearer {hub.token}"}
 
 
-def test_a_branch_is_made_once_and_an_existing_repository_keeps_what_it_is(hub, export):
+def test_a_branch_is_created_once_and_an_existing_repository_keeps_its_settings(hub, export):
     there = hub.add("lab/there", {"old.txt": b"old"}, private=True)
     main = there.branches["main"]
     urls = hub.ask(
@@ -61,7 +61,7 @@ def test_a_branch_is_made_once_and_an_existing_repository_keeps_what_it_is(hub, 
         """Path("my export/config.json").write_bytes(b"[]\\n")""",
         f'use_token("{hub.token}", "HUGGING_FACE_HUB_TOKEN")',
         'upload_folder("my export", "lab/there@runs/10", "again")',
-        'upload_folder("my export", "mine@main", "ten")',  # without an owner it is the token's
+        'upload_folder("my export", "mine@main", "ten")',  # without an owner, the owner of the token is used
         HF_TOKEN=hub.token,
     )
     assert there.private
@@ -75,28 +75,31 @@ def test_a_branch_is_made_once_and_an_existing_repository_keeps_what_it_is(hub, 
     assert not hub.asked("/branch/main")
 
 
-def test_whether_an_upload_can_succeed_is_known_before_the_work(hub, export):
+def test_failing_uploads_are_detected_early(hub, export):
     hub.accounts["hf_ofAReader"] = Account("somebody", role="read")
     hub.accounts["hf_fineGrained"] = Account("somebody", role="fineGrained")
     fails = "an upload would fail: "
     settings = f"{hub.url}/settings/tokens"
     asked = {
-        'check_upload("lab/new")': ["without a token", f"set HF_TOKEN to a token with write access from {settings}"],
+        'check_upload("lab/new")': [
+            "upload requires a token",
+            f"set HF_TOKEN to a token with write access from {settings}",
+        ],
         f'use_token("{hub.token}")': [],
         'check_upload("lab/other")': [],
         'check_upload("Somebody/new@step-10")': [],
         'check_upload("new")': [],
-        'check_upload("a/b/c")': ["'a/b/c'", "write owner/name"],
-        f'check_upload("lab/new@{"0a" * 20}")': ["is a commit, and uploads go to a branch; write lab/new@branch"],
-        'check_upload("lap/new")': [f"{fails}the token is of somebody, who is not lap", "can write to somebody, lab"],
+        'check_upload("a/b/c")': ["'a/b/c'", "expected owner/name"],
+        f'check_upload("lab/new@{"0a" * 20}")': ["is a commit", "use lab/new@branch"],
+        'check_upload("lap/new")': [f"{fails}the token belongs to somebody, not to lap", "can write to somebody, lab"],
         'use_token("hf_fineGrained")': [],
-        'check_upload("lap/other")': [],  # such tokens do not tell all they may
+        'check_upload("lap/other")': [],  # such tokens do not list all their permissions
         'use_token("hf_ofAReader")': [],
-        'check_upload("somebody/new")': [f"{fails}the token may only read; make one with write access at {settings}"],
+        'check_upload("somebody/new")': [f"{fails}the token is read-only; create one with write access at {settings}"],
         'use_token("hf_ofNobody")': [],
-        'check_upload("lab/x")': [f"{fails}the hub does not know the token in HF_TOKEN", f"a new one at {settings}"],
+        'check_upload("lab/x")': [f"{fails}invalid token in HF_TOKEN", f"a new one at {settings}"],
         'use_token("hf_two words")': [],
-        'check_upload("lab/y")': ["HF_TOKEN holds letters or spaces that no token has"],
+        'check_upload("lab/y")': ["HF_TOKEN has characters that are invalid"],
     }
     for (call, words), answer in zip(asked.items(), hub.ask(*asked), strict=True):
         if not words:
@@ -108,7 +111,7 @@ def test_whether_an_upload_can_succeed_is_known_before_the_work(hub, export):
     assert {request.line for request in hub.requests} == {"GET /api/whoami-v2 HTTP/1.1"}
     assert hub.repositories == {}
 
-    # A hub that is silent, out of order, or not there.
+    # A Hub that does not answer, has server errors, or cannot be reached.
     hub.fail("hang")
     hub.fail(502)
     short = "import lmtrain.hf.upload\nlmtrain.hf.upload._CHECK_SECONDS = 1"
@@ -118,18 +121,18 @@ def test_whether_an_upload_can_succeed_is_known_before_the_work(hub, export):
     assert f"lab/new: {fails}Hub server error (HTTP 502)" in broken
     hub.requests.clear()
     upload = 'upload_folder("my export", "lab/new", "x")'
-    reason = "lab/new: cannot be uploaded to: http://127.0.0.1:9 cannot be reached (Connection refused)"
+    reason = "lab/new: upload failed: http://127.0.0.1:9 cannot be reached (Connection refused)"
     gone, kept = hub.ask(check, upload, HF_TOKEN=hub.token, HF_ENDPOINT="http://127.0.0.1:9")
     assert gone == f"UserError: {reason}"
     assert kept.startswith(
         f"UserError: {reason}\n  {hub.home}/my export is kept; to upload it by hand: hf upload lab/new "
     )
     (offline,) = hub.ask(check, HF_TOKEN=hub.token, HF_HUB_OFFLINE="1")
-    assert offline == "UserError: lab/new: cannot be uploaded to: HF_HUB_OFFLINE is set"
+    assert offline == "UserError: lab/new: upload failed: HF_HUB_OFFLINE is set"
     assert hub.requests == []
 
 
-def test_what_passes_is_tried_again_and_makes_no_second_commit(hub, export):
+def test_transient_errors_are_retried_without_a_second_commit(hub, export):
     for how, where in [
         ("hang", "/repos/create"),
         (500, "/repos/create"),
@@ -148,22 +151,22 @@ def test_what_passes_is_tried_again_and_makes_no_second_commit(hub, export):
     )
     new = hub.repositories["lab/new"]
     assert done.stdout.strip() == f"{hub.url}/lab/new/commit/{new.branches['b']} [1.5, 2.5, 3.5, 4.5, 5.5]", done.stderr
-    assert "lab/new@b: the upload failed: Hub server error (HTTP 503)" in done.stderr
+    assert "lab/new@b: upload failed: Hub server error (HTTP 503)" in done.stderr
     assert new.messages("b") == ["step 10", "first"]
     assert {**new.files("b"), **export} == new.files("b")
-    assert len(hub.asked("PUT ")) == 2  # the first was refused; what has arrived is not sent again
-    assert len(hub.asked("/commit/")) == 2  # the second was made, and then found to be there
+    assert len(hub.asked("PUT ")) == 2  # the first was refused; uploaded files are not sent again
+    assert len(hub.asked("/commit/")) == 2  # the second succeeded, and was found by the retry
     assert hub.token not in done.stdout + done.stderr
     assert hub.leaks(hub.token) == []
 
 
-def test_what_does_not_pass_leaves_the_folder_and_says_how_to_upload_it(hub, export):
+def test_a_failed_upload_keeps_the_folder_and_gives_the_command(hub, export):
     upload = 'upload_folder("my export", "lab/new@b", "step 10")'
     hub.fail(503, 4, "/commit/")
     folder = hub.home / "my export"
     answer, waits = hub.ask(upload, "waits", setup=NO_WAITS, HF_TOKEN=hub.token)
     assert answer.startswith(
-        "UserError: lab/new@b: cannot be uploaded to: Hub server error (HTTP 503); try again later\n"
+        "UserError: lab/new@b: upload failed: Hub server error (HTTP 503); try again later\n"
         f"  {folder} is kept; to upload it by hand: "
     )
     assert waits == [2, 8, 30]
@@ -179,7 +182,7 @@ def test_what_does_not_pass_leaves_the_folder_and_says_how_to_upload_it(hub, exp
     assert {**hub.repositories["lab/new"].files("b"), **export} == hub.repositories["lab/new"].files("b")
 
 
-def test_what_can_never_succeed_is_not_tried_again(hub, export):
+def test_permanent_errors_are_not_retried(hub, export):
     hub.add("lap/there", {})
     hub.fail(400, 1, "/lab/bad/commit/")
     hub.fail(200, 1, "/lab/odd/commit/")
@@ -192,28 +195,28 @@ def test_what_can_never_succeed_is_not_tried_again(hub, export):
     begin = f'use_token("{hub.token}")'
     asked = {
         'upload_folder("my export", "lab/new", "x")': [
-            "lab/new: cannot be uploaded to without a token",
+            "lab/new: upload requires a token",
             "set HF_TOKEN",
         ],
         'use_token("hf_ofNobody")': [],
-        'upload_folder("my export", "lab/old", "x")': ["the hub does not know the token in HF_TOKEN"],
+        'upload_folder("my export", "lab/old", "x")': ["invalid token in HF_TOKEN"],
         begin: [],
         'upload_folder("my export", "lap/there", "x")': ["the token in HF_TOKEN lacks permission", "Bearer ***"],
         'upload_folder("my export", "lap/none", "x")': ["the token in HF_TOKEN lacks permission", "Bearer ***"],
-        'upload_folder("my export", "lab/new@refs/pr/9", "x")': ["it has no revision 'refs/pr/9'"],
+        'upload_folder("my export", "lab/new@refs/pr/9", "x")': ["unknown revision 'refs/pr/9'"],
         'upload_folder("my export", "lab/bad", "x")': [
-            "lab/bad: cannot be uploaded to: the hub refuses (400): ordered by a test\n"
+            "lab/bad: upload failed: the Hub refused the request (HTTP 400): injected by a test\n"
         ],
         'upload_folder("my export", "lab/odd", "x")': [
-            f"answers at {hub.url} is not a Hugging Face Hub, or an incompatible version"
+            f"{hub.url} is not a Hugging Face Hub, or an incompatible version"
         ],
-        'upload_folder("more", "lab/new", "x")': ["lab/new: cannot be uploaded to: the hub refuses (400): ordered by"],
-        'upload_folder("card", "lab/new", "x")': [
-            "lab/new: cannot be uploaded to: Invalid metadata in README.md. - no"
+        'upload_folder("more", "lab/new", "x")': [
+            "lab/new: upload failed: the Hub refused the request (HTTP 400): injected"
         ],
+        'upload_folder("card", "lab/new", "x")': ["lab/new: upload failed: Invalid metadata in README.md. - no"],
         'upload_folder("empty", "lab/new", "x")': ["has no files"],
-        'upload_folder("none", "lab/new", "x")': ["none: cannot be uploaded: no such folder"],
-        f'upload_folder("my export", "lab/new@{"0a" * 20}", "x")': ["is a commit, and uploads go to a branch"],
+        'upload_folder("none", "lab/new", "x")': ["none: upload failed: no such folder"],
+        f'upload_folder("my export", "lab/new@{"0a" * 20}", "x")': ["is a commit"],
         "waits": [],
     }
     answers = hub.ask(*asked, setup=NO_WAITS)
@@ -227,7 +230,7 @@ def test_what_can_never_succeed_is_not_tried_again(hub, export):
     assert not any("x" in repository.messages() for repository in hub.repositories.values())
 
 
-def test_weights_of_an_earlier_export_in_other_files_go_in_the_same_commit(hub, export):
+def test_weights_of_an_earlier_export_are_deleted_in_the_same_commit(hub, export):
     old = {"model-00001-of-00002.safetensors": b"1", "model-00002-of-00002.safetensors": b"2"}
     old |= {"model.safetensors.index.json": b"{}", "adapter.safetensors": b"other"}
     repository = hub.add("lab/there", {**old, "README.md": b"about"})

@@ -1,4 +1,4 @@
-"""The weights of a model in a folder: one file or several, of safetensors or of torch, and what is wrong with them."""
+"""Weights of a model in a folder: one or several files of safetensors or torch, and their errors."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def folder(request, tmp_path):
 
 
 def save_sharded(folder, ending: str, write) -> None:
-    """Three files and their index; `write(path, tensors)` makes one."""
+    """Save three files and their index; `write(path, tensors)` writes one file."""
     stem = "model" if ending == "safetensors" else "pytorch_model"
     for part, names in PARTS.items():
         write(join(str(folder), f"{stem}-{part}.{ending}"), {name: TENSORS[name] for name in names})
@@ -86,30 +86,29 @@ def test_several_safetensors_files(folder):
     assert_same(open_weights(folder))
 
 
-def test_home_may_be_a_tilde(tmp_path, monkeypatch):
+def test_a_tilde_is_expanded_to_the_home_folder(tmp_path, monkeypatch):
     os.mkdir(tmp_path / "model")
     write_safetensors(str(tmp_path / "model" / "model.safetensors"), TENSORS)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert_same(open_weights("~/model"))
 
 
-def test_safetensors_come_before_files_of_torch(tmp_path):
+def test_safetensors_take_precedence_over_torch_files(tmp_path):
     write_safetensors(str(tmp_path / "model.safetensors"), TENSORS)
     write_torch(str(tmp_path / "pytorch_model.bin"), {"other": TENSORS["a"]})
     assert_same(open_weights(str(tmp_path)))
 
 
-def test_a_file_that_the_index_names_is_missing(folder):
+def test_a_missing_file_of_the_index_is_an_error(folder):
     save_sharded(folder, "safetensors", write_safetensors)
     fs, inside = open_fs(join(folder, "model-two.safetensors"))
     fs.rm(inside)
     with pytest.raises(UserError) as error:
         open_weights(folder)
-    expected = "model-two.safetensors is missing, though the index names it; a copy may be incomplete"
-    assert str(error.value) == f"{folder}: {expected}"
+    assert str(error.value).startswith(f"{folder}: model-two.safetensors is missing")
 
 
-def test_a_damaged_file_among_several_is_named(folder):
+def test_a_corrupt_file_among_several_is_named(folder):
     save_sharded(folder, "safetensors", write_safetensors)
     write_bytes(join(folder, "model-three.safetensors"), b"not found\n")
     with pytest.raises(UserError, match=r"model-three\.safetensors: not a safetensors file"):
@@ -125,13 +124,13 @@ def test_an_index_without_a_map_is_refused(folder, values):
 
 
 @pytest.mark.parametrize("file", [3, None, ["model-one.safetensors"]], ids=str)
-def test_an_index_that_names_no_files_is_refused(tmp_path, file):
+def test_an_index_without_file_names_is_refused(tmp_path, file):
     save_index(tmp_path, {"weight_map": {"a": file}})
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json"):
         open_weights(str(tmp_path))
 
 
-def test_an_index_that_is_no_json_is_refused(folder):
+def test_an_index_that_is_not_json_is_refused(folder):
     write_bytes(join(folder, "model.safetensors.index.json"), b'{"weight_map": {"a"')
     with pytest.raises(UserError) as error:
         open_weights(folder)
@@ -145,20 +144,20 @@ def test_a_folder_without_weights(folder):
     assert str(error.value) == f"{folder}: there is no model.safetensors and no pytorch_model.bin"
 
 
-# files of torch
+# torch files
 
 
-def test_one_file_of_torch(tmp_path):
+def test_one_torch_file(tmp_path):
     write_torch(str(tmp_path / "pytorch_model.bin"), TENSORS)
     assert_same(open_weights(str(tmp_path)))
 
 
-def test_a_file_of_torch_before_1_6(tmp_path):
+def test_a_torch_file_from_before_1_6(tmp_path):
     write_torch(str(tmp_path / "pytorch_model.bin"), TENSORS, _use_new_zipfile_serialization=False)
     assert_same(open_weights(str(tmp_path)))
 
 
-def test_what_was_read_stays_when_the_file_changes(tmp_path):
+def test_a_tensor_does_not_change_with_the_file_after_the_read(tmp_path):
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.full((16,), 3.0)}, path)
     found = open_weights(str(tmp_path)).read("a")
@@ -168,19 +167,19 @@ def test_what_was_read_stays_when_the_file_changes(tmp_path):
     np.testing.assert_array_equal(found, np.full(16, 3, np.float32))
 
 
-def test_several_files_of_torch(tmp_path):
+def test_several_torch_files(tmp_path):
     save_sharded(tmp_path, "bin", write_torch)
     assert_same(open_weights(str(tmp_path)))
 
 
-def test_a_file_of_torch_that_the_index_names_is_missing(tmp_path):
+def test_a_missing_torch_file_of_the_index_is_an_error(tmp_path):
     save_sharded(tmp_path, "bin", write_torch)
     os.remove(tmp_path / "pytorch_model-one.bin")
-    with pytest.raises(UserError, match=r"pytorch_model-one\.bin is missing, though the index names it"):
+    with pytest.raises(UserError, match=r"pytorch_model-one\.bin is missing"):
         open_weights(str(tmp_path))
 
 
-def test_parts_and_transposes_of_tensors_are_themselves(tmp_path):
+def test_views_and_transposes_of_tensors_are_read_correctly(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
     tensors = {"t": base.T, "row": base[1], "half": base.bfloat16().T}
     torch.save(tensors, tmp_path / "pytorch_model.bin")
@@ -190,13 +189,13 @@ def test_parts_and_transposes_of_tensors_are_themselves(tmp_path):
     np.testing.assert_array_equal(weights.read("half").astype(np.float32), base.T.numpy())
 
 
-def test_parameters_are_tensors_too(tmp_path):
+def test_parameters_are_read_as_tensors(tmp_path):
     torch.save({"a": torch.nn.Parameter(torch.ones(2))}, tmp_path / "pytorch_model.bin")
     np.testing.assert_array_equal(open_weights(str(tmp_path)).read("a"), [1, 1])
 
 
 class Code:
-    """Loading this with pickle makes a file."""
+    """Unpickling this creates a file."""
 
     def __init__(self, path: str):
         self.path = path
@@ -206,14 +205,14 @@ class Code:
 
 
 @pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}], ids=["zip", "before 1.6"])
-def test_code_in_a_file_of_torch_is_refused_and_not_run(tmp_path, options):
+def test_code_in_a_torch_file_is_refused_and_not_run(tmp_path, options):
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.ones(2), "b": Code(str(tmp_path / "was run"))}, path, **options)
     with pytest.raises(UserError) as error:
         open_weights(str(tmp_path))
-    assert str(error.value).startswith(f"{path}: holds more than tensors, or is damaged")
+    assert str(error.value).startswith(f"{path}: holds more than tensors, or is corrupt")
     assert os.listdir(tmp_path) == ["pytorch_model.bin"]
-    torch.load(path, weights_only=False)["b"].close()  # which would have run it
+    torch.load(path, weights_only=False)["b"].close()  # this runs the code
     assert (tmp_path / "was run").exists()
 
 
@@ -222,7 +221,7 @@ def test_code_in_a_file_of_torch_is_refused_and_not_run(tmp_path, options):
     [{"a": torch.ones(2), "epoch": 3}, {"model": {"a": torch.ones(2)}}, [torch.ones(2)], torch.ones(2), {"a": None}],
     ids=["number", "nested", "list", "tensor", "none"],
 )
-def test_what_is_no_map_of_tensors_is_refused(tmp_path, content):
+def test_content_other_than_a_map_of_tensors_is_refused(tmp_path, content):
     path = tmp_path / "pytorch_model.bin"
     torch.save(content, path)
     with pytest.raises(UserError) as error:
@@ -237,7 +236,7 @@ def test_a_tensor_whose_name_is_a_number_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04" + bytes(90)])
-def test_what_is_no_file_of_torch_is_told_with_its_name(tmp_path, content):
+def test_an_invalid_torch_file_is_an_error_with_its_name(tmp_path, content):
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(content)
     with pytest.raises(UserError) as error:
@@ -245,7 +244,7 @@ def test_what_is_no_file_of_torch_is_told_with_its_name(tmp_path, content):
     assert str(error.value).startswith(f"{path}: ")
 
 
-def test_a_file_of_torch_that_was_cut_off_is_told_with_its_name(tmp_path):
+def test_a_truncated_torch_file_is_an_error_with_its_name(tmp_path):
     path = tmp_path / "pytorch_model.bin"
     write_torch(str(path), {"a": np.zeros(5000, np.float32)})
     path.write_bytes(path.read_bytes()[:9000])
@@ -253,19 +252,19 @@ def test_a_file_of_torch_that_was_cut_off_is_told_with_its_name(tmp_path):
         open_weights(str(tmp_path))
 
 
-def test_files_of_torch_are_not_read_from_urls(tmp_path):
+def test_torch_files_are_not_read_from_urls(tmp_path):
     url = f"memory://{tmp_path}/torch"
     write_bytes(f"{url}/pytorch_model.bin", b"?")
     with pytest.raises(UserError) as error:
         open_weights(url)
-    advice = "files of torch are read from local folders only; copy the folder first"
-    assert str(error.value) == f"{url}/pytorch_model.bin: {advice}"
+    assert str(error.value).startswith(f"{url}/pytorch_model.bin: ")
+    assert "copy the folder first" in str(error.value)
 
 
-def test_without_torch_its_files_are_told_how_to_be_read(tmp_path, monkeypatch):
+def test_without_torch_its_files_are_an_error_with_advice(tmp_path, monkeypatch):
     write_torch(str(tmp_path / "pytorch_model.bin"), TENSORS)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(UserError, match=r"pytorch_model\.bin: to read it, `pip install torch`"):
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: requires torch: run `pip install torch`"):
         open_weights(str(tmp_path))
 
 
@@ -288,31 +287,31 @@ def test_a_folder_without_a_config(folder):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "reason"),
     [(b"{'a': 1}", "is not valid JSON: "), (b"", "is not valid JSON: "), (b"\xff\xfe{", "is not valid JSON: ")]
-    + [(text, "should be a map") for text in (b"[]", b"3", b"null", b'"gpt2"')],
+    + [(text, "is not a JSON object") for text in (b"[]", b"3", b"null", b'"gpt2"')],
 )
-def test_a_config_that_is_no_map_is_told_with_its_name(folder, content, said):
+def test_a_config_that_is_not_an_object_is_an_error_with_its_name(folder, content, reason):
     write_bytes(join(folder, "config.json"), content)
     with pytest.raises(UserError) as error:
         read_model_config(folder)
-    assert str(error.value).startswith(f"{folder}: config.json {said}")
+    assert str(error.value).startswith(f"{folder}: config.json {reason}")
 
 
 @pytest.mark.parametrize(
     "ref", ["./exports/step-9", "/no/such folder", "~/nothing-of-that-name", "../x", "a b", "a/b/c"]
 )
-def test_what_is_no_folder_and_cannot_be_on_the_hub(ref, tmp_path, monkeypatch):
+def test_a_missing_folder_that_is_no_valid_hub_id_is_an_error(ref, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(UserError) as error:
         open_weights(ref)
-    assert "no such folder" in str(error.value) or f"there is no folder {ref} here" in str(error.value)
+    assert "no such folder" in str(error.value) or f"there is no local folder {ref} either" in str(error.value)
     assert ref in str(error.value).splitlines()[0]
 
 
-def test_a_name_of_the_hub_that_is_not_to_be_had_here_is_told_as_both():
+def test_an_unavailable_hub_id_is_reported_as_neither_on_the_hub_nor_local():
     with pytest.raises(UserError) as error:
         open_weights("acme/nothing-of-that-name")
     assert "cannot be read from the hub" in str(error.value)
-    assert str(error.value).endswith("there is no folder acme/nothing-of-that-name here either")
+    assert str(error.value).endswith("there is no local folder acme/nothing-of-that-name either")
