@@ -1,4 +1,4 @@
-"""What settings there are, read off the models: for `--help`, for configs/README.md, for a list of known names."""
+"""The settings as the models define them: for `--help`, for configs/guide/settings.md, for a list of known names."""
 
 import inspect
 import types
@@ -28,10 +28,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that belong together: those of one class. `section` is where they stand, "" for the top level."""
+    """Settings that belong together: those of one class.
+
+    `section` is where they stand, "" for the top level. `kinds` are the types of the section that have them, none if
+    all have.
+    """
 
     section: str
-    kind: str | None
+    kinds: tuple[str, ...]
     doc: str
     settings: list[Setting]
 
@@ -39,15 +43,24 @@ class Group:
     def title(self) -> str:
         """`optimizer (type: adam)`."""
         section = self.section or "top level"
-        return f"{section} (type: {self.kind})" if self.kind else section
+        return f"{section} (type: {', '.join(self.kinds)})" if self.kinds else section
 
 
 def describe(model: type[BaseModel], at: str = "") -> list[Group]:
     """All groups below `model`; what several kinds of a section share comes once, before what each has of its own."""
-    groups: dict[tuple[str, type], Group] = {}
-    for key, group in _groups(model, at, None):
-        groups.setdefault(key, group)
-    return [group for group in groups.values() if group.settings]
+    settings: dict[tuple[str, type], list[Setting]] = {}
+    having: dict[tuple[str, type], list[str | None]] = {}
+    known: dict[str, set[str | None]] = {}
+    for section, kind, cls, found in _groups(model, at, None):
+        settings.setdefault((section, cls), found)
+        having.setdefault((section, cls), []).append(kind)
+        known.setdefault(section, set()).add(kind)
+    groups = []
+    for (section, cls), found in settings.items():
+        kinds = having[section, cls]
+        some = [kind for kind in kinds if kind is not None and known[section] != set(kinds)]
+        groups.append(Group(section, tuple(some), _doc(cls), found))
+    return groups
 
 
 def format_settings(groups: list[Group]) -> str:
@@ -62,7 +75,8 @@ def format_settings(groups: list[Group]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _groups(model: type[BaseModel], at: str, kind: str | None) -> Iterator[tuple[tuple[str, type], Group]]:
+def _groups(model: type[BaseModel], at: str, kind: str | None) -> Iterator[tuple[str, str | None, type, list[Setting]]]:
+    """Section, its kind, the class that defines the settings, and these; no class without settings."""
     by_class: dict[type, list[Setting]] = {}
     below: list[tuple[str, type[BaseModel]]] = []
     for name, field in model.model_fields.items():
@@ -75,8 +89,7 @@ def _groups(model: type[BaseModel], at: str, kind: str | None) -> Iterator[tuple
         listed = "[]" if _is_list(field.annotation) else ".<name>" if _is_map(field.annotation) else ""
         below += [(path + listed, section) for section in sections]
     for cls, settings in by_class.items():
-        own = kind if cls is model else None
-        yield (at, cls), Group(at, own, _doc(cls), settings)
+        yield at, kind, cls, settings
     for path, section in below:
         yield from _groups(section, path, _kind(section))
 

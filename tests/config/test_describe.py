@@ -69,6 +69,11 @@ def test_what_kinds_share_comes_once_and_their_own_below_their_type():
     assert sum(setting.name == "optimizer.weight_decay" for setting in SETTINGS) == 1
 
 
+def test_settings_that_some_kinds_share_are_titled_by_these():
+    titles = {group.title for group in GROUPS for setting in group.settings if setting.name == "optimizer.gamma"}
+    assert titles == {"optimizer (type: sophia-h, sophia-g)", "optimizer (type: sophia-g)"}
+
+
 def test_the_terminals_list_has_every_setting_with_its_group():
     text = format_settings(GROUPS)
     assert "--trainer.tracker[].save_xla_dumps\n" in text
