@@ -62,25 +62,25 @@ def undisturbed(config, lmtrain, tmp_path):
 
 @pytest.mark.long
 def test_a_cluster_gives_the_bytes_of_a_local_build(config, lmtrain, undisturbed, address, tmp_path):
-    told = lmtrain("preprocess", config, "--address", address)
-    assert told.returncode == 0, told.stderr
-    assert f"4 shards to build, the Ray cluster at {address}" in told.stderr
-    assert "Ray cluster at 127.0.0.1" in told.stderr
-    assert "8,030 documents" in told.stderr
+    done = lmtrain("preprocess", config, "--address", address)
+    assert done.returncode == 0, done.stderr
+    assert f"4 shards to build, the Ray cluster at {address}" in done.stderr
+    assert "Ray cluster at 127.0.0.1" in done.stderr
+    assert "8,030 documents" in done.stderr
     assert contents(tmp_path) == undisturbed
 
 
 def test_the_address_may_come_from_the_environment(config, lmtrain, address, tmp_path):
-    told = lmtrain("preprocess", config, "--dry-run", env=os.environ | {"RAY_ADDRESS": address})
-    assert f"on the Ray cluster at {address}" in told.stdout, told.stderr
+    done = lmtrain("preprocess", config, "--dry-run", env=os.environ | {"RAY_ADDRESS": address})
+    assert f"on the Ray cluster at {address}" in done.stdout, done.stderr
 
 
 def test_a_bad_line_is_the_same_error_as_in_a_local_build(config, lmtrain, texts, address, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{broken\n')
-    told = lmtrain("preprocess", config, "--address", address, "--data.train_urls", f'["{tmp_path}/bad.jsonl"]')
-    assert told.returncode == 2
-    assert told.stderr.splitlines()[-1].startswith(f"lmtrain: error: {tmp_path}/bad.jsonl:2: not JSON")
-    assert "Traceback" not in told.stderr
+    done = lmtrain("preprocess", config, "--address", address, "--data.train_urls", f'["{tmp_path}/bad.jsonl"]')
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"lmtrain: error: {tmp_path}/bad.jsonl:2: not JSON")
+    assert "Traceback" not in done.stderr
     assert os.listdir(tmp_path / "cache" / "train") == []
 
 
@@ -94,8 +94,8 @@ def test_a_killed_worker_is_restarted(config, undisturbed, address, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.001)
     os.kill(int(found[0].name.rpartition("-")[2]), signal.SIGKILL)
-    _, told = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, told
+    _, stderr = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, stderr
     left = contents(tmp_path)
     assert {name: left[name] for name in undisturbed} == undisturbed
     assert set(left) == set(undisturbed)
@@ -126,7 +126,7 @@ def test_a_run_of_two_processes_starts_its_own_cluster(config, undisturbed, tmp_
         )
         for number in range(2)
     ]
-    told = [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], told
-    assert "4 shards to build, a Ray cluster on the 2 hosts of the run" in told[0]
+    stderr = [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], stderr
+    assert "4 shards to build, a Ray cluster on the 2 hosts of the run" in stderr[0]
     assert contents(tmp_path) == undisturbed

@@ -52,7 +52,7 @@ def test_an_error_names_the_setting_by_its_full_path(tmp_path):
 
 
 def test_a_folder_has_no_revisions(tmp_path):
-    with pytest.raises(UserError, match="is a folder.* remove @main"):
+    with pytest.raises(UserError, match=r"is a folder.* remove @main"):
         hf_settings(f"{tmp_path}@main")
 
 
