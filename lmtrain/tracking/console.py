@@ -46,7 +46,7 @@ class Console:
     def evaluating(self, done: int, total: int) -> None:
         """In a view beside the last step, in lines every few seconds."""
         if self._view is not None and self._shown is not None:
-            self._view.show(replace(self._shown, beside=f"evaluating, {done:,} of {total:,} batches"))
+            self._view.show(replace(self._shown, status=f"evaluating, {done:,} of {total:,} batches"))
         elif self._view is None:
             step = self._start if self._shown is None else self._shown.step
             self._lines.say_rarely(f"{step}/{self._total}, evaluating, {done:,} of {total:,} batches")
@@ -67,6 +67,6 @@ class Console:
             f"lr {shown.learning_rate:.2e}",
             f"{shown.tokens_per_second:,.0f} tokens/s",
             *([f"MFU {shown.mfu:.1f} %"] if shown.mfu is not None else []),
-            *([shown.beside] if shown.beside else []),
+            *([shown.status] if shown.status else []),
         ]
         return ", ".join(parts)

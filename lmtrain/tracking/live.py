@@ -37,7 +37,7 @@ class Shown:
     evaluated: Evaluated | None = None
     next_evaluation: int | None = None
     next_save: int | None = None
-    beside: str = ""
+    status: str = ""
 
 
 class LiveView:
@@ -109,8 +109,8 @@ class LiveView:
         ]
         if coming:
             grid.add_row(Text("next", "dim"), Text(", ".join(coming)))
-        if shown.beside:
-            grid.add_row(Text("beside", "dim"), Text(shown.beside))
+        if shown.status:
+            grid.add_row(Text("status", "dim"), Text(shown.status))
         return Group(head, bar, grid)
 
     def _left(self, step: int) -> str:

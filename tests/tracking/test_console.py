@@ -47,7 +47,7 @@ def changed(**values) -> Shown:
         ({}, "train 1/1000, loss 3.142, lr 6.00e-04, 123,457 tokens/s"),
         ({"mfu": 41.23}, "train 1/1000, loss 3.142, lr 6.00e-04, 123,457 tokens/s, MFU 41.2 %"),
         (
-            {"mfu": 0.0, "evaluated": Evaluated(1, 3.2), "beside": "cache 41 of 150 shards"},
+            {"mfu": 0.0, "evaluated": Evaluated(1, 3.2), "status": "cache 41 of 150 shards"},
             "train 1/1000, loss 3.142, eval 3.200, lr 6.00e-04, 123,457 tokens/s, MFU 0.0 %, cache 41 of 150 shards",
         ),
         ({"loss": float("nan")}, "train 1/1000, loss nan, lr 6.00e-04, 123,457 tokens/s"),

@@ -125,7 +125,7 @@ def test_everything_that_there_is_is_shown(view, clock):
         "evaluated": Evaluated(200, 3.2),
         "next_evaluation": 300,
         "next_save": 262,
-        "beside": "cache 41 of 150 shards",
+        "status": "cache 41 of 150 shards",
     }
     view.show(Shown(**shown))
     lines = [re.split(" {2,}", line) for line in text(view)[2:]]
@@ -134,7 +134,7 @@ def test_everything_that_there_is_is_shown(view, clock):
         ["eval", "3.2000", "after step 200"],
         ["speed", "123,457 tokens/s", "2.50 s a step", "MFU 41.2 %", "lr 6.00e-04"],
         ["next", "evaluation at step 300 (in 2m05s), checkpoint at step 262 (in 30s)"],
-        ["beside", "cache 41 of 150 shards"],
+        ["status", "cache 41 of 150 shards"],
     ]
 
 
@@ -172,7 +172,7 @@ def test_a_loss_that_is_no_number_is_shown_as_it_is(view):
 
 def test_names_with_brackets_are_shown_as_they_are():
     view = LiveView("[bold]one[/x]", total=10, start=0)
-    view.show(Shown(**SHOWN.__dict__ | {"step": 1, "beside": "shard [red].jsonl"}))
+    view.show(Shown(**SHOWN.__dict__ | {"step": 1, "status": "shard [red].jsonl"}))
     lines = text(view)
     assert lines[0].startswith("[bold]one[/x]")
     assert lines[-1].endswith("shard [red].jsonl")

@@ -1,1 +1,1 @@
-"""What happens at each step: training, metrics, evaluation, checkpoints."""
+"""The training loop: steps, metrics, evaluation, checkpoints."""

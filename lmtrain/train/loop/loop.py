@@ -20,15 +20,15 @@ from lmtrain.train.loop.saver import Saver
 from lmtrain.train.program.compile import CompilingStep
 from lmtrain.train.program.program import Program
 from lmtrain.train.start.reporting import Reporting
-from lmtrain.train.step.agreement import Agreement, StopCheck, Wishes
+from lmtrain.train.step.agreement import Agreement, Requests, StopCheck
 from lmtrain.train.step.state import TrainState
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that is ready for the step after `first_step` updates, with its `batches` from there on.
+    """A run that is ready for the step after `first_step` updates, with its `batches` from that step on.
 
-    `evaluation_pending` says that the checkpoint which the run was resumed from was not evaluated yet.
+    `evaluation_pending`: the checkpoint that the run was resumed from has not been evaluated yet.
     """
 
     program: Program
@@ -42,13 +42,13 @@ class Setup:
     processes: Processes = ALONE
 
 
-def train(setup: Setup, stop: StopRequest, beside: Callable[[], str] = lambda: "") -> bool:
-    """Train to the last step, or until a stop is requested. Returns whether all was done.
+def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "") -> bool:
+    """Train to the last step, or until a stop is requested. Returns whether all steps are done and evaluated.
 
-    `beside` gives what else should be said of the progress.
+    `status` returns further text for the progress display.
 
-    The order within a step matters: metrics, then evaluation, export, and the checkpoint. What a checkpoint says is
-    done has been logged and exported, so that a run killed anywhere has every metric and export once it is over.
+    The order within a step matters: metrics, evaluation, export, then the checkpoint. Everything up to a checkpoint has
+    been logged and exported before it is saved, so a run killed at any point ends up with every metric and export.
     """
     program, saver, processes = setup.program, setup.saver, setup.processes
     trainer, timer = program.config.trainer, setup.reporting.timer
@@ -59,36 +59,36 @@ def train(setup: Setup, stop: StopRequest, beside: Callable[[], str] = lambda: "
         build_evaluators(trainer),
         replace(setup.evaluation, check_stop=StopCheck(processes, stop), progress=console.evaluating),
     )
-    reporter = Reporter(setup.reporting, program, agreement, evaluations, saver, console, done, beside)
+    reporter = Reporter(setup.reporting, program, agreement, evaluations, saver, console, done, status)
     step = CompilingStep(program.train_step)
-    # of several processes one traces: JAX cannot make a trace for Perfetto in a folder where others write theirs
+    # only one process traces: JAX cannot write a Perfetto trace to a folder that other processes write to
     profiler = Profiler(
         trainer.profile if processes.is_first else None, os.path.join(setup.reporting.folder, "profiler")
     )
     setup.reporting.ledger.begin_steps(done, setup.reporting.facts)
 
-    def wishes() -> Wishes:
+    def requests() -> Requests:
         by_clock = processes.is_first and saver.is_time
-        return Wishes(save=by_clock, stop=stop.requested, wait=reporter.has_long_steps)
+        return Requests(save=by_clock, stop=stop.requested, wait=reporter.has_long_steps)
 
     def evaluate() -> bool:
-        """Whether all that is due was evaluated; not if the run is to end before."""
+        """Run the evaluations that are due. False if a stop request ended them."""
         try:
             with timer.section(EVALUATION):
                 found = evaluations.run(evaluations.due(done, last_step), state.params, state.ema_params, done)
         except StoppedError:
-            log.info(f"the evaluation after step {done:,} is ended; it is made when the run is resumed")
+            log.info(f"evaluation after step {done:,} interrupted; it is repeated when the run resumes")
             return False
         reporter.report_evaluation(done, *found)
         return True
 
     def close() -> None:
-        """Whatever happened: a save under way becomes complete, and what was logged is flushed."""
+        """In every case: complete a running save, and flush the logs."""
         try:
             with timer.section(SAVING):
                 saver.close(others_gone)
         finally:
-            setup.reporting.ledger.write()  # waiting for trackers is no training
+            setup.reporting.ledger.write()  # time spent waiting for trackers is not training
             if profiler.end():
                 setup.reporting.artifact(profiler.folder, "profile")
             setup.reporting.provenance.finish()
@@ -106,30 +106,30 @@ def train(setup: Setup, stop: StopRequest, beside: Callable[[], str] = lambda: "
                 try:
                     with timer.section(DATA):
                         batch = next(setup.batches)
-                except StoppedError:  # while waiting for data that is not there yet
+                except StoppedError:  # while waiting for data that is still being tokenized
                     reporter.report(ends=True)
-                    if processes.count > 1:  # the others would have to save too, and may not have been told to stop
-                        log.warning("stopped while waiting for data: the run resumes from the last checkpoint")
+                    if processes.count > 1:  # the others would have to save too, and may not have received the signal
+                        log.warning("stopped while waiting for data; the run resumes from the last checkpoint")
                     elif done > setup.first_step:
                         saver.save(state, done, Kind.TEMPORARY, at_once=True)
                     break
-                said = agreement.on_devices(wishes())
+                said = agreement.on_devices(requests())
                 with program.explaining_errors():
                     if step.is_new(batch):
-                        reporter.report()  # the step under way ends while the host compiles: its time would be wrong
+                        reporter.report()  # the running step ends while the host compiles: its time would be wrong
                         with timer.section(COMPILE):
                             reporter.add(step.compile(state, batch, said))
                         setup.reporting.ledger.write()
                     state, metrics, heard = step(state, batch, said)
                 done += 1
-                # This step is running now; the one before it is finished or nearly so. Reading its metrics rather than
-                # this one's keeps the device busy.
+                # This step is running now; the previous one is (nearly) finished. Reading the metrics of the previous
+                # step keeps the device busy.
                 reporter.report(keep=(done, metrics, heard))
-                if agreement.waits(wishes()):
+                if agreement.waits(requests()):
                     reporter.report()
 
                 last = done == last_step
-                granted = agreement.granted(wishes())
+                granted = agreement.granted(requests())
                 evaluating, exporting = bool(evaluations.due(done, last_step)), saver.exports(done)
                 kind = saver.kind_at(done, asked=granted.save or granted.stop)
                 if evaluating or kind is not None or exporting or profiler.is_last_step:
@@ -143,8 +143,8 @@ def train(setup: Setup, stop: StopRequest, beside: Callable[[], str] = lambda: "
                     with timer.section(SAVING):
                         if exporting:
                             saver.export(state, done)
-                        # evaluating and exporting take long: do what was asked for meanwhile too
-                        granted |= agreement.granted(wishes()) | Wishes(stop=not evaluated)
+                        # evaluation and export take long: also include requests made meanwhile
+                        granted |= agreement.granted(requests()) | Requests(stop=not evaluated)
                         kind = saver.kind_at(done, asked=granted.save or granted.stop)
                         if kind is not None:
                             saver.save(state, done, kind, at_once=last or granted.stop, evaluated=evaluated)

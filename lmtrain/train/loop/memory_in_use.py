@@ -1,4 +1,4 @@
-"""How much memory a run really takes, on its devices and on this host."""
+"""Memory in use by a run, on its devices and on this host."""
 
 import resource
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def memory_in_use(devices: Iterable[Any]) -> dict[str, float]:
-    """`memory/device_<id>/bytes` and `.../peak_bytes` of those devices that tell, and `memory/host_peak_bytes`."""
+    """`memory/device_<id>/bytes` and `.../peak_bytes` of devices that report them, and `memory/host_peak_bytes`."""
     metrics = {}
     for device in devices:
         stats = device.memory_stats() or {}  # CPUs have none

@@ -1,4 +1,4 @@
-"""A trace of some steps of a run: which kernels ran when, on the devices and on the host."""
+"""Profiler traces of some steps of a run: which kernels ran when, on the devices and on the host."""
 
 import os
 
@@ -9,9 +9,9 @@ from lmtrain.runtime.logging import log
 
 
 class Profiler:
-    """Traces the steps of this start that `config` asks for, into `folder`; none without a config.
+    """Writes a trace of the steps that `config` selects, counted from this start, to `folder`; none without a config.
 
-    What goes wrong is told, and costs the run nothing but the trace.
+    Errors are logged and do not affect the run.
     """
 
     def __init__(self, config: ProfilerConfig | None, folder: str):
@@ -22,7 +22,7 @@ class Profiler:
         self._begun = False
 
     def step_begins(self) -> None:
-        """Called before each step; a trace that is due begins."""
+        """Called before each step; starts the trace when it is due."""
         self._steps += 1
         if self._config is None or self._steps != self._config.start_step + 1:
             return
@@ -30,37 +30,37 @@ class Profiler:
         try:
             os.makedirs(self.folder, exist_ok=True)
             jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
-        except Exception as error:  # whatever a disk or a driver has against it
-            log.warning(f"profiler: no trace can be made into {self.folder}: {error}; training continues without it")
+        except Exception as error:  # any error of the disk or the driver
+            log.warning(f"profiler: cannot write a trace to {self.folder}: {error}; training continues without it")
             return
         self._tracing = True
         log.info(f"profiling {self._config.num_steps} steps into {self.folder}")
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the trace is complete with the step that was begun last: `close` it once that is finished."""
+        """Whether the trace is complete with the last started step: call `close` when that step is finished."""
         if not self._tracing or self._config is None:
             return False
         return self._steps >= self._config.start_step + self._config.num_steps
 
     def end(self) -> bool:
-        """At the end of a run: as `close`, and a trace that never began is told."""
+        """Like `close`, at the end of a run; logs a warning if the trace never started."""
         if self._config is not None and not self._begun:
             log.warning(
-                f"profiler: no trace, as this start made {self._steps} steps and start_step is "
+                f"profiler: no trace written, as only {self._steps} steps ran after this start and start_step is "
                 f"{self._config.start_step}"
             )
         return self.close()
 
     def close(self) -> bool:
-        """End a trace that is under way. Whether there is one now."""
+        """Stop the running trace. Returns whether a trace was written."""
         if not self._tracing:
             return False
         self._tracing = False
         try:
             jax.profiler.stop_trace()
         except Exception as error:
-            log.warning(f"profiler: the trace could not be written into {self.folder}: {error}; training continues")
+            log.warning(f"profiler: the trace could not be written to {self.folder}: {error}; training continues")
             return False
         log.info(
             f"profile: {self.folder}; open it with `tensorboard --logdir {self.folder}` (and xprof), or its "

@@ -1,4 +1,4 @@
-"""What a run says of its steps: to the trackers, the terminal and the ledger, one step late."""
+"""Reports steps to the trackers, the terminal and the goodput ledger, one step late."""
 
 import math
 from collections import deque
@@ -21,16 +21,16 @@ from lmtrain.train.start.reporting import Reporting
 from lmtrain.train.step.agreement import Agreement
 from lmtrain.train.step.norms import WATCH
 
-# What is shown of the speed is the mean of so many steps.
+# Number of steps over which the displayed speed is averaged.
 _RECENT = 20
 
 
 class DivergedError(RunError):
-    """The loss is not a finite number. Nothing was saved since it was."""
+    """The loss is NaN or infinite. No checkpoint was saved since it was finite."""
 
 
 class Reporter:
-    """Reads a step's metrics from the device once the next one is under way, and hands them on."""
+    """Reads a step's metrics from the device while the next step is running, and passes them on."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Reporter:
         saver: Saver,
         console: Console,
         first_step: int,
-        beside: Callable[[], str],
+        status: Callable[[], str],
     ):
         self._reporting = reporting
         self._program = program
@@ -51,18 +51,18 @@ class Reporter:
         self._evaluations = evaluations
         self._saver = saver
         self._console = console
-        self._beside = beside
+        self._status = status
         self._throughput = Throughput(reporting.work, program.config.model.seq_len, reporting.timer)
         self._waiting: tuple[int, Any, Any] | None = None
         self._evaluated: Evaluated | None = None
         self._extra: dict[str, float] = {}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self._reported = 0
-        self._ledger_at = first_step  # the last step with figures of the ledger: no step has them twice
+        self._ledger_at = first_step  # last step with ledger metrics: each step logs them once
 
     @property
     def has_long_steps(self) -> bool:
-        """Whether a step takes seconds, as far as is known."""
+        """Whether steps take several seconds, as far as is known."""
         return self._throughput.has_long_steps
 
     @property
@@ -71,27 +71,26 @@ class Reporter:
         return self._throughput.summary
 
     def add(self, metrics: dict[str, float]) -> None:
-        """Metrics to go with those of the next step that is reported."""
+        """Add metrics to those of the next step that is reported."""
         self._extra |= metrics
 
     def report(self, keep: tuple[int, Any, Any] | None = None, ends: bool = False) -> None:
-        """Report the step that is waiting, and let `keep` wait in its place: its number, metrics and wishes.
+        """Report the pending step, and keep `keep` pending instead: number, metrics and requests of a step.
 
-        Raises `DivergedError`.
-        `ends` says that `report_end` will be called of the same step.
+        `ends`: `report_end` will be called for the same step. Raises `DivergedError`.
         """
         waiting, self._waiting = self._waiting, keep
         if waiting is None:
             return
-        step, on_device, wishes = waiting
+        step, on_device, requests = waiting
         watch, sizes = self._program.watch, self._sizes
         norms = on_device.pop(WATCH, {})
         waited = not on_device["train/loss"].is_ready()
-        with self._program.explaining_errors():  # what fails on the device is told here
+        with self._program.explaining_errors():  # errors of the device are raised here
             metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
             if watch.shows(step):
                 metrics |= watch.by_name(jax.device_get(norms))
-        self._agreement.learn(step, jax.device_get(wishes))
+        self._agreement.learn(step, jax.device_get(requests))
         metrics |= self._throughput.step_done(sizes.at(step - 1), sizes.before(step), waited)
         with self._reporting.timer.section(HOOKS):
             ledger = self._reporting.ledger.step_done(step)
@@ -104,7 +103,7 @@ class Reporter:
             self._show(step, metrics)
 
     def report_evaluation(self, step: int, metrics: dict[str, float], lines: Sequence[str]) -> None:
-        """`lines` say in words what `metrics` found."""
+        """Log the metrics of an evaluation, and `lines` that describe them."""
         with self._reporting.timer.section(HOOKS):
             if metrics:
                 self._reporting.trackers.log(metrics, step)
@@ -115,7 +114,7 @@ class Reporter:
                 log.info(f"step {step}: {line}")
 
     def report_end(self, step: int) -> None:
-        """The last figures of the ledger and of memory, after `step` updates; none if nothing was trained."""
+        """Log the final ledger and memory metrics, after `step` updates; nothing if no step was trained."""
         self._reporting.ledger.write()
         if step > self._ledger_at:
             self._reporting.trackers.log(self._reporting.ledger.metrics() | memory_in_use(jax.local_devices()), step)
@@ -139,7 +138,7 @@ class Reporter:
                 evaluated=self._evaluated,
                 next_evaluation=self._evaluations.next_after(step, self._config.num_train_steps),
                 next_save=self._saver.next_save(step, seconds),
-                beside=self._beside(),
+                status=self._status(),
             )
         )
 
@@ -147,7 +146,7 @@ class Reporter:
         config, sizes = self._config, self._sizes
         if (math.isnan(loss) and config.crash_on_nan) or (math.isinf(loss) and config.crash_on_inf):
             raise DivergedError(
-                f"the loss of step {step} is {loss}; nothing was saved since it was finite. Its batch are sequences "
+                f"the loss of step {step} is {loss}; no checkpoint was saved since it was finite. Its batch: sequences "
                 f"{sizes.before(step - 1):,} to {sizes.before(step) - 1:,} of the training data. Lower "
                 "optimizer.learning_rate or lengthen optimizer.warmup; delete the last checkpoints if it happens again"
             )

@@ -1,4 +1,4 @@
-"""What is kept of a run at a step: its checkpoint, and its export."""
+"""Saves a run at a step: its checkpoint and its export."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ class Saver:
         self._last = num_train_steps
 
     def export_missed(self, state: TrainState, step: int) -> None:
-        """The export of the checkpoint that a run goes on from, if the run was killed before it was there."""
+        """Export the checkpoint that a run resumes from, if the run was killed before its export was complete."""
         if self._exporter is not None and self._exporter.was_missed(step):
             self._exporter.export(step, state.best_params)
 
@@ -41,7 +41,7 @@ class Saver:
         return self._checkpointer.is_time
 
     def kind_at(self, step: int, asked: bool) -> Kind | None:
-        """The kind of checkpoint to save after `step` updates, if any; `asked` says that one is wished for."""
+        """The kind of checkpoint to save after `step` updates, if any; `asked`: one was requested."""
         return self._checkpointer.kind_at(step, last=step == self._last, asked=asked)
 
     def exports(self, step: int) -> bool:
@@ -49,7 +49,7 @@ class Saver:
         return self._exporter is not None and self._exporter.due(step, step == self._last)
 
     def next_save(self, step: int, seconds_per_step: float) -> int | None:
-        """The step of the next checkpoint, as far as it can be known; None after the last."""
+        """The estimated step of the next checkpoint; None after the last."""
         if step >= self._last:
             return None
         by_steps = self._checkpointer.next_permanent(step, self._last)
@@ -59,29 +59,29 @@ class Saver:
         return min(by_steps, step + 1 + int(by_clock / max(seconds_per_step, 1e-9)))
 
     def export(self, state: TrainState, step: int) -> None:
-        """Copy the parameters, and write them in the background."""
+        """Copy the parameters to the host, and export them in the background."""
         assert self._exporter is not None
         self._exporter.export(step, state.best_params)
 
     def save(self, state: TrainState, step: int, kind: Kind, *, at_once: bool, evaluated: bool = True) -> None:
-        """`at_once` waits until the checkpoint is complete. One of a step that is not `evaluated` says so."""
+        """Save a checkpoint. `at_once`: wait until it is complete; not `evaluated`: mark the evaluation as pending."""
         self._trackers.sync()
         save = self._checkpointer.save_now if at_once else self._checkpointer.save
-        # what is exported up to now is there before the checkpoint that would not export it again
+        # earlier exports have to be complete before the checkpoint: a resumed run does not repeat them
         exported = (lambda: None) if self._exporter is None else self._exporter.under_way()
         run_info = self._run_info if evaluated else self._run_info | {EVALUATION_PENDING: True}
         seconds = save(step, kind, state.parts, run_info, before_commit=exported)
         self._trackers.log({"checkpoint/blocking_seconds": seconds}, step)
 
     def log_saved(self, step: int) -> None:
-        """Log how long the checkpoints took that are complete by now: several if one waited for the one before it."""
+        """Log the duration of the checkpoints completed since the last call, the longest if there are several."""
         if saved := self._checkpointer.take_saved():
             self._trackers.log({"checkpoint/total_seconds": max(saved)}, step)
 
     def close(self, others_gone: bool) -> None:
-        """Whatever happened: a checkpoint and an export under way become complete.
+        """Complete the running checkpoint and export, in every case.
 
-        Not a checkpoint whose other processes are gone: it would wait for them.
+        `others_gone`: skip the checkpoint, which would wait for processes that are gone.
         """
         try:
             if not others_gone:

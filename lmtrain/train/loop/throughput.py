@@ -1,15 +1,15 @@
-"""How fast a run is: the rates of each step. Waiting for data counts; evaluation and saving do not."""
+"""Throughput of each step. Waiting for data counts; evaluation and saving do not."""
 
 from lmtrain.tracking.timer import DATA, EVALUATION, HOOKS, SAVING, STEPS, Timer
 from lmtrain.train.program.work import Work
 
-# A step that takes longer is finished before the next one begins: that costs the milliseconds in which the host
-# prepares it, and a signal to stop the run is followed one step earlier.
+# The next step starts only after a step that takes longer than this has finished: this costs the milliseconds in which
+# the host prepares the next step, and a stop signal takes effect one step earlier.
 LONG_STEP_SECONDS = 5.0
 
 
 class Throughput:
-    """Rates between one finished step and the next. Pauses (evaluation, saving) are not part of a step."""
+    """Rates between two finished steps. Pauses (evaluation, saving) are not part of a step."""
 
     def __init__(self, work: Work, seq_len: int, timer: Timer) -> None:
         self._work = work
@@ -17,17 +17,17 @@ class Throughput:
         self._timer = timer
         self._booked = timer.seconds
         self._tokens = 0
-        self._before = (0, 0.0)  # sequences and seconds of the step before
+        self._before = (0, 0.0)  # sequences and seconds of the previous step
         self.step_seconds = 0.0
         self.loading_seconds = 0.0
-        self.has_long_steps = True  # until one is known not to be
+        self.has_long_steps = True  # until a short step is known
         self._steps = 0
 
     def step_done(self, examples: int, examples_so_far: int, waited: bool = True) -> dict[str, float]:
-        """Metrics of the step that has just finished, of so many sequences. Seconds, unless a name says otherwise.
+        """Metrics of the step of `examples` sequences that has just finished. Seconds unless a name says otherwise.
 
-        `waited` says that the host had to wait for it. If not, it was finished before, while the host was held up in
-        the step before it: then it has the mean speed of the two, since the short rest is no time of a step.
+        `waited`: the host had to wait for the step. If not, the step had finished earlier, while the host was delayed
+        in the previous step; it then gets the mean speed of both, since its measured time is too short.
         """
         before, self._booked = self._booked, self._timer.seconds
         since = {section: self._booked[section] - before[section] for section in before}

@@ -25,14 +25,14 @@ class CompilingStep:
         """Whether the next call has to compile."""
         return batch["tokens"].shape not in self._known
 
-    def compile(self, state: Any, batch: Any, wishes: Any = None) -> dict[str, float]:
+    def compile(self, state: Any, batch: Any, requests: Any = None) -> dict[str, float]:
         """Compile for batches of this shape. The next call reuses the program, which JAX caches by its arguments.
 
         Returns `compile/tracing_seconds`, `compile/seconds` (in XLA or its cache) and `compile/hlo_bytes`,
         the size of the optimized program.
         """
         began = time.perf_counter()
-        lowered = self._step.lower(state, batch, wishes)
+        lowered = self._step.lower(state, batch, requests)
         traced = time.perf_counter()
         compiled = lowered.compile()
         done = time.perf_counter()
@@ -50,8 +50,8 @@ class CompilingStep:
         )
         return metrics
 
-    def __call__(self, state: Any, batch: Any, wishes: Any = None) -> Any:
-        return self._step(state, batch, wishes)
+    def __call__(self, state: Any, batch: Any, requests: Any = None) -> Any:
+        return self._step(state, batch, requests)
 
 
 @contextmanager

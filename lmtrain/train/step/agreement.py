@@ -20,7 +20,7 @@ from lmtrain.sharding.mesh import Layout
 _LOOKS = 16
 
 
-class Wishes(NamedTuple):
+class Requests(NamedTuple):
     """Requests of a process. `save`: a checkpoint is due by the clock; `stop`: a signal requests the end of the run;
     `wait`: steps are long, so the next one starts only when this one is finished, since a signal cannot interrupt it.
     """
@@ -29,8 +29,8 @@ class Wishes(NamedTuple):
     stop: bool = False
     wait: bool = False
 
-    def __or__(self, other: "Wishes") -> "Wishes":
-        return Wishes(*(one or another for one, another in zip(self, other, strict=True)))
+    def __or__(self, other: "Requests") -> "Requests":
+        return Requests(*(one or another for one, another in zip(self, other, strict=True)))
 
 
 class Agreement:
@@ -39,11 +39,11 @@ class Agreement:
     def __init__(self, processes: Processes, layout: Layout):
         self._alone = processes.count == 1
         self._sharding = NamedSharding(layout.mesh, PartitionSpec(layout.mesh.axis_names))
-        self._known = Wishes()
+        self._known = Requests()
         self._waits = True  # until the first step is known not to be long
         self._saved = 0
 
-    def on_devices(self, mine: Wishes) -> Any:
+    def on_devices(self, mine: Requests) -> Any:
         """The next step's input: this process's requests, [devices, number of requests], one row per device.
 
         None for a run of one process.
@@ -57,19 +57,19 @@ class Agreement:
         """Record the requests of all processes: `greatest` [number of requests], as a step returned it, or None."""
         if greatest is None:
             return
-        of_step = Wishes(*(bool(wish) for wish in greatest))
-        self._known |= Wishes(of_step.save and step > self._saved, of_step.stop)
+        of_step = Requests(*(bool(request) for request in greatest))
+        self._known |= Requests(of_step.save and step > self._saved, of_step.stop)
         self._waits = of_step.wait
 
-    def waits(self, mine: Wishes) -> bool:
+    def waits(self, mine: Requests) -> bool:
         """Whether all processes wait for the running step before they start the next one."""
         return mine.wait if self._alone else self._waits
 
-    def granted(self, mine: Wishes) -> Wishes:
+    def granted(self, mine: Requests) -> Requests:
         """The requests that all processes fulfil after this step."""
         if self._alone:
             return mine
-        known, self._known = self._known, Wishes()
+        known, self._known = self._known, Requests()
         return known
 
     def saved(self, step: int) -> None:

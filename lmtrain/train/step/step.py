@@ -39,11 +39,11 @@ def build_train_step(
     watch: Watch | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Within:
-    """The jitted step: (state, batch, wishes) -> (state after one update, metrics, maximum of wishes), on the device.
+    """The jitted step: (state, batch, requests) -> (state after one update, metrics, maximum of requests), on device.
 
     The loss is the mean of `objective` over the batch and does not depend on the number of microbatches, which
-    `num_microbatches` gives for each batch size. The state is donated. `wishes` are the requests of a run's processes,
-    by device; the step returns the maximum of each; None for a run of one process (`agreement.py`). Dropout is a
+    `num_microbatches` gives for each batch size. The state is donated. `requests` are those of a run's processes, by
+    device; the step returns the maximum of each; None for a run of one process (`agreement.py`). Dropout is a
     function of (seed, step, microbatch). Values that the model sows or that `jit_log` receives are part of the metrics.
     `options` are compiler options.
     """
@@ -55,7 +55,7 @@ def build_train_step(
             loss = _loss_sum(model, objective, params, batch, not dropout, rngs, logged)
         return loss, logged.means
 
-    def step(state: TrainState, batch: Any, wishes: Any = None) -> tuple[TrainState, Metrics, Any]:
+    def step(state: TrainState, batch: Any, requests: Any = None) -> tuple[TrainState, Metrics, Any]:
         parts = num_microbatches[batch["tokens"].shape[0]]
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         scale = 1.0 / sum_of_weights(objective, batch)
@@ -85,15 +85,15 @@ def build_train_step(
         }
         if (skipped := optax.tree.get(moments, "skipped")) is not None:
             metrics["optim/skipped_steps"] = skipped
-        if wishes is not None:
-            wishes = wishes.max(axis=0)  # one by one: collectives of GPUs have no bitwise OR
+        if requests is not None:
+            requests = requests.max(axis=0)  # one by one: collectives of GPUs have no bitwise OR
         if watch is not None:
             metrics |= watch.on_device(state.step + 1, {"grads": gradients, "params": params, "updates": updates})
         logged = {name: total / parts for name, total in logged.items()} | also_logged.means
         if taken := metrics.keys() & logged.keys():
             raise ValueError(f"jit_log: {', '.join(sorted(taken))}: this name is reserved by lmtrain; use another one")
         metrics |= logged
-        return TrainState(state.step + 1, params, moments, ema_params), metrics, wishes
+        return TrainState(state.step + 1, params, moments, ema_params), metrics, requests
 
     out = (shardings, layout.replicated, layout.replicated)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=dict(options or {}))

@@ -1,4 +1,4 @@
-"""Memory that a run takes: as its devices and the system tell it."""
+"""Memory in use by a run, as reported by its devices and the operating system."""
 
 import resource
 import sys
@@ -18,7 +18,7 @@ def device(number: int, stats: dict | None) -> SimpleNamespace:
     return SimpleNamespace(id=number, memory_stats=lambda: stats)
 
 
-def test_each_device_has_what_is_taken_now_and_at_most_by_its_id():
+def test_each_device_has_current_and_peak_bytes_by_its_id():
     devices = [
         device(0, {"bytes_in_use": 10, "peak_bytes_in_use": 30, "bytes_limit": 100}),
         device(3, {"bytes_in_use": 0, "peak_bytes_in_use": 2**40}),
@@ -34,23 +34,23 @@ def test_each_device_has_what_is_taken_now_and_at_most_by_its_id():
 
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_limit": 100}])
-def test_a_device_that_does_not_tell_has_no_metrics(stats):
+def test_a_device_without_memory_stats_has_no_metrics(stats):
     assert memory_in_use([device(0, stats)]).keys() == {HOST}
 
 
-def test_a_device_that_tells_one_of_the_two_has_that():
+def test_a_device_that_reports_one_of_the_two_has_only_that():
     assert memory_in_use([device(1, {"bytes_in_use": 5})]).keys() == {"memory/device_1/bytes", HOST}
 
 
-def test_the_devices_of_this_machine_answer_in_floats():
+def test_the_metrics_of_this_machine_are_floats():
     found = memory_in_use(jax.local_devices())
     assert {type(value) for value in found.values()} == {float}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's own figure is read from /proc")
-def test_the_peak_of_the_host_is_that_of_the_system_and_never_falls():
+def test_the_peak_of_the_host_is_that_of_the_system_and_never_decreases():
     before = memory_in_use([])[HOST]
-    ballast = np.ones(int(before / 8) + 2**22)  # more than there ever was, every page of it touched
+    ballast = np.ones(int(before / 8) + 2**22)  # more than the peak so far, with every page touched
     after = memory_in_use([])[HOST]
     assert after > before + 2**24
     del ballast
@@ -60,7 +60,7 @@ def test_the_peak_of_the_host_is_that_of_the_system_and_never_falls():
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
-def test_systems_count_the_peak_in_units_of_their_own(monkeypatch, platform, unit):
+def test_the_unit_of_the_peak_depends_on_the_operating_system(monkeypatch, platform, unit):
     monkeypatch.setattr(module.sys, "platform", platform)
     monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=123_456))
     assert memory_in_use([]) == {HOST: 123_456.0 * unit}

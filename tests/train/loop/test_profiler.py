@@ -1,4 +1,4 @@
-"""A trace of some steps of a run, as JAX really writes it."""
+"""Profiler traces of some steps of a run, written by JAX."""
 
 import glob
 import gzip
@@ -19,7 +19,7 @@ def tiny(x):
 
 
 def steps(profiler: Profiler, number: int) -> list[int]:
-    """Those after which the profiler says that its trace is complete, which is then closed."""
+    """Run steps; returns those after which the trace was complete and was closed."""
     ended = []
     for step in range(1, number + 1):
         profiler.step_begins()
@@ -45,14 +45,14 @@ def traced_steps(folder) -> set[int]:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """What JAX's profiler is told, which traces nothing."""
+    """Calls of JAX's profiler, which is replaced and traces nothing."""
     calls = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: calls.append("start"))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
     return calls
 
 
-def test_a_trace_holds_the_steps_that_were_asked_for_for_xprof_and_for_perfetto(tmp_path, caplog):
+def test_a_trace_has_the_selected_steps_for_xprof_and_for_perfetto(tmp_path, caplog):
     folder = str(tmp_path / "logs" / "one" / "profiler")
     profiler = Profiler(ProfilerConfig(start_step=2, num_steps=2), folder)
     with caplog.at_level("INFO"):
@@ -62,12 +62,12 @@ def test_a_trace_holds_the_steps_that_were_asked_for_for_xprof_and_for_perfetto(
     assert os.path.getsize(written) > 1000
     assert traced_steps(folder) == {3, 4}
     assert any("tiny" in event.get("name", "") for event in events(folder))
-    told = [record.message for record in caplog.records]
-    assert told[0] == f"profiling 2 steps into {folder}"
-    assert told[-1].startswith(f"profile: {folder}; open it with `tensorboard --logdir {folder}`")
+    messages = [record.message for record in caplog.records]
+    assert messages[0] == f"profiling 2 steps into {folder}"
+    assert messages[-1].startswith(f"profile: {folder}; open it with `tensorboard --logdir {folder}`")
 
 
-def test_a_run_that_ends_early_has_a_trace_up_to_there(tmp_path):
+def test_a_run_that_ends_early_has_a_trace_up_to_its_end(tmp_path):
     profiler = Profiler(ProfilerConfig(start_step=1, num_steps=100), str(tmp_path))
     assert steps(profiler, 3) == []
     assert profiler.close()
@@ -91,7 +91,7 @@ def test_without_a_config_nothing_is_done(recorded, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_before_its_first_step_there_is_nothing_to_close(recorded, tmp_path):
+def test_before_the_first_step_there_is_nothing_to_close(recorded, tmp_path):
     profiler = Profiler(ProfilerConfig(start_step=2), str(tmp_path))
     assert steps(profiler, 2) == []
     assert not profiler.close()
@@ -106,23 +106,23 @@ def test_before_its_first_step_there_is_nothing_to_close(recorded, tmp_path):
         ({"start_step": 3, "num_steps": 4}, ProfilerConfig(start_step=3, num_steps=4)),
     ],
 )
-def test_true_is_a_profile_as_by_default(profiler, expected):
+def test_true_is_the_default_profile(profiler, expected):
     assert LoggingConfig(profiler=profiler).profile == expected
 
 
-def test_a_folder_that_cannot_be_made_is_told_once_and_training_goes_on(recorded, tmp_path, caplog):
+def test_a_folder_that_cannot_be_created_is_logged_once_and_training_continues(recorded, tmp_path, caplog):
     (tmp_path / "in the way").write_text("")
     folder = str(tmp_path / "in the way" / "profiler")
     profiler = Profiler(ProfilerConfig(start_step=1, num_steps=2), folder)
     assert steps(profiler, 5) == []
     assert not profiler.close()
     assert recorded == []
-    (told,) = [record.message for record in caplog.records]
-    assert told.startswith(f"profiler: no trace can be made into {folder}: ")
-    assert told.endswith("; training continues without it")
+    (message,) = [record.message for record in caplog.records]
+    assert message.startswith(f"profiler: cannot write a trace to {folder}: ")
+    assert message.endswith("; training continues without it")
 
 
-def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(recorded, monkeypatch, tmp_path, caplog):
+def test_a_trace_that_cannot_be_written_is_logged_and_training_continues(recorded, monkeypatch, tmp_path, caplog):
     def fail():
         raise OSError(28, "No space left on device")
 
@@ -134,6 +134,6 @@ def test_a_trace_that_cannot_be_written_is_told_and_training_goes_on(recorded, m
     assert not profiler.close()
     assert not profiler.is_last_step
     assert not profiler.close()
-    (told,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert told.startswith(f"profiler: the trace could not be written into {tmp_path}: ")
-    assert "No space left on device" in told
+    (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert message.startswith(f"profiler: the trace could not be written to {tmp_path}: ")
+    assert "No space left on device" in message

@@ -1,4 +1,4 @@
-"""Rates between finished steps, with a clock that the test turns; and what a token costs."""
+"""Rates between finished steps, with a clock that the test controls; and FLOPs per token."""
 
 import re
 
@@ -17,7 +17,7 @@ from lmtrain.train.program.work import Work
 from lmtrain.train.start import facts as facts_module
 from lmtrain.train.start.facts import device_facts, plan_work
 
-# 1000 tokens a second are 2 % of the peak, and 1.5 % if attention counts as half
+# 1000 tokens per second are 2 % of the peak, and 1.5 % if attention counts as half
 WORK = Work(flops_per_token=2e6, causal_flops_per_token=1.5e6, peak_flops=1e11)
 UNKNOWN = Work(2e6, 1.5e6, None)
 SEQ_LEN = 100
@@ -54,7 +54,7 @@ def step(throughput: Throughput, clock: Clock, loading: float, computing: float,
     return throughput.step_done(10, so_far)
 
 
-def test_a_step_reports_its_times_its_rates_and_what_the_run_has_seen(throughput, timer, clock):
+def test_a_step_reports_its_times_its_rates_and_the_totals_of_the_run(throughput, timer, clock):
     step(throughput, clock, 1.0, 9.0)
     with timer.section(HOOKS):
         clock.now += 0.25
@@ -74,7 +74,7 @@ def test_a_step_reports_its_times_its_rates_and_what_the_run_has_seen(throughput
     )
 
 
-def test_of_a_device_whose_peak_is_not_known_there_is_no_mfu(timer, clock):
+def test_a_device_with_unknown_peak_has_no_mfu(timer, clock):
     known, unknown = (step(Throughput(work, SEQ_LEN, timer), clock, 0.0, 1.0, so_far=10) for work in (WORK, UNKNOWN))
     assert known.keys() - unknown.keys() == {"throughput/mfu", "throughput/mfu_causal"}
     assert unknown == {name: known[name] for name in unknown}
@@ -84,7 +84,7 @@ def test_of_a_device_whose_peak_is_not_known_there_is_no_mfu(timer, clock):
     assert throughput.summary == "1,000 tokens/s, 1000 ms a step, waiting for data 0.00 % of it"
 
 
-def test_a_device_that_is_busy_all_the_time_has_a_hundred_percent():
+def test_a_device_at_its_peak_has_an_mfu_of_100_percent():
     work = Work(1e12, 0.75e12, find_accelerator("NVIDIA H100 80GB HBM3").peak_flops)
     rates = work.rates(989.0)
     assert rates == pytest.approx(
@@ -92,7 +92,7 @@ def test_a_device_that_is_busy_all_the_time_has_a_hundred_percent():
     )
 
 
-def test_hooks_are_those_since_the_step_before(throughput, timer, clock):
+def test_hook_time_is_counted_since_the_previous_step(throughput, timer, clock):
     for seconds in (1.0, 2.0):
         with timer.section(HOOKS):
             clock.now += seconds
@@ -101,10 +101,10 @@ def test_hooks_are_those_since_the_step_before(throughput, timer, clock):
 
 
 def test_total_tokens_follow_a_schedule_of_batch_sizes(throughput, clock):
-    """As the reporter asks: steps are counted from 0, and a run that goes on counts those before it."""
+    """As the reporter calls it: steps are counted from 0, and a resumed run includes earlier ones."""
     sizes = BatchSizes.of([(0, 2), (3, 5)])
     found = []
-    for done in range(2, 7):  # from a checkpoint of one step
+    for done in range(2, 7):  # resumed after one step
         clock.now += 2.0
         found.append(throughput.step_done(sizes.at(done - 1), sizes.before(done)))
     assert [metrics["throughput/total_tokens"] for metrics in found] == [400, 600, 1100, 1600, 2100]
@@ -113,8 +113,8 @@ def test_total_tokens_follow_a_schedule_of_batch_sizes(throughput, clock):
     assert found[-1]["throughput/total_gflops"] == pytest.approx(2100 * 2e6 / 1e9)
 
 
-def test_a_step_that_was_finished_while_the_host_was_held_up_has_no_speed_of_its_own(throughput, clock):
-    """A laptop that slept, or a tracker that took long: the next step was done meanwhile."""
+def test_a_step_that_finished_while_the_host_was_delayed_has_the_mean_speed_of_two(throughput, clock):
+    """A suspended laptop or a slow tracker: the next step finished meanwhile."""
     step(throughput, clock, 0.0, 2.0)
     clock.now += 6.0
     late = throughput.step_done(10, 20)
@@ -127,7 +127,7 @@ def test_a_step_that_was_finished_while_the_host_was_held_up_has_no_speed_of_its
     assert throughput.step_done(10, 40)["throughput/duration"] == pytest.approx(2.0)
 
 
-def test_steps_are_long_until_one_is_known_not_to_be_and_waiting_for_data_makes_none_long(throughput, clock):
+def test_steps_count_as_long_until_a_short_one_and_waiting_for_data_does_not_count(throughput, clock):
     found = [throughput.has_long_steps]
     for loading, computing in ((0.0, 2.0), (60.0, 2.0), (0.0, 60.0), (0.0, 2.0)):
         step(throughput, clock, loading, computing)
@@ -162,17 +162,17 @@ def program():
     return plan_program(RunConfig(model=model, trainer={"train_batch_size": 4}), 100)
 
 
-def test_a_token_costs_what_lmtrain_plan_says(program):
+def test_flops_per_token_are_those_of_lmtrain_plan(program):
     work = plan_work(program)
-    told = "\n".join(model_lines(describe(program, "cpu"), "here", ""))
-    full, causal = re.search(r"(\S+) a token, forward and backward; (\S+) with causal attention", told).groups()
+    text = "\n".join(model_lines(describe(program, "cpu"), "here", ""))
+    full, causal = re.search(r"(\S+) a token, forward and backward; (\S+) with causal attention", text).groups()
     assert (work.flops_per_token, work.causal_flops_per_token) == pytest.approx((float(full), float(causal)), rel=1e-3)
-    (a_step,) = re.search(r"FLOPs +(\S+) a step", told).groups()
+    (a_step,) = re.search(r"FLOPs +(\S+) a step", text).groups()
     assert work.flops_per_token * 4 * 64 == pytest.approx(float(a_step), rel=1e-2)
 
 
-def test_a_token_costs_the_matrix_products_of_the_model_forward_and_twice_backward(program):
-    """By hand: qkv, out, up and down of each layer, queries with keys and weights with values, and the head."""
+def test_flops_per_token_are_those_of_the_matrix_products_forward_and_twice_backward(program):
+    """Computed by hand: qkv, out, up and down of each layer, the two attention products, and the head."""
     work = plan_work(program)
     width, length = 32, 64
     weights = 3 * (3 * width**2 + width**2 + 2 * 4 * width**2) + 100 * width
@@ -181,27 +181,28 @@ def test_a_token_costs_the_matrix_products_of_the_model_forward_and_twice_backwa
     assert work.causal_flops_per_token == pytest.approx(causal)
 
 
-def test_the_peak_is_that_of_all_devices_and_the_convention_is_told(program, monkeypatch, caplog):
+def test_the_peak_is_that_of_all_devices_and_the_convention_is_logged(program, monkeypatch, caplog):
     h100 = find_accelerator("h100")
     monkeypatch.setattr(facts_module, "find_accelerator", lambda kind: h100)
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     with caplog.at_level("INFO"):
         work = plan_work(program)
     assert work.peak_flops == 8 * 989e12
-    told = caplog.records[-1].message
-    assert told.startswith("MFU is in percent of 989 TFLOP/s (NVIDIA H100, dense 16-bit products) on each device")
-    assert "mfu counts attention in full, mfu_causal half of it" in told
+    message = caplog.records[-1].message
+    for part in ("MFU", "989 TFLOP/s", "NVIDIA H100", "16-bit", "per device", "mfu counts full", "mfu_causal half"):
+        assert part in message
     facts = device_facts(work, 64)
     assert facts["throughput/theoretical_flops"] == 8 * 989e12
     assert facts["throughput/theoretical_flops_per_device"] == 989e12
     assert facts["throughput/flops_per_example"] == work.flops_per_token * 64
 
 
-def test_of_an_unknown_device_it_is_told_that_there_will_be_no_mfu(program, caplog):
+def test_an_unknown_device_logs_that_there_is_no_mfu(program, caplog):
     with caplog.at_level("INFO"):
         work = plan_work(program)  # tests run on CPUs
     assert work.peak_flops is None
-    assert caplog.records[-1].message.endswith("tokens per second are logged, but no MFU")
+    assert "unknown peak FLOP/s" in caplog.records[-1].message
+    assert "MFU" in caplog.records[-1].message
     facts = device_facts(work, 64)
     assert not [name for name in facts if "theoretical" in name]
     assert facts["throughput/device_count"] == jax.device_count()

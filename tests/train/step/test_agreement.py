@@ -1,4 +1,4 @@
-"""Wishes of several processes, as the steps carry them: granted once, at the same step everywhere."""
+"""Requests of several processes, exchanged by the steps: granted once, at the same step in all processes."""
 
 import jax
 import numpy as np
@@ -9,13 +9,13 @@ from lmtrain.runtime.signals import StoppedError, StopRequest
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.step import agreement
-from lmtrain.train.step.agreement import Agreement, StopCheck, Wishes
+from lmtrain.train.step.agreement import Agreement, Requests, StopCheck
 
 LAYOUT = plan_layout(PartitioningConfig())
 
 
-def run(process: Agreement, mine: list[Wishes], others: list[Wishes]) -> list[tuple[int, Wishes]]:
-    """What a process does after each step, if it wishes the one and another process the other."""
+def run(process: Agreement, mine: list[Requests], others: list[Requests]) -> list[tuple[int, Requests]]:
+    """The requests granted to a process, by step, if it requests `mine` and another process `others`."""
     granted, waiting = [], None
     for step, (own, other) in enumerate(zip(mine, others, strict=True), start=1):
         greatest = np.maximum(np.max(jax.device_get(process.on_devices(own)), axis=0), np.array(other, np.int32))
@@ -26,54 +26,54 @@ def run(process: Agreement, mine: list[Wishes], others: list[Wishes]) -> list[tu
             process.learn(step, waiting)
             waiting = None
         what = process.granted(own)
-        if what != Wishes():
+        if what != Requests():
             granted.append((step, what))
         if what.save:
             process.saved(step)
     return granted
 
 
-def at(steps: int, **wishes: tuple[int, ...]) -> list[Wishes]:
-    """The wishes of so many steps: `save=(3, 4)` at steps 3 and 4."""
-    return [Wishes(**{name: step in at for name, at in wishes.items()}) for step in range(1, steps + 1)]
+def at(steps: int, **requests: tuple[int, ...]) -> list[Requests]:
+    """The requests at each of `steps` steps: `save=(3, 4)` requests a save at steps 3 and 4."""
+    return [Requests(**{name: step in at for name, at in requests.items()}) for step in range(1, steps + 1)]
 
 
-def test_one_process_is_granted_its_wish_at_once_and_its_steps_take_none():
+def test_the_request_of_a_single_process_is_granted_at_once_without_the_step():
     alone = Agreement(ALONE, LAYOUT)
-    assert alone.on_devices(Wishes(save=True)) is None
-    assert alone.granted(Wishes(save=True)) == Wishes(save=True)
-    assert alone.waits(Wishes(wait=True))
-    assert not alone.waits(Wishes())
+    assert alone.on_devices(Requests(save=True)) is None
+    assert alone.granted(Requests(save=True)) == Requests(save=True)
+    assert alone.waits(Requests(wait=True))
+    assert not alone.waits(Requests())
 
 
 @pytest.mark.parametrize("asking", [True, False])
-def test_a_wish_to_save_is_granted_once_one_step_later_to_all(asking):
-    """The clock goes on asking until the save; what came with steps before it is no second wish."""
+def test_a_save_request_is_granted_once_one_step_later_to_all(asking):
+    """The clock repeats the request until the save; requests of earlier steps do not cause a second save."""
     found = at(8, save=(3, 4)), at(8)
     mine, theirs = found if asking else found[::-1]
-    assert run(Agreement(Processes(0, 2), LAYOUT), mine, theirs) == [(4, Wishes(save=True))]
+    assert run(Agreement(Processes(0, 2), LAYOUT), mine, theirs) == [(4, Requests(save=True))]
 
 
-def test_where_all_wait_for_each_step_a_wish_is_granted_after_the_step_it_came_with():
-    """Whoever of them has the long steps; and no longer than it says so."""
+def test_with_long_steps_a_request_is_granted_after_the_same_step():
+    """It does not matter which process has the long steps; it applies only while that process requests it."""
     mine, theirs = at(9, stop=(4, 8)), at(9, wait=(1, 2, 3, 4))
-    assert run(Agreement(Processes(0, 2), LAYOUT), mine, theirs) == [(4, Wishes(stop=True)), (9, Wishes(stop=True))]
+    assert run(Agreement(Processes(0, 2), LAYOUT), mine, theirs) == [(4, Requests(stop=True)), (9, Requests(stop=True))]
 
 
-def test_a_wish_to_save_and_one_to_stop_of_different_processes_are_both_granted():
+def test_a_save_request_and_a_stop_request_of_different_processes_are_both_granted():
     mine, theirs = at(5, save=(3,)), at(5, stop=(3,))
-    assert run(Agreement(Processes(1, 2), LAYOUT), mine, theirs) == [(4, Wishes(save=True, stop=True))]
+    assert run(Agreement(Processes(1, 2), LAYOUT), mine, theirs) == [(4, Requests(save=True, stop=True))]
 
 
-def test_steps_without_wishes_change_nothing():
+def test_steps_without_requests_change_nothing():
     process = Agreement(Processes(1, 2), LAYOUT)
     process.learn(1, np.array([1, 0, 0]))
     process.learn(2, None)
-    assert process.granted(Wishes()) == Wishes(save=True)
-    assert process.granted(Wishes()) == Wishes()
+    assert process.granted(Requests()) == Requests(save=True)
+    assert process.granted(Requests()) == Requests()
 
 
-def test_between_batches_one_process_looks_each_time():
+def test_a_single_process_checks_for_a_stop_at_every_call():
     stop = StopRequest()
     check = StopCheck(ALONE, stop)
     check()
@@ -82,8 +82,8 @@ def test_between_batches_one_process_looks_each_time():
         check()
 
 
-def test_several_processes_look_rarely_and_all_end_at_the_same_call(monkeypatch):
-    """A signal to the other one, which came after call 20."""
+def test_several_processes_check_rarely_and_stop_at_the_same_call(monkeypatch):
+    """The other process receives a signal after call 20."""
     calls = []
 
     def asked(processes, name, mine):

@@ -1,4 +1,4 @@
-"""Averages of the parameters against plain Python; types stay; and the training step keeps one."""
+"""Averages of the parameters against plain Python: values, dtypes, and the average in the training step."""
 
 import functools
 
@@ -26,7 +26,7 @@ SQRT = EmaDecaySqrtConfig(beta=0.9, switch_step=20, decay_steps=50, epsilon=0.01
 
 
 def plain_share(config, step: int) -> float:
-    """How far the average moves after update number `step`, the first being number 1."""
+    """The weight of the new parameters after update number `step`, starting at 1."""
     if isinstance(config, EmaConfig) or step < config.switch_step:
         return 1 - config.beta
     since = min((step - config.switch_step) / config.decay_steps, 1)
@@ -46,7 +46,7 @@ def plain_share(config, step: int) -> float:
     ],
     ids=str,
 )
-def test_over_many_steps_the_average_is_that_of_plain_python(config):
+def test_over_many_steps_the_average_equals_plain_python(config):
     rng = np.random.default_rng(0)
     params = {"a": np.float32([1, 2]), "b": {"c": np.float32([[3]])}}
     average, plain = params, jax.tree.map(np.float64, params)
@@ -62,14 +62,14 @@ def test_over_many_steps_the_average_is_that_of_plain_python(config):
 
 
 @pytest.mark.parametrize("config", [SQRT, EmaDecaySqrtConfig(beta=0.98, switch_step=10, decay_steps=10, epsilon=0.01)])
-def test_each_share_is_that_of_its_step(config):
+def test_the_weight_of_each_step_equals_plain_python(config):
     share = build_averaging(config)
     steps = [1, 2, 9, 10, 11, 19, 20, 21, 45, 69, 70, 71, 10_000, 2**31 - 1]
     found = [float(share(jnp.int32(step))) for step in steps]
     assert found == pytest.approx([plain_share(config, step) for step in steps], rel=1e-5)
 
 
-def test_at_the_switch_the_average_begins_anew_from_the_parameters():
+def test_at_the_switch_the_average_restarts_from_the_parameters():
     assert float(build_averaging(SQRT)(jnp.int32(20))) == 1
     assert float(build_averaging(SQRT)(jnp.int32(19))) == pytest.approx(0.1)
     average = move_average({"a": jnp.float32([7])}, {"a": jnp.float32([1.5])}, jnp.float32(1))
@@ -80,8 +80,8 @@ def test_without_a_config_there_is_no_average():
     assert build_averaging(None) is None
 
 
-def test_in_bfloat16_it_keeps_its_type_and_each_move_is_rounded_once():
-    """Computed in float32: a share of 0.3 is no number of bfloat16."""
+def test_a_bfloat16_average_keeps_its_dtype_and_is_rounded_once_per_update():
+    """Computed in float32: a weight of 0.3 has no exact bfloat16 value."""
     rng = np.random.default_rng(1)
     old, new = ({"a": rng.normal(size=50).astype(ml_dtypes.bfloat16)} for _ in range(2))
     average = move_average(old, new, jnp.float32(0.3))["a"]
@@ -146,7 +146,7 @@ def train(config, dtype: str) -> list[TrainState]:
 
 
 @pytest.mark.parametrize("config", [EMA, STEP_SQRT], ids=lambda c: c.type)
-def test_the_step_averages_the_parameters_after_each_update_from_the_initial_ones_on(config):
+def test_the_step_averages_the_parameters_after_each_update_starting_from_the_initial_ones(config):
     states = train(config, "float32")
     expected = jax.tree.map(np.float64, states[0].params)
     for number, state in enumerate(states):
@@ -169,12 +169,12 @@ def test_the_average_has_no_influence_on_the_parameters():
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_with_bfloat16_parameters_the_average_is_bfloat16_too():
+def test_with_bfloat16_parameters_the_average_is_bfloat16():
     last = train(EMA, "bfloat16")[-1]
     assert {leaf.dtype for leaf in jax.tree.leaves((last.params, last.ema_params))} == {jnp.bfloat16.dtype}
 
 
-def test_the_average_is_a_part_of_the_checkpoint_where_there_is_one():
+def test_the_average_is_part_of_the_checkpoint_if_there_is_one():
     last = train(EMA, "float32")[-1]
     assert last.parts["average"] is last.ema_params
     alone = last.replace(ema_params=None)

@@ -1,4 +1,4 @@
-"""Estimates of the Hessian's diagonal against the exact one of a tiny model's mean loss, within statistical bounds."""
+"""Estimates of the Hessian diagonal against the exact one of a tiny model's mean loss, within statistical bounds."""
 
 import functools
 
@@ -46,7 +46,7 @@ def compiled(method: str, microbatches: int, backend: str):
 
 
 def one_estimate(method: str, microbatches: int = 1, backend: str = "xla", batch=BATCH):
-    """With the first of the keys below."""
+    """An estimate with the first of the keys below."""
     if (microbatches, backend) == (1, "xla"):
         return jax.tree.map(lambda leaf: leaf[0], draws(method))
     return jax.device_get(compiled(method, microbatches, backend)(batch, KEYS[0]))
@@ -81,7 +81,7 @@ def exact_hessian():
 
 
 def exact_gauss_newton():
-    """The mean over targets of J^T (diag(p) - p p^T) J, J being the logits' Jacobian; in float64."""
+    """The mean over targets of J^T (diag(p) - p p^T) J, where J is the logits' Jacobian; in float64."""
     found, jacobian = jit(lambda vector: (logits(vector), jax.jacrev(logits)(vector)))(leaves(VALUES))
     found, jacobian = np.float64(found), np.float64(jacobian)
     p = np.exp(found) / np.exp(found).sum(-1, keepdims=True)
@@ -91,7 +91,7 @@ def exact_gauss_newton():
 
 
 def assert_mean_is(estimates, expected, precision: float):
-    """Within five standard errors of the mean; and these small enough to tell, beside the largest of the values."""
+    """The mean is within five standard errors, and these are small relative to the largest value."""
     found = np.float64(jax.vmap(leaves)(estimates))
     error = found.std(0) / len(found) ** 0.5
     assert (np.abs(found.mean(0) - expected) < 5 * error + 1e-6).all(), (found.mean(0), expected, error)
@@ -99,17 +99,17 @@ def assert_mean_is(estimates, expected, precision: float):
 
 
 @pytest.mark.long
-def test_hutchinsons_mean_is_the_diagonal_of_the_hessian():
+def test_the_mean_of_hutchinson_is_the_diagonal_of_the_hessian():
     expected = exact_hessian()
     assert expected.min() < 0 < expected.max()
     assert_mean_is(draws("hutchinson"), expected, 0.15)
 
 
-def test_gauss_newton_bartletts_mean_is_the_diagonal_of_the_gauss_newton_matrix():
+def test_the_mean_of_gauss_newton_bartlett_is_the_diagonal_of_the_gauss_newton_matrix():
     assert_mean_is(draws("gauss_newton_bartlett"), exact_gauss_newton(), 0.1)
 
 
-def test_gauss_newton_bartlett_is_nowhere_negative_and_hutchinson_is():
+def test_gauss_newton_bartlett_is_never_negative_and_hutchinson_can_be():
     bartlett = jax.tree.leaves(one_estimate("gauss_newton_bartlett"))
     assert min(leaf.min() for leaf in bartlett) >= 0
     assert all(leaf.max() > 0 for leaf in bartlett)
@@ -118,7 +118,7 @@ def test_gauss_newton_bartlett_is_nowhere_negative_and_hutchinson_is():
 
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_hutchinson_is_the_same_for_any_number_of_microbatches(microbatches):
-    """Although their masks are uneven: the direction is drawn once, and the product with the Hessian is a sum."""
+    """Even with uneven masks: the direction is drawn once, and the product with the Hessian is a sum."""
     whole, parts = one_estimate("hutchinson"), one_estimate("hutchinson", microbatches)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=5e-5 * np.abs(one).max())
@@ -144,8 +144,8 @@ def test_with_bfloat16_parameters_it_has_their_shapes_and_is_float32(method):
 
 
 def test_gauss_newton_bartlett_draws_targets_for_each_microbatch():
-    """Two parts of the same tokens: with the same draws for both, their gradients would be equal, and n g^2 be twice
-    that of one part alone."""
+    """Two microbatches of the same tokens: with the same draws, their gradients would be equal, and n g^2 twice that of
+    one microbatch alone."""
     tokens = np.repeat(BATCH["tokens"][:2], 2, axis=0)  # microbatch i takes rows i, i + 2
     mask = np.repeat(BATCH["loss_mask"][:2], 2, axis=0)
     alone = mask * np.array([[True], [False], [True], [False]])

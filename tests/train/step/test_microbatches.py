@@ -1,4 +1,4 @@
-"""Any number of microbatches gives the same loss and gradients; each takes every n-th row, with a key of its own."""
+"""Any number of microbatches gives the same loss and gradients; each has every n-th row and its own key."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ MODELS = {
     "llama": LlamaConfig(**SIZES, intermediate_dim=12, num_kv_heads=1),
 }
 LAYOUT = plan_layout(PartitioningConfig())
-# hands the gradients on to the state, where they can be looked at without the rounding of an update
+# an optimizer that stores the gradients in its state, so that tests see them without the rounding of an update
 KEEPER = optax.chain(optax.trace(0.0), optax.scale(0.0))
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -101,20 +101,20 @@ def parts_of(number: int, rows: int = 8):
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 8])
-def test_each_microbatch_takes_every_nth_row(number):
+def test_each_microbatch_has_every_nth_row(number):
     seen, total = parts_of(number)
     assert [rows for rows, _ in seen] == [list(range(first, 8, number)) for first in range(number)]
     assert total == sum(range(8))
 
 
-def test_each_microbatch_has_a_key_of_its_own_and_the_same_at_each_call():
+def test_each_microbatch_has_its_own_key_which_is_the_same_at_each_call():
     keys = [key for _, key in parts_of(4)[0]]
     assert len(set(keys)) == 4
     assert [key for _, key in parts_of(4)[0]] == keys
 
 
-def test_several_bfloat16_parts_are_summed_in_float32():
-    """257 ones: in bfloat16 a sum of 256 stays where it is."""
+def test_several_bfloat16_microbatches_are_summed_in_float32():
+    """The sum of 257 ones: in bfloat16, 256 + 1 is 256."""
 
     def function(micro, key):
         return micro.sum(dtype=jnp.bfloat16)

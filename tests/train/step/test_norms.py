@@ -1,4 +1,4 @@
-"""Norms of gradients, parameters and updates: those that numpy computes, in the steps that show them, and no others."""
+"""Norms of gradients, parameters and updates: equal to numpy, and only in the steps that log them."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def run(planned, steps: int) -> list[dict[str, float]]:
 
 
 def run_to_the_end(planned, steps: int) -> tuple[list[dict[str, float]], dict[str, np.ndarray]]:
-    """Those, and the parameters after the last step."""
+    """The metrics of each step, and the parameters after the last step."""
     state, found = planned.init(), []
     for step in range(1, steps + 1):
         state, metrics, _ = planned.train_step(state, batch(step))
@@ -64,7 +64,7 @@ def norm(*leaves: np.ndarray) -> float:
 
 
 def names_and_norms(prefix: str, leaves: dict[str, np.ndarray], split: bool = True) -> dict[str, float]:
-    """What is to be logged of a tree, its parameters too; `blocks` are stacked over layers."""
+    """Expected metrics of a tree, including each parameter; `blocks` are stacked over layers."""
     stacked = {name: leaf for name, leaf in leaves.items() if name.startswith("blocks/")}
     assert len(stacked) == 12
     assert {leaf.shape[0] for leaf in stacked.values()} == {LAYERS}
@@ -81,7 +81,7 @@ def names_and_norms(prefix: str, leaves: dict[str, np.ndarray], split: bool = Tr
 
 
 def gradients(planned, state, data) -> dict[str, np.ndarray]:
-    """Those of the mean loss over all targets, by JAX from the model's logits."""
+    """Gradients of the mean loss over all targets, by JAX from the model's logits."""
 
     def mean_loss(params):
         logits = planned.model.apply({"params": params}, data["tokens"])[:, :-1]
@@ -119,23 +119,23 @@ def test_norms_in_total_by_layer_and_by_parameter_are_those_of_numpy(scan, split
 
 
 def names(planned) -> set[str]:
-    """Of the norms of a step, which is not compiled."""
+    """Metric names of the norms of a step, without compiling it."""
     shapes = jax.eval_shape(planned.train_step.jitted, *planned.example())[1].get(WATCH, {})
     return set(planned.watch.by_name(jax.tree.map(lambda leaf: np.zeros(leaf.shape), shapes)))
 
 
-def test_parameters_are_left_out_unless_they_are_asked_for_and_so_are_updates():
+def test_norms_of_parameters_and_updates_are_optional():
     of_one = ("total", "blocks/0", "blocks/1", "blocks/2")
     assert names(program({})) == {f"{prefix}/norm/{name}" for prefix in ("grad", "params") for name in of_one}
 
 
 @pytest.mark.parametrize("targets", [[], ["grads"], ["params"], ["updates"], ["updates", "grads"]])
-def test_only_what_is_named_is_watched(targets):
+def test_only_the_named_targets_are_watched(targets):
     found = names(program({"watch_targets": targets}))
     assert {name.partition("/")[0] for name in found} == {PREFIXES[target] for target in targets}
 
 
-def test_norms_are_there_in_steps_that_are_multiples_of_the_interval_and_only_there_computed():
+def test_norms_are_computed_and_logged_only_in_multiples_of_the_interval():
     planned = program({"interval": 3}, num_layers=1)
     assert [planned.watch.shows(step) for step in range(1, 10)] == [step % 3 == 0 for step in range(1, 10)]
     state, computed = planned.init(), []
@@ -145,8 +145,8 @@ def test_norms_are_there_in_steps_that_are_multiples_of_the_interval_and_only_th
     assert computed == [3, 6]
 
 
-def test_without_targets_the_compiled_step_has_nothing_of_it():
-    """Not even a condition that is never true."""
+def test_without_targets_the_compiled_step_computes_no_norms():
+    """There is not even a condition that is never true."""
 
     def text(watch):
         planned = program(watch)
@@ -161,8 +161,8 @@ def test_without_targets_the_compiled_step_has_nothing_of_it():
     assert not any(planned.watch.shows(step) for step in range(100))
 
 
-def test_watching_changes_no_bit_of_a_loss():
-    """Nor of a parameter. The norm of the gradient is a sum, which the compiler may order otherwise in two programs."""
+def test_watching_does_not_change_the_loss_bitwise():
+    """Nor the parameters. The gradient norm is a sum, which the compiler may order differently in two programs."""
     plain, params = run_to_the_end(program({"watch_targets": []}, num_layers=1), 5)
     every = {"watch_targets": ALL, "include_per_parameter_norms": True, "interval": 2}
     watched, watched_params = run_to_the_end(program(every, num_layers=1), 5)
@@ -177,7 +177,7 @@ def test_watching_changes_no_bit_of_a_loss():
 
 
 def test_norms_of_bfloat16_parameters_are_summed_in_float32():
-    """In total too, which is then that of its parts."""
+    """The total is also summed in float32, so it matches its parts."""
     planned = plan_program(
         RunConfig(
             model=MODEL,
@@ -226,7 +226,7 @@ print(json.dumps(found))
 
 @pytest.mark.multi_device
 @pytest.mark.long
-def test_on_a_mesh_the_norms_are_those_of_one_device():
+def test_norms_on_a_mesh_equal_those_on_one_device():
     tensor = {"model_axis_size": 2, "tensor_parallel_axes": ["mlp", "heads"]}
     cases = [["one", 1, {}], ["fsdp", 4, {"per_device_parallelism": 1}], ["tensor", 4, tensor]]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

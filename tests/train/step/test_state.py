@@ -1,4 +1,4 @@
-"""Fresh training state: types, structure, and values that only the seed decides."""
+"""Initial training state: dtypes, structure, and values that depend only on the seed."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def make(layout):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_state_is_what_the_abstract_state_says(layout, make, dtype):
+def test_the_state_matches_the_abstract_state(layout, make, dtype):
     abstract, shardings = state_shardings(MODEL, OPTIMIZER, layout, dtype)
     state = make(dtype=dtype)
     assert jax.tree.structure(state) == jax.tree.structure(abstract) == jax.tree.structure(shardings)
@@ -47,14 +47,14 @@ def test_the_state_is_what_the_abstract_state_says(layout, make, dtype):
     assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state[0].mu)} == {jnp.dtype(dtype)}
 
 
-def test_training_starts_after_no_updates_with_moments_of_zero(make):
+def test_training_starts_at_step_0_with_moments_of_zero(make):
     state = make()
     assert state.step.dtype == jnp.int32
     assert int(state.step) == 0
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
 
 
-def test_the_seed_and_only_the_seed_decides_the_values(make):
+def test_the_values_depend_on_the_seed_only(make):
     first, again, other = (jax.tree.leaves(make(seed).params) for seed in (0, 0, 1))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
@@ -73,6 +73,6 @@ def test_padding_of_the_vocabulary_is_not_counted_as_parameters():
     assert count_parameters(MODEL) == whole - (128 - 12) * 8
 
 
-def test_with_dtype_changes_the_type_and_nothing_else():
+def test_with_dtype_changes_only_the_dtype():
     shapes = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
     assert with_dtype(shapes, "bfloat16") == {"a": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def fresh(step: int = 0) -> TrainState:
-    """A state of its own for each call: the step takes it over."""
+    """A new state for each call, since the step donates it."""
     params = jax.tree.map(jax.numpy.array, VALUES)
     return TrainState(jax.numpy.int32(step), params, OPTIMIZER.init(params))
 
@@ -67,7 +67,7 @@ def build(model=MODEL, microbatches: int = 1, seed: int = 0, compute: str = "flo
 
 @pytest.fixture(scope="module")
 def whole():
-    """The step over the batch in one piece."""
+    """The step without gradient accumulation."""
     return build()
 
 
@@ -109,14 +109,14 @@ def test_a_batch_without_targets_changes_nothing(whole):
         np.testing.assert_array_equal(new, old)
 
 
-def test_masked_tokens_after_the_last_target_have_no_influence(whole):
+def test_masked_tokens_after_the_last_target_do_not_affect_the_step(whole):
     changed = TOKENS.copy()
     changed[1, 6:] = (changed[1, 6:] + 1) % VOCAB  # the last target of row 1 is token 5
     losses = [float(whole(fresh(), {"tokens": t, "loss_mask": MASK})[1]["train/loss"]) for t in (TOKENS, changed)]
     assert losses[0] == losses[1]
 
 
-def test_steps_count_and_the_logged_rate_is_that_of_the_update(whole):
+def test_steps_are_counted_and_the_logged_learning_rate_is_that_of_the_update(whole):
     state, rates = fresh(), []
     for _ in range(3):
         state, metrics, _ = whole(state, BATCH)
@@ -127,7 +127,7 @@ def test_steps_count_and_the_logged_rate_is_that_of_the_update(whole):
 
 def test_the_step_compiles_once(caplog):
     _, shardings = state_shardings(MODEL, OPTIMIZER, LAYOUT, "float32")
-    step, state = build(), jax.device_put(fresh(), shardings)  # placed as a restored or fresh state is
+    step, state = build(), jax.device_put(fresh(), shardings)  # placed like a restored or initial state
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for _ in range(4):
             state, _, _ = step(state, BATCH)
@@ -145,7 +145,7 @@ def test_dropout_is_a_function_of_seed_and_step(dropping):
     assert loss(build(DROPPING, seed=1), 5) != loss(dropping, 5)
 
 
-def test_evaluation_has_no_dropout_and_gives_sum_and_count(whole):
+def test_evaluation_has_no_dropout_and_returns_sum_and_count(whole):
     total, count, size = build_eval_step(DROPPING, LAYOUT, "float32", np.arange(VOCAB))(VALUES, BATCH)
     assert int(count) == 13
     assert int(size) == (TOKENS[:, 1:] * MASK[:, :-1]).sum()
