@@ -1,1 +1,1 @@
-"""Saving and finding training state. The only room that knows Orbax."""
+"""Saving and finding training state. The only package that uses Orbax."""

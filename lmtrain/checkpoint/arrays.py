@@ -1,4 +1,4 @@
-"""Trees of arrays on disk and at `gs://`, by Orbax: the only file that knows it.
+"""Trees of arrays on disk and at `gs://`, saved and restored by Orbax: the only file that uses it.
 
 Arrays are stored uncompressed: random bits do not compress, and trying halves the speed.
 """
@@ -13,14 +13,14 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-# The parts that a checkpoint may have.
+# The parts of a checkpoint; `average` is optional.
 _PARTS = ("params", "optimizer", "average")
-# Writing and its barriers among several processes; large states on slow disks take minutes.
+# Timeout of a write, with its barriers among several processes; large states on slow disks take minutes.
 _TIMEOUT_SECONDS = 1800
 
 
 class ArrayWriter:
-    """Writes in the background, all processes of a run together. A save under way has to be waited for."""
+    """Writes arrays in the background; all processes of a run take part. Call `wait` before the next `start`."""
 
     def __init__(self) -> None:
         _drop_late_callbacks()
@@ -28,12 +28,12 @@ class ArrayWriter:
         self._orbax = ocp.AsyncCheckpointer(_handler(), async_options=options)
 
     def start(self, path: str, parts: Mapping[str, Any]) -> None:
-        """Copy the trees of arrays to the host, and begin to write them to the folder `path`, which must not exist."""
+        """Copy the trees of arrays to the host, and start writing them to the folder `path`, which must not exist."""
         args = {name: ocp.args.PyTreeSave(tree) for name, tree in parts.items()}
         self._orbax.save(path, args=ocp.args.Composite(**args))
 
     def wait(self) -> None:
-        """Until all is written. Raises what went wrong."""
+        """Wait until everything is written. Raises the error of a failed write."""
         self._orbax.wait_until_finished()
 
     def close(self) -> None:
@@ -42,8 +42,11 @@ class ArrayWriter:
 
 @functools.cache
 def _drop_late_callbacks() -> None:
-    """Once: when a save fails, TensorStore's threads go on telling an event loop that Orbax has closed: hundreds of
-    tracebacks of no use, printed past all logging, which would bury the one line that says what failed."""
+    """Suppress the tracebacks that TensorStore's threads print after a failed save. Called once.
+
+    They still call an event loop that Orbax has closed: hundreds of tracebacks, printed outside of logging, would hide
+    the one line that says what failed.
+    """
     others = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -54,21 +57,21 @@ def _drop_late_callbacks() -> None:
 
 
 def load_arrays(path: str, part: str, like: Any) -> Any:
-    """The part `part` of the checkpoint at `path`, with the shapes, types and shardings of the tree `like`."""
+    """Load `part` of the checkpoint at `path`, with the shapes, types and shardings of the tree `like`."""
     args = ocp.args.PyTreeRestore(like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
     with ocp.Checkpointer(_handler()) as orbax:
         return orbax.restore(_full(path), args=ocp.args.Composite(**{part: args}))[part]
 
 
 def stored_shapes(path: str, part: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a part's arrays by name, such as `blocks/mlp/up/kernel`; empty if there is no such part."""
+    """Shapes of a part's arrays by name, such as `blocks/mlp/up/kernel`; empty if the part is missing."""
     if not _has(path, part):
         return {}
     return {name: tuple(leaf.shape) for name, leaf in _named(_stored(path, part)).items()}
 
 
 def load_some_arrays(path: str, part: str, like: Any, fresh: Any) -> Any:
-    """`fresh`, a tree as `like`, with the arrays that the checkpoint has in their place."""
+    """The tree `fresh`, with its arrays replaced by those that the checkpoint has."""
     if not _has(path, part):
         return fresh
     wanted = _named(like)
@@ -86,7 +89,7 @@ def load_some_arrays(path: str, part: str, like: Any, fresh: Any) -> Any:
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:
-    """A tree of `jax.ShapeDtypeStruct` that says where each array goes, for `load_arrays`."""
+    """A tree of `jax.ShapeDtypeStruct` with the sharding of each array, for `load_arrays`."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
     )
@@ -107,8 +110,8 @@ def _has(path: str, part: str) -> bool:
 
 
 def _stored(path: str, part: str) -> Any:
-    """The tree of what is stored: shapes and types."""
-    handler = ocp.PyTreeCheckpointHandler()  # a Checkpointer round it would miss a file that parts do not have
+    """Shapes and types of the stored tree."""
+    handler = ocp.PyTreeCheckpointHandler()  # ocp.Checkpointer would require a file that parts do not have
     return handler.metadata(epath.Path(_full(path)) / part).tree
 
 
@@ -118,5 +121,5 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def count_bytes(parts: Mapping[str, Any]) -> int:
-    """What the arrays take on disk."""
+    """Bytes of the arrays on disk."""
     return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(dict(parts)))

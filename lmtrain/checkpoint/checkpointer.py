@@ -1,10 +1,12 @@
 """Saving training state in the background.
 
-A checkpoint is a folder `step-<N>`: the arrays `params`, `optimizer`, perhaps `average`; `run.json`; and last of all
-`manifest.json`. While it is being written or deleted `step-<N>.partial` stands beside it, so that what a killed process
-left can be told from a checkpoint that was damaged later: the one is deleted, the other set aside.
+A checkpoint is a folder `step-<N>` with the arrays `params`, `optimizer` and, if configured, `average`; `run.json`; and
+`manifest.json`, which is written last. While the folder is being written or deleted, a marker file `step-<N>.partial`
+exists next to it. It distinguishes what a killed process left, which is deleted, from a checkpoint that became corrupt
+later, which is set aside.
 
-Orbax's `AsyncCheckpointer` is used rather than its `CheckpointManager`: names, what to keep and when to save are ours.
+Orbax's `AsyncCheckpointer` is used instead of its `CheckpointManager`: lmtrain has its own names and its own policies
+for saving and keeping.
 """
 
 import os
@@ -31,17 +33,17 @@ from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.storage import check_writable, is_url, join, list_files, write_json
 
-# After a save that failed, the next is tried no sooner.
+# Delay before a failed save is retried.
 _RETRY_SECONDS = 60.0
 
 
 class SaveError(RunError):
-    """A checkpoint could not be saved, and the run is not to go on without."""
+    """A checkpoint could not be saved, and the run must not continue without it."""
 
 
 @dataclass
 class _Save:
-    """A save under way. Its thread sets `problem` if it fails, else `seconds`: from its beginning to its manifest."""
+    """A save in progress. Its thread sets `problem` if it fails, else `seconds`: from its start to its manifest."""
 
     step: int
     kind: Kind
@@ -56,10 +58,10 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves into one run's folder, a path or URL, which is made and claimed for this run.
+    """Saves checkpoints to the folder of one run, a path or URL, which is created and locked for this run.
 
-    `clock` gives seconds and never runs backwards. Several `processes` make the same calls in the same order. Raises
-    `UserError` if nothing can be saved there: better now than at the first save.
+    `clock` returns seconds and is monotonic. Several `processes` make the same calls in the same order. Raises
+    `UserError` if the folder is not writable, so that the error comes at start-up and not at the first save.
     """
 
     def __init__(
@@ -75,20 +77,20 @@ class Checkpointer:
         self._clock = clock
         self._last_save = clock()
         self._retry_at: float | None = None
-        self._owes_permanent = False  # one could not be saved: the next that can takes its place
+        self._owes_permanent = False  # a permanent checkpoint failed: the next successful save is permanent instead
         self._save: _Save | None = None
         self._saved: list[float] = []
         with _told(self.path):
             self._made = _make(self.path)
             self._folder = RunFolder(self.path) if processes.is_first else None
-        gather(processes, "checkpoints", None)  # nobody looks before all is in order
+        gather(processes, "checkpoints", None)  # no process reads the folder before it is cleaned
         self._staging = Staging(self.path, config.staging_dir, processes)
         self._writer = ArrayWriter()
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint of the run that verifies, None if it has none; damaged ones are set aside.
+        """The newest valid checkpoint of the run, or None if it has no checkpoints; corrupt ones are set aside.
 
-        Raises `UserError` if all are damaged: a run that began anew would bury what can still be saved from them.
+        Raises `UserError` if all are corrupt, instead of starting from scratch, so that they can still be recovered.
         """
         steps = gather(self._processes, "steps", [found.step for found in list_checkpoints(self.path)])[0]
         found = [Checkpoint(step, step_folder(self.path, step)) for step in steps]
@@ -103,7 +105,7 @@ class Checkpointer:
 
     @property
     def is_time(self) -> bool:
-        """Whether the clock of this process asks for a checkpoint, or for another try of one that failed."""
+        """Whether a time-based checkpoint, or the retry of a failed one, is due by the clock of this process."""
         if self._retry_at is not None:
             return self._clock() >= self._retry_at
         interval = self._config.save_interval
@@ -111,7 +113,7 @@ class Checkpointer:
 
     @property
     def seconds_to_next(self) -> float | None:
-        """Until the clock asks for a checkpoint, or for another try of one that failed; None if it never does."""
+        """Seconds until the next time-based checkpoint or the retry of a failed one; None if neither is scheduled."""
         interval, at = self._config.save_interval, self._retry_at
         if at is None and interval is not None:
             at = self._last_save + interval.total_seconds()
@@ -122,7 +124,7 @@ class Checkpointer:
         return next_permanent_step(step, self._config.keep, last)
 
     def kind_at(self, step: int, *, last: bool, asked: bool) -> Kind | None:
-        """The kind of checkpoint to save after `step` updates, None for no save. `asked`: by the clock, or a signal."""
+        """The kind of checkpoint to save after `step` updates, None for no save. `asked`: by the clock or a signal."""
         kind = decide(step, self._config.keep, last=last, asked=asked)
         return Kind.PERMANENT if kind and self._owes_permanent else kind
 
@@ -134,10 +136,10 @@ class Checkpointer:
         run_info: dict[str, Any],
         before_commit: Callable[[], None] = lambda: None,
     ) -> float:
-        """Copy the trees of arrays `parts` to the host, then write them behind. Waits for the save before it.
+        """Copy the trees of arrays `parts` to the host, then write them in the background. Waits for the previous save.
 
         `before_commit` is called in the background before the checkpoint becomes complete. Returns the seconds that
-        the caller had to wait. A save that fails is told in the log and tried again, or ends the run: see `finish`.
+        the caller was blocked. A failed save is logged and retried, or ends the run: see `finish`.
         """
         began = self._clock()
         self.finish()
@@ -150,16 +152,16 @@ class Checkpointer:
         return self._clock() - began
 
     def take_saved(self) -> list[float]:
-        """The seconds of the saves that have become complete since the last question, from beginning to manifest."""
+        """Durations in seconds, from start to manifest, of the saves completed since the last call."""
         if self._save is not None and not self._save.thread.is_alive():
             self.finish()
         saved, self._saved = self._saved, []
         return saved
 
     def finish(self, then: str = f"training continues, and saving is retried in {_RETRY_SECONDS:.0f} s") -> bool:
-        """Wait for the save under way. False if it failed, which is told with what happens `then`.
+        """Wait for the save in progress. Returns False if it failed, and logs the error with what happens `then`.
 
-        Raises `SaveError` if it failed and `on_save_error` is `stop`, and `TakenOverError`.
+        Raises `SaveError` if it failed and `on_save_error` is `stop`; and `TakenOverError`.
         """
         save, self._save = self._save, None
         if save is None:
@@ -182,9 +184,9 @@ class Checkpointer:
         return False
 
     def save_now(self, step: int, kind: Kind, parts: Mapping[str, Any], run_info: dict[str, Any], **more: Any) -> float:
-        """Save and wait for it: training does not go on. Raises `SaveError` if a second try fails too."""
+        """Save and block until it is complete. Raises `SaveError` if the retry fails too."""
         began = self._clock()
-        for then in ("trying again now", "that was the second try"):
+        for then in ("retrying now", "this was the second attempt"):
             self.save(step, kind, parts, run_info, **more)
             if self.finish(then):
                 return self._clock() - began
@@ -194,30 +196,30 @@ class Checkpointer:
         )
 
     def close(self) -> None:
-        """Finish, and let others claim the folder."""
+        """Wait for the save in progress, and unlock the folder."""
         try:
             self.finish("the run is ending")
         finally:
-            with suppress(Exception):  # what it may still hold of a save that failed has been told
+            with suppress(Exception):  # it may raise the error of a failed save again, which is already logged
                 self._writer.close()
             self.release()
 
     def release(self) -> None:
-        """Let others claim the folder; nothing may be saved any more. What was made for nothing goes."""
+        """Unlock the folder, and delete the folders created for it if they are empty. No save is allowed after this."""
         if self._folder is not None:
             self._folder.release()
-            with suppress(OSError):  # which says that there is something in it
+            with suppress(OSError):  # the folder is not empty
                 for folder in self._made:
                     os.rmdir(folder)
 
     def _renew_writer(self) -> None:
-        """Orbax's keeps what went wrong, and would fail the next save with it."""
+        """Replace the writer after a failed save: Orbax keeps the error and would raise it in the next save."""
         with suppress(Exception):
             self._writer.close()
         self._writer = ArrayWriter()
 
     def _begin(self, save: _Save, parts: Mapping[str, Any]) -> None:
-        """Copy, and start to write: if all processes can."""
+        """Copy the arrays and start writing, if all processes are able to."""
         try:
             if self._folder is not None:
                 self._folder.begin(save.step)
@@ -233,7 +235,7 @@ class Checkpointer:
                 save.problem = error
 
     def _commit(self, save: _Save) -> None:
-        """In the background: wait until all is written, hash it, and write the manifest. All processes end alike."""
+        """In the background: wait for the writes, hash the files, write the manifest. Same outcome on all processes."""
         files: dict[str, FileRecord] = {}
         try:
             if save.problem is None:
@@ -261,25 +263,25 @@ class Checkpointer:
         save.seconds = self._clock() - save.began
 
     def _record(self, save: _Save) -> dict[str, FileRecord]:
-        """This process's share of the files, uploaded where that is needed."""
+        """Sizes and checksums of this process's share of the files, which are uploaded if staged."""
         names = sorted(list_files(save.target))[self._processes.index :: self._processes.count]
         self._staging.upload(save.target, save.step, names)
         return record_files(save.target, names)
 
     def _agree(self, name: str, problem: Exception | None) -> Exception | None:
-        """This process's problem or that of another; None if none has one."""
-        told = gather(self._processes, name, None if problem is None else str(problem) or type(problem).__name__)
-        others = [RuntimeError(f"process {index}: {text}") for index, text in enumerate(told) if text]
+        """The error of this process, or else of another one; None if no process has one."""
+        reported = gather(self._processes, name, None if problem is None else str(problem) or type(problem).__name__)
+        others = [RuntimeError(f"process {index}: {text}") for index, text in enumerate(reported) if text]
         return problem or (others[0] if others else None)
 
     def _set_aside(self, checkpoint: Checkpoint, error: Exception) -> None:
         if self._folder is not None:
-            log.error(f"{checkpoint.path} is damaged: {error}")
+            log.error(f"{checkpoint.path} is corrupt: {error}")
             self._folder.move_away(checkpoint.path, "damaged")
 
 
 def _make(folder: str) -> list[str]:
-    """Make the folder; returns those that were not there before, the innermost first."""
+    """Create the folder; returns the folders that did not exist before, the innermost first."""
     if not is_url(folder):
         missing = [str(place) for place in (Path(folder), *Path(folder).parents) if not place.exists()]
         os.makedirs(folder, exist_ok=True)
@@ -293,7 +295,7 @@ def _make(folder: str) -> list[str]:
 
 @contextmanager
 def _told(folder: str) -> Iterator[None]:
-    """Errors of the file system as ones that name the setting."""
+    """Convert errors of the file system to errors that name the setting."""
     try:
         yield
     except OSError as error:

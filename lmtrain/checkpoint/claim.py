@@ -1,7 +1,7 @@
-"""That one run of an id saves at a time.
+"""Exclusive access to a run's checkpoints: only one run with the same id saves at a time.
 
-On a local disk a lock, which ends with its process, makes a second run of the same id refuse to start. Where there are
-no locks, the newest start wins: it leaves its mark, and an older one that finds the mark changed must not save again.
+On a local disk, a lock that ends with its process makes a second run with the same id refuse to start. Where locks are
+unsupported, the newest start wins: it writes a marker file, and an older run that finds another marker stops saving.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ _MARK = "attempt.json"
 
 
 class TakenOverError(RunError):
-    """Another process has started the same run since; this one must not save any more."""
+    """Another process has started the same run in the meantime; this one must not save any more."""
 
 
 class Claim:
-    """One process's right to save into `folder`. Raises `UserError` if another one has it."""
+    """Exclusive right of one process to save to `folder`. Raises `UserError` if another process has it."""
 
     def __init__(self, folder: str):
         self._folder = folder
         self._lock = None if is_url(folder) else FileLock(os.path.join(folder, _LOCK))
         if self._lock is not None and not self._lock.acquire():
             raise UserError(
-                f"{folder}: locked by another run with the same id ({self._lock.holder()}); wait for its end, "
-                "or give this one another --trainer.id"
+                f"{folder}: locked by another run with the same id ({self._lock.holder()}); wait until it ends, "
+                "or set another --trainer.id"
             )
         self._id = uuid.uuid4().hex
         started = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -40,27 +40,27 @@ class Claim:
         write_json(join(folder, _MARK), mark)
 
     def check(self) -> None:
-        """Raise `TakenOverError` if a newer start has left its mark."""
+        """Raise `TakenOverError` if a newer start of the same run has written its marker."""
         mark = self._mark()
         if mark.get("id", self._id) != self._id:
             raise TakenOverError(
                 f"{self._folder}: the same run was started again at {mark.get('started')} on {mark.get('host')} "
-                f"(process {mark.get('process')}); this older one ends without saving"
+                f"(process {mark.get('process')}); this older one exits without saving"
             )
 
     def release(self) -> None:
-        """Give it back; done twice, it has no effect."""
-        with contextlib.suppress(OSError, UserError):  # a mark that stays does no harm
+        """Release the folder. A second call has no effect."""
+        with contextlib.suppress(OSError, UserError):  # a marker that remains does no harm
             if self._mark().get("id") == self._id:
                 delete_file(join(self._folder, _MARK))
         if self._lock is not None:
             self._lock.release()
 
     def _mark(self) -> dict[str, Any]:
-        """What is there now; empty if there is nothing that can be read as a mark."""
+        """The current marker; empty if it is missing or unreadable."""
         try:
             mark = read_json(join(self._folder, _MARK))
-        except UserError:  # the store does not answer: that says nothing of a mark
+        except UserError:  # a store that does not respond says nothing about the marker
             raise
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return {}

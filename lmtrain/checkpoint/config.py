@@ -1,4 +1,4 @@
-"""Settings of checkpointing: where, how often, what to keep, what to begin from."""
+"""Settings of checkpointing: where and how often to save, what to keep, what to initialize from."""
 
 from datetime import timedelta
 from itertools import pairwise
@@ -15,17 +15,19 @@ from lmtrain.runtime.run_path import fill_run_id, run_path
 class KeepInterval(Section):
     """Permanent checkpoints every `every` steps, up to step `until`."""
 
-    every: int = Field(ge=1, description="Save a permanent checkpoint every so many steps")
-    until: int | None = Field(None, ge=1, description="Last step this entry is for; null: no end")
+    every: int = Field(ge=1, description="Interval of permanent checkpoints, in steps")
+    until: int | None = Field(None, ge=1, description="Last step that this entry applies to; null: no end")
 
 
 class CheckpointerConfig(Section):
-    """Time-based checkpoints are temporary and replaced; step-based ones are permanent."""
+    """Saving of checkpoints: time-based ones are temporary and replaced, step-based ones are permanent."""
 
     base_path: str = Field(
-        "checkpoints/", min_length=1, description="Folder of checkpoints; the run id is appended, or put for ${run_id}"
+        "checkpoints/", min_length=1, description="Checkpoint folder; the run id is appended, or replaces ${run_id}"
     )
-    append_run_id_to_base_path: bool = Field(True, description="Whether base_path is the folder of all runs or of one")
+    append_run_id_to_base_path: bool = Field(
+        True, description="Append the run id to base_path; false: base_path is the folder of one run"
+    )
     save_interval: Duration | None = Field(
         timedelta(minutes=15), description="Time between temporary checkpoints, e.g. 15m; null: none"
     )
@@ -34,26 +36,27 @@ class CheckpointerConfig(Section):
     )
 
     verify_on_restore: Literal["full", "sizes"] = Field(
-        "full", description="What is verified before resuming from a checkpoint: every byte, or file sizes only"
+        "full",
+        description="Integrity check before resuming from a checkpoint: checksums of all files (full), or file sizes",
     )
     on_save_error: Literal["continue", "stop"] = Field(
-        "continue", description="When a checkpoint cannot be saved: train on and try again, or end the run"
+        "continue", description="Behaviour when a checkpoint cannot be saved: continue training and retry, or stop"
     )
     staging_dir: str | None = Field(
         None,
-        description="Local folder for checkpoints on their way to and from URLs other than gs://; several processes "
-        "share it; null: the system's temporary folder",
+        description="Local folder to stage checkpoints at URLs other than gs://, before upload and after download; "
+        "shared by all processes of a run; null: the system's temporary folder",
     )
 
     def run_folder(self, run: str) -> str:
-        """Where a run's checkpoints are."""
+        """The checkpoint folder of a run."""
         return run_path(self.base_path, run) if self.append_run_id_to_base_path else fill_run_id(self.base_path, run)
 
     @field_validator("base_path")
     @classmethod
     def _lasting(cls, path: str) -> str:
         if path.startswith("memory://"):
-            raise ValueError("what is in memory:// ends with the process; give a folder, or gs:// or s3://")
+            raise ValueError("memory:// is lost when the process ends; set a folder, or a gs:// or s3:// URL")
         return path.removeprefix("file://")
 
     @field_validator("keep")
@@ -64,30 +67,32 @@ class CheckpointerConfig(Section):
             raise ValueError("only the last entry may be without 'until'")
         bounded = [end for end in ends if end is not None]
         if any(later <= earlier for earlier, later in pairwise(bounded)):
-            raise ValueError(f"'until' must grow from entry to entry, but is {bounded}")
+            raise ValueError(f"'until' must increase from entry to entry, got {bounded}")
         return keep
 
 
 class InitializationConfig(Section):
-    """What a run starts from. A run that has checkpoints of its own resumes from them."""
+    """Initial state of a run. A run that already has checkpoints resumes from them."""
 
     load_checkpoint: bool | None = Field(
         None,
-        description="Go on from the run's checkpoint: null: if there is one; true: there must be; "
-        "false: there must be none",
+        description="Resume from the run's checkpoint; null: if one exists; true: required; "
+        "false: an error if one exists",
     )
     load_checkpoint_path: str | None = Field(
-        None, description="Where to look for it: a checkpoint, run folder or parent; null: the run's own folder"
+        None, description="Path to resume from: a checkpoint, run folder or parent folder; null: the run's own folder"
     )
     initialize_from: str | None = Field(
-        None, description="Begin with this checkpoint's whole state, after its step: a checkpoint, run folder or parent"
+        None,
+        description="Checkpoint to start from, with its full state and step: path of a checkpoint, run folder or "
+        "parent folder",
     )
     allow_partial_checkpoint: bool = Field(
-        False, description="Give parameters that a checkpoint lacks fresh values instead of refusing it"
+        False, description="Randomly initialize parameters missing from a checkpoint; false: an error"
     )
 
     @model_validator(mode="after")
     def _load_or_not(self) -> "InitializationConfig":
         if self.load_checkpoint is False and self.load_checkpoint_path is not None:
-            raise field_error("load_checkpoint_path", "set, while load_checkpoint is false; remove one of them")
+            raise field_error("load_checkpoint_path", "conflicts with load_checkpoint: false; remove one of them")
         return self

@@ -1,7 +1,7 @@
-"""Finding checkpoints, at paths and URLs. A step folder is a checkpoint once it has its manifest.
+"""Discovery of checkpoints at paths and URLs. A step folder is a checkpoint once it has its manifest.
 
-Beside `step-<N>` in a run's folder there may be `step-<N>.partial`, which says that this folder is being written or
-deleted, and `damaged-step-<N>`, a checkpoint that did not verify and was set aside.
+A run's folder may also contain `step-<N>.partial`, a marker that the folder `step-<N>` is being written or deleted, and
+`damaged-step-<N>`, a corrupt checkpoint that was set aside.
 """
 
 import os
@@ -27,19 +27,19 @@ class Checkpoint:
     path: str
 
     def read_run_info(self) -> dict[str, Any]:
-        """What was saved beside the arrays: identity, config, machine, versions. Raises `DamagedError`."""
+        """What was saved with the arrays: identity, config, machine, versions. Raises `DamagedError`."""
         try:
             value = read_json(join(self.path, RUN_INFO))
-        except UserError:  # a store that does not answer has damaged nothing
+        except UserError:  # a store that does not respond does not mean a corrupt checkpoint
             raise
         except (FileNotFoundError, ValueError):
             value = None
         if not isinstance(value, dict):
-            raise DamagedError(f"{self.path}: {RUN_INFO} is missing or damaged")
+            raise DamagedError(f"{self.path}: {RUN_INFO} is missing or corrupt")
         return value
 
     def read_manifest(self) -> Manifest:
-        """Raises `DamagedError` if it is not as it was written."""
+        """The checkpoint's manifest. Raises `DamagedError` if it is corrupt."""
         return read_manifest(self.path)
 
 
@@ -49,7 +49,7 @@ def step_folder(run_folder: str, step: int) -> str:
 
 
 def partial_marker(run_folder: str, step: int) -> str:
-    """The file that says that the folder of `step` is being written or deleted, and means nothing."""
+    """The marker file that the folder of `step` is being written or deleted and must be ignored."""
     return join(run_folder, f"step-{step}.partial")
 
 
@@ -69,20 +69,20 @@ def list_partial(run_folder: str) -> list[int]:
 
 
 def list_set_aside(run_folder: str) -> list[str]:
-    """Paths of the checkpoints that were found damaged."""
+    """Paths of the corrupt checkpoints that were set aside."""
     return [join(run_folder, name) for name in list_names(run_folder) if name.startswith("damaged-step-")]
 
 
 def list_without_manifest(run_folder: str) -> list[str]:
-    """Paths of step folders that are neither complete nor being written or deleted: damaged."""
+    """Paths of corrupt step folders: neither complete nor being written or deleted."""
     fine = {checkpoint.step for checkpoint in list_checkpoints(run_folder)} | set(list_partial(run_folder))
     return [step_folder(run_folder, step) for step in list_step_folders(run_folder) if step not in fine]
 
 
 def find_checkpoints(path: str) -> list[Checkpoint]:
-    """The checkpoint at `path`, or all in the run folder or any parent that it names, by step.
+    """The checkpoint at `path`, or all checkpoints below it (a run folder or any parent), sorted by step.
 
-    Raises `UserError` if there is none.
+    Raises `UserError` if none is found.
     """
     if not path:
         raise UserError("checkpoint '': expected a path")
@@ -95,13 +95,13 @@ def find_checkpoints(path: str) -> list[Checkpoint]:
         there = bool(list_names(path)) or os.path.isdir(path)
         reason = "there is no complete checkpoint in it" if there else "no such folder"
         if NAME in list_names(path):
-            reason = "was set aside as damaged, or renamed: a checkpoint is called step-<N>"
+            reason = "was set aside as corrupt, or renamed: expected the folder name step-<N>"
         raise UserError(f"checkpoint {path}: {reason}; `lmtrain train` saves them")
     return found
 
 
 def _complete(folder: str, recursive: bool = False) -> list[Checkpoint]:
-    """By step, then path."""
+    """Complete checkpoints in `folder`, sorted by step, then path."""
     found = []
     for path in _manifests(join(folder).rstrip("/") or "/", recursive):
         match = _STEP.fullmatch(os.path.basename(path))
@@ -111,7 +111,7 @@ def _complete(folder: str, recursive: bool = False) -> list[Checkpoint]:
 
 
 def _manifests(folder: str, recursive: bool) -> Iterable[str]:
-    """Folders that have a manifest."""
+    """Folders that contain a manifest."""
     if is_url(folder):  # one listing of everything: object stores have no folders
         files: Mapping[str, int] = list_files(folder)
         places = [os.path.dirname(name) for name in files if os.path.basename(name) == NAME]

@@ -1,7 +1,7 @@
-"""What makes a checkpoint complete: `manifest.json`, written last, with the size and checksum of every other file.
+"""The manifest of a checkpoint: `manifest.json`, written last, with the size and checksum of every other file.
 
-A file's checksum is the XXH3 (128 bits) of the XXH3 of its blocks, so that large files are hashed by several threads.
-It finds damage; it is no protection against somebody who means to deceive.
+A checkpoint is complete once it has one. A file's checksum is the XXH3 (128 bits) of the XXH3 of its blocks, so that
+several threads can hash a large file. It detects corruption, but does not protect against deliberate manipulation.
 """
 
 import json
@@ -23,12 +23,12 @@ _FORMAT = 1
 
 
 class DamagedError(UserError):
-    """A checkpoint is not what was written; the message says which files."""
+    """A corrupt checkpoint; the message names the files."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """`size` in bytes; `checksum` in hexadecimal."""
+    """Size and checksum of a file: `size` in bytes, `checksum` in hexadecimal."""
 
     size: int
     checksum: str
@@ -36,7 +36,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files` by their paths within the checkpoint; `saved` seconds since 1970, of the machine that wrote it."""
+    """Content of `manifest.json`: `files` by path within the checkpoint; `saved` in seconds since 1970."""
 
     step: int
     kind: Kind
@@ -50,21 +50,27 @@ class Manifest:
 
 
 def write_manifest(folder: str, manifest: Manifest) -> None:
-    """Write it, whole or not at all: from now on the checkpoint is complete."""
+    """Write the manifest atomically, which makes the checkpoint complete."""
     write_bytes(join(folder, NAME), _to_bytes(manifest))
 
 
 def read_manifest(folder: str) -> Manifest:
-    """Raises FileNotFoundError if there is none, `DamagedError` if it is not as it was written, and `UserError` if
-    another version of lmtrain wrote it in another way."""
+    """Read the manifest in `folder`.
+
+    Raises FileNotFoundError if it is missing, `DamagedError` if it is corrupt, and `UserError` if it has the format of
+    another version of lmtrain.
+    """
     content = read_bytes(join(folder, NAME))
     try:
         value = json.loads(content)
-        told = value.pop("checksum")
-        if told != _checksum(value):
+        expected = value.pop("checksum")
+        if expected != _checksum(value):
             raise ValueError
         if (value["format"], value["block_bytes"]) != (_FORMAT, _BLOCK_BYTES):
-            raise UserError(f"{folder}: {NAME} has format {value['format']}, this version of lmtrain reads {_FORMAT}")
+            raise UserError(
+                f"{folder}: {NAME} has the unsupported format {value['format']}, expected {_FORMAT}: it was written by "
+                "another version of lmtrain"
+            )
         files = {name: FileRecord(int(size), str(checksum)) for name, (size, checksum) in value["files"].items()}
         manifest = Manifest(int(value["step"]), Kind(value["kind"]), float(value["saved"]), files)
         if _to_bytes(manifest) != content:
@@ -72,7 +78,7 @@ def read_manifest(folder: str) -> Manifest:
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise DamagedError(f"{NAME} is damaged") from None
+        raise DamagedError(f"{NAME} is corrupt") from None
     return manifest
 
 
@@ -94,10 +100,10 @@ def _checksum(value: dict[str, Any]) -> str:
 
 
 def record_files(folder: str, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Read these files of a folder to their ends and record them."""
+    """Size and checksum of these files of a folder; reads them completely."""
     names = sorted(names)
     with ThreadPoolExecutor(_threads(folder)) as pool:
-        if is_url(folder):  # whole files at once: a block of one would open it anew
+        if is_url(folder):  # one thread per file: reading blocks in parallel would open the file for each block
             return dict(zip(names, pool.map(lambda name: _record_stream(join(folder, name)), names), strict=True))
         sizes = {name: os.path.getsize(join(folder, name)) for name in names}
         hashes = {
@@ -108,7 +114,7 @@ def record_files(folder: str, names: Iterable[str]) -> dict[str, FileRecord]:
 
 
 def check_sizes(folder: str, manifest: Manifest) -> None:
-    """Raise `DamagedError` if a file is missing, or has another size."""
+    """Raise `DamagedError` if a file is missing or has a wrong size."""
     found = list_files(folder)
     wrong = [
         f"{name} is missing" if name not in found else f"{name} has {found[name]:,} bytes, not {record.size:,}"
@@ -120,13 +126,13 @@ def check_sizes(folder: str, manifest: Manifest) -> None:
 
 
 def wrong_bytes(folder: str, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """Those of the files `names` that are not as they were written, read to their ends; sizes have been checked."""
+    """The files of `names` with a checksum mismatch; reads them completely. Call `check_sizes` first."""
     records = record_files(folder, names)
     return [name for name, record in records.items() if record != manifest.files[name]]
 
 
 def _threads(folder: str) -> int:
-    """At a URL most of the time is waiting."""
+    """Number of threads; for URLs independent of the CPUs, because most of the time is waiting."""
     return 8 if is_url(folder) else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""When to save, and which kind of checkpoint: small pure questions.
+"""Save policy: when to save, and which kind of checkpoint. Pure functions.
 
 Steps count finished updates: `step-1000` is the state after 1000 updates.
 """
@@ -10,14 +10,14 @@ from lmtrain.checkpoint.config import KeepInterval
 
 
 class Kind(Enum):
-    """Permanent checkpoints are never deleted; a temporary one goes when a newer checkpoint is complete."""
+    """Permanent checkpoints are never deleted; a temporary one is deleted when a newer checkpoint is complete."""
 
     PERMANENT = "permanent"
     TEMPORARY = "temporary"
 
 
 def is_permanent_step(step: int, keep: Sequence[KeepInterval]) -> bool:
-    """Whether `keep` asks for a permanent checkpoint at `step`: the first entry not yet past its `until` decides."""
+    """Whether `keep` requires a permanent checkpoint at `step`: the first entry whose `until` is not past decides."""
     for entry in keep:
         if entry.until is None or step <= entry.until:
             return step % entry.every == 0
@@ -37,7 +37,7 @@ def next_permanent_step(step: int, keep: Sequence[KeepInterval], last: int) -> i
 def decide(step: int, keep: Sequence[KeepInterval], *, last: bool, asked: bool) -> Kind | None:
     """The kind of checkpoint to save after `step` updates, None for no save.
 
-    `last` is the end of the run, which is always saved; `asked`: the clock or a signal wants one.
+    `last`: the end of the run, which is always saved. `asked`: a save is due by the clock or a signal.
     """
     if last or is_permanent_step(step, keep):
         return Kind.PERMANENT

@@ -1,4 +1,4 @@
-"""A run's folder of checkpoints as its one owner sees it: cleaned, and with nothing in it that only looks whole."""
+"""The checkpoint folder of a run, as its only owner sees it: cleaned of partial and corrupt checkpoints."""
 
 import contextlib
 import itertools
@@ -30,15 +30,15 @@ from lmtrain.runtime.storage import (
     write_bytes,
 )
 
-# How often, and how long apart, a folder is looked at for files that a failed save still writes.
+# Number of checks, and seconds between them, for files that a failed save is still writing.
 _LATE_TRIES, _LATE_SECONDS = 20, 0.1
 
 
 class RunFolder:
-    """Held by the first process of a run, and by no other run of the same id. Raises `UserError` if one has it.
+    """Folder locked by the first process of a run. Raises `UserError` if another run with the same id has locked it.
 
-    What a killed process left is put in order: folders that were being written or deleted are deleted, those that have
-    lost their manifest are set aside.
+    Cleans up after a killed process: folders that were being written or deleted are deleted, those that have lost
+    their manifest are set aside.
     """
 
     def __init__(self, path: str):
@@ -78,13 +78,13 @@ class RunFolder:
             self._temporary.append(checkpoint)
 
     def discard(self, step: int) -> None:
-        """Delete what there is of a save that failed: it may be what fills the disk."""
+        """Delete the files of a failed save: they may be what fills the disk."""
         self._failed.add(step)
         with contextlib.suppress(OSError, UserError):
             self._delete(step)
 
     def release(self) -> None:
-        """Delete what failed saves left, and let others claim the folder. Raises nothing: the folder may be gone."""
+        """Delete the files of failed saves, and unlock the folder. Never raises: the folder may have been deleted."""
         with contextlib.suppress(TakenOverError, OSError, UserError):
             self.claim.check()
             for _ in range(_LATE_TRIES if self._failed else 0):
@@ -94,7 +94,7 @@ class RunFolder:
         self.claim.release()
 
     def move_away(self, path: str, prefix: str) -> None:
-        """Give a step's folder a name that is none of a checkpoint; it is never deleted."""
+        """Rename a step's folder so that it no longer counts as a checkpoint; it is never deleted."""
         name = f"{prefix}-{os.path.basename(path)}"
         taken = set(list_names(self.path))
         names = itertools.chain([name], (f"{name}.{number}" for number in itertools.count(1)))
@@ -104,7 +104,7 @@ class RunFolder:
         log.warning(f"{path} was set aside as {os.path.basename(new)}")
 
     def _delete(self, step: int) -> None:
-        """Killed in between, it does not look like a checkpoint, nor like one that was damaged."""
+        """Delete a step's folder, in an order that never leaves what looks like a complete or corrupt checkpoint."""
         folder = step_folder(self.path, step)
         write_bytes(partial_marker(self.path, step), b"")
         delete_file(join(folder, NAME))
@@ -113,16 +113,16 @@ class RunFolder:
         delete_file(partial_marker(self.path, step))
 
     def _delete_unnamed(self, start: str) -> None:
-        """Delete what Orbax had not given its name yet (at paths, where it renames)."""
+        """Delete Orbax's temporary folders (on file systems, where Orbax renames them when they are complete)."""
         for name in list_names(self.path):
             if name.startswith(start) and "orbax-checkpoint-tmp" in name:
                 delete_folder(join(self.path, name))
 
     def _delete_late(self) -> bool:
-        """Delete what there is of failed saves after `discard`; returns whether there was anything.
+        """Delete files of failed saves that appeared after `discard`; returns whether there were any.
 
-        A save fails at its first error, while TensorStore's threads still write other arrays of it: they make the
-        folders that they miss, and a deletion that meets them fails, with the step's mark left behind.
+        A save fails at its first error, while TensorStore's threads still write its other arrays: they create missing
+        folders, and a deletion at the same time fails and leaves the step's marker.
         """
         found = False
         try:
@@ -139,7 +139,7 @@ class RunFolder:
         complete = list_checkpoints(self.path)
         steps = {checkpoint.step for checkpoint in complete}
         for step in list_partial(self.path):
-            if step in steps:  # it was complete but for the removal of its mark
+            if step in steps:  # it is complete, and only its marker was not deleted
                 delete_file(partial_marker(self.path, step))
             else:
                 self._delete(step)
@@ -147,9 +147,9 @@ class RunFolder:
         if not is_url(self.path):
             remove_temporaries(self.path)
         for path in list_without_manifest(self.path):
-            log.error(f"{path} is damaged: it has no {NAME}")
+            log.error(f"{path} is corrupt: {NAME} is missing")
             self.move_away(path, "damaged")
         for checkpoint in complete:
-            with contextlib.suppress(DamagedError):  # which is found out when it is to be used
+            with contextlib.suppress(DamagedError):  # reported when the checkpoint is loaded
                 if checkpoint.read_manifest().kind is Kind.TEMPORARY:
                     self._temporary.append(checkpoint)

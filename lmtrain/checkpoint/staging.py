@@ -1,4 +1,4 @@
-"""A local disk between the arrays and stores that Orbax does not write to: every URL but `gs://`."""
+"""Local staging of checkpoints at URLs that Orbax does not support: all but `gs://`."""
 
 import hashlib
 import os
@@ -21,9 +21,9 @@ _TRANSFERS = 8
 
 
 class Staging:
-    """Where a run's checkpoints are written: in their place, or in a folder under `directory` that all processes share.
+    """Folder where checkpoints are written: the final one, or a staging folder in `directory`, shared by all processes.
 
-    Without `directory` it is the system's folder for temporary files.
+    Without `directory`, the staging folder is in the system's folder for temporary files.
     """
 
     def __init__(self, run_folder: str, directory: str | None, processes: Processes):
@@ -31,7 +31,7 @@ class Staging:
         self._directory = _directory(directory)
         self._processes = processes
         self._needed = _needs_copy(run_folder)
-        # of this run alone, so that what a killed process left can be deleted
+        # unique to this run, so that files of a killed process can be deleted
         self._prefix = f"{_PREFIX}{hashlib.sha256(run_folder.encode()).hexdigest()[:12]}-"
         if self._needed and processes.is_first and os.path.isdir(self._directory):
             for name in os.listdir(self._directory):
@@ -39,7 +39,7 @@ class Staging:
                     shutil.rmtree(os.path.join(self._directory, name), ignore_errors=True)
 
     def prepare(self, step: int, size: int) -> str:
-        """The folder to write `size` bytes to. Raises `UserError` if the disk has no room, or is not shared."""
+        """The folder to write `size` bytes to. Raises `UserError` if the disk is too full or not shared."""
         if not self._needed:
             return step_folder(self._run_folder, step)
         made = None
@@ -54,7 +54,7 @@ class Staging:
         return os.path.join(made, os.path.basename(step_folder(self._run_folder, step)))
 
     def upload(self, written: str, step: int, names: Sequence[str]) -> None:
-        """Send files of a folder that was prepared to their place."""
+        """Upload files of the staging folder `written` to the checkpoint; nothing to do without staging."""
         if self._needed:
             place = step_folder(self._run_folder, step)
             with ThreadPoolExecutor(_TRANSFERS) as pool:
@@ -68,9 +68,9 @@ class Staging:
 
 @contextmanager
 def local_copy(checkpoint: Checkpoint, parts: Sequence[str], directory: str | None = None) -> Iterator[str]:
-    """A path that arrays can be read from: a copy of these parts of the checkpoint, if it is at a URL that needs one.
+    """A path to read arrays from: the checkpoint, or a local copy of these parts if it is at a URL that needs one.
 
-    Raises `UserError` if the disk is too small, and `DamagedError` for a file that is not what was written.
+    Raises `UserError` if the disk is too small, and `DamagedError` for a missing file or a checksum mismatch.
     """
     if not _needs_copy(checkpoint.path):
         yield checkpoint.path
@@ -93,7 +93,7 @@ def local_copy(checkpoint: Checkpoint, parts: Sequence[str], directory: str | No
                 raise DamagedError(f"{checkpoint.path}: a file is missing: {error}") from None
         wrong = wrong_bytes(temporary, manifest, names)
         if wrong:
-            raise DamagedError(f"{checkpoint.path}: {', '.join(wrong)} did not arrive as written")
+            raise DamagedError(f"{checkpoint.path}: checksum mismatch after the download: {', '.join(wrong)}")
         yield temporary
 
 
@@ -110,6 +110,6 @@ def _check_room(folder: str, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"{folder} has {format_bytes(free)} free, a checkpoint on its way to or from a URL takes "
-            f"{format_bytes(needed)}; set trainer.checkpointer.staging_dir to a larger disk"
+            f"{folder} has {format_bytes(free)} free, staging this checkpoint takes {format_bytes(needed)}; "
+            "set trainer.checkpointer.staging_dir to a folder on a larger disk"
         )

@@ -1,4 +1,4 @@
-"""Which checkpoint to trust: the newest whose files are what was written."""
+"""Integrity check of checkpoints, and choice of the newest valid one."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -9,16 +9,16 @@ from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 
-# How thorough: every byte, or that all files are there with their sizes.
+# Level of the check: checksums of all files, or only their existence and sizes.
 FULL, SIZES = "full", "sizes"
 
 
 def verify(
     checkpoint: Checkpoint, how: str, processes: Processes = ALONE, parts: Collection[str] | None = None
 ) -> None:
-    """Raise `DamagedError` naming what is not as it was written, of these parts of the arrays; None: of everything.
+    """Raise `DamagedError` with the names of corrupt files. `parts`: the parts of the arrays to check; None: all.
 
-    Of several processes, which all have to call it, each reads a share of the files, and all come to the same answer.
+    All processes have to call it: each reads a share of the files, and all get the same result.
     """
     failure: Exception | None = None
     problem = ""
@@ -26,22 +26,22 @@ def verify(
         problem = _problem(checkpoint, how, processes, parts)
     except (DamagedError, FileNotFoundError) as error:
         problem = str(error)
-    except (UserError, OSError) as error:  # a disk or store that does not answer has damaged nothing
+    except (UserError, OSError) as error:  # a disk or store that does not respond does not mean a corrupt checkpoint
         failure = error
-    told = gather(processes, "verify", [problem, None if failure is None else str(failure)])
-    failures = [text for _, text in told if text is not None]
+    reported = gather(processes, "verify", [problem, None if failure is None else str(failure)])
+    failures = [text for _, text in reported if text is not None]
     if failures:
         raise UserError(f"{checkpoint.path} cannot be checked: {failures[0]}") from failure
-    problems = [text for text, _ in told if text]
+    problems = [text for text, _ in reported if text]
     if problems:
         raise DamagedError("; ".join(dict.fromkeys(problems)))
 
 
 def _problem(checkpoint: Checkpoint, how: str, processes: Processes, parts: Collection[str] | None) -> str:
-    """What is wrong with this process's share; empty if nothing is."""
+    """Problems in this process's share of the files; empty if there are none."""
     manifest = checkpoint.read_manifest()
     if manifest.step != checkpoint.step:
-        return f"its manifest is of step {manifest.step}"
+        return f"its manifest belongs to step {manifest.step}"
     if processes.is_first:
         check_sizes(checkpoint.path, manifest)
     if how == SIZES:
@@ -49,7 +49,7 @@ def _problem(checkpoint: Checkpoint, how: str, processes: Processes, parts: Coll
     names = [name for name in sorted(manifest.files) if parts is None or "/" not in name or name.split("/")[0] in parts]
     share = names[processes.index :: processes.count]
     wrong = wrong_bytes(checkpoint.path, manifest, share)
-    return "; ".join(f"{name} does not match its checksum" for name in wrong)
+    return "; ".join(f"checksum mismatch in {name}" for name in wrong)
 
 
 def newest_intact(
@@ -59,7 +59,7 @@ def newest_intact(
     when_damaged: Callable[[Checkpoint, DamagedError], None],
     parts: Collection[str] | None = None,
 ) -> Checkpoint | None:
-    """The last of the checkpoints that verifies; those after it are handed to `when_damaged`."""
+    """The last valid checkpoint of `found`; `when_damaged` is called for each corrupt one after it."""
     for checkpoint in reversed(found):
         try:
             verify(checkpoint, how, processes, parts)
@@ -73,19 +73,19 @@ def newest_intact(
 def choose_checkpoint(
     path: str, how: str, processes: Processes = ALONE, parts: Collection[str] | None = None
 ) -> Checkpoint:
-    """The checkpoint at `path`, or the newest that verifies in the run folder or any parent that `path` names.
+    """The checkpoint at `path`, or the newest valid one below it (a run folder or any parent).
 
-    Nothing is moved: the folder may be another run's. Raises `UserError` if there is none.
+    Nothing is renamed: the folder may belong to another run. Raises `UserError` if there is no valid checkpoint.
     """
     listed = [[found.step, found.path] for found in find_checkpoints(path)]
     found = [Checkpoint(step, place) for step, place in gather(processes, "found", listed)[0]]
 
-    def tell(checkpoint: Checkpoint, error: DamagedError) -> None:
-        log.error(f"{checkpoint.path} is damaged: {error}")
+    def report(checkpoint: Checkpoint, error: DamagedError) -> None:
+        log.error(f"{checkpoint.path} is corrupt: {error}")
 
-    newest = newest_intact(found, how, processes, tell, parts)
+    newest = newest_intact(found, how, processes, report, parts)
     if newest is None:
         raise UserError(
-            f"checkpoint {path}: {'it' if len(found) == 1 else f'each of {len(found)}'} is damaged, see above"
+            f"checkpoint {path}: {'it is corrupt' if len(found) == 1 else f'all {len(found)} are corrupt'}, see above"
         )
     return newest

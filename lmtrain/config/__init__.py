@@ -1,4 +1,4 @@
-"""Turning YAML and command-line overrides into validated, immutable sections.
+"""YAML and command-line overrides, loaded into validated, immutable sections.
 
-Nothing here imports JAX or anything slow, and nothing here knows what a setting means: the rooms do.
+Nothing here imports JAX or anything slow. What a setting means is defined in the package that reads it.
 """

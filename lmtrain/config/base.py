@@ -16,7 +16,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`true` is not the number 1, though Python thinks so."""
+        """Reject `true` and `false` for numbers: in Python, `True` equals 1."""
         if info.field_name is not None and _holds_bool(value):
             annotation = str(cls.model_fields[info.field_name].annotation)
             if "bool" not in annotation and "Config" not in annotation and _NUMBER.search(annotation):
@@ -28,23 +28,23 @@ _NUMBER = re.compile(r"\b(int|float)\b")
 
 
 def _holds_bool(value: Any) -> bool:
-    """Whether it is true or false, or a list or map with one in it."""
+    """Whether the value is a boolean, or a list or map that contains one."""
     if isinstance(value, dict | list | tuple):
         return any(map(_holds_bool, value.values() if isinstance(value, dict) else value))
     return isinstance(value, bool)
 
 
 class _ByType(Discriminator):
-    """A discriminator that may stand in a union: its context is a map, which has no hash."""
+    """A hashable discriminator, which a union requires: the context of an ordinary one is a map without a hash."""
 
     def __hash__(self) -> int:
         return hash(self.custom_error_type)
 
 
 def by_type(what: str, default: str, known: Sequence[str], other: tuple[str, str] | None = None) -> Discriminator:
-    """How a section that is one of several kinds is told apart: by its `type`, `default` if it has none.
+    """Discriminator that selects one of several kinds of section by `type`; `default` if the section has no `type`.
 
-    `other` is the tag of a kind whose `type` is any text that fits a pattern.
+    `other`: the tag of a kind whose `type` is any text that matches a pattern, and that pattern.
     """
 
     def type_of(value: Any) -> str:
@@ -58,16 +58,16 @@ def by_type(what: str, default: str, known: Sequence[str], other: tuple[str, str
 
 
 def as_base(section: BaseModel, base: type[BaseModel]) -> BaseModel:
-    """A section of a subclass of `base`, as one of `base` with the same values.
+    """Convert an instance of a subclass of `base` to `base`, with the same values.
 
-    Raises ValueError if the subclass has settings of its own.
+    Raises ValueError if the subclass defines additional settings.
     """
     kind = type(section)
     if kind is base:
         return section
     own = sorted(kind.model_fields.keys() - base.model_fields.keys())
     if own:
-        raise ValueError(f"{kind.__name__} has {', '.join(own)}, which nothing that {base.__name__} is for would read")
+        raise ValueError(f"{kind.__name__} adds settings that {base.__name__} does not have: {', '.join(own)}")
     values = {name: getattr(section, name) for name in base.model_fields}
     defaults = {name: field.get_default(call_default_factory=True) for name, field in base.model_fields.items()}
     given = {n: v for n, v in values.items() if n in section.model_fields_set or v != defaults[n]}

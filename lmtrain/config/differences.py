@@ -1,4 +1,4 @@
-"""Saying how two plain trees (manifests, identities) differ."""
+"""Differences between two plain trees (manifests, identities), as text."""
 
 from typing import Any
 

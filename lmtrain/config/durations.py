@@ -1,4 +1,4 @@
-"""Durations as people write them: `90s`, `20m`, `2h`, `1d`, `1h30m`."""
+"""Durations with units: `90s`, `20m`, `2h`, `1d`, `1h30m`."""
 
 import re
 from datetime import timedelta
@@ -12,7 +12,7 @@ _PATTERN = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d
 
 
 def parse_duration(value: Any) -> timedelta:
-    """`"1h30m"` -> 90 minutes. A bare number is refused, because its unit would be a guess."""
+    """`"1h30m"` -> 90 minutes. A number without a unit is an error: the unit would be a guess."""
     if isinstance(value, timedelta):
         return value
     if isinstance(value, int | float) or (isinstance(value, str) and value.replace(".", "", 1).isdigit()):
@@ -24,11 +24,11 @@ def parse_duration(value: Any) -> timedelta:
     try:
         return timedelta(seconds=sum(n * _SECONDS[unit] for n, unit in zip(numbers, "dhms", strict=True)))
     except OverflowError:
-        raise PydanticCustomError("duration", "longer than any clock runs; null turns it off") from None
+        raise PydanticCustomError("duration", "duration is too long; null turns it off") from None
 
 
 def format_duration(value: timedelta) -> str:
-    """The inverse of `parse_duration`: 5400 seconds -> `1h30m`."""
+    """Inverse of `parse_duration`: 5400 seconds -> `1h30m`."""
     rest = value.total_seconds()
     parts = []
     for unit in "dhm":

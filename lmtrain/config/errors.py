@@ -1,4 +1,4 @@
-"""The error a user sees when something they wrote or gave is wrong."""
+"""Errors with a message for the user."""
 
 from pydantic_core import PydanticCustomError
 
@@ -11,12 +11,12 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, though its config has no mistake: exit code 1. Its message is for the user."""
+    """A run that cannot continue although its config is valid: exit code 1. The message is for the user."""
 
 
 def field_error(field: str, message: str) -> PydanticCustomError:
-    """For validators of a whole section: a problem of one of its settings, `field` being its dotted name within.
+    """Error of one setting, for validators of a section. `field` is the setting's dotted name within the section.
 
-    The report then has the line where that setting was written, not where the section begins.
+    The report then shows the line of that setting, not the first line of the section.
     """
     return PydanticCustomError("field", "{message}", {"message": message, "field": field})

@@ -1,4 +1,4 @@
-"""Changing the kind of a section on the command line: what the new kind does not know must not stand in its way."""
+"""Changing the `type` of a section on the command line: settings that the new type does not have are dropped."""
 
 from collections.abc import Iterator
 from copy import deepcopy
@@ -11,9 +11,9 @@ from lmtrain.config.layers import Layer, Path, dotted
 
 
 def without_foreign(model: type[BaseModel], under: Layer, over: Layer) -> Layer:
-    """`under` without settings of kinds that `over` changes to another `type` which has no such setting; with notes.
+    """`under`, without the settings that no longer exist where `over` changes the `type`; each gets a notice.
 
-    `--trainer.tracker.type json` over a W&B tracker with a project is a JSON tracker, and not an unknown `project`.
+    With `--trainer.tracker.type json` over a W&B tracker, the setting `project` is dropped instead of being an error.
     """
     result = under
     for path, kind in _changed_kinds(model, under.data, over.data, ()):
@@ -23,9 +23,7 @@ def without_foreign(model: type[BaseModel], under: Layer, over: Layer) -> Layer:
                 result = Layer(deepcopy(under.data), dict(under.origins), list(under.notices))
             type_name = kind.model_fields["type"].default
             place, by = under.origin_of((*path, name)), over.origin_of((*path, "type"))
-            result.notices.append(
-                f"{by}: leaves out {dotted((*path, name))} of {place}, which {type_name} does not have"
-            )
+            result.notices.append(f"{by}: ignoring {dotted((*path, name))} ({place}): {type_name} has no such setting")
             del _at(result.data, path)[name]
             for stale in [p for p in result.origins if p[: len(path) + 1] == (*path, name)]:
                 del result.origins[stale]

@@ -1,7 +1,7 @@
-"""A layer of settings: plain data, and for every value the place it was written.
+"""A layer of settings: plain data, and the origin (file and line, or flag) of every value.
 
-A run's settings are layers merged in order: included files, the config file, the command line. Maps merge key by key,
-everything else is replaced, and the origin of a value goes with the value.
+The settings of a run are layers merged in order: included files, the config file, the command line. Maps are merged
+key by key, everything else is replaced, and a value keeps its origin.
 """
 
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ class Origin:
 
 @dataclass
 class Layer:
-    """`data` is what YAML gives (maps, lists, scalars); `origins` has an entry for every map entry and list item.
+    """Data as loaded from YAML (maps, lists, scalars), and in `origins` an entry for every map entry and list item.
 
-    `notices` are for the user, one line each.
+    `notices` are messages for the user, one line each.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Layer:
 
 
 def merge(under: Layer, over: Layer) -> Layer:
-    """`over` wins. Maps are merged deeply; lists and scalars are replaced whole."""
+    """Merge two layers; `over` wins. Maps are merged recursively, lists and scalars are replaced."""
     origins = dict(under.origins)
     data = _merge_maps(under.data, over.data, (), origins)
     origins.update(over.origins)
@@ -56,7 +56,7 @@ def _merge_maps(under: dict[str, Any], over: dict[str, Any], at: Path, origins: 
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _merge_maps(merged[key], value, path, origins)
         else:
-            # what stood below a replaced value is gone, and its origins with it
+            # the origins of values below a replaced value are no longer valid
             for stale in [p for p in origins if p[: len(path)] == path]:
                 del origins[stale]
             merged[key] = value
@@ -64,7 +64,7 @@ def _merge_maps(under: dict[str, Any], over: dict[str, Any], at: Path, origins: 
 
 
 def lift(layer: Layer, at: Path) -> Layer:
-    """The tree that has the layer's data at `at`; its origins are those of that tree already."""
+    """The layer with its data nested at the path `at`. Its origins already have paths from the root."""
     data: Any = layer.data
     for part in reversed(at):
         data = {part: data}

@@ -1,4 +1,4 @@
-"""CONFIG and overrides -> one validated object, or one report of every problem with its place."""
+"""CONFIG and overrides -> one validated object, or one report of all problems with file and line."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Loaded(Generic[ConfigT]):
-    """A validated config, and where each of its values came from."""
+    """A validated config and the origin of each value."""
 
     config: ConfigT
     layer: Layer
@@ -48,11 +48,11 @@ def load_config(model: type[ConfigT], config: str, overrides: Sequence[tuple[str
 
 
 def find_config(config: str) -> str:
-    """A path or URL as given, the same with `.yaml` or `.yml`, or the bare name of a config shipped with lmtrain."""
+    """Path of a config, given as path or URL, as a path without `.yaml` or `.yml`, or as a shipped config's name."""
     if "://" in config:
         return config
     names = [config, config + ".yaml", config + ".yml"]
-    if os.path.dirname(config) in ("config", "configs"):  # as from a checkout's root, wherever one is
+    if os.path.dirname(config) in ("config", "configs"):  # as in a checkout, but from any working directory
         names += [os.path.basename(name) for name in names]
     for folder in ("", shipped_configs()):
         for name in names:
@@ -70,7 +70,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def _describe_all(model: type[BaseModel], layer: Layer, error: ValidationError) -> list[str]:
-    """One line for each value that is wrong, even if pydantic has one problem for each type it might have had."""
+    """One line for each invalid value, even where pydantic reports one problem for each type of a union."""
     by_path: dict[Path, list[Any]] = {}
     for problem in error.errors(include_url=False):
         path = _written_path(layer, problem["loc"], problem["type"] == "missing")
@@ -83,17 +83,17 @@ def _describe_all(model: type[BaseModel], layer: Layer, error: ValidationError) 
 
 
 def _is_explained_below(path: Path, problems: list[Any], by_path: Iterable[Path]) -> bool:
-    """Of a list or map that is also no number, what is wrong inside it is what its writer wants to know."""
+    """Whether problems inside a list or map explain it better than "not a number" from another union member does."""
     inside = any(other[: len(path)] == path and len(other) > len(path) for other in by_path)
     return inside and all(problem["type"].endswith("_type") for problem in problems)
 
 
 def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[Any]) -> str:
-    """Place, dotted path, what was expected, what was seen, and a better name if there is one."""
+    """File and line, dotted path, what was expected, the value, and a suggestion if there is one."""
     kind, seen, context = problems[0]["type"], problems[0]["input"], problems[0].get("ctx", {})
     if kind == "unknown_type":
         return _describe_type(layer, path, seen, context)
-    if kind == "field":  # a check of a whole section, which says what setting it is about
+    if kind == "field":  # from a validator of a section, which names the setting
         path = (*path, *context["field"].split("."))
     where = layer.origin_of(path)
     place = f"{where}: " if where else ""
@@ -101,7 +101,7 @@ def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[A
     if kind == "extra_forbidden":
         hint = suggest_name(name, known_paths(model, layer.data))
         if hint == name:  # written with its dots in a file
-            return f"{place}{name}: no such setting; in a file, {path[-1]!r} is nested: one name a line, indented"
+            return f"{place}{name}: no such setting; in a file, write {path[-1]!r} as nested, indented maps"
         return f"{place}{name}: no such setting" + (f"; did you mean {hint}?" if hint else "")
     if kind == "missing":
         return f"{place}{name}: this setting is required"
@@ -123,7 +123,7 @@ def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[A
     return f"{place}{name}: {message}{shown}" if name else f"{place}{message}"
 
 
-# What pydantic says, as one would say it of YAML.
+# Pydantic's wording -> wording for YAML users.
 _PLAIN = (
     (r"a valid boolean.*", "true or false"),
     (r"a valid integer.*", "a whole number"),
@@ -142,7 +142,7 @@ def _plain(message: str) -> str:
 
 
 def _describe_type(layer: Layer, path: Path, seen: Any, context: dict[str, str]) -> str:
-    """A section that is one of several kinds and says another, or is no map."""
+    """Report a section whose `type` is unknown, or that is not a map."""
     known = context["known"].split()
     if not isinstance(seen, dict):
         where = layer.origin_of(path)
@@ -158,13 +158,13 @@ def _or(names: list[str]) -> str:
 
 
 def _as_written(value: Any) -> str:
-    """A scalar as a config has it: `null` and `true`, where Python says None and True."""
+    """A scalar as written in YAML: `null` and `true`, not None and True."""
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
 
 
 def _written_path(layer: Layer, loc: Path, is_missing: bool) -> Path:
-    """Drop from pydantic's location what nobody wrote: names of union members, the index of a list of one."""
+    """Pydantic's location without parts that are not in the config: union members, the index of a one-item list."""
     path: list[str | int] = []
     data: Any = layer.data
     for index, part in enumerate(loc):

@@ -9,10 +9,10 @@ from lmtrain.config.yaml_loader import include_value, parse_value
 
 
 def split_overrides(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Separate a verb's own arguments from overrides of the config.
+    """Separate the arguments of a subcommand from overrides of the config.
 
-    `own_flags` are the flags the verb knows (`--output`); every other `--name` is an override and takes the next
-    argument as its value unless it has `=`. Returns what is left for the verb, and (name, value text) pairs in order.
+    `own_flags` are the flags of the subcommand (`--output`); every other `--name` is an override and takes the next
+    argument as its value unless it has `=`. Returns the remaining arguments, and (name, value text) pairs in order.
     """
     rest: list[str] = []
     overrides: list[tuple[str, str]] = []
@@ -40,9 +40,9 @@ def apply_overrides(
     overrides: Sequence[tuple[str, str]],
     make_room: Callable[[Layer, Layer], Layer] = lambda under, over: under,
 ) -> Layer:
-    """The overrides over `layer`, one after the other: a later one wins over an earlier one.
+    """Apply the overrides to `layer` in order; a later one wins over an earlier one.
 
-    `make_room` takes out of what is below an override what cannot stay with it.
+    `make_room` removes settings of the lower layer that conflict with an override.
     """
     for name, text in overrides:
         flag = f"--{name}"

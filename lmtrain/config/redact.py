@@ -1,4 +1,4 @@
-"""Taking secrets out of what is logged or saved: passwords and signatures that people put into URLs."""
+"""Removing secrets from what is logged or saved: passwords and signatures in URLs."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ _QUERY = re.compile(r"(://[^?\s]*)\?\S+")
 
 
 def redact(value: Any) -> Any:
-    """The same plain data with such parts of its texts replaced by `***`."""
+    """The same plain data, with secrets in its texts replaced by `***`."""
     if isinstance(value, dict):
         return {key: redact(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Files that fsspec opens, and errors of theirs that say what to do. fsspec is imported when a URL is at hand."""
+"""Remote files through fsspec, with errors that say what to do. fsspec is imported only when a URL is used."""
 
 import logging
 from collections.abc import Iterator
@@ -13,24 +13,24 @@ _ADVICE = {
     "stores that are not Amazon's",
 }
 
-# It logs the traceback of whatever it raises, and a warning with every request where it may not look at a bucket.
+# gcsfs logs a traceback for every exception, and a warning for every request to a bucket without read permission.
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
 
 def open_fs(path: str) -> tuple[Any, str]:
-    """fsspec's file system of a path, and the path within it. Raises `UserError` if there is no such kind."""
+    """The fsspec file system of a path, and the path within it. Raises `UserError` for an unknown protocol."""
     import fsspec
 
     try:
         fs, inside = fsspec.core.url_to_fs(path, **_timeouts(path.partition("://")[0]))
     except (ValueError, ImportError) as error:
         raise UserError(f"{path}: {error}") from None
-    fs.invalidate_cache()  # of listings: other processes write too, and what a listing lacks is not looked for
+    fs.invalidate_cache()  # listings: other processes write too, and files missing from a cached listing are not found
     return fs, inside
 
 
 def _timeouts(scheme: str) -> dict[str, Any]:
-    """Limits where the libraries have none, or wait for minutes; in seconds."""
+    """Timeouts in seconds, where the libraries have none or wait for minutes."""
     if scheme in ("gs", "gcs"):
         import aiohttp
 
@@ -41,7 +41,7 @@ def _timeouts(scheme: str) -> dict[str, Any]:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether a file is not there. Over HTTP fsspec calls every failure a missing file, with the real one as cause."""
+    """Whether a file is missing. Over HTTP fsspec raises FileNotFoundError for all failures, with the real cause."""
     cause = error.__cause__
     over_http = type(cause).__module__.partition(".")[0] == "aiohttp"
     return isinstance(error, FileNotFoundError) and (not over_http or getattr(cause, "status", None) == 404)
@@ -49,9 +49,11 @@ def is_missing(error: BaseException) -> bool:
 
 @contextmanager
 def told(path: str, doing: str, missing_too: bool = True) -> Iterator[None]:
-    """Turns what a remote file system raises into a `UserError` that names the path; without `missing_too` a missing
-    file stays an error of its own. Each library has its own kinds of error, and some raise bare ones, so all are
-    caught."""
+    """Convert exceptions of a remote file system to a `UserError` that names the path.
+
+    Without `missing_too`, FileNotFoundError passes unchanged. All exceptions are caught, because each library has its
+    own types and some raise plain ones.
+    """
     try:
         yield
     except UserError:

@@ -1,4 +1,4 @@
-"""A JSON Schema of the config, for editors that complete and check YAML while one types."""
+"""JSON Schema of the config, for editors that complete and validate YAML."""
 
 from copy import deepcopy
 from typing import Any
@@ -7,23 +7,23 @@ from pydantic import BaseModel
 
 from lmtrain.config.spellings import SHORT_NAMES
 
-# Where a map of settings may stand, so may the name of a file that holds it.
+# Where a map of settings is allowed, an !include of a file with that map is allowed too.
 _INCLUDE = {
     "type": "string",
     "pattern": r"\.ya?ml$",
-    "description": "With the tag !include: a file that holds this section, relative to the one it stands in",
+    "description": "With the tag !include: a file with this section; its path is relative to the including file",
 }
 
 
 def build_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
-    """Draft 2020-12, with descriptions and defaults. Every section may also be an `!include`."""
+    """JSON Schema, draft 2020-12, with descriptions and defaults. Every section may also be an `!include`."""
     schema = model.model_json_schema(mode="validation")
     definitions = schema.get("$defs", {})
     for definition in [schema, *definitions.values()]:
         settings = definition.get("properties", {})
         for name, setting in settings.items():
             settings[name] = _allow_include(_any_kind(setting), definitions)
-        settings["<<"] = {"description": "Settings to put under these: an !include, an alias, or a list of them"}
+        settings["<<"] = {"description": "YAML merge key, lowest priority: an !include, an alias, or a list of them"}
     for section, names in SHORT_NAMES.items():
         definition = definitions[schema["properties"][section]["anyOf"][0]["$ref"].removeprefix("#/$defs/")]
         definition["properties"] |= {short: definition["properties"][name] for short, name in names.items()}
@@ -31,14 +31,14 @@ def build_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
 
 
 def _any_kind(value: Any) -> Any:
-    """A section without `type` fits several kinds, which `oneOf` would refuse."""
+    """Replace `oneOf` by `anyOf`: a section without `type` matches several kinds."""
     if isinstance(value, dict):
         return {("anyOf" if key == "oneOf" else key): _any_kind(item) for key, item in value.items()}
     return [_any_kind(item) for item in value] if isinstance(value, list) else value
 
 
 def _allow_include(setting: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The setting, or wherever a section may stand in it, an `!include` of one."""
+    """The setting, with an `!include` allowed wherever a section is."""
     if not _holds_section(setting, definitions):
         return setting
     about = {key: setting[key] for key in ("description", "default", "title") if key in setting}
@@ -53,7 +53,7 @@ def _allow_include(setting: dict[str, Any], definitions: dict[str, Any]) -> dict
 
 
 def _holds_section(setting: dict[str, Any], definitions: dict[str, Any]) -> bool:
-    """Whether it is a section, a list or map of them, or a choice that has one."""
+    """Whether the setting is a section, a list or map of sections, or a union with one."""
     if "$ref" in setting:
         return bool(definitions[setting["$ref"].removeprefix("#/$defs/")].get("type") == "object")
     parts = [*setting.get("anyOf", []), setting.get("items"), setting.get("additionalProperties")]

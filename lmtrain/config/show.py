@@ -1,4 +1,4 @@
-"""A resolved config as YAML, each value with the place it came from."""
+"""A resolved config as YAML, each value with its origin."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,14 +10,14 @@ _WIDEST = 60
 
 
 def show(resolved: dict[str, Any], layer: Layer) -> str:
-    """YAML that loads as the same config; comments say file and line, the flag, or `default`."""
+    """YAML that loads as the same config; comments give the origin: file and line, the flag, or `default`."""
     lines = list(_lines(resolved, layer, (), ""))
     width = min(max((len(text) for text, _ in lines), default=0), _WIDEST)
     return "".join(f"{text:<{width}}  # {place}\n" if place else f"{text}\n" for text, place in lines)
 
 
 def _lines(value: dict[str, Any], layer: Layer, at: Path, indent: str) -> Iterator[tuple[str, str]]:
-    """Text and place of each line; a section's `type` comes first."""
+    """Text and origin of each line; a section's `type` comes first."""
     for name in sorted(value, key=lambda name: name != "type"):
         path, item = (*at, name), value[name]
         if isinstance(item, dict) and item:
@@ -33,7 +33,7 @@ def _lines(value: dict[str, Any], layer: Layer, at: Path, indent: str) -> Iterat
 
 
 def _place(layer: Layer, path: Path) -> str:
-    """Where the value at `path` was written; `default` for one that nobody wrote."""
+    """Origin of the value at `path`; `default` if it is not set explicitly."""
     data: Any = layer.data
     written_at: list[str | int] = []
     for part in path:

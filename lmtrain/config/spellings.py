@@ -1,8 +1,7 @@
-"""Other ways to write a setting, brought into today's form before layers are merged.
+"""Aliases and deprecated names of settings, converted to the current names before layers are merged.
 
-Short forms of today are taken silently; names from older guides with a notice that tells the new one. Working on each
-layer (a file, an include, the command line) before merging is what lets `--trainer.wandb.name x` reach a tracker that
-the file has in a list.
+Aliases are accepted silently; deprecated names add a notice with the new name. Each layer (a file, an include, the
+command line) is converted before merging, so that `--trainer.wandb.name x` applies to a tracker in the file's list.
 """
 
 from copy import deepcopy
@@ -16,10 +15,10 @@ SHORT_NAMES = {"trainer": {"per_device_train_parallelism": "per_device_paralleli
 _OLD = {
     "trainer": {"batch_size": "train_batch_size", "eval_per_device_parallelism": "per_device_eval_parallelism"},
 }
-# How the reference names its families in `model: {gpt2: {...}}`. A later family was never written so, and is not added.
+# The families that the reference documents as `model: {gpt2: {...}}`. Newer families never had this form.
 _REFERENCE_FAMILIES = ("gpt2", "llama", "mpt", "backpack")
 
-# The settings that name a source of text, by kind; a layer that names one replaces the kinds below it.
+# The settings that name a text source, by kind; a layer that sets one replaces the other kinds of lower layers.
 _SOURCES = {
     "demo": ("demo",),
     "urls": ("train_urls", "validation_urls"),
@@ -30,14 +29,14 @@ _BELONGS_TO = {"id": ("name", "stream"), "configs": ("train_weights",)}
 
 
 def combine(under: Layer, over: Layer) -> Layer:
-    """`over` in today's spelling, merged over `under`. Raises `UserError` if a setting is given under two names."""
+    """`over` with current names, merged over `under`. Raises `UserError` if a setting is set under two names."""
     under = _modernise(under, Layer())
     over = _modernise(over, under)
     return merge(_without_replaced_sources(under, over), over)
 
 
 def _modernise(layer: Layer, under: Layer) -> Layer:
-    """The layer in today's spelling; `under` is what it will be merged over."""
+    """The layer with current names; `under` is the layer that it will be merged over."""
     layer = Layer(deepcopy(layer.data), dict(layer.origins), list(layer.notices))
     for renames, is_old in ((SHORT_NAMES, False), (_OLD, True)):
         for section, names in renames.items():
@@ -76,7 +75,7 @@ def _unwrap_model(layer: Layer) -> None:
 
 
 def _wandb_to_tracker(layer: Layer, under: Layer) -> None:
-    """`trainer.wandb` -> the W&B tracker: the one that is there, or one more."""
+    """`trainer.wandb` -> the W&B tracker: the existing one, or an additional one."""
     trainer = layer.data.get("trainer")
     if not isinstance(trainer, dict) or "wandb" not in trainer:
         return
@@ -114,7 +113,7 @@ def _wandb_to_tracker(layer: Layer, under: Layer) -> None:
 
 
 def _without_replaced_sources(under: Layer, over: Layer) -> Layer:
-    """`under` without the text sources of other kinds than the one `over` names, and a notice for each."""
+    """`under` without the text sources of other kinds than the one in `over`, with a notice for each."""
     below, above = under.data.get("data"), over.data.get("data")
     if not isinstance(below, dict) or not isinstance(above, dict):
         return under
@@ -122,7 +121,7 @@ def _without_replaced_sources(under: Layer, over: Layer) -> Layer:
     if not named:
         return under
     replaced = [name for kind, names in _SOURCES.items() if kind not in named for name in names]
-    # what goes with a source goes when its source does; another id is another data set, while maps of configs merge
+    # settings that belong to a source are removed with it; another id is another dataset, while maps of configs merge
     replaced += [name for kind, names in _BELONGS_TO.items() if kind not in named or kind == "id" for name in names]
     gone = [name for name in replaced if below.get(name) and name not in above]
     if not gone:

@@ -1,4 +1,4 @@
-"""Finding the name or the number a user may have meant."""
+"""Suggestions for misspelt names and for sizes that do not divide."""
 
 import difflib
 import math
@@ -9,11 +9,11 @@ from pydantic import BaseModel
 
 
 def suggest_name(wrong: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `wrong`; a right last part under a wrong section counts as close."""
+    """The known name closest to `wrong`, or None. A correct last part in the wrong section counts as close."""
     names = [name for name in known if not wrong.startswith(f"{name}.")]
     leaf = wrong.rsplit(".", 1)[-1]
     section = wrong[: len(wrong) - len(leaf)]
-    # within the right section only the last part counts: the section is alike in any case
+    # within the right section only the last part is compared: the section is the same anyway
     siblings = {name[len(section) :]: name for name in names if name.startswith(section)}
     close, near = ([siblings[m] for m in difflib.get_close_matches(leaf, siblings, 1, cutoff)] for cutoff in (0.8, 0.6))
     elsewhere = [name for name in names if name.rsplit(".", 1)[-1] == leaf]
@@ -25,7 +25,7 @@ def suggest_name(wrong: str, known: Iterable[str]) -> str | None:
 
 
 def known_paths(model: type[BaseModel], data: Any) -> list[str]:
-    """Every dotted setting that `model` knows, taking the member of a choice that `data` names by `type`."""
+    """Dotted names of all settings of `model`; of a union, those of the member that `data` selects by `type`."""
     paths: list[str] = []
     for name, field in model.model_fields.items():
         paths.append(name)

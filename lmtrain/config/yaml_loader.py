@@ -1,8 +1,8 @@
-"""YAML -> a `Layer`, remembering the line of every value, with `!include` on any value and at the top of a file.
+"""YAML -> a `Layer` with the line of every value, with `!include` as any value and at the top of a file.
 
-`!include other.yaml` is resolved relative to the file it stands in, nests, works inside a `<<:` merge and on any URL
-that fsspec opens. As a line of its own at the top of a file it puts the other file's settings under this file's.
-Numbers follow YAML 1.2 where 1.1 surprises: `6E-4` is a float.
+`!include other.yaml` is resolved relative to the including file, can be nested, and works inside a `<<:` merge and
+with any URL that fsspec opens. On a separate, unindented line it loads the other file's settings with lower priority
+than this file's. Numbers follow YAML 1.2 instead of 1.1: `6E-4` is a float.
 """
 
 import os
@@ -17,18 +17,18 @@ from lmtrain.config.layers import Layer, Origin, Path, lift
 from lmtrain.config.spellings import combine
 from lmtrain.config.yaml_scalars import Loader
 
-# A config has a few hundred; without a limit ten short lines of aliases to aliases fill the memory.
+# A config has a few hundred values. Without a limit, ten short lines of aliases to aliases exhaust the memory.
 _MOST_VALUES = 100_000
 
-# An include at the left margin stands for a whole file; YAML itself has no words for that.
+# An unindented !include merges an entire file at the top level; YAML has no syntax for that.
 _TOP_INCLUDE = re.compile(r"^!include[ \t]+(?P<path>[^\s#][^#\n]*?)[ \t]*(?:#.*)?$", re.MULTILINE)
 
-# The places of the !include tags that led to a file, outermost first.
+# The origins of the !include tags that led to a file, outermost first.
 Chain = tuple[Origin, ...]
 
 
 def load_file(path: str) -> Layer:
-    """Load one YAML file and all it includes. Raises `UserError` with file and line for anything wrong."""
+    """Load one YAML file and all files it includes. Raises `UserError` with file and line for any error."""
     built = _load_map(path, (), ())
     return combine(Layer(), Layer(built.value, built.origins, built.notices))
 
@@ -43,7 +43,7 @@ def parse_value(text: str, flag: str) -> Any:
 
 
 def include_value(path: str, flag: str, at: Path) -> Layer:
-    """A file named on the command line (`--data "include data/x.yaml"`), as a whole tree that has it at `at`.
+    """Load a file named on the command line (`--data "include data/x.yaml"`), nested at the path `at`.
 
     `path` is relative to the working directory, else to the shipped configs.
     """
@@ -57,7 +57,7 @@ def include_value(path: str, flag: str, at: Path) -> Layer:
 
 
 def shipped_configs() -> str:
-    """The folder of the configs that come with lmtrain: inside the installed package, or beside it in a checkout."""
+    """The folder of the shipped configs: inside the installed package, or next to it in a checkout."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     installed = os.path.join(package, "configs")
     return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "configs")
@@ -65,7 +65,7 @@ def shipped_configs() -> str:
 
 @dataclass
 class _Built:
-    """A value, the origins of all in it (by their paths from the root of the config), notices, and its line."""
+    """A value, the origins of everything in it (by path from the root of the config), notices, and its line."""
 
     value: Any
     origins: dict[Path, Origin] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class _Built:
 
 
 def _load_map(path: str, chain: Chain, at: Path) -> _Built:
-    """A file that must hold a map of settings."""
+    """Load a file that must contain a map of settings."""
     built = _load(path, chain, at)
     if built.value is None:
         return _Built({})
@@ -84,9 +84,9 @@ def _load_map(path: str, chain: Chain, at: Path) -> _Built:
 
 
 def _load(path: str, chain: Chain, at: Path) -> _Built:
-    """Any file, which will stand at `at` in the config."""
+    """Load any file, to be placed at `at` in the config."""
     if path in (origin.source for origin in chain):
-        raise UserError(f"!include goes in a circle: {' -> '.join([*map(str, chain), path])}")
+        raise UserError(f"circular !include: {' -> '.join([*map(str, chain), path])}")
     text = _read(path, chain)
     own_text, below = _split_top_includes(path, text, chain, at)
     try:
@@ -104,12 +104,12 @@ def _load(path: str, chain: Chain, at: Path) -> _Built:
     if built.value is None:
         built.value = {}
     if not isinstance(built.value, dict):
-        raise UserError(f"{path}: with !include at its top, a file holds a map of settings or nothing")
+        raise UserError(f"{path}: expected a map of settings, or nothing, below an unindented !include")
     return _under(below, built, at)
 
 
 def _split_top_includes(path: str, text: str, chain: Chain, at: Path) -> tuple[str, _Built | None]:
-    """The text without its includes at the left margin, and those combined, a later one over an earlier."""
+    """The text without its unindented includes, and these includes merged, a later one over an earlier one."""
     below: _Built | None = None
     for match in _TOP_INCLUDE.finditer(text):
         origin = Origin(path, text.count("\n", 0, match.start()) + 1)
@@ -119,7 +119,7 @@ def _split_top_includes(path: str, text: str, chain: Chain, at: Path) -> tuple[s
 
 
 def _under(below: _Built, above: _Built, at: Path) -> _Built:
-    """Both at `at`, `above` winning."""
+    """Merge two values at `at`; `above` wins."""
     layers = (lift(Layer(built.value, built.origins, built.notices), at) for built in (below, above))
     result = combine(*layers)
     return _Built(_value_at(result.data, at), result.origins, result.notices)
@@ -158,15 +158,15 @@ def _problem(error: yaml.YAMLError) -> str:
 
 
 class _Builder:
-    """Turns composed YAML nodes of one file into plain data and origins."""
+    """Converts the YAML nodes of one file to plain data and origins."""
 
     def __init__(self, source: str, chain: Chain = (), is_file: bool = False):
         self.source = source
         self.chain = chain
         self.is_file = is_file
         self.scalars = Loader("")
-        self.open: list[yaml.Node] = []  # the nodes around the one being built
-        self.count = 0  # values built so far: aliases of aliases multiply
+        self.open: list[yaml.Node] = []  # the nodes that enclose the current one
+        self.count = 0  # values built so far: nested aliases multiply
 
     def build(self, node: yaml.Node, at: Path) -> _Built:
         self.count += 1
@@ -177,9 +177,9 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             return _Built(self._scalar(node))
         if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
-            raise UserError(f"{self._origin(node)}: no such tag {node.tag!r}; only !include is known")
+            raise UserError(f"{self._origin(node)}: unknown tag {node.tag!r}; only !include is supported")
         if node in self.open:
-            raise UserError(f"{self._origin(node)}: an anchor stands for a value that contains itself")
+            raise UserError(f"{self._origin(node)}: recursive anchor: the value contains itself")
         self.open.append(node)
         built = self._map(node, at) if isinstance(node, yaml.MappingNode) else self._list(node, at)
         self.open.pop()
@@ -218,7 +218,7 @@ class _Builder:
             path = (*at, key)
             if key in own.value:
                 first = own.origins[path]
-                raise UserError(f"{self._origin(key_node)}: {key!r} is given twice; the first is at {first}")
+                raise UserError(f"{self._origin(key_node)}: duplicate key {key!r}; first set at {first}")
             built = self.build(value_node, path)
             own.value[key] = built.value
             own.origins[path] = self._origin(key_node)
@@ -230,7 +230,7 @@ class _Builder:
         """The maps of a `<<:`, merged."""
         children = node.value if isinstance(node, yaml.SequenceNode) else [node]
         result: _Built | None = None
-        for child in reversed(children):  # in YAML the earlier entry of a merge list wins
+        for child in reversed(children):  # in YAML the earlier entry of a merge list has priority
             built = self.build(child, at)
             if not isinstance(built.value, dict):
                 raise UserError(f"{self._origin(child)}: '<<:' needs a map, or a list of maps")

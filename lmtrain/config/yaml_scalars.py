@@ -6,11 +6,11 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """It composes nodes and constructs scalars; what maps and lists become is decided in `yaml_loader.py`."""
+    """Composes nodes and constructs scalars; `yaml_loader.py` converts maps and lists."""
 
 
 def _use_yaml_1_2_numbers() -> None:
-    """YAML 1.1, which PyYAML reads, takes 6E-4 for text, 010 for 8 and 1:30 for 90."""
+    """Replace the number rules of PyYAML, which follows YAML 1.1: it reads 6E-4 as text, 010 as 8 and 1:30 as 90."""
     int_tag, float_tag = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
     Loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (int_tag, float_tag)]
@@ -20,7 +20,7 @@ def _use_yaml_1_2_numbers() -> None:
         int_tag: r"[-+]?\d[\d_]*|0o[0-7]+|0x[\da-fA-F]+",
         float_tag: r"[-+]?(\.\d+|\d[\d_]*(\.[\d_]*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
     }
-    for tag, pattern in numbers.items():  # in this order: what is an int is not tried as a float
+    for tag, pattern in numbers.items():  # in this order: int before float
         Loader.add_implicit_resolver(tag, re.compile(f"^({pattern})$"), list("-+.0123456789"))
 
     def construct_int(loader: Loader, node: yaml.ScalarNode) -> int:

@@ -1,1 +1,1 @@
-"""Optimizers and learning-rate schedules: small pure parts, put together from a config."""
+"""Optimizers and learning-rate schedules: small pure functions, combined according to a config."""

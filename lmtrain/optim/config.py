@@ -19,41 +19,46 @@ def _fraction_or_steps(value: Any) -> Any:
     return value
 
 
-# An int is always a number of steps and a float always a fraction: `1` is one step, `1.0` all of them.
+# An int is always a number of steps and a float always a fraction: `1` is one step, `1.0` is all steps.
 FractionOrSteps = Annotated[StrictInt | StrictFloat, BeforeValidator(_fraction_or_steps)]
 Steps = Annotated[StrictInt, Field(ge=1)]
 
 
 class ScheduleConfig(Section):
-    """What all optimizers have in common: the learning rate over time, and weight decay."""
+    """Settings of all optimizers: learning-rate schedule and weight decay."""
 
     learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, times the learning rate")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, multiplied by the learning rate")
     weight_decay_modules: str | Annotated[list[str], Field(min_length=1)] | None = Field(
         None,
-        description="Decay only parameters whose path (blocks/mlp/up/kernel) matches this regular expression from its "
-        "start, or contains one of these texts; null: see default_weight_decay_mask",
+        description="Parameters with weight decay: a regular expression, matched at the start of the path "
+        "(blocks/mlp/up/kernel), or a list of texts that a path may contain; null: see default_weight_decay_mask",
     )
     default_weight_decay_mask: bool | None = Field(
         None,
-        description="Decay the matrices of all layers, not embeddings, norms and biases: true, in addition to "
-        "weight_decay_modules; false: not by this rule, and with no modules everything decays; null: if there are none",
+        description="Weight decay of all layers' matrices, but not of embeddings, norms and biases; true: in addition "
+        "to weight_decay_modules; false: off (without weight_decay_modules, all parameters decay); null: on unless "
+        "weight_decay_modules is set",
     )
     lr_schedule: Literal["constant", "linear", "cosine", "inv_sqrt", "inv"] = Field(
-        "cosine", description="Shape of the decay"
+        "cosine", description="Shape of the learning-rate decay"
     )
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Learning rate at the end, as a share of the peak")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate, as a fraction of the peak")
     warmup: FractionOrSteps = Field(
-        0.01, description="Linear warmup from 0: steps (int) or fraction of the first cycle (float)"
+        0.01, description="Linear warm-up from 0: steps (int) or fraction of the first cycle (float)"
     )
     decay: FractionOrSteps | None = Field(
-        None, description="Decay at the end of each cycle: steps (int) or fraction (float); null: all after warmup"
+        None,
+        description="Decay at the end of each cycle: steps (int) or fraction of the cycle (float); "
+        "null: all steps after the warm-up",
     )
     rewarmup: FractionOrSteps = Field(
-        0.0, description="Warmup of later cycles, from where the last one ended: steps (int) or fraction (float)"
+        0.0,
+        description="Warm-up of later cycles, from the final rate of the previous one: steps (int) or fraction of the "
+        "cycle (float)",
     )
     cycles: Steps | Annotated[list[Steps], Field(min_length=1)] | None = Field(
-        None, description="Number of cycles, or the steps where cycles end; null: one cycle"
+        None, description="Number of cycles, or list of the steps where cycles end; null: one cycle"
     )
     cycle_length: FractionOrSteps | Annotated[list[Steps], Field(min_length=1)] | None = Field(
         None, description="Length of a cycle: steps (int) or fraction of the run (float), or a list of lengths in steps"
@@ -66,54 +71,57 @@ class ScheduleConfig(Section):
             try:
                 re.compile(value)
             except re.error as error:
-                raise ValueError(f"{value!r} is no regular expression: {error}") from None
+                raise ValueError(f"invalid regular expression {value!r}: {error}") from None
         return value
 
     @property
     def hessian(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
-        """The estimate of the Hessian's diagonal that the optimizer asks for."""
+        """Hessian estimator that the optimizer requires; None: none."""
         return None
 
     @model_validator(mode="after")
     def _cycles_make_sense(self) -> "ScheduleConfig":
         if self.cycles is not None and self.cycle_length is not None:
-            raise field_error("cycle_length", "set together with cycles, which says the same; remove one")
+            raise field_error("cycle_length", "set together with cycles; remove one of them")
         if isinstance(self.cycles, list) and any(later <= earlier for earlier, later in pairwise(self.cycles)):
-            raise field_error("cycles", f"the steps where cycles end must grow, but are {self.cycles}")
+            raise field_error("cycles", f"the steps where cycles end must increase, got {self.cycles}")
         if self.lr_schedule == "inv" and self.min_lr_ratio == 0:
-            raise field_error("min_lr_ratio", "lr_schedule inv never reaches 0; set a ratio above it")
+            raise field_error("min_lr_ratio", "lr_schedule inv requires a value above 0")
         return self
 
 
 class SkipStepConfig(Section):
-    """Leave out updates whose loss or gradient norm is far above those of the last steps."""
+    """Skip updates whose loss or gradient norm is far above those of the last steps."""
 
-    rolling_interval_length: int = Field(128, ge=2, description="Steps that mean and deviation are taken over")
-    sigma_factor: float = Field(6.0, gt=0, description="Skip above the mean plus so many standard deviations")
+    rolling_interval_length: int = Field(
+        128, ge=2, description="Window of the rolling mean and standard deviation, in steps"
+    )
+    sigma_factor: float = Field(6.0, gt=0, description="Threshold above the mean, in standard deviations")
 
 
 class ClippedConfig(ScheduleConfig):
-    """Optimizers that clip gradients."""
+    """Settings of optimizers that clip gradients."""
 
-    max_grad_norm: float | None = Field(1.0, ge=0, description="Clip gradients to this global norm; null or 0: off")
+    max_grad_norm: float | None = Field(1.0, ge=0, description="Gradient clipping by global norm; null or 0: off")
 
 
 class AdamConfig(ClippedConfig):
     """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
-    type: Literal["adam"] = Field("adam", description="The optimizer")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment")
-    epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment")
-    nesterov: bool = Field(False, description="Look one step ahead with the first moment (Dozat 2016)")
+    type: Literal["adam"] = Field("adam", description="Optimizer: AdamW")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment per step")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment per step")
+    epsilon: float = Field(1e-8, gt=0, description="Constant added to the root of the second moment")
+    nesterov: bool = Field(False, description="Nesterov momentum (Dozat 2016)")
     skip_bad_steps: StrictBool | Annotated[StrictInt, Field(ge=2)] | SkipStepConfig = Field(
         False,
-        description="Skip updates far out of line: true, a rolling_interval_length, or a map of it and sigma_factor",
+        description="Skip updates with an outlier loss or gradient norm: true, an int (rolling_interval_length), or a "
+        "map with rolling_interval_length and sigma_factor",
     )
 
     @property
     def skip_step(self) -> SkipStepConfig | None:
-        """What `skip_bad_steps` means."""
+        """`skip_bad_steps` as a `SkipStepConfig`; None: off."""
         if isinstance(self.skip_bad_steps, SkipStepConfig):
             return self.skip_bad_steps
         if isinstance(self.skip_bad_steps, bool):
@@ -122,21 +130,21 @@ class AdamConfig(ClippedConfig):
 
 
 class SophiaConfig(ClippedConfig):
-    """Sophia: momentum divided by an estimate of the Hessian's diagonal, clipped element by element."""
+    """Sophia: momentum divided by an estimate of the Hessian's diagonal, with elementwise clipping."""
 
-    beta1: float = Field(0.96, ge=0, lt=1, description="Decay of the momentum")
-    beta2: float = Field(0.99, ge=0, lt=1, description="Decay of the Hessian estimate")
-    epsilon: float = Field(1e-12, gt=0, description="Least denominator")
+    beta1: float = Field(0.96, ge=0, lt=1, description="Decay of the momentum per step")
+    beta2: float = Field(0.99, ge=0, lt=1, description="Decay of the Hessian estimate per estimate")
+    epsilon: float = Field(1e-12, gt=0, description="Minimum of the denominator")
     gamma: float = Field(0.01, gt=0, description="Scale of the Hessian estimate")
-    clip_threshold: float | None = Field(1.0, gt=0, description="Largest element of an update; null: no clipping")
-    update_interval: int = Field(10, ge=1, description="Steps from one Hessian estimate to the next")
-    rng_seed: int = Field(0, ge=0, lt=2**32, description="Seed of the Hessian estimate")
+    clip_threshold: float | None = Field(1.0, gt=0, description="Elementwise clipping of updates; null: no clipping")
+    update_interval: int = Field(10, ge=1, description="Interval of Hessian estimates, in steps")
+    rng_seed: int = Field(0, ge=0, lt=2**32, description="Random seed of the Hessian estimates")
 
 
 class SophiaHConfig(SophiaConfig):
     """Sophia with Hutchinson's estimator (Liu et al. 2023)."""
 
-    type: Literal["sophia-h"] = Field("sophia-h", description="The optimizer")
+    type: Literal["sophia-h"] = Field("sophia-h", description="Optimizer: Sophia-H")
 
     @property
     def hessian(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
@@ -146,7 +154,7 @@ class SophiaHConfig(SophiaConfig):
 class SophiaGConfig(SophiaConfig):
     """Sophia with the Gauss-Newton-Bartlett estimator (Liu et al. 2023)."""
 
-    type: Literal["sophia-g"] = Field("sophia-g", description="The optimizer")
+    type: Literal["sophia-g"] = Field("sophia-g", description="Optimizer: Sophia-G")
     gamma: float = Field(0.05, gt=0, description="Scale of the Hessian estimate")
 
     @property
@@ -157,42 +165,46 @@ class SophiaGConfig(SophiaConfig):
 class LionConfig(ClippedConfig):
     """Lion: the sign of an interpolated momentum (Chen et al. 2023)."""
 
-    type: Literal["lion"] = Field("lion", description="The optimizer")
-    beta1: float = Field(0.95, ge=0, lt=1, description="Share of the momentum in the update")
-    beta2: float = Field(0.98, ge=0, lt=1, description="Decay of the momentum")
+    type: Literal["lion"] = Field("lion", description="Optimizer: Lion")
+    beta1: float = Field(0.95, ge=0, lt=1, description="Weight of the momentum in the update")
+    beta2: float = Field(0.98, ge=0, lt=1, description="Decay of the momentum per step")
 
 
 class MuonConfig(ClippedConfig):
-    """Muon: orthogonalized momentum for the matrices of the blocks, Adam for all else (Jordan et al. 2024)."""
+    """Muon: orthogonalized momentum for the blocks' matrices, Adam for other parameters (Jordan et al. 2024)."""
 
-    type: Literal["muon"] = Field("muon", description="The optimizer")
+    type: Literal["muon"] = Field("muon", description="Optimizer: Muon, with Adam for non-matrix parameters")
     learning_rate: float = Field(0.02, gt=0, description="Peak learning rate of the blocks' matrices")
-    adam_lr: float = Field(6e-4, gt=0, description="Peak learning rate of everything else, on the same schedule")
-    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the momentum")
-    nesterov: bool = Field(True, description="Look one step ahead with the momentum")
-    backend_steps: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations")
-    muon_epsilon: float = Field(1e-8, gt=0, description="Added to the norm that a matrix is divided by")
+    adam_lr: float = Field(6e-4, gt=0, description="Peak learning rate of Adam's parameters, with the same schedule")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the momentum per step")
+    nesterov: bool = Field(True, description="Nesterov momentum")
+    backend_steps: int = Field(5, ge=1, le=20, description="Number of Newton-Schulz iterations")
+    muon_epsilon: float = Field(1e-8, gt=0, description="Constant added to the norm that divides a matrix")
     use_kimi_scaling: bool = Field(
-        False, description="Scale updates to the size of Adam's, 0.2 * sqrt(larger dimension) (Liu et al. 2025)"
+        False, description="Scale updates to match Adam's, by 0.2 * sqrt(larger dimension) (Liu et al. 2025)"
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Adam's decay of the second moment")
-    epsilon: float = Field(1e-8, gt=0, description="Added to the root of Adam's second moment")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment per step")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Adam: decay of the second moment per step")
+    epsilon: float = Field(1e-8, gt=0, description="Adam: constant added to the root of the second moment")
 
 
 class AdafactorConfig(ScheduleConfig):
-    """Adafactor: second moments kept as row and column means (Shazeer and Stern 2018)."""
+    """Adafactor: second moments factored into row and column means (Shazeer and Stern 2018)."""
 
-    type: Literal["adafactor"] = Field("adafactor", description="The optimizer")
+    type: Literal["adafactor"] = Field("adafactor", description="Optimizer: Adafactor")
     learning_rate: float = Field(1e-2, gt=0, description="Peak learning rate")
-    decay_rate: float = Field(0.8, gt=0, le=1, description="The second moment's decay at step t is 1 - t^-decay_rate")
-    epsilon: float = Field(1e-30, gt=0, description="Added to squared gradients")
+    decay_rate: float = Field(0.8, gt=0, le=1, description="Second-moment decay exponent: 1 - t^-decay_rate at step t")
+    epsilon: float = Field(1e-30, gt=0, description="Constant added to squared gradients")
     clipping_threshold: float | None = Field(
-        1.0, ge=1, description="Largest root mean square of a parameter's update; null: no clipping"
+        1.0, ge=1, description="Update clipping by root mean square, per parameter; null: no clipping"
     )
     multiply_by_parameter_scale: bool = Field(True, description="Scale each update by its parameter's root mean square")
-    momentum: float | None = Field(None, ge=0, lt=1, description="Decay of a first moment; null: none is kept")
-    min_dim_size_to_factor: int = Field(128, ge=2, description="Smaller matrices keep the whole second moment")
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="Decay of the first moment per step; null: no momentum"
+    )
+    min_dim_size_to_factor: int = Field(
+        128, ge=2, description="Minimum dimension of a matrix for a factored second moment"
+    )
 
 
 OptimizerConfig = Annotated[

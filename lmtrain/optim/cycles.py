@@ -1,4 +1,4 @@
-"""When the learning rate rises, stays and falls: the cycles of a run in whole steps. Plain arithmetic, no JAX.
+"""Cycles of the learning rate, in integer steps. Plain arithmetic without JAX.
 
 {[warmup or rewarmup] -> [stable] -> [decay]} x number of cycles
 """
@@ -12,7 +12,7 @@ from lmtrain.optim.config import FractionOrSteps, ScheduleConfig
 
 @dataclass(frozen=True)
 class Cycle:
-    """Steps `start <= step < end`: the first `warmup` of them rise, the last `decay` fall, the rest are at the peak."""
+    """Steps `start <= step < end`: `warmup` steps, then steps at the peak rate, then `decay` steps."""
 
     start: int
     end: int
@@ -21,12 +21,12 @@ class Cycle:
 
 
 def num_steps(length: FractionOrSteps, whole: int) -> int:
-    """An int is a number of steps, a float a fraction of `whole`, rounded down."""
+    """Convert a length to steps: an int is a number of steps, a float is a fraction of `whole`, rounded down."""
     return length if isinstance(length, int) else int(length * whole)
 
 
 def plan_cycles(config: ScheduleConfig, num_train_steps: int) -> list[Cycle]:
-    """The cycles of a run, covering its steps without a gap. Fractions are of the cycle they are in.
+    """The cycles of a run, which cover all its steps. Fractions in `warmup` and `decay` refer to one cycle.
 
     Raises a field error for lengths that do not fit.
     """
@@ -35,25 +35,25 @@ def plan_cycles(config: ScheduleConfig, num_train_steps: int) -> list[Cycle]:
 
 
 def _minima(config: ScheduleConfig, total: int) -> list[int]:
-    """Where each cycle ends; the last is `total`."""
+    """The end step of each cycle; the last one is `total`."""
     if isinstance(config.cycles, int):
         if config.cycles > total:
             raise field_error("cycles", f"{config.cycles} cycles do not fit into {total} steps")
         return [total * (index + 1) // config.cycles for index in range(config.cycles)]
     if config.cycles is not None:
         if config.cycles[-1] > total:
-            raise field_error("cycles", f"step {config.cycles[-1]} is after the last, {total}")
+            raise field_error("cycles", f"step {config.cycles[-1]} is after the end of the run (step {total})")
         return _ending_at(total, config.cycles)
     if isinstance(config.cycle_length, list):
         ends = list(accumulate(config.cycle_length))
         if ends[-1] > total:
-            raise field_error("cycle_length", f"the cycles are {ends[-1]} steps together, but the run only {total}")
+            raise field_error("cycle_length", f"the cycles have {ends[-1]} steps in total, the run has only {total}")
         return _ending_at(total, ends)
     if config.cycle_length is not None:
         length = num_steps(config.cycle_length, total)
         if length < 1:
             raise field_error("cycle_length", f"{config.cycle_length} of {total} steps is less than one step")
-        # what is left over when the length does not divide the run goes to the last cycle
+        # if the length does not divide the run, the last cycle includes the remaining steps
         return [length * index for index in range(1, total // length)] + [total]
     return [total]
 
@@ -77,7 +77,7 @@ def _cycle(config: ScheduleConfig, index: int, start: int, end: int) -> Cycle:
         return Cycle(start, end, warmup, length - warmup)
     decay = num_steps(config.decay, length)
     if decay < 1 and config.lr_schedule != "constant":
-        raise field_error("decay", f"{config.decay} leaves no step to decay in; for no decay set lr_schedule: constant")
+        raise field_error("decay", f"{config.decay} is less than one step; for no decay set lr_schedule: constant")
     if warmup + decay > length:
         raise field_error("decay", f"{decay} steps, with {warmup} of {name}, are longer than {where}")
     return Cycle(start, end, warmup, decay)

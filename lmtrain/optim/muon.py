@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalized matrix by matrix; Adam for everything that is no matrix of a layer.
+"""Muon: momentum, orthogonalized per matrix; Adam for parameters that are not matrices of a layer.
 
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": with g the gradient,
 
@@ -19,19 +19,19 @@ from optax.contrib import MuonDimensionNumbers, MuonState
 from lmtrain.optim.config import MuonConfig
 from lmtrain.sharding.local import spread
 
-# Along these a parameter holds many matrices, each orthogonalized by itself.
+# Axes along which a parameter stacks matrices; each matrix is orthogonalized separately.
 _STACKED = ("layers", "qkv", "senses")
 
-# a, b, c of the iteration: they make it steepest at 0 (Jordan et al. 2024).
+# Coefficients a, b, c of the iteration, chosen to maximize its slope at 0 (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def muon_or_adam(config: MuonConfig, axes: Any) -> optax.GradientTransformation:
-    """Muon for the matrices of the blocks; Adam, `adam_lr / learning_rate` times as large, for everything else."""
+    """Muon for the blocks' matrices; Adam, scaled by `adam_lr / learning_rate`, for all other parameters."""
     numbers = _matrices(axes)
 
     def dims(params: Any) -> Any:
-        """As the parameters that reach Muon: with a masked node where there is none."""
+        """The dimension numbers of the parameters that Muon updates, with a masked node for all others."""
         return jax.tree.map(
             lambda param, number: param if isinstance(param, optax.MaskedNode) else number,
             params,
@@ -51,7 +51,7 @@ def muon_or_adam(config: MuonConfig, axes: Any) -> optax.GradientTransformation:
 
 
 def labels_of(axes: Any) -> Any:
-    """`muon` or `adam` for each parameter, of which `axes` has the dimensions' names."""
+    """`muon` or `adam` for each parameter; `axes` has the logical names of its dimensions."""
     return jax.tree.map(
         lambda number: "muon" if number else "adam", _matrices(axes), is_leaf=lambda number: isinstance(number, tuple)
     )
@@ -86,7 +86,7 @@ def _orthogonalized_momentum(config: MuonConfig, dims: Any) -> optax.GradientTra
 
 
 def _orthogonalize(x: jax.Array, number: MuonDimensionNumbers, config: MuonConfig) -> jax.Array:
-    """Each matrix of a parameter, on one device: in parts, every step of the iteration would gather them."""
+    """Orthogonalize each matrix of a parameter, on one device each: with split matrices, every iteration gathers."""
     inputs, outputs = tuple(number.reduction_axis), tuple(number.output_axis)
     stacked = tuple(dim for dim in range(x.ndim) if dim not in inputs + outputs)
     order = stacked + inputs + outputs
@@ -110,7 +110,7 @@ def _newton_schulz(x_NIO: jax.Array, steps: int, epsilon: float) -> jax.Array:
 
 
 def _scale_by_shape(config: MuonConfig, updates: Any, numbers: Any) -> Any:
-    """Times sqrt(max(1, outputs / inputs)), or 0.2 sqrt(max(inputs, outputs)) with `use_kimi_scaling`."""
+    """Scale by sqrt(max(1, outputs / inputs)), or by 0.2 sqrt(max(inputs, outputs)) with `use_kimi_scaling`."""
 
     def scale(update: Any, number: Any) -> Any:
         if isinstance(update, optax.MaskedNode):
@@ -124,7 +124,7 @@ def _scale_by_shape(config: MuonConfig, updates: Any, numbers: Any) -> Any:
 
 
 def matrix_dims(axes: tuple[str | None, ...]) -> MuonDimensionNumbers | tuple[()]:
-    """The input and output dimensions of a parameter with these logical names; () if it is no matrix of a layer.
+    """The input and output dimensions of a parameter with these logical names; () if it is not a layer's matrix.
 
     >>> matrix_dims(("layers", "heads", "head_dim", "embed"))
     MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=(3,))

@@ -1,4 +1,4 @@
-"""The optimizer of a config, as one optax transformation: a direction, weight decay, and the learning rate."""
+"""Construction of the optimizer as one optax transformation: direction, weight decay and learning rate."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from lmtrain.optim.weight_decay import decay_mask
 
 
 class LearningRateState(NamedTuple):
-    """`step` int32: updates done; `learning_rate` float32: that of the last one."""
+    """State of the schedule. `step` int32: number of updates; `learning_rate` float32: rate of the last update."""
 
     step: jax.Array
     learning_rate: jax.Array
@@ -33,8 +33,8 @@ def build_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """update = -rate * (direction(gradients, clipped) + weight_decay * parameter, where it decays).
 
-    `axes` are the logical names of each parameter's dimensions, which Muon and Adafactor need. `update` takes, beside
-    gradients, state and parameters, `loss` (for `skip_bad_steps`) and `hessian` (for Sophia, see there).
+    `axes` are the logical names of each parameter's dimensions, which Muon and Adafactor need. In addition to
+    gradients, state and parameters, `update` takes `loss` (for `skip_bad_steps`) and `hessian` (for Sophia).
     """
     limit = config.max_grad_norm if isinstance(config, ClippedConfig) else None
     clip = [optax.clip_by_global_norm(limit)] if limit else []
@@ -73,7 +73,7 @@ def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransfo
 
 
 def _decay(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformation]:
-    """What Muon gives to Adam decays by Adam's learning rate."""
+    """Weight decay. With Muon, parameters that Adam updates decay by Adam's learning rate."""
 
     def of(weight_decay: float, among: Callable[[Any], Any] = lambda mask: mask) -> optax.GradientTransformation:
         return optax.add_decayed_weights(weight_decay, mask=lambda params: among(decay_mask(config, params)))
@@ -92,10 +92,10 @@ def _decay(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformat
 
 
 def _adafactor(config: AdafactorConfig, axes: Any) -> list[optax.GradientTransformation]:
-    """As `optax.adafactor`, with weight decay and learning rate left to the common end.
+    """Same as `optax.adafactor`, without weight decay and learning rate, which `build_optimizer` adds.
 
-    Stacked blocks count as one parameter where a root mean square is taken over a whole one. A head's width is no
-    dimension of its own: rows and columns are those of the projection's matrix.
+    A root mean square is taken over the stacked parameter of all blocks. Heads and head width count as one dimension:
+    rows and columns are those of the projection matrix.
     """
     factored = optax.scale_by_factored_rms(True, config.decay_rate, 0, config.min_dim_size_to_factor, config.epsilon)
     parts: list[optax.GradientTransformation] = [_with_merged_heads(factored, axes)]
@@ -109,7 +109,7 @@ def _adafactor(config: AdafactorConfig, axes: Any) -> list[optax.GradientTransfo
 
 
 def _with_merged_heads(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
-    """`inner` on parameters whose dimensions `heads, head_dim` are one."""
+    """`inner`, applied to parameters with their dimensions `heads, head_dim` merged."""
 
     def merged(tree: Any) -> Any:
         return jax.tree.map(lambda x, names: x.reshape(_merged_shape(x.shape, names)), tree, axes)
@@ -135,7 +135,7 @@ def _merged_shape(shape: tuple[int, ...], names: tuple[str | None, ...]) -> tupl
 
 
 def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
-    """Times minus the rate, which stays in the state: checkpoints show it."""
+    """Multiply by the negative learning rate, and keep the rate in the state, so that checkpoints contain it."""
 
     def init(params: Any) -> LearningRateState:
         return LearningRateState(jnp.int32(0), jnp.asarray(schedule(0), jnp.float32))
@@ -149,8 +149,8 @@ def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
 
 
 def restart_schedule(state: Any) -> Any:
-    """An optimizer's state, with the learning rate at its beginning and moments as they are."""
-    is_rate = lambda node: isinstance(node, LearningRateState)  # noqa: E731  # said twice below
+    """The optimizer state with the schedule reset to step 0 and unchanged moments."""
+    is_rate = lambda node: isinstance(node, LearningRateState)  # noqa: E731  # used twice below
     return jax.tree.map(
         lambda node: LearningRateState(jnp.zeros_like(node.step), node.learning_rate) if is_rate(node) else node,
         state,

@@ -1,4 +1,4 @@
-"""The learning rate over a run as a picture: `lmtrain config show CONFIG --plot-lr out.png`."""
+"""Plot of the learning rate over a run: `lmtrain config show CONFIG --plot-lr out.png`."""
 
 import os
 
@@ -9,7 +9,7 @@ _MOST_POINTS = 5000
 
 
 def plot_learning_rate(config: OptimizerConfig, steps: int, path: str) -> None:
-    """Write a picture in the format that the name's ending says. Raises `UserError` if it cannot be written."""
+    """Write a plot in the format of the file's extension. Raises `UserError` if it cannot be written."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -28,7 +28,7 @@ def plot_learning_rate(config: OptimizerConfig, steps: int, path: str) -> None:
     axes.grid(alpha=0.3)
     try:
         figure.savefig(os.path.expanduser(path))
-    except (OSError, ValueError) as error:  # a folder that is not there, an ending that is no format
+    except (OSError, ValueError) as error:  # missing folder, unsupported extension
         raise UserError(f"--plot-lr {path}: {error}") from None
     finally:
         plt.close(figure)

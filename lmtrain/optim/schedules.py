@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the number of updates done."""
+"""Learning-rate schedules: pure functions of the number of completed updates."""
 
 from collections.abc import Callable
 
@@ -10,26 +10,26 @@ from lmtrain.optim.cycles import plan_cycles
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
-# inv_sqrt stays at the peak until so many steps of its cycle have passed.
+# Number of steps in a cycle for which inv_sqrt stays at the peak.
 _INV_SQRT_STEPS = 10_000
 
 
 def build_schedule(config: ScheduleConfig, num_train_steps: int) -> Schedule:
-    """The rate of each update. With peak P and end m = P * min_lr_ratio, and in a cycle of warmup w and decay d:
+    """Build the schedule. With peak P and final rate m = P * min_lr_ratio, in a cycle with w warm-up and d decay steps:
 
-    warmup    from 0, in later cycles from where the cycle before ended, to P in w steps, linearly
+    warmup    linear to P in w steps, from 0, in later cycles from the final rate of the previous cycle
     stable    P, until d steps before the end of the cycle
 
-    and t steps into the decay:
+    and t steps after the start of the decay:
 
     constant  P
     linear    P + (m - P) * t / d
     cosine    m + (P - m) * (1 + cos(pi * t / d)) / 2
     inv       P / (1 + (P / m - 1) * max(t, 1) / d)
-    inv_sqrt  P * min(1, sqrt(10000 / (t + w))), at least m, whatever d is
+    inv_sqrt  P * min(1, sqrt(10000 / (t + w))), at least m, independent of d
 
-    Without `decay` it begins right after the warmup. After the last step the rate stays where it is. The first update
-    of a run with warmup has rate 0.
+    If `decay` is null, the decay starts right after the warm-up. After the last step the rate is constant. The first
+    update of a run with warm-up has rate 0.
     """
     cycles = plan_cycles(config, num_train_steps)
     peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio

@@ -1,4 +1,4 @@
-"""Leaving out updates that are far out of line with the last ones (OLMo's SkipStep)."""
+"""Skipping of updates with an outlier loss or gradient norm (OLMo's SkipStep)."""
 
 from typing import Any, NamedTuple
 
@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# Under it a standard deviation says nothing: losses that hardly vary.
+# Lower bound of the standard deviation, for losses that hardly vary.
 _LEAST_DEVIATION = 1e-6
 
 
 class SkipStepState(NamedTuple):
-    """`losses` and `norms` float32 [length]: the last finite ones, `seen` int32: how many so far; `skipped` int32."""
+    """`losses`, `norms` float32 [length]: the last finite ones; `seen` int32: their number; `skipped` int32."""
 
     losses: jax.Array
     norms: jax.Array
@@ -23,11 +23,11 @@ class SkipStepState(NamedTuple):
 def skip_bad_steps(
     inner: optax.GradientTransformation, length: int, sigma_factor: float
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, but a zero update and its state unchanged if loss or gradient norm exceeds mean + sigma_factor * std.
+    """`inner`, but with a zero update and unchanged state if loss or gradient norm exceeds mean + sigma_factor * std.
 
-    Mean and deviation are of the last `length` steps before this one, skipped ones included, and nothing is skipped
-    before max(2, length / 2) of them. A loss or norm that is not finite is always skipped, and not remembered.
-    `update` takes the argument `loss`.
+    Mean and standard deviation are over the last `length` steps before this one, including skipped ones. Nothing is
+    skipped before max(2, length / 2) steps are recorded. Steps with a non-finite loss or norm are always skipped, and
+    not recorded. `update` takes the additional argument `loss`.
     """
     inner_extra = optax.with_extra_args_support(inner)
 

@@ -1,7 +1,7 @@
-"""Sophia: momentum over a clipped, light-weight estimate of the Hessian's diagonal (Liu et al. 2023).
+"""Sophia: momentum divided by an estimate of the Hessian's diagonal, with clipping (Liu et al. 2023).
 
-optax's `contrib.sophia` calls the loss itself, on one whole batch. Here the step estimates, so that accumulation,
-sharding and mixed precision are those of the gradient.
+optax's `contrib.sophia` calls the loss itself, on one full batch. Here the train step computes the estimate, so that
+gradient accumulation, sharding and mixed precision are the same as for the gradient.
 """
 
 from collections.abc import Callable
@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# key -> an estimate of the Hessian's diagonal, as the parameters
+# key -> an estimate of the Hessian's diagonal, a tree like the parameters
 HessianEstimate = Callable[[jax.Array], Any]
 
 
 class SophiaState(NamedTuple):
-    """`step` int32: updates done; `mu` the momentum, `hessian` the running estimate, both as the parameters."""
+    """`step` int32: number of updates; `mu`: momentum, `hessian`: running estimate, both trees like the parameters."""
 
     step: jax.Array
     mu: Any
@@ -34,11 +34,11 @@ def scale_by_sophia(
 ) -> optax.GradientTransformationExtraArgs:
     """m = beta1 m + (1 - beta1) g;  update = clip(m / (1 - beta1^t) / max(gamma h, epsilon), threshold).
 
-    Every `update_interval` updates, from the first on, h = beta2 h + (1 - beta2) `hessian(key)`: an argument of
-    `update`, called only then. Where h is not positive the update is the momentum's sign, clipped.
+    Every `update_interval` updates, starting with the first, h = beta2 h + (1 - beta2) `hessian(key)`. `hessian` is an
+    argument of `update`, and is called only then. Where h is not positive, the update is the momentum's sign, clipped.
 
-    The momentum's bias is corrected, as in optax and Levanter; the authors' algorithm 3 does not do so, and makes its
-    first updates smaller: the first by 1 - beta1.
+    The momentum's bias is corrected, as in optax and Levanter. The authors' algorithm 3 does not correct it, so that
+    its first updates are smaller: the first one by a factor of 1 - beta1.
     """
 
     def init(params: Any) -> SophiaState:

@@ -1,4 +1,4 @@
-"""Which parameters decay."""
+"""Weight-decay mask: selection of the parameters that decay."""
 
 import re
 from typing import Any
@@ -10,9 +10,9 @@ from lmtrain.optim.config import ScheduleConfig
 
 
 def decay_mask(config: ScheduleConfig, params: Any) -> Any:
-    """True for parameters that decay. With neither setting: leaves named `kernel`, which are the layers' matrices.
+    """True for parameters that decay. Without settings: leaves named `kernel`, which are the layers' matrices.
 
-    Raises `UserError` for a module that is in no parameter's path.
+    Raises `UserError` for an entry of `weight_decay_modules` that matches no parameter path.
     """
     by_default, modules = config.default_weight_decay_mask, config.weight_decay_modules
     paths = jax.tree_util.tree_map_with_path(
@@ -22,8 +22,8 @@ def decay_mask(config: ScheduleConfig, params: Any) -> Any:
     for module in wanted:
         if not any(_is_in(module, path, isinstance(modules, str)) for path in jax.tree.leaves(paths)):
             raise UserError(
-                f"optimizer.weight_decay_modules: {module!r} is in no parameter's path; "
-                f"they are {', '.join(jax.tree.leaves(paths))}"
+                f"optimizer.weight_decay_modules: {module!r} matches no parameter path; "
+                f"expected one of {', '.join(jax.tree.leaves(paths))}"
             )
 
     def decays(path: str) -> bool:

@@ -1,1 +1,1 @@
-"""What a run is, without JAX: its settings and its identity."""
+"""Definition of a run, without JAX: its settings and its identity."""

@@ -26,23 +26,25 @@ class RunConfig(HuggingFaceConfig):
     """The settings of a run."""
 
     data: DataConfig = Field(default_factory=DataConfig, description="Text sources, tokenizer, token cache")
-    model: ModelConfig = Field(default_factory=Gpt2Config, description="The model; type names its family")
+    model: ModelConfig = Field(default_factory=Gpt2Config, description="Model architecture; type selects the family")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Steps, batch, precision, mesh, logs")
-    optimizer: OptimizerConfig = Field(default_factory=AdamConfig, description="The optimizer and its schedule")
+    optimizer: OptimizerConfig = Field(default_factory=AdamConfig, description="Optimizer and learning-rate schedule")
     initialize_from_checkpoint_path: str | None = Field(
-        None, description="Begin with the parameters and the optimizer's moments of this checkpoint, at step 0"
+        None, description="Checkpoint to load parameters and optimizer moments from; training starts at step 0"
     )
-    epoch: int = Field(0, ge=0, description="End training after so many passes over the data; 0: at num_train_steps")
+    epoch: int = Field(
+        0, ge=0, description="Number of passes over the data after which training ends; 0: use num_train_steps"
+    )
     data_seed: int | None = Field(None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed")
     z_loss_weight: float = Field(0.0, ge=0, description="Weight of logsumexp(logits)^2, added to the training loss")
     objective: ObjectiveConfig = Field(
-        default_factory=CrossEntropyConfig, description="What training minimizes; evaluation is plain cross-entropy"
+        default_factory=CrossEntropyConfig, description="Training loss; evaluation always uses plain cross-entropy"
     )
 
     @field_validator("data", "model", "trainer", "optimizer", "objective")
     @classmethod
     def _of_a_known_class(cls, section: BaseModel, info: ValidationInfo) -> BaseModel:
-        """A subclass with other defaults becomes its base with these values: what a run is must not depend on it."""
+        """Convert a subclass with other defaults to its base: the identity of a run must not depend on the class."""
         known = sections_of(cls.model_fields[str(info.field_name)].annotation)
         return as_base(section, next(base for base in type(section).__mro__ if base in known))
 
@@ -56,13 +58,13 @@ class RunConfig(HuggingFaceConfig):
         if self.data.reset_positions and not self.data.mask_across_documents and "alibi" in self.model.attention_needs:
             raise field_error(
                 "data.reset_positions",
-                f"{self.model.type} has no positions, only distances (ALiBi), which have a meaning within a document: "
-                "remove it, or set data.mask_across_documents: true",
+                f"{self.model.type} uses ALiBi, which has no positions to reset: remove this setting, or set "
+                "data.mask_across_documents: true",
             )
         if isinstance(self.objective, WeightedCrossEntropyConfig):
             for name in self.objective.source_weights:
                 if name not in (self.data.configs or {}):
-                    raise field_error("objective.source_weights", f"{name!r} is none of the sources in data.configs")
+                    raise field_error("objective.source_weights", f"unknown source {name!r}: not in data.configs")
         begins = {
             "initialize_from_hf": self.initialize_from_hf,
             "initialize_from_checkpoint_path": self.initialize_from_checkpoint_path,
@@ -72,9 +74,11 @@ class RunConfig(HuggingFaceConfig):
         if len(given) > 1:
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
         if self.use_hf_model_config and not self.initialize_from_hf:
-            raise field_error("use_hf_model_config", "is about initialize_from_hf, which is not set")
+            raise field_error("use_hf_model_config", "requires initialize_from_hf, which is not set")
         if self.epoch and self.data.configs is not None:
-            raise field_error("epoch", "is about one source; for a mixture, set data.stop_strategy: first_exhausted")
+            raise field_error(
+                "epoch", "unsupported for a mixture (data.configs); set data.stop_strategy: first_exhausted instead"
+            )
         for batch in self.trainer.batch_sizes.all:
             try:
                 num_microbatches(batch, self.trainer.per_device_parallelism)
@@ -84,14 +88,14 @@ class RunConfig(HuggingFaceConfig):
 
     @property
     def loss_weights(self) -> dict[str, float] | None:
-        """The weight of each source's tokens in the training loss, in the order of the sources; None: all are 1."""
+        """Weight of each source's tokens in the training loss, in the order of the sources; None: all are 1."""
         if not isinstance(self.objective, WeightedCrossEntropyConfig):
             return None
         return {name: self.objective.source_weights.get(name, 1.0) for name in self.data.sources()}
 
     @property
     def batch_types(self) -> dict[str, str]:
-        """The arrays of a training batch, [rows, seq_len] each, and their types; see `lmtrain/data/batches.py`."""
+        """Arrays of a training batch, each [rows, seq_len], and their dtypes; see `lmtrain/data/batches.py`."""
         return self.data.batch_types | ({} if self.loss_weights is None else {"loss_weights": "float32"})
 
 
@@ -101,6 +105,6 @@ def data_seed(config: RunConfig) -> int:
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
-    """The whole config as plain data, without secrets: what is kept beside checkpoints and logs."""
+    """The complete config as plain data, without secrets, as saved with checkpoints and logs."""
     plain: dict[str, Any] = redact(config.model_dump(mode="json"))
     return plain

@@ -1,4 +1,4 @@
-"""What makes two starts the same run: its identity, and the id that names it."""
+"""Identity of a run, which decides whether two starts are the same run, and the run id."""
 
 import hashlib
 import json
@@ -12,21 +12,21 @@ from lmtrain.config.redact import redact
 from lmtrain.run.config import RunConfig
 from lmtrain.tracking.config import WandbConfig
 
-# Where things are kept and how they are computed; changing these continues the same run.
+# Settings of storage and of execution: with other values the same run resumes.
 _NOT_IDENTITY = {
     "data": {"cache_dir", "num_preprocess_workers", "mirror_dir", "max_mirror_bytes", "max_document_bytes"},
     "model": {"gradient_checkpointing", "scan_layers", "attn_backend", "flash_attention_block_size"},
     "optimizer": set[str](),
 }
 
-# File systems allow names of 255 bytes, and `<run id>.metrics.jsonl` is one.
+# File names, such as `<run id>.metrics.jsonl`, have at most 255 bytes.
 _LONGEST_STEM = 100
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What makes two runs the same run: data, model, optimizer, seed and batch size; not steps, cadence or mesh.
+    """Identity of a run: data, model, optimizer, seed and batch size; not steps, intervals or mesh.
 
-    Only what differs from the defaults, so that settings which a later version adds do not change it.
+    Contains only values that differ from the defaults, so that settings added by later versions do not change it.
     """
     sections = {}
     for name, skip in _NOT_IDENTITY.items():
@@ -49,9 +49,9 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 
 def run_identity(config: RunConfig, tokenizer: Mapping[str, Any], data_tokens: str) -> dict[str, Any]:
-    """What has to stay the same from one start of a run to the next.
+    """What must stay the same between two starts of a run.
 
-    Other learning rates and decays continue the same state; another optimizer cannot.
+    The state can be resumed with other learning rates and decays, but not with another optimizer.
     """
     other = {"optimizer": {"type": config.optimizer.type}, "tokenizer": dict(tokenizer), "data_tokens": data_tokens}
     return identity(config) | other
@@ -60,7 +60,7 @@ def run_identity(config: RunConfig, tokenizer: Mapping[str, Any], data_tokens: s
 def run_id(config: RunConfig, stem: str, environment: Mapping[str, str] = os.environ) -> str:
     """`trainer.id`, else RUN_ID, else the W&B tracker's id, else `<config name>-<hash of the identity>`.
 
-    Never random, so that the same command continues the same run.
+    Never random, so that the same command resumes the same run.
     """
     wandb_ids = [t.id for t in config.trainer.tracker if isinstance(t, WandbConfig) and t.id]
     text = json.dumps(identity(config), sort_keys=True)
@@ -69,7 +69,7 @@ def run_id(config: RunConfig, stem: str, environment: Mapping[str, str] = os.env
     chosen = config.trainer.id or environment.get("RUN_ID") or next(iter(wandb_ids), None) or made
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", chosen):
         raise UserError(
-            f"the run id {chosen!r} (trainer.id, RUN_ID or the W&B id) cannot name files and folders; "
-            "use at most 200 letters, digits, '.', '_' and '-', the first a letter or digit"
+            f"invalid run id {chosen!r} (trainer.id, RUN_ID or the W&B id): it names files and folders; "
+            "use at most 200 letters, digits, '.', '_' and '-', starting with a letter or digit"
         )
     return chosen

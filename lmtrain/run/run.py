@@ -1,4 +1,4 @@
-"""A run: its config, with where each value is from, and its id."""
+"""A run: its config with the origin of each value, and its id."""
 
 import os
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from lmtrain.runtime.run_path import fill_run_id
 
 @dataclass(frozen=True)
 class Run:
-    """What was written, or after `resolve` what is run. `is_named` says that the run was asked for by its id."""
+    """A run with its config as written, or as executed after `resolve`. `is_named`: it was selected by its id."""
 
     loaded: Loaded[RunConfig]
     id: str
@@ -28,7 +28,7 @@ class Run:
 
     @property
     def logs(self) -> str:
-        """The run's own folder among the logs."""
+        """The run's log folder."""
         return os.path.join(fill_run_id(self.config.trainer.log_dir, self.id), self.id)
 
     @property
@@ -37,9 +37,9 @@ class Run:
 
 
 class Found(NamedTuple):
-    """Settings of sections that a config leaves to something else: to the model that it begins from, or to its data.
+    """Settings that a config leaves open and that come from the initial model or from the data.
 
-    A `model` is whole. `source` is where they are from, as an error and `config show` say it.
+    A `model` section is complete. `source` is their origin, as shown in errors and by `config show`.
     """
 
     source: str
@@ -47,9 +47,9 @@ class Found(NamedTuple):
 
 
 def resolve(run: Run, found: Found | None) -> Run:
-    """From what was written to what is run. Nothing else makes a config into another one.
+    """Apply `found` to the config as written. No other function changes a config.
 
-    Raises `UserError` if the two do not fit together.
+    Raises `UserError` if the result is invalid.
     """
     if found is None:
         return run
@@ -61,20 +61,20 @@ def resolve(run: Run, found: Found | None) -> Run:
 
 
 def validate(values: Mapping[str, Any], source: str) -> RunConfig:
-    """The config of these values. Raises `UserError` that names their source."""
+    """The config with these values. Raises `UserError` with their source."""
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        # after `model` comes the kind, which is no part of the setting's name
+        # after `model` comes the kind, which is not part of the setting's name
         parts = [part for index, part in enumerate(first["loc"]) if (index, first["loc"][0]) != (1, "model")]
-        if first["type"] == "field":  # a check of a whole section, which says what setting it is about
+        if first["type"] == "field":  # from a validator of a section, which names the setting
             parts.append(first["ctx"]["field"])
         raise UserError(f"{source} gives {'.'.join(map(str, parts))}: {first['msg']}") from None
 
 
 def _with(written: Layer, found: Found) -> Layer:
-    """The settings and their places with those that were found and are not what was written."""
+    """The layer as written, plus the found settings that differ from it, with their origin."""
     before = dict(walk_leaves(written.data))
     over = Layer()
     for path, value in walk_leaves(found.settings):

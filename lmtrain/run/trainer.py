@@ -1,4 +1,4 @@
-"""Settings of a training run: steps, batch, precision, evaluation, logs; and the sections of other rooms below it."""
+"""Settings of a training run: steps, batch, precision, evaluation, logs; and nested sections of other packages."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,27 +20,29 @@ def _as_list(value: Any) -> Any:
 
 
 class BatchPhase(Section):
-    """From step `start` on, batches have `value` sequences."""
+    """Batch size from step `start` on."""
 
-    start: int = Field(ge=0, description="First step of this size, counted from 0")
-    value: int = Field(ge=1, description="Sequences per update, over all devices")
+    start: int = Field(ge=0, description="First step with this batch size, counted from 0")
+    value: int = Field(ge=1, description="Batch size: sequences per update, over all devices")
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the parameters."""
+    """Exponential moving average (EMA) of the parameters."""
 
-    type: Literal["ema"] = Field("ema", description="The kind of average")
-    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay factor of a step")
+    type: Literal["ema"] = Field("ema", description="Kind of average")
+    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay per step")
 
 
 class EmaDecaySqrtConfig(Section):
-    """An exponential moving average, then one that begins anew and moves less and less, as 1 - sqrt."""
+    """EMA of the parameters until switch_step, then restarted with an update weight that decays as 1 - sqrt."""
 
-    type: Literal["ema_decay_sqrt"] = Field("ema_decay_sqrt", description="The kind of average")
-    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay factor of a step, before switch_step")
-    switch_step: int = Field(100_000, ge=0, description="Step from which the average moves as 1 - sqrt")
-    decay_steps: int = Field(100_000, ge=1, description="Number of steps of the decay")
-    epsilon: float = Field(1e-5, ge=0, lt=1, description="Minimum weight of an update")
+    type: Literal["ema_decay_sqrt"] = Field("ema_decay_sqrt", description="Kind of average")
+    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay per step, before switch_step")
+    switch_step: int = Field(
+        100_000, ge=0, description="First step of the 1 - sqrt decay, at which the average restarts"
+    )
+    decay_steps: int = Field(100_000, ge=1, description="Length of the 1 - sqrt decay, in steps")
+    epsilon: float = Field(1e-5, ge=0, lt=1, description="Minimum weight of an update in the average")
 
 
 AveragingConfig = Annotated[
@@ -52,37 +54,39 @@ AveragingConfig = Annotated[
 class LoopConfig(Section):
     """The training loop."""
 
-    seed: int = Field(0, ge=0, lt=2**32, description="Seed of the parameters' initial values, dropout and shuffling")
-    num_train_steps: int = Field(400_000, ge=1, lt=2**31, description="Optimizer updates in the whole run")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of parameter initialization, dropout and data shuffling")
+    num_train_steps: int = Field(400_000, ge=1, lt=2**31, description="Number of optimizer updates in the run")
     train_batch_size: Annotated[int, Field(ge=1)] | Annotated[list[BatchPhase], Field(min_length=1)] = Field(
-        32, description="Sequences per update, over all devices; or a list of {start: step, value: sequences}"
+        32,
+        description="Batch size: sequences per update, over all devices; or a list of {start: step, value: sequences}",
     )
     per_device_parallelism: int = Field(
         -1,
-        description="Sequences a device computes at once, also written per_device_train_parallelism; the rest of the "
-        "batch is accumulated. -1: train_batch_size * model_axis_size / devices, no accumulation. With dropout the "
-        "number of parts is part of its random stream",
+        description="Microbatch size: sequences per device at once, with gradient accumulation over the rest of the "
+        "batch; alias per_device_train_parallelism. -1: train_batch_size * model_axis_size / devices, no accumulation. "
+        "With dropout, the number of microbatches changes the random stream",
     )
     per_device_eval_parallelism: int = Field(
-        -1, description="Sequences a device evaluates at once. -1: as per_device_parallelism"
+        -1, description="Evaluation batch size: sequences per device at once. -1: as per_device_parallelism"
     )
     mp: str = Field(
         "f32", description="Mixed-precision policy: f32, bf16, or p=f32,c=bfloat16 (parameters, computation)"
     )
     model_averaging: AveragingConfig | None = Field(
         None,
-        description="Keep an average of the parameters too; it is evaluated beside them, exported and sampled from",
+        description="Moving average of the parameters, which is also evaluated, and used for export and sampling; "
+        "null: off",
     )
-    crash_on_nan: bool = Field(True, description="Stop when the loss is not a number, before anything is saved")
-    crash_on_inf: bool = Field(True, description="Stop when the loss is infinite, before anything is saved")
+    crash_on_nan: bool = Field(True, description="Stop with an error when the loss is NaN, before a save")
+    crash_on_inf: bool = Field(True, description="Stop with an error when the loss is infinite, before a save")
     jax_compilation_cache_dir: str | None = Field(
-        "~/.cache/lmtrain/jax", description="Folder of compiled programs, so that a restart compiles nothing; null: off"
+        "~/.cache/lmtrain/jax", description="Compilation cache folder: a restart loads compiled programs; null: off"
     )
 
     xla_options: dict[str, bool | int | float | str | None] = Field(
         {},
-        description="Options of XLA's compiler, over lmtrain's own for the platform; null takes one of these away. "
-        "Other options may change results in their last bits",
+        description="XLA compiler options, added to lmtrain's defaults for the platform; null removes a default. "
+        "They may change the last bits of results",
     )
 
     @field_validator("per_device_parallelism", "per_device_eval_parallelism")
@@ -97,7 +101,7 @@ class LoopConfig(Section):
     def _phases_ascend(cls, value: int | list[BatchPhase]) -> int | list[BatchPhase]:
         starts = [0] if isinstance(value, int) else [phase.start for phase in value]
         if starts[0] != 0 or starts != sorted(set(starts)):
-            raise ValueError(f"phases begin at step 0 and ascend, but start at {starts}")
+            raise ValueError(f"start must be 0 in the first phase and increase, got {starts}")
         return value
 
     @field_validator("mp")
@@ -117,39 +121,39 @@ class LoopConfig(Section):
 
 
 class WatchConfig(Section):
-    """Norms of gradients and parameters, computed in the compiled step, in those steps that show them."""
+    """Norms of gradients and parameters, computed in the compiled step whenever they are logged."""
 
     watch_targets: list[Literal["grads", "params", "updates"]] = Field(
-        ["grads", "params"], description="What to take norms of, in total and by layer; []: nothing"
+        ["grads", "params"], description="Trees to log norms of, in total and by layer; []: none"
     )
-    include_per_parameter_norms: bool = Field(False, description="Also the norm of each parameter: many metrics")
-    split_scan_layers: bool = Field(True, description="One norm for each layer; false: stacked layers as one")
-    interval: int = Field(10, ge=1, description="Show them every so many steps")
+    include_per_parameter_norms: bool = Field(False, description="Also log the norm of each parameter (many metrics)")
+    split_scan_layers: bool = Field(True, description="Log one norm per layer; false: one norm over stacked layers")
+    interval: int = Field(10, ge=1, description="Logging interval of the norms, in steps")
 
 
 class ProfilerConfig(Section):
-    """A trace of some steps, for TensorBoard, XProf and Perfetto, in `<log_dir>/<run_id>/profiler`."""
+    """Profiler trace of a few steps, for TensorBoard, XProf and Perfetto, in `<log_dir>/<run_id>/profiler`."""
 
     start_step: int = Field(
-        5, ge=1, description="Steps of this start before the trace begins: not the first, it compiles"
+        5, ge=1, description="Number of steps of this process before the trace; at least 1, because the first compiles"
     )
-    num_steps: int = Field(100, ge=1, description="Steps in the trace")
+    num_steps: int = Field(100, ge=1, description="Number of steps in the trace")
 
 
 class LoggingConfig(Section):
     """Logs and trackers."""
 
-    id: str | None = Field(None, description="Run id; null: RUN_ID, the W&B id, or made from the config")
-    log_dir: str = Field("logs/", min_length=1, description="Folder of logs and metrics, named by the run id")
+    id: str | None = Field(None, description="Run id; null: RUN_ID, else the W&B id, else generated from the config")
+    log_dir: str = Field("logs/", min_length=1, description="Log folder; files in it are named after the run id")
     tracker: Annotated[
         list[TrackerConfig], BeforeValidator(_as_list, json_schema_input_type=TrackerConfig | list[TrackerConfig])
     ] = Field(
         [WandbConfig()],
-        description="One tracker or a list of them; type: wandb, tensorboard, trackio, json, noop, or where to import "
-        "your own from: package.module.Class",
+        description="Tracker or list of trackers; type: wandb, tensorboard, trackio, json, noop, or the import path "
+        "package.module.Class of a custom tracker",
     )
-    watch: WatchConfig = Field(default_factory=WatchConfig, description="Norms of gradients and parameters")
-    profiler: bool | ProfilerConfig = Field(False, description="Write a trace of some steps; true: as by default")
+    watch: WatchConfig = Field(default_factory=WatchConfig, description="Logging of gradient and parameter norms")
+    profiler: bool | ProfilerConfig = Field(False, description="Profiler trace of a few steps; true: default settings")
 
     @property
     def profile(self) -> ProfilerConfig | None:
@@ -161,19 +165,19 @@ class LoggingConfig(Section):
 
 class TrainerConfig(
     InitializationConfig, PartitioningConfig, LoggingConfig, EvaluationConfig, LoopConfig
-):  # the last comes first
-    """How a run goes; what it learns from and with is in `data`, `model` and `optimizer`."""
+):  # in descriptions, the fields of the last base class come first
+    """Execution of a run; data, model and optimizer have separate sections."""
 
-    checkpointer: CheckpointerConfig = Field(default_factory=CheckpointerConfig, description="Saving and keeping")
+    checkpointer: CheckpointerConfig = Field(default_factory=CheckpointerConfig, description="Saving of checkpoints")
     ray: RayConfig = Field(default_factory=RayConfig, description="Preprocessing on a Ray cluster")
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="Processes of a run")
 
 
 def num_microbatches(batch: int, per_device: int, shards: int = 1) -> int:
-    """Into how many parts each of `shards` devices divides its share of a batch: `per_device` sequences each, or -1.
+    """Number of microbatches, of `per_device` sequences each (-1: one microbatch), on each of `shards` devices.
 
-    Raises ValueError if it cannot. `shards` divides `batch`; while it is unknown, 1 finds what no number of devices can
-    mend.
+    Raises ValueError if the size does not divide. `shards` divides `batch`; pass 1 while it is unknown, to find errors
+    that no number of devices can fix.
     """
     share = batch // shards
     if per_device == -1:

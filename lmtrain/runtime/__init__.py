@@ -1,1 +1,1 @@
-"""What a process needs from its machine: logging, signals, files."""
+"""Services of the machine and process: logging, signals, files, distributed start-up."""

@@ -1,9 +1,9 @@
-"""Accelerators by the names that JAX and people give them: peak speed, memory and connections. Imports no JAX.
+"""Table of accelerators by kind and by JAX's device name: peak FLOP/s, memory and links. Does not import JAX.
 
-Figures are the makers' published ones: peak speed of dense 16-bit products, and bandwidths of one device in one
-direction. Sources: NVIDIA's data sheets of A100, A10, L4, L40, L40S, H100, H200, GH200, DGX B200 and GB200; Google
-Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e": the bandwidth of a chip is that of all its links together,
-half of the figure for both directions.
+Figures are the vendors' published ones: peak FLOP/s of dense 16-bit matrix products, and bandwidths of one device in
+one direction. Sources: NVIDIA's data sheets of A100, A10, L4, L40, L40S, H100, H200, GH200, DGX B200 and GB200; Google
+Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e". The bandwidth of a TPU chip is the sum over its links, half of
+the published bidirectional figure.
 """
 
 import glob
@@ -18,9 +18,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A kind of device. FLOP/s and bytes/s; `memory` in bytes.
+    """A kind of device. `peak_flops` in FLOP/s, bandwidths in bytes/s, `memory` in bytes.
 
-    `link` joins the `host_devices` of one host (GPU) or all of a slice (TPU); the data center's network joins the rest.
+    `link` connects the `host_devices` of one host (GPU) or all chips of a slice (TPU); the data center network (DCN)
+    connects hosts and slices.
     """
 
     kind: str
@@ -51,7 +52,7 @@ def _gpu(
 _PCIE4, _PCIE5 = ("PCIe", 32e9), ("PCIe", 64e9)
 _NVLINK3, _NVLINK4, _NVLINK5 = ("NVLink", 300e9), ("NVLink", 450e9), ("NVLink", 900e9)
 
-# Network adapters: 400 Gbit/s a GPU in DGX H100, H200 and B200, 200 in DGX A100, 100 assumed for cards on PCIe.
+# Network per GPU: 400 Gbit/s in DGX H100, H200 and B200, 200 in DGX A100, 100 assumed for PCIe cards.
 ACCELERATORS = {
     accelerator.kind: accelerator
     for accelerator in (
@@ -76,7 +77,7 @@ ACCELERATORS = {
     )
 }
 
-# Words of the name that JAX gives a device -> kind. The first row whose words are all there counts.
+# Words in JAX's device name -> kind. The first row with all its words in the name is used.
 _WORDS = (
     (("tpu", "v6"), "v6e"), (("tpu", "v6e"), "v6e"), (("tpu", "v5", "lite"), "v5e"), (("tpu", "v5e"), "v5e"),
     (("tpu", "v5"), "v5p"), (("tpu", "v5p"), "v5p"), (("tpu", "v4"), "v4"),
@@ -88,9 +89,9 @@ _WORDS = (
 
 
 def find_accelerator(device_kind: str) -> Accelerator | None:
-    """The accelerator that JAX calls `device_kind`, such as "NVIDIA H100 80GB HBM3" or "TPU v5 lite", or of that kind.
+    """The accelerator with this JAX device name ("NVIDIA H100 80GB HBM3", "TPU v5 lite") or kind ("h100").
 
-    None if it is unknown. Whole words are compared: an "RTX A1000" is no A100 and a "GB200" no B200.
+    None if it is unknown. Complete words are compared: an "RTX A1000" is not an A100, a "GB200" is not a B200.
     """
     if device_kind.lower() in ACCELERATORS:
         return ACCELERATORS[device_kind.lower()]
@@ -100,20 +101,20 @@ def find_accelerator(device_kind: str) -> Accelerator | None:
 
 
 def has_tpu(pci: str = "/sys/bus/pci/devices", devices: str = "/dev") -> bool:
-    """Whether a TPU is attached to this machine, by its device file or as Google's device on the PCI bus."""
+    """Whether a TPU is attached to this machine, according to its device file or the vendor id on the PCI bus."""
     if os.path.exists(os.path.join(devices, "accel0")):
         return True
     return any(_first_line(path) == "0x1ae0" for path in glob.glob(os.path.join(pci, "*", "vendor")))
 
 
 def has_accelerator(pci: str = "/sys/bus/pci/devices", devices: str = "/dev") -> bool:
-    """Whether this machine has a device that JAX could use: a GPU or a TPU. Reads /dev and /sys only."""
+    """Whether this machine has a GPU or TPU that JAX could use. Reads only /dev and /sys."""
     gpus = ("nvidia0", "nvidiactl", "dxg", "kfd")
     return any(os.path.exists(os.path.join(devices, name)) for name in gpus) or has_tpu(pci, devices)
 
 
 def is_cpu_only(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether JAX will compute on CPUs: told so by JAX_PLATFORMS, or no accelerator or no support for one. No JAX."""
+    """Whether JAX will use CPUs: JAX_PLATFORMS=cpu, or no accelerator, or no plugin for one. Does not import JAX."""
     platforms = environment.get("JAX_PLATFORMS")
     if platforms:
         return platforms == "cpu"
@@ -121,9 +122,9 @@ def is_cpu_only(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def keep_to_cpus(environment: "os._Environ[str]" = os.environ) -> None:
-    """Tell JAX not to look for accelerators on a machine that has none.
+    """Set JAX_PLATFORMS=cpu on a machine without accelerators.
 
-    Installed support for one, as `lmtrain plan` uses, would cost every start a second and a page of warnings.
+    Otherwise an installed plugin (`lmtrain plan` uses them) costs a second at each start and prints a page of warnings.
     """
     if not environment.get("JAX_PLATFORMS") and is_cpu_only(environment):
         environment["JAX_PLATFORMS"] = "cpu"

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes of local files."""
 
 import contextlib
 import hashlib
@@ -6,7 +6,7 @@ import os
 
 
 def write_atomically(path: str, content: bytes, durable: bool = True) -> None:
-    """Write under a temporary name in the same folder, flush to disk if it is to be `durable`, rename into place."""
+    """Write a temporary file in the same folder, flush it to disk if `durable`, and rename it to `path`."""
     temporary = f"{path}.tmp-{os.getpid()}"
     try:
         with open(temporary, "wb") as file:
@@ -28,8 +28,8 @@ def file_sha256(path: str) -> str:
 
 
 def remove_temporaries(folder: str) -> None:
-    """Delete what a killed writer left behind."""
-    with contextlib.suppress(FileNotFoundError):  # someone may have deleted the folder
+    """Delete temporary files of killed writers."""
+    with contextlib.suppress(FileNotFoundError):  # the folder may have been deleted
         for name in os.listdir(folder):
             if ".tmp-" in name:
                 os.remove(os.path.join(folder, name))

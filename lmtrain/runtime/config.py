@@ -1,4 +1,4 @@
-"""Settings of a run over several processes and machines."""
+"""Settings of multi-process runs, and of preprocessing on a Ray cluster."""
 
 from datetime import timedelta
 from typing import Annotated
@@ -13,13 +13,13 @@ DeviceId = Annotated[int, Field(ge=0)]
 
 
 class DistributedConfig(Section):
-    """How processes find one another. Leave it alone on TPU and Slurm, which JAX detects by itself."""
+    """Connection of the processes of a run (`jax.distributed`). Not needed on TPU and Slurm, where JAX detects it."""
 
-    coordinator_address: str | None = Field(None, description="host:port of process 0; null: detected")
-    num_processes: int | None = Field(None, ge=1, description="Processes of the run; null: detected")
-    process_id: int | None = Field(None, ge=0, description="Number of this process, from 0; null: detected")
+    coordinator_address: str | None = Field(None, description="Address of process 0, as host:port; null: detected")
+    num_processes: int | None = Field(None, ge=1, description="Number of processes of the run; null: detected")
+    process_id: int | None = Field(None, ge=0, description="Index of this process, from 0; null: detected")
     local_device_ids: DeviceId | list[DeviceId] | None = Field(
-        None, description="Devices of this process; null: those of CUDA_VISIBLE_DEVICES, or all"
+        None, description="Device indices used by this process; null: those of CUDA_VISIBLE_DEVICES, or all"
     )
 
     heartbeat_timeout: Duration = Field(
@@ -37,15 +37,15 @@ class DistributedConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "DistributedConfig":
         if self.process_id is not None and self.num_processes is None:
-            raise field_error("process_id", "needs num_processes too")
+            raise field_error("process_id", "requires num_processes")
         if self.process_id is not None and self.num_processes is not None and self.process_id >= self.num_processes:
-            raise field_error("process_id", f"processes are numbered 0 to {self.num_processes - 1}")
+            raise field_error("process_id", f"expected 0 to {self.num_processes - 1} (num_processes - 1)")
         return self
 
 
 class RayConfig(Section):
-    """Where `lmtrain preprocess` finds other machines to tokenize on."""
+    """Ray cluster on which `lmtrain preprocess` tokenizes."""
 
     address: str | None = Field(None, description="Address of an existing Ray cluster; null: RAY_ADDRESS, else none")
-    start_workers: bool = Field(True, description="Join the hosts of this run to the cluster as workers")
-    auto_start_cluster: bool = Field(True, description="Start a cluster on the hosts of this run if there is none")
+    start_workers: bool = Field(True, description="Add the hosts of this run to the cluster as workers")
+    auto_start_cluster: bool = Field(True, description="Start a cluster on the hosts of this run if none exists")

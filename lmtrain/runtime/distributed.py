@@ -1,6 +1,6 @@
-"""Meeting the other processes of a run: found by JAX's own detection, or named in `trainer.distributed`.
+"""Connecting the processes of a run (`jax.distributed`), by JAX's detection or by the settings `trainer.distributed`.
 
-The only file of this room that imports JAX, and only for a run of several processes.
+The only file of this package that imports JAX, and only for a run of several processes.
 """
 
 import json
@@ -18,7 +18,7 @@ from lmtrain.runtime.config import DistributedConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import Processes
 
-# What job starters set for each of several processes; JAX knows the rest.
+# Environment variables that launchers set for each process: number of processes, index. JAX detects the rest.
 JOB_STARTERS = {
     "Slurm": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -27,27 +27,27 @@ JOB_STARTERS = {
 }
 _LISTS = ("TPU_WORKER_HOSTNAMES",)
 
-# How long one process waits for the others to say something; a dead one is noticed far sooner.
+# Timeout of `gather`. A dead process is detected much earlier, by its missing heartbeat.
 _GATHER_MILLISECONDS = 3_600_000
-# How often each name was gathered.
+# Number of calls of `gather` by name.
 _calls: Counter[str] = Counter()
 
 
 def start_processes(config: DistributedConfig) -> Processes:
-    """Meet the other processes of the run, if it has any. Must come before anything that touches devices.
+    """Connect to the other processes of the run, if there are any. Call it before anything that uses devices.
 
-    Raises `UserError` if they do not find one another.
+    Raises `UserError` if the connection fails.
     """
     named = (config.coordinator_address, config.num_processes, config.process_id, config.local_device_ids)
     if named == (None,) * len(named) and not detects_others(os.environ):
         return Processes()
     import jax
-    from jax._src import distributed  # the public module does not tell who and how many they are
+    from jax._src import distributed  # the public module has neither index nor number of the processes
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of no effect where there are other devices
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # no effect on other platforms
     ids = [config.local_device_ids] if isinstance(config.local_device_ids, int) else config.local_device_ids
     if ids is None and "JAX_LOCAL_DEVICE_IDS" not in os.environ and is_alone_on_its_node(os.environ):
-        ids = []  # all there are: of a Slurm process JAX takes the one device of its number on the node
+        ids = []  # all devices: by default JAX gives a Slurm process one device, by its index on the node
     try:
         jax.distributed.initialize(
             coordinator_address=config.coordinator_address,
@@ -57,17 +57,20 @@ def start_processes(config: DistributedConfig) -> Processes:
             heartbeat_timeout_seconds=int(config.heartbeat_timeout.total_seconds()),
         )
     except (ValueError, RuntimeError) as error:
-        raise UserError(f"trainer.distributed: the processes did not meet: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"trainer.distributed: cannot connect to the other processes: {str(error).splitlines()[0]}"
+        ) from None
     state = distributed.global_state
     return Processes(state.process_id, state.num_processes or 1, state.coordinator_address)
 
 
 @contextmanager
 def ending_for_all(processes: Processes) -> Iterator[None]:
-    """In a run of several processes an error within ends this one at once, and so the others.
+    """In a run of several processes, an error in the block exits this process at once, and thereby the others.
 
-    Python's own way out waits for the other processes, which wait for this one in a computation they share. Without it
-    they find their connection closed, or miss its heartbeat, and end too. Exits with 2 for the user's mistake, else 1.
+    A normal exit of Python would wait for the other processes, which wait for this one in a collective. After the
+    immediate exit they see a closed connection or a missing heartbeat, and exit too. Exit code: 2 for a user error,
+    else 1.
     """
     try:
         yield
@@ -88,14 +91,14 @@ def ending_for_all(processes: Processes) -> Iterator[None]:
 
 
 def detects_others(environment: Mapping[str, str]) -> bool:
-    """Whether a job starter says that this is one process of several."""
+    """Whether a launcher's environment variables say that this is one process of several."""
     counts = [environment.get(name, "") for name, _ in JOB_STARTERS.values()]
     lists = [environment.get(name, "") for name in _LISTS]
     return any(count.isdigit() and int(count) > 1 for count in counts) or any("," in names for names in lists)
 
 
 def is_alone_on_its_node(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm started no other process of the job step on this node."""
+    """Whether this is the only process of the Slurm job step on its node."""
     counts: list[int] = []
     for part in filter(None, environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):  # such as 8(x3),4
         tasks, _, times = part.rstrip(")").partition("(x")
@@ -105,9 +108,9 @@ def is_alone_on_its_node(environment: Mapping[str, str]) -> bool:
 
 
 def gather(processes: Processes, name: str, value: Any) -> list[Any]:
-    """Every process's `value`, which is plain data, in the order of the processes. All have to call it.
+    """The `value` (plain data) of every process, in the order of their indices. All processes have to call it.
 
-    `name` tells what it is for: calls of one name come in the same order everywhere, those of different names need not.
+    Calls with the same `name` must come in the same order on all processes; calls with different names need not.
     """
     if processes.count == 1:
         return [value]
@@ -119,6 +122,6 @@ def gather(processes: Processes, name: str, value: Any) -> list[Any]:
     client: Any = distributed.global_state.client
     client.key_value_set(f"{key}/{processes.index}", json.dumps(value))
     values = [client.blocking_key_value_get(f"{key}/{i}", _GATHER_MILLISECONDS) for i in range(processes.count)]
-    if processes.is_first and number:  # all have come here, so all have read what was said before
+    if processes.is_first and number:  # all processes are in this call, so all have read the previous values
         client.key_value_delete(f"lmtrain/{name}/{number - 1}/")
     return [json.loads(text) for text in values]

@@ -1,4 +1,4 @@
-"""One process at a time: a lock that ends with its process, however that ends."""
+"""File lock that is released when its process ends, for any reason."""
 
 import contextlib
 import errno
@@ -6,19 +6,19 @@ import fcntl
 import os
 import socket
 
-# What file systems without locks answer.
+# Error codes of file systems without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
 
 class FileLock:
-    """A lock on the file `path`, which exists only while it is held or its holder has been killed."""
+    """A lock on the file `path`. The file exists while the lock is held, and after its holder was killed."""
 
     def __init__(self, path: str):
         self.path = path
         self._descriptor: int | None = None
 
     def acquire(self) -> bool:
-        """Take it if it is free. Also true where the file system has no locks."""
+        """Acquire the lock if it is free; returns whether it did. Always True if the file system has no locks."""
         while True:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -35,7 +35,7 @@ class FileLock:
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
                 return True
-            os.close(descriptor)  # its holder removed it between our opening and our locking
+            os.close(descriptor)  # the previous holder deleted the file after it was opened here: open it again
 
     def _is_current(self, descriptor: int) -> bool:
         try:
@@ -44,7 +44,7 @@ class FileLock:
             return False
 
     def holder(self) -> str:
-        """Who has it, in words."""
+        """The process that holds the lock, as text for a message."""
         try:
             with open(self.path, encoding="utf-8") as file:
                 return file.read().strip() or "another process"
@@ -53,7 +53,7 @@ class FileLock:
 
     def release(self) -> None:
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):  # someone may have deleted the folder, or put a file in its place
+            with contextlib.suppress(OSError):  # the folder may have been deleted or replaced by a file
                 os.unlink(self.path)
             os.close(self._descriptor)
             self._descriptor = None

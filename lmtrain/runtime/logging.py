@@ -1,4 +1,4 @@
-"""The log of a run: messages go to the terminal and to `<log_dir>/<run_id>.log`, appended over restarts."""
+"""The log of a run: messages go to the terminal and to `<log_dir>/<run_id>.log`, to which restarts append."""
 
 import logging
 import os
@@ -11,12 +11,12 @@ from lmtrain.runtime.processes import ALONE, Processes
 
 log = logging.getLogger("lmtrain")
 
-# These tell their users about every file and thread at INFO.
+# Libraries that log every file and thread at level INFO.
 _CHATTY = ("absl", "jax", "orbax", "tensorboardX", "urllib3", "asyncio", "grain")
 
 
 class _StderrHandler(logging.StreamHandler[Any]):
-    """Writes to what `sys.stderr` is at the time: a live view puts itself there, to draw below the log."""
+    """Handler that writes to the current `sys.stderr`: the live view replaces it, to draw below the log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -25,10 +25,10 @@ class _StderrHandler(logging.StreamHandler[Any]):
 
 @contextmanager
 def logging_restored() -> Iterator[None]:
-    """Round a command: the logs that it starts end with it, and logging is afterwards as it was before.
+    """Context of a command: closes the logs that it started, and restores the logging configuration.
 
-    A program may call several commands, or train several runs, and have a log of its own. Levels of libraries stay:
-    what failed in one, and was handled, may be logged by it with a traceback when the process ends.
+    A program may call several commands, or train several runs, and have a log itself. Log levels of libraries are not
+    restored: at process exit a library may log tracebacks of errors that were handled.
     """
     handlers, level, propagate = list(log.handlers), log.level, log.propagate
     try:
@@ -44,9 +44,9 @@ def logging_restored() -> Iterator[None]:
 
 
 def start_console_log(processes: Processes = ALONE) -> None:
-    """Messages of lmtrain to stderr as plain lines; of libraries only from warnings up.
+    """Log messages of lmtrain to stderr as plain lines; messages of libraries only from level WARNING.
 
-    Of several processes only the first tells what all would, and the others say who they are.
+    With several processes, only the first logs below WARNING; the others add their index to each line.
     """
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -54,18 +54,18 @@ def start_console_log(processes: Processes = ALONE) -> None:
         handler.setFormatter(logging.Formatter(f"[process {processes.index}] %(message)s"))
         handler.setLevel(logging.WARNING)
     for earlier in [handler for handler in log.handlers if isinstance(handler, _StderrHandler)]:
-        log.removeHandler(earlier)  # of another run in this process
+        log.removeHandler(earlier)  # from another run in this process
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    for name in ("absl", "asyncio"):  # Orbax tells there, at length, what it then raises
+    for name in ("absl", "asyncio"):  # Orbax logs errors there, at length, before it raises them
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def start_file_log(log_dir: str, run: str, processes: Processes = ALONE) -> str:
-    """Also append everything to `<log_dir>/<run>.log`, with times; each further process has a file of its own.
+    """Also append all messages to `<log_dir>/<run>.log`, with times; each further process has a separate file.
 
     Returns the path.
     """

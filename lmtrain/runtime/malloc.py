@@ -1,4 +1,4 @@
-"""Memory that a step frees stays with the process for the next step."""
+"""Configuration of malloc: memory freed by a step stays in the process for the next step."""
 
 import ctypes
 
@@ -7,14 +7,14 @@ _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what is freed, in one heap; does nothing with a C library other than glibc.
+    """Configure malloc to keep freed memory, in one heap. No effect with a C library other than glibc.
 
-    To be called before any thread is made: a heap that a thread has already is not given up, and goes to other threads
-    later; large blocks go past it.
+    Call it before any thread is started: an existing heap of a thread is kept and reused by later threads, and large
+    blocks would bypass the main heap.
 
-    By default glibc maps every large block anew and gives it back when it is freed. On a CPU the arrays of a step are
-    such blocks: unmapping them is a pause between two steps, and touching them again a page fault for every 4 KiB.
-    Costs address space: the process stays as large as it once was.
+    By default glibc maps every large block with mmap and unmaps it when it is freed. On a CPU the arrays of a step are
+    such blocks: unmapping them pauses training between steps, and mapping them again causes a page fault for every
+    4 KiB. The cost: the process never shrinks below its peak size.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

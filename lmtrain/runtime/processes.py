@@ -1,11 +1,11 @@
-"""Which of a run's processes this one is."""
+"""Index of this process in a run, and number of processes."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's number among `count`; `coordinator` is the host:port of process 0, if there are several."""
+    """Index of this process among `count` processes. `coordinator`: host:port of process 0, if there are several."""
 
     index: int = 0
     count: int = 1
@@ -13,7 +13,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that writes what there is one of."""
+        """Whether this is process 0, which writes files that exist once per run."""
         return self.index == 0
 
 

@@ -1,4 +1,4 @@
-"""Progress of something long: a live bar on a terminal, a plain line every few seconds elsewhere."""
+"""Progress display: a live bar on a terminal, otherwise a plain line every few seconds."""
 
 import sys
 import time
@@ -9,9 +9,9 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """`update(done, text)` as often as you like; it draws at a bearable rate, or not at all if `quiet`.
+    """Progress bar or lines. Call `update(done, text)` at any rate: the output is rate-limited, and off if `quiet`.
 
-    Without `bar` there are lines on a terminal too. Use as a context manager.
+    With `bar=False` it prints lines on a terminal too. Use as a context manager.
     """
 
     def __init__(self, label: str, total: int, start: int = 0, quiet: bool = False, bar: bool = True):
@@ -46,9 +46,9 @@ class Progress:
             self._bar.stop()
 
     def update(self, done: int, text: str, force: bool = False, seconds_left: float | None = None) -> None:
-        """`done` of `total`; `text` says the rest. `force` prints the plain line whatever the clock says.
+        """Show `done` of `total` and `text`. `force` prints the plain line regardless of the rate limit.
 
-        Without `seconds_left` the time left is that of the whole so far.
+        Without `seconds_left`, the remaining time is extrapolated from the average speed.
         """
         text = f"{text}{self._left(done, seconds_left)}"
         if self._bar is not None:
@@ -57,11 +57,11 @@ class Progress:
         self.say_rarely(text, force)
 
     def say_rarely(self, text: str, force: bool = False) -> None:
-        """A plain line, if there was none for some seconds."""
+        """Print a plain line, unless one was printed in the last few seconds."""
         now = time.monotonic()
         if not self._quiet and (force or now - self._last_line >= _SECONDS_BETWEEN_LINES):
             self._last_line = now
-            # in one write: print writes the line's end apart, and another thread's line may come between
+            # in one write: print writes the newline separately, and another thread's line may come in between
             sys.stderr.write(f"{self.label} {text}\n")
             sys.stderr.flush()
 

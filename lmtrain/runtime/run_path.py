@@ -1,4 +1,4 @@
-"""Where a run keeps its things."""
+"""Paths of a run's folders."""
 
 import os
 

@@ -1,8 +1,8 @@
-"""Stopping in an orderly way: the first SIGTERM, SIGINT or SIGUSR1 asks, the second ends the process at once.
+"""Graceful stop: the first SIGTERM, SIGINT or SIGUSR1 requests a stop, the second one exits immediately.
 
-Slurm sends SIGUSR1 where `--signal` asks for it; clouds and Kubernetes announce the end of a machine by SIGTERM. Set
-after the processes of a run have met, these handlers take the place of the one that JAX's preemption service set for
-SIGTERM: a run of several processes agrees with its steps (`lmtrain/train/step/agreement.py`), whichever signal it was.
+Slurm sends SIGUSR1 if `--signal` is set; clouds and Kubernetes announce a preemption by SIGTERM. The handlers are set
+after `jax.distributed` has started, and replace the SIGTERM handler of JAX's preemption service: several processes
+agree on the step to stop after (`lmtrain/train/step/agreement.py`), for any of these signals.
 """
 
 import os
@@ -17,11 +17,11 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StoppedError(Exception):
-    """Something was ended because the process was asked to stop."""
+    """An operation was aborted because a signal requested a stop."""
 
 
 class StopRequest:
-    """While entered, these signals set `requested` instead of ending the process. `doing` says what follows."""
+    """Context in which the first signal sets `requested` instead of ending the process, and logs `doing`."""
 
     def __init__(self, doing: str = "finishing this step and saving") -> None:
         self.requested = False
@@ -39,7 +39,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            # no clean-up on purpose: a second signal means now, and what is on disk is complete or invisible
+            # deliberately no clean-up: the second signal exits immediately, and files on disk are complete or ignored
             os._exit(STOPPED_BY_SIGNAL)
         self.requested = True
         log.info(f"{signal.Signals(number).name}: {self.doing}; send it again to exit immediately")

@@ -1,7 +1,7 @@
-"""Files at paths and URLs alike: everything a user can name with `gs://`, `s3://`, `https://`, `memory://`, or a path.
+"""File operations for local paths and URLs (`gs://`, `s3://`, `https://`, `memory://`).
 
-A file is there whole or not at all: local ones are renamed into place, and object stores show an object only when its
-upload is complete.
+Writes are atomic: local files are renamed into place, and object stores show an object only when its upload is
+complete.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 def is_url(path: str) -> bool:
-    """Whether it is a URL and not a path."""
+    """Whether `path` is a URL and not a local path."""
     return "://" in path
 
 
@@ -29,7 +29,7 @@ def join(folder: str, *names: str) -> str:
 
 
 def read_bytes(path: str) -> bytes:
-    """Raises FileNotFoundError if there is no such file."""
+    """Content of a file. Raises FileNotFoundError if it is missing."""
     if not is_url(path):
         with open(path, "rb") as file:
             return file.read()
@@ -40,7 +40,7 @@ def read_bytes(path: str) -> bytes:
 
 
 def write_bytes(path: str, content: bytes) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     if not is_url(path):
         write_atomically(path, content)
         return
@@ -50,17 +50,17 @@ def write_bytes(path: str, content: bytes) -> None:
 
 
 def read_json(path: str) -> Any:
-    """Raises FileNotFoundError, and ValueError for what is not JSON."""
+    """Content of a JSON file. Raises FileNotFoundError if it is missing, ValueError if it is not JSON."""
     return json.loads(read_bytes(path))
 
 
 def write_json(path: str, value: Any) -> None:
-    """Indented JSON with sorted keys: same value, same bytes."""
+    """Write indented JSON with sorted keys: equal values give equal bytes."""
     write_bytes(path, (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode())
 
 
 def list_names(folder: str) -> list[str]:
-    """Names of the files in a folder, sorted; none if there is no such folder."""
+    """Sorted names of the files and folders in a folder; empty if the folder is missing."""
     try:
         if not is_url(folder):
             return sorted(os.listdir(folder))
@@ -72,7 +72,7 @@ def list_names(folder: str) -> list[str]:
 
 
 def file_size(path: str) -> int | None:
-    """Bytes of a file, None if there is none."""
+    """Size of a file in bytes, None if it is missing."""
     try:
         if not is_url(path):
             return os.path.getsize(path) if os.path.isfile(path) else None
@@ -84,16 +84,16 @@ def file_size(path: str) -> int | None:
 
 
 def upload(local: str, path: str) -> None:
-    """Put a local file at `path`, whole or not at all."""
+    """Upload a local file to `path`, atomically."""
     with told(path, "written"):
         fs, inside = open_fs(path)
         fs.put_file(local, inside)
 
 
 def download(path: str, local: str) -> None:
-    """Copy `path` to a local file. Not atomic: the caller renames.
+    """Copy `path` to a local file. Not atomic: the caller has to rename it.
 
-    Raises FileNotFoundError if there is no such file, and OSError if the local one cannot be written.
+    Raises FileNotFoundError if `path` is missing, and OSError if the local file cannot be written.
     """
     with told(path, "read", missing_too=False):
         fs, inside = open_fs(path)
@@ -108,7 +108,7 @@ def download(path: str, local: str) -> None:
 
 
 def check_writable(folder: str) -> None:
-    """Raise `UserError` if nothing can be written to the URL `folder`: better now than after hours of work."""
+    """Raise `UserError` if the URL `folder` is not writable, so that the error comes at start-up."""
     probe = join(folder, ".writable")
     write_bytes(probe, b"?")
     with told(folder, "written"):
@@ -117,7 +117,7 @@ def check_writable(folder: str) -> None:
 
 
 def list_files(folder: str) -> dict[str, int]:
-    """Every file below a folder, by its path from there, with its bytes; none if there is no such folder."""
+    """All files below a folder: relative path -> size in bytes; empty if the folder is missing."""
     if not is_url(folder):
         found = [os.path.join(place, name) for place, _, names in os.walk(folder) for name in names]
         return {os.path.relpath(path, folder): os.path.getsize(path) for path in sorted(found)}
@@ -132,7 +132,7 @@ def list_files(folder: str) -> dict[str, int]:
 
 
 def read_blocks(path: str, block_bytes: int) -> Iterator[bytes]:
-    """The content in blocks, the last one shorter. Raises FileNotFoundError if there is no such file."""
+    """Content of a file in blocks; the last one may be shorter. Raises FileNotFoundError if it is missing."""
     if not is_url(path):
         with open(path, "rb") as file:
             yield from iter(lambda: file.read(block_bytes), b"")
@@ -150,7 +150,7 @@ def read_blocks(path: str, block_bytes: int) -> Iterator[bytes]:
 
 
 def delete_folder(folder: str) -> None:
-    """Delete a folder and all below it; no error if there is none."""
+    """Delete a folder and everything below it; no error if it is missing."""
     if not is_url(folder):
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
@@ -162,7 +162,7 @@ def delete_folder(folder: str) -> None:
 
 
 def delete_file(path: str) -> None:
-    """Delete a file; no error if there is none."""
+    """Delete a file; no error if it is missing."""
     with contextlib.suppress(FileNotFoundError):
         if not is_url(path):
             os.remove(path)
@@ -173,13 +173,13 @@ def delete_file(path: str) -> None:
 
 
 def rename_folder(folder: str, new: str) -> None:
-    """Give a folder another name; at a URL file by file, which takes time."""
+    """Rename a folder; at a URL each file is copied, which takes time."""
     if not is_url(folder):
         os.rename(folder, new)
         return
     with told(folder, "renamed"):
         fs, inside = open_fs(folder)
         target = open_fs(new)[1]
-        for name in fs.find(inside):  # not fs.mv, which copies the folders too that there are none of
+        for name in fs.find(inside):  # not fs.mv, which also tries to copy folders, which object stores do not have
             fs.cp_file(name, target + name[len(inside) :])
         fs.rm(inside, recursive=True)

@@ -1,4 +1,4 @@
-"""How many accelerators and how they are joined: TPU slices by shape or by Google's names, hosts of GPUs. No JAX."""
+"""Topologies: TPU slices by shape or by Google's names, and hosts of GPUs. Does not import JAX."""
 
 import math
 import re
@@ -9,30 +9,30 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import suggest_name
 from lmtrain.runtime.accelerators import ACCELERATORS, Accelerator
 
-# Kinds that the installed compilers can be given: NVIDIA's others share the program of one of these.
+# Kinds that the installed compilers support; NVIDIA's other GPUs run the same program as one of these.
 KINDS = ("v4", "v5e", "v5p", "v6e", "a100-40gb", "a100", "h100", "h200", "l4", "l40s", "b200")
 
 _OTHER_NAMES = {"a100-80gb": "a100", "a100-sxm4-40": "a100-40gb", "v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e"}
 
-# Shapes of slices in chips that Google Cloud offers; of v4 and v5p those of whole cubes up to 512 chips.
+# Slice shapes in chips, as offered by Google Cloud; for v4 and v5p, cubes of 4x4x4 up to the listed sizes.
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SOLID = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 16),
           (8, 16, 16), (16, 16, 16))  # fmt: skip
 _SHAPES = {"v4": _SOLID[:-1], "v5p": _SOLID, "v5e": _FLAT, "v6e": _FLAT}
 
-# The largest slice of v5p that can be had as one.
+# The largest v5p slice, in chips.
 _MOST_CHIPS = 16 * 16 * 24
 
-# More make JAX's tracing take minutes, and nobody has them.
+# Limit of planned devices: with more, tracing takes minutes.
 _MOST_DEVICES = 65_536
 
-# Google counts cores of these kinds in names such as v5p-128, two on a chip; chips of the others.
+# In names such as v5p-128, Google counts cores for these kinds (two per chip), and chips for the others.
 _CORES_PER_CHIP = {"v4": 2, "v5p": 2}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices of one kind: of a TPU `slices` of a `shape` in chips, of a GPU `slices` hosts with `shape[0]` each."""
+    """Devices of one kind. TPU: `slices` slices of `shape` chips; GPU: `slices` hosts with `shape[0]` GPUs each."""
 
     accelerator: Accelerator
     shape: tuple[int, ...]
@@ -58,29 +58,29 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, bool, bool]:
-        """Which dimensions of a TPU slice are rings: of v4 and v5p all from a cube of 4x4x4 on, of v5e and v6e 16."""
+        """Which dimensions of a TPU slice wrap around. v4 and v5p: all, from 4x4x4; v5e and v6e: those of size 16."""
         if len(self.shape) == 3:
             return (all(size % 4 == 0 for size in self.shape),) * 3
         return self.shape[0] == 16, self.shape[1] == 16, False
 
     @property
     def host_bounds(self) -> tuple[int, int, int]:
-        """Chips of a TPU host in each dimension."""
+        """Chips per TPU host in each dimension."""
         return (1, 1, 1) if self.shape == (1, 1) else (2, 2, 1)
 
     @property
     def islands(self) -> list[int]:
-        """For each device the number of its slice or host."""
+        """Index of the slice or host of each device."""
         return [index // self.per_slice for index in range(self.num_devices)]
 
 
 def find_topology(
     device: str, topology: str | None = None, devices: int | None = None, hosts: int | None = None, slices: int = 1
 ) -> Topology:
-    """What `--device`, `--topology`, `--devices`, `--hosts` and `--slices` ask for.
+    """The topology for the flags `--device`, `--topology`, `--devices`, `--hosts` and `--slices`.
 
-    `device` is a kind (h100, v5p) or one of Google's names (v5p-128, v5litepod-16). With no size: one GPU, or the
-    smallest host of a TPU. Raises `UserError` for what there is not, with the nearest that there is.
+    `device` is a kind (h100, v5p) or one of Google's names (v5p-128, v5litepod-16). Without a size: one GPU, or the
+    smallest TPU host. Raises `UserError` for unsupported values, with the nearest supported ones.
     """
     kind, cores = _kind(device)
     accelerator = ACCELERATORS[kind]
@@ -92,7 +92,7 @@ def find_topology(
     else:
         found = _slice(accelerator, cores, topology, devices, hosts, slices)
     if found.num_devices > _MOST_DEVICES:
-        raise UserError(f"{found.num_devices:,} devices: at most {_MOST_DEVICES:,} can be planned for")
+        raise UserError(f"{found.num_devices:,} devices: at most {_MOST_DEVICES:,} are supported")
     return found
 
 
@@ -117,23 +117,23 @@ def _gpus(
     accelerator: Accelerator, topology: str | None, devices: int | None, hosts: int | None, slices: int
 ) -> Topology:
     if topology is not None:
-        raise UserError(f"--topology: {accelerator.kind} is a GPU; give --devices N and --hosts H instead")
+        raise UserError(f"--topology: {accelerator.kind} is a GPU; use --devices N and --hosts H instead")
     if slices > 1:
-        raise UserError(f"--slices: {accelerator.kind} is a GPU; give --hosts H instead")
+        raise UserError(f"--slices: {accelerator.kind} is a GPU; use --hosts H instead")
     number = devices if devices is not None else 1 if hosts is None else hosts * accelerator.host_devices
     hosts = hosts or max(-(-number // accelerator.host_devices), 1)
     if number % hosts:
-        raise UserError(f"--devices {number}: does not divide by {hosts} hosts; it could be {_around(number, hosts)}")
+        raise UserError(f"--devices {number}: not divisible by {hosts} hosts; it could be {_around(number, hosts)}")
     if number // hosts > (most := _most_in_a_host(accelerator)):
         raise UserError(
-            f"--hosts {hosts}: no host has {number // hosts} of {accelerator.name}, {most} at most; "
-            f"leave --hosts out for {-(-number // accelerator.host_devices)} hosts of {accelerator.host_devices}"
+            f"--hosts {hosts}: no host has {number // hosts} {accelerator.name}, {most} at most; "
+            f"remove --hosts to use {-(-number // accelerator.host_devices)} hosts of {accelerator.host_devices}"
         )
     return Topology(accelerator, (number // hosts,), hosts)
 
 
 def _most_in_a_host(accelerator: Accelerator) -> int:
-    """Clouds have hosts of 16 A100s (a2-megagpu-16g), and servers take up to 16 cards on PCIe."""
+    """Most GPUs per host: 16 for A100 (Google Cloud's a2-megagpu-16g) and for PCIe cards, else 8."""
     return 16 if accelerator.link == "PCIe" or accelerator.kind.startswith("a100") else 8
 
 
@@ -152,20 +152,24 @@ def _slice(
         shape = _parse_shape(kind, topology, shapes)
         chips = math.prod(shape)
         if devices is not None and devices != slices * chips:
-            raise UserError(f"--topology {topology}: {slices} of these are {slices * chips}, not --devices {devices}")
+            raise UserError(
+                f"--topology {topology}: {slices} x {chips} chips are {slices * chips}, not --devices {devices}"
+            )
         if cores is not None and cores != per_chip * chips:
             raise UserError(f"--topology {topology}: has {chips} chips, but {kind}-{cores} has {cores // per_chip}")
         return _checked_hosts(Topology(accelerator, shape, slices), hosts)
     wanted: int | None = None
     if cores is not None:
         if cores % per_chip:
-            raise UserError(f"--device: {kind}-{cores} counts cores, two on each chip, so it must be even")
+            raise UserError(f"--device: {kind}-{cores} counts cores, two per chip, so the number must be even")
         wanted = cores // per_chip
         if devices is not None and devices != wanted * slices:
             raise UserError(f"--devices {devices}: {kind}-{cores} has {wanted} chips; remove one of them")
     elif devices is not None:
         if devices % slices:
-            raise UserError(f"--devices {devices}: does not divide by {slices} slices; {_around(devices, slices)}")
+            raise UserError(
+                f"--devices {devices}: not divisible by {slices} slices; it could be {_around(devices, slices)}"
+            )
         wanted = devices // slices
     elif hosts is not None:
         wanted = hosts * accelerator.host_devices
@@ -185,12 +189,12 @@ def _slice(
 def _checked_hosts(found: Topology, hosts: int | None) -> Topology:
     there = max(found.per_slice // math.prod(found.host_bounds), 1)
     if hosts is not None and hosts != there:
-        raise UserError(f"--hosts {hosts}: a slice of {_text(found.shape)} has {there}; leave --hosts out")
+        raise UserError(f"--hosts {hosts}: a {_text(found.shape)} slice has {there}; remove --hosts")
     return found
 
 
 def _parse_shape(kind: str, text: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """`4x4x4`, in any order of its sizes. Shapes of v4 and v5p beyond the table are whole cubes of 4x4x4."""
+    """Parse `4x4x4`, with the sizes in any order. Shapes of v4 and v5p beyond the table are multiples of 4x4x4."""
     if re.fullmatch(r"\d+(x\d+){1,2}", text.lower()):
         sizes = tuple(int(part) for part in text.lower().split("x"))
         same = next((shape for shape in shapes if sorted(shape) == sorted(sizes)), None)

@@ -1,7 +1,7 @@
-"""The closed vocabulary of logical axes. A word that is not here is a mistake, and raises.
+"""The closed set of logical axis names. Any other name is an error.
 
-Parameters and activations have separate words, because FSDP splits the `embed` axis of parameters at rest while the
-residual stream keeps it whole.
+Parameters and activations have separate names, because FSDP shards the `embed` axis of parameters at rest but not that
+of the residual stream.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ ACTIVATION_AXES = {
     "act_vocab": "entries of the vocabulary",
 }
 
-# What a user calls `mlp` governs the parameters' axis and the activation's; `batch` exists only in activations.
+# Name in user settings -> activation axis. `mlp` in a setting applies to parameters and activations; only activations
+# have `batch`.
 ACTIVATION_OF = {
     "batch": "act_batch",
     "position": "act_seq",
@@ -43,7 +44,7 @@ ACTIVATION_OF = {
     "vocab": "act_vocab",
 }
 
-# The words a user writes in mappings.
+# The axis names allowed in user settings.
 USER_AXES = {"batch": "sequences of the batch"} | PARAMETER_AXES
 
 MESH_AXES = {
@@ -54,11 +55,11 @@ MESH_AXES = {
 
 
 def as_names(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Axes as settings and rules give them, one, several or none, as a tuple."""
+    """Convert one axis, several axes or None, as in settings and rules, to a tuple."""
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def check_axes(axes: tuple[str | None, ...], known: dict[str, str]) -> None:
-    """Assert that every word is in the vocabulary; only lmtrain's own code can break this."""
+    """Assert that every axis name is known; user input cannot fail here."""
     for axis in axes:
         assert axis is None or axis in known, f"unknown logical axis {axis!r}; one of {sorted(known)}"

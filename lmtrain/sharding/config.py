@@ -1,4 +1,4 @@
-"""Settings of partitioning: what is split over which devices, and the two mappings they make."""
+"""Settings of partitioning, and the parameter and compute mappings from logical axes to mesh axes."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -10,47 +10,48 @@ from lmtrain.config.errors import field_error
 from lmtrain.config.suggest import suggest_name
 from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, MESH_AXES, PARAMETER_AXES, USER_AXES, as_names
 
-# Logical axis -> one axis of the mesh or several; null: not split.
+# Logical axis -> one or several mesh axes; null: not split.
 AxisResources = dict[str, str | Annotated[list[str], Field(min_length=1)] | None]
 
-# Logical axis -> the axes of the mesh it is split over, none if it stays whole.
+# Logical axis -> mesh axes that it is split over; empty: not split.
 Mapping = dict[str, tuple[str, ...]]
 
 
 class PartitioningConfig(Section):
-    """How model and batch are split over devices."""
+    """Sharding of model and batch over devices."""
 
     batch_axis: str = Field("batch", description="Logical axis split over the replica and data axes of the mesh")
     fsdp_axis: str | list[str] | None = Field(
-        "embed", description="Logical axis or axes of parameters split over the data axis, gathered when used"
+        "embed",
+        description="FSDP: logical axis or axes of parameters split over the data axis, gathered when used; null: off",
     )
     tensor_parallel_axes: str | list[str] | None = Field(
         None,
-        description="Logical axis or axes split over the model axis, of parameters and activations: [mlp, heads, "
-        "vocab] splits all work. heads takes kv_heads with it, unless axis_resources says otherwise",
+        description="Tensor parallelism: logical axis or axes of parameters and activations split over the model axis; "
+        "[mlp, heads, vocab] splits all work. heads implies kv_heads, unless axis_resources sets it",
     )
-    model_axis_size: int = Field(1, ge=1, description="Devices of the model axis (tensor parallelism)")
+    model_axis_size: int = Field(1, ge=1, description="Tensor-parallel size: devices along the model axis")
     replica_ici_axis_size: int = Field(
-        1, ge=1, description="Copies of the model within a slice; each copy is split over the other devices"
+        1, ge=1, description="Number of model replicas within a slice; each is split over the other devices (HSDP)"
     )
     replica_dcn_axis_size: int = Field(
-        1, ge=-1, description="Copies of the model over slices, joined by the slow network; -1: one for each slice"
+        1, ge=-1, description="Number of model replicas over slices, on the slow network (DCN); -1: one per slice"
     )
     axis_resources: AxisResources = Field(
-        {}, description="Logical axis to mesh axis or axes (null: not split), for parameters and computation"
+        {}, description="Mapping of logical axis to mesh axis or axes (null: not split), for parameters and computation"
     )
     parameter_axis_resources: AxisResources = Field(
-        {}, description="The same for parameters and optimizer state alone; has the last word there"
+        {}, description="Mapping as axis_resources, for parameters and optimizer state only; overrides it"
     )
     compute_axis_resources: AxisResources = Field(
-        {}, description="The same for computation alone; has the last word there"
+        {}, description="Mapping as axis_resources, for computation only; overrides it"
     )
 
     @field_validator("batch_axis")
     @classmethod
     def _batch_is_batch(cls, value: str) -> str:
         if value != "batch":
-            raise ValueError(f"only 'batch' is an axis of the data, not {value!r}")
+            raise ValueError(f"expected 'batch', not {value!r}")
         return value
 
     @field_validator("fsdp_axis", "tensor_parallel_axes")
@@ -65,7 +66,7 @@ class PartitioningConfig(Section):
     @classmethod
     def _one_or_more_or_auto(cls, value: int) -> int:
         if value == 0:
-            raise ValueError("expected -1 (one for each slice), or 1 or more")
+            raise ValueError("expected -1 (one per slice), or 1 or more")
         return value
 
     @field_validator("axis_resources", "parameter_axis_resources", "compute_axis_resources")
@@ -87,9 +88,9 @@ class PartitioningConfig(Section):
         for axis in tensor:
             if axis in fsdp:
                 raise field_error(
-                    "tensor_parallel_axes", f"names {axis!r}, which fsdp_axis splits already; take it out of one"
+                    "tensor_parallel_axes", f"{axis!r} is already split by fsdp_axis; remove it from one of them"
                 )
-        # what was only the default gives way; two settings that were written and differ do not
+        # a mapping overrides the default of fsdp_axis; two explicitly set values that differ are an error
         written = [(axis, "fsdp_axis", "data") for axis in fsdp if "fsdp_axis" in self.model_fields_set]
         written += [(axis, "tensor_parallel_axes", "model") for axis in tensor]
         for axis, setting, mesh_axis in written:
@@ -97,14 +98,15 @@ class PartitioningConfig(Section):
             for name in ("axis_resources", rival):
                 if axis in (given := getattr(self, name)) and as_names(given[axis]) != (mesh_axis,):
                     raise field_error(
-                        name, f"says {given[axis]!r} of {axis!r}, which {setting} splits over {mesh_axis}; choose one"
+                        name,
+                        f"maps {axis!r} to {given[axis]!r}, but {setting} splits it over {mesh_axis}; remove one",
                     )
         return self
 
     @model_validator(mode="after")
     def _batch_shares_no_devices(self) -> "PartitioningConfig":
         if "batch" in self.parameter_axis_resources:
-            raise field_error("parameter_axis_resources", "'batch' is an axis of activations; parameters have none")
+            raise field_error("parameter_axis_resources", "parameters have no axis 'batch', only activations do")
         compute = self.compute_mapping
         for name in ("axis_resources", "compute_axis_resources"):
             for axis in getattr(self, name):
@@ -112,14 +114,14 @@ class PartitioningConfig(Section):
                 if both and axis != "batch":
                     raise field_error(
                         name,
-                        f"splits {axis!r} over {min(both)}, which splits the batch too; use "
-                        "parameter_axis_resources for what is split at rest only, or another mesh axis",
+                        f"splits {axis!r} over {min(both)}, which already splits the batch; use "
+                        "parameter_axis_resources to split only parameters at rest, or another mesh axis",
                     )
         return self
 
     @property
     def parameter_mapping(self) -> Mapping:
-        """Of parameters and optimizer state at rest: shared settings, tensor parallelism, FSDP, then the advanced."""
+        """Mapping of parameters and optimizer state: FSDP, axis_resources, tensor parallelism, then the override."""
         mapping: Mapping = dict.fromkeys(PARAMETER_AXES, ())
         mapping |= dict.fromkeys(as_names(self.fsdp_axis), ("data",))
         mapping |= {axis: as_names(value) for axis, value in self.axis_resources.items() if axis != "batch"}
@@ -128,21 +130,21 @@ class PartitioningConfig(Section):
 
     @property
     def compute_mapping(self) -> Mapping:
-        """Of activations, in their own words: the batch, shared settings, tensor parallelism, then the advanced."""
+        """Mapping of activations (`act_*`): the batch, axis_resources, tensor parallelism, then the override."""
         mapping: Mapping = dict.fromkeys(ACTIVATION_AXES, ())
         given: Mapping = {"batch": ("replica", "data")}
         given |= {axis: as_names(value) for axis, value in self.axis_resources.items()}
         given |= dict.fromkeys(self._tensor_axes, ("model",))
         given |= {axis: as_names(value) for axis, value in self.compute_axis_resources.items()}
         mapping |= {ACTIVATION_OF[axis]: value for axis, value in given.items() if axis in ACTIVATION_OF}
-        # What splits the blocks' work splits the residual stream between them along the sequence: Korthikanti et al.
-        # 2022, "Reducing activation recomputation in large transformer models".
+        # Sequence parallelism: the mesh axis that splits the work in the blocks splits the residual stream between them
+        # along the sequence. Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
         stream = mapping["act_seq"] or mapping["act_mlp"] or mapping["act_heads"]
         return mapping | {"act_stream": () if set(stream) & set(mapping["act_embed"]) else stream}
 
     @property
     def _tensor_axes(self) -> tuple[str, ...]:
-        """Keys and values are split as queries are: otherwise each device would compute all of them."""
+        """Tensor-parallel axes. `heads` implies `kv_heads`: otherwise each device would compute all keys and values."""
         axes = as_names(self.tensor_parallel_axes)
         implied = "heads" in axes and "kv_heads" not in [*axes, *self.axis_resources, *as_names(self.fsdp_axis)]
         return (*axes, "kv_heads") if implied else axes
@@ -151,4 +153,4 @@ class PartitioningConfig(Section):
 def _unknown(kind: str, axis: str, known: Iterable[str]) -> str:
     listed = list(known)
     hint = suggest_name(axis, listed)
-    return f"no {kind} axis {axis!r}; " + (f"did you mean {hint!r}?" if hint else f"one of {', '.join(listed)}")
+    return f"unknown {kind} axis {axis!r}; " + (f"did you mean {hint!r}?" if hint else f"one of {', '.join(listed)}")

@@ -1,4 +1,4 @@
-"""Code that each device runs on its own part of the arrays, where the compiler's own partitioning would do worse."""
+"""Manual sharding: code that each device runs on its shard, where the compiler's partitioning is slower."""
 
 import math
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from lmtrain.sharding.axes import as_names
 
 
 def split_over(axis: str) -> tuple[str, ...]:
-    """The mesh axes that the logical `axis` is split over in the program being traced; none outside a mesh.
+    """The mesh axes that the logical `axis` is split over in the program being traced; empty outside a mesh.
 
-    Activations have the words that begin with `act_`; the other words are those of parameters at rest.
+    Names that start with `act_` are axes of activations, all others are axes of parameters at rest.
     """
     mesh = jax.sharding.get_abstract_mesh()
     names = as_names(dict(nn.get_logical_axis_rules()).get(axis))
@@ -22,13 +22,13 @@ def split_over(axis: str) -> tuple[str, ...]:
 
 
 def num_parts(names: tuple[str, ...]) -> int:
-    """How many parts these mesh axes make."""
+    """Number of shards along these mesh axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[name] for name in names)
 
 
 def per_device(function: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], out_specs: Any) -> Callable[..., Any]:
-    """`function` on each device's part of its arguments; as it is where there is one device."""
+    """`function` applied to each device's shard of its arguments; unchanged with one device."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return function
@@ -36,9 +36,9 @@ def per_device(function: Callable[..., Any], in_specs: tuple[PartitionSpec, ...]
 
 
 def platform() -> str:
-    """`cpu`, `gpu` or `tpu`: that of the devices the program is compiled for, which may be others than this machine's.
+    """Platform that the program is compiled for: `cpu`, `gpu` or `tpu`. It may differ from this machine's.
 
-    Interpreted kernels and sizes of chunks depend on it.
+    It decides whether kernels are interpreted, and chunk sizes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     name: str = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
@@ -46,27 +46,27 @@ def platform() -> str:
 
 
 def device_kind() -> str:
-    """The name of the devices the program is compiled for, as JAX gives it; empty if it is not known."""
+    """JAX's name of the devices that the program is compiled for; empty if unknown."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.devices()[0].device_kind if mesh.empty else mesh.abstract_device.device_kind
 
 
 def spread(x: jax.Array) -> jax.Array:
-    """`x` with its first dimension split over the devices of a copy of the model, and the others whole."""
+    """`x` with only its first dimension split, over all devices of a model replica."""
     mesh = jax.sharding.get_abstract_mesh()
     names = tuple(name for name in ("data", "model") if mesh.shape.get(name, 1) > 1)
     return jax.lax.with_sharding_constraint(x, PartitionSpec(names)) if names else x
 
 
 def sum_over(names: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """The sum over the devices along these mesh axes; `x` itself if there are none."""
+    """Sum over the devices along these mesh axes (all-reduce); `x` itself if there are none."""
     return jax.lax.psum(x, names) if names else x
 
 
 def scatter_sum(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Of the sum over the devices along these mesh axes, each one's part along `dim`.
+    """Reduce-scatter: the sum over the devices along these mesh axes, of which each keeps its part along `dim`.
 
-    The barrier keeps XLA:TPU from moving the collective out of a loop of microbatches, where it fails.
+    The barrier keeps XLA:TPU from moving the collective out of the loop over microbatches, where it fails.
     """
     if not names:
         return x

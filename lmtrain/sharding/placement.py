@@ -1,4 +1,4 @@
-"""Turning logical names into shardings, and numpy rows into global arrays."""
+"""Conversion of logical axis names to shardings, and of numpy rows to global arrays."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from lmtrain.sharding.mesh import Layout
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Lay the activation `x` out as the compute mapping says; one word per dimension.
+    """Shard the activation `x` by the compute mapping; `axes` has one logical name per dimension.
 
-    Raises `UserError` if a size does not divide by the devices it is split over, or two dimensions share them: the
-    first would come as an error of the compiler, the second would be dropped in silence.
+    Raises `UserError` if a size is not divisible by the devices it is split over, or if two dimensions are split over
+    the same devices: the compiler would report the first as an internal error and silently ignore the second.
     """
     check_axes(axes, ACTIVATION_AXES)
     if "act_stream" in axes and not _stream_divides(x.shape[axes.index("act_stream")]):
@@ -28,7 +28,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     rules = dict(nn.get_logical_axis_rules())
     mesh = jax.sharding.get_abstract_mesh()
     if rules and not mesh.empty:
-        # a batch of one while parameters are made, or a few tokens while text is sampled, may leave devices idle
+        # a batch of one at initialization, or a few tokens at generation, may leave devices idle
         sizes = [
             0 if axis in ("act_batch", "act_seq", "act_stream") else size
             for axis, size in zip(axes, x.shape, strict=True)
@@ -39,10 +39,10 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def gather_rows(table_VD: jax.Array) -> jax.Array:
-    """A table of the vocabulary with whole rows, split along the vocabulary at most.
+    """Gather the rows of a vocabulary table, which may stay split along the vocabulary.
 
-    Its placement at rest is stated first: the compiler would otherwise gather it before it is cast to the type of the
-    computation. Raises `UserError` if the vocabulary does not divide by the devices it is split over.
+    Its sharding at rest is constrained first: otherwise the compiler would gather it before the cast to the compute
+    dtype. Raises `UserError` if the vocabulary is not divisible by the devices it is split over.
     """
     if not jax.sharding.get_abstract_mesh().empty:
         at_rest = PartitionSpec(split_over("vocab"), split_over("embed"))
@@ -51,7 +51,7 @@ def gather_rows(table_VD: jax.Array) -> jax.Array:
 
 
 def stream_axes(length: int) -> tuple[str, ...]:
-    """The mesh axes that the residual stream of sequences of this length is split over along the sequence."""
+    """The mesh axes over which the residual stream is split along the sequence, for sequences of this length."""
     return split_over("act_stream" if _stream_divides(length) else "act_seq")
 
 
@@ -60,10 +60,10 @@ def _stream_divides(length: int) -> bool:
 
 
 def parameter_shardings(layout: Layout, boxed: Any) -> Any:
-    """The shardings of a tree of (abstract) parameters that carry logical names.
+    """The shardings of a tree of (abstract) parameters with logical axis names.
 
-    Raises `UserError` naming the parameter if one of its sizes does not divide by the mesh axis it is split over, or
-    if two of its dimensions would be split over the same one.
+    Raises `UserError` with the parameter's name if one of its sizes is not divisible by the mesh axis it is split over,
+    or if two of its dimensions are split over the same mesh axis.
     """
     specs = nn.get_partition_spec(boxed)
     rules = dict(layout.parameter_rules)
@@ -81,7 +81,7 @@ def parameter_shardings(layout: Layout, boxed: Any) -> Any:
 def _check_split(
     what: str, split: Sequence[tuple[str | None, int, tuple[str, ...]]], sizes: Mapping[str, int], settings: str
 ) -> None:
-    """`split` has the word, size and mesh axes of each dimension."""
+    """Check one array. `split` has the logical axis, size and mesh axes of each dimension."""
     users: dict[str, str | None] = {}
     for axis, size, mesh_axes in split:
         parts = math.prod(sizes[name] for name in mesh_axes)
@@ -92,22 +92,22 @@ def _check_split(
                 whole = "; trainer.axis_resources: {kv_heads: null} gives each device all of them"
             raise UserError(
                 f"{what}: {axis!r} of size {size} cannot be split over {parts} devices (mesh axis "
-                f"{'+'.join(mesh_axes)}), but over {near}; change that size, the mesh, or {settings}{whole}"
+                f"{'+'.join(mesh_axes)}), only over {near}; change that size, the mesh, or {settings}{whole}"
             )
         for name in mesh_axes:
             if name in users:
                 raise UserError(
                     f"{what}: {users[name]!r} and {axis!r} cannot both be split over the {name} devices; "
-                    f"take one out of {settings}"
+                    f"remove one from {settings}"
                 )
             users[name] = axis
 
 
 def like_parameters(layout: Layout, state: Any, params: Any, shardings: Any) -> Any:
-    """Shardings for a tree that holds arrays made of parameters (an optimizer state) and others.
+    """Shardings of a tree with arrays that correspond to parameters (an optimizer state), and others.
 
-    An array whose path ends with a parameter's is placed as that is; where it lacks one dimension of it (factored
-    moments), without that one; everything else is replicated.
+    An array whose path ends with a parameter's path gets that parameter's sharding; if it lacks one of the parameter's
+    dimensions (factored moments), without that dimension. All other arrays are replicated.
     """
     by_path = {
         _trailingas_names(path): (param, sharding)
@@ -137,7 +137,7 @@ def like_parameters(layout: Layout, state: Any, params: Any, shardings: Any) -> 
 
 
 def _trailingas_names(path: Any) -> tuple[str, ...]:
-    """The names of dicts at the end of a path."""
+    """The dictionary keys at the end of a path."""
     names: list[str] = []
     for key in reversed(path):
         if not isinstance(key, jax.tree_util.DictKey):
@@ -156,7 +156,7 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
 
 
 def place_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding, rows: np.ndarray, batch_size: int) -> Any:
-    """Global arrays [batch_size, ...] out of this process's `rows` of them."""
+    """Global arrays [batch_size, ...], built from this process's `rows`."""
 
     def place(local: np.ndarray) -> jax.Array:
         def part(index: Any) -> np.ndarray:
@@ -170,7 +170,7 @@ def place_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding, rows: 
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:
-    """What a tree of (abstract) arrays takes on one device."""
+    """Bytes of a tree of (abstract) arrays on one device."""
     parts = jax.tree.map(
         lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize, tree, shardings
     )

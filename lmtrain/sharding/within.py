@@ -1,4 +1,4 @@
-"""Jitted functions together with the mesh that they run on."""
+"""Jitted functions bound to the mesh that they run on."""
 
 from dataclasses import dataclass
 from typing import Any
