@@ -1,7 +1,7 @@
-"""The least time that a program can take on a device, if each of its resources ran at its peak rate.
+"""The minimum time of a program on a device, with each resource at its peak rate: the roofline model.
 
-Products, memory traffic and asynchronous communication overlap at best; synchronous communication does not:
-seconds = max(products, HBM, asynchronous wire) + synchronous wire. The roofline model (Williams et al. 2009).
+Products, memory traffic and asynchronous communication can overlap; synchronous communication cannot:
+seconds = max(products, HBM, asynchronous wire) + synchronous wire (Williams et al. 2009).
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from lmtrain.runtime.accelerators import Accelerator
 def bound(
     flops: float, hbm_bytes: float, collectives: Sequence[Collective], accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Seconds of each resource, in `total`, and the one that limits: products, hbm or wire.
+    """Seconds of each resource, `total`, and `limited_by`, the limiting resource: products, hbm or wire.
 
-    Between islands each device is given its own share of the slow network, and devices of one island split the bytes
-    of a collective, as hierarchical algorithms do.
+    Between islands, each device has an equal share of the slow network, and the devices of one island split the bytes
+    of a collective, as in hierarchical algorithms.
     """
     asynchronous = sum(_seconds(one, accelerator) for one in collectives if one.asynchronous)
     synchronous = sum(_seconds(one, accelerator) for one in collectives if not one.asynchronous)

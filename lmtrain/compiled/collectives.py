@@ -1,8 +1,8 @@
-"""The communication of a program: which arrays are exchanged, between which devices, how often, and how many bytes.
+"""The communication of a program: arrays exchanged, devices, number of executions, and bytes.
 
-Bytes on the wire are what one device sends in a ring: an all-gather or reduce-scatter of a whole array sends
-(n - 1) / n of it, an all-reduce twice that, an all-to-all (n - 1) / n of what each device holds, a permutation all of
-it (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
+Bytes on the wire are those that one device sends in a ring: an all-gather or reduce-scatter sends (n - 1) / n of the
+full array, an all-reduce twice that, an all-to-all (n - 1) / n of each device's part, a permutation all of it
+(Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
 """
 
 import re
@@ -17,7 +17,7 @@ from lmtrain.compiled.products import call_target
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
          "collective-broadcast")  # fmt: skip
 
-# Instructions that take no time of their own: between the start and the end of a transfer they hide nothing.
+# Instructions that take no time: between the start and the end of a transfer they hide nothing.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "iota", "send", "recv"),
@@ -26,9 +26,9 @@ _FREE = {
 
 @dataclass(frozen=True)
 class Network:
-    """What joins the devices. `mesh` has names and sizes of its axes; `island` of each device its slice or host.
+    """How the devices are connected. `mesh` maps axis names to sizes; `islands` has the slice or host of each device.
 
-    Devices of one island are joined by the network `fast`, islands by `slow`.
+    Devices of one island are connected by the network `fast`, islands by `slow`.
     """
 
     mesh: Mapping[str, int]
@@ -45,9 +45,9 @@ class Network:
 class Collective:
     """One collective of the program, on one device.
 
-    `bytes` is the size of the whole array: what an all-gather gives, what a reduce-scatter takes. `times` is how often
-    it runs in a step, `wire_bytes` what one device sends in all of these together. `per_island` are the devices of a
-    group in one island: they share its connection to the others.
+    `bytes` is the size of the full array: the result of an all-gather, the input of a reduce-scatter. `times` is the
+    number of executions per step, `wire_bytes` the bytes that one device sends in all of these. `per_island` is the
+    number of devices of a group in one island; they share its connection to the others.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Collective:
 def find_collectives(module: Module, executions: Sequence[Execution], network: Network) -> list[Collective]:
     """Every collective that moves data between devices, in the program's order."""
     found: list[Collective] = []
-    # XLA:TPU repeats an asynchronous collective in each fusion that starts it, overlaps it and ends it
+    # XLA:TPU repeats an asynchronous collective in each fusion that starts, overlaps or ends it
     asynchronous = {_channel(one.instruction) for one in executions if _is_fused_asynchronous(one)} - {None}
     counted: set[str | None] = set()
     for execution in executions:
@@ -89,9 +89,9 @@ def find_collectives(module: Module, executions: Sequence[Execution], network: N
 
 
 def _across_slices(execution: Execution, network: Network) -> Collective | None:
-    """A transfer between slices of TPUs, which XLA writes as a send to its runtime and a receive from it.
+    """A transfer between TPU slices, which XLA writes as a send to its runtime and a receive from it.
 
-    The devices at one place in each slice exchange what they hold.
+    Devices at the same position in each slice exchange their data.
     """
     one, inside = execution.instruction, execution.inside
     found = re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
@@ -125,7 +125,7 @@ def _across_slices(execution: Execution, network: Network) -> Collective | None:
 
 
 def _wire(kind: str, held: float, devices: int) -> float:
-    """Bytes that a device sends of the bytes it holds before the collective."""
+    """Bytes that a device sends in a collective; `held` is the size of its input."""
     share = (devices - 1) / devices
     return {
         "all-gather": held * (devices - 1),
@@ -166,7 +166,7 @@ def _collective(execution: Execution, kind: str, network: Network, asynchronous:
     operands = inside.operand_shapes(one)
     held = sum(shape.bytes for shape in operands)
     if kind == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
-        kind = "reduce-scatter"  # how XLA:TPU writes it: a fusion that keeps one slice of an all-reduce
+        kind = "reduce-scatter"  # XLA:TPU writes it as a fusion that keeps one slice of an all-reduce
     islands = {network.islands[number] for number in group if number < len(network.islands)}
     return Collective(
         kind,
@@ -185,13 +185,15 @@ def _collective(execution: Execution, kind: str, network: Network, asynchronous:
 
 
 def _is_asynchronous(module: Module, execution: Execution) -> bool:
-    """Whether other work is scheduled between its start and its end."""
+    """Whether other work is scheduled between the start and the end of a collective."""
     one, inside = execution.instruction, execution.inside
     if '"is_sync":true' in one.attributes:
         return False
     if one.opcode.endswith("-start"):
         return _works_between(inside, one)
-    for caller in module.computations.values():  # GPUs also wrap it: async-start calls a computation that holds it
+    for (
+        caller
+    ) in module.computations.values():  # XLA:GPU can also wrap it: async-start calls a computation that contains it
         for start in caller.instructions:
             if start.opcode == "async-start" and start.called("calls") == inside.name:
                 return '"is_sync":true' not in start.attributes and _works_between(caller, start)

@@ -1,4 +1,4 @@
-"""Every instruction of a program with the number of times it runs: loops multiply, fusions and calls are entered."""
+"""All instructions of a program with their numbers of executions, including those in loops, fusions and calls."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from lmtrain.compiled.hlo import Computation, Frame, Instruction, Module
 from lmtrain.compiled.loops import trip_count
 
-# Trips of a loop whose number the program computes, by the source lines it comes from; None if unknown.
+# Mean trip count of a loop with a computed bound, by its source lines; None if unknown.
 Trips = Callable[[list[Frame]], float | None]
 
 
 @dataclass(frozen=True)
 class Execution:
-    """`instruction` of `inside` runs `times` in one execution of the program. `fusion` is what it is fused into."""
+    """`instruction` of `inside` runs `times` per execution of the program. `fusion` is the fusion that contains it."""
 
     instruction: Instruction
     inside: Computation
@@ -31,10 +31,10 @@ class Loop:
 
 
 def walk(module: Module, trips: Trips = lambda stack: None) -> tuple[list[Execution], list[Loop]]:
-    """All executions, and the loops. Of a conditional's branches, which differ from step to step, all count.
+    """All executions, and the loops. All branches of a conditional count, since they differ from step to step.
 
-    `trips` gives the mean number of trips of loops whose bound is computed while they run; where it does not know
-    either, a body counts once and the loop is marked.
+    `trips` gives the mean trip count of loops whose bound is computed at run time; if it returns None, the body counts
+    once and the loop is marked as not known.
     """
     executions: list[Execution] = []
     loops: list[Loop] = []
@@ -60,7 +60,7 @@ def walk(module: Module, trips: Trips = lambda stack: None) -> tuple[list[Execut
 
 
 def _called(one: Instruction) -> Iterator[str]:
-    """Computations that an instruction runs once; not those it applies to single elements, as a reduction does."""
+    """Computations that an instruction runs once; not those applied to single elements, such as a reduction's."""
     if one.opcode in ("fusion", "async-start"):
         yield from filter(None, [one.called("calls")])
     elif one.opcode == "call":

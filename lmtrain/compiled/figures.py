@@ -10,20 +10,20 @@ from lmtrain.compiled.hlo import Module, parse_hlo
 from lmtrain.compiled.products import call_target, flops
 from lmtrain.compiled.traffic import hbm_bytes
 
-# Calls of the compiler's own that are no kernels.
+# Custom calls of the compiler that are not kernels.
 _NO_KERNELS = (
     *("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "SliceId"),
     *("AsyncCollective", "Sharding", "SPMD", "LayoutConstraint", "TopK", "annotate_device_placement", "ZeroCrop"),
     *("MoveToHost", "MoveToDevice", "xla.sdy", "__cublas", "__onednn", "__gpu$TopK"),
 )
 
-# Instructions to look at for the source line of one that has none.
+# Maximum number of instructions to search for a source line.
 _LOOK_BACK = 60
 
 
 @dataclass(frozen=True)
 class Product:
-    """Matrix products of one source line. `flops` are those of all executions."""
+    """Matrix products of one source line. `flops` is the sum over all executions."""
 
     where: str
     op_name: str
@@ -31,13 +31,13 @@ class Product:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether it is a part of the forward pass that gradient checkpointing runs again."""
+        """Whether gradient checkpointing recomputes it in the backward pass."""
         return "rematted_computation" in self.op_name
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A call of a kernel whose operations the program's text does not tell."""
+    """A call of a kernel, whose FLOPs are not in the program's text."""
 
     target: str
     where: str
@@ -47,9 +47,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one device in one execution of the program. `op_name`s and places are those of the source.
+    """Figures of one device in one execution of the program. Places are source lines, see `place_of`.
 
-    `traffic` has the bytes of HBM read and written, by place.
+    `traffic` has the bytes of HBM read and written, by place. `places` are those of `collectives`.
     """
 
     products: Sequence[Product]
@@ -80,7 +80,7 @@ def measure(
 ) -> Figures:
     """Figures of a program from its HLO text.
 
-    `trips` gives the mean trips of loops whose bound is computed. Places are source lines, see `place_of`.
+    `trips` gives the mean trip counts of loops with computed bounds.
     """
     module = parse_hlo(text)
     executions, loops = walk(module, trips)
@@ -111,7 +111,7 @@ def measure(
 def place_of(module: Module, execution: Execution, package: str = "lmtrain/") -> str:
     """The innermost source line within the package, `models/layers/linear.py:57`; empty if there is none.
 
-    What the compiler inserted has no line: then that of its fusion counts, or of what it takes.
+    Instructions that the compiler inserted have no line: they get that of their fusion, or of their operands.
     """
     seen = [execution.instruction, *([execution.fusion] if execution.fusion else [])]
     for one in seen:
@@ -125,5 +125,5 @@ def place_of(module: Module, execution: Execution, package: str = "lmtrain/") ->
 
 
 def _is_of(package: str, file: str) -> bool:
-    """Not so for other packages of an environment that lies in a folder of that name."""
+    """Whether a file belongs to the package; files of other packages in a virtual environment below it do not."""
     return package in file and "site-packages/" not in file.rpartition(package)[2]

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective: the ways XLA writes `replica_groups`."""
+"""The groups of devices of a collective: parses all forms of XLA's `replica_groups`."""
 
 import math
 import re
@@ -19,9 +19,9 @@ _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{} ]*\})?\}")
 
 
 def parse_groups(attributes: str, num_devices: int) -> list[list[int]]:
-    """The groups of devices that exchange data, by their numbers in the program. All devices if none are written.
+    """The groups of devices that exchange data, as device numbers of the program. One group of all devices by default.
 
-    A permutation's groups are its cycles or chains. Raises ValueError for a form that is not known.
+    The groups of a permutation are its cycles or chains. Raises ValueError for an unknown form.
     """
     if (pairs := _PAIRS.search(attributes)) is not None:
         return _chains([(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs[1] or "")])
@@ -79,7 +79,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _chains(pairs: list[tuple[int, int]]) -> list[list[int]]:
-    """Devices that are joined by pairs, directly or through others."""
+    """Groups of devices that are connected by pairs, directly or indirectly."""
     groups: dict[int, set[int]] = {}
     for source, target in pairs:
         joined = groups.get(source, {source}) | groups.get(target, {target})

@@ -1,4 +1,4 @@
-"""HLO text -> computations, their instructions, and the source lines these come from."""
+"""Parser of HLO text: computations, their instructions, and source lines."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ _FIELD = re.compile(r"(\w+)=(\d+)")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation. `operands` are names of others of it; `attributes` is the text after them."""
+    """One line of a computation. `operands` are names of other instructions; `attributes` is the text after them."""
 
     name: str
     opcode: str
@@ -45,7 +45,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """JAX's name of the operation it comes from, `jit(step)/jvp(Model.hidden)/while/body/...`; may be empty."""
+        """JAX's name of the source operation, `jit(step)/jvp(Model.hidden)/while/body/...`; may be empty."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
@@ -62,7 +62,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A list of instructions in the order they are scheduled."""
+    """A list of instructions in scheduled order."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -113,7 +113,7 @@ class Module:
 
 
 def parse_hlo(text: str) -> Module:
-    """Parse what `compiled.as_text()` gives. Raises ValueError if there is no entry computation in it."""
+    """Parse the text of `compiled.as_text()`. Raises ValueError if it has no entry computation."""
     computations: dict[str, Computation] = {}
     tables: dict[str, dict[int, str]] = {}
     entry = ""
@@ -128,7 +128,7 @@ def parse_hlo(text: str) -> Module:
                 name, lines = None, []
             elif line.startswith("  ") or not lines:
                 lines.append(line)
-            else:  # an attribute with line breaks in it, as kernels have
+            else:  # an attribute with line breaks, as kernels have
                 lines[-1] += line
         elif (found := _TABLE.match(line)) is not None:
             table = tables.setdefault(found[1], {})
@@ -138,7 +138,7 @@ def parse_hlo(text: str) -> Module:
             name, table = header["name"], None
             entry = name if header["entry"] else entry
     if not entry:
-        raise ValueError("no ENTRY computation: this is not the text of a compiled program")
+        raise ValueError("no ENTRY computation: not the text of a compiled program")
     return Module(computations, entry, _frames(tables))
 
 
@@ -171,7 +171,7 @@ def _end_of_type(line: str, start: int) -> int:
 
 
 def _closing(line: str, start: int) -> int:
-    """Where the parenthesis at `start` closes."""
+    """The index of the parenthesis that closes the one at `start`."""
     depth = 0
     for index in range(start, len(line)):
         if line[index] == "(":
@@ -191,7 +191,7 @@ def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, Frame]:
     for number, entry in tables.get("StackFrames", {}).items():
         fields = _fields(entry)
         place = locations.get(fields.get("file_location_id", 0), {})
-        # XLA prints a parent's number plus one, so that 1 is none
+        # XLA prints the parent's number plus one; 1 means none
         frames[number] = Frame(
             files.get(place.get("file_name_id", 0), ""),
             place.get("line", 0),

@@ -1,4 +1,4 @@
-"""How often the body of a `while` runs, as far as the program's text says it."""
+"""Trip counts of `while` loops, as far as they follow from the program's text."""
 
 import re
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ _THROUGH = ("copy", "bitcast", "convert", "reshape", "broadcast", "copy-start", 
 
 
 def trip_count(module: Module, inside: Computation, loop: Instruction) -> int | None:
-    """Executions of the body of `loop`, an instruction of `inside`; None if it depends on what is computed.
+    """The trip count of `loop`, an instruction of `inside`; None if it depends on computed values.
 
     XLA:GPU writes the number into the loop's configuration. Otherwise the loop must count a variable from a constant
-    by a constant step up to a constant, which the condition compares it with.
+    by a constant step to a constant bound in its condition.
     """
     known = _KNOWN.search(loop.attributes)
     if known is not None:
@@ -77,7 +77,7 @@ def _carried(inside: Computation, loop: Instruction, index: int) -> Instruction 
 
 
 def _invariant(inside: Computation, loop: Instruction, body: Computation, index: int) -> int | None:
-    """The constant that a loop carries along unchanged at this index."""
+    """The loop-invariant constant at this index."""
     if body.root.opcode != "tuple":
         return None
     kept = body.by_name.get(body.root.operands[index])
@@ -88,7 +88,7 @@ def _invariant(inside: Computation, loop: Instruction, body: Computation, index:
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
-    """What the body adds to the loop variable."""
+    """The constant that the body adds to the loop variable."""
     if body.root.opcode != "tuple":
         return None
     where, one = body, body.by_name[body.root.operands[index]]

@@ -1,6 +1,6 @@
-"""Floating point operations of the products in a program: dot, convolution and calls of matrix libraries.
+"""FLOPs of the products in a program: dot, convolution and calls of matrix libraries.
 
-A multiplication and an addition are two operations. On programs without loops the sum equals XLA's own count of them.
+A multiplication and an addition are two operations. On programs without loops the sum equals XLA's own count.
 """
 
 import math
@@ -16,13 +16,13 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 def call_target(instruction: Instruction) -> str:
-    """The function that a custom call calls; empty for other instructions."""
+    """The target function of a custom call; empty for other instructions."""
     found = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
     return found[1] if found else ""
 
 
 def flops(inside: Computation, instruction: Instruction) -> float:
-    """Operations of one execution of an instruction, 0 if it is no product."""
+    """FLOPs of one execution of an instruction, 0 if it is not a product."""
     if instruction.opcode == "dot":
         contracted = instruction.integers("lhs_contracting_dims")
         return _dot(inside, instruction, contracted)
@@ -43,7 +43,7 @@ def _dot(inside: Computation, instruction: Instruction, contracted: tuple[int, .
 def _convolution(inside: Computation, instruction: Instruction) -> float:
     """2 x batch x output features x input features of a group x valid positions of the window.
 
-    XLA:TPU turns products into convolutions whose window reaches beyond the array, so that only positions inside count.
+    XLA:TPU turns products into convolutions whose window extends beyond the array; only positions inside count.
     """
     labels = _LABELS.search(instruction.attributes)
     assert labels is not None, instruction.name
@@ -61,7 +61,7 @@ def _convolution(inside: Computation, instruction: Instruction) -> float:
             result.dims[of_output.index(digit)],
         )
     batch = data.dims[of_input.index("b")] // groups
-    # the kernel's input features are those of one group already
+    # the kernel's input features are already those of one group
     features = kernel.dims[of_kernel.index("i")] * kernel.dims[of_kernel.index("o")]
     return 2.0 * batch * features * positions
 
@@ -78,7 +78,7 @@ def _window(instruction: Instruction, axis: int) -> dict[str, tuple[int, ...]]:
 
 
 def _valid_positions(window: dict[str, tuple[int, ...]], size: int, kernel: int, outputs: int) -> int:
-    """Pairs of an output and a kernel position that meet an element of the input, neither padding nor a hole."""
+    """Pairs of output and kernel positions that hit an element of the input, not padding or a hole of dilation."""
     (stride,), low = window.get("stride", (1,)), window.get("pad", (0, 0))[0]
     (base,), (hole,) = window.get("lhs_dilate", (1,)), window.get("rhs_dilate", (1,))
     last = (size - 1) * base

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 _ARRAY = re.compile(r"\b(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,<=]*)\](?:\{(?P<layout>[^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 
-# Element types whose name does not begin with letters and then their width in bits.
+# Element types whose name does not contain their width in bits.
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -47,7 +47,7 @@ def parse_shapes(text: str) -> list[Shape]:
 
 
 def bits(dtype: str) -> int:
-    """Width of an element type in bits. Complex numbers name their whole width: c64 is 64 bits."""
+    """Width of an element type in bits. Complex types are named by their total width: c64 is 64 bits."""
     if dtype in _BITS:
         return _BITS[dtype]
     width = re.search(r"\d+", dtype)

@@ -1,14 +1,14 @@
-"""Bytes read from and written to a device's main memory, as the program's instructions are written.
+"""Bytes read from and written to a device's main memory, according to the program's instructions.
 
-Each instruction reads its operands and writes its result once; a fusion counts as one instruction, since what is
-between its parts stays in registers. Of an array that is only sliced, gathered from or updated in place, the part
-that is touched counts. Caches are not modelled, so that a GPU, whose cache holds small arrays, may do with less.
+Each instruction reads its operands and writes its result once; a fusion counts as one instruction, since its
+intermediate results stay in registers. If an array is only sliced, gathered from or updated in place, only the accessed
+part counts. Caches are not modelled: a GPU, whose cache holds small arrays, may need less traffic.
 """
 
 from lmtrain.compiled.executions import Execution
 from lmtrain.compiled.hlo import Computation, Instruction, Module
 
-# No memory is touched, or by the instructions within.
+# Instructions without memory traffic, or whose traffic is that of the instructions inside.
 _NONE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
          "partition-id", "replica-id", "opt-barrier", "async-start", "async-update", "async-done", "add-dependency",
          "domain", "get-dimension-size"}  # fmt: skip
@@ -16,7 +16,7 @@ _SLICING = ("dynamic-slice", "slice", "gather")
 
 
 def hbm_bytes(module: Module, execution: Execution) -> float:
-    """Bytes of one execution of an instruction; what is within a fusion is counted with the fusion."""
+    """Bytes of one execution of an instruction; instructions inside a fusion are counted with the fusion."""
     one, inside = execution.instruction, execution.inside
     if execution.fusion is not None or one.opcode in _NONE or one.opcode.endswith(("-done", "-update")):
         return 0.0
@@ -34,7 +34,7 @@ def hbm_bytes(module: Module, execution: Execution) -> float:
         part = one.shapes[len(one.operands)]
         return (part.bytes if operands[0] else 0.0) + part.hbm_bytes
     if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
-        return result  # it repeats the operands
+        return result  # the result includes the operands
     return sum(operands) + result
 
 
@@ -55,7 +55,7 @@ def _fusion(module: Module, inside: Computation, one: Instruction) -> float:
 
 
 def _read(module: Module, fused: Computation, parameter: Instruction) -> float:
-    """What a fusion reads of one of its operands."""
+    """Bytes that a fusion reads of one of its operands."""
     updated = _updated_in_place(module, fused)
     total = 0.0
     for user in _users(fused, parameter.name):
@@ -74,7 +74,7 @@ def _read(module: Module, fused: Computation, parameter: Instruction) -> float:
 
 
 def _aliases(fused: Computation, name: str) -> set[str]:
-    """The names under which a value is seen: itself, and reinterpretations of its bytes."""
+    """All names of a value: its own, and those of reinterpretations of its bytes."""
     names = {name}
     for one in fused.instructions:
         if one.opcode in ("bitcast", "get-tuple-element") and one.operands and one.operands[0] in names:
@@ -88,7 +88,7 @@ def _users(fused: Computation, name: str) -> list[Instruction]:
 
 
 def _updated_in_place(module: Module, fused: Computation) -> dict[str, float]:
-    """The results of a fusion that are arrays updated in a part, by name, and the bytes of the part."""
+    """The results of a fusion that are partly updated in place: bytes of the updated part, by name."""
     found = {}
     for name in _results(fused):
         one = _source(fused, name)
@@ -110,7 +110,7 @@ def _results(fused: Computation) -> list[str]:
 
 
 def _source(fused: Computation, name: str) -> Instruction:
-    """What a result is made by, looking through changes of its type."""
+    """The instruction that computes a result, ignoring changes of its type."""
     one = fused.by_name[name]
     while one.opcode in ("bitcast", "convert", "copy") and one.operands and one.operands[0] in fused.by_name:
         one = fused.by_name[one.operands[0]]
@@ -118,7 +118,7 @@ def _source(fused: Computation, name: str) -> Instruction:
 
 
 def _written(module: Module, fused: Computation, one: Instruction) -> float:
-    """What a fusion writes: its results, or the parts of them that it updates."""
+    """Bytes that a fusion writes: its results, or the parts of them that it updates."""
     updated = _updated_in_place(module, fused)
     return sum(
         min(updated.get(_source(fused, name).name, shape.bytes), shape.bytes)

@@ -1,6 +1,6 @@
-"""Compile a training step whose model logs from inside its blocks, as a user's own model may.
+"""Compile a training step whose model logs from inside its blocks, as users' models may.
 
-log_and_compile.py FOLDER CONFIG [--SETTING VALUE ...]      for eight H100s; leaves FOLDER/train.json
+log_and_compile.py FOLDER CONFIG [--SETTING VALUE ...]      for eight H100s; writes FOLDER/train.json
 """
 
 import os

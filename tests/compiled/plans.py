@@ -1,4 +1,4 @@
-"""`lmtrain plan --json` for accelerators that are not here, as a user calls it. Answers are kept for the session."""
+"""`lmtrain plan --json` for accelerators that are not present, as a user calls it. The session caches answers."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ _KEPT = tempfile.mkdtemp(prefix="lmtrain-plans-")
 _SECONDS = 900
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
-# Four layers where the stack is scanned: a loop's body is compiled once, whatever the number of layers.
+# Four layers for scanned stacks: a loop's body is compiled once for any number of layers.
 FOUR = ("--model.num_layers", "4")
 NO_HF = ("--initialize_from_hf", "false", "--use_hf_model_config", "false")
 MPT_7B = (*NO_HF, "--model.hidden_dim", "4096", "--model.num_heads", "32", *FOUR)
@@ -29,7 +29,7 @@ ONE = ("--device", "h100", "--step", "train")
 
 
 def family(name: str, sequences: int) -> tuple[str, ...]:
-    """A family's config with so many sequences a step, all of them at once, and gradient checkpointing."""
+    """A family's config with this number of sequences per step in one microbatch, and gradient checkpointing."""
     batch = ("--trainer.train_batch_size", str(sequences), "--trainer.per_device_parallelism", "-1")
     scanned = ("--model.gradient_checkpointing", "true", "--model.scan_layers", "true", *batch)
     return {
@@ -42,7 +42,7 @@ def family(name: str, sequences: int) -> tuple[str, ...]:
 
 
 def run(*arguments: str, folder: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command; without flags for XLA, which the tests' own environment has for the CPU."""
+    """Run the command without XLA_FLAGS, which the tests set for the CPU."""
     clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.run(
         [sys.executable, "-m", "lmtrain", "plan", *arguments],
@@ -56,7 +56,7 @@ def run(*arguments: str, folder: str | None = None, **environment: str) -> subpr
 
 @functools.cache
 def plan(*arguments: str) -> dict:
-    """The figures of the training step, those of evaluation below `eval`."""
+    """The figures of the training step, with those of the evaluation step under `eval`."""
     done = run(*arguments, "--json")
     assert done.returncode in (0, 1), done.stderr
     found = json.loads(done.stdout)
@@ -66,7 +66,7 @@ def plan(*arguments: str) -> dict:
 
 @functools.cache
 def modules(*arguments: str) -> Module:
-    """The program of the step of these arguments."""
+    """The compiled program of the step."""
     path = os.path.join(_KEPT, f"{abs(hash(arguments))}.hlo")
     done = run(*arguments, "--json", "--hlo", path)
     assert done.returncode in (0, 1), done.stderr
@@ -75,7 +75,7 @@ def modules(*arguments: str) -> Module:
 
 
 def cycles(module: Module) -> float:
-    """Cycles of a step as XLA:TPU estimates them; kernels are left out."""
+    """Cycles of a step as estimated by XLA:TPU, without kernels."""
     executions, _ = walk(module, lambda stack: None)
     found = ((_CYCLES.search(one.instruction.attributes), one.times) for one in executions)
     return sum(int(match[1]) * times for match, times in found if match)

@@ -1,8 +1,8 @@
-"""What a step may take as compiled: bytes on the wire, memory traffic, products and memory, per device and step.
+"""Budgets of a compiled step: bytes on the wire, memory traffic, FLOPs and memory, per device and step.
 
 Minima are those of `lmtrain plan`: two bfloat16 gathers of each weight and one scatter of its gradient for each
-microbatch, float32 gradients of embedding tables and the head. Where XLA:TPU makes an all-reduce of every scatter, in
-all formulations that were tried (BUILD-notes.md), it may be 1.5 times as much.
+microbatch, float32 gradients of embedding tables and the head. XLA:TPU makes an all-reduce of every scatter, in all
+formulations that were tried (BUILD-notes.md); its budget is 1.5 times the minimum.
 """
 
 import json
@@ -25,7 +25,7 @@ def wire(found):
 
 
 def products(found):
-    """As compiled over the model's, and what gradient checkpointing computes again."""
+    """Compiled FLOPs relative to the model's, and those that gradient checkpointing recomputes."""
     flops = found["flops"]
     return flops["compiled"] / (flops["model"] + flops["recomputed"])
 
@@ -33,7 +33,7 @@ def products(found):
 @pytest.mark.parametrize(
     "name", ["llama2", "backpack", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama3", "mpt"))]
 )
-def test_fsdp_on_gpus_sends_what_it_must(name):
+def test_fsdp_on_gpus_sends_the_minimum(name):
     found = plan(*family(name, 32), *GPU)
     assert wire(found) <= 1.15
     assert products(found) <= 1.05
@@ -42,62 +42,62 @@ def test_fsdp_on_gpus_sends_what_it_must(name):
 @pytest.mark.parametrize(
     "name", ["llama2", *(pytest.param(name, marks=pytest.mark.long) for name in [*FAMILIES[1:], "gpt2"])]
 )
-def test_fsdp_over_two_hosts_sends_what_it_must(name):
+def test_fsdp_over_two_hosts_sends_the_minimum(name):
     found = plan(*family(name, 64), *HOSTS)
     assert wire(found) <= 1.15
     assert products(found) <= 1.05
 
 
 @pytest.mark.parametrize("name", ["llama2", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[1:])])
-def test_fsdp_on_a_pod_sends_what_it_must(name):
+def test_fsdp_on_a_pod_sends_the_minimum(name):
     found = plan(*family(name, 1024 if name == "backpack" else 256), *POD)
     assert wire(found) <= 1.5
     assert products(found) <= 1.05
     scattered = [row for row in found["collectives"] if row["kind"] == "all-reduce" and row["bytes"] > 1e6]
-    assert scattered, "XLA:TPU has learned to scatter: the budget is 1.15 now"
+    assert scattered, "XLA:TPU scatters now: set the budget to 1.15"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*FAMILIES, "gpt2"])
-def test_fsdp_on_a_slice_without_rings_sends_what_it_must(name):
+def test_fsdp_on_a_slice_without_rings_sends_the_minimum(name):
     found = plan(*family(name, 64), *SMALL_POD)
     assert wire(found) <= 1.5
     assert products(found) <= 1.05
 
 
 @pytest.mark.parametrize("device", [("--device", "h100", "--devices", "8"), ("--device", "v5e-4")], ids=["gpu", "tpu"])
-def test_gpt2_small_as_shipped_sends_what_it_must_and_evaluation_gathers_once(device):
+def test_gpt2_small_as_shipped_sends_the_minimum_and_evaluation_gathers_once(device):
     found = plan("gpt2_small", *device)
     assert wire(found) <= (1.15 if "h100" in device else 1.5)
     assert wire(found["eval"]) <= 1.15
 
 
 def test_evaluation_of_an_untied_model_gathers_once():
-    """With more ids than rows of the embedding table, which is gathered then."""
+    """With more ids than rows of the embedding table, so that the table is gathered."""
     assert wire(plan(*family("llama2", 512), *GPU[:-1], "eval")) <= 1.15
 
 
 @pytest.mark.parametrize("name", ["llama2", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[1:])])
-def test_inside_the_loops_of_the_loss_there_are_no_large_collectives(name):
-    """The head is gathered once for a microbatch, and its gradient summed over devices once."""
+def test_the_loops_of_the_loss_contain_no_large_collectives(name):
+    """The head is gathered once per microbatch, and its gradient is summed over devices once."""
     for settings in ((), ("--model_axis_size", "2", *TENSOR)):
         found = plan(*family(name, 32), *GPU, *settings)
         loops = [loop["times"] for loop in found["loops"] if loop["where"].startswith("objectives/row_losses.py")]
-        assert len(loops) == (name != "backpack")  # whose rows are one chunk
+        assert len(loops) == (name != "backpack")  # its rows fit into one chunk
         rows = 4 * 4096 * 8
         for row in found["collectives"]:
             if row["where"].startswith(("objectives/row_losses.py", "objectives/logits.py")) and row["times"] > 1:
                 assert row["bytes"] <= 4 * 4 * rows
 
 
-def test_the_loss_of_gpt2_small_on_one_gpu_reads_and_writes_little():
+def test_memory_traffic_of_the_loss_of_gpt2_small_on_one_gpu():
     found = plan(*family("gpt2", 64), *ONE)
     sources = {row["where"]: row["bytes"] for row in found["hbm_sources"]}
     assert sources["objectives/row_losses.py"] + sources["objectives/logits.py"] <= 90e9
 
 
 @pytest.mark.parametrize("length", ["1021", pytest.param("1000", marks=pytest.mark.long)])
-def test_chunks_of_the_loss_are_large_for_every_length_of_sequences(length):
+def test_chunks_of_the_loss_are_large_for_every_sequence_length(length):
     found = plan(*family("gpt2", 64), "--model.seq_len", length, *ONE)
     chunks = sum(loop["times"] for loop in found["loops"] if loop["where"].startswith("objectives/row_losses.py"))
     assert 1 <= chunks <= 64 * int(length) / 1024
@@ -135,7 +135,7 @@ MORE_SHAPES = [pytest.param(*shape, marks=pytest.mark.long) for shape in MORE]
 
 @pytest.mark.parametrize(("name", "length", "sequences"), [*SHAPES, *MORE_SHAPES])
 def test_attention_on_gpus_is_fused_forward_and_backward(name, length, sequences):
-    """With documents kept apart. Operands and results of the kernels are those of attention, a few times over."""
+    """With separate documents. Memory traffic of the kernels is a small multiple of their operands and results."""
     flags = (*family(name, sequences), "--model.seq_len", str(length), "--model.num_layers", "4", *ONE)
     found = plan(*flags)
     assert found["attention"] == "triton"
@@ -143,13 +143,13 @@ def test_attention_on_gpus_is_fused_forward_and_backward(name, length, sequences
     calls = set()
     for computation in module.computations.values():
         for one in computation.instructions:
-            # a bitcast is another view of an array that is there, whose sizes may be equal by chance
+            # a bitcast is another view of an existing array, whose sizes may be equal by chance
             squares = [shape for shape in one.shapes if shape.dims.count(length) > 1 and one.opcode != "bitcast"]
             assert not squares, one.name
             if found_name := re.search(r"attention_(forward|d_keys|d_queries)", one.attributes):
                 calls.add(found_name[0])
     assert calls == {"attention_forward", "attention_d_keys", "attention_d_queries"}
-    if name == "backpack":  # its values are other arrays than those of the blocks
+    if name == "backpack":  # its values are not arrays of the blocks
         return
     heads, kv_heads, width = {
         "llama2": (32, 32, 128),
@@ -177,10 +177,10 @@ def test_layers_on_a_tpu_do_not_wait_for_partial_sums():
 
 
 @pytest.mark.long
-def test_llama2_7b_on_a_pod_has_little_beside_its_state():
+def test_temporary_memory_of_llama2_7b_on_a_pod():
     found = plan("llama2_7b", *RECOMPUTED, "--trainer.train_batch_size", "256", *POD)
     assert found["memory"]["peak"] <= 8.8 * 2**30
-    # 10.75 where the goal was 10.5: the compiler leaves gaps between the live 8.75, whatever its options
+    # 10.75, with a goal of 10.5: the compiler leaves gaps between the 8.75 of live buffers with all options
     assert found["memory"]["temporary"] <= 10.8 * 2**30
     smaller = ("--trainer.train_batch_size", "128", "--device", "v5p", "--topology", "2x4x4", "--step", "train")
     assert cycles(modules("llama2_7b", *RECOMPUTED, *smaller)) <= 4.6e9
@@ -211,8 +211,8 @@ def test_variants_of_a_run_send_no_more(variant, devices):
     assert products(found) <= 1.05
 
 
-def test_what_a_model_logs_costs_nothing_but_itself(tmp_path):
-    """Its own mean over the batch is a few bytes on the wire."""
+def test_logging_in_a_model_sends_only_the_logged_values(tmp_path):
+    """A mean over the batch is a few bytes on the wire."""
     flags = (*family("gpt2", 32), "--model.num_layers", "4", "--trainer.per_device_parallelism", "1")
     script = [sys.executable, Path(__file__).with_name("log_and_compile.py"), tmp_path, *flags]
     clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
@@ -224,19 +224,19 @@ def test_what_a_model_logs_costs_nothing_but_itself(tmp_path):
 
 
 @pytest.mark.long
-def test_between_slices_copies_sum_their_gradients_and_nothing_else():
+def test_replicas_on_slices_sum_only_their_gradients():
     slices = ("--device", "v5e", "--topology", "4x4", "--slices", "2", "--step", "train")
     found = plan(*family("llama2", 128), *slices, "--replica_dcn_axis_size", "2")
     assert wire(found) <= 1.5
     slow = [row for row in found["collectives"] if row["network"] == "DCN" and row["bytes"] > 1e5]
     assert slow
     assert all(row["axes"] == ["replica"] for row in slow)
-    # each of two copies sends its part of the gradients once: in bfloat16, tables in float32
+    # each of two replicas sends its part of the gradients once: in bfloat16, tables in float32
     sent = sum(row["wire_bytes"] for row in slow)
     assert sent <= 1.15 * 4 * found["parameters"] / 16
 
 
-def test_between_hosts_copies_sum_their_gradients_and_nothing_else():
+def test_replicas_on_hosts_sum_only_their_gradients():
     found = plan(*family("llama2", 64), *HOSTS, "--replica_dcn_axis_size", "2")
     assert wire(found) <= 1.15
     slow = [row for row in found["collectives"] if row["network"] == "DCN" and row["bytes"] > 1e5]

@@ -1,16 +1,16 @@
-"""Every family compiled by the TPU's and the GPU's compiler: attention, memory beside the estimate, products, loops."""
+"""Every family compiled by the TPU's and the GPU's compiler: attention, memory and its estimate, FLOPs, loops."""
 
 import pytest
 from compiled.plans import GPU, POD, family, plan
 
 SHIPPED = {"tpu": ("gpt2_small", "--device", "v5e-4"), "gpu": ("gpt2_small", "--device", "h100", "--devices", "8")}
 
-# family -> attention on the TPU; on the GPU all have the same kernels
+# family -> attention on the TPU; on the GPU all families use the same kernels
 FAMILIES = {"gpt2": "splash", "llama2": "splash", "mpt": "xla", "backpack": "xla"}
 CASES = [(name, device) for name in FAMILIES for device in ("tpu", "gpu")]
 
 
-# as much of these as of the others is on the GPU, in a sixth of the time
+# these cover as much on the GPU as the others, in a sixth of the time
 LONG = {("mpt", "tpu"), ("backpack", "tpu")}
 PARAMS = [pytest.param(case, marks=pytest.mark.long if case in LONG else (), id="-".join(case)) for case in CASES]
 
@@ -26,7 +26,7 @@ def compiled(request):
     return plan(*family(name, 1024 if name == "backpack" else 256), *POD), attention
 
 
-def test_attention_is_what_the_device_has(compiled):
+def test_attention_uses_the_kernel_of_the_device(compiled):
     found, attention = compiled
     assert found["attention"] == attention
     kernels = {kernel["where"].partition(":")[0] for kernel in found["kernels"]}
@@ -44,8 +44,8 @@ def test_it_fits_and_the_estimate_agrees_with_the_compiler(compiled):
         assert memory["estimate"] == pytest.approx(memory["peak"], rel=0.15)
 
 
-def test_products_are_the_models_and_one_forward_pass_again(compiled):
-    """All but gpt2 recompute blocks: at least a forward pass of the blocks without what only its own output needs."""
+def test_flops_are_the_models_and_one_recomputed_forward_pass(compiled):
+    """All families but gpt2 recompute blocks: at least the forward pass without products that only its output needs."""
     flops = compiled[0]["flops"]
     assert flops["redundant"] <= 0.05 * flops["model"]
     if "eval" not in compiled[0]:
@@ -58,11 +58,11 @@ def test_products_are_the_models_and_one_forward_pass_again(compiled):
 
 def test_layers_are_a_loop_and_every_trip_count_is_known(compiled):
     found, _ = compiled
-    assert 4 in {loop["times"] for loop in found["loops"]} or "eval" in found  # which is unrolled
+    assert 4 in {loop["times"] for loop in found["loops"]} or "eval" in found  # gpt2 is unrolled
     assert all(loop["known"] for loop in found["loops"])
 
 
-def test_collectives_lie_along_the_data_axis_and_name_their_lines(compiled):
+def test_collectives_use_the_data_axis_and_name_their_source_lines(compiled):
     found = compiled[0]
     large = [row for row in found["collectives"] if row["bytes"] > 1e6]
     assert large
@@ -77,7 +77,7 @@ def test_the_bound_is_the_sum_of_its_parts(compiled):
     hidden = seconds["wire"] - seconds["wire_synchronous"]
     expected = max(seconds["products"], seconds["hbm"], hidden) + seconds["wire_synchronous"]
     assert seconds["total"] == pytest.approx(expected)
-    # attention counts in full for the model, and half of it is computed
+    # the model's FLOPs count full attention; the kernel computes half of it
     flops = compiled[0]["flops"]
     most = (flops["model"] + flops["attention_model"]) / (flops["compiled"] + flops["attention"])
     assert 0 < compiled[0]["mfu_bound"] <= most

@@ -1,4 +1,4 @@
-"""`lmtrain plan` with the compilers: what does not fit, limits, two at once, kinds of devices, hosts and slices."""
+"""`lmtrain plan` with the compilers: runs that do not fit, limits, concurrency, kinds of devices, hosts and slices."""
 
 import json
 import os
@@ -24,12 +24,12 @@ AT_ONCE = ("--model.gradient_checkpointing", "true", "--trainer.per_device_paral
             ("llama2_7b", *TWO, *AT_ONCE, "--trainer.train_batch_size", "256", "--device", "l4", "--devices", "8"),
             marks=pytest.mark.long,
         ),
-        # twice a prime, so that there are few sizes to try
+        # twice a prime number, so that few sizes are tried
         ("gpt2_nano", "--model.num_layers", "1", "--trainer.train_batch_size", "32762", "--device", "v5e"),
     ],
     ids=["gpu", "tpu"],
 )
-def test_a_run_that_does_not_fit_says_which_setting_does(flags):
+def test_a_run_that_does_not_fit_prints_a_setting_that_does(flags):
     done = run(*flags, "--step", "train")
     assert done.returncode == 1, done.stderr
     assert "does not fit" in done.stdout
@@ -50,7 +50,7 @@ def test_two_plans_at_once_work():
 
 
 def test_the_compilers_change_nothing_for_a_run_on_this_machine(tmp_path):
-    """They are installed, and there is no device: JAX is not to look for one, nor to complain."""
+    """They are installed without a device: JAX must neither look for one nor print errors."""
     program = "from lmtrain.cli import main; import sys; sys.argv[1:] = ['plan', 'gpt2_nano', '--devices', '1']; main()"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=_without_platform(tmp_path)
@@ -74,7 +74,7 @@ def _without_platform(folder: Path) -> dict[str, str]:
     ],
     ids=["two hosts of GPUs", "two slices of TPUs"],
 )
-def test_copies_of_the_model_on_hosts_and_slices_speak_over_the_slow_network(flags, network, axes):
+def test_replicas_on_hosts_and_slices_communicate_over_the_slow_network(flags, network, axes):
     found = plan(*NANO, *flags, "--step", "train", "--replica_dcn_axis_size", "2")
     assert found["mesh"]["replica"] == 2
     slow = [row for row in found["collectives"] if row["network"] == network]
@@ -100,7 +100,7 @@ def readme_plans() -> list[str]:
     [pytest.param(one, marks=pytest.mark.long if "v5p" in one else ()) for one in readme_plans()],
 )
 def test_the_commands_of_the_readme_run_as_written(command, tmp_path):
-    """With a small model and, as a search takes as long as it is given, half a minute."""
+    """With a small model and, since a search uses all of its time, a limit of half a minute."""
     shorter = [*TWO, "--model.hidden_dim", "1024", "--model.num_heads", "8", "--model.seq_len", "1024"]
     shorter += ["--minutes", "0.5"] if "--search" in command else ["--step", "train"]
     done = run(*command.split(), *shorter, folder=str(tmp_path))

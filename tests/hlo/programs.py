@@ -1,4 +1,4 @@
-"""Small programs as HLO text, in the ways in which XLA's compilers for CPU, GPU and TPU write them."""
+"""Small programs as HLO text, in the forms written by XLA's compilers for CPU, GPU and TPU."""
 
 NESTED_LOOPS = """
 HloModule nested, is_scheduled=true
@@ -74,8 +74,8 @@ ENTRY %main (x: f32[8,16], w: f32[16,16]) -> f32[8,16] {
 }
 """
 
-# A loop with XLA:GPU's trip count, an asynchronous all-gather that work hides, one that nothing hides, and a
-# computation whose kernel has an attribute with line breaks, one of which begins with a brace.
+# A loop with XLA:GPU's trip count, an asynchronous all-gather that overlaps with work, one that does not, and a
+# computation whose kernel has an attribute with line breaks; one of the lines begins with a brace.
 GPU_LOOP = """
 HloModule gpu, is_scheduled=true
 
@@ -112,7 +112,7 @@ ENTRY %main (i: s32[], part: bf16[4,8], x: bf16[32,8]) -> bf16[32,8] {
 """
 
 # XLA:TPU: a reduce-scatter as a fusion of an all-reduce and a slice; an asynchronous all-gather that is repeated in the
-# fusions which start it, run beside it and end it; a product as a convolution whose window reaches beyond the array.
+# fusions that start, overlap and end it; a product as a convolution whose window extends beyond the array.
 TPU = """
 HloModule tpu, is_scheduled=true
 
@@ -194,7 +194,7 @@ ENTRY %main (stack: f32[100,8,8], other: f32[100,8,8], i: s32[]) -> f32[100,8,8]
 }
 """
 
-# Two slices of TPUs with two chips each: within a slice a collective, between them transfers by the runtime.
+# Two TPU slices with two chips each: a collective within a slice, transfers by the runtime between slices.
 SLICES_OF_TPUS = """
 HloModule slices_of_tpus, is_scheduled=true
 

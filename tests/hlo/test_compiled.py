@@ -1,4 +1,4 @@
-"""What lmtrain/compiled reads from programs whose figures are known by hand."""
+"""Figures of lmtrain/compiled for programs whose figures are known by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,8 @@ def test_text_without_an_entry_computation_is_refused():
         parse_hlo("HloModule nothing\n")
 
 
-def test_a_product_in_nested_loops_runs_as_often_as_both_say():
-    """The outer loop counts 1, 3, 5, 7 up to a bound that it carries along; the inner one 0 to 4."""
+def test_trip_counts_of_nested_loops_multiply():
+    """The outer loop counts 1, 3, 5, 7 up to a loop-invariant bound; the inner one 0 to 4."""
     found = measure(NESTED_LOOPS, ALONE)
     assert found.flops == 4 * 5 * (2 * 8 * 16 * 16)
     assert [(loop.times, loop.total, loop.is_known) for loop in found.loops] == [(4, 4, True), (5, 20, True)]
@@ -54,7 +54,7 @@ def test_places_are_the_innermost_lines_of_the_package():
     assert found.loop_places[0] == "models/gpt2/model.py:154"
 
 
-def test_a_loop_whose_bound_is_computed_is_marked_and_can_be_given():
+def test_a_loop_with_a_computed_bound_is_marked_and_its_trip_count_can_be_given():
     text = NESTED_LOOPS.replace("%five = s32[] constant(5)", "%five = s32[] get-tuple-element(%p), index=0")
     found = measure(text, ALONE)
     assert [loop.is_known for loop in found.loops] == [True, False]
@@ -85,12 +85,12 @@ def test_a_tpu_reduce_scatter_is_one_and_an_asynchronous_collective_counts_once(
 
 
 def test_a_batched_product_written_as_a_convolution_counts_positions_inside_only():
-    """Three products of [8, 16] and [16, 8]: of the window's 9 positions 3 meet no hole or padding."""
+    """Three products of [8, 16] and [16, 8]: 3 of the window's 9 positions hit no hole or padding."""
     assert measure(TPU, FOUR).flops == 3 * (2 * 8 * 8 * 16)
 
 
 def test_slices_of_large_arrays_are_not_counted_in_full():
-    """One slice is read and written, then read for the copy; the update reads it on chip and writes one row of many."""
+    """One slice is read and written, then read for the copy; the update reads on-chip memory and writes one row."""
     index = 4
     assert measure(SLICES, ALONE).hbm_bytes == (256 + index + 256) + 256 + (index + 256)
 
@@ -109,16 +109,16 @@ def test_slices_of_large_arrays_are_not_counted_in_full():
         ("source_target_pairs={{0,1},{1,2},{2,0},{3,4}}, x", [[0, 1, 2], [3, 4]]),
     ],
 )
-def test_groups_are_read_in_all_the_ways_xla_writes_them(attributes, groups):
+def test_all_forms_of_groups_are_parsed(attributes, groups):
     assert sorted(parse_groups(attributes, 8)) == groups
 
 
-def test_an_unknown_form_of_groups_is_no_guess():
+def test_an_unknown_form_of_groups_is_an_error():
     with pytest.raises(ValueError, match="unknown form of replica groups: replica_groups=new"):
         parse_groups("channel_id=1, replica_groups=new(8), x", 8)
 
 
-def test_groups_lie_along_axes_of_the_mesh():
+def test_groups_are_mapped_to_axes_of_the_mesh():
     mesh = {"replica": 2, "data": 4, "model": 2}
     assert mesh_axes([0, 1], mesh) == ("model",)
     assert mesh_axes([0, 2, 4, 6], mesh) == ("data",)
@@ -177,12 +177,12 @@ def _products(function, *shapes):
     ],
     ids=["matrix", "batched", "two dimensions", "convolution", "dilated convolution"],
 )
-def test_without_loops_products_are_those_that_xla_counts(function, shapes):
+def test_without_loops_flops_equal_xlas_count(function, shapes):
     ours, theirs = _products(function, *shapes)
     assert ours == theirs > 0
 
 
-def test_a_scan_of_a_real_program_multiplies_where_xla_does_not():
+def test_a_scan_multiplies_flops_where_xlas_count_does_not():
     def function(x, w):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=11)[0]
 
