@@ -1,4 +1,4 @@
-"""configs/README.md and the golden resolved configs are what the settings make of them now."""
+"""The generated parts of the guides and the golden resolved configs are what the settings make of them now."""
 
 import subprocess
 import sys

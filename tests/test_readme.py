@@ -1,4 +1,7 @@
-"""The README is true: its commands run, its tables and links name what exists; it has terms that people look for."""
+"""The README is true: its commands run, its tables name what exists; it has terms that people look for.
+
+What holds for all pages is in test_guides.py.
+"""
 
 import json
 import os
@@ -175,19 +178,3 @@ def test_the_field_s_own_terms_are_found():
     terms = ["resume", "resumes", "Install", "Multi-GPU", "multi-node", "Mixed precision", "gradient accumulation"]
     terms += ["FSDP", "HSDP", "Tensor parallel", "fine-tuning", "checkpoint", "corrupt", "preempt", "MFU", "microbatch"]
     assert [term for term in terms if term not in README] == []
-
-
-def anchors(page: Path) -> set[str]:
-    """Of the headings of a page, as GitHub makes them."""
-    lines = [line.lstrip("# ") for line in page.read_text().splitlines() if line.startswith("#")]
-    return {re.sub(r"[^\w\- ]", "", line).lower().replace(" ", "-") for line in lines}
-
-
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)\s]+)\)", README)
-    assert len(links) > 20
-    for link in links:
-        path, _, anchor = link.partition("#")
-        page = ROOT / path if path else ROOT / "README.md"
-        assert page.exists(), link
-        assert not anchor or anchor in anchors(page), link
