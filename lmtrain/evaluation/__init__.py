@@ -1,1 +1,1 @@
-"""How well a model predicts text it was not trained on."""
+"""Evaluation of a model on held-out text."""

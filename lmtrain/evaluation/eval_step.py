@@ -1,4 +1,4 @@
-"""The step of evaluation: the loss of one batch, as sums over its targets."""
+"""The evaluation step: the loss of one batch, as sums over its targets."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +22,8 @@ def build_eval_step(
 ) -> Within:
     """The jitted (params, batch) -> (summed loss, targets, bytes of their text), without dropout.
 
-    The loss is the plain cross-entropy, whatever training minimizes. `token_bytes` [V] are the lengths of the tokens'
-    texts; without it the last is 0. `options` are the compiler's.
+    The loss is the plain cross-entropy, regardless of the training objective. `token_bytes` [V] are the lengths of the
+    tokens' texts in bytes; without it the third value is 0. `options` are compiler options.
     """
 
     def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:

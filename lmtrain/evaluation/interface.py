@@ -1,4 +1,4 @@
-"""What every evaluation offers, and what it is given: training and `lmtrain eval` use only this."""
+"""The interface of evaluators, and the context they get: training and `lmtrain eval` use only this."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Context:
-    """What an evaluation may use. Parameters that it is given lie on `layout` and are computed with in `compute_dtype`.
+    """What an evaluation may use. Its parameters are placed on `layout`; it computes in `compute_dtype`.
 
-    `folder` is the run's own among the logs. `check_stop()` is to be called between batches, by all processes equally
-    often; it raises `StoppedError` if the run is to end. `progress(done, total)` may be called as often.
+    `folder` is the run's log folder. Call `check_stop()` between batches, equally often in all processes; it raises
+    `StoppedError` if the run has to stop. `progress(done, total)` may be called equally often.
     """
 
     model: LanguageModel
@@ -38,8 +38,8 @@ class Context:
 class Evaluator(Protocol):
     """One way to measure a model. Every process of a run calls it, with the same parameters.
 
-    `name` begins the names of its metrics: `eval/<name>/...`; `every` is its interval in steps, None for after the last
-    step only. What an `optional` one raises is logged, and training continues.
+    `name` is part of the names of its metrics: `eval/<name>/...`; `every` is its interval in steps, None for the last
+    step only. Errors of an `optional` evaluator are logged, and training continues.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Evaluator(Protocol):
     optional: bool
 
     def prepare(self, context: Context) -> bool:
-        """Called once, before the first step. False if there is nothing to evaluate: then it is never called again.
+        """Called once, before the first step. False if there is nothing to evaluate; it is then never called again.
 
         Raises `UserError` for settings that do not fit the run.
         """
 
     def evaluate(self, params: Any, step: int) -> Mapping[str, float]:
-        """Metrics of `params` after `step` updates, by their names after `eval/<name>/`."""
+        """Metrics of `params` after `step` updates; names are without the prefix `eval/<name>/`."""
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        """One line for the log, of its metrics by their full names, perhaps also those of averaged parameters."""
+        """One line for the log. `metrics` have full names and may include those of averaged parameters."""

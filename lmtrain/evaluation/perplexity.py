@@ -15,14 +15,14 @@ from lmtrain.evaluation.interface import Context
 from lmtrain.evaluation.read_ahead import read_ahead
 from lmtrain.hf.token_bytes import token_bytes
 
-_LARGEST_EXPONENT = 700  # beyond it a float has no exponential
+_LARGEST_EXPONENT = 700  # math.exp overflows beyond it
 
 
 @dataclass(frozen=True)
 class Means:
-    """Of a set: its loss in nats, per target and per byte of text; the bytes are 0 if they are not known.
+    """Mean loss of a set in nats, per target and per byte of text; the byte count is 0 if unknown.
 
-    Totals are kept on the host: the loss in float64, counts as whole numbers.
+    Totals are accumulated on the host: the loss in float64, counts as integers.
     """
 
     per_token: Average
@@ -38,7 +38,7 @@ class Means:
 
 
 class Perplexity:
-    """The loss on all validation sets: the evaluator that every run with such sets has."""
+    """The loss on all validation sets: the evaluator of every run that has validation sets."""
 
     name = ""
     optional = False
@@ -53,10 +53,10 @@ class Perplexity:
         return bool(context.sets)
 
     def evaluate(self, params: Any, step: int) -> dict[str, float]:
-        """`loss`, in nats per token, and the number of `tokens` it is the mean of, over all sets together.
+        """`loss` in nats per token, and the number of `tokens` that it averages, over all sets together.
 
-        `bpb` are bits per byte of text, where the tokenizer tells its tokens' bytes. Of several sets also
-        `<name>/loss` and `/bpb` of each, and `macro_loss` and `macro_bpb`, the means of these.
+        `bpb` is bits per byte of text, if the tokenizer's token lengths are known. With several sets, also
+        `<name>/loss` and `<name>/bpb` of each, and their means over the sets, `macro_loss` and `macro_bpb`.
         """
         context, done = self._context, itertools.count(1)
         total = sum(map(len, context.sets.values()))
@@ -93,7 +93,7 @@ def measure(
 
 
 def describe_perplexity(metrics: Mapping[str, float]) -> str:
-    """One line of metrics by their full names: of all sets together, then the loss of each."""
+    """One line from metrics with full names: all sets together, then the loss of each."""
     loss = metrics["eval/loss"]
     perplexity = math.inf if loss >= _LARGEST_EXPONENT else math.exp(loss)
     parts = [f"perplexity {perplexity:.1f}"]
@@ -107,7 +107,7 @@ def describe_perplexity(metrics: Mapping[str, float]) -> str:
 
 
 def _of_a_set(name: str) -> bool:
-    """Whether a metric is the loss of one of several sets; those of averaged weights are not told."""
+    """Whether a metric is the loss of one of several sets; losses of averaged parameters are omitted."""
     return (
         name.startswith("eval/") and not name.startswith("eval/ema/") and name.endswith("/loss") and name.count("/") > 1
     )

@@ -1,10 +1,10 @@
-"""Results of a step over many batches, with the device always at work."""
+"""Results of a step over many batches, read asynchronously to keep the device busy."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-# Batches that are dispatched ahead of the result that is read.
+# Maximum number of batches dispatched ahead of the result that is read next.
 _AHEAD = 4
 
 
@@ -13,8 +13,8 @@ def read_ahead(
 ) -> Iterator[Any]:
     """`step(params, batch)` of each batch, in order; `between` is called after each is dispatched.
 
-    Some batches are dispatched before the first result is read, so that the device is never idle; not all, as each
-    takes memory, and a run that is to end would have to wait for them.
+    Some batches are dispatched before the first result is read, so that the device is never idle; not all, because each
+    needs memory, and a run that stops has to wait for them.
     """
     waiting = deque[Any]()
     for batch in batches:

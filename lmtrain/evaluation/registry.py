@@ -6,7 +6,7 @@ from lmtrain.evaluation.perplexity import Perplexity
 
 
 def build_evaluators(config: EvaluationConfig) -> list[Evaluator]:
-    """Those that the settings ask for, in the order in which they run."""
+    """The evaluators that the settings enable, in the order in which they run."""
     evaluators: list[Evaluator] = []
     if config.steps_per_eval is not None:
         evaluators.append(Perplexity(config.steps_per_eval))

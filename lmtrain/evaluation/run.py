@@ -1,4 +1,4 @@
-"""Running evaluations: when they are due, of which parameters, under which names."""
+"""Running evaluations: when they are due, with which parameters, and under which metric names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,31 +8,31 @@ from lmtrain.evaluation.interface import Context, Evaluator
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.signals import StoppedError
 
-# Metrics of averaged parameters have this between `eval` and the evaluator's name.
+# Part of metric names of averaged parameters, between `eval` and the evaluator's name.
 AVERAGED = "ema"
 
 
 class Evaluations:
     """The evaluators of a run that have something to evaluate.
 
-    Raises `UserError` if metrics of one would have the names of those of a validation set.
+    Raises `UserError` if an evaluator has the name of a validation set, so metric names would clash.
     """
 
     def __init__(self, evaluators: Sequence[Evaluator], context: Context):
         for evaluator in evaluators:
             if evaluator.name in context.sets and evaluator.name:
                 raise UserError(
-                    f"data.configs: {evaluator.name} is the name of a source and of an evaluation, so that metrics of "
-                    "both would have the same names; rename the source"
+                    f"data.configs: {evaluator.name} is the name of a source and of an evaluation, so metrics of both "
+                    "would have the same names; rename the source"
                 )
         self._evaluators = [evaluator for evaluator in evaluators if self._prepares(evaluator, context)]
 
     def due(self, step: int, last: int) -> list[Evaluator]:
-        """Those that run after `step` updates; after the `last` all do."""
+        """The evaluators that run after `step` updates; after the `last` step, all."""
         return [one for one in self._evaluators if step == last or (one.every and step % one.every == 0)]
 
     def next_after(self, step: int, last: int) -> int | None:
-        """The first step after `step` that something is due at; None if nothing is."""
+        """The next step after `step` with a due evaluation; None if there is none."""
         if not self._evaluators or step >= last:
             return None
         return min(last, *(step // one.every * one.every + one.every for one in self._evaluators if one.every), last)
@@ -40,9 +40,9 @@ class Evaluations:
     def run(
         self, due: Sequence[Evaluator], params: Any, ema_params: Any, step: int
     ) -> tuple[dict[str, float], list[str]]:
-        """-> all metrics, and a line for each evaluator. Of `ema_params` too, unless they are None.
+        """All metrics, and a log line for each evaluator; also for `ema_params` unless None.
 
-        Raises `StoppedError` if the run is to end: then nothing of this step counts as evaluated.
+        Raises `StoppedError` if the run has to stop; then nothing of this step counts as evaluated.
         """
         metrics: dict[str, float] = {}
         lines = []
@@ -68,7 +68,7 @@ class Evaluations:
         except Exception as error:
             if not evaluator.optional:
                 raise
-            log.error(f"evaluation {evaluator.name} is left out: {type(error).__name__}: {error}")
+            log.error(f"evaluation {evaluator.name} is disabled: {type(error).__name__}: {error}")
             return False
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Validation sets as global batches on the devices, in order, from the beginning each time."""
+"""Validation sets as global batches on the devices, in a fixed order that restarts at each iteration."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lmtrain.sharding.placement import local_rows, place_batch
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Iterating gives its batches, of which there are `len(self)`."""
+    """A validation set; iterating yields its `len(self)` batches."""
 
     source: EvalSource
     layout: Layout
@@ -37,9 +37,9 @@ def open_validation_sets(
     batch_size: int,
     max_batches: int | None,
 ) -> dict[str, ValidationSet]:
-    """Those of a run by name; a run with one source calls it "". `max_batches` of each are taken, None for all.
+    """The validation sets of a run by name; a single source has the name "". `max_batches` per set, None for all.
 
-    Raises `UserError` for a set that does not hold one sequence.
+    Raises `UserError` for a set that is smaller than one sequence.
     """
     rows = local_rows(layout.batch, batch_size)
     sets = {}
@@ -49,8 +49,8 @@ def open_validation_sets(
         source = EvalSource(store, seq_len, batch_size, rows, max_batches, apart, positions)
         if len(source) < source.whole:
             log.info(
-                f"evaluation takes {len(source):,} of {source.whole:,} batches of {cache.folder} "
-                "(trainer.max_eval_batches): losses are those of this part"
+                f"evaluation uses {len(source):,} of {source.whole:,} batches of {cache.folder} "
+                "(trainer.max_eval_batches)"
             )
         sets[name] = ValidationSet(source, layout)
     return sets

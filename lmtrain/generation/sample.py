@@ -12,7 +12,7 @@ from lmtrain.models.interface import LanguageModel
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """`temperature` 0 takes the most likely token; `top_k` 0 considers all."""
+    """Sampling settings. `temperature` 0 selects the most likely token; `top_k` 0 disables top-k sampling."""
 
     max_new_tokens: int
     temperature: float = 0.8
@@ -27,7 +27,7 @@ def sample(
     settings: SamplingSettings,
     eos_id: int | None,
 ) -> list[int]:
-    """New token ids after `prompt_S`, at most `max_new_tokens`, ending before `eos_id`.
+    """New token ids after `prompt_S`: at most `max_new_tokens`, and none from the first `eos_id` on.
 
     The same key gives the same tokens. Prompt and new tokens together must fit the model's context.
     """
@@ -55,7 +55,7 @@ def _sample(
 
 
 def choose(logits_V: jax.Array, key: jax.Array, settings: SamplingSettings) -> jax.Array:
-    """One token id from float32 logits."""
+    """Sample one token id from float32 logits."""
     if settings.temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
     if 0 < settings.top_k < logits_V.shape[0]:

@@ -1,1 +1,1 @@
-"""What training minimizes, computed from hidden states and the head without the logits of a whole batch."""
+"""Training objectives, computed from hidden states and the head without the logits of an entire batch."""

@@ -1,4 +1,4 @@
-"""Settings of the objective."""
+"""Settings of the training objective."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,25 +9,28 @@ from lmtrain.config.errors import field_error
 
 
 class _CrossEntropy(Section):
-    """What the kinds of cross-entropy have in common."""
+    """Settings shared by all kinds of cross-entropy."""
 
     label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="Probability that the targets spread evenly over the vocabulary; training only"
+        0.0,
+        ge=0,
+        lt=1,
+        description="Label smoothing: probability mass spread evenly over the vocabulary; training only",
     )
 
 
 class CrossEntropyConfig(_CrossEntropy):
     """Next-token cross-entropy, as a mean over all target tokens."""
 
-    type: Literal["cross_entropy"] = Field("cross_entropy", description="The objective")
+    type: Literal["cross_entropy"] = Field("cross_entropy", description="Objective type")
 
 
 class WeightedCrossEntropyConfig(_CrossEntropy):
-    """Next-token cross-entropy in which target tokens have weights: a weighted mean over the batch."""
+    """Next-token cross-entropy with weighted target tokens: a weighted mean over the batch."""
 
-    type: Literal["weighted_cross_entropy"] = Field("weighted_cross_entropy", description="The objective")
+    type: Literal["weighted_cross_entropy"] = Field("weighted_cross_entropy", description="Objective type")
     source_weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        description="Weight of the tokens of each source in data.configs, by name; 1 for a source that is not named"
+        description="Weight per token of each source in data.configs, by name; 1 for sources not listed"
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy, with z-loss, label smoothing, and weights of tokens."""
+"""Next-token cross-entropy, with z-loss, label smoothing, and token weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from lmtrain.objectives.row_losses import Row, sum_of_row_losses
 
 @dataclass(frozen=True)
 class CrossEntropyRow:
-    """Of each row: -sum_v q_v log p_v + z_loss_weight * log_sum^2, where p is the softmax of the logits, log_sum the
-    logarithm of the sum of their exponentials (z-loss: Chowdhery et al. 2022, PaLM, section 5), and q is
-    1 - label_smoothing at the target plus label_smoothing / V everywhere (Szegedy et al. 2016, section 7)."""
+    """Loss of each row: -sum_v q_v log p_v + z_loss_weight * log_sum^2, where p is the softmax of the logits, log_sum
+    their log-sum-exp (z-loss: Chowdhery et al. 2022, PaLM, section 5), and q is 1 - label_smoothing at the target plus
+    label_smoothing / V everywhere (label smoothing: Szegedy et al. 2016, section 7)."""
 
     z_loss_weight: float = 0.0
     label_smoothing: float = 0.0
@@ -33,7 +33,7 @@ class CrossEntropyRow:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Every target token counts the same."""
+    """Cross-entropy in which every target token has the same weight."""
 
     row: CrossEntropyRow = CrossEntropyRow()
 
@@ -49,7 +49,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class WeightedCrossEntropy(CrossEntropy):
-    """Target tokens count as much as `loss_weights` of the batch says."""
+    """Cross-entropy in which target tokens have the weights `loss_weights` of the batch."""
 
     def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return jnp.where(batch["loss_mask"], batch["loss_weights"], 0.0)

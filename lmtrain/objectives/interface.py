@@ -1,4 +1,4 @@
-"""What every objective offers: the training step and Sophia's Hessian use only this."""
+"""The interface of objectives: the training step and Sophia's Hessian use only this."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 class Objective(Protocol):
-    """A weighted mean over the positions of a batch, for which see `lmtrain/data/batches.py`.
+    """A weighted mean over the positions of a batch (see `lmtrain/data/batches.py`).
 
     The step divides the sum over all microbatches and devices by the sum of the weights, so the loss does not depend
     on how a batch is split.
@@ -23,11 +23,11 @@ class Objective(Protocol):
         """The sum over all positions of loss times weight, a float32 scalar.
 
         Logits are `hidden @ head.T`; rows of the head from `vocab_size` on are padding. `sum_of_row_losses` computes
-        such sums without the logits of the whole batch.
+        such sums without the logits of the entire batch.
         """
 
 
 def sum_of_weights(objective: Objective, batch: Mapping[str, jax.Array]) -> jax.Array:
-    """What sums over a batch are divided by to make means of them, float32; 1 where nothing has a weight."""
+    """The divisor that turns sums over a batch into means, float32; 1 if all weights are 0."""
     total = objective.weights(batch).sum().astype(jnp.float32)
     return jnp.where(total > 0, total, 1.0)

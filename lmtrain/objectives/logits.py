@@ -1,10 +1,10 @@
-"""Logits in chunks of rows, on each device for the rows that it holds: never those of the whole batch at once.
+"""Logits in chunks of rows, on each device for its own rows: never for the entire batch at once.
 
-A row is a position of a sequence. The head is gathered once, before the loop over the chunks. With a vocabulary that
-is split over devices (tensor parallelism), a device has the logits of its part of the vocabulary, for the rows of all
-devices that it shares the vocabulary with.
+A row is a position of a sequence. The head is gathered once, before the loop over the chunks. If the vocabulary is
+split over devices (tensor parallelism), a device computes the logits of its part of the vocabulary, for the rows of all
+devices that share the vocabulary with it.
 
-    T rows of a chunk  D embed  V vocab, a device's part of it
+    T rows of a chunk  D embed  V vocab (a device's part of it)
 """
 
 from typing import NamedTuple
@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec
 from lmtrain.sharding.local import num_parts, platform, split_over
 from lmtrain.sharding.placement import stream_axes
 
-# Logits that a device holds at once. Each chunk reads the head and adds to its float32 gradient: with few rows that is
-# most of the memory traffic. A CPU is fastest with what its caches hold.
+# Number of logits that a device holds at once. Each chunk reads the head and adds to its float32 gradient: with few
+# rows that is most of the memory traffic. A CPU is fastest with chunks that fit in its caches.
 _LOGITS_AT_ONCE = {"cpu": 2**22, "gpu": 2**27, "tpu": 2**27}
 _FEWEST_ROWS = {"cpu": 64, "gpu": 1024, "tpu": 1024}
 
-# Sizes of chunks are multiples of this where rows do not divide: it suits the hardware's tiles.
+# If the rows do not divide evenly, chunk sizes are multiples of this, which matches the hardware's tiles.
 _TILE = 128
 
 # Far below any logit, and finite: its exponential is 0, and so is its gradient.
@@ -29,10 +29,10 @@ _NO_TOKEN = -1e30
 
 
 class Chunks(NamedTuple):
-    """How rows and the head are split over devices, by mesh axes, and the rows of a device into chunks.
+    """The split of rows and head over devices, as mesh axes, and of a device's rows into chunks.
 
-    `positions` are split outside and, along the axes of `vocab`, whole inside. `vocab_size` tokens exist; the head's
-    rows after them are padding.
+    `positions` are split outside the per-device function; inside, they are gathered along the axes of `vocab`. The
+    head's rows from `vocab_size` on are padding.
     """
 
     batch: tuple[str, ...]
@@ -44,7 +44,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def plan(cls, hidden_BSD: jax.Array, head_VD: jax.Array, vocab_size: int | None) -> "Chunks":
-        """That of the program being traced, for these global arrays."""
+        """The split in the program being traced, for these global arrays."""
         batch, positions, vocab = split_over("act_batch"), stream_axes(hidden_BSD.shape[1]), split_over("act_vocab")
         entries = head_VD.shape[0]
         plan = cls(batch, positions, vocab, 0, vocab_size or entries, entries)
@@ -53,47 +53,47 @@ class Chunks(NamedTuple):
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Axes that positions are split over outside, and whole inside, since the vocabulary is split over them."""
+        """Axes along which positions are split outside and gathered inside, since they split the vocabulary."""
         return tuple(name for name in self.positions if name in self.vocab)
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """Along these axes devices have different rows."""
+        """Axes along which devices have different rows."""
         return self.batch + tuple(name for name in self.positions if name not in self.vocab)
 
     @property
     def of_rows(self) -> PartitionSpec:
-        """The placement of [B, S, ...] arrays inside."""
+        """The sharding of [B, S, ...] arrays inside."""
         return PartitionSpec(self.batch, self.rows[len(self.batch) :])
 
     @property
     def of_head(self) -> PartitionSpec:
-        """The placement of the head inside."""
+        """The sharding of the head inside."""
         return PartitionSpec(self.vocab)
 
     def cut(self, array: jax.Array) -> jax.Array:
-        """[B, S, ...] as [chunks, size, ...]; zeros, that is rows that are masked out, fill up the last chunk."""
+        """[B, S, ...] as [chunks, size, ...]; the last chunk is padded with zeros, which are masked rows."""
         rows = array.reshape(-1, *array.shape[2:])
         if extra := -len(rows) % self.size:
             rows = jnp.pad(rows, ((0, extra), *((0, 0) for _ in rows.shape[1:])))
         return rows.reshape(-1, self.size, *rows.shape[1:])
 
     def join(self, chunks: jax.Array, like: jax.Array) -> jax.Array:
-        """[chunks, size, ...] as [B, S, ...] again, with B and S of `like`."""
+        """The inverse of `cut`: [chunks, size, ...] as [B, S, ...], with B and S of `like`."""
         batch, length = like.shape[:2]
         rows = chunks.reshape(-1, *chunks.shape[2:])[: batch * length]
         return rows.reshape(batch, length, *rows.shape[1:])
 
     def first_token(self, head_VD: jax.Array) -> jax.Array | int:
-        """The number of the first token of this device's part of the vocabulary."""
+        """The id of the first token in this device's part of the vocabulary."""
         return jax.lax.axis_index(self.vocab) * len(head_VD) if self.vocab else 0
 
     def is_token(self, head_VD: jax.Array) -> jax.Array:
-        """[V] of this device's part of the vocabulary: whether it is a token, not padding."""
+        """[V] Which entries of this device's part of the vocabulary are tokens, not padding."""
         return self.first_token(head_VD) + jnp.arange(len(head_VD)) < self.vocab_size
 
     def logits(self, rows_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
-        """Float32 logits [T, V] of this device's part of the vocabulary, with none for padding."""
+        """Float32 logits [T, V] of this device's part of the vocabulary; padding has a very low logit."""
         logits = jnp.einsum("TD,VD->TV", rows_TD, head_VD).astype(jnp.float32)
         if self.vocab_size == self.padded_size:
             return logits
@@ -101,7 +101,7 @@ class Chunks(NamedTuple):
 
 
 def rows_at_once(rows: int, vocab: int, kind: str) -> int:
-    """Rows of a chunk, for a device of this platform that has so many rows and so many entries of the vocabulary."""
+    """Rows per chunk, for a device of platform `kind` with `rows` rows and `vocab` entries of the vocabulary."""
     most = min(max(_LOGITS_AT_ONCE[kind] // vocab, _FEWEST_ROWS[kind]), rows)
     fewest = -(-rows // most)
     for chunks in range(fewest, 2 * fewest):

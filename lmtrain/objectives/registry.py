@@ -7,7 +7,7 @@ from lmtrain.objectives.config import ObjectiveConfig
 from lmtrain.objectives.cross_entropy import CrossEntropy, CrossEntropyRow, WeightedCrossEntropy
 from lmtrain.objectives.interface import Objective
 
-# type -> what makes it of its section and of `z_loss_weight`, which every objective adds
+# type -> constructor from its config section and `z_loss_weight`, which every objective adds
 OBJECTIVES: dict[str, Callable[[Any, float], Objective]] = {
     "cross_entropy": lambda config, z: CrossEntropy(CrossEntropyRow(z, config.label_smoothing)),
     "weighted_cross_entropy": lambda config, z: WeightedCrossEntropy(CrossEntropyRow(z, config.label_smoothing)),
@@ -15,5 +15,5 @@ OBJECTIVES: dict[str, Callable[[Any, float], Objective]] = {
 
 
 def build_objective(config: ObjectiveConfig, z_loss_weight: float) -> Objective:
-    """The objective of a run."""
+    """Build the objective of a run."""
     return OBJECTIVES[config.type](config, z_loss_weight)

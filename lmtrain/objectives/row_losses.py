@@ -1,8 +1,8 @@
-"""Sums of losses of rows without the logits of the whole batch, for any loss of a row's statistics.
+"""Sums of row losses without the logits of the entire batch, for any loss of a row's statistics.
 
-A row is a position of a sequence. A loss sees its logits through a few numbers, `Row`, whose gradients by the logits
-are written here by hand: so every objective gets the chunks and the three products with the head, and itself needs no
-gradient by hand.
+A row is a position of a sequence. A loss depends on the logits through a few statistics, `Row`, whose gradients with
+respect to the logits are implemented here. So every objective is computed in chunks with three products with the head,
+and needs no handwritten gradient.
 """
 
 import functools
@@ -17,10 +17,10 @@ from lmtrain.sharding.local import per_device, scatter_sum, split_over, sum_over
 
 
 class Row(NamedTuple):
-    """What a loss knows of each row's logits, [T] float32, over the whole vocabulary.
+    """Statistics of each row's logits over the entire vocabulary, [T] float32.
 
-    `log_sum` is the logarithm of the sum of their exponentials, `chosen` the target's logit, `mean` the mean of all;
-    None unless the loss uses it.
+    `log_sum` is the log-sum-exp, `chosen` the target's logit, `mean` the mean of all logits, None unless the loss uses
+    it.
     """
 
     log_sum: jax.Array
@@ -29,11 +29,11 @@ class Row(NamedTuple):
 
 
 class RowLoss(Protocol):
-    """The loss of each row, [T] float32. Hashable, as it is a part of the compiled program."""
+    """The loss of each row, [T] float32. Hashable, since it is a static part of the compiled program."""
 
     @property
     def uses_mean(self) -> bool:
-        """Whether it reads `Row.mean`, which costs a sum over the vocabulary."""
+        """Whether the loss reads `Row.mean`, which costs a sum over the vocabulary."""
 
     def __hash__(self) -> int: ...
 
@@ -41,7 +41,7 @@ class RowLoss(Protocol):
 
 
 class _Form(NamedTuple):
-    """Static: the loss of a row, chunks, and the mesh axes that the head is split over as it is stored."""
+    """Static arguments: the row loss, the chunks, and the mesh axes that the stored head is split over."""
 
     loss: RowLoss
     chunks: Chunks
@@ -59,14 +59,14 @@ def sum_of_row_losses(
 ) -> jax.Array:
     """sum over positions of weight * loss(row of hidden @ head.T and its target), float32.
 
-    Weights are float32, or bool for 0 and 1; where a weight is 0, nothing of the row counts. Rows of the head from
-    `vocab_size` on are padding and take no part.
+    Weights are float32, or bool for 0 and 1; rows with weight 0 are ignored. Rows of the head from `vocab_size` on are
+    padding and are ignored too.
 
-    The head's products run in the inputs' precision; everything of a row and all sums in float32. Each device takes
-    its own rows in chunks. When gradients are wanted, each chunk's are computed right after its loss, from the logits
-    that are there anyway: three products with the head, as for whole logits, where recomputing chunks in the backward
-    pass takes four. Inside the loop nothing but a few floats per row goes between devices, and that only if the
-    vocabulary is split: the head is gathered before it, and its gradient is summed over devices after it.
+    Products with the head run in the inputs' precision; row statistics and all sums are float32. Each device computes
+    its own rows in chunks. With gradients, those of each chunk are computed right after its loss, from the same logits:
+    three products with the head, as with unchunked logits, while recomputing chunks in the backward pass needs four.
+    Inside the loop, devices exchange only a few floats per row, and only if the vocabulary is split: the head is
+    gathered before the loop, and its gradient is summed over devices after it.
     """
     form = _Form(loss, Chunks.plan(hidden_BSD, head_VD, vocab_size), split_over("vocab"), split_over("embed"))
     return _summed(hidden_BSD, head_VD, targets_BS, weights_BS, form)
@@ -100,7 +100,7 @@ def _forward(
         tuple(name for name in stored if name in chunks.rows) for stored in (form.stored_vocab, form.stored_embed)
     )
     elsewhere = tuple(name for name in chunks.rows if name not in stored_vocab + stored_embed)
-    # the sums over parts of the vocabulary nearly cancel: in bfloat16, gradients would be half as exact
+    # the sums over parts of the vocabulary nearly cancel: in bfloat16, gradients would have twice the error
     partial_sum = jnp.float32 if chunks.vocab else hidden.dtype
 
     def local(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
@@ -169,7 +169,7 @@ def _mean(chunks: Chunks, logits_TV: jax.Array, head: jax.Array) -> jax.Array:
 
 
 def _weighted(losses_T: jax.Array, weight_T: jax.Array) -> jax.Array:
-    """A loss that is no number does not count where its weight is 0."""
+    """Weighted losses; 0 where the weight is 0, even if the loss is NaN."""
     if weight_T.dtype == bool:
         return jnp.where(weight_T, losses_T, 0.0)
     return jnp.where(weight_T > 0, weight_T * losses_T, 0.0)
@@ -178,8 +178,8 @@ def _weighted(losses_T: jax.Array, weight_T: jax.Array) -> jax.Array:
 def _d_logits(
     form: _Form, logits_TV: jax.Array, head: jax.Array, target_T: jax.Array, row: Row, d_row: Row
 ) -> jax.Array:
-    """The gradient by logits, from `d_row`, that by the statistics: d log_sum / d logits is the softmax, d chosen is
-    one at the target, d mean is one over the vocabulary."""
+    """The gradient with respect to the logits, from `d_row`, that with respect to the statistics: d log_sum / d logits
+    is the softmax, d chosen / d logits is 1 at the target, d mean / d logits is 1 / vocab_size."""
     chunks = form.chunks
     is_target = chunks.first_token(head) + jnp.arange(len(head)) == target_T[:, None]
     softmax = jnp.exp(logits_TV - row.log_sum[:, None])

@@ -1,4 +1,4 @@
-"""Targets drawn from the model's own prediction, for Sophia-G."""
+"""Targets sampled from the model's own prediction, for Sophia-G."""
 
 import jax
 import jax.numpy as jnp
@@ -6,15 +6,15 @@ import jax.numpy as jnp
 from lmtrain.objectives.logits import Chunks
 from lmtrain.sharding.local import per_device, sum_over
 
-# The cumulative sum runs over blocks of the vocabulary, then within the block that was met: exact enough in float32.
+# The cumulative sum runs over blocks of the vocabulary, then within the selected block: accurate enough in float32.
 _BLOCK = 128
 
 
 def sample_targets(hidden_BSD: jax.Array, head_VD: jax.Array, key: jax.Array, vocab_size: int) -> jax.Array:
-    """For each position a token drawn from softmax(hidden @ head.T), int32 [B, S].
+    """A token for each position, sampled from softmax(hidden @ head.T), int32 [B, S].
 
-    One uniform number per position, made from `key` alone, is looked up in the cumulative probabilities: what is drawn
-    does not depend on how rows and vocabulary are split, but for rounding.
+    One uniform number per position, generated from `key` alone, is looked up in the cumulative probabilities: except
+    for rounding, the samples do not depend on how rows and vocabulary are split.
     """
     chunks = Chunks.plan(hidden_BSD, head_VD, vocab_size)
     uniform_BS = jax.random.uniform(key, hidden_BSD.shape[:2])
@@ -50,7 +50,7 @@ def _draw(chunks: Chunks, logits_TV: jax.Array, head: jax.Array, uniform_T: jax.
 
 
 def _share(chunks: Chunks, weight_T: jax.Array, uniform_T: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
-    """What is left to reach on this device, whose part of the vocabulary has this weight, and whether it is here."""
+    """The cumulative weight to reach in this device's part of the vocabulary, and whether the token is in this part."""
     if not chunks.vocab:
         return uniform_T * weight_T, True
     until_PT = jnp.cumsum(jax.lax.all_gather(weight_T, chunks.vocab), axis=0)

@@ -70,7 +70,7 @@ def test_a_run_prints_its_id_first_and_saves_the_steps_it_should(undisturbed):
     folder, printed = undisturbed
     assert printed.splitlines()[0].startswith(f"run {RUN} (to start a new run")
     assert sorted(os.listdir(folder / "checkpoints" / RUN)) == ["step-12", "step-4", "step-8"]
-    assert "evaluation takes 2 of 36 batches of cache/validation (trainer.max_eval_batches)" in printed
+    assert "2 of 36 batches of cache/validation (trainer.max_eval_batches)" in printed
 
 
 def test_the_loss_falls(undisturbed):

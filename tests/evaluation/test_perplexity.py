@@ -18,7 +18,7 @@ VOCAB, LENGTH = 11, 6
 
 
 def evaluate(step, params, sets) -> dict[str, float]:
-    """With the names that they have in a run."""
+    """Metrics with the names that they have in a run."""
     found = measure(step, params, {name: batches() for name, batches in sets.items()})
     return {f"eval/{name}": value for name, value in found.items()}
 
@@ -33,7 +33,7 @@ def already_summed(_, batch):
     ("batches", "loss", "tokens"),
     [
         ([(6.0, 2)], 3.0, 2.0),
-        ([(6.0, 2), (4.0, 8)], 1.0, 10.0),  # by tokens; the mean of the two means is 1.75
+        ([(6.0, 2), (4.0, 8)], 1.0, 10.0),  # weighted by tokens; the mean of the two means is 1.75
         ([(6.0, 3), (0.0, 0)], 2.0, 3.0),
         ([(0.0, 0)], 0.0, 0.0),
         ([], 0.0, 0.0),
@@ -44,7 +44,7 @@ def test_the_mean_is_over_tokens(batches, loss, tokens):
 
 
 def test_sums_are_kept_in_float64():
-    # in float32 the ones vanish beside 2^24
+    # in float32, adding 1 to 2^24 has no effect
     batches = [(2.0**24, 1)] + [(1.0, 1)] * 7
     assert evaluate(already_summed, None, {"": lambda: batches})["eval/loss"] == (2**24 + 7) / 8
 
@@ -54,14 +54,14 @@ def test_token_counts_beyond_int32_are_exact():
 
 
 def test_many_counts_add_up_beyond_int32_without_a_warning():
-    """Of all sets together too, whose counts are added once more."""
+    """Also for all sets together, whose counts are added once more."""
     sets = {name: lambda: [(2.0**31, 2**31 - 1)] * 2 for name in ("a", "b")}
     result = evaluate(already_summed, None, sets)
     assert result["eval/tokens"] == 4.0 * (2**31 - 1)
     assert result["eval/loss"] == result["eval/a/loss"] == 2**31 / (2**31 - 1)  # 1.0 in float32
 
 
-def test_totals_are_float64_and_counts_are_whole_numbers_of_the_host():
+def test_totals_are_float64_and_counts_are_integers_on_the_host():
     means = Means.of(0.1, 3, 5)
     for merged in (means, means.merge(Means.of(0.2, 2**40, 2**41))):
         for average in (merged.per_token, merged.per_byte):
@@ -79,7 +79,7 @@ def test_nan_is_reported_not_hidden():
 
 
 def test_some_batches_are_dispatched_ahead_of_the_result_that_is_read():
-    """So the device has work all the time, and a signal between two batches finds few that are under way."""
+    """So the device is always busy, and at a signal between two batches only a few are running."""
     events = []
 
     class Result:
@@ -123,7 +123,7 @@ def test_with_a_model_it_is_the_mean_negative_log_probability_without_dropout():
     assert result["eval/loss"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
-def test_several_sets_have_losses_of_their_own_and_two_kinds_of_mean():
+def test_several_sets_have_their_own_losses_and_two_kinds_of_mean():
     sets = {"web": lambda: [(6.0, 2), (2.0, 2)], "wiki": lambda: [(6.0, 6)]}
     assert evaluate(already_summed, None, sets) == {
         "eval/loss": 1.4,
@@ -136,24 +136,24 @@ def test_several_sets_have_losses_of_their_own_and_two_kinds_of_mean():
 
 
 def with_bytes(_, batch):
-    """As `already_summed`, of batches that tell their bytes."""
+    """Like `already_summed`, for batches with byte counts."""
     loss, count, size = batch
     return jax.numpy.float32(loss), jax.numpy.int32(count), jax.numpy.int32(size)
 
 
 def test_bits_per_byte_are_the_summed_loss_in_bits_over_all_bytes():
-    """Over all batches together; the mean of each batch's would be another."""
+    """Over all batches together, not the mean of each batch's value."""
     batches = [(6.0, 2, 3), (2.0, 2, 13)]
     assert evaluate(with_bytes, None, {"": lambda: batches}) == pytest.approx(
         {"eval/loss": 2.0, "eval/tokens": 4.0, "eval/bpb": 8 / math.log(2) / 16}
     )
 
 
-def test_one_bit_a_byte_is_one():
+def test_one_bit_per_byte_is_one():
     assert evaluate(with_bytes, None, {"": lambda: [(5 * math.log(2), 3, 5)]})["eval/bpb"] == pytest.approx(1.0)
 
 
-def test_several_sets_have_bits_per_byte_of_their_own_and_two_kinds_of_mean():
+def test_several_sets_have_their_own_bits_per_byte_and_two_kinds_of_mean():
     sets = {"web": lambda: [(6.0, 2, 4), (2.0, 2, 4)], "wiki": lambda: [(6.0, 6, 24)]}
     assert evaluate(with_bytes, None, sets) == pytest.approx(
         {
@@ -176,7 +176,7 @@ def test_without_bytes_there_are_no_bits_per_byte():
     assert "eval/bpb" not in evaluate(with_bytes, None, {"": list})
 
 
-def test_a_set_of_no_bytes_is_left_out_of_the_mean_of_bits_per_byte():
+def test_a_set_without_bytes_is_excluded_from_the_mean_of_bits_per_byte():
     sets = {"a": lambda: [(6.0, 2, 4)], "empty": list}
     result = evaluate(with_bytes, None, sets)
     assert "eval/empty/bpb" not in result
@@ -191,17 +191,17 @@ def test_byte_counts_beyond_int32_are_exact():
 
 
 def test_bytes_are_those_of_the_targets():
-    """Through the step of a model: not of the first token of a row, and not of masked ones."""
+    """With the evaluation step of a model: first tokens of rows and masked tokens do not count."""
     model = Gpt2LM(Gpt2Config(seq_len=LENGTH, hidden_dim=8, num_heads=2, num_layers=1), VOCAB)
     tokens = np.arange(2 * LENGTH, dtype=np.int32).reshape(2, LENGTH) % VOCAB
-    sizes = 10 ** np.arange(VOCAB) % 10_007  # any sum tells which tokens are in it
+    sizes = 10 ** np.arange(VOCAB) % 10_007  # each sum identifies the tokens in it
     shapes = unbox(jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"])
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     step = build_eval_step(model, plan_layout(PartitioningConfig()), "float32", sizes.tolist())
     batch = {"tokens": tokens, "loss_mask": np.arange(LENGTH) < np.array([[5], [2]])}
     result = evaluate(step, params, {"": lambda: [batch, batch]})
     counted = sizes[tokens[0, 1:6]].sum() + sizes[tokens[1, 1:3]].sum()
-    # all logits are 0, so that each target costs log(VOCAB)
+    # all logits are 0, so each target has the loss log(VOCAB)
     assert result["eval/bpb"] == pytest.approx(7 * math.log2(VOCAB) / counted)
 
 
@@ -224,5 +224,5 @@ def test_bytes_are_those_of_the_targets():
         ({"eval/loss": math.inf}, "eval loss inf (perplexity inf)"),
     ],
 )
-def test_the_line_tells_loss_perplexity_and_what_else_is_known(metrics, line):
+def test_the_line_has_loss_perplexity_and_the_other_metrics(metrics, line):
     assert describe_perplexity(metrics) == line

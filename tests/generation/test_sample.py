@@ -20,11 +20,11 @@ GREEDY = SamplingSettings(9, temperature=0)
 
 @pytest.fixture(scope="module")
 def params():
-    """Random, and large, so that each position has a clear favourite and the favourites vary."""
+    """Large random parameters, so that each position has a clear most likely token, and these vary."""
     random = np.random.default_rng(5)
     shapes = unbox(jax.eval_shape(MODEL.init, jax.random.key(0), PROMPT[None])["params"])
     drawn = jax.tree.map(lambda leaf: random.normal(size=leaf.shape).astype(np.float32), shapes)
-    drawn["norm_final"]["bias"] *= 0  # it favours the same token everywhere
+    drawn["norm_final"]["bias"] *= 0  # it would favour the same token everywhere
     drawn["positions"]["embedding"] *= 4
     return drawn
 
@@ -34,7 +34,7 @@ def run(params, settings, seed=0, prompt=PROMPT, eos_id=None):
 
 
 def step_by_step(params, prompt, count):
-    """Greedy continuation by whole forward passes over a growing text, without a cache."""
+    """Greedy continuation with full forward passes over a growing text, without a cache."""
     tokens = np.asarray(prompt).tolist()
     forward = jax.jit(lambda ids: MODEL.apply({"params": params}, ids))
     for _ in range(count):
@@ -52,10 +52,10 @@ def test_temperature_zero_takes_the_argmax_of_the_full_forward(params, prompt):
 
 
 def test_the_greedy_text_is_not_one_token_repeated(params):
-    assert len(set(run(params, GREEDY))) > 2  # or the tests here would prove little
+    assert len(set(run(params, GREEDY))) > 2  # or the other tests would prove little
 
 
-def test_the_same_key_gives_the_same_tokens_and_another_key_others(params):
+def test_the_same_key_gives_the_same_tokens_and_another_key_gives_others(params):
     settings = SamplingSettings(9, temperature=2.0, top_k=0)
     assert run(params, settings, seed=1) == run(params, settings, seed=1)
     assert len({tuple(run(params, settings, seed=seed)) for seed in range(5)}) > 1
@@ -73,14 +73,14 @@ def test_text_ends_before_the_first_eos(params):
     assert run(params, GREEDY, eos_id=greedy[0]) == []
 
 
-def test_without_eos_in_sight_all_tokens_come(params):
+def test_without_eos_all_tokens_are_returned(params):
     greedy = run(params, GREEDY)
     unseen = next(token for token in range(VOCAB) if token not in greedy)
     assert run(params, GREEDY, eos_id=unseen) == run(params, GREEDY, eos_id=None) == greedy
     assert len(greedy) == 9
 
 
-def test_a_longer_text_begins_with_the_shorter_one(params):
+def test_a_longer_text_starts_with_the_shorter_one(params):
     short, long = (SamplingSettings(count, temperature=2.0, top_k=0) for count in (4, 9))
     assert run(params, long, seed=2)[:4] == run(params, short, seed=2)
 

@@ -1,4 +1,4 @@
-"""Objectives in a whole step: means over the batch however it is split, and what they do to training."""
+"""Objectives in complete steps: means over the batch for any number of microbatches, and their gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ MASK = np.arange(6) < np.array([[5], [3], [0], [4]])
 WEIGHTS = RNG.uniform(0, 0.2, (4, 6)).astype(np.float32)
 BATCH = {"tokens": TOKENS, "loss_mask": MASK, "loss_weights": WEIGHTS}
 PARAMS = quick.random_params(MODEL, 0.3)
-# hands the gradients on to the state
+# an optimizer that stores the gradients in its state
 KEEPER = optax.chain(optax.trace(0.0), optax.scale(0.0))
 OF = {
     "plain": CrossEntropyConfig(),
@@ -58,7 +58,7 @@ def stepped(name: str, batch=BATCH, microbatches: int = 1):
 
 
 def by_formula(params, name: str):
-    """The mean from whole logits, as the config says it."""
+    """The mean from unchunked logits, by the formula of the config."""
     config = OF[name]
     logits = MODEL.apply({"params": params}, TOKENS)[..., :VOCAB]
     log_p = jax.nn.log_softmax(logits)
@@ -69,14 +69,14 @@ def by_formula(params, name: str):
     return (losses * weights).sum() / weights.sum()
 
 
-def test_every_objective_is_tried():
+def test_every_registered_objective_is_tested():
     assert {config.type for config in OF.values()} == OBJECTIVES.keys()
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", OF)
-def test_loss_and_gradients_of_a_step_are_those_of_the_formula(name, microbatches):
-    """Also where all weights of a batch add up to less than 1."""
+def test_loss_and_gradients_of_a_step_equal_the_formula(name, microbatches):
+    """Also if all weights of a batch sum to less than 1."""
     expected, gradients = jax.value_and_grad(by_formula)(PARAMS, name)
     loss, found = stepped(name, microbatches=microbatches)
     assert loss == pytest.approx(float(expected), rel=1e-5)
@@ -85,14 +85,14 @@ def test_loss_and_gradients_of_a_step_are_those_of_the_formula(name, microbatche
 
 
 @pytest.mark.parametrize("name", ["plain", "weighted"])
-def test_a_batch_in_which_nothing_has_a_weight_has_loss_and_gradients_of_zero(name):
+def test_a_batch_with_all_weights_zero_has_loss_and_gradients_of_zero(name):
     loss, gradients = stepped(name, BATCH | {"loss_mask": np.zeros_like(MASK)})
     assert loss == 0
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
 
 
 def test_the_hessian_is_that_of_the_objective():
-    """Hutchinson's estimate, with the same draws: weights of one half are half of a batch's rows twice over."""
+    """Hutchinson's estimate with the same draws: weights of one half equal half of the rows, repeated twice."""
     key = jax.random.key(3)
 
     def estimate(name, weights, method="hutchinson"):
@@ -109,7 +109,7 @@ def test_the_hessian_is_that_of_the_objective():
 
 
 def exact_direction(key):
-    """The direction that the estimate draws, found from the estimate's own code."""
+    """The direction that the estimate draws, computed with the estimate's own code."""
     from lmtrain.train.step.hessian import _normal_like
 
     return _normal_like(jax.random.split(key)[0], PARAMS)

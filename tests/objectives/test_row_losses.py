@@ -1,4 +1,4 @@
-"""The chunked loss and its gradients are those of the naive formula, for any number of chunks."""
+"""The chunked loss and its gradients equal the naive formula, for any number of chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def summed_cross_entropy(hidden, head, targets, weights, vocab_size=None, row=Cr
 
 
 def naive(hidden, head, targets, mask, z=0.0, smoothing=0.0):
-    """In numpy and float64: the loss, and its gradients by hidden and head."""
+    """The loss and its gradients with respect to hidden and head, in numpy and float64."""
     logits = hidden.astype(np.float64) @ head.astype(np.float64).T
     highest = logits.max(-1, keepdims=True)
     log_sum = np.log(np.exp(logits - highest).sum(-1)) + highest[..., 0]
@@ -41,19 +41,19 @@ def naive(hidden, head, targets, mask, z=0.0, smoothing=0.0):
     return loss, d_logits @ head, np.einsum("bsv,bsd->vd", d_logits, hidden)
 
 
-# rows of a chunk: all, half, one at a time, and sizes that do not divide the twelve rows, the last of them filled up
+# rows of a chunk: all, half, one at a time, and sizes that do not divide the twelve rows, so the last chunk is padded
 ROWS = [12, 6, 1, 5, 7]
 
 
 @pytest.fixture(params=ROWS, ids=lambda rows: f"chunks of {rows}")
 def chunks(request, monkeypatch):
-    """The loss in chunks of so many rows."""
+    """Compute the loss in chunks of this number of rows."""
     monkeypatch.setattr(logits_module, "rows_at_once", lambda *sizes: request.param)
     return request.param
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_value_and_gradients_are_those_of_the_naive_formula(chunks, mask):
+def test_value_and_gradients_equal_the_naive_formula(chunks, mask):
     mask = MASKS[mask]
     loss, d_hidden, d_head = naive(HIDDEN, HEAD, TARGETS, mask)
     value, gradients = jax.value_and_grad(summed_cross_entropy, (0, 1))(HIDDEN, HEAD, TARGETS, mask)
@@ -63,13 +63,13 @@ def test_value_and_gradients_are_those_of_the_naive_formula(chunks, mask):
     np.testing.assert_allclose(gradients[1], d_head, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_scale_with_what_comes_from_above(chunks):
+def test_gradients_scale_with_the_upstream_gradient(chunks):
     _, d_hidden, _ = naive(HIDDEN, HEAD, TARGETS, MASKS["some"])
     gradient = jax.grad(lambda h: -3.0 * summed_cross_entropy(h, HEAD, TARGETS, MASKS["some"]))(HIDDEN)
     np.testing.assert_allclose(gradient, -3.0 * d_hidden, rtol=1e-4, atol=1e-5)
 
 
-def test_bfloat16_is_close_and_gradients_have_its_type(chunks):
+def test_bfloat16_is_close_and_gradients_have_its_dtype(chunks):
     half = [jnp.asarray(x, jnp.bfloat16) for x in (HIDDEN, HEAD)]
     loss, *expected = naive(*(np.asarray(x, np.float32) for x in half), TARGETS, MASKS["all"])
     value, gradients = jax.value_and_grad(summed_cross_entropy, (0, 1))(*half, TARGETS, MASKS["all"])
@@ -91,7 +91,7 @@ WEIGHTS = RNG.uniform(0.1, 3, (B, S)).astype(np.float32) * MASKS["some"]
 
 @pytest.mark.parametrize("weights", [MASKS["some"], WEIGHTS], ids=["mask", "weights"])
 @pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2), (0.3, 0.9)])
-def test_z_loss_label_smoothing_and_weights_are_those_of_the_naive_formula(chunks, z, smoothing, weights):
+def test_z_loss_label_smoothing_and_weights_equal_the_naive_formula(chunks, z, smoothing, weights):
     loss, d_hidden, d_head = naive(HIDDEN, HEAD, TARGETS, weights, z, smoothing)
 
     def ours(hidden, head):
@@ -105,7 +105,7 @@ def test_z_loss_label_smoothing_and_weights_are_those_of_the_naive_formula(chunk
 
 
 def test_padding_of_the_vocabulary_changes_nothing_and_gets_no_gradient(chunks):
-    """Even where the padding's logits would be the largest."""
+    """Even if the padding's logits would be the largest."""
     head = np.concatenate([HEAD[:9], 100 * np.ones((3, D), np.float32)])
     targets = TARGETS % 9
 
@@ -128,8 +128,8 @@ def test_padding_of_the_vocabulary_changes_nothing_and_gets_no_gradient(chunks):
     ("rows", "vocab"),
     [(64 * 1024, 50304), (64 * 1021, 50304), (4 * 4093, 32000), (4093, 32000), (8 * 8192, 128256), (1000, 50304)],
 )
-def test_chunks_on_accelerators_have_a_thousand_rows_and_hardly_any_that_are_filled_up(kind, rows, vocab):
-    """Also for sequences whose length is a prime."""
+def test_chunks_on_accelerators_have_about_a_thousand_rows_and_little_padding(kind, rows, vocab):
+    """Also for prime sequence lengths."""
     size = rows_at_once(rows, vocab, kind)
     assert min(rows, 1024) <= size <= max(2**27 // vocab + 128, 1024)
     number = -(-rows // size)
@@ -164,7 +164,7 @@ def chi_square(counts, expected):
 
 
 def test_sampled_targets_follow_the_softmax_of_each_position_and_are_never_padding(chunks):
-    """Although the padding's logits would be the largest."""
+    """Even though the padding's logits would be the largest."""
     head = np.concatenate([HEAD[:9] / 2, 100 * np.ones((3, D), np.float32)])
     drawn = draw(HIDDEN, head, 9)
     assert drawn.shape == (DRAWS, B, S)
@@ -175,13 +175,13 @@ def test_sampled_targets_follow_the_softmax_of_each_position_and_are_never_paddi
     logits = HIDDEN.astype(np.float64) @ head[:9].astype(np.float64).T
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     assert chi_square(counts, DRAWS * probabilities).max() < LARGEST_CHI_SQUARE
-    # and those of another position would not pass
+    # the samples of another position do not pass
     other = np.roll(probabilities, 1, axis=1)
     assert chi_square(counts, DRAWS * other).min() > LARGEST_CHI_SQUARE
 
 
 def test_sampled_targets_of_different_positions_and_rows_are_independent(chunks):
-    """Of equal logits everywhere: two positions agree as often as two dice do, whether in one chunk or in two."""
+    """With equal logits everywhere, two positions agree as often as two dice, in the same or in different chunks."""
     drawn = draw(np.zeros((B, S, D), np.float32), HEAD, V).reshape(DRAWS, B * S)
     for first in range(B * S):
         for second in range(first):
