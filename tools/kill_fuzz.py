@@ -201,7 +201,9 @@ def check_starts(folder: Path, kills: list[tuple[str, Kill]], last: str) -> list
         said = (folder / told).read_text()
         if runs.continued_from(said) not in (None, kill.kept):
             problems.append(f"{told} went on from {runs.continued_from(said)}, step {kill.kept} was complete")
-        problems += [f"{told} says {word!r}" for word in ("damaged", "set aside", "Traceback") if word in said]
+        problems += [
+            f"{told} says {word!r}" for word in ("corrupt", "damaged", "set aside", "Traceback") if word in said
+        ]
     problems += [
         f"{told}: a kill at step {kill.reached} lost {kill.lost:.2f} s, {kill.allowed:.2f} s are allowed"
         for told, kill in kills
