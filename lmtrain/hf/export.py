@@ -117,7 +117,7 @@ def check_output(output: str, extra_files: Iterable[str] = ()) -> None:
     if not names:
         return
     if _MARK not in _config_of(folder):
-        raise UserError(f"--output {output}: the folder is not empty and is not an lmtrain export; choose another")
+        raise UserError(f"--output {output}: not empty and not an lmtrain export; choose another folder")
     others = [name for name in names if not (_WRITTEN.fullmatch(name) or name in {*TOKENIZER_FILES, *extra_files})]
     if others:
         raise UserError(

@@ -64,7 +64,7 @@ def test_a_folder_with_a_foreign_config_is_not_replaced(tmp_path, content):
     """Such as a project, or the model that training started from."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(content)
-    with pytest.raises(UserError, match="is not an lmtrain export"):
+    with pytest.raises(UserError, match="not an lmtrain export"):
         write(tmp_path / "model")
     assert (tmp_path / "model" / "config.json").read_text() == content
 
@@ -102,7 +102,7 @@ def test_invalid_outputs_are_user_errors(tmp_path, monkeypatch):
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path):
     (tmp_path / "photo.png").write_text("precious")
-    with pytest.raises(UserError, match="not empty and is not an lmtrain export"):
+    with pytest.raises(UserError, match="not empty and not an lmtrain export"):
         write(tmp_path)
     assert os.listdir(tmp_path) == ["photo.png"]
 
@@ -166,6 +166,6 @@ def test_a_url_gets_the_same_files_and_a_later_export_replaces_all_earlier_files
 
 def test_a_url_with_other_files_is_not_replaced():
     write_bytes("memory://bucket/photos/a.png", b"precious")
-    with pytest.raises(UserError, match="not empty and is not an lmtrain export"):
+    with pytest.raises(UserError, match="not empty and not an lmtrain export"):
         write("memory://bucket/photos")
     assert list_names("memory://bucket/photos") == ["a.png"]

@@ -46,6 +46,6 @@ def test_a_model_in_a_bucket_is_read_from_there(store):
 
 def test_something_else_in_a_bucket_is_left_alone(store):
     store.put("precious/photo.png", b"precious")
-    with pytest.raises(UserError, match="not empty and is not an lmtrain export"):
+    with pytest.raises(UserError, match="not empty and not an lmtrain export"):
         write_export(f"{store.url}/precious", PLAN, TENSORS)
     assert store.contents("precious") == {"photo.png": b"precious"}
