@@ -49,7 +49,7 @@ def _problem(checkpoint: Checkpoint, how: str, processes: Processes, parts: Coll
     names = [name for name in sorted(manifest.files) if parts is None or "/" not in name or name.split("/")[0] in parts]
     share = names[processes.index :: processes.count]
     wrong = wrong_bytes(checkpoint.path, manifest, share)
-    return "; ".join(f"checksum mismatch in {name}" for name in wrong)
+    return "; ".join(f"{name}: checksum mismatch" for name in wrong)
 
 
 def newest_intact(

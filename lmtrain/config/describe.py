@@ -1,4 +1,4 @@
-"""The settings as the models define them: for `--help`, for configs/guide/settings.md, for a list of known names."""
+"""Descriptions of all settings, from the Pydantic models, for `--help` and configs/guide/settings.md."""
 
 import inspect
 import types
@@ -18,7 +18,7 @@ _WORDS = {int: "int", float: "float", str: "text", bool: "true/false", timedelta
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its dotted name, its type and default as one writes them, and what it means."""
+    """One setting: its dotted name, its type and default as written in YAML, and its description."""
 
     name: str
     type: str
@@ -28,10 +28,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """Settings that belong together: those of one class.
+    """The settings of one class.
 
-    `section` is where they stand, "" for the top level. `kinds` are the types of the section that have them, none if
-    all have.
+    `section` is their dotted path in the config, "" for the top level. `kinds` are the types of the section that have
+    these settings; empty: all types.
     """
 
     section: str
@@ -47,7 +47,7 @@ class Group:
 
 
 def describe(model: type[BaseModel], at: str = "") -> list[Group]:
-    """All groups below `model`; what several kinds of a section share comes once, before what each has of its own."""
+    """All groups below `model`. Settings shared by several kinds of a section come once, before those of each kind."""
     settings: dict[tuple[str, type], list[Setting]] = {}
     having: dict[tuple[str, type], list[str | None]] = {}
     known: dict[str, set[str | None]] = {}
@@ -76,14 +76,14 @@ def format_settings(groups: list[Group]) -> str:
 
 
 def _groups(model: type[BaseModel], at: str, kind: str | None) -> Iterator[tuple[str, str | None, type, list[Setting]]]:
-    """Section, its kind, the class that defines the settings, and these; no class without settings."""
+    """(section, its kind, the class that defines the settings, the settings); classes without settings are omitted."""
     by_class: dict[type, list[Setting]] = {}
     below: list[tuple[str, type[BaseModel]]] = []
     for name, field in model.model_fields.items():
         path = f"{at}.{name}" if at else name
         sections = sections_of(field.annotation)
         if name == "type" and kind is not None:
-            continue  # it is what the group is named by
+            continue  # it is in the title of the group
         if not sections or not _only_sections(field.annotation):
             by_class.setdefault(_defined_in(model, name), []).append(_setting(path, field))
         listed = "[]" if _is_list(field.annotation) else ".<name>" if _is_map(field.annotation) else ""
@@ -95,14 +95,14 @@ def _groups(model: type[BaseModel], at: str, kind: str | None) -> Iterator[tuple
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """The section classes in an annotation, whatever lists, maps, unions and choices are around them."""
+    """The section classes in an annotation, including those inside lists, maps and unions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
 def type_name(annotation: Any) -> str:
-    """`int`, `text | null`, `list of text`, `cosine | linear`: a type as a user would say it."""
+    """Readable name of a type: `int`, `text | null`, `list of text`, `cosine | linear`."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_name(parts[0])
@@ -120,18 +120,18 @@ def type_name(annotation: Any) -> str:
 
 
 def written(value: Any) -> str:
-    """A default as one would write it in YAML."""
+    """A default value in YAML."""
     if isinstance(value, timedelta):
         return format_duration(value)
     if isinstance(value, list):
         value = [_without_defaults(item) if isinstance(item, BaseModel) else item for item in value]
-    readable = "\x85" not in str(value)  # which YAML takes for a line break, and PyYAML prints as it is
+    readable = "\x85" not in str(value)  # YAML reads it as a line break, but PyYAML prints it unescaped
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=readable, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _without_defaults(section: BaseModel) -> dict[str, Any]:
-    """What one would write for a section, beginning with its type."""
+    """The settings of a section that differ from their defaults, with its type first."""
     kind = {"type": section.type} if hasattr(section, "type") else {}
     return kind | section.model_dump(mode="json", exclude_defaults=True)
 
@@ -146,7 +146,7 @@ def _defined_in(model: type[BaseModel], name: str) -> type:
 
 
 def _only_sections(annotation: Any) -> bool:
-    """Whether the value is always a section: one that may also be a scalar, a list or a map is a setting too."""
+    """Whether the value is always a section. A value that may also be a scalar, list or map counts as a setting."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin in (Annotated, Union, types.UnionType):
         return all(_only_sections(part) for part in (parts[:1] if origin is Annotated else parts))

@@ -30,8 +30,8 @@ def test_rising_ends_are_accepted(keep):
     [
         ([{"every": 1}, {"every": 2, "until": 5}], "only the last entry may be without 'until'"),
         ([{"every": 1}, {"every": 2}], "only the last entry may be without 'until'"),
-        ([{"every": 1, "until": 5}, {"every": 2, "until": 5}], r"'until' must grow from entry to entry.*\[5, 5\]"),
-        ([{"every": 1, "until": 9}, {"every": 2, "until": 5}, {"every": 3}], r"must grow.*\[9, 5\]"),
+        ([{"every": 1, "until": 5}, {"every": 2, "until": 5}], r"'until' must increase.*\[5, 5\]"),
+        ([{"every": 1, "until": 9}, {"every": 2, "until": 5}, {"every": 3}], r"must increase.*\[9, 5\]"),
         ([{"every": 0}], "greater than or equal to 1"),
         ([{"every": -10}], "greater than or equal to 1"),
         ([{"every": 1, "until": 0}], "greater than or equal to 1"),

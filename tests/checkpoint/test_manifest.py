@@ -97,7 +97,7 @@ def test_no_byte_of_a_manifest_can_change_its_meaning_in_silence(tmp_path):
 def test_the_rest_of_a_manifest_is_missed(tmp_path, keep):
     content = written(tmp_path)
     (tmp_path / NAME).write_bytes(content[:keep])
-    with pytest.raises(DamagedError, match=r"^manifest.json is damaged$"):
+    with pytest.raises(DamagedError, match=r"^manifest.json is corrupt$"):
         read_manifest(str(tmp_path))
 
 
@@ -216,5 +216,5 @@ def test_a_manifest_of_another_version_is_not_taken_for_a_damaged_one(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr(module, "_FORMAT", 2)
         write_manifest(str(tmp_path), SMALL)
-    with pytest.raises(UserError, match="has format 2, this version of lmtrain reads 1"):
+    with pytest.raises(UserError, match="format 2, expected 1"):
         read_manifest(str(tmp_path))

@@ -150,7 +150,7 @@ def test_one_that_lost_its_manifest_is_set_aside_as_it_is(start, folder, make_ch
         assert list_checkpoints(folder) == []
         assert "step-5" not in names(folder)
         assert {name: read_bytes(join(folder, expected, name)) for name in list_files(join(folder, expected))} == before
-        assert f"{made.path} is damaged: it has no manifest.json" in caplog.text
+        assert f"{made.path} is corrupt: manifest.json is missing" in caplog.text
         assert f"{made.path} was set aside as {expected}" in caplog.text
     assert names(folder) == ["damaged-step-5", "damaged-step-5.1", "damaged-step-5.2"]
 

@@ -97,7 +97,7 @@ def test_damage_of_any_file_is_told_and_the_checkpoint_before_is_used(saved, tmp
         found = newest(run)
         assert found is not None, name
         assert (found.step, found.path) == (5, str(run / "step-5")), name
-        assert f"{run / 'step-10'} is damaged: " in caplog.text
+        assert f"{run / 'step-10'} is corrupt: " in caplog.text
         assert name == NAME or name in caplog.text
         assert list_files(str(run / "damaged-step-10")) == before
         assert [checkpoint.step for checkpoint in list_checkpoints(str(run))] == [5]
@@ -146,7 +146,7 @@ def test_a_run_without_checkpoints_begins(tmp_path):
 def test_a_checkpoint_under_the_number_of_another_is_damaged(run, caplog):
     shutil.copytree(run / "step-10", run / "step-20")
     assert newest(run).step == 10
-    assert "step-20 is damaged: its manifest is of step 10" in caplog.text
+    assert "step-20 is corrupt: its manifest belongs to step 10" in caplog.text
 
 
 def in_part(run: Path, step: str, part: str) -> Path:
@@ -172,11 +172,11 @@ def test_a_choice_moves_nothing_and_tells_what_is_damaged(run, caplog):
     (run / "step-10" / "run.json").unlink()
     before = list_files(str(run))
     assert choose_checkpoint(str(run.parent), "full").path == str(run / "step-5")
-    assert f"{run}/step-10 is damaged: run.json is missing" in caplog.text
+    assert f"{run}/step-10 is corrupt: run.json is missing" in caplog.text
     assert list_files(str(run)) == before
 
 
-@pytest.mark.parametrize(("path", "message"), [("", "each of 2 is damaged"), ("step-10", "it is damaged")])
+@pytest.mark.parametrize(("path", "message"), [("", "all 2 are corrupt"), ("step-10", "it is corrupt")])
 def test_a_choice_of_nothing_but_damaged_ones_is_refused(run, path, message):
     for step in ("step-5", "step-10"):
         flip(run / step / "run.json", run)
@@ -189,7 +189,7 @@ def test_all_that_is_wrong_is_told_at_once(run):
     for name in ("run.json", "_CHECKPOINT_METADATA"):
         flip(run / "step-10" / name, run)
     (checkpoint,) = list_checkpoints(str(run))[1:]
-    message = "^_CHECKPOINT_METADATA does not match its checksum; run.json does not match its checksum$"
+    message = "^_CHECKPOINT_METADATA: checksum mismatch; run.json: checksum mismatch$"
     with pytest.raises(DamagedError, match=message):
         verify(checkpoint, "full")
 
@@ -218,5 +218,5 @@ def test_damage_at_a_url_is_found_too(folder, make_checkpoint, put):
     assert choose_checkpoint(folder, "sizes").step == 2
     assert choose_checkpoint(folder, "full").step == 1
     rename_folder(join(folder, "step-1"), join(folder, "elsewhere"))
-    with pytest.raises(UserError, match="it is damaged"):
+    with pytest.raises(UserError, match="it is corrupt"):
         choose_checkpoint(folder, "full")

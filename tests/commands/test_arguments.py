@@ -61,7 +61,7 @@ def test_the_id_of_the_run_is_made_from_the_name_of_the_config(parse, monkeypatc
         (["tiny.yaml", "--trainer.sed", "1"], "did you mean trainer.seed?"),
         (["tiny.yaml", "--cou", "1"], "--cou: no such flag; did you mean --count?"),
         (["gone.yaml"], "gone.yaml: no such config"),
-        (["tiny.yaml", "--trainer.id", "../x"], "cannot name files"),
+        (["tiny.yaml", "--trainer.id", "../x"], "run id '../x'"),
     ],
 )
 def test_a_wrong_command_line_is_a_user_error(parse, argv, message):

@@ -80,7 +80,7 @@ def test_verify_distinguishes_valid_from_corrupt_checkpoints_and_exits_with_1(ma
     data.write_bytes(data.read_bytes().replace(b"tow", b"two"))
     assert code == 1
     assert out.count(": valid, ") == 2
-    assert f"{made}/two/step-3: CORRUPT: run.json does not match its checksum" in out
+    assert f"{made}/two/step-3: CORRUPT: run.json: checksum mismatch" in out
 
 
 @pytest.mark.parametrize(

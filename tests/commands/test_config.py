@@ -91,8 +91,8 @@ def test_the_shown_config_loads_as_the_same_run(argv, capsys, tmp_path):
         (["check"], "the following arguments are required: CONFIG"),
         (["show", "gone.yaml"], "gone.yaml: no such config"),
         (["check", "tiny.yaml", "--model.num_heads", "0"], "--model.num_heads: model.num_heads: expected greater than"),
-        (["check", "tiny.yaml", "--trainer.fsdp_axis", "embd"], "no logical axis 'embd'"),
-        (["check", "tiny.yaml", "--trainer.batch_axis", "foo"], "only 'batch' is an axis of the data, not 'foo'"),
+        (["check", "tiny.yaml", "--trainer.fsdp_axis", "embd"], "logical axis 'embd'"),
+        (["check", "tiny.yaml", "--trainer.batch_axis", "foo"], "trainer.batch_axis: expected 'batch', not 'foo'"),
     ],
 )
 def test_a_wrong_command_line_is_a_user_error(argv, message):

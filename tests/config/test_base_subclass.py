@@ -52,7 +52,7 @@ def test_sections_without_kinds_too():
 
 
 def test_a_setting_of_the_subclass_that_nothing_would_read_is_refused():
-    with pytest.raises(ValidationError, match=r"Own has temperature, which nothing that LlamaConfig is for would read"):
+    with pytest.raises(ValidationError, match=r"Own.*LlamaConfig.*temperature"):
         RunConfig(model=Own())
 
 

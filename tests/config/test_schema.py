@@ -69,7 +69,7 @@ def test_what_does_not_load_is_not_valid(data):
 
 def test_editors_have_something_to_show():
     trainer = SCHEMA["$defs"]["TrainerConfig"]["properties"]
-    assert trainer["seed"]["description"] == "Seed of the parameters' initial values, dropout and shuffling"
+    assert trainer["seed"]["description"] == "Seed of parameter initialization, dropout and data shuffling"
     assert trainer["seed"]["default"] == 0
 
 

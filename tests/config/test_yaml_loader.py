@@ -143,8 +143,8 @@ def test_lines_survive_a_merge_list_with_a_key_named_as_its_section(load):
         ("a: [1\nb: 2\n", "main.yaml:2: this is not valid YAML"),
         ("a: *x\n", "main.yaml:1: this is not valid YAML: found undefined alias 'x'"),
         ("a: 1\n---\nb: 2\n", "main.yaml:2: this is not valid YAML: "),
-        ("a: 1\nb: 2\na: 3\n", "main.yaml:3: 'a' is given twice; the first is at main.yaml:1"),
-        ("a:\n  b: 1\n  b: 1\n", "main.yaml:3: 'b' is given twice; the first is at main.yaml:2"),
+        ("a: 1\nb: 2\na: 3\n", "main.yaml:3: duplicate key 'a'; first set at main.yaml:1"),
+        ("a:\n  b: 1\n  b: 1\n", "main.yaml:3: duplicate key 'b'; first set at main.yaml:2"),
         ("a:\n  3: 1\n", "main.yaml:2: a setting's name must be text, not '3'"),
         ("on: 1\n", "main.yaml:1: a setting's name must be text, not 'on'"),
         ("=: 1\n", "main.yaml:1: "),
@@ -187,12 +187,12 @@ def test_an_include_that_is_missing_names_itself_and_the_line_that_includes_it(l
 
 
 def test_an_error_in_an_included_file_names_that_file(load):
-    assert problem(load, "a: !include o.yaml\n", o="b: 1\nb: 2\n").startswith("o.yaml:2: 'b' is given twice")
+    assert problem(load, "a: !include o.yaml\n", o="b: 1\nb: 2\n").startswith("o.yaml:2: duplicate key 'b'")
 
 
 def test_an_include_in_a_circle_shows_the_circle(load):
     message = problem(load, "a: !include one.yaml\n", one="b: !include main.yaml\n")
-    assert message == "!include goes in a circle: main.yaml:1 -> one.yaml:1 -> main.yaml"
+    assert message == "circular !include: main.yaml:1 -> one.yaml:1 -> main.yaml"
 
 
 @pytest.mark.parametrize("path", ["gone.yaml", ".", "foo://x.yaml", "memory://gone.yaml"])
@@ -255,16 +255,16 @@ def test_includes_at_the_left_margin_nest_and_work_in_a_section(load):
 
 
 def test_lines_below_an_include_at_the_left_margin_keep_their_numbers(load):
-    assert problem(load, "!include o.yaml\na: 1\na: 2\n", o="").startswith("main.yaml:3: 'a' is given twice")
+    assert problem(load, "!include o.yaml\na: 1\na: 2\n", o="").startswith("main.yaml:3: duplicate key 'a'")
 
 
 @pytest.mark.parametrize(
     ("text", "other", "message"),
     [
         ("!include gone.yaml\n", "", "gone.yaml: no such file (included from main.yaml:1)"),
-        ("a: 1\n!include main.yaml\n", "", "!include goes in a circle: main.yaml:2 -> main.yaml"),
+        ("a: 1\n!include main.yaml\n", "", "circular !include: main.yaml:2 -> main.yaml"),
         ("!include o.yaml\na: 1\n", "- 1\n", "o.yaml:1: expected a map of settings"),
-        ("!include o.yaml\n- a\n", "b: 1\n", "main.yaml: with !include at its top, a file holds a map of settings"),
+        ("!include o.yaml\n- a\n", "b: 1\n", "main.yaml: expected a map of settings"),
     ],
 )
 def test_an_include_at_the_left_margin_that_cannot_be_is_an_error(load, text, other, message):

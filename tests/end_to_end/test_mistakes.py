@@ -47,7 +47,7 @@ def write_lines(tmp_path, *lines: str) -> str:
         ("trainer.checkpointer.save_interval", 15, ["tiny.yaml:", "for example 15m"]),
         ("trainer.mp", "f16", ["tiny.yaml:", "float16 needs loss scaling"]),
         ("model.seq_len", 100_000, ["less than one sequence"]),
-        ("trainer.id", "../x", ["cannot name files"]),
+        ("trainer.id", "../x", ["run id '../x'", "trainer.id"]),
     ],
 )
 def test_a_wrong_setting(run_cli, settings, write_config, tmp_path, path, value, expected):

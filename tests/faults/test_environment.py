@@ -198,7 +198,7 @@ def test_a_full_disk_costs_later_checkpoints_only_and_the_same_command_ends_with
     assert code == 1
     told = "\n".join(log_lines(folder))
     failed = re.findall(r"the checkpoint of step (\d+) could not be saved: ", told)
-    ends = ("; training continues, and saving is retried", "; trying again now", "; that was the second try")
+    ends = ("; training continues, and saving is retried", "; retrying now", "; this was the second attempt")
     assert [told.count(end) for end in ends] == [len(failed) - 2, 1, 1]
     assert failed[-2:] == [str(LAST), str(LAST)]  # twice, as nothing comes after it
     last_line = f"lmtrain: error: the state after step {LAST} could not be saved, see above; run the same command"
@@ -476,7 +476,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_with_the_same_bytes(
     DAMAGES[damage](newest)
     damaged = {path.removeprefix(str(newest)): found for path, found in contents(newest).items()}
     told = finish(folder)
-    assert f"{newest} is damaged: " in told
+    assert f"{newest} is corrupt: " in told
     assert f"{newest} was set aside as damaged-step-30" in told
     assert "resuming after step 20 " in told
     aside = run_folder(folder) / "damaged-step-30"

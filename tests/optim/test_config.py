@@ -68,10 +68,10 @@ def test_impossible_settings_are_refused(change):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cycles": 2, "cycle_length": 10}, "set together with cycles, which says the same"),
-        ({"cycles": [20, 10]}, r"must grow, but are \[20, 10\]"),
-        ({"cycles": [10, 10]}, r"must grow, but are \[10, 10\]"),
-        ({"lr_schedule": "inv", "min_lr_ratio": 0}, "inv never reaches 0"),
+        ({"cycles": 2, "cycle_length": 10}, "set together with cycles"),
+        ({"cycles": [20, 10]}, r"must increase, got \[20, 10\]"),
+        ({"cycles": [10, 10]}, r"must increase, got \[10, 10\]"),
+        ({"lr_schedule": "inv", "min_lr_ratio": 0}, "lr_schedule inv requires"),
     ],
 )
 def test_settings_that_contradict_one_another_are_refused(settings, message):

@@ -139,7 +139,7 @@ def test_damage_of_one_object_is_found(make, store, damage, caplog):
     before = store.contents("run/step-2")
     assert choose_checkpoint(store.url, "sizes").step == (2 if damage == "other bytes" else 1)
     assert checkpointer.newest().step == 1
-    assert f"step-2 is damaged: {name.removeprefix('run/step-2/')}" in caplog.text
+    assert f"step-2 is corrupt: {name.removeprefix('run/step-2/')}" in caplog.text
     assert store.contents("run/damaged-step-2") == before
     assert steps(store) == [1]
 

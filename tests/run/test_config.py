@@ -72,7 +72,7 @@ def test_any_name_of_a_config_file_makes_a_run_id(stem, expected):
 @pytest.mark.parametrize("source", ["setting", "environment", "wandb"])
 def test_what_cannot_name_a_folder_is_refused_wherever_it_came_from(name, source):
     changes = {"setting": {"trainer__id": name}, "wandb": {"trainer__tracker": {"id": name}}}.get(source, {})
-    with pytest.raises(UserError, match="cannot name files and folders; use at most 200 letters"):
+    with pytest.raises(UserError, match="run id .*use at most 200 letters"):
         run_id(build(**changes), "stem", {"RUN_ID": name} if source == "environment" else {})
 
 
@@ -155,7 +155,7 @@ def test_sections_that_do_not_fit_one_another_name_the_setting(changes, field, p
 def test_there_is_one_thing_to_begin_from():
     with pytest.raises(ValidationError, match=r"set together with trainer\.initialize_from"):
         RunConfig(initialize_from_hf="a/b", trainer={"initialize_from": "c"})
-    with pytest.raises(ValidationError, match="is about initialize_from_hf, which is not set"):
+    with pytest.raises(ValidationError, match="initialize_from_hf, which is not set"):
         RunConfig(use_hf_model_config=True)
 
 
@@ -195,7 +195,7 @@ def test_every_setting_has_a_description(section):
 def test_positions_of_a_model_that_has_only_distances_begin_anew_only_with_documents_kept_apart():
     RunConfig(model={"type": "mpt"}, data={"reset_positions": True})
     RunConfig(model={"type": "llama"}, data={"reset_positions": True, "mask_across_documents": False})
-    with pytest.raises(ValidationError, match=r"mpt has no positions, only distances \(ALiBi\)"):
+    with pytest.raises(ValidationError, match=r"mpt .*ALiBi"):
         RunConfig(model={"type": "mpt"}, data={"reset_positions": True, "mask_across_documents": False})
 
 
@@ -213,7 +213,7 @@ def test_weights_of_sources_reach_the_batch_in_the_order_of_the_sources():
 
 @pytest.mark.parametrize(
     ("weights", "told"),
-    [({"c": 1.0}, "'c' is none of the sources"), ({}, "names no source"), ({"a": -1}, "greater than or equal to 0")],
+    [({"c": 1.0}, "unknown source 'c'"), ({}, "names no source"), ({"a": -1}, "greater than or equal to 0")],
 )
 def test_weights_of_unknown_sources_and_none_are_refused(weights, told):
     with pytest.raises(ValidationError, match=told):

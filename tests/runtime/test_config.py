@@ -19,8 +19,8 @@ def test_local_devices_are_one_several_or_all(devices):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"process_id": 0}, "needs num_processes too"),
-        ({"process_id": 2, "num_processes": 2}, "processes are numbered 0 to 1"),
+        ({"process_id": 0}, "requires num_processes"),
+        ({"process_id": 2, "num_processes": 2}, "expected 0 to 1"),
         ({"process_id": -1, "num_processes": 2}, "greater than or equal to 0"),
         ({"num_processes": 0}, "greater than or equal to 1"),
     ],

@@ -93,9 +93,7 @@ def test_processes_that_cannot_meet_are_an_error_with_its_place(monkeypatch):
         raise RuntimeError("Unable to initialize backend\nmore")
 
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
-    with pytest.raises(
-        UserError, match=r"^trainer\.distributed: the processes did not meet: Unable to initialize backend$"
-    ):
+    with pytest.raises(UserError, match=r"^trainer\.distributed: .*: Unable to initialize backend$"):
         start_processes(DistributedConfig(num_processes=2, process_id=0, local_device_ids=3))
 
 

@@ -88,12 +88,12 @@ def test_copies_lie_within_slices_as_far_as_they_fit(config, shape, slices_of_re
     [
         (
             {"replica_dcn_axis_size": 3},
-            "replica_dcn_axis_size: 4 slices do not divide into 3 copies; it could be 2 or 4",
+            "replica_dcn_axis_size: 4 slices do not divide into 3 replicas; it could be 2 or 4",
         ),
         ({"replica_ici_axis_size": 3}, "replica_ici_axis_size: 16 devices do not divide by 3; it could be 2 or 4"),
         (
             {"replica_dcn_axis_size": 4, "model_axis_size": 3},
-            "model_axis_size: 16 devices, 4 for each of the rest, do not divide by 3; it could be 2 or 4",
+            "model_axis_size: 16 devices, 4 left after the other axes, do not divide by 3; it could be 2 or 4",
         ),
     ],
 )

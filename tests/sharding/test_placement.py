@@ -38,7 +38,7 @@ def test_a_size_that_does_not_divide_is_refused_by_name(shape, size, parts, axis
 
 def test_two_dimensions_over_the_same_devices_are_refused_by_name():
     plan = plan_layout(PartitioningConfig(fsdp_axis=["embed", "mlp"]))
-    message = r"layer.*kernel.*'embed' and 'mlp' cannot both be split over the data devices; take one out of"
+    message = r"layer.*kernel.*'embed' and 'mlp' cannot both be split over the data devices; remove one from"
     with pytest.raises(UserError, match=message):
         parameter_shardings(plan, boxed((8, 6), ("embed", "mlp")))
 
