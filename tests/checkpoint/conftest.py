@@ -1,4 +1,4 @@
-"""Checkpoints made by hand, for what does not look into the arrays."""
+"""Fixtures: checkpoints with placeholder files instead of arrays."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ def folder(request: pytest.FixtureRequest, tmp_path) -> Iterator[str]:
 
 @pytest.fixture
 def put() -> Callable[..., str]:
-    """`put("a", "b", "name")` writes a file with its name in it, and makes the folders before it."""
+    """`put("a", "b", "name")` writes a file that contains its name, and creates the folders above it."""
 
     def write(folder: str, *names: str, content: bytes | None = None) -> str:
         path = join(folder, *names)
@@ -35,7 +35,7 @@ def put() -> Callable[..., str]:
 
 @pytest.fixture
 def make_checkpoint(put) -> Callable[..., Checkpoint]:
-    """`make_checkpoint(folder, 5)` is complete, with a part `params` and a part `optimizer`."""
+    """`make_checkpoint(folder, 5)` creates a complete checkpoint with the parts `params` and `optimizer`."""
 
     def make(folder: str, step: int, kind: Kind = Kind.PERMANENT) -> Checkpoint:
         path = step_folder(folder, step)

@@ -1,4 +1,4 @@
-"""Saving and loading: bit by bit, complete or not at all, and what happens when it cannot be done."""
+"""Saving and loading of checkpoints: exact bits, atomicity, and failures."""
 
 import os
 import resource
@@ -24,13 +24,13 @@ from lmtrain.runtime.storage import list_files, write_json
 
 PARAMS = {
     "a": {"kernel": np.arange(6.0, dtype=np.float32).reshape(2, 3)},
-    # every value that there is, the quiet and the signalling NaNs among them
+    # every value, including quiet and signalling NaNs
     "all of bfloat16": np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16),
     "all of float16": np.arange(2**16, dtype=np.uint16).view(np.float16),
 }
 ODD = np.array([0x7F800000, 0xFF800000, 0x80000000, 1, 0x7FC00001, 0x7F800001, 0xFFC12345], np.uint32).view(np.float32)
 OPTIMIZER = (np.int32(7), {"odd": ODD, "long": np.array([-1, 2**31 - 1], np.int32), "yes": np.array(True)})
-BIG = {"params": {"w": jnp.arange(300_000.0)}}  # more than the full disk below takes
+BIG = {"params": {"w": jnp.arange(300_000.0)}}  # more than fits on the full disk below
 
 
 class Clock:
@@ -53,7 +53,7 @@ def clock():
 
 @pytest.fixture
 def make(tmp_path, clock):
-    """`make()` opens the run's checkpointer once more; all are closed in the end."""
+    """`make()` opens another checkpointer of the run; all are closed at the end."""
     opened = []
 
     def open_one(**settings) -> Checkpointer:
@@ -69,7 +69,7 @@ def make(tmp_path, clock):
 
 @contextmanager
 def full_disk():
-    """No file grows beyond 64 KiB."""
+    """Simulate a full disk: no file can grow beyond 64 KiB."""
     _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
@@ -83,7 +83,7 @@ def save(checkpointer: Checkpointer, step: int, kind: Kind = Kind.PERMANENT, **m
 
 
 def wait_for_save(step: int) -> None:
-    """Without telling the checkpointer."""
+    """Wait for the save thread without a call to the checkpointer."""
     for thread in threading.enumerate():
         if thread.name == f"saving step {step}":
             thread.join()
@@ -106,7 +106,7 @@ def fail() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_arrays_load_bit_by_bit_as_they_were_saved(make):
+def test_loaded_arrays_are_bitwise_equal_to_the_saved_ones(make):
     parts = {"params": PARAMS, "optimizer": OPTIMIZER, "average": PARAMS["a"]}
     on_device = jax.tree.map(jnp.asarray, parts)
     checkpointer = make()
@@ -120,7 +120,7 @@ def test_arrays_load_bit_by_bit_as_they_were_saved(make):
             assert np.asarray(one).tobytes() == other.tobytes()
 
 
-def test_some_arrays_and_the_shapes_of_all_are_told(make):
+def test_stored_shapes_and_loading_of_some_arrays(make):
     checkpointer = make()
     checkpointer.save_now(3, Kind.PERMANENT, {"params": jax.tree.map(jnp.asarray, PARAMS)}, {})
     path = checkpointer.newest().path
@@ -147,8 +147,8 @@ def test_run_info_is_saved_with_the_step_and_the_manifest_with_the_kind(make, tm
 
 
 @pytest.mark.parametrize("end", ["deleted", "donated"])
-def test_what_is_saved_is_the_state_at_the_call_not_later(make, end):
-    """The training step donates its state: the buffers are gone, or full of other numbers, when `save` returns."""
+def test_the_saved_state_is_that_at_the_time_of_the_call(make, end):
+    """The train step donates its state: after `save` returns, the buffers are deleted or overwritten."""
     checkpointer = make()
     params = {"w": jnp.arange(3_000_000, dtype=jnp.float32)}
     checkpointer.save(1, Kind.PERMANENT, {"params": params}, {})
@@ -160,7 +160,7 @@ def test_what_is_saved_is_the_state_at_the_call_not_later(make, end):
     np.testing.assert_array_equal(loaded, np.arange(3_000_000, dtype=np.float32))
 
 
-def test_a_checkpoint_becomes_complete_after_what_is_to_be_done_before(make, tmp_path):
+def test_before_commit_runs_before_the_checkpoint_is_complete(make, tmp_path):
     checkpointer = make()
     seen = []
     before = lambda: seen.append((steps(tmp_path), (tmp_path / "run" / "step-1" / "params").is_dir()))  # noqa: E731
@@ -170,7 +170,7 @@ def test_a_checkpoint_becomes_complete_after_what_is_to_be_done_before(make, tmp
     assert steps(tmp_path) == [1]
 
 
-def test_a_save_is_made_behind_and_the_next_one_waits_for_it(make, clock, tmp_path):
+def test_a_save_runs_in_the_background_and_the_next_one_waits_for_it(make, clock, tmp_path):
     checkpointer = make()
     asked = threading.Event()
 
@@ -180,15 +180,15 @@ def test_a_save_is_made_behind_and_the_next_one_waits_for_it(make, clock, tmp_pa
 
     assert save(checkpointer, 1, before_commit=slow) == 0
     assert steps(tmp_path) == checkpointer.take_saved() == []
-    clock.when_read = asked.set  # the next save has begun
+    clock.when_read = asked.set  # the next save has started
     assert save(checkpointer, 2) == 7
     assert steps(tmp_path)[:1] == [1]
     checkpointer.finish()
-    assert checkpointer.take_saved() == [7, 7]  # the second began before the first had ended
+    assert checkpointer.take_saved() == [7, 7]  # the second one was called before the first one ended
     assert checkpointer.take_saved() == []
 
 
-def test_the_seconds_of_a_save_are_told_as_soon_as_it_is_complete(make, clock, tmp_path, caplog):
+def test_the_duration_of_a_save_is_available_when_it_is_complete(make, clock, tmp_path, caplog):
     caplog.set_level("INFO")
     checkpointer = make()
 
@@ -203,7 +203,7 @@ def test_the_seconds_of_a_save_are_told_as_soon_as_it_is_complete(make, clock, t
     assert checkpointer.take_saved() == []
 
 
-def test_to_save_and_wait_takes_the_whole_time(make, clock, tmp_path):
+def test_save_now_blocks_until_the_save_is_complete(make, clock, tmp_path):
     def slow():
         clock.now += 5
 
@@ -212,11 +212,11 @@ def test_to_save_and_wait_takes_the_whole_time(make, clock, tmp_path):
     assert steps(tmp_path) == [1]
 
 
-def test_temporary_checkpoints_go_and_permanent_ones_stay(make, tmp_path):
+def test_temporary_checkpoints_are_deleted_and_permanent_ones_kept(make, tmp_path):
     first = make()
     save(first, 1, Kind.TEMPORARY)
     save(first, 2, Kind.TEMPORARY)
-    assert 1 in steps(tmp_path)  # whatever the state of 2
+    assert 1 in steps(tmp_path)  # whether or not step 2 is complete
     first.finish()
     assert steps(tmp_path) == [2]
     save(first, 10, Kind.PERMANENT)
@@ -230,7 +230,7 @@ def test_temporary_checkpoints_go_and_permanent_ones_stay(make, tmp_path):
     assert names(tmp_path) == ["step-10", "step-14"]
 
 
-def test_the_clock_asks_an_interval_after_the_start_and_after_each_beginning_of_a_save(make, clock):
+def test_a_save_is_due_one_interval_after_the_start_and_after_the_start_of_each_save(make, clock):
     checkpointer = make()
     for now, asked in ((59, False), (60, True), (1000, True)):
         clock.now = now
@@ -241,15 +241,15 @@ def test_the_clock_asks_an_interval_after_the_start_and_after_each_beginning_of_
         assert checkpointer.is_time is asked
 
 
-def test_without_an_interval_the_clock_never_asks(make, clock):
+def test_without_an_interval_no_save_is_due_by_the_clock(make, clock):
     checkpointer = make(save_interval=None)
     clock.now = 1e9
     assert not checkpointer.is_time
     assert checkpointer.seconds_to_next is None
 
 
-def test_the_seconds_until_the_clock_asks_are_known(make, clock):
-    """They are over just when it does."""
+def test_seconds_to_next_is_the_time_until_a_save_is_due(make, clock):
+    """It is 0 exactly when `is_time` is true."""
     checkpointer = make()
     for now, left in ((0, 60), (45, 15), (60, 0), (1000, 0)):
         clock.now = now
@@ -261,7 +261,7 @@ def test_the_seconds_until_the_clock_asks_are_known(make, clock):
 
 
 @pytest.mark.parametrize("interval", ["3600s", None])
-def test_after_a_save_that_failed_they_are_those_until_the_next_try(make, clock, interval):
+def test_after_a_failed_save_seconds_to_next_is_the_time_until_the_retry(make, clock, interval):
     checkpointer = make(save_interval=interval)
     save(checkpointer, 1, before_commit=fail)
     checkpointer.finish()
@@ -274,7 +274,7 @@ def test_after_a_save_that_failed_they_are_those_until_the_next_try(make, clock,
     assert checkpointer.seconds_to_next == (3600 if interval else None)
 
 
-def test_the_next_permanent_checkpoint_is_that_of_the_settings_or_of_the_last_step(make):
+def test_the_next_permanent_checkpoint_follows_the_settings_or_is_the_last_step(make):
     checkpointer = make()
     assert [checkpointer.next_permanent(step, 25) for step in (0, 9, 10, 20, 24)] == [10, 10, 20, 25, 25]
 
@@ -286,22 +286,22 @@ def test_the_kind_of_a_save_follows_the_settings(make):
     assert checkpointer.kind_at(3, last=False, asked=False) is None
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_there_is_anything_to_save(make, tmp_path):
-    (tmp_path / "run").write_text("a file in the way")
-    with pytest.raises(UserError, match=r"trainer.checkpointer.base_path: .*run cannot be used: File exists"):
+def test_a_folder_that_cannot_be_created_is_an_error_at_start_up(make, tmp_path):
+    (tmp_path / "run").write_text("a file with the name of the folder")
+    with pytest.raises(UserError, match=r"trainer.checkpointer.base_path: .*run.*: File exists"):
         make()
 
 
 @pytest.mark.parametrize("name", ["lock", "attempt.json"])
-def test_a_folder_that_cannot_be_written_to_is_told_before_there_is_anything_to_save(make, tmp_path, name):
+def test_a_folder_that_is_not_writable_is_an_error_at_start_up(make, tmp_path, name):
     (tmp_path / "run" / name / "in the way").mkdir(parents=True)
     with pytest.raises(UserError, match=r"trainer.checkpointer.base_path: "):
         make()
 
 
-def test_one_run_of_an_id_saves_at_a_time(make):
+def test_only_one_run_with_the_same_id_saves_at_a_time(make):
     first = make()
-    with pytest.raises(UserError, match="locked by another run with the same id"):
+    with pytest.raises(UserError, match="locked by another run"):
         make()
     first.close()
     second = make()
@@ -319,7 +319,7 @@ FAILURES = {
 
 @pytest.fixture(params=FAILURES)
 def failing_save(request, tmp_path):
-    """`failing_save(checkpointer, step)` is a save that fails, and `failing_save.reason` says why."""
+    """`failing_save(checkpointer, step)` starts a save that fails; `failing_save.reason` is the expected reason."""
 
     def begin(checkpointer, step):
         arguments = {"run_info": {}} | FAILURES[request.param][0]
@@ -335,16 +335,16 @@ def failing_save(request, tmp_path):
     return begin
 
 
-def test_a_save_that_fails_is_told_leaves_nothing_and_is_tried_again(make, clock, tmp_path, caplog, failing_save):
+def test_a_failed_save_is_logged_leaves_no_files_and_is_retried(make, clock, tmp_path, caplog, failing_save):
     checkpointer = make(save_interval="5s")
     save(checkpointer, 1, Kind.TEMPORARY)
     checkpointer.finish()
     failing_save(checkpointer, 2)
     assert not checkpointer.finish()
-    assert "the checkpoint of step 2 could not be saved: " in caplog.text
+    assert "step 2 could not be saved: " in caplog.text
     assert failing_save.reason in caplog.text
-    assert "training continues, and saving is retried in 60 s" in caplog.text
-    assert names(tmp_path) == ["step-1"]  # what is left of 2 would fill the disk
+    assert "retried in 60 s" in caplog.text
+    assert names(tmp_path) == ["step-1"]  # files of step 2 would fill the disk
     for now, asked in ((59.9, False), (60, True)):
         clock.now = now
         assert checkpointer.is_time is asked
@@ -356,7 +356,7 @@ def test_a_save_that_fails_is_told_leaves_nothing_and_is_tried_again(make, clock
     assert checkpointer.is_time
 
 
-def test_a_save_that_fails_ends_the_run_where_that_is_wanted(make, tmp_path, failing_save):
+def test_a_failed_save_ends_the_run_with_on_save_error_stop(make, tmp_path, failing_save):
     checkpointer = make(on_save_error="stop")
     failing_save(checkpointer, 2)
     message = r"step 2 could not be saved: .*\(trainer.checkpointer.on_save_error: stop\)$"
@@ -366,7 +366,7 @@ def test_a_save_that_fails_ends_the_run_where_that_is_wanted(make, tmp_path, fai
     assert names(tmp_path) == []
 
 
-def test_a_save_that_failed_is_tried_again_without_an_interval_too(make, clock):
+def test_a_failed_save_is_retried_without_an_interval_too(make, clock):
     checkpointer = make(save_interval=None)
     save(checkpointer, 1, before_commit=fail)
     checkpointer.finish()
@@ -375,8 +375,8 @@ def test_a_save_that_failed_is_tried_again_without_an_interval_too(make, clock):
     assert checkpointer.is_time
 
 
-def test_a_permanent_checkpoint_that_failed_is_made_up_for_by_the_next_save(make):
-    """Not by a temporary one, which would go again: the next permanent one may be days away."""
+def test_after_a_failed_permanent_save_the_next_save_is_permanent(make):
+    """A temporary one would be deleted again, and the next permanent one may be days away."""
     checkpointer = make()
     save(checkpointer, 10, Kind.PERMANENT, before_commit=fail)
     checkpointer.finish()
@@ -387,7 +387,7 @@ def test_a_permanent_checkpoint_that_failed_is_made_up_for_by_the_next_save(make
     assert checkpointer.kind_at(12, last=False, asked=True) is Kind.TEMPORARY
 
 
-def test_a_save_that_failed_is_noticed_without_waiting_for_the_next(make, clock, caplog):
+def test_a_failed_save_is_logged_without_waiting_for_the_next_save(make, clock, caplog):
     checkpointer = make()
     save(checkpointer, 1, before_commit=fail)
     wait_for_save(1)
@@ -396,7 +396,7 @@ def test_a_save_that_failed_is_noticed_without_waiting_for_the_next(make, clock,
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_the_last_save_is_tried_twice(make, tmp_path, failures):
+def test_the_last_save_is_retried_once(make, tmp_path, failures):
     left = [fail] * failures
     checkpointer = make()
 
@@ -408,17 +408,17 @@ def test_the_last_save_is_tried_twice(make, tmp_path, failures):
         checkpointer.save_now(5, Kind.PERMANENT, BIG, {}, before_commit=before)
         assert checkpointer.newest().step == 5
         return
-    with pytest.raises(SaveError, match="the state after step 5 could not be saved, see above; run the same command"):
+    with pytest.raises(SaveError, match=r"step 5 could not be saved.*run the same command"):
         checkpointer.save_now(5, Kind.PERMANENT, BIG, {}, before_commit=before)
     assert left == names(tmp_path) == []
 
 
-def test_a_save_that_cannot_begin_deletes_nothing_that_is_complete(make, tmp_path):
+def test_a_save_that_cannot_start_deletes_no_complete_checkpoint(make, tmp_path):
     checkpointer = make()
     save(checkpointer, 5)
     checkpointer.finish()
     (tmp_path / "run" / "attempt.json").unlink()
-    (tmp_path / "run" / "attempt.json").mkdir()  # or a disk on the network that does not answer just now
+    (tmp_path / "run" / "attempt.json").mkdir()  # or a network disk that does not respond
     save(checkpointer, 5)
     assert not checkpointer.finish()
     (tmp_path / "run" / "attempt.json").rmdir()
@@ -426,8 +426,8 @@ def test_a_save_that_cannot_begin_deletes_nothing_that_is_complete(make, tmp_pat
     assert kept in (["step-5"], ["earlier-step-5"])
 
 
-@pytest.mark.parametrize("moment", ["before it begins", "before it is complete"])
-def test_whoever_was_taken_over_saves_nothing_more(make, tmp_path, moment):
+@pytest.mark.parametrize("moment", ["before the start", "before the commit"])
+def test_a_run_that_was_taken_over_saves_nothing_more(make, tmp_path, moment):
     checkpointer = make()
     save(checkpointer, 1, Kind.TEMPORARY)
     checkpointer.finish()
@@ -435,17 +435,17 @@ def test_whoever_was_taken_over_saves_nothing_more(make, tmp_path, moment):
     def take_over():
         write_json(str(tmp_path / "run" / "attempt.json"), {"id": "another", "started": "now", "host": "there"})
 
-    if moment == "before it begins":
+    if moment == "before the start":
         take_over()
         save(checkpointer, 2)
     else:
         save(checkpointer, 2, before_commit=take_over)
-    with pytest.raises(TakenOverError, match="the same run was started again at now on there"):
+    with pytest.raises(TakenOverError, match="started again at now on there"):
         checkpointer.finish()
     assert steps(tmp_path) == [1]
 
 
-def test_the_newest_of_several_is_found(make):
+def test_the_newest_checkpoint_is_found(make):
     checkpointer = make()
     assert checkpointer.newest() is None
     for step in (9, 10):

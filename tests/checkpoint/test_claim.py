@@ -1,4 +1,4 @@
-"""One run of an id saves at a time."""
+"""Exclusive access: only one run with the same id saves at a time."""
 
 import json
 import os
@@ -27,7 +27,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that has claimed `tmp_path`; it gives it back when it is written to."""
+    """Another process that has claimed `tmp_path`; it releases the claim after a line on its stdin."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -39,7 +39,7 @@ def holder(tmp_path):
 
 @pytest.fixture
 def claim(folder):
-    """`claim()` claims a folder at a path, and then at a URL; all are released in the end."""
+    """`claim()` claims the folder (at a path, then at a URL); all claims are released at the end."""
     if "://" not in folder:
         os.makedirs(folder)
     claims = []
@@ -53,15 +53,15 @@ def claim(folder):
         made.release()
 
 
-def test_a_second_process_is_refused_and_told_who_the_first_is(holder, tmp_path):
-    with pytest.raises(UserError, match="locked by another run with the same id") as caught:
+def test_a_second_process_is_refused_with_the_process_that_holds_the_lock(holder, tmp_path):
+    with pytest.raises(UserError, match="locked by another run") as caught:
         Claim(str(tmp_path))
     assert str(caught.value).startswith(f"{tmp_path}: ")
     assert f"(process {holder.pid} on " in str(caught.value)
-    assert read_json(str(tmp_path / "attempt.json"))["process"] == holder.pid  # it is not disturbed
+    assert read_json(str(tmp_path / "attempt.json"))["process"] == holder.pid  # its marker is unchanged
 
 
-def test_a_killed_process_holds_nothing(holder, tmp_path):
+def test_a_killed_process_holds_no_claim(holder, tmp_path):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     claim = Claim(str(tmp_path))
@@ -70,7 +70,7 @@ def test_a_killed_process_holds_nothing(holder, tmp_path):
     claim.release()
 
 
-def test_what_is_given_back_can_be_claimed(holder, tmp_path):
+def test_a_released_folder_can_be_claimed(holder, tmp_path):
     holder.stdin.write("\n")
     holder.stdin.flush()
     assert holder.stdout.readline() == "released\n"
@@ -78,7 +78,7 @@ def test_what_is_given_back_can_be_claimed(holder, tmp_path):
     Claim(str(tmp_path)).release()
 
 
-def test_a_claim_leaves_its_mark_until_it_is_released_twice_too(claim, folder):
+def test_a_claim_writes_a_marker_until_it_is_released_once_or_twice(claim, folder):
     made = claim()
     mark = read_json(join(folder, "attempt.json"))
     assert (mark["process"], sorted(mark)) == (os.getpid(), ["host", "id", "process", "started"])
@@ -92,15 +92,15 @@ def test_a_claim_leaves_its_mark_until_it_is_released_twice_too(claim, folder):
 def test_at_a_url_the_newest_start_wins(claim, folder):
     first, second = claim(), claim()
     second.check()
-    with pytest.raises(TakenOverError, match=f"the same run was started again at .* \\(process {os.getpid()}\\)"):
+    with pytest.raises(TakenOverError, match=f"started again at .* \\(process {os.getpid()}\\)"):
         first.check()
     first.release()
     second.check()
-    assert list_names(folder) == ["attempt.json"]  # the mark of the second
+    assert list_names(folder) == ["attempt.json"]  # the marker of the second run
 
 
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
-def test_whoever_was_taken_over_stays_so_while_the_other_runs(claim):
+def test_older_claims_stay_taken_over_while_the_newest_runs(claim):
     first, second = claim(), claim()
     third = claim()
     for older in (first, second):
@@ -110,14 +110,14 @@ def test_whoever_was_taken_over_stays_so_while_the_other_runs(claim):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'"id"', b"{}"], ids=str)
-def test_a_mark_that_cannot_be_read_takes_nothing_over(claim, folder, content):
+def test_an_unreadable_marker_does_not_take_over(claim, folder, content):
     made = claim()
     write_bytes(join(folder, "attempt.json"), content)
     made.check()
 
 
-def test_a_mark_of_another_machine_counts_at_a_path_too(claim, folder):
-    """On a disk that several machines share locks may not reach the others."""
+def test_a_marker_of_another_machine_takes_over_at_a_path_too(claim, folder):
+    """On a disk shared by several machines, locks may not be visible to the others."""
     made = claim()
     mark = {"id": "another", "host": "there", "process": 7, "started": "now"}
     write_bytes(join(folder, "attempt.json"), json.dumps(mark).encode())
@@ -127,14 +127,14 @@ def test_a_mark_of_another_machine_counts_at_a_path_too(claim, folder):
     assert read_json(join(folder, "attempt.json")) == mark
 
 
-def test_a_folder_that_was_deleted_does_not_keep_a_run_from_its_end(claim, folder):
+def test_release_succeeds_after_the_folder_was_deleted(claim, folder):
     made = claim()
     delete_folder(folder)
     made.release()
     assert list_names(folder) == []
 
 
-def test_a_mark_is_left_when_the_lock_was_held_by_a_process_that_was_killed(holder, tmp_path):
+def test_files_of_a_killed_process_do_not_prevent_a_new_claim(holder, tmp_path):
     holder.kill()
     holder.wait()
     assert sorted(os.listdir(tmp_path)) == ["attempt.json", "lock"]

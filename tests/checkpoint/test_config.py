@@ -14,14 +14,14 @@ def test_the_defaults_save_every_quarter_hour_and_keep_every_10000_steps():
     assert [(entry.every, entry.until) for entry in config.keep] == [(10000, None)]
 
 
-def test_what_is_written_out_reads_back_equal():
+def test_a_dumped_config_loads_as_an_equal_one():
     config = CheckpointerConfig(save_interval="1h30m", keep=[{"every": 5, "until": 10}, {"every": 50}])
     assert config.save_interval == timedelta(minutes=90)
     assert CheckpointerConfig(**config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize("keep", [[], [{"every": 1}], [{"every": 5, "until": 9}, {"every": 7, "until": 10}]])
-def test_rising_ends_are_accepted(keep):
+def test_ascending_until_values_are_accepted(keep):
     assert len(CheckpointerConfig(keep=keep).keep) == len(keep)
 
 
@@ -41,7 +41,7 @@ def test_rising_ends_are_accepted(keep):
         (None, "valid list"),
     ],
 )
-def test_entries_that_make_no_sense_are_refused(keep, message):
+def test_invalid_keep_entries_are_refused(keep, message):
     with pytest.raises(ValidationError, match=message):
         CheckpointerConfig(keep=keep)
 
@@ -99,6 +99,6 @@ def test_other_values_are_refused(name, value):
         ({"base_path": "~/x"}, "/home/me/x/a"),
     ],
 )
-def test_each_run_has_its_folder(settings, folder, monkeypatch):
+def test_the_folder_of_a_run(settings, folder, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert CheckpointerConfig(**settings).run_folder("a") == folder

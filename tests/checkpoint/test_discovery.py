@@ -1,4 +1,4 @@
-"""Finding checkpoints by their folders' names and manifests."""
+"""Discovery of checkpoints by folder name and manifest."""
 
 import re
 
@@ -45,19 +45,19 @@ def test_checkpoints_are_listed_by_number_not_by_name(folder, make_checkpoint):
         "Step-5",
     ],
 )
-def test_a_manifest_under_another_name_is_no_checkpoint(folder, put, name):
+def test_a_manifest_in_a_folder_with_another_name_is_not_a_checkpoint(folder, put, name):
     put(folder, name, NAME)
     assert list_checkpoints(folder) == []
-    with pytest.raises(UserError, match="there is no complete checkpoint in it; `lmtrain train` saves them"):
+    with pytest.raises(UserError, match=r"no complete checkpoint.*`lmtrain train`"):
         find_checkpoints(folder)
     with pytest.raises(UserError, match="step-<N>"):
         find_checkpoints(join(folder, name))
 
 
-def test_a_step_folder_without_manifest_is_no_checkpoint(folder, put, make_checkpoint):
+def test_a_step_folder_without_manifest_is_not_a_checkpoint(folder, put, make_checkpoint):
     put(folder, "step-5", "params", "a")
     assert (list_checkpoints(folder), list_step_folders(folder)) == ([], [5])
-    with pytest.raises(UserError, match="step-5: there is no complete checkpoint in it"):
+    with pytest.raises(UserError, match=r"step-5: .*no complete checkpoint"):
         find_checkpoints(join(folder, "step-5"))
     make_checkpoint(folder, 3)
     assert steps(find_checkpoints(folder)) == [3]
@@ -70,7 +70,7 @@ def test_a_file_is_not_a_checkpoint(tmp_path, make_checkpoint):
     assert steps(list_checkpoints(str(tmp_path))) == [3]
 
 
-def test_a_folder_that_does_not_exist_has_none(folder):
+def test_a_missing_folder_has_no_checkpoints(folder):
     assert list_checkpoints(join(folder, "none")) == []
     assert list_step_folders(join(folder, "none")) == list_partial(join(folder, "none")) == []
 
@@ -88,7 +88,7 @@ def test_a_path_may_name_the_checkpoint_the_run_or_any_parent(folder, make_check
     assert list_checkpoints(join(folder, "all")) == []
 
 
-def test_equal_steps_of_several_runs_come_in_the_order_of_their_paths(folder, make_checkpoint):
+def test_equal_steps_of_several_runs_are_sorted_by_path(folder, make_checkpoint):
     made = [make_checkpoint(join(folder, run), 5) for run in ("b", "a")]
     assert find_checkpoints(folder) == made[::-1]
 
@@ -122,18 +122,18 @@ def test_a_relative_path_is_followed(tmp_path, make_checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "step-5", "größe"])
-def test_a_path_that_does_not_exist_is_refused(folder, name):
+def test_a_missing_path_is_an_error(folder, name):
     message = re.escape(f"checkpoint {join(folder, name)}: no such folder; `lmtrain train` saves them")
     with pytest.raises(UserError, match=f"^{message}$"):
         find_checkpoints(join(folder, name))
 
 
-def test_a_local_folder_with_nothing_in_it_is_there(tmp_path):
-    with pytest.raises(UserError, match="there is no complete checkpoint in it"):
+def test_an_empty_local_folder_is_not_reported_as_missing(tmp_path):
+    with pytest.raises(UserError, match="no complete checkpoint"):
         find_checkpoints(str(tmp_path))
 
 
-def test_marks_and_what_was_set_aside_are_told_apart(folder, put, make_checkpoint):
+def test_partial_markers_and_set_aside_checkpoints_are_listed_separately(folder, put, make_checkpoint):
     make_checkpoint(folder, 3)
     for name in ("step-20.partial", "step-3.partial", "step-x.partial", "damaged-step-9", "damaged-step-10", "other"):
         put(folder, name, *(["a"] if name.startswith("damaged") else []))
@@ -142,7 +142,7 @@ def test_marks_and_what_was_set_aside_are_told_apart(folder, put, make_checkpoin
     assert list_step_folders(folder) == [3]
 
 
-def test_names_of_a_step():
+def test_paths_of_a_step():
     assert step_folder("gs://b/run/", 7) == "gs://b/run/step-7"
     assert partial_marker("run", 7) == "run/step-7.partial"
 

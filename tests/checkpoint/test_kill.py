@@ -1,4 +1,4 @@
-"""A process that is killed, at whatever moment of a save, leaves a folder from which the run goes on."""
+"""A run resumes from its folder after its process was killed at any moment of a save."""
 
 import os
 import shutil
@@ -16,11 +16,11 @@ from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.checkpoint.policies import Kind
 
-# Saves step 2 into each folder that it is told, in a process of its own, which is killed before the given one of its
-# changes to the folder: each is announced to `audit` by Python itself. Says how the process ended.
+# For each folder on stdin, saves step 2 in a forked process, which is killed before its N-th change of the folder:
+# Python reports each change to the audit hook. Prints the exit code of each process.
 PROGRAM = """
 import os, signal, sys, threading
-import jax.numpy as jnp  # before the processes part, or each would take seconds; no device is touched yet
+import jax.numpy as jnp  # before the fork, which would take seconds otherwise; it initializes no device
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.checkpoint.policies import Kind
@@ -58,7 +58,7 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
 
-# The changes that count, in their order; between them are many more.
+# The changes that define the stages, in order; there are many more in between.
 SAVING = [
     "open /step-2.partial",
     "os.rename /step-2.orbax-checkpoint-tmp",
@@ -95,7 +95,7 @@ LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("first save", "s
 
 @pytest.fixture(scope="module", params=["second save", *LONG])
 def killed(request, tmp_path_factory) -> dict[str, Path]:
-    """Folders of runs that were killed, by the change of the folder that did not happen any more."""
+    """Folders of killed runs, by the first change of the folder that did not happen."""
     place = tmp_path_factory.mktemp("killed")
     (place / "before").mkdir()
     if request.param != "first save":
@@ -117,15 +117,15 @@ def killed(request, tmp_path_factory) -> dict[str, Path]:
             done = Path(f"{run}.log").read_text().splitlines()
             folders[f"{len(folders) + 1}: {done[-1]}" if ended else "the end"] = run
     assert ended == 0
-    # every stage was one of the moments, and they came in this order
+    # every stage occurred, in this order
     left = iter(done)
     assert [stage for stage in STAGES[request.param] if not any(change.startswith(stage) for change in left)] == []
     assert len(folders) == len(done) + 1
     return folders
 
 
-def test_the_run_goes_on_from_a_whole_checkpoint_and_has_no_others(killed, tmp_path):
-    """The one before, or the new one: whichever it is, its arrays are those of that step."""
+def test_the_run_resumes_from_a_complete_checkpoint_and_has_no_partial_ones(killed, tmp_path):
+    """It is the previous or the new checkpoint, with the arrays of that step."""
     seen = set()
     for moment, run in killed.items():
         run = Path(shutil.copytree(run, tmp_path / run.name))
@@ -144,10 +144,10 @@ def test_the_run_goes_on_from_a_whole_checkpoint_and_has_no_others(killed, tmp_p
     assert len(seen) == 2
 
 
-def test_no_rubbish_is_left_after_the_next_start(killed, tmp_path):
-    rubbish = {}
+def test_no_temporary_files_are_left_after_the_next_start(killed, tmp_path):
+    left = {}
     for moment, run in killed.items():
         run = Path(shutil.copytree(run, tmp_path / run.name))
         Checkpointer(str(run), CheckpointerConfig()).close()
-        rubbish[moment] = set(os.listdir(run)) - {"step-1", "step-2", "damaged-step-0"}
-    assert {moment: names for moment, names in rubbish.items() if names} == {}
+        left[moment] = set(os.listdir(run)) - {"step-1", "step-2", "damaged-step-0"}
+    assert {moment: names for moment, names in left.items() if names} == {}

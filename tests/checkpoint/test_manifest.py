@@ -1,4 +1,4 @@
-"""A manifest says what was written, and nothing else than what was written: every damage is found."""
+"""The manifest: it reads back as written, and any corruption of it or of the files is found."""
 
 import os
 
@@ -40,7 +40,7 @@ def _small_blocks(monkeypatch):
 
 @pytest.fixture
 def files(folder, put):
-    """A folder with a file of each of `CONTENTS`."""
+    """A folder with one file for each entry of `CONTENTS`."""
     for name, content in CONTENTS.items():
         put(folder, *name.split("/"), content=content)
     return folder
@@ -61,11 +61,11 @@ def test_a_manifest_reads_back_as_it_was_written(manifest, folder, put):
     assert read_manifest(folder) == manifest
 
 
-def test_a_manifest_has_the_bytes_of_all_its_files():
+def test_the_size_of_a_manifest_is_the_sum_over_its_files():
     assert Manifest(1, Kind.PERMANENT, 0.0, {"a": FileRecord(3, ""), "b": FileRecord(4, "")}).size == 7
 
 
-def test_a_folder_without_manifest_is_an_error_of_its_own(folder, put):
+def test_a_missing_manifest_raises_file_not_found(folder, put):
     put(folder, "before")
     with pytest.raises(FileNotFoundError):
         read_manifest(folder)
@@ -76,8 +76,8 @@ def written(tmp_path):
     return (tmp_path / NAME).read_bytes()
 
 
-def test_no_byte_of_a_manifest_can_change_its_meaning_in_silence(tmp_path):
-    """At every place a bit, a space, and all that JSON has a meaning for: a digit may become an exponent."""
+def test_no_changed_byte_of_a_manifest_goes_unnoticed(tmp_path):
+    """At each position: flipped bits, a space, and all characters of JSON's syntax; a digit may become an exponent."""
     content = written(tmp_path)
     path = tmp_path / NAME
     accepted = []
@@ -94,7 +94,7 @@ def test_no_byte_of_a_manifest_can_change_its_meaning_in_silence(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, -2, -1])
-def test_the_rest_of_a_manifest_is_missed(tmp_path, keep):
+def test_a_truncated_manifest_is_corrupt(tmp_path, keep):
     content = written(tmp_path)
     (tmp_path / NAME).write_bytes(content[:keep])
     with pytest.raises(DamagedError, match=r"^manifest.json is corrupt$"):
@@ -106,19 +106,19 @@ def test_the_rest_of_a_manifest_is_missed(tmp_path, keep):
     [b"null", b"[]", b"{}", b'{"files": 1}', b"\x00" * 500, b"[" * 100_000, b'{"step": ' + b"1" * 5000 + b"}"],
     ids=["null", "list", "empty", "number", "zeros", "deep", "long"],
 )
-def test_what_is_no_manifest_is_damaged(tmp_path, content):
+def test_content_that_is_not_a_manifest_is_corrupt(tmp_path, content):
     (tmp_path / NAME).write_bytes(content)
     with pytest.raises(DamagedError):
         read_manifest(str(tmp_path))
 
 
-def test_a_manifest_with_something_after_it_is_damaged(tmp_path):
+def test_a_manifest_with_extra_content_is_corrupt(tmp_path):
     (tmp_path / NAME).write_bytes(written(tmp_path) + b"\n")
     with pytest.raises(DamagedError):
         read_manifest(str(tmp_path))
 
 
-def test_files_are_recorded_with_their_sizes_and_differ_by_their_bytes(files):
+def test_files_are_recorded_with_sizes_and_distinct_checksums(files):
     records = record_files(files, CONTENTS)
     assert {name: record.size for name, record in records.items()} == {n: len(c) for n, c in CONTENTS.items()}
     assert len({record.checksum for record in records.values()}) == len(CONTENTS)
@@ -132,11 +132,11 @@ def test_paths_and_urls_give_the_same_checksums(tmp_path, put):
     assert record_files(str(tmp_path), CONTENTS) == record_files(url, CONTENTS)
 
 
-def test_nothing_to_record_gives_nothing(files):
+def test_no_files_give_no_records(files):
     assert record_files(files, []) == {}
 
 
-def test_blocks_that_change_places_are_found(folder, put):
+def test_swapped_blocks_are_found(folder, put):
     put(folder, "a", content=b"1" * BLOCK + b"2" * BLOCK)
     put(folder, "b", content=b"2" * BLOCK + b"1" * BLOCK)
     records = record_files(folder, ["a", "b"])
@@ -144,7 +144,7 @@ def test_blocks_that_change_places_are_found(folder, put):
 
 
 @pytest.mark.parametrize("place", [0, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK])
-def test_a_bit_in_any_block_is_found(folder, put, place):
+def test_a_changed_byte_in_any_block_is_found(folder, put, place):
     content = b"x" * (2 * BLOCK + 1)
     put(folder, "a", content=content)
     manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(folder, ["a"]))
@@ -154,7 +154,7 @@ def test_a_bit_in_any_block_is_found(folder, put, place):
     assert wrong_bytes(folder, manifest, ["a"]) == ["a"]
 
 
-def test_only_the_files_that_are_asked_for_are_compared(files):
+def test_only_the_requested_files_are_compared(files):
     manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
     for name in ("a block", "two blocks"):
         write_bytes(join(files, name), read_bytes(join(files, name)).replace(b"x", b"y"))
@@ -172,7 +172,7 @@ def test_only_the_files_that_are_asked_for_are_compared(files):
     ],
     ids=["missing", "shorter", "longer", "empty"],
 )
-def test_a_file_of_another_size_is_told(files, change, message):
+def test_a_file_of_a_wrong_size_is_named(files, change, message):
     manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
     check_sizes(files, manifest)
     change(join(files, "a block"))
@@ -180,14 +180,14 @@ def test_a_file_of_another_size_is_told(files, change, message):
         check_sizes(files, manifest)
 
 
-def test_an_empty_file_that_is_gone_is_missed(files):
+def test_a_missing_empty_file_is_found(files):
     manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
     delete_file(join(files, "empty"))
     with pytest.raises(DamagedError, match=r"^empty is missing$"):
         check_sizes(files, manifest)
 
 
-def test_all_files_of_another_size_are_told_at_once(files):
+def test_all_files_of_a_wrong_size_are_named_at_once(files):
     manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
     for name in ("a byte", "deep/in/ö"):
         delete_file(join(files, name))
@@ -195,14 +195,14 @@ def test_all_files_of_another_size_are_told_at_once(files):
         check_sizes(files, manifest)
 
 
-def test_a_file_more_is_no_damage(files, put):
+def test_an_additional_file_is_ignored(files, put):
     manifest = Manifest(1, Kind.PERMANENT, 0.0, record_files(files, CONTENTS))
     put(files, "notes.txt")
     assert "notes.txt" in list_files(files)
     check_sizes(files, manifest)
 
 
-def test_blocks_hashed_by_one_or_many_threads_give_the_same(tmp_path, monkeypatch):
+def test_the_checksum_does_not_depend_on_the_number_of_threads(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(os.urandom(100 * BLOCK + 3))
     found = []
     for count in (1, 32):
@@ -211,8 +211,8 @@ def test_blocks_hashed_by_one_or_many_threads_give_the_same(tmp_path, monkeypatc
     assert found[0] == found[1]
 
 
-def test_a_manifest_of_another_version_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
-    """It would be set aside, and with it what a newer version of lmtrain has trained."""
+def test_a_manifest_of_another_version_is_not_reported_as_corrupt(tmp_path, monkeypatch):
+    """Otherwise the checkpoints of a newer version of lmtrain would be set aside."""
     with monkeypatch.context() as patch:
         patch.setattr(module, "_FORMAT", 2)
         write_manifest(str(tmp_path), SMALL)

@@ -1,4 +1,4 @@
-"""When to save, as a table."""
+"""Save policy."""
 
 import pytest
 from hypothesis import given
@@ -10,12 +10,12 @@ from lmtrain.checkpoint.policies import Kind, decide, is_permanent_step, next_pe
 KEEP = [KeepInterval(every=10, until=50), KeepInterval(every=100, until=300), KeepInterval(every=1000)]
 
 
-def test_the_first_entry_not_yet_past_its_end_decides():
+def test_the_first_entry_whose_until_is_not_past_decides():
     kept = [step for step in range(1, 3001) if is_permanent_step(step, KEEP)]
     assert kept == [10, 20, 30, 40, 50, 100, 200, 300, 1000, 2000, 3000]
 
 
-def test_after_the_last_end_nothing_is_permanent():
+def test_after_the_last_until_nothing_is_permanent():
     assert [s for s in range(1, 100) if is_permanent_step(s, [KeepInterval(every=5, until=12)])] == [5, 10]
 
 
@@ -35,11 +35,11 @@ def test_without_entries_nothing_is_permanent():
         (10, True, False, Kind.PERMANENT),
     ],
 )
-def test_which_kind_to_save(step, last, asked, expected):
+def test_the_kind_of_checkpoint_to_save(step, last, asked, expected):
     assert decide(step, KEEP, last=last, asked=asked) is expected
 
 
-def test_the_end_of_a_run_is_kept_even_if_nothing_else_is():
+def test_the_last_step_is_permanent_without_entries():
     assert decide(7, [], last=True, asked=False) is Kind.PERMANENT
 
 
@@ -47,17 +47,17 @@ def test_the_end_of_a_run_is_kept_even_if_nothing_else_is():
     ("step", "expected"),
     [(0, 10), (9, 10), (10, 20), (49, 50), (50, 100), (299, 300), (300, 1000), (999, 1000), (2999, 3000), (3000, 3500)],
 )
-def test_the_next_permanent_step_as_a_table(step, expected):
+def test_the_next_permanent_step(step, expected):
     assert next_permanent_step(step, KEEP, 3500) == expected
 
 
-def test_without_entries_the_last_step_is_the_next_permanent_one():
+def test_without_entries_the_next_permanent_step_is_the_last_step():
     assert next_permanent_step(3, [], 700) == 700
 
 
 @st.composite
 def keeps(draw) -> list[KeepInterval]:
-    """As a config may have them: `until` ascends, and only the last entry may have none."""
+    """Valid `keep` lists: `until` ascends, and only the last entry may have none."""
     ends = sorted(draw(st.sets(st.integers(1, 60), max_size=4)))
     entries = [KeepInterval(every=draw(st.integers(1, 40)), until=end) for end in ends]
     if draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""What a run's folder has after a start: checkpoints, and what was set aside."""
+"""Content of a run's folder after a start: complete checkpoints, and set-aside ones."""
 
 import os
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ CLAIMED = {"attempt.json", "lock"}
 
 @pytest.fixture
 def start(folder):
-    """`start()` makes the run's folder one's own, after whoever had it before has ended."""
+    """`start()` opens the run's folder, after releasing the previous claims."""
     if "://" not in folder:
         os.makedirs(folder)
     started = []
@@ -47,7 +47,7 @@ def save(run: RunFolder, step: int, kind: Kind) -> None:
 
 @contextmanager
 def nothing_can_be_deleted():
-    """Somebody has a file open on a network disk; or the store says no."""
+    """Deletions fail, as with a file in use on a network disk, or with missing permissions."""
 
     def busy(*arguments, **keywords):
         raise OSError(16, "Device or resource busy")
@@ -66,13 +66,13 @@ def test_a_folder_that_was_being_written_is_deleted(start, folder, put, make_che
     make_checkpoint(folder, 1)
     put(folder, "step-2", "params", "a")
     put(folder, "step-2.partial")
-    put(folder, "step-3.partial")  # killed before there was a folder
+    put(folder, "step-3.partial")  # killed before the folder was created
     start()
     assert names(folder) == ["step-1"]
 
 
-def test_what_a_failed_save_still_wrote_after_it_failed_is_deleted(start, folder, put):
-    """TensorStore's threads go on for a moment, and make the folders that they miss."""
+def test_files_that_a_failed_save_writes_later_are_deleted(start, folder, put):
+    """TensorStore's threads continue for a moment, and create missing folders."""
     run = start()
     for step in (5, 50):
         run.begin(step)
@@ -86,7 +86,7 @@ def test_what_a_failed_save_still_wrote_after_it_failed_is_deleted(start, folder
 
 
 def test_a_failed_save_that_could_not_be_deleted_at_once_is_deleted_at_the_end(start, folder, put):
-    """A thread that still writes into a folder keeps it from being deleted."""
+    """A folder cannot be deleted while a thread still writes to it."""
     run = start()
     run.begin(5)
     put(folder, "step-5.orbax-checkpoint-tmp", "params", "a")
@@ -98,7 +98,7 @@ def test_a_failed_save_that_could_not_be_deleted_at_once_is_deleted_at_the_end(s
 
 
 def test_a_folder_that_was_being_deleted_is_deleted(start, folder, put, make_checkpoint):
-    """Its manifest goes first, so that it can be told from a complete one."""
+    """Its manifest is deleted first, so that it does not count as complete."""
     for step in (1, 2):
         make_checkpoint(folder, step)
     put(folder, "step-1.partial")
@@ -107,7 +107,7 @@ def test_a_folder_that_was_being_deleted_is_deleted(start, folder, put, make_che
     assert names(folder) == ["step-2"]
 
 
-def test_a_complete_one_whose_mark_is_still_there_stays(start, folder, put, make_checkpoint):
+def test_a_complete_checkpoint_with_a_partial_marker_is_kept(start, folder, put, make_checkpoint):
     made = make_checkpoint(folder, 1)
     before = list_files(made.path)
     put(folder, "step-1.partial")
@@ -116,8 +116,8 @@ def test_a_complete_one_whose_mark_is_still_there_stays(start, folder, put, make
     assert list_files(made.path) == before
 
 
-@pytest.mark.parametrize("folder", ["path"], indirect=True)  # at gs:// it writes to the step's own folder
-def test_what_orbax_left_is_deleted(start, folder, put, make_checkpoint):
+@pytest.mark.parametrize("folder", ["path"], indirect=True)  # at gs:// Orbax writes directly to the step's folder
+def test_temporary_folders_of_orbax_are_deleted(start, folder, put, make_checkpoint):
     make_checkpoint(folder, 1)
     put(folder, "step-2.orbax-checkpoint-tmp", "params.orbax-checkpoint-tmp", "d", "a")
     put(folder, "step-2.partial")
@@ -125,15 +125,15 @@ def test_what_orbax_left_is_deleted(start, folder, put, make_checkpoint):
     assert names(folder) == ["step-1"]
 
 
-@pytest.mark.parametrize("folder", ["path"], indirect=True)  # a store has no files that are half written
-def test_what_a_killed_writer_of_a_mark_left_is_deleted(start, folder, put):
+@pytest.mark.parametrize("folder", ["path"], indirect=True)  # object stores have no partially written files
+def test_temporary_files_of_a_killed_writer_are_deleted(start, folder, put):
     put(folder, "step-2.partial.tmp-12345")
     put(folder, "attempt.json.tmp-12345")
     start()
     assert names(folder) == []
 
 
-def test_what_is_nobodys_stays(start, folder, put):
+def test_unrelated_files_are_kept(start, folder, put):
     put(folder, "notes.txt")
     put(folder, "damaged-step-1", "a")
     put(folder, "exports", "step-1", "a")
@@ -141,7 +141,7 @@ def test_what_is_nobodys_stays(start, folder, put):
     assert names(folder) == ["damaged-step-1", "exports", "notes.txt"]
 
 
-def test_one_that_lost_its_manifest_is_set_aside_as_it_is(start, folder, make_checkpoint, caplog):
+def test_a_checkpoint_without_manifest_is_set_aside_unchanged(start, folder, make_checkpoint, caplog):
     for expected in ("damaged-step-5", "damaged-step-5.1", "damaged-step-5.2"):
         made = make_checkpoint(folder, 5)
         delete_file(join(made.path, NAME))
@@ -155,8 +155,8 @@ def test_one_that_lost_its_manifest_is_set_aside_as_it_is(start, folder, make_ch
     assert names(folder) == ["damaged-step-5", "damaged-step-5.1", "damaged-step-5.2"]
 
 
-def test_nothing_that_was_set_aside_is_written_over(start, folder, put, make_checkpoint):
-    """The user has deleted the first of two."""
+def test_set_aside_checkpoints_are_never_overwritten(start, folder, put, make_checkpoint):
+    """Case: the user has deleted the first of two."""
     put(folder, "damaged-step-5.1", "a", content=b"of before")
     delete_file(join(make_checkpoint(folder, 5).path, NAME))
     start()
@@ -164,14 +164,14 @@ def test_nothing_that_was_set_aside_is_written_over(start, folder, put, make_che
     assert len(names(folder)) == 2
 
 
-def test_numbers_that_begin_alike_are_not_mixed_up(start, folder, put, make_checkpoint):
+def test_steps_with_the_same_first_digits_are_not_mixed_up(start, folder, put, make_checkpoint):
     put(folder, "damaged-step-55", "a")
     delete_file(join(make_checkpoint(folder, 5).path, NAME))
     start()
     assert names(folder) == ["damaged-step-5", "damaged-step-55"]
 
 
-def test_a_temporary_one_goes_when_the_next_is_complete_and_not_before(start, folder):
+def test_a_temporary_checkpoint_is_deleted_when_the_next_is_complete(start, folder):
     run = start()
     save(run, 1, Kind.TEMPORARY)
     run.begin(2)
@@ -182,7 +182,7 @@ def test_a_temporary_one_goes_when_the_next_is_complete_and_not_before(start, fo
     assert names(folder) == ["step-3"]
 
 
-def test_permanent_ones_never_go(start, folder):
+def test_permanent_checkpoints_are_never_deleted(start, folder):
     run = start()
     for step, kind in [(10, Kind.PERMANENT), (13, Kind.TEMPORARY), (20, Kind.PERMANENT), (21, Kind.TEMPORARY)]:
         save(run, step, kind)
@@ -191,7 +191,7 @@ def test_permanent_ones_never_go(start, folder):
     assert names(folder) == ["step-10", "step-20", "step-22"]
 
 
-def test_temporary_ones_of_an_earlier_start_are_kept_until_the_next_is_complete(start, folder, make_checkpoint):
+def test_temporary_checkpoints_of_an_earlier_start_are_kept_until_the_next_is_complete(start, folder, make_checkpoint):
     for step in (1, 2):
         make_checkpoint(folder, step, Kind.TEMPORARY)
     make_checkpoint(folder, 3)
@@ -201,13 +201,13 @@ def test_temporary_ones_of_an_earlier_start_are_kept_until_the_next_is_complete(
     assert names(folder) == ["step-3", "step-4"]
 
 
-def test_one_whose_kind_cannot_be_read_is_kept(start, folder, put, make_checkpoint):
+def test_a_checkpoint_with_a_corrupt_manifest_is_kept(start, folder, put, make_checkpoint):
     put(make_checkpoint(folder, 1, Kind.TEMPORARY).path, NAME, content=b"?")
     save(start(), 2, Kind.TEMPORARY)
     assert names(folder) == ["step-1", "step-2"]
 
 
-def test_a_temporary_one_that_cannot_be_deleted_is_told_and_tried_again(start, folder, caplog):
+def test_a_failed_deletion_is_logged_and_retried(start, folder, caplog):
     run = start()
     save(run, 1, Kind.TEMPORARY)
     with nothing_can_be_deleted():
@@ -219,7 +219,7 @@ def test_a_temporary_one_that_cannot_be_deleted_is_told_and_tried_again(start, f
     assert names(folder) == ["step-3"]
 
 
-def test_one_that_could_not_be_deleted_goes_at_the_next_start(start, folder):
+def test_a_failed_deletion_is_retried_at_the_next_start(start, folder):
     run = start()
     save(run, 1, Kind.TEMPORARY)
     with nothing_can_be_deleted():
@@ -228,7 +228,7 @@ def test_one_that_could_not_be_deleted_goes_at_the_next_start(start, folder):
     assert names(folder) == ["step-2"]
 
 
-def test_a_step_that_is_saved_again_keeps_what_was_there(start, folder, make_checkpoint, caplog):
+def test_saving_a_step_again_keeps_the_existing_checkpoint_under_another_name(start, folder, make_checkpoint, caplog):
     made = make_checkpoint(folder, 5, Kind.TEMPORARY)
     before = list_files(made.path)
     run = start()
@@ -240,7 +240,7 @@ def test_a_step_that_is_saved_again_keeps_what_was_there(start, folder, make_che
     assert names(folder) == ["earlier-step-5", "step-5", "step-6"]
 
 
-def test_whoever_was_taken_over_writes_nothing(start, folder):
+def test_a_run_that_was_taken_over_writes_nothing(start, folder):
     run = start()
     save(run, 1, Kind.TEMPORARY)
     run.begin(2)
@@ -253,7 +253,7 @@ def test_whoever_was_taken_over_writes_nothing(start, folder):
     assert list_files(folder) == before
 
 
-def test_a_start_that_fails_lets_go_of_the_folder(start, folder, put):
+def test_a_failed_start_releases_the_folder(start, folder, put):
     put(folder, "step-2", "a")
     put(folder, "step-2.partial")
     with nothing_can_be_deleted():
@@ -264,6 +264,6 @@ def test_a_start_that_fails_lets_go_of_the_folder(start, folder, put):
     assert names(folder) == []
 
 
-def test_deleting_what_is_not_there_is_no_error(start, folder):
+def test_discarding_a_missing_step_is_not_an_error(start, folder):
     start().discard(7)
     assert names(folder) == []

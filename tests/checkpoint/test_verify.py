@@ -1,4 +1,4 @@
-"""Damage of any file of a real checkpoint is found before a run goes on from it."""
+"""Corruption of any file of a real checkpoint is found before a run resumes from it."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def replace(file: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A run's folder with the steps 5 and 10."""
+    """The folder of a run with checkpoints of steps 5 and 10."""
     run = tmp_path_factory.mktemp("saved") / "run"
     checkpointer = Checkpointer(str(run), CheckpointerConfig())
     for step in (5, 10):
@@ -52,7 +52,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(saved, tmp_path) -> Path:
-    """A copy of it."""
+    """A copy of `saved`."""
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
@@ -65,7 +65,7 @@ def newest(run: Path, how: str = "full"):
 
 
 def damages(damage, saved: Path) -> list[str]:
-    """The files of step 10 that can be damaged in this way."""
+    """The files of step 10 that this damage applies to."""
     names = list(list_files(str(saved / "step-10")))
     if damage is not replace:
         return names
@@ -86,7 +86,7 @@ def test_an_intact_checkpoint_is_the_newest(run, how):
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, delete, replace])
-def test_damage_of_any_file_is_told_and_the_checkpoint_before_is_used(saved, tmp_path, caplog, damage):
+def test_corruption_of_any_file_is_logged_and_the_previous_checkpoint_is_used(saved, tmp_path, caplog, damage):
     names = damages(damage, saved)
     assert {NAME, "run.json", "params/manifest.ocdbt"} <= set(names)
     for number, name in enumerate(names):
@@ -104,57 +104,55 @@ def test_damage_of_any_file_is_told_and_the_checkpoint_before_is_used(saved, tmp
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, delete, replace])
-def test_sizes_find_only_what_changes_a_size(saved, tmp_path, damage):
+def test_the_check_of_sizes_finds_only_changed_sizes(saved, tmp_path, damage):
     for number, name in enumerate(damages(damage, saved)):
         run = Path(shutil.copytree(saved, tmp_path / str(number)))
         damage(run / "step-10" / name, run / "step-5" / name)
-        found = changes_size(damage, saved, name) or name == NAME  # which has a checksum of its own
+        found = changes_size(damage, saved, name) or name == NAME  # the manifest has its own checksum
         assert newest(run, "sizes").step == (5 if found else 10), name
 
 
 @pytest.mark.parametrize("how", ["full", "sizes"])
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run, how):
+def test_a_run_with_only_corrupt_checkpoints_does_not_start_over(run, how):
     for step in ("step-5", "step-10"):
         (run / step / "run.json").unlink()
-    message = (
-        f"no checkpoint in {re.escape(str(run))} is valid: damaged-step-10, damaged-step-5. Restore one from a backup"
-    )
-    for _ in range(2):  # nor when it is started again
+    message = f"{re.escape(str(run))} .*: damaged-step-10, damaged-step-5.*--trainer.id"
+    for _ in range(2):  # also at the second start
         with pytest.raises(UserError, match=message):
             newest(run, how)
     assert sorted(os.listdir(run)) == ["damaged-step-10", "damaged-step-5"]
 
 
-def test_a_run_whose_only_checkpoint_lost_its_manifest_does_not_begin_anew(run):
+def test_a_run_whose_only_checkpoint_has_no_manifest_does_not_start_over(run):
     shutil.rmtree(run / "step-5")
     (run / "step-10" / NAME).unlink()
-    with pytest.raises(UserError, match="is valid: damaged-step-10"):
+    with pytest.raises(UserError, match=": damaged-step-10"):
         newest(run)
 
 
-def test_a_copy_put_in_place_is_used_again(run, saved):
+def test_a_restored_copy_is_used_again(run, saved):
     (run / "step-10" / "run.json").unlink()
     assert newest(run).step == 5
     shutil.copytree(saved / "step-10", run / "step-10")
     assert newest(run).step == 10
 
 
-def test_a_run_without_checkpoints_begins(tmp_path):
+def test_a_run_without_checkpoints_starts(tmp_path):
     assert newest(tmp_path / "new") is None
 
 
-def test_a_checkpoint_under_the_number_of_another_is_damaged(run, caplog):
+def test_a_checkpoint_with_the_step_of_another_is_corrupt(run, caplog):
     shutil.copytree(run / "step-10", run / "step-20")
     assert newest(run).step == 10
     assert "step-20 is corrupt: its manifest belongs to step 10" in caplog.text
 
 
 def in_part(run: Path, step: str, part: str) -> Path:
-    """A file of a part's arrays."""
+    """The path of a file with arrays of a part."""
     return max((run / step / part / "d").iterdir())
 
 
-def test_only_the_parts_that_are_wanted_are_read(run):
+def test_only_the_requested_parts_are_verified(run):
     flip(in_part(run, "step-10", "optimizer"), run)
     assert choose_checkpoint(str(run), "full", parts=["params"]).step == 10
     for parts in (None, ["optimizer"], ["params", "optimizer"]):
@@ -163,12 +161,12 @@ def test_only_the_parts_that_are_wanted_are_read(run):
     assert choose_checkpoint(str(run), "full", parts=["params"]).step == 5
 
 
-def test_what_is_beside_the_parts_is_always_read(run):
+def test_files_outside_the_parts_are_always_verified(run):
     flip(run / "step-10" / "run.json", run)
     assert choose_checkpoint(str(run), "full", parts=[]).step == 5
 
 
-def test_a_choice_moves_nothing_and_tells_what_is_damaged(run, caplog):
+def test_choosing_a_checkpoint_renames_nothing_and_logs_corrupt_ones(run, caplog):
     (run / "step-10" / "run.json").unlink()
     before = list_files(str(run))
     assert choose_checkpoint(str(run.parent), "full").path == str(run / "step-5")
@@ -177,7 +175,7 @@ def test_a_choice_moves_nothing_and_tells_what_is_damaged(run, caplog):
 
 
 @pytest.mark.parametrize(("path", "message"), [("", "all 2 are corrupt"), ("step-10", "it is corrupt")])
-def test_a_choice_of_nothing_but_damaged_ones_is_refused(run, path, message):
+def test_choosing_among_corrupt_checkpoints_only_is_an_error(run, path, message):
     for step in ("step-5", "step-10"):
         flip(run / step / "run.json", run)
     place = os.path.join(run, path).rstrip("/")
@@ -185,7 +183,7 @@ def test_a_choice_of_nothing_but_damaged_ones_is_refused(run, path, message):
         choose_checkpoint(place, "full")
 
 
-def test_all_that_is_wrong_is_told_at_once(run):
+def test_all_corrupt_files_are_named_at_once(run):
     for name in ("run.json", "_CHECKPOINT_METADATA"):
         flip(run / "step-10" / name, run)
     (checkpoint,) = list_checkpoints(str(run))[1:]
@@ -196,8 +194,8 @@ def test_all_that_is_wrong_is_told_at_once(run):
 
 @pytest.mark.parametrize("folder", ["memory"], indirect=True)
 @pytest.mark.parametrize("how", ["full", "sizes"])
-def test_a_store_that_does_not_answer_is_not_taken_for_damage(folder, make_checkpoint, monkeypatch, how):
-    """To set an intact checkpoint aside because of a bad connection would lose the steps since the one before."""
+def test_a_store_that_does_not_respond_is_not_reported_as_corruption(folder, make_checkpoint, monkeypatch, how):
+    """Setting an intact checkpoint aside after a connection error would lose the steps since the previous one."""
     made = make_checkpoint(folder, 5)
     damaged = []
 
@@ -211,7 +209,7 @@ def test_a_store_that_does_not_answer_is_not_taken_for_damage(folder, make_check
     assert damaged == []
 
 
-def test_damage_at_a_url_is_found_too(folder, make_checkpoint, put):
+def test_corruption_at_a_url_is_found_too(folder, make_checkpoint, put):
     for step in (1, 2):
         make_checkpoint(folder, step)
     put(folder, "step-2", "params", "d", "a", content=b"params/d/a of         3")

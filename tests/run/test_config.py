@@ -72,7 +72,7 @@ def test_any_name_of_a_config_file_makes_a_run_id(stem, expected):
 @pytest.mark.parametrize("source", ["setting", "environment", "wandb"])
 def test_what_cannot_name_a_folder_is_refused_wherever_it_came_from(name, source):
     changes = {"setting": {"trainer__id": name}, "wandb": {"trainer__tracker": {"id": name}}}.get(source, {})
-    with pytest.raises(UserError, match="run id .*use at most 200 letters"):
+    with pytest.raises(UserError, match=r"run id .*use at most 200 letters"):
         run_id(build(**changes), "stem", {"RUN_ID": name} if source == "environment" else {})
 
 
