@@ -1,4 +1,4 @@
-"""The run's config: its id, its identity, its schedule, and a description for every setting."""
+"""The config of a run: run id, identity, checks across sections, and a description of every setting."""
 
 import json
 from typing import get_args
@@ -46,7 +46,7 @@ def test_the_run_id_is_the_first_of_setting_environment_wandb_and_hash(changes, 
     assert run_id(build(**changes), "stem", environment) == expected
 
 
-def test_the_made_id_is_stem_and_hash_and_never_random():
+def test_the_generated_id_is_stem_and_hash_and_not_random():
     assert run_id(build(), "stem", {}) == MADE
     assert MADE.startswith("stem-")
     assert len(MADE) == len("stem-") + 6
@@ -54,7 +54,7 @@ def test_the_made_id_is_stem_and_hash_and_never_random():
 
 
 @pytest.mark.parametrize("name", ["a", "0", "run.v2_x-1", "A" * 200])
-def test_a_name_for_a_folder_is_a_run_id(name):
+def test_valid_run_ids(name):
     assert run_id(build(trainer__id=name), "stem", {}) == name
 
 
@@ -62,7 +62,7 @@ def test_a_name_for_a_folder_is_a_run_id(name):
     ("stem", "expected"),
     [("my run (2)", "my-run-2-"), (".hidden", "hidden"), ("größe", "gr-e"), ("", "run"), ("x" * 300, "x" * 100)],
 )
-def test_any_name_of_a_config_file_makes_a_run_id(stem, expected):
+def test_any_name_of_a_config_file_gives_a_valid_run_id(stem, expected):
     assert run_id(build(), stem, {}) == MADE.replace("stem", expected)
 
 
@@ -70,7 +70,7 @@ def test_any_name_of_a_config_file_makes_a_run_id(stem, expected):
     "name", ["../x", "a/b", ".", "..", ".x", "-x", " a", "a b", "ü", "a\n", "${run_id}", "a:b", "A" * 201]
 )
 @pytest.mark.parametrize("source", ["setting", "environment", "wandb"])
-def test_what_cannot_name_a_folder_is_refused_wherever_it_came_from(name, source):
+def test_an_invalid_run_id_is_refused_from_every_source(name, source):
     changes = {"setting": {"trainer__id": name}, "wandb": {"trainer__tracker": {"id": name}}}.get(source, {})
     with pytest.raises(UserError, match=r"run id .*use at most 200 letters"):
         run_id(build(**changes), "stem", {"RUN_ID": name} if source == "environment" else {})
@@ -97,7 +97,7 @@ def test_what_cannot_name_a_folder_is_refused_wherever_it_came_from(name, source
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_the_same_run_goes_on_after_a_change_of(changes):
+def test_the_run_id_does_not_depend_on(changes):
     assert build(**changes) != build()
     assert identity(build(**changes)) == identity(build())
     assert run_id(build(**changes), "stem", {}) == MADE
@@ -123,15 +123,15 @@ def test_the_same_run_goes_on_after_a_change_of(changes):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_another_run_begins_with_another(changes):
+def test_the_run_id_depends_on(changes):
     assert run_id(build(**changes), "stem", {}) != MADE
 
 
-def test_a_step_and_the_whole_run_are_different_warmups():
+def test_a_warmup_of_1_step_differs_from_one_of_the_entire_run():
     assert run_id(build(optimizer__warmup=1), "s", {}) != run_id(build(optimizer__warmup=1.0), "s", {})
 
 
-def test_the_demos_own_tokenizer_and_another_are_different_runs():
+def test_the_demo_with_its_default_tokenizer_and_with_another_are_different_runs():
     demo = RunConfig.model_validate({"data": {"demo": "d"}})
     other = RunConfig.model_validate({"data": {"demo": "d", "tokenizer": "gpt2"}})
     assert demo.data.tokenizer != other.data.tokenizer
@@ -146,20 +146,20 @@ def test_the_demos_own_tokenizer_and_another_are_different_runs():
         ({"trainer__per_device_parallelism": 3}, "trainer.per_device_parallelism", "3 does not divide"),
     ],
 )
-def test_sections_that_do_not_fit_one_another_name_the_setting(changes, field, problem):
+def test_conflicts_between_sections_name_the_setting(changes, field, problem):
     with pytest.raises(ValidationError, match=problem) as caught:
         build(**changes)
     assert [error["ctx"]["field"] for error in caught.value.errors()] == [field]
 
 
-def test_there_is_one_thing_to_begin_from():
+def test_only_one_initial_model_can_be_set():
     with pytest.raises(ValidationError, match=r"set together with trainer\.initialize_from"):
         RunConfig(initialize_from_hf="a/b", trainer={"initialize_from": "c"})
     with pytest.raises(ValidationError, match="initialize_from_hf, which is not set"):
         RunConfig(use_hf_model_config=True)
 
 
-def test_secrets_in_urls_are_neither_kept_nor_part_of_the_identity():
+def test_secrets_in_urls_are_neither_saved_nor_part_of_the_identity():
     url = "https://me:secret@host/a.jsonl?signature=secret"
     config = RunConfig(data={"train_urls": [url]})
     assert "secret" not in json.dumps([resolved(config), identity(config)])
@@ -167,7 +167,7 @@ def test_secrets_in_urls_are_neither_kept_nor_part_of_the_identity():
 
 
 def sections(annotation):
-    """Every settings section that an annotation can hold, and those below."""
+    """All settings sections in an annotation, recursively."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
         for field in annotation.model_fields.values():
@@ -179,10 +179,10 @@ def sections(annotation):
 SECTIONS = list(dict.fromkeys(sections(RunConfig)))
 
 
-def test_the_walk_reaches_every_room():
+def test_the_sections_of_every_package_are_found():
     names = {section.__name__ for section in SECTIONS}
-    rooms = {"DataConfig", "Gpt2Config", "TrainerConfig", "AdamConfig", "CheckpointerConfig", "KeepInterval"}
-    assert rooms | {"WandbConfig", "TensorboardConfig", "JsonConfig", "NoopConfig"} <= names
+    expected = {"DataConfig", "Gpt2Config", "TrainerConfig", "AdamConfig", "CheckpointerConfig", "KeepInterval"}
+    assert expected | {"WandbConfig", "TensorboardConfig", "JsonConfig", "NoopConfig"} <= names
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
@@ -192,7 +192,7 @@ def test_every_setting_has_a_description(section):
     assert without == []
 
 
-def test_positions_of_a_model_that_has_only_distances_begin_anew_only_with_documents_kept_apart():
+def test_reset_positions_with_alibi_requires_mask_across_documents():
     RunConfig(model={"type": "mpt"}, data={"reset_positions": True})
     RunConfig(model={"type": "llama"}, data={"reset_positions": True, "mask_across_documents": False})
     with pytest.raises(ValidationError, match=r"mpt .*ALiBi"):
@@ -202,7 +202,7 @@ def test_positions_of_a_model_that_has_only_distances_begin_anew_only_with_docum
 SOURCES = {"data__train_urls": None, "data__configs": {"a": {"train_urls": ["a.jsonl"]}, "b": {"id": "owner/b"}}}
 
 
-def test_weights_of_sources_reach_the_batch_in_the_order_of_the_sources():
+def test_loss_weights_are_in_the_order_of_the_sources():
     weighted = {"objective__type": "weighted_cross_entropy", "objective__source_weights": {"b": 2.5}}
     config = build(**SOURCES, **weighted)
     assert config.loss_weights == {"a": 1.0, "b": 2.5}
@@ -212,18 +212,18 @@ def test_weights_of_sources_reach_the_batch_in_the_order_of_the_sources():
 
 
 @pytest.mark.parametrize(
-    ("weights", "told"),
+    ("weights", "message"),
     [({"c": 1.0}, "unknown source 'c'"), ({}, "names no source"), ({"a": -1}, "greater than or equal to 0")],
 )
-def test_weights_of_unknown_sources_and_none_are_refused(weights, told):
-    with pytest.raises(ValidationError, match=told):
+def test_weights_of_unknown_sources_and_empty_weights_are_refused(weights, message):
+    with pytest.raises(ValidationError, match=message):
         build(**SOURCES, objective__type="weighted_cross_entropy", objective__source_weights=weights)
     if "c" in weights:
-        with pytest.raises(ValidationError, match=told):
+        with pytest.raises(ValidationError, match=message):
             build(objective__type="weighted_cross_entropy", objective__source_weights=weights)
 
 
-def test_another_objective_is_another_run_and_the_default_one_changes_no_id():
+def test_another_objective_changes_the_run_id_and_the_default_does_not():
     assert run_id(build(objective__type="cross_entropy", objective__label_smoothing=0.0), "stem", {}) == MADE
     ids = [
         run_id(build(**SOURCES), "stem", {}),

@@ -1,4 +1,4 @@
-"""The `mp` setting."""
+"""Mixed-precision policy: the setting `mp`."""
 
 import pytest
 from pydantic import ValidationError
@@ -24,7 +24,7 @@ F32, BF16 = "float32", "bfloat16"
         (" params = float32 , compute = bf16 , output = bf16 ", (F32, BF16)),
     ],
 )
-def test_what_is_missing_follows(text, expected):
+def test_defaults_of_missing_parts(text, expected):
     assert parse_precision(text) == Precision(*expected)
 
 
@@ -48,13 +48,13 @@ def test_what_is_missing_follows(text, expected):
         ("p=f32=bf16", "unknown dtype 'f32=bf16'"),
     ],
 )
-def test_anything_else_is_refused(text, message):
+def test_invalid_policies_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         parse_precision(text)
     with pytest.raises(ValidationError, match=message):
         TrainerConfig(mp=text)
 
 
-def test_a_config_gives_its_precision_and_a_log_line():
+def test_the_precision_of_a_config_as_text():
     precision = TrainerConfig(mp="p=f32,c=bf16").precision
     assert str(precision) == "params=float32, compute=bfloat16"

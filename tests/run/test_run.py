@@ -1,4 +1,4 @@
-"""From what was written to what is run."""
+"""A run: its folders, and settings that come from the initial model or the data."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def run(settings, write_config):
     return Run(loaded, "a-run")
 
 
-def test_a_run_knows_its_folders(run):
+def test_the_folders_of_a_run(run):
     assert (run.logs, run.checkpoints) == ("logs/a-run", "checkpoints/a-run")
 
 
@@ -24,7 +24,7 @@ def test_nothing_found_changes_nothing(run):
     assert resolve(run, None) is run
 
 
-def test_what_was_found_has_the_last_word_and_says_where_it_is_from(run):
+def test_found_settings_override_the_config_and_have_their_source_as_origin(run):
     found = Found("epoch 1 (7 steps)", {"trainer": {"num_train_steps": 7}})
     after = resolve(run, found)
     assert after.config.trainer.num_train_steps == 7
@@ -37,7 +37,7 @@ def test_what_was_found_has_the_last_word_and_says_where_it_is_from(run):
     assert (run.config.trainer.num_train_steps, run.loaded.layer.data["trainer"]["num_train_steps"]) == (12, 12)
 
 
-def test_a_model_is_taken_whole_and_settings_that_were_written_keep_their_places(run):
+def test_a_found_model_replaces_the_section_and_equal_settings_keep_their_origin(run):
     sizes = {"type": "llama", "num_layers": 3, "num_heads": 2, "hidden_dim": 16, "intermediate_dim": 32, "seq_len": 32}
     after = resolve(run, Found("base/config.json", {"model": sizes, "data": {"tokenizer": "byte"}}))
     assert (after.config.model.type, after.config.model.num_layers) == ("llama", 3)
@@ -48,7 +48,7 @@ def test_a_model_is_taken_whole_and_settings_that_were_written_keep_their_places
     assert layer.origin_of(("model", "seq_len")).source.endswith("tiny.yaml")  # written, with the same value
 
 
-def test_what_does_not_fit_together_is_an_error_with_the_source_and_the_setting(run):
+def test_an_invalid_result_is_an_error_with_the_source_and_the_setting(run):
     with pytest.raises(
         UserError, match=r"^base: its config\.json gives model\.num_heads: 5 does not divide hidden_dim"
     ):

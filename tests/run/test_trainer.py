@@ -9,7 +9,7 @@ from lmtrain.run.trainer import TrainerConfig
 from lmtrain.tracking.config import JsonConfig, NoopConfig, WandbConfig
 
 
-def test_what_is_written_out_reads_back_equal():
+def test_a_dumped_config_loads_as_an_equal_one():
     config = TrainerConfig(
         num_train_steps=7,
         mp="p=f32,c=bf16",
@@ -38,12 +38,12 @@ def test_one_tracker_is_a_list_of_one(value, types):
 
 
 @pytest.mark.parametrize("value", [None, "embed", ["embed", "vocab"], []])
-def test_the_fsdp_axis_is_a_name_names_or_none(value):
+def test_fsdp_axis_is_one_name_several_or_null(value):
     assert TrainerConfig(fsdp_axis=value).fsdp_axis == value
 
 
 @pytest.mark.parametrize("value", [-1, 1, 16])
-def test_a_parallelism_is_kept_as_given(value):
+def test_valid_values_of_per_device_parallelism(value):
     assert TrainerConfig(per_device_parallelism=value).per_device_parallelism == value
 
 
@@ -76,7 +76,7 @@ def test_a_parallelism_is_kept_as_given(value):
         {"num_steps": 10},
     ],
 )
-def test_impossible_settings_are_refused(change):
+def test_invalid_settings_are_refused(change):
     (name,) = change
     with pytest.raises(ValidationError) as caught:
         TrainerConfig(**change)
@@ -89,5 +89,5 @@ def test_an_axis_cannot_be_split_over_two_mesh_axes():
 
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
-def test_a_seed_may_be_as_large_as_a_random_key_can_tell_apart(seed):
+def test_seeds_may_have_32_bits(seed):
     assert TrainerConfig(seed=seed).seed == seed

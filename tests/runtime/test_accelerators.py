@@ -1,4 +1,4 @@
-"""Which accelerators there are, by JAX's names and by people's, and whether this machine has one; without JAX."""
+"""Table of accelerators, look-up by name, and detection on this machine; without JAX."""
 
 import pytest
 
@@ -37,7 +37,7 @@ from lmtrain.runtime.accelerators import ACCELERATORS, find_accelerator, has_acc
         ("cpu", None),
     ],
 )
-def test_devices_are_found_by_whole_words_of_their_names(kind, name):
+def test_devices_are_found_by_complete_words_of_their_names(kind, name):
     found = find_accelerator(kind)
     assert (found and found.name) == name
 
@@ -64,9 +64,7 @@ def test_every_figure_is_plausible():
         (None, ("jax_plugins", "libtpu"), False, True),
     ],
 )
-def test_only_cpus_if_told_so_or_without_a_device_or_support_for_it(
-    monkeypatch, platforms, installed, device, expected
-):
+def test_cpu_only_if_set_or_without_a_device_or_a_plugin(monkeypatch, platforms, installed, device, expected):
     monkeypatch.setattr(accelerators, "find_spec", lambda name: object() if name in installed else None)
     monkeypatch.setattr(accelerators, "has_accelerator", lambda: device)
     environment = {} if platforms is None else {"JAX_PLATFORMS": platforms}
@@ -75,7 +73,7 @@ def test_only_cpus_if_told_so_or_without_a_device_or_support_for_it(
     assert environment.get("JAX_PLATFORMS", "") == (platforms or ("cpu" if expected else ""))
 
 
-def test_a_device_is_seen_in_dev_or_on_the_pci_bus(tmp_path):
+def test_a_device_is_detected_in_dev_or_on_the_pci_bus(tmp_path):
     pci, devices = tmp_path / "pci", tmp_path / "dev"
     (pci / "0000:00:04.0").mkdir(parents=True)
     devices.mkdir()

@@ -1,4 +1,4 @@
-"""Files are there whole or not at all, and the same value makes the same bytes."""
+"""Atomic writes, and JSON files with the same bytes for the same value."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ files.write_atomically(sys.argv[1], b"new" * 1000)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"x" * 3_000_000], ids=len)
-def test_the_bytes_are_written_and_nothing_beside_them(tmp_path, content):
+def test_the_bytes_are_written_and_no_other_files(tmp_path, content):
     path = tmp_path / "ü file"
     path.write_bytes(b"old")
     write_atomically(str(path), content)
@@ -42,7 +42,7 @@ def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path):
+def test_a_reader_never_sees_a_partial_file(tmp_path):
     path, stop, seen = tmp_path / "a", threading.Event(), set()
     write_atomically(str(path), b"0" * 500_000)
 
@@ -79,13 +79,13 @@ def test_the_same_value_makes_the_same_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("value", [None, 0.1, "ü\n☃", [], {"a": [{"b": 2**60}]}])
-def test_json_reads_back_as_it_was(tmp_path, value):
+def test_json_reads_back_equal(tmp_path, value):
     path = str(tmp_path / "a")
     write_json(path, value)
     assert read_json(path) == value
 
 
-def test_a_value_that_is_no_json_leaves_the_old_file(tmp_path):
+def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path):
     path = tmp_path / "a"
     write_json(str(path), 1)
     with pytest.raises(TypeError):
@@ -94,7 +94,7 @@ def test_a_value_that_is_no_json_leaves_the_old_file(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_only_temporaries_are_removed(tmp_path):
+def test_only_temporary_files_are_removed(tmp_path):
     for name in ("a.json", "a.json.tmp-123", "b.tmp", "shard.arrayrecord.tmp-9", "tmp-1"):
         (tmp_path / name).write_bytes(b"")
     remove_temporaries(str(tmp_path))

@@ -1,4 +1,4 @@
-"""Settings of several processes and of Ray."""
+"""Settings of multi-process runs and of Ray."""
 
 import pytest
 from pydantic import ValidationError
@@ -6,13 +6,13 @@ from pydantic import ValidationError
 from lmtrain.runtime.config import DistributedConfig, RayConfig
 
 
-def test_nothing_is_set_unless_asked():
+def test_defaults_are_unset():
     assert set(DistributedConfig().model_dump(exclude={"heartbeat_timeout"}).values()) == {None}
     assert RayConfig().model_dump() == {"address": None, "start_workers": True, "auto_start_cluster": True}
 
 
 @pytest.mark.parametrize("devices", [0, [0, 1], None])
-def test_local_devices_are_one_several_or_all(devices):
+def test_local_device_ids_are_one_several_or_null(devices):
     assert DistributedConfig(local_device_ids=devices).local_device_ids == devices
 
 
@@ -25,25 +25,25 @@ def test_local_devices_are_one_several_or_all(devices):
         ({"num_processes": 0}, "greater than or equal to 1"),
     ],
 )
-def test_process_numbers_that_cannot_be_are_refused(settings, message):
+def test_invalid_process_ids_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         DistributedConfig(**settings)
 
 
 @pytest.mark.parametrize(("process", "processes"), [(0, 1), (1, 2), (0, 2), (None, 2)])
-def test_processes_are_numbered_from_0_to_the_last(process, processes):
+def test_process_ids_start_at_0(process, processes):
     config = DistributedConfig(coordinator_address="host:1234", num_processes=processes, process_id=process)
     assert (config.num_processes, config.process_id) == (processes, process)
 
 
 @pytest.mark.parametrize("devices", ["all", 1.5, [0.5], {}, True])
-def test_local_devices_are_whole_numbers(devices):
+def test_local_device_ids_are_integers(devices):
     with pytest.raises(ValidationError):
         DistributedConfig(local_device_ids=devices)
 
 
 @pytest.mark.parametrize(("section", "misspelt"), [(DistributedConfig, "processes"), (RayConfig, "adress")])
-def test_a_name_that_is_no_setting_is_refused(section, misspelt):
+def test_an_unknown_setting_is_refused(section, misspelt):
     with pytest.raises(ValidationError, match=rf"{misspelt}\n *Extra inputs"):
         section(**{misspelt: None})
 

@@ -1,4 +1,4 @@
-"""Cores of this process: those it may run on, and no more than their time that its container has."""
+"""CPU cores of this process: its affinity, limited by the CPU quota of its container."""
 
 import os
 
@@ -19,13 +19,13 @@ from lmtrain.runtime.cores import usable_cores
         ("", 8),
     ],
 )
-def test_a_containers_share_of_time_counts(monkeypatch, tmp_path, quota, expected):
+def test_the_quota_of_a_container_limits_the_cores(monkeypatch, tmp_path, quota, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     (tmp_path / "cpu.max").write_text(quota)
     monkeypatch.setattr(cores, "_QUOTA", str(tmp_path / "cpu.max"))
     assert usable_cores() == expected
 
 
-def test_without_control_groups_it_is_the_affinity(monkeypatch, tmp_path):
+def test_without_cgroups_the_affinity_counts(monkeypatch, tmp_path):
     monkeypatch.setattr(cores, "_QUOTA", str(tmp_path / "none"))
     assert usable_cores() == len(os.sched_getaffinity(0))

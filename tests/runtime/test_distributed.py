@@ -1,4 +1,4 @@
-"""Who else there is."""
+"""Detection of and connection to the other processes of a run."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from lmtrain.runtime.processes import ALONE
         ({"PMI_SIZE": ""}, False),
     ],
 )
-def test_job_starters_say_whether_there_are_others(environment, several):
+def test_launchers_say_whether_there_are_several_processes(environment, several):
     assert detects_others(environment) == several
 
 
@@ -44,7 +44,7 @@ def test_job_starters_say_whether_there_are_others(environment, several):
         ("", "0", False),
     ],
 )
-def test_whether_slurm_gave_a_process_a_node_of_its_own(tasks, node, alone):
+def test_a_process_alone_on_its_slurm_node_is_detected(tasks, node, alone):
     assert is_alone_on_its_node({"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}) is alone
 
 
@@ -57,7 +57,7 @@ def test_whether_slurm_gave_a_process_a_node_of_its_own(tasks, node, alone):
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "JAX_LOCAL_DEVICE_IDS": "0,1"}, {}, None),
     ],
 )
-def test_a_process_that_has_a_node_of_its_own_has_all_its_devices(monkeypatch, variables, settings, ids):
+def test_a_process_alone_on_its_node_uses_all_devices(monkeypatch, variables, settings, ids):
     import jax
 
     for name, value in {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0", **variables}.items():
@@ -74,7 +74,7 @@ def test_a_process_that_has_a_node_of_its_own_has_all_its_devices(monkeypatch, v
     assert given["local_device_ids"] == ids
 
 
-def test_without_settings_and_job_starter_a_process_is_alone_and_imports_no_jax():
+def test_without_settings_and_launcher_there_is_one_process_and_jax_is_not_imported():
     code = (
         "import sys; from lmtrain.runtime.config import DistributedConfig as C;"
         "from lmtrain.runtime.distributed import start_processes as s;"
@@ -85,7 +85,7 @@ def test_without_settings_and_job_starter_a_process_is_alone_and_imports_no_jax(
     assert done.stdout.split() == ["0", "1", "True", "False"], done.stderr
 
 
-def test_processes_that_cannot_meet_are_an_error_with_its_place(monkeypatch):
+def test_a_failed_connection_is_an_error_with_the_name_of_the_section(monkeypatch):
     import jax
 
     def refuse(**settings):
@@ -98,7 +98,7 @@ def test_processes_that_cannot_meet_are_an_error_with_its_place(monkeypatch):
 
 
 def write_random_export(settings, folder):
-    """A Hugging Face model of these settings; its tensors."""
+    """Write a Hugging Face model with these settings and random weights; returns its tensors."""
     from lmtrain.hf.export import write_export
     from lmtrain.hf.tokenizer import load_tokenizer
     from lmtrain.models.gpt2.config import Gpt2Config
@@ -115,9 +115,9 @@ def write_random_export(settings, folder):
 
 
 @pytest.mark.long
-def test_two_processes_train_as_one_and_one_of_them_tells(settings, write_config, tmp_path):
-    """Each on a device of its own; what there is one of is written once. They begin from a Hugging Face model, and at
-    so small a rate what they export is still that."""
+def test_two_processes_train_together_and_only_the_first_logs(settings, write_config, tmp_path):
+    """Each process has one device; files of the run are written once. Training starts from a Hugging Face model, and with
+    the tiny learning rate the exported weights are still equal to it."""
     settings["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 100}
     settings["data"]["validation_urls"] = None
     settings["model"] |= {"num_layers": 1, "gradient_checkpointing": False}
@@ -133,14 +133,14 @@ def test_two_processes_train_as_one_and_one_of_them_tells(settings, write_config
         command = [sys.executable, "-m", "lmtrain", "train", str(config), "--trainer.id", run, *map(str, flags)]
         environment = os.environ | {
             "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # what takes time is compiling
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # to compile faster
         }
         return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
 
     def finish(process):
-        told = process.communicate(timeout=300)[1]
-        assert process.returncode == 0, told
-        return told
+        log = process.communicate(timeout=300)[1]
+        assert process.returncode == 0, log
+        return log
 
     place = ["--trainer.distributed.coordinator_address", f"127.0.0.1:{port}", "--trainer.distributed.num_processes", 2]
     both = [start("both", *place, "--trainer.distributed.process_id", number) for number in range(2)]

@@ -1,4 +1,4 @@
-"""One process at a time, however the one before it ended."""
+"""File lock: one holder at a time, also after a holder was killed."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ print("released", flush=True)
 sys.stdin.readline()
 """
 
-# Each turn is marked by a file that only one process at a time can make.
+# In each turn, a process creates a file, which fails if another process holds the lock at the same time.
 CONTEND = """
 import os, sys, time
 from lmtrain.runtime.lock import FileLock
@@ -48,7 +48,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def start():
-    """`start(program, path)` is a Python process that runs `program`; none outlives the test."""
+    """`start(program, path)` starts a Python process that runs `program`; all are killed after the test."""
     processes = []
 
     def begin(program, path):
@@ -76,13 +76,13 @@ def test_another_process_gets_the_lock_only_after_its_release(path, start):
     ours.release()
 
 
-def test_a_killed_process_holds_nothing(path, start):
+def test_a_killed_process_releases_the_lock(path, start):
     other = start(HOLD, path)
     assert other.stdout.readline() == "True\n"
     assert not FileLock(path).acquire()
     other.send_signal(signal.SIGKILL)
     other.wait()
-    with open(path, "a") as file:  # longer than what we shall write
+    with open(path, "a") as file:  # longer than the text that replaces it
         file.write("of a machine with a very long name")
     ours = FileLock(path)
     assert ours.acquire()
@@ -90,7 +90,7 @@ def test_a_killed_process_holds_nothing(path, start):
     ours.release()
 
 
-def test_the_file_is_there_while_the_lock_is_held_and_gone_after(path):
+def test_the_file_exists_while_the_lock_is_held(path):
     held = FileLock(path)
     assert not os.path.exists(path)
     assert held.acquire()
@@ -101,7 +101,7 @@ def test_the_file_is_there_while_the_lock_is_held_and_gone_after(path):
     held.release()
 
 
-def test_who_does_not_hold_it_releases_nothing(path):
+def test_release_without_the_lock_has_no_effect(path):
     held, other = FileLock(path), FileLock(path)
     assert held.acquire()
     assert not other.acquire()
@@ -114,7 +114,7 @@ def test_who_does_not_hold_it_releases_nothing(path):
     other.release()
 
 
-def test_many_that_contend_for_it_never_hold_it_at_once(path, start):
+def test_contending_processes_never_hold_the_lock_at_once(path, start):
     processes = [start(CONTEND, path) for _ in range(6)]
     results = [process.communicate(timeout=300) for process in processes]
     assert [errors for _, errors in results] == [""] * 6
@@ -122,8 +122,8 @@ def test_many_that_contend_for_it_never_hold_it_at_once(path, start):
     assert not os.path.exists(path)
 
 
-def test_a_file_removed_before_it_is_locked_is_not_the_lock(path, monkeypatch):
-    """Between our opening it and our locking it, its holder removed it and another process made it anew."""
+def test_a_file_that_is_deleted_before_it_is_locked_is_opened_again(path, monkeypatch):
+    """Between opening and locking, its holder deletes the file and another process creates it again."""
     first, other, ours = FileLock(path), FileLock(path), FileLock(path)
     assert first.acquire()
     flock, calls = lock.fcntl.flock, []
@@ -142,7 +142,7 @@ def test_a_file_removed_before_it_is_locked_is_not_the_lock(path, monkeypatch):
 
 
 @pytest.mark.parametrize("left", [None, ""])
-def test_a_holder_that_does_not_say_who_it_is_is_another_process(path, left):
+def test_an_unknown_holder_is_called_another_process(path, left):
     if left is not None:
         with open(path, "w") as file:
             file.write(left)
@@ -157,7 +157,7 @@ def refuse_locks(monkeypatch, number):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS], ids=errno.errorcode.get)
-def test_where_there_are_no_locks_everyone_has_it(path, monkeypatch, number):
+def test_on_file_systems_without_locks_acquire_always_succeeds(path, monkeypatch, number):
     refuse_locks(monkeypatch, number)
     one = FileLock(path)
     assert one.acquire()
@@ -166,7 +166,7 @@ def test_where_there_are_no_locks_everyone_has_it(path, monkeypatch, number):
     assert not os.path.exists(path)
 
 
-def test_any_other_failure_is_an_error_that_leaves_nothing_open(path, monkeypatch):
+def test_any_other_failure_raises_and_leaves_no_open_file(path, monkeypatch):
     refuse_locks(monkeypatch, errno.EIO)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="Input/output error"):
@@ -174,7 +174,7 @@ def test_any_other_failure_is_an_error_that_leaves_nothing_open(path, monkeypatc
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_a_lock_whose_file_someone_else_removed_can_be_released(path):
+def test_a_lock_can_be_released_after_its_file_was_deleted(path):
     held = FileLock(path)
     assert held.acquire()
     os.unlink(path)

@@ -1,4 +1,4 @@
-"""The log of a run: plain on the terminal, with times in the file, appended over restarts."""
+"""The log of a run: plain lines on the terminal, times in the file, to which restarts append."""
 
 import re
 import subprocess
@@ -35,11 +35,11 @@ def run(tmp_path):
     return start
 
 
-def test_the_terminal_gets_plain_lines_and_no_chatter_of_libraries(run):
+def test_the_terminal_shows_plain_lines_without_info_messages_of_libraries(run):
     assert run("hello").stderr == "hello ☃\ncareful\nimportant\n"
 
 
-def test_the_file_gets_times_and_levels(run, tmp_path):
+def test_the_file_has_times_and_levels(run, tmp_path):
     done = run("hello")
     assert done.stdout == "logs/deep/run-1.log\n"
     lines = (tmp_path / "logs" / "deep" / "run-1.log").read_text(encoding="utf-8").splitlines()
@@ -49,7 +49,7 @@ def test_the_file_gets_times_and_levels(run, tmp_path):
     ]
 
 
-def test_the_file_is_appended_to_over_restarts(run, tmp_path):
+def test_restarts_append_to_the_file(run, tmp_path):
     run("first")
     run("second")
     text = (tmp_path / "logs" / "deep" / "run-1.log").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Progress: plain lines at a bearable rate, the time that is left, and a bar on a terminal."""
+"""Progress: rate-limited plain lines, the remaining time, and a bar on a terminal."""
 
 import os
 import pty
@@ -22,13 +22,13 @@ with Progress("train", 10) as bar:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until the test moves it."""
+    """A clock that advances only when the test sets it."""
     now = SimpleNamespace(seconds=1000.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now
 
 
-def test_plain_lines_come_every_few_seconds_only(clock, capsys):
+def test_plain_lines_are_rate_limited(clock, capsys):
     with Progress("train", 100) as bar:
         for done in range(1, 21):
             clock.seconds += 1
@@ -37,7 +37,7 @@ def test_plain_lines_come_every_few_seconds_only(clock, capsys):
     assert [line.split(",")[0] for line in lines] == [f"train step {done}" for done in (1, 6, 11, 16)]
 
 
-def test_a_line_is_one_write_so_that_no_other_comes_into_it(clock, monkeypatch):
+def test_a_line_is_a_single_write_to_avoid_interleaving(clock, monkeypatch):
     written = []
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: False))
     with Progress("train", 100) as bar:
@@ -46,7 +46,7 @@ def test_a_line_is_one_write_so_that_no_other_comes_into_it(clock, monkeypatch):
     assert written == ["train step 1, 0s left\n", "train step 100\n"]
 
 
-def test_a_forced_line_is_printed_whatever_the_clock_says(clock, capsys):
+def test_a_forced_line_ignores_the_rate_limit(clock, capsys):
     with Progress("train", 2) as bar:
         bar.update(1, "a", force=True)
         bar.update(1, "b")
@@ -74,7 +74,7 @@ def test_lines_go_to_stderr(clock, capsys):
         (0, 10, 12, "x"),
     ],
 )
-def test_the_time_left_is_told_from_what_this_process_has_done(clock, capsys, start, seconds, done, text):
+def test_the_remaining_time_is_estimated_from_the_work_of_this_process(clock, capsys, start, seconds, done, text):
     bar = Progress("p", 100 if start == 50 else 10, start)
     clock.seconds += seconds
     bar.update(done, "x", force=True)
@@ -82,7 +82,7 @@ def test_the_time_left_is_told_from_what_this_process_has_done(clock, capsys, st
 
 
 @pytest.mark.parametrize("text", ["loss 3.1", "shard [loss].jsonl", "[/x]"])
-def test_on_a_terminal_a_bar_shows_label_and_text_as_they_are(text):
+def test_on_a_terminal_a_bar_shows_label_and_text_unchanged(text):
     terminal, child = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen([sys.executable, "-c", BAR, text], stderr=child, env=environment)
@@ -117,5 +117,5 @@ def read(terminal):
         (360000, "100h00m"),
     ],
 )
-def test_seconds_as_people_read_them(seconds, text):
+def test_formatted_seconds(seconds, text):
     assert format_seconds(seconds) == text

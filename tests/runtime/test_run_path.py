@@ -1,4 +1,4 @@
-"""Where a run keeps its things: the id is appended, or put where the path names it."""
+"""Paths of a run's folders: the run id is appended, or replaces ${run_id}."""
 
 import pytest
 
@@ -33,6 +33,6 @@ def test_the_path_of_a_run(base, path, monkeypatch):
     ("path", "filled"),
     [("logs/", "logs/"), ("~/logs", "/home/me/logs"), ("${run_id}.d", "r-1.d"), ("", ""), ("$HOME", "$HOME")],
 )
-def test_filling_in_appends_nothing(path, filled, monkeypatch):
+def test_fill_run_id_appends_nothing(path, filled, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert fill_run_id(path, "r-1") == filled

@@ -1,4 +1,4 @@
-"""Signals: the first asks, the second ends at once, and afterwards all is as before."""
+"""Signals: the first requests a stop, the second exits immediately; the handlers are restored."""
 
 import signal
 import subprocess
@@ -35,7 +35,7 @@ class Child:
         assert self.process.stdout.readline() == f"{line}\n"
 
     def end(self):
-        """(exit status, stdout, stderr) of what is left."""
+        """Wait for the exit; returns exit status and the remaining stdout and stderr."""
         stdout, stderr = self.process.communicate(timeout=300)
         return self.process.returncode, stdout, stderr
 
@@ -50,7 +50,7 @@ def child():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_asks_and_says_what_happens(child, number):
+def test_the_first_signal_requests_a_stop_and_is_logged(child, number):
     child.process.send_signal(number)
     child.expect("requested")
     child.process.stdin.write("\n\n")
@@ -59,7 +59,7 @@ def test_the_first_signal_asks_and_says_what_happens(child, number):
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_ends_the_process_at_once_with_75(child, second):
+def test_the_second_signal_exits_immediately_with_75(child, second):
     child.process.send_signal(signal.SIGTERM)
     child.expect("requested")
     child.process.send_signal(second)
@@ -88,7 +88,7 @@ def fail_inside():
         raise RuntimeError(f"inside {handlers() == [stop._handle, stop._handle]}")
 
 
-def test_handlers_are_given_back_when_the_block_raises():
+def test_handlers_are_restored_when_the_block_raises():
     before = handlers()
     with pytest.raises(RuntimeError, match="inside True"):
         fail_inside()

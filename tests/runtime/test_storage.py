@@ -1,4 +1,4 @@
-"""Files at paths and URLs alike; what goes wrong is told with the path."""
+"""File operations for paths and URLs; errors name the path."""
 
 import fsspec
 import pytest
@@ -43,7 +43,7 @@ def folder(request, tmp_path):
 
 @pytest.fixture
 def files(folder):
-    """`folder` with two files, and one in a folder within."""
+    """`folder` with two files and a subfolder with one file."""
     fs, inside = open_fs(folder)
     fs.makedirs(f"{inside}/c")
     for name, content in (("b", b"22"), ("a", b"1"), ("c/d", b"")):
@@ -52,7 +52,7 @@ def files(folder):
 
 
 class _Broken(fsspec.AbstractFileSystem):
-    """A file system of which everything fails as `error` says."""
+    """A file system whose operations all raise `error`."""
 
     protocol = "broken"
     error: Exception
@@ -100,7 +100,7 @@ DOING = {
 @pytest.mark.parametrize(
     ("path", "url"), [("gs://b/x", True), ("memory://", True), ("/a/b", False), ("a:b", False), ("~/gs:/x", False)]
 )
-def test_a_url_is_known_by_its_colon_and_slashes(path, url):
+def test_a_url_is_recognized_by_its_scheme(path, url):
     assert is_url(path) is url
 
 
@@ -115,12 +115,12 @@ def test_a_url_is_known_by_its_colon_and_slashes(path, url):
         (("~/a", "b"), "/home/me/a/b"),
     ],
 )
-def test_names_are_joined_to_folders_of_both_kinds(parts, joined, monkeypatch):
+def test_join_of_paths_and_of_urls(parts, joined, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert join(*parts) == joined
 
 
-def test_a_url_has_the_file_system_of_its_kind(tmp_path):
+def test_open_fs_selects_the_file_system_by_scheme(tmp_path):
     fs, inside = open_fs("memory://a/b")
     assert (fs.protocol, inside) == ("memory", "/a/b")
     fs, inside = open_fs(str(tmp_path))
@@ -128,13 +128,13 @@ def test_a_url_has_the_file_system_of_its_kind(tmp_path):
 
 
 @pytest.mark.parametrize("name", DO)
-def test_a_kind_of_url_that_there_is_not_is_told(name):
+def test_an_unknown_url_scheme_is_a_user_error(name):
     with pytest.raises(UserError, match=r"^nothing://a/b: Protocol not known: nothing$"):
         DO[name]("nothing://a/b")
 
 
 @pytest.mark.parametrize("content", CONTENTS, ids=len)
-def test_bytes_read_back_as_they_were_written(files, content):
+def test_written_bytes_read_back_equal(files, content):
     for name in ("a", "new"):
         write_bytes(join(files, name), content)
         fs, inside = open_fs(join(files, name))
@@ -151,7 +151,7 @@ def test_a_url_needs_no_folder_before_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("value", [None, "ü\n☃", {"b": [1, 2.5], "a": {"ü": True}}])
-def test_json_reads_back_as_it_was_and_is_sorted(files, value):
+def test_json_reads_back_equal_and_is_sorted(files, value):
     path = join(files, "a")
     write_json(path, value)
     assert read_json(path) == value
@@ -161,44 +161,44 @@ def test_json_reads_back_as_it_was_and_is_sorted(files, value):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00"])
-def test_what_is_no_json_is_a_value_error_and_not_the_users(files, content):
+def test_invalid_json_is_a_value_error_but_not_a_user_error(files, content):
     write_bytes(join(files, "a"), content)
     with pytest.raises(ValueError, match=r".") as caught:
         read_json(join(files, "a"))
     assert not isinstance(caught.value, UserError)
 
 
-def test_names_are_sorted_and_those_of_this_folder_only(files):
+def test_listed_names_are_sorted_and_not_recursive(files):
     assert list_names(files) == ["a", "b", "c"]
     assert list_names(join(files, "c")) == ["d"]
     assert list_names(files + "/") == ["a", "b", "c"]
 
 
-def test_names_are_sorted_where_the_file_system_does_not(broken, monkeypatch):
+def test_listed_names_are_sorted_if_the_file_system_does_not_sort(broken, monkeypatch):
     monkeypatch.setattr(_Broken, "ls", lambda *arguments, detail: ["folder/b/", "folder/a"])
     assert list_names("broken://folder") == ["a", "b"]
 
 
-def test_a_folder_that_is_not_there_has_no_names(files):
+def test_a_missing_folder_has_no_names(files):
     assert list_names(join(files, "none")) == []
 
 
-def test_a_size_is_that_of_a_file_or_none(files):
+def test_the_size_of_a_file_or_none_if_missing(files):
     assert [file_size(join(files, name)) for name in ("a", "b", "c/d", "none", "none/a")] == [1, 2, 0, None, None]
 
 
-def test_a_local_folder_is_no_file(tmp_path):
+def test_a_local_folder_has_no_file_size(tmp_path):
     assert file_size(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize("name", ["read_bytes", "read_json", "download", "read_blocks"])
-def test_a_file_that_is_not_there_is_an_error_of_its_own(files, name):
+def test_a_missing_file_raises_file_not_found(files, name):
     with pytest.raises(FileNotFoundError):
         DO[name](join(files, "none"))
 
 
 @pytest.mark.parametrize("content", CONTENTS, ids=len)
-def test_a_file_goes_up_and_comes_down_as_it_is(files, tmp_path, content):
+def test_upload_and_download_keep_the_content(files, tmp_path, content):
     (tmp_path / "local").write_bytes(content)
     upload(str(tmp_path / "local"), join(files, "b"))
     assert read_bytes(join(files, "b")) == content
@@ -208,7 +208,7 @@ def test_a_file_goes_up_and_comes_down_as_it_is(files, tmp_path, content):
 
 
 @pytest.mark.parametrize(("content", "size"), [(b"", 3), (b"12", 3), (b"123", 3), (b"1234567", 3), (b"1" * 6, 3)])
-def test_blocks_are_the_content_and_all_but_the_last_are_full(files, content, size):
+def test_blocks_cover_the_content_and_all_but_the_last_are_full(files, content, size):
     write_bytes(join(files, "a"), content)
     blocks = list(read_blocks(join(files, "a"), size))
     assert b"".join(blocks) == content
@@ -223,8 +223,8 @@ def test_all_files_below_a_folder_are_listed_with_their_sizes(files):
     assert list_files(join(files, "none")) == {}
 
 
-def test_a_folder_goes_with_all_below_it_and_nothing_else(files):
-    write_bytes(join(files, "c2"), b"")  # begins like the folder
+def test_deleting_a_folder_deletes_everything_below_it_and_nothing_else(files):
+    write_bytes(join(files, "c2"), b"")  # has the folder's name as prefix
     delete_folder(join(files, "c"))
     assert list_names(files) == ["a", "b", "c2"]
     delete_folder(join(files, "c"))  # twice is no error
@@ -233,14 +233,14 @@ def test_a_folder_goes_with_all_below_it_and_nothing_else(files):
     assert list_names(files) == []
 
 
-def test_a_file_that_is_deleted_twice_is_gone(files):
+def test_deleting_a_file_twice_is_not_an_error(files):
     for _ in range(2):
         delete_file(join(files, "a"))
         assert list_files(files) == {"b": 2, "c/d": 0}
     delete_file(join(files, "none", "a"))
 
 
-def test_a_folder_gets_another_name_with_all_below_it(files):
+def test_renaming_a_folder_moves_everything_below_it(files):
     write_bytes(join(files, "c", "e"), b"4444")
     write_bytes(join(files, "c2"), b"")
     rename_folder(join(files, "c"), join(files, "new"))
@@ -249,37 +249,37 @@ def test_a_folder_gets_another_name_with_all_below_it(files):
     assert read_bytes(join(files, "new", "e")) == b"4444"
 
 
-def test_whether_a_url_can_be_written_to_is_found_out_without_a_trace(tmp_path):
+def test_check_writable_leaves_no_files(tmp_path):
     url = f"memory://{tmp_path}"
     write_bytes(join(url, "a"), b"1")
     check_writable(url)
     assert list_names(url) == ["a"]
 
 
-def test_a_url_that_cannot_be_written_to_is_told(broken):
+def test_check_writable_raises_for_a_url_that_is_not_writable(broken):
     with pytest.raises(UserError, match=f"^{broken}/.writable: cannot be written: the reason$"):
         check_writable(broken)
 
 
-def test_a_download_of_nothing_leaves_nothing(files, tmp_path):
+def test_a_download_of_a_missing_file_leaves_no_file(files, tmp_path):
     with pytest.raises(FileNotFoundError):
         download(join(files, "none"), str(tmp_path / "copy"))
     assert not (tmp_path / "copy").exists()
 
 
-def test_a_full_disk_is_not_the_fault_of_what_is_downloaded(files):
+def test_a_full_disk_during_a_download_is_an_os_error(files):
     with pytest.raises(OSError, match="No space left"):
         download(join(files, "b"), "/dev/full")
 
 
 @pytest.mark.parametrize("name", DO)
-def test_whatever_a_file_system_raises_is_told_in_a_line_with_the_url(broken, name):
+def test_errors_of_a_file_system_become_a_user_error_with_the_url(broken, name):
     with pytest.raises(UserError) as caught:
         DO[name](broken)
     assert str(caught.value) == f"{broken}: cannot be {DOING.get(name, 'read')}: the reason"
 
 
-def test_a_failure_halfway_through_a_download_is_told_too(broken, monkeypatch, tmp_path):
+def test_a_failure_during_a_download_is_a_user_error(broken, monkeypatch, tmp_path):
     class Half:
         def read(self, size):
             raise _Broken.error
@@ -295,14 +295,14 @@ def test_a_failure_halfway_through_a_download_is_told_too(broken, monkeypatch, t
         download(broken, str(tmp_path / "copy"))
 
 
-def test_an_error_without_words_is_told_by_its_name(broken, monkeypatch):
+def test_an_error_without_message_is_reported_by_its_class_name(broken, monkeypatch):
     monkeypatch.setattr(_Broken, "error", TimeoutError())
     with pytest.raises(UserError, match=r"cannot be read: TimeoutError$"):
         read_bytes(broken)
 
 
 @pytest.mark.parametrize("name", ["write_bytes", "write_json", "upload"])
-def test_a_bucket_that_is_not_there_cannot_be_written_to(broken, monkeypatch, name):
+def test_a_write_to_a_missing_bucket_is_a_user_error(broken, monkeypatch, name):
     monkeypatch.setattr(_Broken, "error", FileNotFoundError("https://storage.example/upload/b/o"))
     with pytest.raises(UserError, match=f"^{broken}: cannot be written: no such file or bucket$"):
         DO[name](broken)
@@ -316,7 +316,7 @@ def test_a_bucket_that_is_not_there_cannot_be_written_to(broken, monkeypatch, na
         ("https://b/x", None),
     ],
 )
-def test_advice_is_given_to_those_who_can_follow_it(url, advice):
+def test_errors_include_advice_on_credentials(url, advice):
     with pytest.raises(UserError) as caught, told(url, "read"):
         raise RuntimeError("Forbidden")
     first, *more = str(caught.value).splitlines()
@@ -324,7 +324,7 @@ def test_advice_is_given_to_those_who_can_follow_it(url, advice):
     assert (advice in more[0]) if advice else not more
 
 
-def test_at_a_path_only_the_systems_errors_are_told():
+def test_at_a_path_only_os_errors_become_user_errors():
     with pytest.raises(UserError, match=r"^a/b: cannot be read: .*Permission denied"), told("a/b", "read"):
         raise PermissionError(13, "Permission denied")
     with pytest.raises(KeyError), told("a/b", "read"):
@@ -332,13 +332,13 @@ def test_at_a_path_only_the_systems_errors_are_told():
 
 
 @pytest.mark.parametrize("path", ["a/b", "gs://b/x"])
-def test_what_is_told_already_is_not_told_again(path):
+def test_a_user_error_passes_unchanged(path):
     with pytest.raises(UserError, match=r"^already$"), told(path, "read"):
         raise UserError("already")
 
 
 @pytest.mark.parametrize("path", ["a/b", "gs://b/x"])
-def test_a_missing_file_is_told_unless_the_caller_wants_to_know(path):
+def test_a_missing_file_is_a_user_error_unless_missing_too_is_false(path):
     with pytest.raises(UserError, match=f"^{path}: cannot be read: no such file or bucket"), told(path, "read"):
         raise FileNotFoundError
     with pytest.raises(FileNotFoundError), told(path, "read", missing_too=False):

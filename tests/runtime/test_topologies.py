@@ -1,4 +1,4 @@
-"""What `--device`, `--topology`, `--devices`, `--hosts` and `--slices` ask for."""
+"""Topologies from the flags `--device`, `--topology`, `--devices`, `--hosts` and `--slices`."""
 
 import pytest
 
@@ -34,14 +34,14 @@ from lmtrain.runtime.topologies import KINDS, find_topology
         ({"device": "v6e", "hosts": 4}, (4, 4), 1),
     ],
 )
-def test_sizes_are_found(flags, shape, slices):
+def test_the_topology_for_flags(flags, shape, slices):
     found = find_topology(**flags)
     assert (found.shape, found.slices) == (shape, slices)
     assert len(found.islands) == found.num_devices
     assert len(set(found.islands)) == slices
 
 
-def test_slices_are_rings_where_the_hardware_is():
+def test_which_dimensions_of_a_slice_wrap_around():
     assert find_topology("v5p-128").wrap == (True, True, True)
     assert find_topology("v5p", "2x4x4").wrap == (False, False, False)
     assert find_topology("v5e", "8x16").wrap == (False, True, False)
@@ -49,7 +49,7 @@ def test_slices_are_rings_where_the_hardware_is():
     assert find_topology("v5e", devices=1).host_bounds == (1, 1, 1)
 
 
-def test_names_are_read_by_people():
+def test_names_of_topologies():
     assert find_topology("v5p-128").name == "4x4x4"
     assert find_topology("v6e-8", slices=2).name == "2 slices of 2x4"
     assert find_topology("h100", devices=16).name == "2 hosts of 8"
@@ -80,7 +80,7 @@ def test_names_are_read_by_people():
         ({"device": "h100", "hosts": 2, "slices": 2}, ["--slices", "--hosts"]),
     ],
 )
-def test_what_there_is_not_is_refused_with_the_nearest_that_there_is(flags, parts):
+def test_unsupported_topologies_are_refused_with_the_nearest_supported_ones(flags, parts):
     with pytest.raises(UserError) as caught:
         find_topology(**flags)
     for part in parts:
