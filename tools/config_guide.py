@@ -95,7 +95,7 @@ def generated_parts() -> dict[str, str]:
         text = _read(path) or ""
         if _PART.search(text):
             pages[os.path.relpath(path, ROOT)] = _PART.sub(
-                lambda part: part["begin"] + PARTS[part["name"]]() + "\n" + part["end"], text
+                lambda part: part["begin"] + "\n" + PARTS[part["name"]]() + "\n\n" + part["end"], text
             )
     return pages
 
