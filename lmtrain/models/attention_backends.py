@@ -1,6 +1,6 @@
-"""Which way of computing attention can do what, and which one a run takes. Imports nothing slow.
+"""Attention backends: their features, and the choice of one for a run. Imports nothing slow.
 
-backend    device  can do                                              memory
+backend    device  supports                                            memory
 xla        any     everything                                          grows with the square of the length
 blockwise  any     everything but dropout on the weights               grows with the length
 cudnn      GPU     grouped heads, sliding windows; 16 bits only,       grows with the length
@@ -19,23 +19,23 @@ from lmtrain.config.errors import UserError
 FEATURES = {
     "window": "a sliding window",
     "alibi": "ALiBi",
-    "segments": "documents kept apart (data.mask_across_documents)",
+    "segments": "packed documents (data.mask_across_documents)",
     "dropout": "dropout on the attention weights (attn_pdrop)",
     "upcast": "float32 scores (upcast_attn)",
     "float32": "32-bit computation (trainer.mp)",
-    "odd_length": "a model.seq_len that is no multiple of 128",
+    "odd_length": "a model.seq_len that is not a multiple of 128",
     "wide_heads": "heads wider than 128",
     "very_wide_heads": "heads wider than 256",
     "wide_values": "values wider than keys (model.type backpack)",
     "odd_values": "values wider than keys, and wider than 256 without being a multiple of 128 (model.type backpack)",
-    "odd_heads": "heads whose width is no multiple of 8",
+    "odd_heads": "heads whose width is not a multiple of 8",
     "second_derivatives": "second derivatives (optimizer.type sophia-h)",
 }
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The platform it needs, None for any, and the features it has; causal masks and grouped heads all have."""
+    """Required platform (None for any) and features; all backends support causal masks and grouped heads."""
 
     platform: str | None
     features: frozenset[str]
@@ -55,7 +55,7 @@ BACKENDS = {
     ),
 }
 
-# What `auto` tries, in order. From this length on, what xla holds of the scores costs more than blocks do.
+# Backends that `auto` tries, in order. From this length on, the score matrix of xla costs more than blocks do.
 _PREFERRED = {"gpu": ("cudnn", "triton"), "tpu": ("splash",), "cpu": ()}
 _LONG = 4096
 
@@ -63,28 +63,28 @@ _LONG = 4096
 def choose_attention(wanted: str, needs: Iterable[str], platform: str, seq_len: int) -> tuple[str, str]:
     """The backend to use, and why, for the log. `platform` is JAX's: cpu, gpu or tpu.
 
-    Raises `UserError` if the backend that was asked for by name cannot do it.
+    Raises `UserError` if an explicitly set backend does not support all `needs`.
     """
     needs = sorted(needs)
     if wanted != "auto":
         reason = _obstacle(wanted, needs, platform)
         if reason:
-            raise UserError(f"model.attn_backend: {wanted} {reason}; auto takes one that can")
-        return wanted, "as asked"
+            raise UserError(f"model.attn_backend: {wanted} {reason}; set auto to choose one that works")
+        return wanted, "explicitly set"
     reasons: list[str] = []
     preferred = (*_PREFERRED.get(platform, ()), *(("blockwise",) if seq_len >= _LONG else ()))
     for name in preferred:
         reason = _obstacle(name, needs, platform)
         if not reason:
-            return name, "; ".join(reasons) or "the fastest here"
+            return name, "; ".join(reasons) or "fastest on this device"
         reasons.append(f"{name} {reason}")
-    return "xla", "; ".join(reasons) or "the fastest here"
+    return "xla", "; ".join(reasons) or "fastest on this device"
 
 
 def _obstacle(name: str, needs: Iterable[str], platform: str) -> str:
     """Why this backend cannot be used; empty if it can."""
     backend = BACKENDS[name]
     if backend.platform not in (None, platform):
-        return f"needs a {backend.platform.upper() if backend.platform else ''}, this is a {platform.upper()}"
+        return f"requires a {backend.platform.upper() if backend.platform else ''}, got a {platform.upper()}"
     missing = [FEATURES[need] for need in needs if need not in backend.features]
-    return f"cannot do {', nor '.join(missing)}" if missing else ""
+    return f"does not support {', '.join(missing)}" if missing else ""

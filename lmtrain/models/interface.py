@@ -1,4 +1,4 @@
-"""What every language model offers, whatever its family: the training engine, evaluation and sampling use only this."""
+"""The interface of every language model: training, evaluation and sampling use only this."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -28,10 +28,10 @@ class KvCache(struct.PyTreeNode):
 
 
 class Documents(NamedTuple):
-    """Where the documents of sequences lie, for the blocks of a model; None where nothing depends on it.
+    """Documents packed into sequences, for the blocks of a model; None where nothing depends on them.
 
-    `segments` [B, S]: tokens attend to those of their own segment only. `positions` [B, S] are those of the tokens
-    within their documents; without, positions go on through the sequence.
+    `segments` [B, S]: tokens attend only to those of their own segment. `positions` [B, S] are the tokens' positions
+    within their documents; None: positions within the sequence.
     """
 
     segments: jax.Array | None = None
@@ -39,25 +39,25 @@ class Documents(NamedTuple):
 
 
 class LanguageModel(Protocol):
-    """A Linen module with these methods, to be used through `apply(..., method=...)`."""
+    """A Linen module with these methods, called through `apply(..., method=...)`."""
 
     vocab_size: int
 
     def __hash__(self) -> int:
-        """Linen's: equal modules are equal keys."""
+        """Linen's hash: equal modules are equal keys."""
 
     @property
     def has_dropout(self) -> bool:
         """Whether training needs a `dropout` key."""
 
     def init(self, key: jax.Array, tokens_BS: jax.Array) -> Any:
-        """Linen's: fresh variables, boxed with their logical names."""
+        """Linen's init: new variables, boxed with their logical names."""
 
     def apply(self, variables: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Linen's: call the method named by `method`."""
+        """Linen's apply: call the method named by `method`."""
 
     def clone(self, **changes: Any) -> "LanguageModel":
-        """Linen's: the same module with other fields, such as `attention`, the name of its backend."""
+        """Linen's clone: the same module with other fields, such as `attention`, the name of its backend."""
 
     def hidden(
         self,
@@ -66,7 +66,7 @@ class LanguageModel(Protocol):
         segments_BS: jax.Array | None = None,
         positions_BS: jax.Array | None = None,
     ) -> jax.Array:
-        """What the head turns into logits, [B, S, D]. Not deterministic needs a `dropout` key.
+        """Hidden states [B, S, D], the input of the head. Needs a `dropout` key unless deterministic.
 
         For `segments_BS` and `positions_BS` see `Documents`.
         """
@@ -75,16 +75,16 @@ class LanguageModel(Protocol):
         """The head's matrix, [V, D]: logits are `hidden @ head.T`. Rows from `vocab_size` on are padding."""
 
     def empty_cache(self, batch: int, length: int) -> Any:
-        """A cache for `length` positions, in the type of the parameters: a tree of arrays that is the family's own."""
+        """A cache for `length` positions, in the type of the parameters: a tree of arrays, specific to the family."""
 
     def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array) -> tuple[jax.Array, Any]:
-        """Float32 logits [B, S, V] of new tokens at positions `start, start + 1, ...`, and the cache with them in."""
+        """Float32 logits [B, S, V] of new tokens at positions `start, start + 1, ...`, and the updated cache."""
 
 
 def hidden_and_head(
     model: LanguageModel, batch: Mapping[str, jax.Array], deterministic: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Both in one `apply(..., method=hidden_and_head)`, so that a tied table is gathered once. For `batch` see
-    `lmtrain/data/batches.py`."""
+    """Hidden states and head in one `apply(..., method=hidden_and_head)`, so that a tied table is gathered once.
+    For `batch` see `lmtrain/data/batches.py`."""
     documents = {f"{name}_BS": batch[name] for name in ("segments", "positions") if name in batch}
     return model.hidden(batch["tokens"], deterministic, **documents), model.head()

@@ -1,4 +1,4 @@
-"""The parameters of any model, as a tree: shapes, names of dimensions, numbers, types."""
+"""The parameters of any model, as a tree: shapes, names of dimensions, counts, dtypes."""
 
 import functools
 import math
@@ -14,23 +14,23 @@ from lmtrain.models.interface import LanguageModel
 
 @functools.lru_cache(maxsize=8)
 def abstract_params(model: LanguageModel) -> Any:
-    """Shapes, types and logical names of the parameters, without computing any."""
+    """Shapes, dtypes and logical names of the parameters, without computing them."""
     return jax.eval_shape(initializer(model), jax.random.key(0))
 
 
 @functools.lru_cache(maxsize=8)
 def initializer(model: LanguageModel) -> Callable[[jax.Array], Any]:
-    """key -> parameters, boxed with their names. One function for shapes and values: it is traced once for both."""
+    """key -> parameters, boxed with their names. One function for shapes and values, traced once."""
     return jax.jit(lambda key: without_kernels(model).init(key, jnp.zeros((1, 2), jnp.int32))["params"])
 
 
 def without_kernels(model: LanguageModel) -> LanguageModel:
-    """The same model with plain attention, for a few tokens in float32, which not every backend takes."""
+    """The same model with plain attention, for a few tokens in float32, which not every backend supports."""
     return model.clone(attention="xla")
 
 
 def count_parameters(model: LanguageModel) -> int:
-    """Scalars in the parameters, without those that pad the vocabulary."""
+    """Number of parameters, without padding of the vocabulary."""
     boxes = jax.tree.leaves(abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
     return sum(
         math.prod(
@@ -50,7 +50,7 @@ def parameter_axes(model: LanguageModel) -> Any:
 
 
 def with_dtype(abstract: Any, dtype: str) -> Any:
-    """The same shapes in another type."""
+    """The same shapes with another dtype."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)
 
 

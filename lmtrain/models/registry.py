@@ -20,23 +20,23 @@ FAMILIES = {
 
 
 def build_model(config: ModelConfig, vocab_size: int, attention: str = "xla") -> "LanguageModel":
-    """The Linen module of a config. `attention` is a backend that can do what the config needs."""
+    """The Linen module of a config. `attention` is a backend that supports the config."""
     module, name, _ = FAMILIES[config.type]
     model: LanguageModel = getattr(importlib.import_module(module), name)(config, vocab_size, attention)
     return model
 
 
 def hf_family(family: str) -> Any:
-    """The family's `hf` module: `table(config)` of weight names, their `canonical` form, and both ways of configs."""
+    """The family's `hf` module: `table(config)` of weight names, their `canonical` form, and conversion of configs."""
     return importlib.import_module(FAMILIES[family][2])
 
 
 def family_of(values: Mapping[str, Any]) -> Any:
-    """The `hf` module for what a Hugging Face `config.json` says. Raises `UserError` if there is none."""
+    """The `hf` module of the family of a Hugging Face `config.json`. Raises `UserError` if there is none."""
     modules = [hf_family(family) for family in FAMILIES]
     for module in modules:
         if module.reads(values):
             return module
     known = [name for module in modules for name in module.MODEL_TYPES]
     kind = values.get("model_type")
-    raise UserError(f"config.json: model_type {kind!r} is not supported; one of {', '.join(known)}")
+    raise UserError(f"config.json: model_type {kind!r} is not supported; expected one of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Settings of rotary positions, for the families that have them."""
+"""Settings of rotary position embeddings (RoPE), for the families that have them."""
 
 from typing import Any, Literal
 
@@ -9,19 +9,25 @@ from lmtrain.config.errors import field_error
 
 
 class RopeConfig(Section):
-    """Rotary positions, and how they are stretched beyond the length they were trained for."""
+    """Rotary position embeddings, and their scaling beyond the trained length."""
 
-    type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = Field("default", description="Kind of stretching")
-    theta: float = Field(10_000.0, gt=0, description="Base of the frequencies")
-    factor: float = Field(1.0, ge=1, description="How many times longer the context gets")
-    original_seq_len: int | None = Field(None, ge=1, description="Length trained for; needed by llama3 and yarn")
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3: wavelengths above original_seq_len / this stretch")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below original_seq_len / this stay")
-    beta_fast: float = Field(32.0, gt=0, description="yarn: frequencies with more turns than this stay")
-    beta_slow: float = Field(1.0, gt=0, description="yarn: frequencies with fewer turns than this stretch whole")
+    type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = Field(
+        "default", description="Type of RoPE scaling to longer contexts; default: none"
+    )
+    theta: float = Field(10_000.0, gt=0, description="Base of the RoPE frequencies")
+    factor: float = Field(1.0, ge=1, description="Scaling factor: new context length / trained length")
+    original_seq_len: int | None = Field(
+        None, ge=1, description="Trained context length in tokens; required by llama3 and yarn"
+    )
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="llama3: wavelengths above original_seq_len / this are scaled"
+    )
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below original_seq_len / this are kept")
+    beta_fast: float = Field(32.0, gt=0, description="yarn: frequencies with more rotations than this are kept")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: frequencies with fewer rotations than this are fully scaled")
 
     def meaning(self) -> dict[str, Any]:
-        """The settings that this type of stretching has."""
+        """The settings that this type of scaling uses."""
         return self.model_dump(include=self._used)
 
     @property
@@ -35,12 +41,12 @@ class RopeConfig(Section):
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> "RopeConfig":
         if self.type in ("llama3", "yarn") and self.original_seq_len is None:
-            raise field_error("original_seq_len", f"rope type {self.type} needs it")
+            raise field_error("original_seq_len", f"required by rope type {self.type}")
         if self.type == "default" and self.factor != 1:
-            raise field_error("factor", "rope type default stretches nothing; set type to linear, llama3 or yarn")
+            raise field_error("factor", "rope type default does not scale; set type to linear, llama3 or yarn")
         for name, field in type(self).model_fields.items():
             if name not in self._used and getattr(self, name) != field.default:
-                raise field_error(name, f"rope type {self.type} does not use it; remove it")
+                raise field_error(name, f"not used by rope type {self.type}; remove it")
         if self.high_freq_factor <= self.low_freq_factor:
             raise field_error("high_freq_factor", f"must be above low_freq_factor {self.low_freq_factor}")
         return self

@@ -136,7 +136,7 @@ BROKEN = [
     ),
     (
         "model:\n  type: llama\n  rope: {type: yarn}\n",
-        "c.yaml:3: model.rope.original_seq_len: rope type yarn needs it",
+        "c.yaml:3: model.rope.original_seq_len: required by rope type yarn",
     ),
     ("model:\n  type: backpack\n  num_senses: 5\n", "c.yaml:3: model.num_senses: 5 does not divide hidden_dim 768"),
     ("model:\n  type: llama\n  mlp_scale: 4\n", "c.yaml:3: model.mlp_scale: no such setting"),

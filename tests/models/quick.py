@@ -1,6 +1,6 @@
-"""Tiny models in no time: compiled without optimizing, with parameters that need no compiling at all.
+"""Fast tests of tiny models: compiled without optimization, with parameters that need no compilation.
 
-Programs this small run for microseconds; what takes time is making them fast.
+Such small programs run for microseconds; most of the time is spent on optimizing them.
 """
 
 import functools
@@ -21,7 +21,7 @@ jit = functools.partial(
 
 
 def random_params(lm: nn.Module, scale: float = 0.4, seed: int = 1) -> Any:
-    """Parameters of a language model, float32, every one random and large enough that each matters."""
+    """Float32 parameters of a language model, all random and large enough to influence the result."""
     shapes = jax.eval_shape(lm.init, jax.random.key(0), jax.ShapeDtypeStruct((1, 2), np.int32))
     rng = np.random.default_rng(seed)
     return jax.tree.map(
@@ -30,7 +30,7 @@ def random_params(lm: nn.Module, scale: float = 0.4, seed: int = 1) -> Any:
 
 
 def changed_by_dropout(lm: nn.Module, plain: nn.Module, params: Any, tokens: np.ndarray) -> float:
-    """How far dropout moves what `lm` computes in training; asserts that it evaluates as `plain`, which has none."""
+    """Change of `lm`'s output by dropout in training; asserts that it evaluates as `plain`, which has no dropout."""
     assert (lm.has_dropout, plain.has_dropout) == (True, False)
     evaluation, without = (
         jax.make_jaxpr(lambda p, lm=lm: lm.apply({"params": p}, tokens, True, method="hidden"))(params)
@@ -47,7 +47,7 @@ def changed_by_dropout(lm: nn.Module, plain: nn.Module, params: Any, tokens: np.
 
 
 def reached_tokens(lm: nn.Module, params: Any, segments: np.ndarray | None) -> list[int]:
-    """The tokens on whose embeddings positions 3 to 6 of the first of two rows depend: it is tokens 0 to 7."""
+    """Tokens whose embeddings influence positions 3 to 6 of the first of two rows, which holds tokens 0 to 7."""
 
     def second(params: Any) -> jax.Array:
         hidden = lm.apply({"params": params}, np.arange(16).reshape(2, 8), True, segments, method="hidden")

@@ -1,4 +1,4 @@
-"""Which way of attention a run takes: never one that cannot do what is asked, and never without saying why."""
+"""The choice of an attention backend: never one that lacks a needed feature, and always with a reason."""
 
 import itertools
 import re
@@ -44,19 +44,19 @@ SHORT, LONG = 4095, 4096
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_asked_for_by_name_it_is_taken_if_it_can_and_refused_with_the_feature_s_name_if_not(backend, feature):
+def test_an_explicit_backend_is_used_or_refused_with_the_name_of_the_missing_feature(backend, feature):
     platform = HOME[backend] or "cpu"
     if feature in CANNOT[backend]:
         with pytest.raises(UserError) as refused:
             choose_attention(backend, {feature}, platform, SHORT)
         message = str(refused.value)
-        assert message.startswith(f"model.attn_backend: {backend} cannot do ")
+        assert message.startswith(f"model.attn_backend: {backend} ")
         assert FEATURES[feature] in message
     else:
-        assert choose_attention(backend, {feature}, platform, SHORT) == (backend, "as asked")
+        assert choose_attention(backend, {feature}, platform, SHORT) == (backend, "explicitly set")
 
 
-def test_all_that_is_missing_is_named_at_once_and_nothing_else():
+def test_exactly_the_missing_features_are_named():
     with pytest.raises(UserError) as refused:
         choose_attention("cudnn", ["window", "alibi", "segments"], "gpu", SHORT)
     message = str(refused.value)
@@ -67,19 +67,19 @@ def test_all_that_is_missing_is_named_at_once_and_nothing_else():
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_asked_for_by_name_on_another_device_it_is_refused_with_both_names(backend, platform):
+def test_an_explicit_backend_for_another_device_is_refused_with_both_names(backend, platform):
     if HOME[backend] in (None, platform):
         assert choose_attention(backend, [], platform, SHORT)[0] == backend
     else:
-        needed = f"{backend} needs a {HOME[backend].upper()}, this is a {platform.upper()}"
+        needed = f"{backend} requires a {HOME[backend].upper()}, got a {platform.upper()}"
         with pytest.raises(UserError, match=needed):
             choose_attention(backend, [], platform, SHORT)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("seq_len", [SHORT, LONG])
-def test_auto_takes_the_first_of_its_list_that_can_and_tells_why_not_those_before(platform, seq_len):
-    """Over all sets of features."""
+def test_auto_takes_the_first_supported_backend_and_gives_reasons_against_earlier_ones(platform, seq_len):
+    """For all sets of features."""
     preferred = [name for name in ("cudnn", "triton", "splash") if HOME[name] == platform]
     preferred += ["blockwise"] if seq_len == LONG else []
     for size in range(len(FEATURES) + 1):
@@ -89,11 +89,11 @@ def test_auto_takes_the_first_of_its_list_that_can_and_tells_why_not_those_befor
             assert name == able[0], needs
             passed = preferred[: preferred.index(name)] if name in preferred else preferred
             if not passed:
-                assert reason == "the fastest here"
+                assert reason == "fastest on this device"
                 continue
             for other, part in zip(passed, reason.split("; "), strict=True):
                 missing = [FEATURES[need] for need in needs if need in CANNOT[other]]
-                assert part.startswith(f"{other} cannot do ")
+                assert part.startswith(f"{other} does not support ")
                 assert all(words in part for words in missing), (needs, part)
 
 
@@ -114,11 +114,11 @@ def test_auto_takes_the_first_of_its_list_that_can_and_tells_why_not_those_befor
         ("tpu", SHORT, ["odd_length"], "xla"),
     ],
 )
-def test_what_auto_takes(platform, seq_len, needs, name):
+def test_choices_of_auto(platform, seq_len, needs, name):
     assert choose_attention("auto", needs, platform, seq_len)[0] == name
 
 
-def test_the_table_in_the_docstring_is_true():
+def test_the_table_in_the_docstring_is_correct():
     rows: dict[str, str] = {}
     for line in attention_backends.__doc__.splitlines():
         if match := re.match(r"(\w+) {2,}(any|GPU|TPU) {2,}(.*?) {2,}grows", line):
@@ -132,8 +132,8 @@ def test_the_table_in_the_docstring_is_true():
 
 @pytest.mark.parametrize("feature", ["dropout", "alibi", "upcast", "segments"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_a_backend_cannot_do_it_does_not_leave_out_in_silence(backend, feature):
-    """Should the choice be wrong, or not have been made."""
+def test_a_backend_does_not_silently_ignore_an_unsupported_feature(backend, feature):
+    """A check for the case that the choice is wrong, or was not made."""
     if feature not in CANNOT[backend]:
         return
     q = jax.ShapeDtypeStruct((1, 2, 128, 8), np.float32)
@@ -174,7 +174,7 @@ def test_what_a_backend_cannot_do_it_does_not_leave_out_in_silence(backend, feat
         ),
     ],
 )
-def test_every_family_tells_what_its_attention_has_to_do(config, needs):
+def test_every_family_reports_the_needs_of_its_attention(config, needs):
     assert config.attention_needs == needs
     assert needs <= set(FEATURES)
 

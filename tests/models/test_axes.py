@@ -1,4 +1,4 @@
-"""Every parameter names all its dimensions, and the big matrices are really split, on 8 fake devices."""
+"""Every parameter names all its dimensions, and large matrices are split over 8 fake devices."""
 
 import json
 import os
@@ -37,13 +37,13 @@ def plan(model, **partitioning):
     return layout, *state_shardings(model, optimizer, layout, "float32")
 
 def planned(model, **partitioning):
-    # path -> [whole shape, shape on one device]
+    # path -> [full shape, shape on one device]
     _, state, shardings = plan(model, **partitioning)
     whole, split = flatten(state.params), flatten(shardings.params)
     return {path: [list(leaf.shape), list(split[path].shard_shape(leaf.shape))] for path, leaf in whole.items()}
 
 def placed(model, **partitioning):
-    # the same of arrays that are there
+    # the same for existing arrays
     layout, _, shardings = plan(model, **partitioning)
     params = init_state(model, optimizer, shardings, seed=0, dtype="float32").params
     return {
@@ -65,7 +65,7 @@ for family, config in FAMILIES.items():
 print(json.dumps(result))
 """
 
-# name -> settings of partitioning, and into how many parts each axis of parameters is split
+# name -> settings of partitioning, and the number of parts of each axis of parameters
 SPLITS = {
     "data alone": ({"fsdp_axis": None}, {}),
     "fsdp": ({}, {"embed": 8}),
@@ -113,7 +113,7 @@ def found(all_found, request):
     return all_found[request.param] | {"family": request.param}
 
 
-# Of every matrix, the names of its dimensions; those of blocks begin with `layers`.
+# Names of the dimensions of every matrix; those of blocks have a leading `layers`.
 BLOCK = {"qkv": "embed qkv heads head_dim", "out": "heads head_dim embed", "up": "embed mlp", "down": "mlp embed"}
 LLAMA = {
     "q": "embed heads head_dim",
@@ -131,17 +131,17 @@ SENSES = {
 
 
 def matrices(found) -> list[str]:
-    """The paths of all matrices of the blocks: more than one dimension besides the layer's."""
+    """The paths of all matrices of the blocks, which have more than one dimension in addition to the layers."""
     return [path for path, (names, _) in found["names"].items() if path.endswith("kernel")]
 
 
 def parts(shapes) -> list[int]:
-    """Into how many parts each dimension is split."""
+    """The number of parts of each dimension."""
     whole, local = shapes
     return [size // part for size, part in zip(whole, local, strict=True)]
 
 
-def test_every_parameter_names_each_of_its_dimensions_with_a_known_word(found):
+def test_every_parameter_names_each_of_its_dimensions_with_a_known_axis(found):
     from lmtrain.sharding.axes import PARAMETER_AXES
 
     assert len(found["names"]) == PARAMETERS[found["family"]]
@@ -150,7 +150,7 @@ def test_every_parameter_names_each_of_its_dimensions_with_a_known_word(found):
         assert set(names) <= set(PARAMETER_AXES), path
 
 
-def test_every_matrix_has_the_names_of_what_it_joins(found):
+def test_every_matrix_has_the_expected_axis_names(found):
     joined = BLOCK | LLAMA
     for path in matrices(found):
         name = path.removesuffix("/kernel")
@@ -178,11 +178,11 @@ def test_tensor_parallelism_splits_what_it_names_by_4_and_fsdp_the_rest_by_2(fou
 
 
 @pytest.mark.parametrize("preset", list(SPLITS))
-def test_every_parameter_is_split_as_the_mapping_says_and_nowhere_else(found, preset):
+def test_every_parameter_is_split_exactly_as_in_the_mapping(found, preset):
     for path, shapes in found[preset].items():
         names, _ = found["names"][path]
         assert parts(shapes) == [SPLITS[preset][1].get(name, 1) for name in names], path
 
 
-def test_without_any_axis_everything_is_whole_everywhere(found):
+def test_without_any_axis_every_device_has_all_parameters(found):
     assert all(whole == local for whole, local in found["none"].values())

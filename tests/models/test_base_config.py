@@ -1,4 +1,4 @@
-"""What all families share: sizes that must divide, and a union told apart by type."""
+"""Shared settings of all families: sizes that must divide, and a union discriminated by type."""
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -24,7 +24,7 @@ def test_a_setting_of_another_family_is_refused(family):
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_gradients_are_checkpointed_and_layers_scanned_unless_asked_otherwise(family):
+def test_gradient_checkpointing_and_scanned_layers_are_the_default(family):
     config = MODEL.validate_python({"type": family})
     assert (config.gradient_checkpointing, config.scan_layers) == (True, True)
 
@@ -57,7 +57,7 @@ def test_no_divisor_is_nearer_than_the_nearest(number):
 
 
 @pytest.mark.parametrize(("width", "heads"), [(64, 7), (30, 4), (97, 5)])
-def test_the_heads_that_are_proposed_would_do(width, heads):
+def test_the_suggested_numbers_of_heads_are_valid(width, heads):
     with pytest.raises(ValidationError, match="does not divide hidden_dim") as refused:
         BaseModelConfig(hidden_dim=width, num_heads=heads)
     (error,) = refused.value.errors()

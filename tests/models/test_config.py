@@ -1,4 +1,4 @@
-"""The `model` section: one of the families, told apart by its type."""
+"""The `model` section: one of the families, selected by its type."""
 
 import json
 from typing import get_args
@@ -27,13 +27,13 @@ CHANGED = {
 }
 
 
-def test_the_names_of_families_are_the_types_of_the_members_and_those_of_the_older_spelling():
+def test_the_names_of_families_are_the_types_of_the_members_and_their_aliases():
     types = tuple(config.model_fields["type"].default for config, _ in MEMBERS)
     assert types == FAMILY_NAMES
     assert set(_REFERENCE_FAMILIES) <= set(types)
 
 
-def test_each_member_is_chosen_by_the_type_it_has():
+def test_each_member_is_selected_by_its_type():
     assert [tag for _, tag in MEMBERS] == [Tag(config.model_fields["type"].default) for config, _ in MEMBERS]
     assert [type(MODEL.validate_python({"type": name})) for name in FAMILY_NAMES] == [config for config, _ in MEMBERS]
 
@@ -60,14 +60,14 @@ def test_every_family_reads_back_what_it_writes(family, settings):
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_what_differs_from_the_defaults_is_what_is_kept(family):
+def test_only_differences_from_the_defaults_are_kept(family):
     written = SIZES | CHANGED[family]
     config = MODEL.validate_python({"type": family} | written)
     assert config.model_dump(mode="json", exclude_defaults=True) == written
 
 
 @pytest.mark.parametrize("wrong", ["gpt3", "GPT2", "", None, 2, ["gpt2"]])
-def test_a_type_that_is_no_family_is_refused(wrong):
+def test_an_unknown_type_is_refused(wrong):
     with pytest.raises(ValidationError, match="no such model"):
         MODEL.validate_python({"type": wrong})
 

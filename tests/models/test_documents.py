@@ -1,4 +1,4 @@
-"""Documents that share a sequence: kept apart, with positions of their own, they are computed as if each were alone."""
+"""Packed documents: with segments and their own positions, results equal those of separate documents."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from parity.variants import LENGTH, Variant, make, tokens
 
 from lmtrain.models.interface import LanguageModel
 
-# of each row the lengths of its documents
+# lengths of the documents of each row
 ROWS = ((10, 14), (8, 9, 7))
 SEGMENTS = np.stack([np.repeat(np.arange(len(row)), row) for row in ROWS]).astype(np.int32)
 POSITIONS = np.stack([np.concatenate([np.arange(length) for length in row]) for row in ROWS]).astype(np.int32)
@@ -44,7 +44,7 @@ def run(small: Variant, hidden, **changes):
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama-grouped", "mpt", "backpack", *LONG])
-def test_each_document_is_as_if_it_were_alone_and_so_are_gradients(variant):
+def test_packed_documents_and_their_gradients_equal_separate_ones(variant):
     small = make(variant)
     expected = run(small, one_by_one)
     for attention in ("xla", "blockwise"):
@@ -54,8 +54,8 @@ def test_each_document_is_as_if_it_were_alone_and_so_are_gradients(variant):
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "backpack"])
-def test_learned_positions_that_go_on_are_others(variant):
-    """The test above would pass for positions that are not used."""
+def test_learned_positions_that_continue_change_the_result(variant):
+    """The test above would pass if positions were not used."""
     small = make(variant)
     hidden = lambda params: small.model.apply({"params": params}, tokens(), True, SEGMENTS, method="hidden")  # noqa: E731
     found, expected = quick.jit(hidden)(small.params), quick.jit(lambda p: one_by_one(small.model, p))(small.params)

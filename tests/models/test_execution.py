@@ -1,4 +1,4 @@
-"""How a model is run never changes what it computes: in a loop or unrolled, with or without recomputation."""
+"""Execution never changes results: scanned or unrolled layers, with or without recomputation."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def hidden_of(small: Variant, attention: str = "xla", **changes: Any):
     return lambda params: model.apply({"params": params}, tokens(), False, SEGMENTS, method="hidden", rngs=rngs)
 
 
-# All pairs of the two settings are in layers/test_stack.py, with smaller blocks.
+# layers/test_stack.py tests all pairs of the two settings, with smaller blocks.
 WAYS = [(False, "full"), (True, "dots"), (False, "dots_no_batch"), (True, "save_attention"), (True, "offload")]
 
 

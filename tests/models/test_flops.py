@@ -1,4 +1,4 @@
-"""The formulas against what JAX counts in the models' own programs, and against figures worked out by hand."""
+"""The formulas against counts in the models' own programs, and against figures calculated by hand."""
 
 import math
 
@@ -41,8 +41,8 @@ def products(jaxpr) -> int:
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_they_are_those_of_the_matrix_products_exactly_and_nearly_all_there_are(monkeypatch, config):
-    # what is left out in halves is no part of the convention
+def test_formulas_equal_the_matrix_products_and_nearly_all_flops(monkeypatch, config):
+    # the split of attention into halves is not part of the convention
     monkeypatch.setattr(attention, "_in_halves", lambda q, k, v, scale, *_: attention.attend(q, k, v, scale))
     model = build_model(config, VOCAB)
     tokens = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
@@ -56,7 +56,7 @@ def test_they_are_those_of_the_matrix_products_exactly_and_nearly_all_there_are(
     assert formula < counted < 1.05 * formula
 
 
-def test_the_published_small_gpt2_worked_out_by_hand():
+def test_the_published_small_gpt2_calculated_by_hand():
     projections = 2 * 768 * 3 * 768 + 2 * 768 * 768
     scores_and_values = 2 * 768 * 1024 * 2
     mlp = 2 * 768 * 3072 * 2
@@ -80,7 +80,7 @@ def test_causal_counts_the_keys_a_query_sees_and_nothing_else_differs(config, pe
     assert difference == pytest.approx(per_key * (LENGTH - seen))
 
 
-def test_a_sliding_window_counts_as_far_as_it_reaches():
+def test_a_sliding_window_limits_the_counted_keys():
     whole, window = LlamaConfig(**SIZES), LlamaConfig(**SIZES, sliding_window=10)
     per_key = 2 * 4 * 256
     full = whole.num_flops_per_token(VOCAB) - window.num_flops_per_token(VOCAB)

@@ -1,4 +1,4 @@
-"""From a config to its model and its Hugging Face table."""
+"""Model and Hugging Face table of a config."""
 
 import importlib
 
@@ -46,13 +46,15 @@ def test_every_family_offers_what_the_engine_uses(family):
         ({"model_type": "qwen3"}, "llama"),
         ({"model_type": "mpt"}, "mpt"),
         ({"model_type": "backpack-gpt2"}, "backpack"),
-        ({"model_type": "gpt2", "num_senses": 16}, "backpack"),  # what the published Backpack says of itself
+        ({"model_type": "gpt2", "num_senses": 16}, "backpack"),  # the published Backpack's values
     ],
 )
-def test_what_a_file_calls_itself_names_the_family(values, family):
+def test_the_values_of_a_file_select_the_family(values, family):
     assert family_of(values) is hf_family(family)
 
 
 def test_an_unknown_model_is_an_error_with_the_known_ones():
-    with pytest.raises(UserError, match=r"model_type 'bert' is not supported; one of gpt2, llama, mistral, qwen2"):
+    with pytest.raises(
+        UserError, match=r"model_type 'bert' is not supported; expected one of gpt2, llama, mistral, qwen2"
+    ):
         family_of({"model_type": "bert"})

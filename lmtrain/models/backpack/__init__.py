@@ -1,1 +1,1 @@
-"""Backpack (Hewitt et al. 2023): word vectors in several senses, weighted by a GPT-2 that looks at the context."""
+"""Backpack (Hewitt et al. 2023): several sense vectors per token, weighted by a GPT-2 that reads the context."""

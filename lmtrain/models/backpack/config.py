@@ -13,11 +13,15 @@ from lmtrain.models.gpt2.config import Gpt2Settings
 class BackpackConfig(Gpt2Settings):
     """Backpack on a GPT-2 trunk; the defaults are the 170M model."""
 
-    type: Literal["backpack"] = Field("backpack", description="The model family")
-    num_senses: int = Field(16, ge=1, description="Sense vectors per token; divides hidden_dim")
-    sense_intermediate_scale: int = Field(4, ge=1, description="Width of the senses' MLP as a multiple of hidden_dim")
-    divide_by_num_senses: bool = Field(False, description="Average the senses instead of adding them up")
-    scale_attn_by_inverse_layer_idx: bool = Field(True, description="Divide attention scores by the layer's number")
+    type: Literal["backpack"] = Field("backpack", description="Model family: Backpack")
+    num_senses: int = Field(16, ge=1, description="Sense vectors per token; must divide hidden_dim")
+    sense_intermediate_scale: int = Field(
+        4, ge=1, description="Hidden dimension of the sense MLP as a multiple of hidden_dim"
+    )
+    divide_by_num_senses: bool = Field(False, description="Average the sense vectors instead of summing them")
+    scale_attn_by_inverse_layer_idx: bool = Field(
+        True, description="Scale of attention scores: divide by the layer's number, from 1 on"
+    )
 
     @model_validator(mode="after")
     def _senses_divide(self) -> "BackpackConfig":
@@ -31,7 +35,7 @@ class BackpackConfig(Gpt2Settings):
 
     @property
     def sense_width(self) -> int:
-        """Width of the queries and keys that weigh one sense."""
+        """Width of the queries and keys of one sense."""
         return self.hidden_dim // self.num_senses
 
     @property
@@ -40,12 +44,12 @@ class BackpackConfig(Gpt2Settings):
         return super().attention_needs | {"wide_values"} | odd
 
     def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
-        """Of a forward pass; see `lmtrain/models/flops.py`."""
+        """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
         dim, senses = self.hidden_dim, self.num_senses
         keys = flops.mean_keys(self.seq_len, causal)
         trunk = super().num_flops_per_token(vocab_size, causal)
         inner = dim * self.sense_intermediate_scale
         vectors = flops.mlp(dim, self.mlp_dim) + flops.linear(dim, inner) + flops.linear(inner, senses * dim)
-        # queries and keys; their scores; the weighted sum of sense vectors, each as wide as the stream
+        # queries and keys; their scores; the weighted sum of sense vectors, each of width hidden_dim
         weights = flops.linear(dim, 2 * dim) + flops.linear(dim, 1) * keys + flops.linear(senses * dim, 1) * keys
         return trunk + vectors + weights

@@ -1,6 +1,6 @@
-"""Backpack in the Hugging Face format, with our own modeling file: transformers has none.
+"""Backpack in the Hugging Face format, with our own modeling file, since transformers has none.
 
-The trunk is GPT-2's, with matrices as [in, out]; only the projection that weighs senses is stored [out, in].
+The trunk is that of GPT-2, with matrices [in, out]; only the projection for sense weights is stored [out, in].
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ _WEIGH = "backpack.sense_weight_net.c_attn"
 
 
 def reads(values: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is of this family: the first ones on the hub call themselves gpt2."""
+    """Whether a `config.json` is of this family; the first ones on the hub have model_type gpt2."""
     return "num_senses" in values or values.get("model_type") in MODEL_TYPES
 
 
 def table(config: BackpackConfig) -> Table:
-    """The weights this config has."""
+    """The table of weights of this config."""
     dim, inner = config.hidden_dim, config.hidden_dim * config.sense_intermediate_scale
     return [
         *trunk(config, "backpack.gpt2_model."),
@@ -51,14 +51,14 @@ def table(config: BackpackConfig) -> Table:
 
 
 def canonical(name: str) -> str | None:
-    """A tensor's name as in `table`; None for masks, and for second names of the embeddings in published files."""
+    """A tensor's name as in `table`; None for masks, and for duplicate names of the embeddings in published files."""
     if name.endswith((".attn.bias", ".attn.masked_bias")):
         return None
     return None if name.startswith(("backpack.word_embeddings.", "backpack.position_embeddings.")) else name
 
 
 def extra_files() -> dict[str, bytes]:
-    """The file that transformers runs with `trust_remote_code=True`."""
+    """The modeling file, which transformers runs with `trust_remote_code=True`."""
     return {_MODELING: files("lmtrain.models.backpack").joinpath("hub", _MODELING).read_bytes()}
 
 

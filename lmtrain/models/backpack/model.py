@@ -1,8 +1,8 @@
-"""Backpack: what a token can mean, in several sense vectors, weighted by what its context makes of it.
+"""Backpack: several sense vectors per token, weighted by the context.
 
-Hewitt et al. 2023, "Backpack Language Models". A token has E sense vectors that depend on nothing but the token; a
+Hewitt et al. 2023, "Backpack Language Models". A token has E sense vectors that depend only on the token; a
 GPT-2 reads the context and gives, for each sense, attention weights over the positions so far. The output is the
-weighted sum of sense vectors, and logits are its products with the embedding table, with no norm between:
+weighted sum of sense vectors, and logits are its products with the embedding table, without a norm in between:
 
     sense_l(x)     = the l-th of E vectors made by an MLP from the embedding of x, without its position
     alpha[l, i, j] = softmax_j(q_l(c_i) k_l(c_j) / sqrt(D / E)) with c = GPT-2(x), j <= i
@@ -10,8 +10,8 @@ weighted sum of sense vectors, and logits are its products with the embedding ta
 
     B batch  S query position  T key position  D embed  E senses  C width of a sense's query  F mlp  V vocab  N layers
 
-Initial values: the trunk's as in GPT-2; of the sense network and the weights' projections normal(0, r), r / sqrt(2)
-for the matrix that ends the one block of the sense network; biases 0; norms scale 1, bias 0.
+Initial values: the trunk as in GPT-2; the sense network and the projections of sense weights normal(0, r), with
+r / sqrt(2) for the last matrix of the sense network's block; biases 0; norms scale 1, bias 0.
 """
 
 import flax.linen as nn
@@ -33,7 +33,7 @@ from lmtrain.sharding.placement import constrain
 
 
 class BackpackCache(struct.PyTreeNode):
-    """Of the positions so far: the trunk's keys and values; each sense's keys [B, E, T, C] and vectors [B, E, T, D]."""
+    """Cache of the positions so far: the trunk's keys and values; sense keys [B, E, T, C] and vectors [B, E, T, D]."""
 
     trunk: KvCache
     senses: KvCache
@@ -83,7 +83,7 @@ class SenseNetwork(nn.Module):
 
 
 class BackpackLM(nn.Module):
-    """The language model. See `lmtrain/models/interface.py` for what its methods promise."""
+    """The language model. Its methods are documented in `lmtrain/models/interface.py`."""
 
     config: BackpackConfig
     vocab_size: int

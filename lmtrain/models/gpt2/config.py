@@ -9,19 +9,23 @@ from lmtrain.models.base_config import BaseModelConfig
 
 
 class Gpt2Settings(BaseModelConfig):
-    """What a stack of GPT-2 blocks is made of."""
+    """Settings of a stack of GPT-2 blocks."""
 
-    mlp_scale: int = Field(4, ge=1, description="Width of the MLP as a multiple of hidden_dim")
-    intermediate_dim: int | None = Field(None, ge=1, description="Width of the MLP; null: mlp_scale * hidden_dim")
-    activation_function: Literal["gelu_new", "gelu", "relu", "silu"] = Field(
-        "gelu_new", description="Of the MLP; gelu_new is GELU's approximation by tanh"
+    mlp_scale: int = Field(4, ge=1, description="Hidden dimension of the MLP as a multiple of hidden_dim")
+    intermediate_dim: int | None = Field(
+        None, ge=1, description="Hidden dimension of the MLP; null: mlp_scale * hidden_dim"
     )
-    use_bias: bool = Field(True, description="Biases in linear layers and norms")
-    embed_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout after the embeddings")
-    resid_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on what attention and MLP add to the stream")
-    attn_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on the attention weights")
-    scale_attn_by_inverse_layer_idx: bool = Field(False, description="Divide attention scores by the layer's number")
-    upcast_attn: bool = Field(False, description="Compute attention scores in float32 whatever the precision")
+    activation_function: Literal["gelu_new", "gelu", "relu", "silu"] = Field(
+        "gelu_new", description="Activation function of the MLP; gelu_new is the tanh approximation of GELU"
+    )
+    use_bias: bool = Field(True, description="Add biases to linear layers and norms")
+    embed_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout rate after the embeddings")
+    resid_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout rate on the outputs of attention and MLP")
+    attn_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout rate on the attention weights")
+    scale_attn_by_inverse_layer_idx: bool = Field(
+        False, description="Scale of attention scores: divide by the layer's number, from 1 on"
+    )
+    upcast_attn: bool = Field(False, description="Compute attention scores in float32 for any trainer.mp")
 
     def meaning(self) -> dict[str, Any]:
         values = super().meaning()
@@ -42,7 +46,7 @@ class Gpt2Settings(BaseModelConfig):
         return needs | ({"upcast"} if self.upcast_attn else set())
 
     def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
-        """Of a forward pass; see `lmtrain/models/flops.py`."""
+        """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
         keys = flops.mean_keys(self.seq_len, causal)
         heads = self.num_heads
         block = flops.attention(self.hidden_dim, heads, heads, self.head_width, keys)
@@ -53,5 +57,5 @@ class Gpt2Settings(BaseModelConfig):
 class Gpt2Config(Gpt2Settings):
     """GPT-2; the defaults are the 124M model."""
 
-    type: Literal["gpt2"] = Field("gpt2", description="The model family")
-    tie_word_embeddings: bool = Field(True, description="Use the embedding table as the head")
+    type: Literal["gpt2"] = Field("gpt2", description="Model family: GPT-2")
+    tie_word_embeddings: bool = Field(True, description="Tie the output head to the embedding table")

@@ -1,7 +1,7 @@
 """GPT-2 in the Hugging Face format.
 
-Their Conv1D stores [in, out] as we do, so nothing is transposed; their attention matrix has columns q, k, v, each
-head-major, which is ours flattened.
+The Conv1D of transformers stores [in, out] as lmtrain does, so nothing is transposed; its attention matrix has columns
+q, k, v, each head-major, which is ours flattened.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ ALWAYS_HAS_BIASES = True
 
 
 def trunk(config: Gpt2Settings, prefix: str) -> list[Row | Zeros]:
-    """Embeddings, blocks and final norm; their biases are zeros if ours has none."""
+    """Rows for embeddings, blocks and final norm; their biases are zeros if ours has none."""
     dim, block = config.hidden_dim, prefix + "h.{layer}."
     return [
         Row("tokens/embedding", prefix + "wte.weight", vocab=True),
@@ -42,11 +42,11 @@ def trunk(config: Gpt2Settings, prefix: str) -> list[Row | Zeros]:
 
 def reads(values: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is of this family."""
-    return values.get("model_type") in MODEL_TYPES and "num_senses" not in values  # those are Backpack's
+    return values.get("model_type") in MODEL_TYPES and "num_senses" not in values  # a Backpack has num_senses
 
 
 def bias(config: Gpt2Settings, ours: str, theirs: str, size: int, flat: bool = False) -> list[Row | Zeros]:
-    """The bias beside a kernel or scale; `flat` if ours has more than one dimension."""
+    """The row of a bias, zeros if ours has none; `flat` if ours has more than one dimension."""
     name = theirs + ".bias"
     if config.use_bias:
         return [Row(ours + "/bias", name, rows=0 if flat else None)]
@@ -54,20 +54,20 @@ def bias(config: Gpt2Settings, ours: str, theirs: str, size: int, flat: bool = F
 
 
 def table(config: Gpt2Config) -> Table:
-    """The weights this config has."""
+    """The table of weights of this config."""
     untied = [] if config.tie_word_embeddings else [Row("unembed/embedding", "lm_head.weight", vocab=True)]
     return [*trunk(config, "transformer."), *untied]
 
 
 def canonical(name: str) -> str | None:
-    """A tensor's name as in `table`; None for what is not a weight. The first files on the hub have no prefix."""
+    """A tensor's name as in `table`; None for other tensors. The first files on the hub have no prefix."""
     if name.endswith((".attn.bias", ".attn.masked_bias")):
         return None  # causal masks
     return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def to_hf_config(config: Gpt2Config, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
-    """The `config.json` of a GPT-2. Values have exactly the JSON types that transformers 5 insists on."""
+    """The `config.json` of a GPT-2. Values have exactly the JSON types that transformers 5 requires."""
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -78,13 +78,13 @@ def to_hf_config(config: Gpt2Config, vocab_size: int, eos_id: int | None, bos_id
 
 
 def _plain_attention(config: Gpt2Config) -> dict[str, Any]:
-    """transformers 4 drops these two settings, without a word, where it computes attention by torch's own function."""
+    """Eager attention if needed: transformers 4 silently ignores these two settings with torch's attention function."""
     special = config.scale_attn_by_inverse_layer_idx or config.upcast_attn
     return {"_attn_implementation": "eager"} if special else {}
 
 
 def trunk_to_hf(config: Gpt2Settings, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
-    """What GPT-2 and those built on it have in common."""
+    """The part of `config.json` that GPT-2 and families built on it share."""
     return {
         "vocab_size": vocab_size,
         "n_positions": config.seq_len,
@@ -107,7 +107,7 @@ def trunk_to_hf(config: Gpt2Settings, vocab_size: int, eos_id: int | None, bos_i
 
 
 def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the model that a `config.json` describes. Raises `UserError` for what we have not."""
+    """The settings of the model that a `config.json` describes. Raises `UserError` for unsupported ones."""
     return {
         "type": "gpt2",
         **trunk_from_hf(values, dropout=0.1),
@@ -115,14 +115,14 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Other names of the same functions.
+# Aliases of the same functions.
 _SAME = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 
 
 def trunk_from_hf(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
-    """`dropout` is what transformers takes if the file says nothing."""
+    """The settings of the trunk. `dropout` is transformers' default if the file has no value."""
     if not values.get("scale_attn_weights", True):
-        raise UserError("config.json: scale_attn_weights false: attention without scaling is not supported")
+        raise UserError("config.json: scale_attn_weights false (attention without scaling) is not supported")
     dim, inner = values.get("n_embd", 768), values.get("n_inner")
     width = {"mlp_scale": inner // dim} if inner and inner % dim == 0 else {"intermediate_dim": inner}
     return {

@@ -1,14 +1,14 @@
 """GPT-2: a stack of pre-norm blocks, each adding attention and then a GELU MLP to the residual stream.
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Positions are learned; every linear layer
-has a bias, unless use_bias is false, and the head is the embedding table itself, unless tie_word_embeddings is.
+has a bias, unless use_bias is false; the head is tied to the embedding table, unless tie_word_embeddings is false.
 
     B batch  S query position  T key position  D embed  H heads  C head dim  F mlp  V vocab  N layers
 
 Initial values (r = initializer_range, 0.02):
 
     embeddings, qkv, up       normal(0, r)
-    out, down                 normal(0, r / sqrt(2 N)), since 2 N of them add up in the residual stream
+    out, down                 normal(0, r / sqrt(2 N)), since 2 N of them are summed in the residual stream
     biases                    0
     norms                     scale 1, bias 0
 """
@@ -62,7 +62,7 @@ class Gpt2Attention(nn.Module):
         return self._merge(mixed)
 
     def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
-        """Attention of new positions `start, start + 1, ...` to all before them and to themselves."""
+        """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""
         q, k, v = self._project(x)
         cache = cache.write(k, v, start)
         mixed = attend(q, cache.k, cache.v, self._scale(layer), first_query=start, upcast=self.config.upcast_attn)
@@ -130,7 +130,7 @@ class Gpt2Block(nn.Module):
 
 
 class Gpt2LM(nn.Module):
-    """The language model. See `lmtrain/models/interface.py` for what its methods promise."""
+    """The language model. Its methods are documented in `lmtrain/models/interface.py`."""
 
     config: Gpt2Config
     vocab_size: int

@@ -1,6 +1,6 @@
-"""Causal attention, softmax(q k^T * scale + bias) v: the plain way, and the choice between ways.
+"""Causal attention, softmax(q k^T * scale + bias) v: the plain backend, and the dispatch to other backends.
 
-Which way can do what, and which is taken, is in `lmtrain/models/attention_backends.py`.
+The features of backends, and the choice between them, are in `lmtrain/models/attention_backends.py`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 
-# Far below any score, and finite, so that a row with nothing to attend to gives no NaN.
+# Far below any score, but finite, so that a row without visible keys gives no NaN.
 MASKED = -1e30
 
 Drop = Callable[[jax.Array], jax.Array]
@@ -35,7 +35,7 @@ def attend(
     """Each query sees the keys up to its own position. -> [B, H, S, C]
 
     Query s is at position `first_query + s`, key t at t. With fewer key heads than query heads, key head
-    k serves the H / K query heads from k H / K on. With a `window`, a query sees that many keys at most. With
+    k serves the H / K query heads from k H / K on. With a `window`, a query sees at most `window` keys. With
     `segments`, those of the queries [B, S] and of the keys [B, T], it sees only keys of its own segment. With `slopes`
     [H], scores grow by slope * (key position - query position) (ALiBi, Press et al. 2022). Softmax runs in float32;
     with `upcast` the scores do too. `drop` is applied to the attention weights.
@@ -45,7 +45,7 @@ def attend(
     batch, heads, queries, head_dim = q_BHSC.shape
     kv_heads, keys = k_BKTC.shape[1:3]
     groups = heads // kv_heads
-    # the query heads of one key head as one longer sequence, so that keys need no copies
+    # the query heads of one key head form one longer sequence, so that keys need not be copied
     q_BKSC = q_BHSC.reshape(batch, kv_heads, groups * queries, head_dim)
     scores = jnp.einsum("BKSC,BKTC->BKST", q_BKSC, k_BKTC).astype(jnp.float32) * scale
     query_at = first_query + jnp.arange(queries)[:, None]
@@ -80,9 +80,9 @@ def self_attend(
     slopes: np.ndarray | None = None,
     block_size: int | None = None,
 ) -> jax.Array:
-    """Attention of a whole sequence to itself, by the backend of that name; the rest as in `attend`. -> [B, H, S, C]
+    """Attention of a full sequence to itself, by the named backend; arguments as in `attend`. -> [B, H, S, C]
 
-    Whoever chose the backend made sure that it can do what is asked. `block_size` is a wish for those with blocks.
+    The caller has checked that the backend supports the arguments. `block_size` is a hint for backends with blocks.
     """
     if backend == "xla":
         mixed = _in_halves(q_BHSC, k_BKSC, v_BKSC, scale, upcast, drop, segments_BS, window, slopes)
@@ -118,7 +118,7 @@ def _in_halves(
     window: int | None,
     slopes: np.ndarray | None,
 ) -> jax.Array:
-    """Two halves of the queries: the first needs none of the second's keys."""
+    """Attention in two halves of the queries: the first half does not need the second half's keys."""
     half = q.shape[2] // 2
     s = segments_BS
     early, late = (None, None) if s is None else ((s[:, :half], s[:, :half]), (s[:, half:], s))
@@ -129,7 +129,7 @@ def _in_halves(
 
 
 def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, window: int | None) -> jax.Array:
-    """The fused kernel of NVIDIA's library; it wants positions before heads."""
+    """The fused kernel of NVIDIA's cuDNN; it takes positions before heads."""
     q, k, v = (part.transpose(0, 2, 1, 3) for part in ((q * scale).astype(q.dtype), k, v))
     mixed = jax.nn.dot_product_attention(
         q,
@@ -146,8 +146,8 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, w
 def alibi_slopes(heads: int, bias_max: float) -> np.ndarray:
     """2^(-bias_max m / n) for m = 1..n with n heads rounded up to a power of two; float32 [heads].
 
-    If that is more than there are heads, every second one comes first, then those between, and the first `heads` of
-    these are taken (Press et al. 2022, and MPT's order).
+    If n is greater than the number of heads, every second slope comes first, then those in between, and the first
+    `heads` of these are used (Press et al. 2022, in MPT's order).
     """
     power = 1 << (heads - 1).bit_length()
     all_slopes = 2.0 ** (-bias_max * np.arange(1, power + 1) / power)

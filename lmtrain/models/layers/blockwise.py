@@ -1,8 +1,8 @@
-"""Exact causal attention in memory that grows with the length, not its square, on any device.
+"""Exact causal attention in blocks, on any device; memory grows with the length, not its square.
 
-Dao et al. 2022, "FlashAttention": scores exist one block of queries by one block of keys at a time, a running maximum
-and sum normalise them, and the backward pass computes them again from the saved logarithm of that sum. Blocks of keys
-that no query of a block may see, for being later or beyond the window, are not computed at all.
+Dao et al. 2022, "FlashAttention": scores are computed for one block of queries and one block of keys at a time and
+normalised by a running maximum and sum; the backward pass recomputes them from the saved logarithm of that sum. Blocks
+of keys that no query of a block can see, because they are later or outside the window, are skipped.
 """
 
 import functools
@@ -20,7 +20,7 @@ DEFAULT_BLOCK_SIZE = 512
 
 
 class _Form(NamedTuple):
-    """Static: positions in a block, keys a query sees, ALiBi's slopes of [K, G] heads."""
+    """Static arguments: block size, number of keys that a query sees, ALiBi slopes of [K, G] heads."""
 
     block: int
     window: int | None
@@ -46,7 +46,7 @@ def blockwise(
     kv_heads = k_BKSC.shape[1]
     groups = heads // kv_heads
     block = min(block_size or DEFAULT_BLOCK_SIZE, length)
-    # what is appended to fill the last block comes after every query, which so does not see it
+    # padding of the last block comes after all queries, so that none sees it
     extra = -length % block
     q, k, v = (jnp.pad(part, ((0, 0), (0, 0), (0, extra), (0, 0))) for part in (q_BHSC, k_BKSC, v_BKSC))
     segments = jnp.zeros((batch, length), jnp.int32) if segments_BS is None else segments_BS
@@ -58,7 +58,7 @@ def blockwise(
 
 
 def mean_blocks(length: int, block_size: int | None = None, window: int | None = None) -> float:
-    """Blocks of keys that are computed for a block of queries, averaged over these. Backward it is the same number."""
+    """Mean number of blocks of keys computed per block of queries, in the forward and in the backward pass."""
     block = min(block_size or DEFAULT_BLOCK_SIZE, length)
     blocks = -(-length // block)
     first = (0 if window is None else max(i * block - window + 1, 0) // block for i in range(blocks))
@@ -71,7 +71,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, form:
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, form: _Form) -> tuple[jax.Array, Any]:
-    """The mixed values [B, K, G, S, C], and what the backward pass needs."""
+    """The mixed values [B, K, G, S, C], and the residuals for the backward pass."""
 
     def of_queries(_: None, i: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         q_i = _part(q, i, form)
@@ -142,7 +142,7 @@ def _queries_of(j: jax.Array, blocks: int, form: _Form) -> tuple[jax.Array, jax.
     """The first block of queries that sees block j of keys, and the one after the last."""
     if form.window is None:
         return j, blocks
-    last = (j + 1) * form.block - 1 + form.window - 1  # the last position that sees the block's last key
+    last = (j + 1) * form.block - 1 + form.window - 1  # the last query position that sees the block's last key
     return j, jnp.minimum(last // form.block + 1, blocks)
 
 
@@ -168,6 +168,6 @@ def _part(array: jax.Array, block: jax.Array, form: _Form, axis: int = -2) -> ja
 
 
 def _join(parts: jax.Array, axis: int = 3) -> jax.Array:
-    """[blocks, ...] -> the blocks one after the other along `axis`."""
+    """[blocks, ...] -> the blocks concatenated along `axis`."""
     moved = jnp.moveaxis(parts, 0, axis)
     return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])

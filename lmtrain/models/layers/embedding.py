@@ -1,6 +1,6 @@
-"""Rows of an embedding table for ids, with a gradient that is summed in float32 whatever the table's type.
+"""Lookup of rows of an embedding table, with a gradient that is summed in float32 for any dtype of the table.
 
-In bfloat16 a frequent token's gradient, summed over thousands of positions, loses what single positions add to it.
+In bfloat16, the sum of a frequent token's gradient over thousands of positions loses single contributions to rounding.
 """
 
 import functools
@@ -15,7 +15,7 @@ from lmtrain.sharding.placement import gather_rows, stream_axes
 
 
 class _Split(NamedTuple):
-    """Static: the mesh axes over which sequences, positions of the result, and the table's two dimensions are split."""
+    """Static arguments: the mesh axes that split sequences, positions of the result, and the table's two dimensions."""
 
     batch: tuple[str, ...]
     positions: tuple[str, ...]
@@ -25,7 +25,7 @@ class _Split(NamedTuple):
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Positions of the result are split along these axes, but their ids are whole: other devices have the rows."""
+        """Axes that split positions of the result but not of the ids: other devices have the rows."""
         return tuple(name for name in self.positions if name in self.entries)
 
     @property
@@ -43,9 +43,9 @@ class _Split(NamedTuple):
 
 @jax.custom_vjp
 def gather_table(table_VD: jax.Array) -> jax.Array:
-    """A table that is the head too, as the loss needs it: whole along D, once for both uses.
+    """Gather a table that is also the head along D, as the loss needs it, once for both uses.
 
-    Its gradient stays where the gradients of both are: split as the table is at rest.
+    Its gradient is split like the stored table.
     """
     return gather_rows(table_VD)
 
@@ -56,12 +56,12 @@ gather_table.defvjp(lambda table: (gather_rows(table), None), lambda _, gradient
 def look_up(table_VD: jax.Array, ids_BS: jax.Array, entries: str, is_gathered: bool = False) -> jax.Array:
     """The rows of the table, [B, S, D]. `entries` is the logical name of its first dimension.
 
-    `is_gathered` says that the table comes from `gather_table`.
+    `is_gathered`: the table comes from `gather_table`.
 
-    Where devices that split the batch split the table along D too (FSDP), each looks up its columns for the ids of all,
-    and an all-to-all brings together the rows of each one's ids; the gradient goes the other way. Where there are more
-    ids than rows, as in evaluation, the table is gathered instead: that sends less. Where other devices split the table
-    along V (tensor parallelism), each gives the rows that it has, and zeros.
+    Where devices that split the batch split the table along D too (FSDP), each looks up its columns for the ids of all
+    devices, and an all-to-all collects the rows of each device's ids; the gradient takes the reverse path. If there are
+    more ids than rows, as in evaluation, the table is gathered instead, which sends less. Where other devices split the
+    table along V (tensor parallelism), each returns its own rows, and zeros for others.
     """
     split = _Split(
         split_over("act_batch"), stream_axes(ids_BS.shape[1]), split_over(entries), split_over("embed"), is_gathered
@@ -123,7 +123,7 @@ def _backward(split: _Split, saved: Any, d_found: jax.Array) -> tuple[jax.Array,
             d_found = jax.lax.all_gather(d_found, split.gathered, axis=1, tiled=True)
         d_table = jnp.zeros(shape, jnp.float32)
         row, is_mine = _rows(d_table, ids, split)
-        row = jnp.where(is_mine, row, len(d_table))  # beyond the end: dropped
+        row = jnp.where(is_mine, row, len(d_table))  # out of range: dropped
         d_table = d_table.at[row].add(d_found.astype(jnp.float32), mode="drop")
         return sum_over(elsewhere, d_table).astype(dtype)
 
@@ -135,7 +135,7 @@ _look_up.defvjp(_forward, _backward)
 
 
 def _rows(table: jax.Array, ids: jax.Array, split: _Split) -> tuple[jax.Array, jax.Array]:
-    """The rows of ids in this device's part of the table, and which of them it has."""
+    """Row numbers of ids in this device's part of the table, and a mask of those that it has."""
     first = jax.lax.axis_index(split.entries) * len(table) if split.entries else 0
     row = ids - first
     return row, (row >= 0) & (row < len(table))

@@ -1,7 +1,7 @@
 """The linear layer and the embedding table: parameters whose dimensions are declared as (axis, size) pairs.
 
-Own layers rather than `nn.DenseGeneral`, which initialises a flattened kernel: logical names of full rank then fail
-under a mesh, shorter ones mismatch without a word.
+These replace `nn.DenseGeneral`, which initialises a flattened kernel: logical names of full rank then fail under a
+mesh, and shorter ones silently mismatch.
 """
 
 import math
@@ -35,9 +35,9 @@ def sizes(dims: Dims) -> tuple[int, ...]:
 class Linear(nn.Module):
     """y = x W + b over the last dimensions of x: [..., *inputs] -> [..., *outputs].
 
-    All leading dimensions are multiplied as one: with [tokens, inputs] the compiler finds its fast matrix product for
-    the weight gradient too, with [batch, position, inputs] it does not on every backend. Where positions are split
-    over devices they stay a dimension: as one with the batch, the compiler would gather them.
+    All leading dimensions are flattened: with [tokens, inputs] the compiler uses its fast matrix product for the weight
+    gradient too, with [batch, position, inputs] not on every platform. Positions that are split over devices remain a
+    dimension: flattened with the batch, the compiler would gather them.
     """
 
     inputs: Dims
@@ -66,8 +66,8 @@ class Linear(nn.Module):
 
 @jax.custom_vjp
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """y [..., *outputs] + bias [*outputs]. The bias's gradient is summed over all tokens in float32: the sum that JAX
-    derives is in y's type, and in bfloat16 thousands of terms lose 8 % of it."""
+    """y [..., *outputs] + bias [*outputs]. The bias's gradient is summed over all tokens in float32: JAX's own sum is
+    in y's dtype, and with thousands of terms in bfloat16 its error is 8 %."""
     return y + bias
 
 
@@ -84,7 +84,7 @@ add_bias.defvjp(_bias_forward, _bias_backward)
 
 
 class Embed(nn.Module):
-    """A table of vectors, [entries, embed]; called with ids [B, S] it gives their rows. It may be the head too."""
+    """A table of vectors, [entries, embed]; called with ids [B, S] it returns their rows. It can also be the head."""
 
     entries: tuple[str, int]
     embed: int

@@ -1,4 +1,4 @@
-"""Normalisation layers. Statistics are float32 whatever the precision of the rest."""
+"""Normalisation layers. Statistics are float32 for any precision."""
 
 import flax.linen as nn
 import jax
@@ -33,7 +33,7 @@ class LayerNorm(nn.Module):
 class RmsNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * scale over the dimensions `dims` (Zhang and Sennrich 2019).
 
-    With `offset` the factor is 1 + scale, which begins at 0.
+    With `offset` the factor is 1 + scale, and scale is initialized to 0.
     """
 
     dims: Dims

@@ -1,4 +1,4 @@
-"""Kernels of attention on each device's own sequences and heads: the compiler would gather what a kernel takes."""
+"""Attention kernels on each device's own sequences and heads; otherwise the compiler would gather their inputs."""
 
 from collections.abc import Callable
 
@@ -21,9 +21,9 @@ def per_heads(
 ) -> jax.Array:
     """`kernel(q, k, v, segments, slopes)` of each device's part; zeros stand for missing segments and slopes.
 
-    Devices that split the sequence outside split the heads inside: an all-to-all brings together the positions of each
-    one's heads (Jacobs et al. 2023, "DeepSpeed Ulysses"). Where devices split the query heads and the key heads cannot
-    be split in the same way, each query head gets a copy of its own.
+    Devices that split the sequence outside split the heads inside: an all-to-all collects all positions of each
+    device's heads (Jacobs et al. 2023, "DeepSpeed Ulysses"). Where devices split the query heads and the key heads
+    cannot be split in the same way, each query head gets its own copy.
     """
     batch, heads, length, _ = q_BHSC.shape
     kv_heads = k_BKSC.shape[1]

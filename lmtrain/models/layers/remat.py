@@ -1,12 +1,12 @@
-"""What the backward pass computes again instead of keeping it: memory against time, never numbers.
+"""Gradient checkpointing: recompute values in the backward pass, which trades time for memory and changes no results.
 
-A policy says which values inside a block are kept between forward and backward pass:
+A policy defines the values inside a block that are kept between forward and backward pass:
 
-    full             none, only what goes into the block
+    full             none, only the inputs of the block
     dots             the results of all matrix products
     dots_no_batch    those of products with weights, not the scores of attention
-    save_attention   what attention gives
-    offload          none; what goes into the block waits in the host's memory
+    save_attention   the outputs of attention
+    offload          none; the inputs of the block are kept in host memory
 """
 
 from typing import Any
@@ -32,11 +32,11 @@ _POLICIES = {
 
 
 def remat(block: type[nn.Module], policy: bool | str, scan: bool, static_argnums: tuple[int, ...]) -> Any:
-    """`block` whose `__call__` is computed again as the policy says; False keeps everything, True is `full`."""
+    """`block` with recomputation of its `__call__` by the policy; False keeps all values, True is `full`."""
     if policy is False:
         return block
     name = "full" if policy is True else policy
-    # prevent_cse is for unrolled code; in a scan it costs and gives nothing
+    # prevent_cse is for unrolled code; in a scan it has a cost and no use
     return nn.remat(
         block, policy=_POLICIES[name], prevent_cse=not scan, static_argnums=static_argnums, methods=["__call__"]
     )

@@ -1,15 +1,15 @@
-"""Rotary positions (Su et al. 2021): queries and keys are turned by angles that grow with the position.
+"""Rotary position embeddings (RoPE, Su et al. 2021): queries and keys are rotated by angles proportional to position.
 
-Dimension t of the first half of a head and dimension t of the second are a plane, turned by position * frequency[t]:
+Dimension t of the first half of a head and dimension t of the second form a plane, rotated by position * frequency[t]:
 
     frequency[t] = theta ** (-2 t / C)
 
-To reach beyond the length trained for, frequencies are stretched (RopeConfig.type):
+To extend the context beyond the trained length, frequencies are scaled (RopeConfig.type):
 
-    linear    all divided by factor (Chen et al. 2023)
+    linear    all frequencies divided by factor (Chen et al. 2023)
     dynamic   theta grows with the length S beyond the original L: theta * (factor S / L - factor + 1) ** (C / (C - 2))
-    llama3    long waves divided by factor, short ones kept, smoothly between (Llama 3.1)
-    yarn      the same with a linear ramp over dimensions, and scores made sharper (Peng et al. 2023)
+    llama3    long wavelengths divided by factor, short ones kept, interpolated in between (Llama 3.1)
+    yarn      the same with a linear ramp over dimensions, and larger scores (Peng et al. 2023)
 """
 
 import math
@@ -22,7 +22,7 @@ from lmtrain.models.rope_config import RopeConfig
 
 
 def frequencies(config: RopeConfig, head_dim: int, seq_len: int) -> np.ndarray:
-    """Radians per position of each plane, float32 [C / 2]; `seq_len` is the longest context."""
+    """Radians per position of each plane, float32 [C / 2]; `seq_len` is the maximum context."""
     base = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     theta = config.theta
     original = config.original_seq_len or seq_len
@@ -44,12 +44,12 @@ def frequencies(config: RopeConfig, head_dim: int, seq_len: int) -> np.ndarray:
 
 
 def magnitude(config: RopeConfig) -> float:
-    """What the turned vectors are multiplied by: yarn's 0.1 ln(factor) + 1, else 1."""
+    """The factor of the rotated vectors: 0.1 ln(factor) + 1 for yarn, else 1."""
     return 0.1 * math.log(config.factor) + 1 if config.type == "yarn" else 1.0
 
 
 def _yarn_ramp(config: RopeConfig, head_dim: int, original: int) -> np.ndarray:
-    """How much of each plane is stretched: 0 for those that turn often within the original length, 1 for the slow."""
+    """Share of scaling of each plane: 0 for those with many rotations within the original length, 1 for slow ones."""
 
     def plane_of(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
@@ -61,7 +61,7 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, original: int) -> np.ndarray:
 
 
 def rotate(x_BHSC: jax.Array, positions_BS: jax.Array, frequency: np.ndarray, scale: float) -> jax.Array:
-    """`x` turned by the angles of its positions, in float32, and multiplied by `scale`.
+    """`x` rotated by the angles of its positions, in float32, and multiplied by `scale`.
 
     Positions that are the same for all sequences are [1, S].
     """

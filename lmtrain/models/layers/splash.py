@@ -1,7 +1,7 @@
 """Attention by JAX's kernel for TPUs ("splash": flash attention over a sparse mask), on every device of the mesh.
 
-Kernels are not split by the compiler, so each device is told to run its own on the sequences and heads it has. On
-other devices than TPUs the kernel is interpreted: slow, and of use to tests only.
+The compiler does not split kernels, so each device runs the kernel on its own sequences and heads. On devices other
+than TPUs the kernel is interpreted: slow, and only for tests.
 """
 
 import math
@@ -32,7 +32,7 @@ def splash(
     """
     length = q_BHSC.shape[2]
     is_tpu = platform() == "tpu"
-    # the kernel's own unit is 128
+    # blocks of the kernel are multiples of 128
     block = math.gcd(-(-(block_size or DEFAULT_BLOCK_SIZE) // 128) * 128, length)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, _: jax.Array) -> jax.Array:

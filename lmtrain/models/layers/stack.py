@@ -1,7 +1,7 @@
 """A stack of equal blocks with parameters stacked over layers, [N, ...] each.
 
-How the stack runs (one compiled block in a loop, or unrolled; recomputed in the backward pass or not) never changes
-the parameters' layout, nor the numbers within rounding.
+How the stack runs (one compiled block in a loop, or unrolled; with or without recomputation) never changes the
+parameters' layout, nor the results beyond rounding.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def stack(block: type[nn.Module], num_layers: int, scan: bool, policy: bool | st
     """
     block = remat(block, policy, scan, static_argnums=(3,))
     shared = {
-        "variable_axes": {"params": 0, "metrics": 0},  # what is sown to be logged
+        "variable_axes": {"params": 0, "metrics": 0},  # values sown for logging
         "split_rngs": {"params": True, "dropout": True},
         "length": num_layers,
         "unroll": 1 if scan else num_layers,

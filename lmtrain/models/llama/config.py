@@ -14,30 +14,37 @@ from lmtrain.models.rope_config import RopeConfig
 class LlamaConfig(BaseModelConfig):
     """Llama; the defaults are the 7B model."""
 
-    type: Literal["llama"] = Field("llama", description="The model family")
-    seq_len: int = Field(2048, ge=2, description="Tokens per training sequence, and the longest context")
-    hidden_dim: int = Field(4096, ge=1, description="Width of the residual stream")
-    intermediate_dim: int = Field(11008, ge=1, description="Width of the gated MLP")
-    num_layers: int = Field(32, ge=1, description="Number of blocks")
-    num_heads: int = Field(32, ge=1, description="Query heads per block")
-    num_kv_heads: int | None = Field(None, ge=1, description="Heads of keys and values; null: as many as num_heads")
-    head_dim: int | None = Field(None, ge=1, description="Width of a head; null: hidden_dim / num_heads")
-    activation_function: Literal["silu", "gelu", "gelu_new", "relu"] = Field("silu", description="Of the MLP's gate")
-    use_bias: bool = Field(False, description="Biases in the attention's linear layers")
-    use_qkv_bias: bool = Field(False, description="Biases on queries, keys and values only (Qwen2)")
-    use_mlp_bias: bool = Field(False, description="Biases in the MLP's linear layers")
+    type: Literal["llama"] = Field("llama", description="Model family: Llama")
+    seq_len: int = Field(
+        2048, ge=2, description="Sequence length: tokens per training sequence, and the maximum context"
+    )
+    hidden_dim: int = Field(4096, ge=1, description="Hidden dimension: width of the residual stream")
+    intermediate_dim: int = Field(11008, ge=1, description="Hidden dimension of the gated MLP")
+    num_layers: int = Field(32, ge=1, description="Number of layers (transformer blocks)")
+    num_heads: int = Field(32, ge=1, description="Number of query heads per layer")
+    num_kv_heads: int | None = Field(None, ge=1, description="Number of key and value heads; null: num_heads")
+    head_dim: int | None = Field(None, ge=1, description="Head dimension; null: hidden_dim / num_heads")
+    activation_function: Literal["silu", "gelu", "gelu_new", "relu"] = Field(
+        "silu", description="Activation function of the MLP's gate"
+    )
+    use_bias: bool = Field(False, description="Add biases to the linear layers of attention")
+    use_qkv_bias: bool = Field(False, description="Add biases to queries, keys and values only (Qwen2)")
+    use_mlp_bias: bool = Field(False, description="Add biases to the linear layers of the MLP")
     sliding_window: int | None = Field(
-        None, ge=1, description="Keys a query sees at most (Mistral); null: all before it"
+        None,
+        ge=1,
+        description="Sliding window: maximum number of tokens that a query sees (Mistral); null: all before it",
     )
     qk_norm: Literal["none", "head", "all"] = Field(
-        "none", description="Normalise queries and keys: within each head (Qwen3), or over all heads at once (OLMo2)"
+        "none",
+        description="Normalisation of queries and keys: head: within each head (Qwen3); all: over all heads (OLMo2)",
     )
     norm_position: Literal["pre", "post"] = Field(
-        "pre", description="Norms before attention and MLP, or on what they give (OLMo2)"
+        "pre", description="Position of norms: pre: before attention and MLP; post: on their outputs (OLMo2)"
     )
-    norm_offset: bool = Field(False, description="Norms scale by 1 + weight (Gemma)")
+    norm_offset: bool = Field(False, description="Scale norms by 1 + weight (Gemma)")
     scale_embeddings: bool = Field(False, description="Multiply the embeddings by sqrt(hidden_dim) (Gemma)")
-    tie_word_embeddings: bool = Field(False, description="Use the embedding table as the head")
+    tie_word_embeddings: bool = Field(False, description="Tie the output head to the embedding table")
     rope: RopeConfig = Field(default_factory=RopeConfig, description="Rotary positions")
 
     @model_validator(mode="after")
@@ -53,7 +60,7 @@ class LlamaConfig(BaseModelConfig):
     @model_validator(mode="after")
     def _head_size_is_even(self) -> "LlamaConfig":
         if self.head_width % 2:
-            raise field_error("head_dim", f"rotary positions turn pairs of dimensions; {self.head_width} is odd")
+            raise field_error("head_dim", f"rotary embeddings require an even head dimension; {self.head_width} is odd")
         return self
 
     def meaning(self) -> dict[str, Any]:
@@ -62,12 +69,12 @@ class LlamaConfig(BaseModelConfig):
 
     @property
     def head_width(self) -> int:
-        """Width of a head."""
+        """Head dimension."""
         return self.head_dim or self.hidden_dim // self.num_heads
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of key and value heads."""
         return self.num_kv_heads or self.num_heads
 
     @property
@@ -79,7 +86,7 @@ class LlamaConfig(BaseModelConfig):
         return super().attention_needs | ({"window"} if self.sliding_window is not None else set())
 
     def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
-        """Of a forward pass; see `lmtrain/models/flops.py`."""
+        """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
         keys = flops.mean_keys(self.seq_len, causal, self.sliding_window)
         block = flops.attention(self.hidden_dim, self.num_heads, self.kv_heads, self.head_width, keys)
         block += flops.mlp(self.hidden_dim, self.intermediate_dim, matrices=3)

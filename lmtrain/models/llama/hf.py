@@ -1,6 +1,6 @@
 """Llama and its relatives in the Hugging Face format.
 
-Their Linear stores [out, in], so matrices are transposed; heads come first in `out`, as in ours flattened.
+transformers' Linear stores [out, in], so matrices are transposed; heads come first in `out`, as in ours flattened.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ ALWAYS_HAS_BIASES = False
 
 _L = "model.layers.{layer}."
 
-# What sets a relative apart, by the settings' names; what a row does not name must be as in Llama.
+# Settings in which a relative differs from Llama; all others must be as in Llama.
 _RELATIVES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": True},
@@ -54,7 +54,7 @@ def reads(values: Mapping[str, Any]) -> bool:
 
 
 def table(config: LlamaConfig) -> Table:
-    """The weights this config has."""
+    """The table of weights of this config."""
     post = config.norm_position == "post"
     norms = ("post_attention_layernorm", "post_feedforward_layernorm" if post else None)
     first, second = norms if post else ("input_layernorm", "post_attention_layernorm")
@@ -89,14 +89,14 @@ def canonical(name: str) -> str | None:
 
 
 def model_type(config: LlamaConfig) -> str:
-    """Which of their models this is. Raises `UserError` naming the setting if it is none."""
+    """The model_type of transformers. Raises `UserError` naming the setting if there is none."""
     ours = {name: getattr(config, name) for name in _LLAMA} | {"sliding_window": config.sliding_window is not None}
     for kind, special in _RELATIVES.items():
         if ours == _LLAMA | special or (kind == "llama" and _only_activation_differs(ours)):
             return _check_biases(config, kind)
     unusual = [f"model.{name}: {getattr(config, name)}" for name, value in _LLAMA.items() if ours[name] != value]
     together = " together" if len(unusual) > 1 else ""
-    raise UserError(f"transformers has no model with {', '.join(unusual)}{together}; it cannot be exported")
+    raise UserError(f"no model type of transformers has {', '.join(unusual)}{together}; cannot be exported")
 
 
 def _only_activation_differs(ours: dict[str, Any]) -> bool:
@@ -105,11 +105,11 @@ def _only_activation_differs(ours: dict[str, Any]) -> bool:
 
 def _check_biases(config: LlamaConfig, kind: str) -> str:
     if config.use_bias and kind not in _HAS_ATTENTION_BIAS:
-        raise UserError(f"model.use_bias: transformers' {kind} has no such biases; it cannot be exported")
+        raise UserError(f"model.use_bias: transformers' {kind} has no such biases; cannot be exported")
     if config.use_mlp_bias and kind != "llama":
-        raise UserError(f"model.use_mlp_bias: transformers' {kind} has no such biases; it cannot be exported")
+        raise UserError(f"model.use_mlp_bias: transformers' {kind} has no such biases; cannot be exported")
     if config.rope.type == "dynamic" and config.rope.original_seq_len not in (None, config.seq_len):
-        raise UserError("model.rope.original_seq_len: transformers' dynamic rope begins at seq_len; leave it out")
+        raise UserError("model.rope.original_seq_len: transformers' dynamic rope starts at seq_len; remove it")
     return kind
 
 
@@ -129,7 +129,7 @@ def to_hf_config(config: LlamaConfig, vocab_size: int, eos_id: int | None, bos_i
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
         "hidden_act": _ACTIVATIONS[config.activation_function],
-        "hidden_activation": _ACTIVATIONS[config.activation_function],  # what gemma calls it
+        "hidden_activation": _ACTIVATIONS[config.activation_function],  # the name in gemma
         "max_position_embeddings": config.seq_len,
         "initializer_range": config.initializer_range,
         "rms_norm_eps": config.layer_norm_epsilon,
@@ -162,7 +162,7 @@ def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
 
 
 def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the model that a `config.json` describes. Raises `UserError` for what we have not."""
+    """The settings of the model that a `config.json` describes. Raises `UserError` for unsupported ones."""
     kind = values["model_type"]
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [name for name in sizes if name not in values]
@@ -195,16 +195,18 @@ _ACTIVATIONS_FROM = {theirs: ours for ours, theirs in _ACTIVATIONS.items()} | {"
 
 
 def _activation(values: Mapping[str, Any]) -> str:
-    """Ours, for what transformers reads as `hidden_act`.
+    """Our name of the activation function that transformers reads from `hidden_act`.
 
-    Gemma's first files say `gelu` and mean its approximation; for Gemma alone transformers 4 read `hidden_activation`.
+    Gemma's first files have `gelu` for its approximation; only for Gemma transformers 4 reads `hidden_activation`.
     """
     is_gemma = values["model_type"] == "gemma"
     given = [values.get("hidden_act"), values.get("hidden_activation") if is_gemma else None]
     names = [str(name) for name in given if name is not None] or ["gelu_pytorch_tanh" if is_gemma else "silu"]
     for name in names:
         if name not in _ACTIVATIONS_FROM:
-            raise UserError(f"config.json: hidden_act {name} is not supported; one of {', '.join(_ACTIVATIONS_FROM)}")
+            raise UserError(
+                f"config.json: hidden_act {name} is not supported; expected one of {', '.join(_ACTIVATIONS_FROM)}"
+            )
     ours = {_ACTIVATIONS_FROM["gelu_pytorch_tanh" if is_gemma and name == "gelu" else name] for name in names}
     if len(ours) > 1:
         raise UserError(f"config.json: hidden_act {names[0]} and hidden_activation {names[1]} contradict one another")
@@ -212,7 +214,7 @@ def _activation(values: Mapping[str, Any]) -> str:
 
 
 def _window(values: Mapping[str, Any]) -> int | None:
-    """Keys a query sees, the same in every layer; None for all."""
+    """The sliding window, which must be the same in every layer; None for all keys."""
     layers = values["num_hidden_layers"]
     if values["model_type"] == "mistral":
         window = values.get("sliding_window", 4096)
@@ -230,33 +232,33 @@ def _window(values: Mapping[str, Any]) -> int | None:
 
 
 def _rope_settings(values: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """From `rope_scaling` and `rope_theta` (transformers 4), which also go before `rope_parameters` (5)."""
+    """From `rope_scaling` and `rope_theta` (transformers 4), which take precedence over `rope_parameters` (5)."""
     old, new = values.get("rope_scaling") or {}, values.get("rope_parameters") or {}
     scaling = dict(old or new)
     theta = scaling.pop("rope_theta", None) or values.get("rope_theta")
     if theta is None and new.get("rope_theta") not in (None, _THETA):
         raise UserError(
-            f"config.json: rope_scaling goes before rope_parameters, and leaves theta at {_THETA:.0f} instead of "
-            f"{new['rope_theta']}; write rope_theta into rope_scaling"
+            f"config.json: rope_scaling overrides rope_parameters, so that theta is {_THETA:.0f} instead of "
+            f"{new['rope_theta']}; add rope_theta to rope_scaling"
         )
     old_name = scaling.pop("type", "default")
     kind = scaling.pop("rope_type", old_name)
     if kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
         raise UserError(
-            f"config.json: rope type {kind!r} is not supported; default, linear, dynamic, llama3 or yarn is"
+            f"config.json: rope type {kind!r} is not supported; expected default, linear, dynamic, llama3 or yarn"
         )
     settings: dict[str, Any] = {"type": kind, "theta": float(theta or _THETA)}
     given = scaling.pop("original_max_position_embeddings", None) or values.get("original_max_position_embeddings")
     original = given or length
     if kind in ("llama3", "yarn", "dynamic"):
-        # transformers' dynamic rope begins to stretch at the length that the file gives
+        # transformers' dynamic rope scales beyond the maximum length of the file
         settings["original_seq_len"] = length if kind == "dynamic" else original
     if kind == "yarn" and scaling.get("factor") is None and given:
         scaling["factor"] = length / original
     needed = {"default": [], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}.get(kind, ["factor"])
     lacking = [name for name in needed if scaling.get(name) is None]
     if lacking:
-        raise UserError(f"config.json: rope {kind} needs {', '.join(lacking)}")
+        raise UserError(f"config.json: rope {kind} requires {', '.join(lacking)}")
     for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
         value = scaling.pop(name, None)
         if value is not None:
@@ -267,7 +269,7 @@ def _rope_settings(values: Mapping[str, Any], length: int) -> dict[str, Any]:
     return settings
 
 
-_THETA = 10_000.0  # where a file says nothing
+_THETA = 10_000.0  # the default
 
-# Values that say what would be done without them.
+# Values that equal the behaviour without them.
 _NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}

@@ -3,9 +3,9 @@
 Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models". The relatives are settings of the block:
 
     Llama     x += attn(norm(x)); x += down(silu(gate(norm(x))) * up(norm(x)))
-    Mistral   sliding_window: a query sees so many keys at most
+    Mistral   sliding_window: a query sees at most sliding_window keys
     Qwen2     use_qkv_bias: biases on queries, keys and values only
-    Qwen3     qk_norm head: queries and keys are normalised within each head, before they are turned
+    Qwen3     qk_norm head: queries and keys are normalised within each head, before rotation
     Gemma     scale_embeddings, norm_offset: embeddings times sqrt(D), norms scale by 1 + w
     OLMo2     norm_position post, qk_norm all: norms follow attention and MLP; queries and keys over all heads at once
 
@@ -72,7 +72,7 @@ class LlamaAttention(nn.Module):
         return self._merge(mixed)
 
     def extend(self, x: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
-        """Attention of new positions `start, start + 1, ...` to those before them and to themselves."""
+        """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""
         q, k, v = self._project(x, start + jnp.arange(x.shape[1])[None])
         cache = cache.write(k, v, start)
         c = self.config
@@ -80,7 +80,7 @@ class LlamaAttention(nn.Module):
         return self._merge(mixed), cache
 
     def _project(self, x: jax.Array, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # [B, S, H, C], [B, S, K, C] twice; unconstrained, the compiler splits some of these products by positions
+        # [B, S, H, C], [B, S, K, C] twice; without constraints, the compiler splits some of these products by position
         q = constrain(self.q(x), "act_batch", "act_seq", "act_heads", None)
         k, v = (constrain(part(x), "act_batch", "act_seq", "act_kv_heads", None) for part in (self.k, self.v))
         if self.config.qk_norm != "none":
@@ -149,7 +149,7 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaLM(nn.Module):
-    """The language model. See `lmtrain/models/interface.py` for what its methods promise."""
+    """The language model. Its methods are documented in `lmtrain/models/interface.py`."""
 
     config: LlamaConfig
     vocab_size: int

@@ -1,1 +1,1 @@
-"""MPT (MosaicML 2023): ALiBi instead of positions, no biases, head tied to the embedding."""
+"""MPT (MosaicML 2023): ALiBi instead of position embeddings, no biases, head tied to the embedding."""

@@ -12,19 +12,26 @@ from lmtrain.models.base_config import BaseModelConfig
 class MptConfig(BaseModelConfig):
     """MPT with ALiBi; the defaults are the 125M model."""
 
-    type: Literal["mpt"] = Field("mpt", description="The model family")
-    seq_len: int = Field(2048, ge=2, description="Tokens per training sequence, and the longest context")
-    mlp_scale: int = Field(4, ge=1, description="Width of the MLP as a multiple of hidden_dim")
-    use_bias: bool = Field(False, description="Biases in linear layers and norms")
-    tie_word_embeddings: bool = Field(True, description="Use the embedding table as the head")
+    type: Literal["mpt"] = Field("mpt", description="Model family: MPT")
+    seq_len: int = Field(
+        2048, ge=2, description="Sequence length: tokens per training sequence, and the maximum context"
+    )
+    mlp_scale: int = Field(4, ge=1, description="Hidden dimension of the MLP as a multiple of hidden_dim")
+    use_bias: bool = Field(False, description="Add biases to linear layers and norms")
+    tie_word_embeddings: bool = Field(True, description="Tie the output head to the embedding table")
     alibi_bias_max: float = Field(8.0, gt=0, description="Largest exponent of ALiBi's slopes")
-    clip_qkv: float | None = Field(None, gt=0, description="Clip queries, keys and values to plus or minus this")
-    softmax_scale: float | None = Field(None, gt=0, description="Factor of attention scores; null: 1/sqrt(head size)")
-    attn_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on the attention weights")
-    resid_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout on what attention and MLP add to the stream")
-    embed_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout after the embeddings")
+    clip_qkv: float | None = Field(
+        None, gt=0, description="Clipping of queries, keys and values to plus or minus this; null: none"
+    )
+    softmax_scale: float | None = Field(
+        None, gt=0, description="Scale of attention scores; null: 1 / sqrt(head dimension)"
+    )
+    attn_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout rate on the attention weights")
+    resid_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout rate on the outputs of attention and MLP")
+    embed_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout rate after the embeddings")
     init_scheme: Literal["kaiming", "normal"] = Field(
-        "kaiming", description="Initial matrices: by their width (MPT's own recipe), or all with initializer_range"
+        "kaiming",
+        description="Initial weight matrices: kaiming: by number of inputs (MPT's recipe); normal: initializer_range",
     )
 
     @model_validator(mode="after")
@@ -33,7 +40,7 @@ class MptConfig(BaseModelConfig):
             self.init_scheme == "kaiming"
             and self.initializer_range != type(self).model_fields["initializer_range"].default
         ):
-            raise field_error("initializer_range", "is for init_scheme: normal; kaiming takes the widths of matrices")
+            raise field_error("initializer_range", "is used only with init_scheme: normal; kaiming ignores it")
         return self
 
     @property
@@ -45,7 +52,7 @@ class MptConfig(BaseModelConfig):
         return super().attention_needs | {"alibi"} | ({"dropout"} if self.attn_pdrop else set())
 
     def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
-        """Of a forward pass; see `lmtrain/models/flops.py`."""
+        """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
         keys = flops.mean_keys(self.seq_len, causal)
         heads = self.num_heads
         block = flops.attention(self.hidden_dim, heads, heads, self.head_width, keys)

@@ -1,9 +1,9 @@
-"""MPT in the Hugging Face format: transformers' own class, which is also what the files on the hub are read by.
+"""MPT in the Hugging Face format: for transformers' own class, which also reads the files on the hub.
 
-Their Linear stores [out, in], so matrices are transposed; rows of Wqkv are q, k, v, each head-major, as in ours.
+Its Linear stores [out, in], so matrices are transposed; rows of Wqkv are q, k, v, each head-major, as in ours.
 
-transformers ignores many of MPT's fields without a word and computes the plain model (ALiBi up to 8, MLP four times as
-wide, no biases, multi-head attention). So we refuse to export anything else, and to import what says otherwise.
+transformers silently ignores many of MPT's fields and computes the plain model (ALiBi up to 8, MLP four times as wide,
+no biases, multi-head attention). So exports and imports of other models are refused.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ ALWAYS_HAS_BIASES = False
 _B = "transformer.blocks.{layer}."
 _ALIBI_MAX, _MLP_SCALE = 8, 4
 
-# What transformers takes for granted of a file's `attn_config`.
+# Values of a file's `attn_config` that transformers assumes.
 _PLAIN_ATTENTION = {
     "attn_type": "multihead_attention",
     "alibi": True,
@@ -44,9 +44,9 @@ def reads(values: Mapping[str, Any]) -> bool:
 
 
 def table(config: MptConfig) -> Table:
-    """The weights this config has; biases are refused."""
+    """The table of weights of this config; biases are refused."""
     if config.use_bias:
-        raise UserError("model.use_bias: transformers' mpt has no biases; it cannot be exported")
+        raise UserError("model.use_bias: transformers' mpt has no biases; cannot be exported")
     rows = [
         Row("tokens/embedding", "transformer.wte.weight", vocab=True),
         Row("norm_final/scale", "transformer.norm_f.weight"),
@@ -70,7 +70,7 @@ def to_hf_config(config: MptConfig, vocab_size: int, eos_id: int | None, bos_id:
     for name, value in (("alibi_bias_max", _ALIBI_MAX), ("mlp_scale", _MLP_SCALE)):
         if getattr(config, name) != value:
             found = getattr(config, name)
-            raise UserError(f"model.{name}: {found}: transformers' mpt always has {value}; it cannot be exported")
+            raise UserError(f"model.{name}: {found}: transformers' mpt always has {value}; cannot be exported")
     return {
         "model_type": "mpt",
         "architectures": ["MptForCausalLM"],
@@ -88,7 +88,7 @@ def to_hf_config(config: MptConfig, vocab_size: int, eos_id: int | None, bos_id:
         "emb_pdrop": config.embed_pdrop,
         "attn_config": {
             "attn_type": "multihead_attention",
-            "attn_pdrop": 0,  # an integer there: what training dropped matters to nobody who loads this
+            "attn_pdrop": 0,  # an integer in transformers; dropout in training does not matter after loading
             "attn_impl": "torch",
             "alibi": True,
             "alibi_bias_max": _ALIBI_MAX,
@@ -105,7 +105,7 @@ def to_hf_config(config: MptConfig, vocab_size: int, eos_id: int | None, bos_id:
 
 
 def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the model that a `config.json` describes, of transformers or of the files' own code."""
+    """The settings of the model that a `config.json` describes, as read by transformers or by the files' own code."""
     attention = values.get("attn_config") or {}
     for name, plain in _PLAIN_ATTENTION.items():
         if attention.get(name, plain) != plain:
@@ -113,16 +113,14 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("expansion_ratio", _MLP_SCALE) != _MLP_SCALE:
         raise UserError(f"config.json: expansion_ratio {values['expansion_ratio']} is not supported, only {_MLP_SCALE}")
     if not values.get("no_bias", True):
-        raise UserError("config.json: no_bias false is not supported: transformers has no such biases either")
+        raise UserError("config.json: no_bias false is not supported (nor by transformers)")
     if values.get("norm_type", "layernorm") not in _LAYER_NORMS:
         raise UserError(f"config.json: norm_type {values['norm_type']} is not supported, only {_LAYER_NORMS[0]}")
     ffn = values.get("ffn_config") or {}
     if ffn.get("ffn_type", "mptmlp") != "mptmlp" or (ffn.get("ffn_act_fn") or {"name": "gelu"}).get("name") != "gelu":
         raise UserError(f"config.json: ffn_config {ffn} is not supported, only mptmlp with gelu")
     if "alibi" not in attention and "auto_map" in values:
-        raise UserError(
-            "config.json: attn_config has no alibi, which its own code takes as false; only ALiBi is supported"
-        )
+        raise UserError("config.json: attn_config has no alibi, which means false; only ALiBi is supported")
     for name, plain in _PLAIN.items():
         if values.get(name, plain) != plain:
             raise UserError(f"config.json: {name} {values[name]} is not supported")

@@ -1,7 +1,7 @@
-"""MPT: pre-norm blocks without biases, with positions told to attention as a bias that grows with distance.
+"""MPT: pre-norm blocks without biases, with positions as a bias of attention that grows with the distance.
 
 MosaicML 2023, "Introducing MPT-7B"; the bias is ALiBi (Press et al. 2022), which needs no position embeddings and so
-sets no limit to the length.
+does not limit the length.
 
     x += out(attn(norm_attn(x)));  x += down(gelu(up(norm_mlp(x))))
     scores = q k^T / sqrt(C) + slope_h (key position - query position)
@@ -11,11 +11,11 @@ sets no limit to the length.
 Initial values (init_scheme kaiming; He et al. 2015 for each matrix by its inputs):
 
     embedding, qkv, up        normal(0, sqrt(2 / inputs)); the embedding counts D inputs
-    out, down                 the same / sqrt(2 N), since 2 N of them add up in the residual stream
+    out, down                 the same / sqrt(2 N), since 2 N of them are summed in the residual stream
     biases, if any            0
     norms                     scale 1, bias 0
 
-With init_scheme normal, initializer_range stands in place of sqrt(2 / inputs).
+With init_scheme normal, initializer_range replaces sqrt(2 / inputs).
 """
 
 import flax.linen as nn
@@ -37,7 +37,7 @@ from lmtrain.sharding.placement import constrain
 
 
 def initial(config: MptConfig, inputs: int, residual: bool = False) -> Initializer:
-    """The law of a matrix with so many inputs; `residual` for those that add to the stream."""
+    """The initializer of a matrix with this number of inputs; `residual` for those that add to the stream."""
     spread: float = config.initializer_range if config.init_scheme == "normal" else (2 / inputs) ** 0.5
     return normal(spread / (2 * config.num_layers) ** 0.5 if residual else spread)
 
@@ -74,7 +74,7 @@ class MptAttention(nn.Module):
         return self._merge(mixed)
 
     def extend(self, x: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
-        """Attention of new positions `start, start + 1, ...` to all before them and to themselves."""
+        """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""
         q, k, v = self._project(x)
         cache = cache.write(k, v, start)
         return self._merge(attend(q, cache.k, cache.v, self.scale, start, slopes=self.slopes)), cache
@@ -136,7 +136,7 @@ class MptBlock(nn.Module):
 
 
 class MptLM(nn.Module):
-    """The language model. See `lmtrain/models/interface.py` for what its methods promise."""
+    """The language model. Its methods are documented in `lmtrain/models/interface.py`."""
 
     config: MptConfig
     vocab_size: int

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from lmtrain.models.backpack.config import BackpackConfig
 
 
-def test_the_defaults_are_those_of_the_published_model():
+def test_the_defaults_are_the_published_model():
     c = BackpackConfig()
     assert (c.num_senses, c.sense_intermediate_scale, c.divide_by_num_senses) == (16, 4, False)
     assert c.scale_attn_by_inverse_layer_idx
@@ -25,11 +25,11 @@ def test_widths_of_both_mlps():
 
 
 @pytest.mark.parametrize("change", [{"num_senses": 0}, {"sense_intermediate_scale": 0}, {"intermediate_dim": 0}])
-def test_impossible_values_are_refused(change):
+def test_invalid_values_are_refused(change):
     with pytest.raises(ValidationError, match="greater than or equal to 1"):
         BackpackConfig(**change)
 
 
-def test_a_head_of_its_own_is_no_setting_of_a_backpack():
+def test_a_backpack_has_no_setting_for_an_untied_head():
     with pytest.raises(ValidationError, match="Extra inputs"):
         BackpackConfig(tie_word_embeddings=False)

@@ -1,4 +1,4 @@
-"""Backpack: the weighted sum of senses, what a sense may depend on, documents kept apart, initial values."""
+"""Backpack: the weighted sum of senses, dependencies of a sense, packed documents, initial values."""
 
 import flax.linen as nn
 import jax
@@ -37,13 +37,13 @@ def hidden(lm: BackpackLM, params, tokens=TOKENS, deterministic: bool = True, se
 
 @pytest.fixture(scope="module")
 def plain(params) -> np.ndarray:
-    """Hidden states with no setting changed."""
+    """Hidden states with the default settings."""
     return hidden(model(), params)
 
 
 @pytest.fixture(scope="module")
 def same_for_all(params):
-    """Parameters that give all tokens the same sense vectors [E, D], and these."""
+    """Parameters that give all tokens the same sense vectors [E, D], and these vectors."""
     vectors = np.random.default_rng(2).normal(size=(4, 16)).astype(np.float32) + 1
     network = params["senses"]["to_senses"]
     last = {"kernel": np.zeros_like(network["down"]["kernel"]), "bias": vectors}
@@ -56,7 +56,7 @@ def senses(lm: BackpackLM, tokens, deterministic: bool = True):
 
 
 def queries_and_keys(lm: BackpackLM, tokens):
-    """[B, S, 2, E, C], by what the trunk makes of the context."""
+    """Queries and keys [B, S, 2, E, C] of the senses, from the trunk's output."""
     x = lm.tokens(tokens) + lm.positions.embedding[: tokens.shape[1]]
     x, _ = lm.blocks(x, jnp.arange(lm.config.num_layers), True, Documents())
     return lm.weigh(lm.norm_final(x))
@@ -76,8 +76,8 @@ def test_hidden_states_are_the_sum_over_senses_and_positions_of_weights_times_ve
     np.testing.assert_allclose(divided, expected / 4, rtol=1e-4, atol=1e-4)
 
 
-def test_the_weights_of_each_sense_sum_to_one_but_for_their_dropout(same_for_all):
-    """With vectors that are the same for all tokens, the weights' sums alone have a say."""
+def test_the_weights_of_each_sense_sum_to_one_without_dropout(same_for_all):
+    """If all tokens have the same vectors, the output depends only on the sums of the weights."""
     params, vectors = same_for_all
     found = hidden(model(), params)
     np.testing.assert_allclose(found, np.tile(vectors.sum(0), (2, 10, 1)), rtol=1e-5, atol=1e-5)
@@ -85,8 +85,8 @@ def test_the_weights_of_each_sense_sum_to_one_but_for_their_dropout(same_for_all
     assert np.abs(dropped - found).max() > 0.5
 
 
-def test_sense_vectors_depend_on_nothing_but_the_token(params):
-    """Neither on its context nor its position, nor on parameters of the trunk."""
+def test_sense_vectors_depend_only_on_the_token(params):
+    """Not on its context or position, nor on parameters of the trunk."""
     tokens = np.array([[3, 1, 2, 3, 7], [9, 9, 3, 5, 3]])
     vectors = np.asarray(apply(model(), params, senses, tokens))
     of_three = vectors[tokens == 3]
@@ -103,7 +103,7 @@ def test_sense_vectors_depend_on_nothing_but_the_token(params):
     assert reached == {"tokens/embedding"} | {path for path in gradients if path.startswith("senses/")}
 
 
-def test_documents_in_one_sequence_know_nothing_of_one_another(params):
+def test_packed_documents_do_not_influence_each_other(params):
     lm = model()
 
     @quick.jit
@@ -121,7 +121,7 @@ def test_documents_in_one_sequence_know_nothing_of_one_another(params):
     assert reached(np.zeros((2, 8), int)) == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_document_in_a_packed_row_is_what_it_is_alone_but_for_its_positions(params):
+def test_a_packed_document_equals_a_separate_one_with_the_same_positions(params):
     flat = params | {"positions": {"embedding": np.tile(params["positions"]["embedding"][0], (10, 1))}}
     packed = hidden(model(), flat, segments=np.repeat([[0, 1], [3, 2]], 5, axis=1))
     alone = hidden(model(), flat, TOKENS.reshape(4, 5))
@@ -134,7 +134,7 @@ def test_each_dropout_changes_training_and_not_evaluation(params, name):
 
 
 def test_the_trunk_has_dropout_after_the_embeddings_too(params):
-    """Positions enter the trunk alone; their gradient is zero where they were dropped."""
+    """Only the trunk uses positions; their gradient is zero where they were dropped."""
     lm = model(embed_pdrop=0.5)
 
     def total(params):
@@ -146,13 +146,13 @@ def test_the_trunk_has_dropout_after_the_embeddings_too(params):
 
 
 @pytest.mark.parametrize(("name", "drops"), [("embed_pdrop", True), ("resid_pdrop", True), ("attn_pdrop", False)])
-def test_the_sense_network_has_dropout_of_its_own(params, name, drops):
+def test_the_sense_network_has_its_own_dropout(params, name, drops):
     lm = model(**{name: 0.5})
     kept, dropped = (np.asarray(apply(lm, params, senses, TOKENS, deterministic)) for deterministic in (True, False))
     assert (np.abs(dropped - kept).max() > 0.01) == drops
 
 
-def test_logits_are_products_with_the_embedding_table_with_no_norm_between(params, plain):
+def test_logits_are_products_with_the_embedding_table_without_a_norm(params, plain):
     logits = apply(model(), params, "__call__", TOKENS)
     np.testing.assert_allclose(logits, plain @ params["tokens"]["embedding"][:VOCAB].T, rtol=1e-4, atol=1e-4)
 

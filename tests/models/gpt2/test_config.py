@@ -41,7 +41,7 @@ def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(hidden, heads
         {"hidden": 8},
     ],
 )
-def test_impossible_values_and_unknown_names_are_refused(change):
+def test_invalid_values_and_unknown_names_are_refused(change):
     with pytest.raises(ValidationError):
         Gpt2Config(**change)
 

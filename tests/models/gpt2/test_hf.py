@@ -1,4 +1,4 @@
-"""The table of Hugging Face names covers every parameter, and goes there and back without changing a bit."""
+"""The table of Hugging Face names covers every parameter, and a round trip is bitwise exact."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_the_table_has_one_row_for_every_parameter(params):
     assert sorted(row.ours for row in table(CONFIG)) == sorted(flatten(params))
 
 
-def test_padding_of_the_vocabulary_is_left_out(params, tensors):
+def test_padding_of_the_vocabulary_is_not_exported(params, tensors):
     embedding = params["tokens"]["embedding"]
     assert embedding.shape == (128, 12)
     np.testing.assert_array_equal(tensors["transformer.wte.weight"], embedding[:20])
@@ -52,16 +52,16 @@ def test_the_rows_of_c_proj_are_head_by_head(params, tensors):
 @pytest.mark.parametrize(
     ("stored", "known"),
     [
-        ("wte.weight", "transformer.wte.weight"),  # as in the first files
+        ("wte.weight", "transformer.wte.weight"),  # a name in the first files
         ("h.0.attn.c_attn.weight", "transformer.h.0.attn.c_attn.weight"),
         ("transformer.ln_f.bias", "transformer.ln_f.bias"),
         ("lm_head.weight", "lm_head.weight"),
-        ("h.0.attn.bias", None),  # a mask
+        ("h.0.attn.bias", None),  # a causal mask
         ("transformer.h.0.attn.masked_bias", None),
         ("h.0.attn.c_attn.bias", "transformer.h.0.attn.c_attn.bias"),
     ],
 )
-def test_names_in_older_files_are_known(stored, known):
+def test_names_in_older_files_are_mapped(stored, known):
     assert canonical(stored) == known
 
 
@@ -70,12 +70,12 @@ def test_attention_without_scaling_is_refused():
         from_hf_config({"model_type": "gpt2", "scale_attn_weights": False})
 
 
-def test_a_config_that_says_nothing_is_the_124m_model_with_its_dropouts():
+def test_an_empty_config_is_the_124m_model_with_its_dropouts():
     config = Gpt2Config(**from_hf_config({"model_type": "gpt2"}))
     assert config == Gpt2Config(embed_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1)
 
 
-def test_the_config_says_the_same_sizes():
+def test_the_config_has_the_same_sizes():
     config = Gpt2Config(**CONFIG.model_dump() | {"resid_pdrop": 0.1, "upcast_attn": True, "layer_norm_epsilon": 1e-6})
     hf = to_hf_config(config, 20, eos_id=19, bos_id=None)
     assert (hf["vocab_size"], hf["n_positions"], hf["n_embd"], hf["n_layer"], hf["n_head"]) == (20, 8, 12, 2, 3)

@@ -1,4 +1,4 @@
-"""GPT-2: dropout, documents kept apart, the cache changes nothing, initial values follow the docstring's table."""
+"""GPT-2: dropout, packed documents, generation with a cache, initial values of the docstring's table."""
 
 import re
 
@@ -45,7 +45,7 @@ def test_each_dropout_changes_training_and_not_evaluation(params, name):
 
 
 def test_the_layers_draw_different_dropout(params):
-    """With equal layers that add a constant each, only different masks make the sum differ from a multiple of one."""
+    """If equal layers each add a constant, only different masks make the sum differ from a multiple of one output."""
     zero = jax.tree.map(np.zeros_like, params)
     zero["blocks"]["mlp"]["down"]["bias"] += 1.0
     lm = model(resid_pdrop=0.5, num_layers=3)
@@ -58,8 +58,8 @@ def test_the_layers_draw_different_dropout(params):
     assert set(np.unique(np.asarray(total))) == {0.0, 2.0, 4.0, 6.0}
 
 
-def test_documents_in_one_sequence_know_nothing_of_one_another(params):
-    """A document's gradient by another's embeddings is zero; without documents, it is not."""
+def test_packed_documents_do_not_influence_each_other(params):
+    """The gradient of a document with respect to another's embeddings is zero; without segments, it is not."""
     lm = model()
     apart = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 5, 6, 6, 6]])
     assert quick.reached_tokens(lm, params, apart) == [3, 4, 5, 6]
@@ -103,11 +103,11 @@ def test_logits_are_float32_and_the_cache_has_the_type_of_the_parameters(params)
 
 
 @pytest.mark.parametrize("method", ["hidden", "extend"])
-def test_upcast_attention_makes_a_difference_in_half_precision_alone(params, method):
+def test_upcast_attention_changes_only_half_precision(params, method):
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
 
     def products(values, upcast: bool) -> int:
-        """Matrix products of float32 numbers."""
+        """Number of matrix products in float32."""
         lm = model(upcast_attn=upcast, scan_layers=False, gradient_checkpointing=False)
         more = {
             "hidden": lambda: (True,),

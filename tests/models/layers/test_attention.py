@@ -42,7 +42,7 @@ def plain(q, k, v, scale: float, first: int = 0, slopes=None) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8])
-def test_self_attention_is_the_plain_formula_at_even_and_odd_lengths(length):
+def test_self_attention_equals_the_formula_at_even_and_odd_lengths(length):
     q, k, v = arrays(length, length)
     np.testing.assert_allclose(self_attend(q, k, v, 0.3), plain(q, k, v, 0.3), rtol=1e-5, atol=1e-5)
 
@@ -53,7 +53,7 @@ def test_queries_at_a_later_position_see_the_keys_up_to_their_own(first, queries
     np.testing.assert_allclose(attend(q, k, v, 0.5, first), plain(q, k, v, 0.5, first), rtol=1e-5, atol=1e-5)
 
 
-def test_later_keys_and_values_have_no_influence_at_all():
+def test_later_keys_and_values_have_no_influence():
     q, k, v = arrays(6, 6)
     before = np.asarray(self_attend(q, k, v, 0.5))
     k[:, :, 4:], v[:, :, 4:] = 1e6, -1e6
@@ -69,7 +69,7 @@ def test_upcast_computes_bfloat16_scores_in_float32():
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(8, 8))
     wide = [np.asarray(x, np.float32) for x in (q, k, v)]
     exact = plain(*wide, 3.0)
-    rounding = {"xla_allow_excess_precision": False}  # else the compiler keeps scores in float32 where it can
+    rounding = {"xla_allow_excess_precision": False}  # otherwise the compiler keeps scores in float32 where possible
     upcast, narrow = (
         np.asarray(jax.jit(functools.partial(attention.attend, upcast=wanted), compiler_options=rounding)(q, k, v, 3.0))
         for wanted in (True, False)
@@ -89,7 +89,7 @@ def test_drop_is_applied_to_the_weights_of_every_query():
 
 
 @pytest.mark.parametrize("length", [1, 5, 8])
-def test_segments_are_sequences_of_their_own(length):
+def test_segments_are_separate_sequences(length):
     q, k, v = arrays(length, length)
     cuts = [0, (length + 1) // 3, length]
     segments = np.repeat([4, 9], np.diff(cuts))[None].repeat(2, axis=0)
@@ -100,7 +100,7 @@ def test_segments_are_sequences_of_their_own(length):
         np.testing.assert_allclose(found[:, :, part], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_window_hides_what_lies_further_back():
+def test_a_window_hides_earlier_keys():
     q, k, v = arrays(8, 8)
     found = np.asarray(self_attend(q, k, v, 0.5, window=3))
     for s in range(8):
@@ -150,7 +150,7 @@ def test_alibi_with_grouped_heads_gives_every_query_head_its_own_slope():
     [
         (1, 8, [8]),
         (4, 8, [2, 4, 6, 8]),
-        (6, 8, [2, 4, 6, 8, 1, 3]),  # of 8 heads: every second one, then those between
+        (6, 8, [2, 4, 6, 8, 1, 3]),  # of 8 heads: every second one, then those in between
         (12, 8, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]),  # of 16 heads
         (4, 16, [4, 8, 12, 16]),
     ],

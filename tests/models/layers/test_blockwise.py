@@ -1,4 +1,4 @@
-"""Blockwise attention against the plain one, in numbers; and what it is for: memory, and blocks left out."""
+"""Blockwise attention against the plain backend; its memory, and the blocks that it skips."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from models import quick
 
 from lmtrain.models.layers.attention import alibi_slopes, self_attend
 
-# Where documents end in the two sequences of a batch: within blocks, at their ends, and not alike.
+# Ends of documents in the two sequences of a batch: within blocks, at their ends, and at different positions.
 ENDS = np.array([[3, 8, 19], [1, 7, 15]])
 
 
@@ -26,14 +26,14 @@ class Case(NamedTuple):
     upcast: bool = False
 
     def arrays(self, spread: float = 1.0) -> list[np.ndarray]:
-        """Queries, keys, values, and the gradient by what comes out."""
+        """Queries, keys, values, and the gradient of the output."""
         rng = np.random.default_rng(self.length)
         dims = [(self.heads, 4), (self.kv_heads, 4), (self.kv_heads, self.value_dim), (self.heads, self.value_dim)]
         q, k, v, d = (rng.normal(size=(2, heads, self.length, dim)).astype(np.float32) for heads, dim in dims)
         return [q * spread, k * spread, v, d]
 
     def run(self, backend: str, arrays, scale: float = 0.7):
-        """What comes out, and the gradients by queries, keys and values."""
+        """The output, and the gradients of queries, keys and values."""
         segments = (np.arange(self.length) >= ENDS[..., None]).sum(1)
 
         def attend(q, k, v):
@@ -62,14 +62,14 @@ CASES = {
     "one position": Case(2, 1, 1, 8),
     "a block longer than the sequence": Case(2, 1, 11, 64, window=4),
     "no block size": Case(2, 2, 20, None, alibi=True),
-    "whole blocks, grouped heads": Case(4, 2, 24, 8),
+    "full blocks, grouped heads": Case(4, 2, 24, 8),
     "one key head, ALiBi, no packing": Case(4, 1, 24, 8, alibi=True, packed=False),
-    "a part of a block": Case(4, 4, 21, 8),
-    "a part of a block, wide values, grouped heads": Case(4, 2, 21, 8, value_dim=10),
+    "a partial block": Case(4, 4, 21, 8),
+    "a partial block, wide values, grouped heads": Case(4, 2, 21, 8, value_dim=10),
     "window of one": Case(2, 1, 20, 8, window=1),
     "window smaller than a block, ALiBi": Case(4, 1, 21, 8, window=5, alibi=True),
     "window of a block, wide values": Case(2, 2, 24, 8, window=8, value_dim=10),
-    "window of a block and one": Case(2, 2, 24, 8, window=9, packed=False),
+    "window of a block plus one": Case(2, 2, 24, 8, window=9, packed=False),
     "window of several blocks, grouped heads, ALiBi": Case(6, 2, 29, 8, window=18, alibi=True, value_dim=10),
     "window of the sequence": Case(4, 2, 20, 8, window=20),
     "window longer than the sequence": Case(4, 4, 21, 8, window=50, alibi=True),
@@ -85,7 +85,7 @@ def test_outputs_and_gradients_are_those_of_plain_attention(case):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_bfloat16_stays_bfloat16_and_upcast_makes_it_more_exact():
+def test_bfloat16_stays_bfloat16_and_upcast_is_more_exact():
     errors = []
     for upcast in (False, True):
         case = Case(4, 2, 40, 8, window=25, alibi=True, upcast=upcast)
@@ -105,12 +105,12 @@ def test_huge_scores_give_finite_outputs_and_gradients():
     found, expected = case.run("blockwise", arrays), case.run("xla", arrays)
     for name, value in found.items():
         assert np.isfinite(value).all(), name
-        # one key takes all the weight; gradients by queries and keys are 1e4 times a rounding error
+        # one key has all the weight; gradients of queries and keys are 1e4 times a rounding error
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-2, err_msg=name)
 
 
 def temporary_bytes(backend: str, length: int) -> int:
-    """What forward and backward pass need besides what goes in and comes out."""
+    """Bytes of temporary buffers of the forward and backward pass."""
     q, k = (jax.ShapeDtypeStruct((1, heads, length, 8), jnp.float32) for heads in (2, 1))
 
     def loss(q, k, v):
@@ -120,7 +120,7 @@ def temporary_bytes(backend: str, length: int) -> int:
     return program.memory_analysis().temp_size_in_bytes
 
 
-def test_memory_grows_with_the_length_and_that_of_plain_attention_with_its_square():
+def test_memory_grows_linearly_and_that_of_plain_attention_quadratically():
     growth = {name: temporary_bytes(name, 1024) / temporary_bytes(name, 512) for name in ("blockwise", "xla")}
     assert growth["blockwise"] == pytest.approx(2, rel=0.05)
     assert growth["xla"] == pytest.approx(4, rel=0.05)
@@ -128,7 +128,7 @@ def test_memory_grows_with_the_length_and_that_of_plain_attention_with_its_squar
 
 @pytest.mark.parametrize("window", [None, 1, 4, 5, 6])
 def test_blocks_are_computed_if_and_only_if_a_query_sees_one_of_their_keys(window):
-    """Weights of 0 times NaN are NaN: so it shows which pairs of blocks are multiplied at all, masked or not."""
+    """Zero weights times NaN are NaN, which shows all pairs of blocks that are multiplied, masked or not."""
     block, blocks = 4, 5
     length = block * blocks
     apart = np.arange(length)[:, None] - np.arange(length)

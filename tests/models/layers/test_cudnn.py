@@ -1,4 +1,4 @@
-"""NVIDIA's kernel, without a GPU: JAX gets the right arguments, and would call the kernel forward and backward."""
+"""NVIDIA's kernel, without a GPU: arguments of JAX's function, and kernel calls in the lowered program."""
 
 import re
 
@@ -13,8 +13,8 @@ from lmtrain.models.layers.attention import self_attend
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 1, 5, 30])
-def test_what_jax_is_asked_for_is_plain_attention(monkeypatch, kv_heads, window):
-    """JAX's own attention means the same by its arguments whatever computes it; only the kernel is not there."""
+def test_the_arguments_for_jax_give_plain_attention(monkeypatch, kv_heads, window):
+    """JAX's arguments have the same meaning for all implementations; only the kernel is not available here."""
     asked = []
     attention = jax.nn.dot_product_attention
 
@@ -34,7 +34,7 @@ def test_what_jax_is_asked_for_is_plain_attention(monkeypatch, kv_heads, window)
 
 @pytest.mark.parametrize("window", [None, 32])
 def test_the_program_for_a_gpu_calls_the_kernel_forward_and_backward(monkeypatch, window):
-    # JAX asks the installed library for its version before it writes the call; here there is none
+    # JAX queries the version of cuDNN before it lowers the call; cuDNN is not installed here
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     q, k = (jax.ShapeDtypeStruct((2, heads, 100, 64), jnp.bfloat16) for heads in (4, 2))
 

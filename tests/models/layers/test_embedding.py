@@ -1,4 +1,4 @@
-"""Looking up rows of a table; its gradient is summed in float32. On meshes: tests/sharding/test_matrix.py."""
+"""Lookup of rows of a table; its gradient is summed in float32. On meshes: tests/sharding/test_matrix.py."""
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,13 @@ def relative(found, exact):
 
 @pytest.fixture
 def frequent():
-    """Ids as in text: a few of them are most of all; and gradients of positions that share a direction."""
+    """Ids as in text, with a few very frequent ones; and gradients of positions with a common direction."""
     shares = 1 / np.arange(1, V + 1)
     ids = RNG.choice(V, (16, 1024), p=shares / shares.sum())
     return ids, jnp.asarray(RNG.normal(0.3, 1, (16, 1024, D)), jnp.bfloat16)
 
 
-def test_rows_are_those_of_the_ids_and_an_unknown_id_has_none():
+def test_rows_are_those_of_the_ids_and_unknown_ids_have_none():
     table = RNG.normal(size=(V, D)).astype(np.float32)
     ids = np.array([[3, 3, 49], [0, 7, V]])
     found = np.asarray(look_up(table, ids, "vocab"))
@@ -44,7 +44,7 @@ def test_a_bfloat16_table_gets_a_gradient_that_was_summed_in_float32(frequent):
     found = pull_back(lambda table: look_up(table, ids, "vocab"))
     assert found.dtype == jnp.bfloat16
     assert relative(found, exact) < 0.003
-    # which is not so by itself
+    # the plain sum in bfloat16 is not exact
     assert relative(pull_back(lambda table: jnp.take(table, ids, axis=0)), exact) > 0.03
 
 

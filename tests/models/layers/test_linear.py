@@ -58,7 +58,7 @@ def test_an_unknown_axis_name_is_refused_when_declared():
 
 
 def test_the_gradient_of_a_bias_is_summed_in_float32_and_the_sum_stays_bfloat16():
-    """Where nothing widens the sum by itself, as here in XLA's program before it is optimized."""
+    """Without automatic widening of the sum, as in XLA's unoptimized program."""
     y, bias = jax.ShapeDtypeStruct((4, 6, 2, 3), jnp.bfloat16), jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)
     text = jax.jit(jax.grad(lambda b, y: (add_bias(y, b) * y).sum())).lower(bias, y).as_text()
     reduced = re.findall(r"stablehlo.reduce\(.*\(tensor<4x6x2x3x(\w+)>", text)

@@ -1,4 +1,4 @@
-"""What each policy keeps between forward and backward pass, in the blocks of every family: by JAX's own account."""
+"""Values that each policy keeps between forward and backward pass, in the blocks of every family, listed by JAX."""
 
 import re
 
@@ -20,7 +20,7 @@ from lmtrain.models.mpt.config import MptConfig
 from lmtrain.models.mpt.model import MptBlock
 
 SIZES = {"hidden_dim": 16, "num_heads": 4, "num_layers": 3, "seq_len": 12}
-BLOCKS = {  # Backpack's trunk is made of GPT-2's
+BLOCKS = {  # Backpack's trunk consists of GPT-2's
     "gpt2": (Gpt2Block, Gpt2Config(**SIZES, mlp_scale=2)),
     "llama": (LlamaBlock, LlamaConfig(**SIZES, intermediate_dim=32, num_kv_heads=2)),
     "mpt": (MptBlock, MptConfig(**SIZES, mlp_scale=2)),
@@ -30,7 +30,7 @@ MIXED = "f32[5,4,12,4] named 'attention'"
 
 
 def loss_of(family: str, policy: bool | str, backend: str, scan: bool = True, length: int = 12):
-    """A function of a block's parameters and input, and shapes of these."""
+    """A function of a block's parameters and input, and their shapes."""
     kind, config = BLOCKS[family]
     x = jax.ShapeDtypeStruct((5, length, 16), jnp.float32)
     plain = kind(config, "xla")
@@ -46,7 +46,7 @@ def loss_of(family: str, policy: bool | str, backend: str, scan: bool = True, le
 
 
 def kept(capsys, family: str, policy: bool | str, backend: str = "xla") -> list[str]:
-    """What is kept besides parameters and constants: type, shape and where it is from."""
+    """The kept values other than parameters and constants: type, shape and origin."""
     print_saved_residuals(*loss_of(family, policy, backend))
     lines = capsys.readouterr().out.splitlines()
     return [line for line in lines if not re.search(r"from (the argument params|a constant)", line)]
@@ -64,13 +64,13 @@ def test_without_a_policy_everything_is_kept(capsys, family):
 
 @of_every_family
 @pytest.mark.parametrize("policy", [True, "full"])
-def test_full_keeps_what_goes_into_the_block_and_nothing_else(capsys, family, policy):
+def test_full_keeps_only_the_input_of_the_block(capsys, family, policy):
     assert kept(capsys, family, policy) == [INPUT]
     assert kept(capsys, family, policy, "blockwise") == [INPUT]
 
 
 @of_every_family
-def test_dots_keeps_the_results_of_matrix_products_and_nothing_else(capsys, family):
+def test_dots_keeps_only_the_results_of_matrix_products(capsys, family):
     first, *dots = kept(capsys, family, "dots")
     assert first == INPUT
     assert all(" output of dot_general " in dot for dot in dots)
@@ -91,14 +91,14 @@ def test_dots_no_batch_keeps_products_with_weights_and_not_those_of_attention(ca
 
 
 @of_every_family
-def test_save_attention_keeps_what_attention_gives(capsys, family):
+def test_save_attention_keeps_the_output_of_attention(capsys, family):
     first, *saved = kept(capsys, family, "save_attention")
     assert first == INPUT
     assert [value.split(" from ")[0] for value in saved] == [MIXED]
 
 
 @of_every_family
-def test_save_attention_keeps_the_log_sums_of_blocks_too_so_that_they_are_not_computed_again(capsys, family):
+def test_save_attention_keeps_the_log_sums_of_blocks_too_and_does_not_recompute_them(capsys, family):
     first, *saved = kept(capsys, family, "save_attention", "blockwise")
     assert first == INPUT
     heads = "2,2" if family == "llama" else "4,1"
@@ -111,17 +111,17 @@ def test_save_attention_keeps_the_log_sums_of_blocks_too_so_that_they_are_not_co
         loss, *shapes = loss_of(family, policy, "blockwise")
         return jax.jit(jax.value_and_grad(loss)).lower(*shapes).as_text().count("stablehlo.while")
 
-    # two loops, one in the other: forward, perhaps again, backward
+    # two nested loops: forward, recomputation if any, backward
     assert (loops(False), loops("full"), loops("save_attention")) == (4, 6, 4)
 
 
 @of_every_family
-def test_offload_keeps_what_goes_into_the_block_in_the_host_s_memory(capsys, family):
+def test_offload_keeps_the_input_of_the_block_in_host_memory(capsys, family):
     (value,) = kept(capsys, family, "offload")
     assert value.startswith("f32<host>[5,12,16] output of device_put ")
 
 
-def test_unrolled_the_compiler_is_kept_from_merging_both_computations():
+def test_unrolled_recomputation_is_not_merged_with_the_forward_pass():
     for scan in (True, False):
         loss, *shapes = loss_of("gpt2", "full", "xla", scan)
         text = jax.jit(jax.grad(loss)).lower(*shapes).as_text()
@@ -140,7 +140,7 @@ def test_unrolled_the_compiler_is_kept_from_merging_both_computations():
         ("backpack", "full", True, {"f32[3,5,12,16]"}),
     ],
 )
-def test_this_is_kept_of_each_layer_of_a_whole_model(capsys, variant, policy, scan, values):
+def test_kept_values_of_each_layer_of_a_model(capsys, variant, policy, scan, values):
     small = make(variant, gradient_checkpointing=policy, scan_layers=scan, num_layers=3)
     tokens = np.zeros((5, 12), np.int32)
 
@@ -152,7 +152,7 @@ def test_this_is_kept_of_each_layer_of_a_whole_model(capsys, variant, policy, sc
     assert {line.split()[0] for line in lines if re.match(r"\S+\[3,.* output of scan ", line)} == values
 
 
-def test_save_attention_spares_a_tpu_the_kernel(monkeypatch):
+def test_save_attention_does_not_recompute_the_kernel_on_a_tpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
     def kernels(policy):

@@ -1,4 +1,4 @@
-"""Rotary positions: what the rotation does, and each way to stretch it, against the published formulas."""
+"""Rotary embeddings: the rotation, and each type of scaling against its published formula."""
 
 import math
 
@@ -13,7 +13,7 @@ RNG = np.random.default_rng(0)
 PLAIN = 100.0 ** (-np.arange(0, 8, 2) / 8)
 
 
-def test_scores_depend_on_the_distance_alone():
+def test_scores_depend_only_on_the_distance():
     frequency = frequencies(RopeConfig(theta=100.0), 8, 64)
     q, k = (jnp.asarray(RNG.normal(size=(1, 1, 1, 8)), jnp.float32) for _ in range(2))
 
@@ -25,7 +25,7 @@ def test_scores_depend_on_the_distance_alone():
     assert score(3, 1) != pytest.approx(score(30, 1), rel=0.1)
 
 
-def test_position_zero_turns_nothing_and_lengths_stay():
+def test_position_zero_is_not_rotated_and_norms_are_preserved():
     x = jnp.asarray(RNG.normal(size=(2, 3, 5, 8)), jnp.float32)
     turned = rotate(x, jnp.arange(5)[None], frequencies(RopeConfig(), 8, 64), 1.0)
     np.testing.assert_allclose(turned[:, :, 0], x[:, :, 0], rtol=1e-6)
@@ -38,14 +38,14 @@ def test_default_and_linear():
     np.testing.assert_allclose(stretched, PLAIN / 4, rtol=1e-6)
 
 
-def test_dynamic_stretches_only_beyond_the_length_trained_for():
+def test_dynamic_scales_only_beyond_the_trained_length():
     config = RopeConfig(type="dynamic", factor=2.0, theta=100.0, original_seq_len=64)
     np.testing.assert_allclose(frequencies(config, 8, 64), PLAIN, rtol=1e-6)
     theta = 100.0 * (2 * 256 / 64 - 1) ** (8 / 6)
     np.testing.assert_allclose(frequencies(config, 8, 256), theta ** (-np.arange(0, 8, 2) / 8), rtol=1e-6)
 
 
-def test_llama3_keeps_short_waves_and_stretches_long_ones():
+def test_llama3_keeps_short_wavelengths_and_scales_long_ones():
     config = RopeConfig(type="llama3", factor=8.0, original_seq_len=64, theta=100.0)
     found = frequencies(config, 8, 512)
     for plain, stretched in zip(PLAIN, found, strict=True):
@@ -62,7 +62,7 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
     assert found[-1] < PLAIN[-1]
 
 
-def test_yarn_sharpens_by_its_factor_and_keeps_the_fastest_plane():
+def test_yarn_scales_scores_and_keeps_the_fastest_plane():
     config = RopeConfig(type="yarn", factor=4.0, original_seq_len=64, theta=100.0)
     found = frequencies(config, 8, 256)
     assert magnitude(config) == pytest.approx(0.1 * math.log(4) + 1)

@@ -1,4 +1,4 @@
-"""The kernel for TPUs: interpreted against plain attention, on a mesh too; and as a TPU would be told to run it."""
+"""The kernel for TPUs: interpreted against plain attention, also on a mesh; and the program lowered for a TPU."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from lmtrain.models.layers.attention import self_attend
 
 
 def arrays(heads: int, kv_heads: int, length: int, dim: int = 8):
-    """Queries, keys, values, and the gradient by what comes out."""
+    """Queries, keys, values, and the gradient of the output."""
     rng = np.random.default_rng(0)
     return [rng.normal(size=(2, n, length, dim)).astype(np.float32) for n in (heads, kv_heads, kv_heads, heads)]
 
@@ -44,7 +44,7 @@ def test_outputs_and_gradients_are_those_of_plain_attention(heads, kv_heads, len
 
 
 def lowered(length: int, block_size: int | None, dim: int = 64, window: int | None = None) -> str:
-    """The gradient's program for a TPU; nothing runs."""
+    """The gradient's program lowered for a TPU, without running it."""
     q, k = (jax.ShapeDtypeStruct((2, heads, length, dim), jnp.bfloat16) for heads in (4, 2))
     segments = jax.ShapeDtypeStruct((2, length), jnp.int32)
 
@@ -60,7 +60,7 @@ def lowered(length: int, block_size: int | None, dim: int = 64, window: int | No
     ("length", "wish", "block"),
     [(128, None, 128), (640, None, 128), (1024, None, 512), (1024, 16, 128), (1024, 200, 256), (1024, 4096, 1024)],
 )
-def test_a_tpu_gets_three_kernels_with_blocks_of_whole_128s_that_fill_the_length(monkeypatch, length, wish, block):
+def test_a_tpu_gets_three_kernels_with_blocks_of_multiples_of_128(monkeypatch, length, wish, block):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     text = lowered(length, wish)
     kernels = re.findall(r'kernel_name = "splash_mha_(\w+?)_segmented', text)
@@ -120,14 +120,14 @@ print(json.dumps([result, text.count("tpu_custom_call")]))
 
 @pytest.mark.long
 @pytest.mark.multi_device
-def test_on_a_mesh_every_backend_gives_the_numbers_of_one_device():
-    """With the heads of keys split as those of queries are, and with the heads of queries alone split."""
+def test_on_a_mesh_every_backend_equals_one_device():
+    """With key heads split like query heads, and with only the query heads split."""
     flags = "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found, kernels = json.loads(done.stdout)
-    assert kernels == 3  # for TPUs JAX refuses a kernel that it would have to split itself
+    assert kernels == 3  # for TPUs JAX refuses kernels that it would have to split
     assert len(found) == 5
     for name, (errors, shape) in found.items():
         assert max(errors) < 1e-5, name

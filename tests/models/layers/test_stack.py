@@ -1,4 +1,4 @@
-"""A stack is a plain loop over layers, in order, each with its own parameters and its own index."""
+"""A stack equals a loop over layers, in order, each with its own parameters and index."""
 
 import itertools
 from typing import get_args
@@ -88,7 +88,7 @@ def test_layout_and_initial_values_do_not_depend_on_how_the_stack_runs():
 
 
 class Everything(nn.Module):
-    """A block with all that policies tell apart: products with and without weights, named values, dropout."""
+    """A block with everything that policies distinguish: products with and without weights, named values, dropout."""
 
     def setup(self):
         dims = (("embed", 4),)
@@ -116,7 +116,7 @@ class StackOfEverything(nn.Module):
 
 
 @pytest.mark.long
-def test_no_policy_nor_unrolling_changes_outputs_gradients_or_what_is_dropped():
+def test_policies_and_unrolling_change_neither_outputs_nor_gradients_nor_dropout():
     x = np.random.default_rng(1).normal(size=(2, 5, 4)).astype(np.float32)
     rng = np.random.default_rng(2)
     params = {"blocks": {"linear": {"kernel": W, "bias": rng.normal(size=(3, 4)).astype(np.float32)}}}

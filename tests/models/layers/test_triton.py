@@ -1,4 +1,4 @@
-"""The kernels for NVIDIA GPUs: interpreted against plain attention, on a mesh too. Compiled: tests/compiled/."""
+"""The kernels for NVIDIA GPUs: interpreted against plain attention, also on a mesh. Compiled: tests/compiled/."""
 
 import json
 import os
@@ -18,7 +18,7 @@ BATCH = 2
 
 
 def arrays(heads, kv_heads, length, width, columns):
-    """Queries, keys, values, and the gradient by what comes out."""
+    """Queries, keys, values, and the gradient of the output."""
     rng = np.random.default_rng(0)
     sizes = [(heads, width), (kv_heads, width), (kv_heads, columns), (heads, columns)]
     return [rng.normal(size=(BATCH, number, length, dim)).astype(np.float32) for number, dim in sizes]
@@ -58,12 +58,12 @@ ENDS = [[40, 70, 200], [90, 128, 129]]
     ids=lambda case: ", ".join(f"{name} {value}" for name, value in case.items() if name not in ("ends", "slopes")),
 )
 def test_outputs_and_gradients_are_those_of_plain_attention(case):
-    """Lengths that fill no block, grouped heads, windows, documents, ALiBi, heads of odd widths, wide values."""
+    """Partial blocks, grouped heads, windows, documents, ALiBi, heads of odd widths, wide values."""
     compare(**case)
 
 
-def test_every_size_of_blocks_gives_the_same(monkeypatch):
-    """Documents that end in the middle of a block, at its edge, and one position from it."""
+def test_every_block_size_gives_the_same_result(monkeypatch):
+    """With documents that end in the middle of a block, at its edge, and one position from it."""
     for found in {*blocks.SMALL.values(), *blocks.LARGE.values()}:
         monkeypatch.setattr(blocks, "SMALL", dict.fromkeys((64, 128, 256), found))
         compare(2, 1, 384, 16, ends=[[127, 128, 129, 300], [1, 64, 256, 320]])

@@ -33,25 +33,25 @@ def test_key_and_value_heads_divide_the_heads(kv_heads, fits):
         {"type": "yarn", "factor": 4, "original_seq_len": 4096, "beta_fast": 16},
     ],
 )
-def test_rotary_positions_may_be_stretched_in_every_way(rope):
+def test_every_type_of_rope_scaling_is_accepted(rope):
     assert RopeConfig(**rope).model_dump(exclude_unset=True) == rope
 
 
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"type": "llama3"}, "rope type llama3 needs it"),
-        ({"type": "yarn", "factor": 2}, "rope type yarn needs it"),
-        ({"factor": 2}, "rope type default stretches nothing"),
+        ({"type": "llama3"}, "required by rope type llama3"),
+        ({"type": "yarn", "factor": 2}, "required by rope type yarn"),
+        ({"factor": 2}, "rope type default"),
         ({"type": "ntk"}, "Input should be"),
         ({"type": "linear", "factor": 0.5}, "greater than or equal to 1"),
-        ({"low_freq_factor": 4}, "rope type default does not use it"),
+        ({"low_freq_factor": 4}, "not used by rope type default"),
         (
             {"type": "llama3", "original_seq_len": 64, "low_freq_factor": 4, "high_freq_factor": 4},
             "must be above low_freq",
         ),
     ],
 )
-def test_stretching_that_makes_no_sense_is_refused(rope, message):
+def test_invalid_rope_scaling_is_refused(rope, message):
     with pytest.raises(ValidationError, match=message):
         LlamaConfig(rope=rope)

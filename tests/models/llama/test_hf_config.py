@@ -1,4 +1,4 @@
-"""What a `config.json` of Llama's family means: as transformers 5 reads it, or refused where readings differ."""
+"""Import of a `config.json` of Llama's family: as transformers 5 reads it, or refused if it is ambiguous."""
 
 import pytest
 
@@ -22,9 +22,9 @@ def read(kind="llama", **values):
     ("kind", "values", "expected"),
     [
         ("llama", {}, "silu"),
-        ("llama", {"hidden_act": "gelu", "hidden_activation": "relu"}, "gelu"),  # the second is Gemma's alone
+        ("llama", {"hidden_act": "gelu", "hidden_activation": "relu"}, "gelu"),  # hidden_activation is only for Gemma
         ("gemma", {}, "gelu_new"),
-        ("gemma", {"hidden_act": "gelu"}, "gelu_new"),  # the first files say so and mean the approximation
+        ("gemma", {"hidden_act": "gelu"}, "gelu_new"),  # in the first files, which use the approximation
         ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gelu_new"),
         ("gemma", {"hidden_activation": None, "hidden_act": "relu"}, "relu"),
     ],
@@ -33,7 +33,7 @@ def test_the_activation(kind, values, expected):
     assert read(kind, **values)["activation_function"] == expected
 
 
-def test_gemmas_two_activations_may_not_contradict_one_another():
+def test_gemmas_two_activations_must_not_contradict_each_other():
     with pytest.raises(UserError, match="hidden_act gelu_pytorch_tanh and hidden_activation relu contradict"):
         read("gemma", hidden_act="gelu_pytorch_tanh", hidden_activation="relu")
 
@@ -49,7 +49,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
         ("mistral", {"sliding_window": 8, "layer_types": [SLIDING] * 4}, 8),
         ("mistral", {"sliding_window": 8, "layer_types": [FULL] * 4}, None),
         ("qwen2", {"sliding_window": 8}, None),
-        ("qwen2", {"sliding_window": 8, "use_sliding_window": True}, None),  # from layer 28 on
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True}, None),  # default: from layer 28 on
         ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, 8),
     ],
 )
@@ -75,7 +75,7 @@ def test_windows_in_some_layers_are_refused(kind, values):
         ({}, {"type": "default", "theta": 10_000.0}),
         ({"rope_theta": 5e5}, {"type": "default", "theta": 5e5}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"type": "default", "theta": 5e5}),
-        # rope_scaling goes before rope_parameters
+        # rope_scaling takes precedence over rope_parameters
         (
             {
                 "rope_scaling": {"type": "linear", "factor": 4.0},
@@ -100,15 +100,18 @@ def test_the_rotary_positions(values, expected):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rope_scaling": {"type": "linear"}}, "rope linear needs factor"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope llama3 needs low_freq_factor, high_freq_factor"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope yarn needs factor"),
+        ({"rope_scaling": {"type": "linear"}}, "rope linear requires factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
+            "rope llama3 requires low_freq_factor, high_freq_factor",
+        ),
+        ({"rope_scaling": {"type": "yarn"}}, "rope yarn requires factor"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5e5}},
-            "write rope_theta into rope_scaling",
+            "add rope_theta to rope_scaling",
         ),
     ],
 )
-def test_rotary_positions_that_leave_a_question_are_refused(values, message):
+def test_incomplete_or_ambiguous_rope_settings_are_refused(values, message):
     with pytest.raises(UserError, match=message):
         read(**values)

@@ -1,4 +1,4 @@
-"""Llama: documents are kept apart, initial values are as the docstring says."""
+"""Llama: packed documents, initial values of the docstring, half precision."""
 
 import flax.linen as nn
 import jax
@@ -20,8 +20,8 @@ def model(**changes):
     return LlamaLM(LlamaConfig(**SIZES | changes), VOCAB)
 
 
-def test_documents_in_one_sequence_know_nothing_of_one_another():
-    """A document's gradient by another's embeddings is zero; without documents, it is not."""
+def test_packed_documents_do_not_influence_each_other():
+    """The gradient of a document with respect to another's embeddings is zero; without segments, it is not."""
     lm = model()
     params = quick.random_params(lm)
     apart = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 5, 6, 6, 6]])

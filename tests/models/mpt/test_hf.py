@@ -1,4 +1,4 @@
-"""What a file says that MPT here is not is refused by name, in both of the ways that files are written."""
+"""Unsupported settings of a file are refused by name, in both formats of files."""
 
 import pytest
 
@@ -15,14 +15,14 @@ PUBLISHED = {
     "n_heads": 4,
     "n_layers": 2,
     "expansion_ratio": 4,
-    "learned_pos_emb": True,  # its own code turns it off with alibi
+    "learned_pos_emb": True,  # disabled with alibi in its own code
     "max_seq_len": 128,
     "no_bias": True,
     "norm_type": "low_precision_layernorm",
 }
 
 
-def test_a_published_file_is_understood():
+def test_a_published_file_is_imported():
     config = MptConfig(**from_hf_config(PUBLISHED))
     assert (config.hidden_dim, config.num_heads, config.num_layers, config.seq_len) == (64, 4, 2, 128)
     assert (config.alibi_bias_max, config.clip_qkv, config.use_bias, config.attn_pdrop) == (8.0, None, False, 0.0)
@@ -48,6 +48,6 @@ def test_a_published_file_is_understood():
         ({"attn_config": {"alibi": True, "qk_ln": True}}, "attn_config.qk_ln True"),
     ],
 )
-def test_what_is_not_plain_mpt_is_refused_by_name(changes, named):
+def test_settings_other_than_plain_mpt_are_refused_by_name(changes, named):
     with pytest.raises(UserError, match=named):
         from_hf_config(PUBLISHED | changes)

@@ -1,4 +1,4 @@
-"""MPT: its attention against plain numpy, what each setting changes, documents kept apart, initial values."""
+"""MPT: its attention against plain numpy, effects of each setting, packed documents, initial values."""
 
 import flax.linen as nn
 import jax
@@ -33,12 +33,12 @@ def hidden(lm: MptLM, params, tokens=TOKENS, deterministic: bool = True, segment
 
 @pytest.fixture(scope="module")
 def plain(params) -> np.ndarray:
-    """Hidden states with no setting changed."""
+    """Hidden states with the default settings."""
     return hidden(model(), params)
 
 
 def plain_attention(params, x: np.ndarray, clip: float, scale: float, powers: list[float]) -> np.ndarray:
-    """Of one sequence [S, D], head by head and query by query; slopes are 2 to the minus `powers`."""
+    """Attention of one sequence [S, D], by head and query; slopes are 2 ** -`powers`."""
     qkv = np.einsum("sd,dnhc->nhsc", x, params["qkv"]["kernel"]) + params["qkv"]["bias"][:, :, None]
     q, k, v = np.clip(qkv, -clip, clip)
     out = np.tile(params["out"]["bias"], (len(x), 1))
@@ -64,7 +64,7 @@ EIGHT = [2, 4, 6, 8, 1, 3]  # six of eight heads' exponents, in the published or
     ],
     ids=["plain", "clip_qkv", "softmax_scale", "alibi_bias_max", "4 heads"],
 )
-def test_attention_is_its_formula(changes, formula):
+def test_attention_equals_its_formula(changes, formula):
     config = MptConfig(**SIZES | changes)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 7, config.hidden_dim)).astype(np.float32)
@@ -76,15 +76,15 @@ def test_attention_is_its_formula(changes, formula):
         np.testing.assert_allclose(found[row], plain_attention(params, x[row], *formula), rtol=1e-4, atol=1e-4)
 
 
-def test_a_document_in_a_packed_row_is_what_it_is_alone(params, plain):
-    """Positions are relative: not even where it begins matters."""
+def test_a_packed_document_equals_a_separate_one(params, plain):
+    """Positions are relative: the start of the document does not matter."""
     packed = hidden(model(), params, segments=np.repeat([[0, 1, 2], [5, 3, 7]], 4, axis=1))
     alone = hidden(model(), params, TOKENS.reshape(6, 4))
     np.testing.assert_allclose(packed.reshape(6, 4, 24), alone, rtol=1e-4, atol=1e-4)
     assert np.abs(packed - plain)[:, 4:].max() > 0.1
 
 
-def test_no_length_is_too_long_and_later_tokens_change_nothing(params, plain):
+def test_any_length_is_accepted_and_later_tokens_have_no_influence(params, plain):
     longer = np.concatenate([TOKENS, TOKENS[:, ::-1]], axis=1)
     np.testing.assert_allclose(hidden(model(), params, longer)[:, :12], plain, rtol=1e-4, atol=1e-4)
 
@@ -94,7 +94,7 @@ def test_each_dropout_changes_training_and_not_evaluation(params, name):
     assert quick.changed_by_dropout(model(**{name: 0.5}), model(), params, TOKENS) > 0.01
 
 
-def test_without_biases_there_are_none(params):
+def test_without_use_bias_there_are_no_biases(params):
     with_biases = flatten(params).keys()
     without = flatten(quick.random_params(model(use_bias=False))).keys()
     assert without == {path for path in with_biases if not path.endswith("bias")}
@@ -103,7 +103,7 @@ def test_without_biases_there_are_none(params):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_head_is_the_embedding_table_or_a_table_of_its_own(params, plain, tied):
+def test_the_head_is_tied_or_untied(params, plain, tied):
     lm = model(tie_word_embeddings=tied)
     table = np.random.default_rng(2).normal(size=(128, 24)).astype(np.float32)
     values = params if tied else params | {"unembed": {"embedding": table}}

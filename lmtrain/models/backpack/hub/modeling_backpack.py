@@ -1,10 +1,10 @@
-"""Backpack language model for transformers 5, and for 4 from 4.41 on. Load it with `trust_remote_code=True`.
+"""Backpack language model for transformers 5, and 4.41 or newer of 4. Load it with `trust_remote_code=True`.
 
 Hewitt et al. 2023, "Backpack Language Models". Each token has E sense vectors that depend on the token alone. A GPT-2
-reads the context and gives each sense attention weights over the positions so far; the weighted sum of sense vectors,
-multiplied with the embedding table, gives the logits:
+reads the context and gives, for each sense, attention weights over the positions so far. The logits are the products of
+the weighted sum of sense vectors with the embedding table:
 
-    sense_l(x)     = the l-th of E vectors that the sense network makes of the embedding of x, without its position
+    sense_l(x)     = the l-th of E vectors made by the sense network from the embedding of x, without its position
     alpha[l, i, j] = softmax_j(q_l(c_i) k_l(c_j) / sqrt(D / E)) with c = GPT-2(x), j <= i
     o_i            = sum over l, j of alpha[l, i, j] sense_l(x_j), divided by E with divide_by_num_senses
 
@@ -24,11 +24,11 @@ from transformers.pytorch_utils import Conv1D
 
 
 class BackpackConfig(GPT2Config):
-    """GPT-2's settings, which also shape the sense network, and those of the senses.
+    """Settings of GPT-2, which also define the sense network, and those of the senses.
 
-    num_senses: sense vectors per token, a divisor of n_embd.
-    sense_intermediate_scale: width of the MLP that ends in the senses, as a multiple of n_embd.
-    divide_by_num_senses: average the senses instead of adding them up.
+    num_senses: sense vectors per token; must divide n_embd.
+    sense_intermediate_scale: hidden dimension of the sense MLP, as a multiple of n_embd.
+    divide_by_num_senses: average the sense vectors instead of summing them.
     """
 
     model_type = "backpack-gpt2"
@@ -86,12 +86,12 @@ class SenseNetwork(nn.Module):
 
     def forward(self, embedded: torch.Tensor) -> torch.Tensor:
         x = self.drop_embed(embedded)
-        x = x + self.drop(self.ln(x))  # the norm's output itself joins the stream: the published model is trained so
+        x = x + self.drop(self.ln(x))  # the norm's output itself is added, as in the published model
         return self.final_mlp(self.block(x)).unflatten(-1, (self.num_senses, -1))
 
 
 class SenseWeightNet(nn.Module):
-    """What each sense of each earlier token weighs: contexts [B, S, D] -> [B, E, S, T], rows adding up to 1."""
+    """Weights of each sense of each earlier token: contexts [B, S, D] -> [B, E, S, T]; rows sum to 1."""
 
     def __init__(self, config: BackpackConfig) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class SenseWeightNet(nn.Module):
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if attention_mask is not None:
             seen = seen & attention_mask[:, None, None, :].bool()
-        # the lowest number and not -inf: a padded position in front sees nothing, and must not become NaN
+        # the lowest number instead of -inf: a leading padded position sees no key, and must not become NaN
         scores = scores.float().masked_fill(~seen, torch.finfo(torch.float32).min)
         return self.drop(scores.softmax(-1).to(context.dtype))
 
@@ -124,9 +124,9 @@ class Backpack(nn.Module):
     def forward(
         self, embedded: torch.Tensor, attention_mask: torch.Tensor | None, **outputs: bool | None
     ) -> tuple[torch.Tensor, Any]:
-        """Also returns what the GPT-2 gave, with `outputs` its output_attentions and output_hidden_states."""
+        """Also returns the GPT-2's outputs; `outputs` are its flags output_attentions and output_hidden_states."""
         position_ids = None
-        if attention_mask is not None:  # the first real token is at position 0, wherever the padding is
+        if attention_mask is not None:  # the first real token is at position 0, with padding on either side
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         context = self.gpt2_model(
             inputs_embeds=embedded,
@@ -141,7 +141,7 @@ class Backpack(nn.Module):
 
 
 class BackpackLMHeadModel(PreTrainedModel, GenerationMixin):
-    """Backpack with the embedding table as its head. It has no cache: generation reads the whole text each time."""
+    """Backpack with the embedding table as head. It has no cache: generation reads the entire text each time."""
 
     config_class = BackpackConfig
     supports_gradient_checkpointing = True
@@ -152,7 +152,7 @@ class BackpackLMHeadModel(PreTrainedModel, GenerationMixin):
         if int(transformers.__version__.split(".")[0]) >= 5
         else ["lm_head.weight"]
     )
-    # published files also hold the embeddings under second names, and old ones GPT-2's causal masks
+    # published files also have duplicate names of the embeddings, and old ones GPT-2's causal masks
     _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
         r"^backpack\.(word|position)_embeddings\.weight$",
         r"\.attn\.(masked_)?bias$",
@@ -178,7 +178,7 @@ class BackpackLMHeadModel(PreTrainedModel, GenerationMixin):
         """Logits [B, S, V], or of the last `logits_to_keep` positions only.
 
         `input_ids` [B, S] or embeddings [B, S, D]; `attention_mask` [B, S] is 0 for padding, on either side. With
-        `labels` [B, S], also the mean loss of predicting each label from what is before it; -100 is left out.
+        `labels` [B, S], also the mean loss of predicting each label from the tokens before it; -100 is ignored.
         Attentions and hidden states are those of the GPT-2.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -195,7 +195,7 @@ class BackpackLMHeadModel(PreTrainedModel, GenerationMixin):
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
-        """All tokens so far: there is no cache that would make some unnecessary."""
+        """All tokens so far, since there is no cache."""
         passed_on = ("attention_mask", "logits_to_keep", "output_attentions", "output_hidden_states")
         return {"input_ids": input_ids, **{name: kwargs[name] for name in passed_on if name in kwargs}}
 
@@ -216,7 +216,7 @@ class BackpackLMHeadModel(PreTrainedModel, GenerationMixin):
         self.lm_head = value
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal matrices, zero biases; the matrix that ends the sense network's one block is smaller by sqrt(2)."""
+        """Normal matrices, zero biases; the last matrix of the sense network's block is divided by sqrt(2)."""
         if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)):
             ends_block = module is self.backpack.sense_network.block.mlp.c_proj
             nn.init.normal_(module.weight, std=self.config.initializer_range / (2**0.5 if ends_block else 1))

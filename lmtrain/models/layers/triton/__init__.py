@@ -1,1 +1,1 @@
-"""Attention kernels for NVIDIA GPUs; `attention.py` is the way in."""
+"""Attention kernels for NVIDIA GPUs; `attention.py` is the entry point."""

@@ -1,12 +1,12 @@
-"""Exact causal attention on NVIDIA GPUs in memory that grows with the length: kernels of our own, written in Pallas.
+"""Exact causal attention on NVIDIA GPUs, with memory that grows with the length: our own kernels, written in Pallas.
 
-Dao 2023, "FlashAttention-2": scores exist one block of queries by one block of keys at a time, in the chip's own
-memory. The backward pass computes them again from the saved logarithm of their sum, once for the gradients of keys and
+Dao 2023, "FlashAttention-2": scores are computed for one block of queries and one block of keys at a time, in on-chip
+memory. The backward pass recomputes them from the saved logarithm of their sum, once for the gradients of keys and
 values, once for those of queries.
 
-What a query sees is a range of positions: from its document's first one, or the window's, up to its own. Blocks of keys
-outside a block's ranges are skipped, so that packed documents cost what they cost one by one, and in blocks wholly
-inside nothing is masked. On other devices than GPUs the kernels are interpreted: slow, and of use to tests only.
+A query sees a range of positions: from the start of its document, or of the window, to its own. Blocks of keys outside
+a block's ranges are skipped, so that packed documents cost the same as separate ones, and blocks entirely inside need
+no mask. On devices other than GPUs the kernels are interpreted: slow, and only for tests.
 
 Values much wider than keys (a Backpack's senses) are mixed in parts of 128 columns; each part recomputes the scores.
 
@@ -49,7 +49,7 @@ def triton(
     scales = jnp.asarray(scale, jnp.float32).reshape(1)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, slopes: jax.Array) -> jax.Array:
-        # what is appended comes after every query, which so does not see it
+        # padding comes after all queries, so that none sees it
         q, k, v = (jnp.pad(part, ((0, 0), (0, 0), (0, extra), (0, 0))) for part in (q, k, v))
         segments = jnp.pad(segments, ((0, 0), (0, extra)), constant_values=-1)
         return _attend(Inputs(q, k, v, scales, slopes, *_ranges(segments, window)), form)[:, :, :length]
@@ -58,7 +58,7 @@ def triton(
 
 
 def _ranges(segments_BS: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """The first key that each query sees, and the last query that sees each key, int32 [B, S]; both only grow."""
+    """The first key that each query sees, and the last query that sees each key, int32 [B, S]; both non-decreasing."""
     at = jnp.arange(segments_BS.shape[1], dtype=jnp.int32)
     changes = segments_BS[:, 1:] != segments_BS[:, :-1]
     begins = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
@@ -86,7 +86,7 @@ def _backward(form: Form, saved: Any, d_mixed: jax.Array) -> tuple[Inputs]:
     q, k = inputs.q, inputs.k
     parts = Sizes.of(inputs).parts
     products = d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)
-    # of each part of the values: their sum belongs to one of them, since scores are the same for all
+    # for each part of the values: only one part uses their sum, since scores are the same for all parts
     mean = jnp.repeat(products.sum(-1), parts, axis=1) / parts
     upstream = Upstream(log_sum, mean, d_mixed.astype(q.dtype))
     d_k, d_v = d_keys(inputs, upstream, form)

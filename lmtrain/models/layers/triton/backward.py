@@ -1,6 +1,6 @@
 """The backward kernels (FlashAttention-2, algorithm 2), one for keys and values and one for queries.
 
-Apart from each other they need no atomic additions, so that gradients are the same bits every time.
+As separate kernels they need no atomic additions, so that gradients are bitwise reproducible.
 """
 
 import functools
@@ -15,7 +15,7 @@ from lmtrain.models.layers.triton.blocks import Form, Inputs, Scores, Sizes, in_
 
 
 class Upstream(NamedTuple):
-    """Per query, [B, H * parts, S]: `log_sum`, and `mean` of the gradients by the weights; `d_mixed` [B, H, S, D]."""
+    """Per query, [B, H * parts, S]: `log_sum`, and the weighted `mean` of gradients; `d_mixed` [B, H, S, D]."""
 
     log_sum: Any
     mean: Any
@@ -26,7 +26,7 @@ def d_keys(inputs: Inputs, upstream: Upstream, form: Form) -> tuple[jax.Array, j
     """The gradients of keys, for each part of the values, and of values."""
     batch, kv_heads, length, _ = inputs.k.shape
     rows, sizes = form.blocks.dkv_keys, Sizes.of(inputs)
-    # here `h` counts parts of key heads; with several parts there is one query head to each
+    # here `h` counts parts of key heads; with several parts, each key head has one query head
     of_key = pl.BlockSpec((None, None, rows, sizes.tile), lambda j, h, b: (b, h // sizes.parts, j, 0))
     of_value = pl.BlockSpec((None, None, rows, sizes.part), lambda j, h, b: sizes.mixed_block(b, h, j))
     per_query = pl.BlockSpec((None, sizes.groups, length), lambda j, h, b: (b, h, 0))
@@ -59,7 +59,7 @@ def _keys_kernel(inputs: Inputs, upstream: Upstream, d_k_ref: Any, d_v_ref: Any,
     rows, columns = form.blocks.dkv_keys, form.blocks.dkv_queries
     block = pl.program_id(0)
     k, v, last = sizes.load(inputs.k), sizes.load_values(inputs.v), inputs.last[...]
-    # blocks of queries from the diagonal on; those in between see all keys, the last ones not those of another document
+    # blocks of queries from the diagonal on: those in between see all keys, the last ones only keys of their document
     begin, end = block * rows // columns, jnp.max(last) // columns + 1
     whole = jnp.minimum(pl.cdiv((block + 1) * rows - 1, columns), end)
     partly = jnp.maximum((jnp.min(last) + 1) // columns, whole)
@@ -92,7 +92,7 @@ def d_queries(inputs: Inputs, upstream: Upstream, form: Form) -> jax.Array:
     number = length // rows
 
     def turn(i: Any) -> Any:
-        return number - 1 - i  # the longest first
+        return number - 1 - i  # longest first
 
     per_query = pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, turn(i)))
     of_mixed = pl.BlockSpec((None, None, rows, sizes.part), lambda i, h, b: sizes.mixed_block(b, h, turn(i)))
@@ -127,7 +127,7 @@ def _queries_kernel(inputs: Inputs, upstream: Upstream, d_q_ref: Any, *, form: F
 
 
 def _per_part(x: jax.Array, sizes: Sizes) -> jax.ShapeDtypeStruct:
-    """The shape of the gradients of `x`; with several parts of the values one for each, to be added up in float32."""
+    """The shape of the gradients of `x`; with several parts of the values one for each, to be summed in float32."""
     batch, heads, *rest = x.shape
     dtype = x.dtype if sizes.parts == 1 else jnp.dtype(jnp.float32)
     return jax.ShapeDtypeStruct((batch, heads * sizes.parts, *rest), dtype)

@@ -1,4 +1,4 @@
-"""What the kernels share: the sizes of blocks, how heads are numbered, scores and masks, and loops over blocks."""
+"""Shared parts of the kernels: block sizes, numbering of heads, scores and masks, and loops over blocks."""
 
 import functools
 import math
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-# Finite, so that a difference of two is no NaN.
+# Finite, so that the difference of two is not NaN.
 MASKED = -1e30
 _LOG2_E = math.log2(math.e)
 
 
 class Blocks(NamedTuple):
-    """Positions in a block: of queries and keys forward, of keys and queries for d_k and d_v, and again for d_q."""
+    """Block sizes in positions: of queries and keys forward, of keys and queries for d_k and d_v, and for d_q."""
 
     queries: int
     keys: int
@@ -28,12 +28,12 @@ class Blocks(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """Each size divides it."""
+        """The largest size; all sizes divide it."""
         return max(self[:6])
 
 
-# By the width of a head, rounded up to a power of two: the largest that fit into the shared memory of all GPUs from
-# compute capability 8.0 on, and into registers without spilling. Chips for servers from 9.0 on have more of both.
+# By head width, rounded up to a power of two: the largest blocks that fit into the shared memory of all GPUs from
+# compute capability 8.0 on, and into registers without spilling. Server GPUs from 9.0 on have more of both.
 SMALL = {
     64: Blocks(128, 64, 128, 64, 128, 64, 8, 3),
     128: Blocks(128, 64, 64, 64, 64, 64, 8, 2),
@@ -42,12 +42,12 @@ SMALL = {
 LARGE = SMALL | {128: Blocks(128, 64, 128, 64, 128, 64, 8, 3), 256: Blocks(128, 64, 32, 64, 64, 32, 8, 2)}
 _HAVE_MORE = ("H100", "H200", "H800", "H20", "B200", "B300")
 
-# Columns of values that a kernel mixes at once, if there are more than fit.
+# Columns of values that a kernel mixes at once, if not all fit.
 _PART = 128
 
 
 def blocks_for(width: int, columns: int, device_kind: str) -> Blocks:
-    """For heads of this width, whose values have so many columns, on a device of this name."""
+    """Block sizes for heads of this width, with this number of value columns, on this kind of device."""
     table = LARGE if any(name in device_kind for name in _HAVE_MORE) else SMALL
     part = pl.next_power_of_2(columns) if columns <= 2 * _PART else _PART
     return table[max(pl.next_power_of_2(width), part, 64)]
@@ -83,9 +83,9 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Static: widths, and how heads and parts of values are numbered: `h` counts parts of query heads.
+    """Static arguments: widths, and the numbering of heads and parts of values: `h` counts parts of query heads.
 
-    Blocks are powers of two, as the hardware's tiles are: what is beyond `width` and `value_width` is masked.
+    Blocks are powers of two, as the hardware's tiles: columns beyond `width` and `value_width` are masked.
     """
 
     width: int
@@ -120,11 +120,11 @@ class Sizes(NamedTuple):
         return b, h // self.parts, i, h % self.parts
 
     def scalars(self, heads: int = 1) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-        """Of the scale, and of the slopes of so many query heads."""
+        """Block specs of the scale, and of the slopes of this number of query heads."""
         return pl.BlockSpec((1,), lambda i, h, b: (0,)), pl.BlockSpec((heads,), lambda i, h, b: (h // self.parts,))
 
     def by_query(self, rows: int, length: int, turn: Any) -> Inputs:
-        """Blocks of a kernel whose grid is (queries, parts of query heads, batch): queries by block, keys whole."""
+        """Blocks of a kernel whose grid is (queries, parts of query heads, batch): queries by block, all keys."""
         return Inputs(
             pl.BlockSpec((None, None, rows, self.tile), lambda i, h, b: (b, h // self.parts, turn(i), 0)),
             pl.BlockSpec((None, None, length, self.tile), lambda i, h, b: (b, h // self.of_key, 0, 0)),
@@ -135,11 +135,11 @@ class Sizes(NamedTuple):
         )
 
     def load(self, ref: Any) -> jax.Array:
-        """A block of queries or keys."""
+        """Load a block of queries or keys."""
         return _load(ref, self.here)
 
     def load_values(self, ref: Any) -> jax.Array:
-        """A block of values or of what is mixed from them."""
+        """Load a block of values or of mixed values."""
         return _load(ref, self.here_values)
 
     @property
@@ -152,14 +152,14 @@ class Sizes(NamedTuple):
 
 
 class Scores:
-    """Scores in powers of two, as the hardware's exponential wants them, from products of queries and keys."""
+    """Base 2 scores, for the hardware's exponential, from products of queries and keys."""
 
     def __init__(self, form: Form, inputs: Inputs, head: Any = 0):
         self._scale = inputs.scale[0] * _LOG2_E
         self._slope = inputs.slopes[head] * _LOG2_E if form.alibi else None
 
     def __call__(self, products: jax.Array, query: Any, key: Any, first: jax.Array, masked: bool) -> jax.Array:
-        """[queries, keys] that begin at the positions `query` and `key`."""
+        """Scores [queries, keys], starting at the positions `query` and `key`."""
         rows, columns = products.shape
         query_at = query + jnp.arange(rows)[:, None]
         return self._of(products, query_at, key + jnp.arange(columns)[None, :], first[:, None], masked)
@@ -178,7 +178,7 @@ class Scores:
 
 
 def over_keys(add: Any, block: Any, first: jax.Array, rows: int, columns: int, begin: Any) -> Any:
-    """`add(j, sums, masked)` for the blocks of keys that a block of queries sees."""
+    """Call `add(j, sums, masked)` for all blocks of keys that a block of queries sees."""
     lowest = jnp.min(first) // columns
     end = pl.cdiv((block + 1) * rows, columns)
     partly = jnp.maximum(block * rows // columns, lowest)
@@ -187,14 +187,14 @@ def over_keys(add: Any, block: Any, first: jax.Array, rows: int, columns: int, b
 
 
 def in_three(add: Any, begin: Any, whole: Any, partly: Any, end: Any, sums: Any) -> Any:
-    """Blocks from `begin` on, with masks but for those from `whole` up to `partly`."""
+    """Loop over blocks from `begin` to `end`, without masks for those from `whole` to `partly`."""
     sums = jax.lax.fori_loop(begin, whole, functools.partial(add, masked=True), sums)
     sums = jax.lax.fori_loop(whole, partly, functools.partial(add, masked=False), sums)
     return jax.lax.fori_loop(partly, end, functools.partial(add, masked=True), sums)
 
 
 def _columns(tile: int, width: int) -> jax.Array | None:
-    """Which columns of a block there are, [1, tile]; None if all."""
+    """Mask of the existing columns of a block, [1, tile]; None if all exist."""
     return None if tile == width else (jnp.arange(tile) < width)[None, :]
 
 

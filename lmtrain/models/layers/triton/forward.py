@@ -1,4 +1,4 @@
-"""The forward kernel: a block of queries meets one block of keys after another (FlashAttention-2, algorithm 1)."""
+"""The forward kernel: each block of queries loops over blocks of keys (FlashAttention-2, algorithm 1)."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ def mix(inputs: Inputs, form: Form) -> tuple[jax.Array, jax.Array]:
     number = length // rows
 
     def turn(i: Any) -> Any:
-        return number - 1 - i  # the longest first
+        return number - 1 - i  # longest first
 
     mixed, log_sum = form.call(
         functools.partial(_kernel, form=form, sizes=sizes, number=number),
