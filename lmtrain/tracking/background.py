@@ -1,4 +1,4 @@
-"""Keeps a tracker in a thread of its own, so that a slow or failing service costs training nothing."""
+"""Runs a tracker in its own thread, so that a slow or failing service does not affect training."""
 
 import queue
 import threading
@@ -11,14 +11,14 @@ from lmtrain.tracking.tracker import Tracker
 
 _QUEUE_SIZE = 1000
 _FINISH_SECONDS = 30.0
-# A call that takes longer is told.
+# Calls that take longer are logged as a warning.
 _HANGING_SECONDS = 60.0
 
 
 class BackgroundTracker:
-    """A tracker whose calls return at once. What it raises is reported once; after that it is left alone.
+    """A tracker whose calls return at once. Its first error is logged; after that it gets no more calls.
 
-    One that hangs is reported once, and what its queue has no room for is dropped, which is told and counted.
+    A hanging call is logged once. Calls that do not fit in the queue are dropped, logged and counted.
     """
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]):
@@ -26,8 +26,8 @@ class BackgroundTracker:
         self._open = open_tracker
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(_QUEUE_SIZE)
         self._dropped = 0
-        self._busy_since: float | None = None  # when the call began that it is at
-        self._told_hanging = False
+        self._busy_since: float | None = None  # start time of the running call, None if there is none
+        self._warned_hanging = False
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._started = False
         self._failed = False
@@ -36,7 +36,7 @@ class BackgroundTracker:
         self._put("hyperparameters", config)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._start()  # not before: the libraries behind trackers import slowly, and the first step has been made now
+        self._start()  # not before: trackers' libraries import slowly, and by now the first step is done
         self._put("log", metrics, step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
@@ -46,7 +46,7 @@ class BackgroundTracker:
         self._put("artifact", path, name, kind)
 
     def finish(self) -> None:
-        """Wait for what is queued, at most 30 s in all."""
+        """Wait for the queued calls, at most 30 s in total."""
         self._start()
         deadline = time.monotonic() + _FINISH_SECONDS
         while not self._failed and time.monotonic() < deadline:
@@ -81,8 +81,8 @@ class BackgroundTracker:
 
     def _watch(self) -> None:
         since = self._busy_since
-        if since is not None and not self._told_hanging and time.monotonic() - since > _HANGING_SECONDS:
-            self._told_hanging = True
+        if since is not None and not self._warned_hanging and time.monotonic() - since > _HANGING_SECONDS:
+            self._warned_hanging = True
             log.warning(f"tracker {self._name}: no answer for {_HANGING_SECONDS:.0f} s; training continues")
 
     def _work(self) -> None:
@@ -99,8 +99,8 @@ class BackgroundTracker:
                 except Exception as error:
                     if verb != "artifact":
                         raise
-                    log.warning(f"tracker {self._name}: {arguments[0]} is not kept there: {error}")
-        except BaseException as error:  # a library's sys.exit too, which would end this thread without a word
+                    log.warning(f"tracker {self._name}: could not store the artifact {arguments[0]}: {error}")
+        except BaseException as error:  # also a library's sys.exit, which would end this thread silently
             self._failed = True
-            # whatever a tracker's library raises, training goes on; the metrics are in the JSON log
+            # training continues after any error of a tracker's library; the metrics are in the JSON log
             log.warning(f"tracker {self._name}: {type(error).__name__}: {error}; training continues without it")

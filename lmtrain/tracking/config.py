@@ -10,86 +10,93 @@ from lmtrain.config.base import Section, by_type
 class WandbConfig(Section):
     """Weights & Biases. Works offline when there is no key or no network.
 
-    Below `save_xla_dumps` are further keywords of `wandb.init`, given to it as they are; null: as W&B has it.
+    Settings after `save_xla_dumps` are further keywords of `wandb.init`, passed unchanged; null: W&B's default.
     """
 
-    type: Literal["wandb"] = Field("wandb", description="The kind of tracker")
-    entity: str | None = Field(None, description="W&B entity; null: your default")
-    project: str | None = Field(None, description="W&B project; null: W&B's default")
-    name: str | None = Field(None, description="Display name; null: the run id")
+    type: Literal["wandb"] = Field("wandb", description="Tracker type")
+    entity: str | None = Field(None, description="W&B entity (user or team); null: your default entity")
+    project: str | None = Field(None, description="W&B project; null: W&B's default project")
+    name: str | None = Field(None, description="Display name of the run; null: the run id")
     tags: list[str] = Field([], description="Tags of the run")
     id: str | None = Field(None, description="Run id; also the id of the lmtrain run if trainer.id is not set")
     group: str | None = Field(None, description="W&B group the run belongs to")
     mode: Literal["online", "offline", "disabled"] | None = Field(
-        None, description="null: online if a key is found, else offline"
+        None, description="W&B mode; null: online if an API key is found, else offline"
     )
     resume: bool | Literal["allow", "never", "must", "auto"] | None = Field(
-        "allow", description="What W&B does if it has a run of this id: as wandb.init(resume=...)"
+        "allow", description="Resume mode for an existing run of this id: see wandb.init(resume=...)"
     )
     save_code: bool = Field(
-        True, description="Keep the git repository of the main script with the run: its commit, files and changes"
+        True, description="Save the git repository of the main script with the run: commit, files and changes"
     )
     save_xla_dumps: bool = Field(
-        False, description="Keep what XLA writes with the run; needs XLA_FLAGS=--xla_dump_to=FOLDER"
+        False, description="Save XLA dumps with the run; requires XLA_FLAGS=--xla_dump_to=FOLDER"
     )
-    notes: str | None = Field(None, description="A longer description of the run")
-    job_type: str | None = Field(None, description="What kind of job the run is, within its group")
-    dir: str | None = Field(None, description="Folder of W&B's own files; null: log_dir")
-    config: dict[str, Any] | None = Field(None, description="Further hyperparameters, beside the run's settings")
+    notes: str | None = Field(None, description="Notes: a longer description of the run")
+    job_type: str | None = Field(None, description="Job type of the run within its group")
+    dir: str | None = Field(None, description="Folder for W&B's own files; null: log_dir")
+    config: dict[str, Any] | None = Field(
+        None, description="Further hyperparameters, in addition to the run's settings"
+    )
     config_exclude_keys: list[str] | None = Field(None, description="Hyperparameters of `config` to leave out")
-    config_include_keys: list[str] | None = Field(None, description="Hyperparameters of `config` to take, no others")
-    allow_val_change: bool | None = Field(None, description="Let later starts change hyperparameters in `config`")
-    force: bool | None = Field(None, description="Do not train without being logged in to W&B")
-    reinit: bool | str | None = Field(None, description="What wandb.init does if the process has a run already")
-    resume_from: str | None = Field(None, description="RUN_ID?_step=N: go on from a step of a run")
-    fork_from: str | None = Field(None, description="RUN_ID?_step=N: branch off at a step of a run")
-    tensorboard: bool | None = Field(None, description="Older name of sync_tensorboard")
-    sync_tensorboard: bool | None = Field(None, description="Let W&B copy what is written for TensorBoard")
-    monitor_gym: bool | None = Field(None, description="Let W&B record videos of OpenAI Gym")
-    anonymous: str | None = Field(None, description="Deprecated by W&B, without effect there")
+    config_include_keys: list[str] | None = Field(
+        None, description="Hyperparameters of `config` to include; all others are left out"
+    )
+    allow_val_change: bool | None = Field(None, description="Allow later starts to change hyperparameters in `config`")
+    force: bool | None = Field(None, description="Require a W&B login; without one the tracker fails")
+    reinit: bool | str | None = Field(None, description="Behaviour of wandb.init if the process already has a run")
+    resume_from: str | None = Field(None, description="Rewind a run and resume it from a step: RUN_ID?_step=N")
+    fork_from: str | None = Field(None, description="Fork a run at a step: RUN_ID?_step=N")
+    tensorboard: bool | None = Field(None, description="Old name of sync_tensorboard")
+    sync_tensorboard: bool | None = Field(None, description="Copy TensorBoard logs to W&B")
+    monitor_gym: bool | None = Field(None, description="Record videos of OpenAI Gym environments")
+    anonymous: str | None = Field(None, description="Deprecated by W&B, has no effect")
     settings: dict[str, Any] | None = Field(None, description="Fields of wandb.Settings, by name")
 
 
 class TensorboardConfig(Section):
     """TensorBoard event files, by tensorboardX."""
 
-    type: Literal["tensorboard"] = Field("tensorboard", description="The kind of tracker")
-    logdir: str = Field("tblogs", description="Folder of all runs' event files; the run id is appended")
+    type: Literal["tensorboard"] = Field("tensorboard", description="Tracker type")
+    logdir: str = Field(
+        "tblogs", description="Folder for event files; each run writes to a subfolder named by its run id"
+    )
 
 
 class TrackioConfig(Section):
-    """Trackio, which keeps its runs on this machine or in a Hugging Face Space. Needs the extra `trackio`."""
+    """Trackio, which stores runs on this machine or in a Hugging Face Space. Requires the extra `trackio`."""
 
-    type: Literal["trackio"] = Field("trackio", description="The kind of tracker")
-    project: str = Field("lmtrain", min_length=1, description="Trackio project")
+    type: Literal["trackio"] = Field("trackio", description="Tracker type")
+    project: str = Field("lmtrain", min_length=1, description="Trackio project name")
     name: str | None = Field(None, description="Name of the run; null: the run id")
     group: str | None = Field(None, description="Group of runs in the dashboard")
-    space_id: str | None = Field(None, description="Hugging Face Space to log to, as user/name; null: this machine")
-    dataset_id: str | None = Field(None, description="Hugging Face dataset that keeps the metrics of a Space")
-    private: bool | None = Field(None, description="Whether a Space that is made is private")
+    space_id: str | None = Field(None, description="Hugging Face Space to log to, user/name; null: this machine")
+    dataset_id: str | None = Field(None, description="Hugging Face dataset that stores the metrics of a Space")
+    private: bool | None = Field(None, description="Create the Space as private")
     resume: Literal["allow", "never", "must"] = Field(
-        "allow", description="What Trackio does if it has a run of this name"
+        "allow", description="Resume mode for an existing run of this name"
     )
 
 
 class JsonConfig(Section):
-    """Only the JSON lines that every run writes anyway: <log_dir>/<run_id>.metrics.jsonl."""
+    """Only the JSON lines that every run writes: <log_dir>/<run_id>.metrics.jsonl."""
 
-    type: Literal["json"] = Field("json", description="The kind of tracker")
+    type: Literal["json"] = Field("json", description="Tracker type")
 
 
 class NoopConfig(Section):
-    """No tracker beside the JSON lines."""
+    """No tracker in addition to the JSON lines."""
 
-    type: Literal["noop"] = Field("noop", description="The kind of tracker")
+    type: Literal["noop"] = Field("noop", description="Tracker type")
 
 
 class CustomConfig(Section):
-    """A tracker of your own: a class with the five methods of `lmtrain.tracking.tracker.Tracker`."""
+    """A custom tracker: a class with the five methods of `lmtrain.tracking.tracker.Tracker`."""
 
-    type: str = Field(pattern=r"^[\w.]+[.:]\w+$", description="Where to import the class from: package.module.Class")
+    type: str = Field(pattern=r"^[\w.]+[.:]\w+$", description="Class to import: package.module.Class")
     arguments: dict[str, Any] = Field(
-        {}, description="Keyword arguments of the class, beside `run` (its id), `folder` and `step` (updates so far)"
+        {},
+        description="Keyword arguments of the class, in addition to `run` (id), `folder` and `step` (finished updates)",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a run says of its progress: a live view on a terminal, a plain line every few seconds elsewhere."""
+"""Progress of a run: a live view on a terminal, a plain line every few seconds elsewhere."""
 
 import os
 import sys
@@ -11,16 +11,16 @@ from lmtrain.tracking.live import Evaluated, LiveView, Shown
 
 
 class Console:
-    """`show` after every step; use as a context manager. A run's first process shows, the others are quiet.
+    """Progress display; use as a context manager and call `show` after every step. Only the first process displays.
 
-    `losses` are those of the steps up to `start`, which a run that is resumed has behind it.
+    `losses` are those of the steps up to `start`, of a resumed run.
     """
 
     def __init__(self, title: str, total: int, start: int, is_first: bool, losses: Sequence[float] = ()):
         self._total = total
         self._start = start
         self._shown: Shown | None = None
-        # a terminal that cannot move its cursor would show nothing of a view until the end
+        # a terminal that cannot move its cursor would not show a live view before the end
         draws = sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._view = LiveView(title, total, start, losses) if is_first and draws else None
         self._lines = Progress("train", total, start, quiet=not is_first, bar=False)
@@ -39,12 +39,12 @@ class Console:
             self._lines.__exit__(kind, error, at)
 
     def show_evaluation(self, evaluated: Evaluated) -> None:
-        """A view has it at once; in lines it comes with the next."""
+        """Show an evaluation: at once in the live view, otherwise in the next line."""
         if self._view is not None and self._shown is not None:
             self._view.show(replace(self._shown, evaluated=evaluated))
 
     def evaluating(self, done: int, total: int) -> None:
-        """In a view beside the last step, in lines every few seconds."""
+        """Show the progress of an evaluation: in the live view, or as a line every few seconds."""
         if self._view is not None and self._shown is not None:
             self._view.show(replace(self._shown, status=f"evaluating, {done:,} of {total:,} batches"))
         elif self._view is None:

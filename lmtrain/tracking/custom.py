@@ -1,4 +1,4 @@
-"""A tracker that is not lmtrain's: a class named by where to import it from."""
+"""Custom trackers: a class given by its import path."""
 
 import importlib
 import inspect
@@ -17,14 +17,14 @@ _VERBS = ("hyperparameters", "log", "summary", "artifact", "finish")
 def import_custom(path: str) -> Callable[..., Tracker]:
     """The class `package.module.Class`, from the installed packages or the current folder.
 
-    Raises `UserError` if it cannot be imported, or has not the methods of a tracker.
+    Raises `UserError` if it cannot be imported, or lacks methods of a tracker.
     """
     module_name, _, class_name = path.replace(":", ".").rpartition(".")
-    if os.getcwd() not in sys.path:  # an installed command does not look there by itself
+    if os.getcwd() not in sys.path:  # the current folder is not on the path of an installed command
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # any error of the user's code
         raise UserError(
             f"trainer.tracker: {module_name} cannot be imported: {type(error).__name__}: {error}; it has to be in the "
             "current folder, on PYTHONPATH or installed"
@@ -37,22 +37,22 @@ def import_custom(path: str) -> Callable[..., Tracker]:
         raise UserError(f"trainer.tracker: {place} has no {class_name!r}{advice}")
     missing = [verb for verb in _VERBS if not callable(getattr(custom, verb, None))]
     if missing:
-        raise UserError(f"trainer.tracker: {path} is no tracker: it has no {' and no '.join(missing)}")
+        raise UserError(f"trainer.tracker: {path} is not a tracker: missing methods {', '.join(missing)}")
     tracker: Callable[..., Tracker] = custom
     return tracker
 
 
 def check_arguments(path: str, custom: Callable[..., Tracker], arguments: Mapping[str, Any]) -> None:
-    """Raise `UserError` if the class does not take what it will be called with."""
+    """Raise `UserError` if the class does not accept the arguments that it will be called with."""
     given = {"run": "", "folder": "", "step": 0}
     try:
         twice = sorted(given.keys() & arguments.keys())
         if twice:
-            raise TypeError(f"{', '.join(twice)} is given by lmtrain")
+            raise TypeError(f"{', '.join(twice)} is set by lmtrain")
         inspect.signature(custom).bind(**given, **arguments)
     except TypeError as error:
         raise UserError(
             f"trainer.tracker: {path} is called with run, folder, step and trainer.tracker.arguments: {error}"
         ) from None
-    except ValueError:  # of a class that tells no signature
+    except ValueError:  # the class has no signature that can be inspected
         return

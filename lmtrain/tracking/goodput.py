@@ -1,7 +1,7 @@
-"""Where the wall time of a run went, over all its starts: how much of it was training that counts.
+"""Goodput: how the wall time of a run is spent, over all its starts, and how much of it is productive training.
 
-The ledger is `<log_dir>/<run_id>/goodput.json`: one entry for each start of the run, its seconds by kind. It is written
-as the run goes, so that an entry of a start that was killed is there up to its last ten seconds or so.
+The ledger is `<log_dir>/<run_id>/goodput.json`: one entry per start of the run, with seconds by kind. It is written
+regularly, so the entry of a killed start lacks only its last ten seconds or so.
 """
 
 import itertools
@@ -19,9 +19,9 @@ from lmtrain.tracking.timer import HOOKS, SECTIONS, START_UP, STEPS, Timer
 
 NAME = "goodput.json"
 
-# Kinds of time that are measured: the timer's sections, hooks among the steps.
+# Measured kinds of time: the timer's sections; hooks count as steps.
 KINDS = tuple(section for section in SECTIONS if section != HOOKS)
-# Kinds that are only known later: steps that a later start had to do again, and the time between two starts.
+# Kinds known only later: steps that a later start repeated, and the time between two starts.
 LOST, DOWN = "lost", "down"
 
 _SECONDS_BETWEEN_WRITES = 10.0
@@ -40,10 +40,10 @@ class Attempt:
 
 
 class Ledger:
-    """The entry of this start, of the times of `timer`. `begin_steps` is called when the loop begins.
+    """The ledger, with an entry for this start from the times of `timer`. Call `begin_steps` when the loop starts.
 
-    `began` is when the process did, by `wall`, which gives seconds since 1970. With `folder` None nothing is written:
-    for the processes of a run that are not its first.
+    `began` is the start time of the process, by the clock `wall` in seconds since 1970. With `folder` None nothing is
+    written: for all processes of a run except the first.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class Ledger:
         self._earlier = [] if self._path is None else read_attempts(self._path)
         now = wall()
         began = now if began is None else began
-        # what the process did before there was a timer
+        # time of the process before the timer was created
         self._before = max(0.0, now - began - timer.seconds[START_UP])
         self._attempt = Attempt(began, now, 0, 0, dict.fromkeys(KINDS, 0.0))
         self._written = timer.clock()
 
     def begin_steps(self, first_step: int, facts: Mapping[str, Any]) -> None:
-        """Training begins after `first_step` updates. `facts` say what the run is on."""
+        """Record that training starts after `first_step` updates. `facts` describe the hardware and versions."""
         self._timer.begin_steps()
         self._attempt.first_step = self._attempt.last_step = first_step
         self._attempt.facts = dict(facts)
         self.write()
 
     def step_done(self, step: int) -> dict[str, float]:
-        """After `step` updates. Every ten seconds or so writes the ledger and gives its metrics, else nothing."""
+        """Record `step` updates. About every ten seconds, write the ledger and return its metrics, else nothing."""
         self._attempt.last_step = step
         if self._timer.clock() - self._written < _SECONDS_BETWEEN_WRITES:
             return {}
@@ -86,6 +86,7 @@ class Ledger:
         return {f"goodput/{kind}": value / whole for kind, value in seconds.items()}
 
     def write(self) -> None:
+        """Write the ledger to its file; after an error it is not written again."""
         self._book()
         self._written, self._attempt.updated = self._timer.clock(), self._wall()
         if self._path is None:
@@ -94,7 +95,7 @@ class Ledger:
         try:
             write_atomically(self._path, json.dumps({"attempts": attempts}, indent=1).encode(), durable=False)
         except OSError as error:
-            log.warning(f"{self._path} cannot be written, and is not tried again: {error.strerror or error}")
+            log.warning(f"{self._path} cannot be written, goodput is no longer recorded: {error.strerror or error}")
             self._path = None
 
     def _book(self) -> None:
@@ -105,7 +106,7 @@ class Ledger:
 
 
 def read_attempts(path: str) -> list[Attempt]:
-    """The entries of a ledger, the oldest first; none if there is no ledger, or none that can be read."""
+    """The entries of a ledger, the oldest first; none if the ledger is missing or invalid."""
     try:
         with open(path, encoding="utf-8") as file:
             return [_attempt(entry) for entry in json.load(file)["attempts"]]
@@ -114,20 +115,20 @@ def read_attempts(path: str) -> list[Attempt]:
 
 
 def _attempt(entry: Mapping[str, Any]) -> Attempt:
-    """Raises what conversions raise, and ValueError for numbers that no start has."""
+    """Parse an entry. Raises the errors of conversions, and ValueError for impossible numbers."""
     seconds = {str(kind): float(value) for kind, value in entry["seconds"].items()}
     times = float(entry["started"]), float(entry["updated"])
     steps = int(entry["first_step"]), int(entry["last_step"])
     if not all(math.isfinite(number) and number >= 0 for number in (*times, *steps, *seconds.values())):
-        raise ValueError("a number below 0, or none")
+        raise ValueError("a negative or non-finite number")
     return Attempt(*times, *steps, seconds, dict(entry["facts"]))
 
 
 def total_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Seconds of a whole run by kind, all of `KINDS`, `lost` and `down`.
+    """Seconds of an entire run by kind: all of `KINDS`, `lost` and `down`.
 
-    Steps beyond the one that a later start went on from are lost: as large a part of a start's steps as of its time.
-    Down is from the last that was heard of a start to the beginning of the next.
+    Steps after the one that a later start resumed from are lost; they count as the same fraction of the start's step
+    time. Down is the time from the last update of a start to the beginning of the next.
     """
     seconds = {kind: sum(attempt.seconds.get(kind, 0.0) for attempt in attempts) for kind in KINDS}
     seconds |= {LOST: 0.0, DOWN: 0.0}
@@ -142,9 +143,9 @@ def total_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:
 
 
 def lost_steps(attempts: Sequence[Attempt]) -> list[int]:
-    """How many steps of each start a later one had to do again."""
+    """Number of steps of each start that a later one repeated."""
     lost: list[int] = []
-    kept: float = math.inf  # up to here, as far as the starts after it went back
+    kept: float = math.inf  # the earliest step that any later start resumed from
     for attempt in reversed(attempts):
         lost.append(int(min(max(0, attempt.last_step - kept), attempt.last_step - attempt.first_step)))
         kept = min(kept, attempt.first_step)

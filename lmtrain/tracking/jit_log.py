@@ -1,14 +1,14 @@
-"""Metrics from inside the compiled step, as outputs of it: no callback to the host, and one program.
+"""Metrics from inside the compiled step, returned as its outputs: without host callbacks or a second program.
 
-Models `self.sow("metrics", name, value)`; any other function of the step calls `jit_log({name: value})`, which within a
-module is the same. Both name a metric as it is to be logged, such as `train/entropy`; of several values of one name (of
-several layers, calls, microbatches) the mean is taken, so that scanned and unrolled layers say the same.
+Models call `self.sow("metrics", name, value)`; any other function of the step calls `jit_log({name: value})`, which
+does the same inside a module. Names are the full metric names, such as `train/entropy`. Several values of one name
+(from layers, calls, microbatches) are averaged, so that scanned and unrolled layers give the same result.
 
     def router(scores_BE):
         jit_log({"train/router_entropy": entropy(scores_BE)})
 
-Outside a training step, in evaluation and sampling, nothing is collected and nothing is computed. An `nn.scan` of one's
-own needs `"metrics": 0` among its `variable_axes`, as in `lmtrain.models.layers.stack`: Flax drops values without it.
+Outside a training step, in evaluation and sampling, nothing is collected and nothing is computed. A custom `nn.scan`
+needs `"metrics": 0` in its `variable_axes`, as in `lmtrain.models.layers.stack`: Flax drops values without it.
 """
 
 import threading
@@ -27,18 +27,18 @@ METRICS = "metrics"
 
 
 class _Open(threading.local):
-    """The places that collect, the innermost last; each thread traces for itself."""
+    """The active collectors, the innermost last; one list per thread."""
 
     def __init__(self) -> None:
         self.collectors: list[Collected] = []
 
 
 class Collected:
-    """What was logged while a function was traced."""
+    """Values logged while a function is traced."""
 
     def __init__(self) -> None:
         self._trace = get_opaque_trace_state()
-        self._values: dict[str, list[tuple[jax.Array, int]]] = {}  # means, and of how many each is
+        self._values: dict[str, list[tuple[jax.Array, int]]] = {}  # means, and the number of values of each
 
     def add(self, name: str, value: Any, count: int = 1) -> None:
         if get_opaque_trace_state() != self._trace:
@@ -46,10 +46,10 @@ class Collected:
         self._values.setdefault(name, []).append((_mean(value), count))
 
     def add_sown(self, variables: Mapping[str, Any]) -> None:
-        """The collection `METRICS` of a model's variables, by the names that were sown, wherever in the model."""
+        """Add the collection `METRICS` of a model's variables, by their sown names, from any module."""
         for path, value in jax.tree_util.tree_leaves_with_path(variables.get(METRICS, {})):
             names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
-            self.add(names[-1], value, jnp.size(value))  # of scanned layers each counts, as where they are not scanned
+            self.add(names[-1], value, jnp.size(value))  # each scanned layer counts, as if unrolled
 
     @property
     def means(self) -> dict[str, jax.Array]:
@@ -66,7 +66,7 @@ _open = _Open()
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
-    """Collect what is logged within; the values are to be returned from the traced function that this stands in."""
+    """Collect values logged in this context; return them from the traced function that contains it."""
     collected = Collected()
     _open.collectors.append(collected)
     try:
@@ -76,15 +76,15 @@ def collecting() -> Iterator[Collected]:
 
 
 def jit_log(metrics: Mapping[str, Any]) -> None:
-    """Log values with the metrics of this step: arrays, whose mean is taken, by name.
+    """Log values with the metrics of this step, by name; arrays are averaged.
 
-    Raises `ValueError` within a transformation of one's own that values cannot leave, except in a module, whose lifted
-    transformations (`nn.scan`, `nn.remat`) carry them out.
+    Raises `ValueError` inside a nested JAX transformation that values cannot leave. The lifted transformations of
+    modules (`nn.scan`, `nn.remat`) return them.
     """
     module = nn.module._context.module_stack[-1]
-    scope = None if module is None else module.scope  # a module that is not applied to variables has none
+    scope = None if module is None else module.scope  # None for a module that is not applied to variables
     if scope is not None and not scope.is_mutable_collection(METRICS):
-        return  # nobody collects
+        return  # no collector
     for name, value in metrics.items():
         if module is not None and scope is not None:
             if current_trace() != scope.trace_level:
@@ -100,6 +100,6 @@ def _mean(value: Any) -> jax.Array:
 
 def _no_way_out(name: str) -> ValueError:
     return ValueError(
-        f"jit_log: {name!r} is logged within a jax.lax.scan, jax.lax.cond, jax.checkpoint, jax.grad, jax.vmap or "
-        "jax.jit of its own, out of which no value comes by itself: return it from there, and log it outside"
+        f"jit_log: {name!r} is logged inside a nested jax.lax.scan, jax.lax.cond, jax.checkpoint, jax.grad, jax.vmap "
+        "or jax.jit, which its value cannot leave: return it from there, and log it outside"
     )

@@ -1,4 +1,4 @@
-"""The metrics of a run as JSON lines, `<log_dir>/<run_id>.metrics.jsonl`: always written, whatever tracker is set."""
+"""The metrics of a run as JSON lines, `<log_dir>/<run_id>.metrics.jsonl`: always written, with any tracker."""
 
 import contextlib
 import errno
@@ -14,11 +14,10 @@ from lmtrain.runtime.logging import log
 class JsonLog:
     """One object per line: `{"step": 100, "train/loss": 3.1, ...}`.
 
-    `losses` are the training losses of the steps that are in it already, `names` the metrics that it has of the last
-    of them.
+    `losses` are the training losses of the steps that it already contains, `names` the metrics of step `step`.
 
-    Opening it for a run that goes on after `step` updates drops the lines of later steps, and a last line that was
-    cut off, so that no metric appears twice however often a run is killed.
+    Opening it for a run that resumes after `step` updates drops the lines of later steps and a truncated last line, so
+    that no metric appears twice, however often a run is killed.
     """
 
     def __init__(self, path: str, step: int):
@@ -32,15 +31,15 @@ class JsonLog:
             file.writelines(kept)
         os.replace(temporary, path)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by finish
-        self._whole = os.path.getsize(path)  # bytes of whole lines
-        self._waiting = bytearray()  # lines that there was no room for
-        self._told = False
+        self._whole = os.path.getsize(path)  # bytes of complete lines
+        self._waiting = bytearray()  # lines that are not written yet
+        self._warned = False
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
-        """Not metrics: the config lies in the run's folder, and is kept in the checkpoints."""
+        """Ignored: the config is stored in the run's folder and in the checkpoints."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        # JSON has no word for a number that is none
+        # JSON has no NaN and no infinity
         line = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in metrics.items()
@@ -49,26 +48,26 @@ class JsonLog:
         try:
             self._write()
         except OSError as error:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 log.error(
                     f"{self._file.name} cannot be written: {error.strerror or error}; training continues, and metrics "
-                    "wait in memory until they can"
+                    "are kept in memory until the file can be written"
                 )
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """The first line of a new log; a restart does not repeat it."""
+        """Write the first line of a new log; a restart does not repeat it."""
         if self._is_new:
             self.log(values, 0)
 
     def sync(self) -> None:
-        """Make sure that all is on disk: called before a checkpoint that counts on it."""
-        with contextlib.suppress(OSError):  # which `log` tells; without it training went on
+        """Flush all lines to disk: called before each checkpoint, which relies on it."""
+        with contextlib.suppress(OSError):  # `log` reports these errors
             self._write()
             os.fsync(self._file.fileno())
 
     def artifact(self, path: str, name: str, kind: str) -> None:
-        """Stays where it is, in the run's folder beside this log."""
+        """Ignored: artifacts stay in the run's folder next to this log."""
 
     def finish(self) -> None:
         with contextlib.suppress(OSError):
@@ -79,14 +78,14 @@ class JsonLog:
         self._file.close()
 
     def _write(self) -> None:
-        """What waits, as whole lines: half a line that a full disk took is taken back."""
+        """Write pending lines; a line that is written only in part is removed again."""
         while self._waiting:
             try:
                 written = self._file.write(self._waiting) or 0
             except OSError:
                 os.ftruncate(self._file.fileno(), self._whole)
                 raise
-            if written < len(self._waiting):  # the disk took a part; trying again says why
+            if written < len(self._waiting):  # a partial write: the disk is full
                 whole = self._waiting.rfind(b"\n", 0, written) + 1
                 os.ftruncate(self._file.fileno(), self._whole + whole)
                 self._whole += whole
@@ -113,7 +112,7 @@ def _names(lines: list[str], step: int) -> frozenset[str]:
 
 
 def _step_of(line: str) -> float:
-    """Infinity for a line that a crash cut off."""
+    """The step of a line; infinity for a line truncated by a crash."""
     try:
         return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
     except (ValueError, KeyError, TypeError):

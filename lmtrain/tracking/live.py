@@ -1,4 +1,4 @@
-"""The live view of a training run on a terminal: a few lines that are drawn again and again below the log."""
+"""The live view of a training run on a terminal: a few lines below the log that are redrawn continuously."""
 
 import math
 import sys
@@ -18,7 +18,7 @@ _DRAWS_PER_SECOND = 4
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The loss of the last evaluation, and the step it was made after."""
+    """The loss of the last evaluation, and its step."""
 
     step: int
     loss: float
@@ -26,7 +26,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Shown:
-    """What is shown after a step. `next_*` are steps (by the clock, a guess), None if there will be none."""
+    """Values shown after a step. `next_*` are steps (estimates if due by the clock), None if there is none."""
 
     step: int
     loss: float
@@ -41,7 +41,7 @@ class Shown:
 
 
 class LiveView:
-    """A live view on stderr; use as a context manager. `title` says what runs, `losses` are those up to `start`."""
+    """A live view on stderr; use as a context manager. `title` names the run, `losses` are those up to `start`."""
 
     def __init__(self, title: str, total: int, start: int, losses: Sequence[float] = (), console: Any = None):
         from rich.console import Console
@@ -59,7 +59,7 @@ class LiveView:
             get_renderable=self.render,
             refresh_per_second=_DRAWS_PER_SECOND,
             transient=False,
-            redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+            redirect_stdout=sys.stdout.isatty(),  # keep stdout that is redirected to a file
         )
 
     def __enter__(self) -> "LiveView":
@@ -70,7 +70,7 @@ class LiveView:
         self._live.stop()
 
     def show(self, shown: Shown) -> None:
-        """Drawn at the next chance: this costs the step nothing."""
+        """Set the values to draw; drawing happens in another thread and does not delay the step."""
         if self._shown is None or shown.step > self._shown.step:
             self._losses.add(shown.loss)
         self._shown = shown
@@ -114,14 +114,14 @@ class LiveView:
         return Group(head, bar, grid)
 
     def _left(self, step: int) -> str:
-        """At the speed of the last steps: evaluations and saves come on top."""
+        """Remaining time at the speed of the last steps, without evaluations and saves."""
         if self._shown is None or step >= self._total:
             return ""
         return f"    {format_seconds(self._shown.seconds_per_step * (self._total - step))} left"
 
 
 class Thinned:
-    """The mean course of a long series, in at most so many points; each stands for equally many values."""
+    """A long series averaged into at most `most` points; each is the mean of the same number of values."""
 
     def __init__(self, most: int):
         self._most = most
@@ -148,9 +148,9 @@ class Thinned:
 
 
 def sparkline(values: list[float]) -> str:
-    """`█▆▄▃▂▁▁` for values that fall; empty for none.
+    """`█▆▄▃▂▁▁` for decreasing values; empty for none.
 
-    The scale is that of the last three quarters: a loss falls so far at first that nothing else would be seen.
+    The last three quarters define the scale: the initial drop of a loss would hide later changes.
     """
     if not values:
         return ""

@@ -12,7 +12,7 @@ from lmtrain.tracking.tracker import Tracker
 
 
 class Trackers:
-    """The JSON log and every other tracker as one; none at all in a process that is not the first of its run."""
+    """The JSON log and all other trackers as one; empty in all processes of a run except the first."""
 
     def __init__(self, json_log: JsonLog | None = None, others: Sequence[Tracker] = ()):
         self._json = json_log
@@ -20,12 +20,12 @@ class Trackers:
 
     @property
     def losses(self) -> Sequence[float]:
-        """The training losses of the steps that a resumed run has behind it."""
+        """Training losses of the steps before a resumed run continues."""
         return [] if self._json is None else self._json.losses
 
     @property
     def names(self) -> frozenset[str]:
-        """The metrics that a resumed run has logged of the last step behind it."""
+        """Names of the metrics already logged for the last step before a resumed run continues."""
         return frozenset() if self._json is None else self._json.names
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Trackers:
             self._json.sync()
 
     def finish(self) -> None:
-        """All at once, so that several that hang cost no more time than one."""
+        """Finish all trackers concurrently, so that several hanging ones take no longer than one."""
         threads = [threading.Thread(target=tracker.finish) for tracker in self._all]
         for thread in threads:
             thread.start()
@@ -58,9 +58,9 @@ class Trackers:
 
 
 def open_trackers(configs: Sequence[TrackerConfig], log_dir: str, run: str, step: int) -> Trackers:
-    """Open all for a run that has `step` updates behind it. Those that are slow to start do so in the background.
+    """Open all trackers for a run after `step` updates. Those that start slowly do so in the background.
 
-    Raises `UserError` for one's own tracker that cannot be imported, and for a log that cannot be written.
+    Raises `UserError` for a custom tracker that cannot be imported, and for a log that cannot be written.
     """
     others = []
     for config in configs:
@@ -77,7 +77,7 @@ def open_trackers(configs: Sequence[TrackerConfig], log_dir: str, run: str, step
 
 
 def check_trackers(configs: Sequence[TrackerConfig]) -> None:
-    """Raise `UserError` for trackers that cannot work here: their libraries, one's own, XLA's dumps."""
+    """Raise `UserError` for trackers that cannot work here: missing libraries, custom trackers, XLA dumps."""
     for config in configs:
         match config:
             case TrackioConfig():
@@ -100,7 +100,7 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
 
 
 def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callable[[], Tracker] | None:
-    """What opens a tracker; only the files of those that a run has are imported."""
+    """A function that opens a tracker; only the modules of configured trackers are imported."""
     if isinstance(config, TensorboardConfig):
         from lmtrain.tracking.tensorboard import TensorboardTracker
 
@@ -120,4 +120,4 @@ def _opener(config: TrackerConfig, log_dir: str, run: str, step: int) -> Callabl
         custom = import_custom(config.type)
         folder = f"{log_dir.rstrip('/')}/{run}"
         return lambda: custom(run=run, folder=folder, step=step, **config.arguments)
-    return None  # json is always on, noop is nothing more
+    return None  # the JSON log is always on, and noop adds nothing

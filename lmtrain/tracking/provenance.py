@@ -1,6 +1,6 @@
-"""What is kept with a run beside its metrics: the code it was started from, and what XLA dumped.
+"""Provenance of a run: the code it was started from, and XLA dumps.
 
-Both go into the run's folder of logs and, as artifacts, to its trackers.
+Both are stored in the run's log folder and, as artifacts, in its trackers.
 """
 
 import json
@@ -18,18 +18,18 @@ from lmtrain.runtime.logging import log
 from lmtrain.tracking.config import TrackerConfig, WandbConfig
 from lmtrain.tracking.tracker import Tracker
 
-# A repository with larger files in it is kept without them: its commit says where they are.
+# Maximum total size of a repository's files to archive; larger ones are recorded by their commit only.
 _MOST_ARCHIVE_BYTES = 64 << 20
 _GIT_SECONDS = 30.0
-# As `git apply` takes it, whatever the user's own settings make of a diff.
+# Options for a diff that `git apply` accepts, independent of the user's git settings.
 _PLAIN = ("--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 _SECRETS_IN_URL = re.compile(r"(?<=://)[^/]*@")
 
 
 class Provenance:
-    """Keeps what the W&B trackers among `configs` ask for: the code in the background, XLA's dumps at the end.
+    """Saves what the W&B trackers in `configs` enable: the code in the background, XLA dumps at the end.
 
-    Raises `UserError` if XLA is not told to dump anything.
+    Raises `UserError` if XLA dumps are enabled but XLA_FLAGS has no dump folder.
     """
 
     def __init__(self, configs: Sequence[TrackerConfig], folder: str, run: str, tracker: Tracker):
@@ -43,7 +43,7 @@ class Provenance:
             self._thread.start()
 
     def finish(self) -> None:
-        """Before the trackers are finished."""
+        """Call before the trackers are finished."""
         if self._thread.is_alive():
             self._thread.join(_GIT_SECONDS)
         if self._dumps:
@@ -58,11 +58,11 @@ class Provenance:
 
 
 def keep_code(folder: str, place: str | None = None) -> str | None:
-    """The git repository of the main script into `folder`; None if there is none.
+    """Save the git repository of the main script to `folder`; returns None if there is none.
 
-    Of the command `lmtrain`, which is the script of no user, it is that of the current folder.
+    For the command `lmtrain`, which is not a user's script, it is the repository of the current folder.
 
-    `git.json` has commit, branch, remote and changed files, `changes.diff` what differs from the commit, and
+    `git.json` has commit, branch, remote and changed files, `changes.diff` the differences from the commit, and
     `code.tar.gz` the files of the commit.
     """
     try:
@@ -79,7 +79,7 @@ def keep_code(folder: str, place: str | None = None) -> str | None:
             _archive(root, os.path.join(folder, "code.tar.gz"))
         return folder
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning(f"the code could not be kept with the run: {error}; training continues")
+        log.warning(f"the code could not be saved with the run: {error}; training continues")
         return None
 
 
@@ -98,25 +98,25 @@ def describe_repository(root: str) -> dict[str, object]:
 
 
 def xla_dump_folder() -> str:
-    """Where XLA_FLAGS lets XLA dump to. Raises `UserError` if it does not."""
+    """The dump folder in XLA_FLAGS. Raises `UserError` if there is none."""
     flags = shlex.split(os.environ.get("XLA_FLAGS", ""))
     folders = [flag.partition("=")[2] for flag in flags if flag.startswith("--xla_dump_to=")]
-    if folders and folders[-1]:  # XLA takes the last
+    if folders and folders[-1]:  # XLA uses the last one
         return folders[-1]
     raise UserError(
-        "trainer.tracker.save_xla_dumps: XLA dumps nothing; set the environment variable "
-        "XLA_FLAGS=--xla_dump_to=FOLDER, or turn it off"
+        "trainer.tracker.save_xla_dumps: no dump folder; set the environment variable "
+        "XLA_FLAGS=--xla_dump_to=FOLDER, or turn save_xla_dumps off"
     )
 
 
 def keep_xla_dumps(folder: str) -> str | None:
-    """Copy what XLA has dumped into `folder`; None if it dumped nothing."""
+    """Copy XLA dumps to `folder`; returns None if there are none."""
     dumped = xla_dump_folder()
     if not os.path.isdir(dumped) or not os.listdir(dumped):
         log.warning(f"XLA dumped nothing to {dumped}: all programs came from the compilation cache")
         return None
     if os.path.realpath(dumped) == os.path.realpath(folder):
-        return folder  # it dumped right there
+        return folder  # XLA dumped to this folder
 
     def itself(place: str, names: list[str]) -> list[str]:
         return [name for name in names if os.path.realpath(os.path.join(place, name)) == os.path.realpath(folder)]
@@ -124,13 +124,13 @@ def keep_xla_dumps(folder: str) -> str | None:
     try:
         shutil.copytree(dumped, folder, ignore=itself, dirs_exist_ok=True)
     except (OSError, shutil.Error) as error:
-        log.warning(f"XLA's dumps in {dumped} could not be kept with the run: {error}")
+        log.warning(f"XLA dumps in {dumped} could not be saved with the run: {error}")
         return None
     return folder
 
 
 def _places(script: str) -> list[str]:
-    """Folders to look for a repository in, the likelier first."""
+    """Folders in which to look for a repository, the most likely first."""
     folder = os.path.dirname(script)
     is_command = not script.endswith(".py") or os.path.basename(folder) == "lmtrain"  # installed, or `python -m`
     return [os.getcwd(), folder] if is_command else [folder, os.getcwd()]
@@ -149,7 +149,9 @@ def _archive(root: str, path: str) -> None:
     entries = [line.split(maxsplit=4) for line in _git(root, "ls-tree", "-r", "-l", "HEAD").splitlines()]
     size = sum(int(size) for _, kind, _, size, _ in entries if kind == b"blob")
     if size > _MOST_ARCHIVE_BYTES:
-        log.info(f"the code of {root} is large ({size >> 20} MiB): its commit and changes are kept, not its files")
+        log.info(
+            f"the code of {root} is large ({size >> 20} MiB): only its commit and changes are saved, not its files"
+        )
         return
     _git(root, "archive", "--format=tar.gz", "-o", os.path.abspath(path), "HEAD")
 
@@ -163,7 +165,7 @@ def _line(root: str, *arguments: str) -> str | None:
 
 def _git(place: str, *arguments: str) -> bytes:
     done = subprocess.run(
-        ["git", "--no-optional-locks", "-C", place, *arguments],  # the user may be committing meanwhile
+        ["git", "--no-optional-locks", "-C", place, *arguments],  # the user may be running git at the same time
         capture_output=True,
         check=True,
         timeout=_GIT_SECONDS,

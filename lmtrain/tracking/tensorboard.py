@@ -6,15 +6,15 @@ from typing import Any
 
 import yaml
 
-# What a run that is killed may lose, of what comes before its last checkpoint too.
+# Maximum seconds of metrics that a killed run loses, also of those before its last checkpoint.
 _FLUSH_SECONDS = 10
 
 
 class TensorboardTracker:
-    """Writes to `logdir`. After a restart at `step`, TensorBoard forgets what was logged for later steps."""
+    """Writes to `logdir`. After a restart at `step`, TensorBoard drops what was logged for later steps."""
 
     def __init__(self, logdir: str, step: int):
-        from tensorboardX import SummaryWriter  # slow to import: only the tracker's thread waits for it
+        from tensorboardX import SummaryWriter  # slow to import; only the tracker's thread waits for it
 
         # event files are named by second and host: two starts within one second would share a file
         suffix = f".{os.getpid()}"
@@ -33,7 +33,7 @@ class TensorboardTracker:
             self._writer.add_text(name, str(value))
 
     def artifact(self, path: str, name: str, kind: str) -> None:
-        self._writer.add_text(f"{kind}/{name}", path)  # event files hold no others; a profile is opened from there
+        self._writer.add_text(f"{kind}/{name}", path)  # event files cannot store files, so the path is logged
 
     def finish(self) -> None:
         self._writer.close()

@@ -1,11 +1,11 @@
-"""One clock for a run: where its wall time goes. The goodput ledger and the rates of steps both read it."""
+"""One clock for the wall time of a run, used by the goodput ledger and by throughput."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# `HOOKS` is what the host does between two steps: logging and showing them. In the ledger it is a part of `STEPS`,
-# as the device computes meanwhile.
+# `HOOKS` is the host's work between two steps: logging and displaying them. In the ledger it is a part of `STEPS`,
+# since the device computes at the same time.
 START_UP, RESTORE, COMPILE, DATA, STEPS, EVALUATION, SAVING, HOOKS = SECTIONS = (
     "start_up",
     "restore",
@@ -19,23 +19,23 @@ START_UP, RESTORE, COMPILE, DATA, STEPS, EVALUATION, SAVING, HOOKS = SECTIONS = 
 
 
 class Timer:
-    """Seconds by section. All time belongs to one: to start-up until `begin_steps`, then to steps, but for what is
-    timed with `section`. `clock` gives seconds that never run backwards."""
+    """Seconds by section. All time belongs to one section: to start-up until `begin_steps`, then to steps, except for
+    code in `section`. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
         self._base = self._current = START_UP
-        self._since = clock()  # up to here all time is in `_seconds`
+        self._since = clock()  # time up to here is in `_seconds`
 
     def begin_steps(self) -> None:
-        """From now on what is not timed is training."""
+        """From now on, time outside of `section` counts as steps."""
         self._settle()
         self._base = self._current = STEPS
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """What happens within is of this section; a section within another one counts for the outer."""
+        """Count the time of this context for a section; nested sections count for the outer one."""
         if self._current != self._base:
             yield
             return
@@ -49,7 +49,7 @@ class Timer:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By section, up to now."""
+        """Seconds by section, up to now."""
         self._settle()
         return dict(self._seconds)
 

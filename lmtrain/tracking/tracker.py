@@ -1,23 +1,23 @@
-"""What a tracker is: five verbs. Each backend is one file; `background.py` keeps its failures away from training."""
+"""The interface of trackers: five methods. Each backend is one file; `background.py` isolates its failures."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Receives what a run reports. Methods may be slow or raise: the caller isolates them."""
+    """Receives the reports of a run. Methods may be slow or raise: the caller isolates them."""
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         """The resolved config, once, at the start."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Metrics after `step` updates; steps never go down."""
+        """Metrics after `step` updates; steps never decrease."""
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Facts about the whole run, such as its number of parameters."""
+        """Facts about the entire run, such as its number of parameters."""
 
     def artifact(self, path: str, name: str, kind: str) -> None:
-        """A file or folder of the run to keep, such as its code (`kind` code) or a profile."""
+        """A file or folder of the run to store, such as its code (`kind` code) or a profile."""
 
     def finish(self) -> None:
         """Flush and close."""

@@ -1,4 +1,4 @@
-"""Trackio. The only file that knows it."""
+"""Trackio tracker. The only module that imports trackio."""
 
 import contextlib
 import importlib.util
@@ -11,27 +11,25 @@ from lmtrain.tracking.config import TrackioConfig
 
 
 def check_installed() -> None:
-    """Raises `UserError` if Trackio is not there: better now than in the background."""
+    """Raise `UserError` if Trackio is not installed, before training starts."""
     if importlib.util.find_spec("trackio") is None:
-        raise UserError(
-            "trainer.tracker: type trackio needs Trackio, which comes with `pip install 'lmtrain[trackio]'`"
-        )
+        raise UserError("trainer.tracker: type trackio requires Trackio; run `pip install 'lmtrain[trackio]'`")
 
 
 class TrackioTracker:
-    """Continues the run of the same name after a restart, without what it has already."""
+    """Resumes the run of the same name after a restart, without repeating metrics that it already has."""
 
     def __init__(self, config: TrackioConfig, run: str):
-        import trackio  # slow to import: only the tracker's thread waits for it
+        import trackio  # slow to import; only the tracker's thread waits for it
         from trackio.sqlite_storage import SQLiteStorage
 
         settings = config.model_dump(exclude={"type", "name"})
-        with contextlib.redirect_stdout(io.StringIO()):  # how to open a dashboard, in colours
+        with contextlib.redirect_stdout(io.StringIO()):  # suppress Trackio's hints
             self._run = trackio.init(
                 name=config.name or run, embed=False, auto_log_gpu=False, auto_log_cpu=False, **settings
             )
-        # A run that was killed after its last checkpoint repeats steps, with the same values. Of the last one there may
-        # be only a part, such as the loss but not yet the evaluation; of a Space this is not known, and taken as all.
+        # A run that was killed after its last checkpoint repeats steps, with the same values. The last step may be
+        # stored in part, such as the loss without the evaluation. For a Space this is unknown; it counts as complete.
         self._last = int(getattr(self._run, "_next_step", 0)) - 1
         self._last_has: set[str] | None = None
         if getattr(self._run, "_is_local", False):
@@ -51,7 +49,7 @@ class TrackioTracker:
         self._run.config.update(dict(values))
 
     def artifact(self, path: str, name: str, kind: str) -> None:
-        """Stays where it is, in the run's folder of logs: Trackio has no place for files of a run on this machine."""
+        """Ignored: artifacts stay in the run's log folder, since local Trackio runs cannot store files."""
 
     def finish(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -1,4 +1,4 @@
-"""Weights & Biases. The only file that knows wandb."""
+"""Weights & Biases tracker. The only module that imports wandb."""
 
 import configparser
 import contextlib
@@ -17,36 +17,36 @@ from lmtrain.config.suggest import suggest_name
 from lmtrain.runtime.logging import log
 from lmtrain.tracking.config import WandbConfig
 
-# Less than a run waits for its trackers at its end, so that one that is over sooner is offline by then.
+# Timeout of wandb.init: shorter than the wait for trackers at the end, so that a short run is offline before it ends.
 _INIT_SECONDS = 20.0
-# Of an artifact's name; its end says what it is.
+# Maximum length of an artifact's name; longer names keep their end, which contains the kind.
 _MOST_NAME_CHARACTERS = 128
-# Of the hyperparameters the one that two runs of the same settings differ in, if their text differs.
+# The hyperparameter that differs between runs with the same settings on different data.
 DATA = "data_tokens"
-# Under which `wandb login` keeps its key, by version; the first is where it logs to.
+# Hosts under which versions of `wandb login` store the API key; the first is the current default.
 HOSTS = ("api.forge.coreweave.com", "api.wandb.ai")
-# Of the settings those that are ours; all others are keywords of `wandb.init`.
+# Settings handled by lmtrain; all others are keywords of `wandb.init`.
 _OURS = {"type", "save_code", "save_xla_dumps"}
 
 
 class WandbTracker:
-    """Continues the W&B run of the same id after a restart. Offline, with a notice, when there is no key."""
+    """Resumes the W&B run of the same id after a restart. Without an API key it logs offline, with a message."""
 
     def __init__(self, config: WandbConfig, run: str, log_dir: str):
-        import wandb  # slow to import: only the tracker's thread waits for it
+        import wandb  # slow to import; only the tracker's thread waits for it
 
         mode = config.mode
         from_environment = os.environ.get("WANDB_MODE") if mode is None else None
         if mode is None and not from_environment and not has_key():
             mode = "offline"
-            log.info(f"W&B: no API key found, logging offline under {log_dir}; send it later with `wandb sync`")
+            log.info(f"W&B: no API key found, logging offline to {log_dir}; upload it later with `wandb sync`")
         elif from_environment == "offline":
-            log.info(f"W&B: WANDB_MODE=offline, logging under {log_dir}; send it later with `wandb sync`")
+            log.info(f"W&B: WANDB_MODE=offline, logging to {log_dir}; upload it later with `wandb sync`")
         elif from_environment == "disabled":
-            log.warning("W&B: WANDB_MODE=disabled, nothing is logged there; unset it to log")
+            log.warning("W&B: WANDB_MODE=disabled, nothing is logged to W&B; unset it to log")
         keywords = {name: value for name, value in config.model_dump(exclude=_OURS).items() if value is not None}
         keywords |= {"name": config.name or run, "id": config.id or run, "dir": config.dir or log_dir}
-        if config.resume_from or config.fork_from:  # which say what to resume, and W&B takes one of the three
+        if config.resume_from or config.fork_from:  # W&B accepts only one of the three
             keywords.pop("resume", None)
         settings = {"silent": True, "init_timeout": _INIT_SECONDS, **keywords.pop("settings", {})}
         keywords.pop("mode", None)
@@ -55,16 +55,16 @@ class WandbTracker:
             self._run = start(mode=mode)
         except wandb.errors.CommError as error:
             reason = str(error).splitlines()[0]
-            log.warning(f"W&B does not answer ({reason}): logging offline under {log_dir}; send it later: `wandb sync`")
-            wandb.teardown()  # what still tries to reach it holds the run's id
+            log.warning(f"W&B is not available ({reason}): logging offline to {log_dir}; upload it with `wandb sync`")
+            wandb.teardown()  # a pending connection attempt holds the run's id
             self._run = start(mode="offline")
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
-        before = self._run.config.get(DATA)  # of a run that W&B has already
+        before = self._run.config.get(DATA)  # of an existing W&B run
         if before is not None and DATA in config and before != config[DATA]:
             log.warning(
-                f"W&B: the run {self._run.id} there was trained on other data: its metrics and those of this run would "
-                "stand under one name; set another trainer.id, or trainer.tracker.project"
+                f"W&B: the existing run {self._run.id} was trained on other data: its metrics would be mixed with "
+                "those of this run; set another trainer.id, or trainer.tracker.project"
             )
         self._run.config.update(dict(config), allow_val_change=True)
 
@@ -79,7 +79,7 @@ class WandbTracker:
 
         allowed = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-_MOST_NAME_CHARACTERS:]
         artifact = wandb.Artifact(allowed, type=kind)
-        for name_within, file in _files(path):  # add_dir would tell of it on the terminal
+        for name_within, file in _files(path):  # add_dir would print a message
             artifact.add_file(file, name=name_within)
         self._run.log_artifact(artifact)
 
@@ -88,7 +88,7 @@ class WandbTracker:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise `UserError` if `wandb.Settings` has no such field, or not with such a value."""
+    """Raise `UserError` for unknown fields of `wandb.Settings`, or invalid values."""
     import wandb
 
     try:
@@ -99,12 +99,12 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         hint = suggest_name(name, wandb.Settings.model_fields)
         advice = f"; did you mean {hint!r}?" if hint and hint != name else ""
         raise UserError(
-            f"trainer.tracker: wandb.Settings does not take settings.{name}: {first['msg']}{advice}"
+            f"trainer.tracker: wandb.Settings does not accept settings.{name}: {first['msg']}{advice}"
         ) from None
 
 
 def _files(path: str) -> Iterator[tuple[str, str]]:
-    """Each file of a folder, or the one that it is: its name within, and its path."""
+    """Yield (relative name, path) of each file in a folder, or of a single file."""
     if not os.path.isdir(path):
         yield os.path.basename(path), path
     for folder, _, names in os.walk(path):
@@ -113,7 +113,7 @@ def _files(path: str) -> Iterator[tuple[str, str]]:
 
 
 def has_key() -> bool:
-    """Whether there is an API key of W&B, in the environment or in the netrc file, where `wandb login` puts it."""
+    """Whether there is a W&B API key, in the environment or in the netrc file, where `wandb login` stores it."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     url = os.environ.get("WANDB_BASE_URL") or _host_of_login()
@@ -128,7 +128,7 @@ def has_key() -> bool:
 
 
 def _host_of_login() -> str | None:
-    """What `wandb login --host` was given, which it keeps in a file of settings."""
+    """The host set with `wandb login --host`, from W&B's settings file."""
     folder = os.environ.get("WANDB_CONFIG_DIR", os.path.expanduser("~/.config/wandb"))
     settings = configparser.ConfigParser(interpolation=None)
     with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Settings of trackers: the member of the choice is the one that `type` names."""
+"""Settings of trackers: `type` selects the tracker."""
 
 import inspect
 
@@ -39,7 +39,7 @@ TRACKER = TypeAdapter(TrackerConfig)
         (CustomConfig(type="mine.Tracker"), CustomConfig(type="mine.Tracker")),
     ],
 )
-def test_type_names_the_tracker_and_without_it_it_is_wandb(written, section):
+def test_type_selects_the_tracker_and_defaults_to_wandb(written, section):
     assert TRACKER.validate_python(written) == section
 
 
@@ -53,7 +53,7 @@ def test_type_names_the_tracker_and_without_it_it_is_wandb(written, section):
         CustomConfig(type="a.b:C", arguments={"x": None}),
     ],
 )
-def test_what_is_dumped_reads_back_the_same(section):
+def test_dumped_settings_can_be_read_back_unchanged(section):
     assert TRACKER.validate_python(TRACKER.dump_python(section, mode="json")) == section
 
 
@@ -75,7 +75,7 @@ def test_what_is_dumped_reads_back_the_same(section):
         [],
     ],
 )
-def test_anything_else_is_refused_with_the_choices(written):
+def test_unknown_types_are_refused_with_the_choices(written):
     with pytest.raises(ValidationError, match="no such tracker") as caught:
         TRACKER.validate_python(written)
     (error,) = caught.value.errors()
@@ -109,12 +109,12 @@ def test_one_tracker_needs_no_list():
     assert TrainerConfig().tracker == [WandbConfig()]
 
 
-def test_every_keyword_of_wandb_init_is_a_setting_and_no_setting_is_unknown_to_it():
-    """A keyword that W&B adds has to be added to the settings, or "any further keyword passes through" is not true."""
+def test_the_settings_are_exactly_the_keywords_of_wandb_init():
+    """A keyword that W&B adds has to be added to the settings, since all keywords of wandb.init are passed on."""
     import wandb
 
     keywords = set(inspect.signature(wandb.init).parameters)
-    ours = {"type", "save_code", "save_xla_dumps"}  # lmtrain keeps the code itself, so save_code does not go there
+    ours = {"type", "save_code", "save_xla_dumps"}  # lmtrain saves the code itself, so save_code is not passed on
     assert keywords - ours == set(WandbConfig.model_fields) - ours
 
 
@@ -125,5 +125,5 @@ def test_every_setting_of_trackio_is_a_keyword_of_its_init():
 
 
 @pytest.mark.parametrize("resume", [True, False, None, "allow", "never", "must", "auto"])
-def test_resume_keeps_what_was_written(resume):
+def test_resume_keeps_the_written_value(resume):
     assert TRACKER.validate_python({"resume": resume}).resume is resume

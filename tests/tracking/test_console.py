@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal: lines of text where there is no terminal, a view where there is one."""
+"""Progress of a run: lines of text without a terminal, a live view on a terminal."""
 
 import io
 import sys
@@ -15,7 +15,7 @@ SHOWN = Shown(step=1, loss=3.14159, learning_rate=6e-4, tokens_per_second=123_45
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """A clock that stands still: lines come only when they have to."""
+    """A stopped clock: only required lines are printed."""
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 1000.0))
 
 
@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def on_terminal(monkeypatch):
-    """`on_terminal()` makes a terminal of stderr, which pytest sets anew for each test; gives what is sent to it."""
+    """`on_terminal()` makes stderr, which pytest replaces for each test, a terminal; returns the text sent to it."""
 
     def begin(kind: str = "xterm") -> Terminal:
         file = Terminal()
@@ -54,7 +54,7 @@ def changed(**values) -> Shown:
         ({"next_evaluation": 5, "next_save": 7}, "train 1/1000, loss 3.142, lr 6.00e-04, 123,457 tokens/s"),
     ],
 )
-def test_where_there_is_no_terminal_a_line_says_what_is_known(capsys, values, line):
+def test_without_a_terminal_a_line_has_all_known_values(capsys, values, line):
     with Console("one", 1000, 0, is_first=True) as console:
         console.show(changed(**values))
     out, err = capsys.readouterr()
@@ -63,7 +63,7 @@ def test_where_there_is_no_terminal_a_line_says_what_is_known(capsys, values, li
     assert len(err.splitlines()) == 1
 
 
-def test_the_first_and_the_last_step_have_a_line_and_an_evaluation_comes_with_the_next(capsys):
+def test_the_first_and_the_last_step_have_a_line_and_an_evaluation_is_in_the_next_line(capsys):
     with Console("one", 4, 0, is_first=True) as console:
         for step in range(1, 5):
             console.show(changed(step=step, evaluated=Evaluated(2, 3.5) if step > 2 else None))
@@ -73,7 +73,7 @@ def test_the_first_and_the_last_step_have_a_line_and_an_evaluation_comes_with_th
     assert ["eval 3.500" in line for line in lines] == [False, True]
 
 
-def test_a_line_comes_every_few_seconds(capsys, monkeypatch):
+def test_a_line_is_printed_every_few_seconds(capsys, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with Console("one", 100, 10, is_first=True) as console:
@@ -84,11 +84,11 @@ def test_a_line_comes_every_few_seconds(capsys, monkeypatch):
     assert steps == ["train 11/100", "train 16/100", "train 21/100", "train 26/100"]
 
 
-def test_the_time_left_is_that_of_steps_without_what_came_before_the_first(capsys, monkeypatch):
+def test_the_time_left_does_not_include_the_time_before_the_first_step(capsys, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with Console("one", 100, 0, is_first=True) as console:
-        now[0] += 60  # the compiler
+        now[0] += 60  # compilation
         console.show(changed(step=1, seconds_per_step=2.0))
     assert capsys.readouterr().err.endswith(", 3m18s left\n")
 
@@ -114,7 +114,7 @@ def test_on_a_terminal_there_is_a_view_and_no_lines(on_terminal):
     assert "train " not in sent
 
 
-def test_the_view_of_a_resumed_run_has_the_losses_before_it(on_terminal):
+def test_the_view_of_a_resumed_run_has_the_earlier_losses(on_terminal):
     terminal = on_terminal()
     with Console("one", 1000, 8, is_first=True, losses=[8, 7, 6, 5, 4, 3, 2]) as console:
         console.show(changed(step=9, loss=1.0))
@@ -124,7 +124,7 @@ def test_the_view_of_a_resumed_run_has_the_losses_before_it(on_terminal):
 def test_a_view_shows_an_evaluation_at_once(on_terminal):
     terminal = on_terminal()
     with Console("one", 1000, 0, is_first=True) as console:
-        console.show_evaluation(Evaluated(5, 9.9))  # before any step there is nothing to show it with
+        console.show_evaluation(Evaluated(5, 9.9))  # before the first step there is no view to show it in
         console.show(changed(step=5))
         console.show_evaluation(Evaluated(5, 2.71828))
     sent = terminal.getvalue()
@@ -133,7 +133,7 @@ def test_a_view_shows_an_evaluation_at_once(on_terminal):
 
 
 @pytest.mark.parametrize("where", ["lines", "view"])
-def test_it_ends_in_order_whatever_happens(on_terminal, where):
+def test_it_closes_properly_after_any_error(on_terminal, where):
     if where == "view":
         on_terminal()
     before = sys.stderr, sys.stdout
@@ -149,15 +149,15 @@ def test_it_ends_in_order_whatever_happens(on_terminal, where):
 
 
 @pytest.mark.parametrize("name", ["dumb", "unknown"])
-def test_a_terminal_that_cannot_go_back_has_lines(on_terminal, name):
-    """There a view would show nothing until the end."""
+def test_a_terminal_without_cursor_movement_has_lines(on_terminal, name):
+    """A live view would show nothing on it until the end."""
     terminal = on_terminal(name)
     with Console("one", 10, 0, is_first=True) as console:
         console.show(SHOWN)
     assert terminal.getvalue().splitlines() == ["train 1/10, loss 3.142, lr 6.00e-04, 123,457 tokens/s, 2s left"]
 
 
-def test_an_evaluation_before_the_first_step_of_a_resumed_run_names_the_step_it_is_of(capsys):
+def test_an_evaluation_before_the_first_step_of_a_resumed_run_names_its_step(capsys):
     with Console("a run", 30, 6, is_first=True) as console:
         console.evaluating(1, 300)
     assert "6/30, evaluating, 1 of 300 batches" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Trackers of one's own: found by where to import them from, and what is wrong with one is told at once."""
+"""Custom trackers: imported by their path, and errors are reported before training starts."""
 
 import json
 import os
@@ -16,23 +16,23 @@ import json, os
 
 class Tracker:
     def __init__(self, run, folder, step, unit="steps"):
-        self._path, self._told = os.path.join(os.path.dirname(__file__), "told.json"), [[run, folder, step, unit]]
+        self._path, self._calls = os.path.join(os.path.dirname(__file__), "calls.json"), [[run, folder, step, unit]]
 
     def hyperparameters(self, config):
-        self._told.append(["hyperparameters", config])
+        self._calls.append(["hyperparameters", config])
 
     def log(self, metrics, step):
-        self._told.append(["log", metrics, step])
+        self._calls.append(["log", metrics, step])
 
     def summary(self, values):
-        self._told.append(["summary", values])
+        self._calls.append(["summary", values])
 
     def artifact(self, path, name, kind):
-        self._told.append(["artifact", path, name, kind])
+        self._calls.append(["artifact", path, name, kind])
 
     def finish(self):
         with open(self._path, "w") as file:
-            json.dump(self._told, file)
+            json.dump(self._calls, file)
 
 
 class Half:
@@ -47,7 +47,7 @@ number = 3
 
 @pytest.fixture(autouse=True)
 def imports(monkeypatch):
-    """What a test makes importable is gone after it."""
+    """Undo a test's changes of importable modules."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = set(sys.modules)
@@ -58,7 +58,7 @@ def imports(monkeypatch):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """`our_trackers.py` in the current folder, which nothing else makes importable."""
+    """`our_trackers.py` in the current folder, which is not on sys.path."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "our_trackers.py").write_text(WHOLE)
     return tmp_path / "our_trackers.py"
@@ -71,7 +71,7 @@ def test_a_module_in_the_current_folder_is_found(module, path):
 
 
 @pytest.mark.parametrize("path", ["tools_of_ours.within.Tracker", "tools_of_ours.within:Tracker"])
-def test_a_module_of_a_package_on_the_path_of_python_is_found(tmp_path, monkeypatch, path):
+def test_a_module_of_a_package_on_sys_path_is_found(tmp_path, monkeypatch, path):
     package = tmp_path / "elsewhere" / "tools_of_ours"
     package.mkdir(parents=True)
     (package / "within.py").write_text(WHOLE)
@@ -79,7 +79,7 @@ def test_a_module_of_a_package_on_the_path_of_python_is_found(tmp_path, monkeypa
     assert import_custom(path).__module__ == "tools_of_ours.within"
 
 
-def test_what_is_installed_comes_before_the_current_folder(module):
+def test_installed_modules_take_precedence_over_the_current_folder(module):
     (module.parent / "json.py").write_text("raise RuntimeError('not this one')")
     with pytest.raises(UserError, match=r"json.* has no 'Tracker'"):
         import_custom("json.Tracker")
@@ -95,14 +95,14 @@ def test_what_is_installed_comes_before_the_current_folder(module):
         ("our_trackers:Nothing", ["our_trackers.py has no 'Nothing'"]),
         (
             "our_trackers.Half",
-            ["our_trackers.Half is no tracker: it has no hyperparameters and no artifact and no finish"],
+            ["our_trackers.Half is not a tracker: ", "hyperparameters, artifact, finish"],
         ),
-        ("our_trackers.number", ["our_trackers.number is no tracker"]),
+        ("our_trackers.number", ["our_trackers.number is not a tracker"]),
         ("sys.Tracker", ["sys has no 'Tracker'"]),
         (".Tracker", ["cannot be imported"]),
     ],
 )
-def test_what_is_wrong_is_told(module, path, expected):
+def test_import_errors_are_reported(module, path, expected):
     with pytest.raises(UserError) as caught:
         import_custom(path)
     assert str(caught.value).startswith("trainer.tracker: ")
@@ -111,13 +111,13 @@ def test_what_is_wrong_is_told(module, path, expected):
 
 
 @pytest.mark.parametrize("source", ["raise RuntimeError('no licence')", "def :"])
-def test_a_module_that_raises_is_told_with_its_own_words(module, source):
+def test_a_module_that_raises_is_reported_with_its_error(module, source):
     (module.parent / "broken_tracker.py").write_text(source)
     with pytest.raises(UserError, match=r"broken_tracker cannot be imported: (RuntimeError: no licence|SyntaxError: )"):
         import_custom("broken_tracker.Tracker")
 
 
-def test_a_run_gives_it_its_arguments_and_every_call(module, tmp_path):
+def test_a_run_passes_it_the_arguments_and_every_call(module, tmp_path):
     config = CustomConfig(type="our_trackers.Tracker", arguments={"unit": "tokens"})
     trackers = open_trackers([config], "logs/", "run-1", 5)
     trackers.hyperparameters({"a": 1})
@@ -126,7 +126,7 @@ def test_a_run_gives_it_its_arguments_and_every_call(module, tmp_path):
     trackers.artifact("logs/run-1/code", "run-1-code", "code")
     trackers.finish()
 
-    assert json.loads((tmp_path / "told.json").read_text()) == [
+    assert json.loads((tmp_path / "calls.json").read_text()) == [
         ["run-1", "logs/run-1", 5, "tokens"],
         ["hyperparameters", {"a": 1}],
         ["summary", {"parameter_count": 7}],
@@ -135,19 +135,19 @@ def test_a_run_gives_it_its_arguments_and_every_call(module, tmp_path):
     ]
 
 
-def test_arguments_that_the_class_does_not_take_cost_only_this_tracker(module, tmp_path, caplog):
+def test_arguments_that_the_class_does_not_accept_disable_only_this_tracker(module, tmp_path, caplog):
     config = CustomConfig(type="our_trackers.Tracker", arguments={"colour": "red"})
     trackers = open_trackers([config], "logs", "run-1", 0)
     trackers.log({"train/loss": 0.5}, 1)
     trackers.finish()
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("tracker our_trackers.Tracker: TypeError: ")
-    assert "'colour'" in told
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("tracker our_trackers.Tracker: TypeError: ")
+    assert "'colour'" in message
     assert (tmp_path / "logs" / "run-1.metrics.jsonl").read_text() == '{"step": 1, "train/loss": 0.5}\n'
 
 
 @pytest.mark.end_to_end
-def test_a_class_that_is_not_there_ends_the_command_with_one_message(run_cli, settings, write_config, tmp_path):
+def test_a_missing_class_ends_the_command_with_one_message(run_cli, settings, write_config, tmp_path):
     (tmp_path / "our_trackers.py").write_text(WHOLE)
     settings["trainer"]["tracker"] = {"type": "our_trackers.Trackr"}
     write_config(settings)
@@ -158,21 +158,21 @@ def test_a_class_that_is_not_there_ends_the_command_with_one_message(run_cli, se
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "problem"),
     [
         ({"channel": "x"}, None),
         ({}, "missing a required argument: 'channel'"),
         ({"channel": "x", "colour": "red"}, "unexpected keyword argument 'colour'"),
-        ({"channel": "x", "run": "y"}, "run is given by lmtrain"),
+        ({"channel": "x", "run": "y"}, "run is set by lmtrain"),
     ],
 )
-def test_what_the_class_does_not_take_is_told_before_anything_begins(arguments, told):
+def test_arguments_are_checked_before_training_starts(arguments, problem):
     class Own:
         def __init__(self, run, folder, step, channel):
             pass
 
-    if told is None:
+    if problem is None:
         check_arguments("my.Own", Own, arguments)
         return
-    with pytest.raises(UserError, match=f"my.Own is called with run, folder, step .*{told}"):
+    with pytest.raises(UserError, match=f"my.Own is called with run, folder, step .*{problem}"):
         check_arguments("my.Own", Own, arguments)

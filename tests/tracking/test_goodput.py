@@ -1,4 +1,4 @@
-"""The ledger of a run's wall time, by clocks that the test turns."""
+"""The goodput ledger of a run's wall time, with clocks that the test controls."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS, RESTORE, SA
 
 
 class Clocks:
-    """Both clocks of a ledger: `turn` lets seconds pass."""
+    """Both clocks of a ledger; `turn` advances them."""
 
     def __init__(self):
         self.now = 1_000_000.0
@@ -27,7 +27,7 @@ class Clocks:
         return self.now - 999_000.0
 
     def ledger(self, folder, began=None):
-        """With the timer that the last start had."""
+        """Return a ledger with the timer of the last start."""
         self.timer = Timer(self.monotonic)
         return Ledger(None if folder is None else str(folder), self.timer, began, self.wall)
 
@@ -38,12 +38,12 @@ def clocks():
 
 
 def seconds(folder):
-    """Of the run so far, by kind, without those that took none."""
+    """Seconds of the run so far, by kind, without those that are zero."""
     return {kind: value for kind, value in total_seconds(read_attempts(str(folder / NAME))).items() if value}
 
 
 def run(clocks, folder, first, steps):
-    """A start that takes 5 s to begin, and a second for each step; killed 10 s after it wrote its ledger last."""
+    """A start with 5 s of start-up and 1 s per step; killed 10 s after it last wrote its ledger."""
     ledger = clocks.ledger(folder)
     clocks.turn(5)
     ledger.begin_steps(first, {})
@@ -55,7 +55,7 @@ def run(clocks, folder, first, steps):
 
 
 def test_kinds_add_up_to_the_wall_time(clocks, tmp_path):
-    began = clocks.wall() - 3  # what was before there was a ledger is start-up
+    began = clocks.wall() - 3  # time before the ledger is start-up
     ledger = clocks.ledger(tmp_path, began)
     clocks.turn(4)
     with clocks.timer.section(RESTORE):
@@ -73,7 +73,7 @@ def test_kinds_add_up_to_the_wall_time(clocks, tmp_path):
         clocks.turn(7)
     with clocks.timer.section(SAVING):
         clocks.turn(0.25)
-    with clocks.timer.section(HOOKS):  # a part of the steps
+    with clocks.timer.section(HOOKS):  # counts as steps
         clocks.turn(1)
     ledger.write()
     assert seconds(tmp_path) == {
@@ -88,7 +88,7 @@ def test_kinds_add_up_to_the_wall_time(clocks, tmp_path):
     assert sum(seconds(tmp_path).values()) == clocks.wall() - began
 
 
-def test_a_timing_within_another_counts_for_the_outer(clocks, tmp_path):
+def test_a_nested_section_counts_for_the_outer_one(clocks, tmp_path):
     ledger = clocks.ledger(tmp_path)
     ledger.begin_steps(0, {})
     with clocks.timer.section(SAVING):
@@ -97,14 +97,14 @@ def test_a_timing_within_another_counts_for_the_outer(clocks, tmp_path):
             clocks.turn(2)
         with clocks.timer.section(SAVING):
             clocks.turn(4)
-        ledger.write()  # in the middle, nothing is booked twice
+        ledger.write()  # within a section: nothing is counted twice
         clocks.turn(8)
     clocks.turn(16)
     ledger.write()
     assert seconds(tmp_path) == {SAVING: 15, STEPS: 16}
 
 
-def test_what_raises_is_timed_to_where_it_raised(clocks, tmp_path):
+def test_a_section_that_raises_is_timed_up_to_the_error(clocks, tmp_path):
     ledger = clocks.ledger(tmp_path)
     ledger.begin_steps(0, {})
     with contextlib.suppress(KeyError), clocks.timer.section(EVALUATION):
@@ -115,7 +115,7 @@ def test_what_raises_is_timed_to_where_it_raised(clocks, tmp_path):
     assert seconds(tmp_path) == {EVALUATION: 3, STEPS: 2}
 
 
-def test_all_fractions_are_there_and_sum_to_one(clocks, tmp_path):
+def test_all_fractions_are_present_and_sum_to_one(clocks, tmp_path):
     run(clocks, tmp_path, 0, 30)
     clocks.turn(100)
     ledger = clocks.ledger(tmp_path)
@@ -132,7 +132,7 @@ def test_before_any_time_has_passed_all_fractions_are_zero(clocks, tmp_path):
     assert set(clocks.ledger(tmp_path).metrics().values()) == {0.0}
 
 
-def test_a_restart_from_an_earlier_step_makes_what_has_to_be_done_again_lost(clocks, tmp_path):
+def test_steps_repeated_after_a_restart_are_lost(clocks, tmp_path):
     run(clocks, tmp_path, 0, 40)
     run(clocks, tmp_path, 30, 20)
     assert seconds(tmp_path) == {START_UP: 10, STEPS: 30 + 20, LOST: 10, DOWN: 10}
@@ -144,7 +144,7 @@ def test_a_restart_from_the_last_step_loses_nothing(clocks, tmp_path):
     assert seconds(tmp_path) == {START_UP: 10, STEPS: 45, DOWN: 10}
 
 
-def test_of_the_seconds_of_a_start_as_large_a_part_is_lost_as_of_its_steps():
+def test_the_lost_fraction_of_a_starts_step_time_is_that_of_its_steps():
     first = Attempt(0, 100, 50, 60, {STEPS: 80.0, EVALUATION: 20.0})
     found = total_seconds([first, Attempt(100, 110, 57, 58, {STEPS: 10.0})])
     assert found == {
@@ -156,7 +156,7 @@ def test_of_the_seconds_of_a_start_as_large_a_part_is_lost_as_of_its_steps():
     }
 
 
-def test_several_restarts_lose_each_second_once(clocks, tmp_path):
+def test_several_restarts_count_each_lost_second_once(clocks, tmp_path):
     run(clocks, tmp_path, 0, 40)
     run(clocks, tmp_path, 30, 0)  # killed before its first step
     run(clocks, tmp_path, 30, 20)
@@ -164,24 +164,24 @@ def test_several_restarts_lose_each_second_once(clocks, tmp_path):
     assert seconds(tmp_path) == {START_UP: 20, STEPS: 55 - 5, LOST: 10 + 5, DOWN: 30}
 
 
-def test_steps_are_lost_too_by_a_start_that_is_not_the_next(clocks, tmp_path):
-    """The second goes on where the first ended; then the checkpoints of both are gone but one."""
+def test_steps_can_be_lost_by_a_start_that_is_not_the_next(clocks, tmp_path):
+    """The second start resumes from the end of the first; then only one checkpoint of both is left."""
     run(clocks, tmp_path, 0, 40)
     run(clocks, tmp_path, 40, 10)
     run(clocks, tmp_path, 10, 1)
     assert seconds(tmp_path) == {START_UP: 15, STEPS: 10 + 0 + 1, LOST: 30 + 10, DOWN: 20}
 
 
-def test_the_time_between_two_starts_is_down_from_the_last_that_was_heard(clocks, tmp_path):
+def test_the_time_since_the_last_update_of_a_start_until_the_next_is_down(clocks, tmp_path):
     run(clocks, tmp_path, 0, 3)
     clocks.turn(990)
     began = clocks.wall()
-    clocks.turn(50)  # the interpreter, before there was a ledger
+    clocks.turn(50)  # start-up of the interpreter, before the ledger
     clocks.ledger(tmp_path, began).begin_steps(3, {})
     assert seconds(tmp_path) == {START_UP: 5 + 50, STEPS: 3, DOWN: 1000}
 
 
-def test_a_killed_start_is_there_up_to_its_last_write(clocks, tmp_path):
+def test_a_killed_start_is_recorded_up_to_its_last_write(clocks, tmp_path):
     ledger = clocks.ledger(tmp_path)
     clocks.turn(5)
     ledger.begin_steps(0, {"host": "a"})
@@ -194,7 +194,7 @@ def test_a_killed_start_is_there_up_to_its_last_write(clocks, tmp_path):
     assert os.listdir(tmp_path) == [NAME]
 
 
-def test_metrics_come_every_ten_seconds_only(clocks, tmp_path):
+def test_metrics_are_returned_only_every_ten_seconds(clocks, tmp_path):
     ledger = clocks.ledger(tmp_path)
     ledger.begin_steps(0, {})
     given = []
@@ -205,7 +205,7 @@ def test_metrics_come_every_ten_seconds_only(clocks, tmp_path):
     assert given == [7, 14, 21]
 
 
-def test_begin_steps_says_where_the_start_begins_and_is_written_at_once(clocks, tmp_path):
+def test_begin_steps_records_the_first_step_and_writes_at_once(clocks, tmp_path):
     ledger = clocks.ledger(tmp_path)
     assert not (tmp_path / NAME).exists()
     clocks.turn(5)
@@ -215,7 +215,7 @@ def test_begin_steps_says_where_the_start_begins_and_is_written_at_once(clocks, 
     assert attempt.seconds == {**dict.fromkeys(KINDS, 0.0), START_UP: 5}
 
 
-def test_earlier_starts_stay_in_the_ledger_as_they_were(clocks, tmp_path):
+def test_earlier_starts_stay_in_the_ledger_unchanged(clocks, tmp_path):
     run(clocks, tmp_path, 0, 3)
     before = read_attempts(str(tmp_path / NAME))
     run(clocks, tmp_path, 3, 3)
@@ -236,20 +236,20 @@ def test_earlier_starts_stay_in_the_ledger_as_they_were(clocks, tmp_path):
         b"\xff\x00",
     ],
 )
-def test_a_damaged_ledger_is_no_error_and_begins_anew(clocks, tmp_path, damaged):
+def test_a_corrupt_ledger_is_not_an_error_and_is_replaced(clocks, tmp_path, damaged):
     (tmp_path / NAME).write_bytes(damaged)
     run(clocks, tmp_path, 0, 3)
     assert seconds(tmp_path) == {START_UP: 5, STEPS: 3}
 
 
-def test_half_a_ledger_is_no_error(clocks, tmp_path):
+def test_a_truncated_ledger_is_not_an_error(clocks, tmp_path):
     run(clocks, tmp_path, 0, 3)
     whole = (tmp_path / NAME).read_bytes()
     (tmp_path / NAME).write_bytes(whole[: len(whole) // 2])
     assert read_attempts(str(tmp_path / NAME)) == []
 
 
-def test_a_folder_that_cannot_be_written_is_told_once_and_times_go_on(clocks, tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_is_logged_once_and_timing_continues(clocks, tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     with caplog.at_level(logging.WARNING, "lmtrain"):
         ledger = clocks.ledger(tmp_path / "file")
@@ -257,8 +257,8 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_times_go_on(clocks, tm
         clocks.turn(10)
         assert ledger.step_done(1)["goodput/steps"] == 1
         ledger.write()
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"{tmp_path}/file/{NAME} cannot be written, and is not tried again: ")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"{tmp_path}/file/{NAME} cannot be written")
 
 
 def test_without_a_folder_nothing_is_written(clocks, tmp_path, monkeypatch):

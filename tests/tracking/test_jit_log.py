@@ -1,4 +1,4 @@
-"""Logging from inside the compiled step: values come out as its outputs, and where none is logged nothing changes."""
+"""Logging from inside the compiled step: values are returned as its outputs, and without logging nothing changes."""
 
 import dataclasses
 import threading
@@ -34,7 +34,7 @@ def floats(metrics):
 
 
 def logged_by(function, *arguments):
-    """What `function` logs when it is compiled."""
+    """The values that `function` logs when it is compiled."""
 
     def collected(*arguments):
         with collecting() as logged:
@@ -47,18 +47,18 @@ def logged_by(function, *arguments):
 # Functions.
 
 
-def test_values_of_a_compiled_function_come_out():
+def test_values_of_a_compiled_function_are_returned():
     assert logged_by(lambda x: jit_log({"a": x.sum(), "b": x[0, 1]}), X) == {"a": 15.0, "b": 1.0}
 
 
-def test_what_is_no_float_comes_out_as_one():
+def test_other_dtypes_are_converted_to_float():
     def function(x):
         jit_log({"count": (x > 1).sum(), "share": x > 1, "half": x.astype(jnp.bfloat16)[1, 2], "python": 3})
 
     assert logged_by(function, X) == {"count": 4.0, "share": pytest.approx(4 / 6), "half": 5.0, "python": 3.0}
 
 
-def test_of_an_array_and_of_several_calls_the_mean_is_taken():
+def test_arrays_and_several_calls_are_averaged():
     def function(x):
         jit_log({"a": x, "b": 1.0})  # 2.5
         jit_log({"a": 3.5})
@@ -73,7 +73,7 @@ def test_values_are_scalars_of_float32():
     assert {(value.shape, str(value.dtype)) for value in logged.means.values()} == {((), "float32")}
 
 
-def test_within_a_gradient_they_come_out_beside_it():
+def test_values_logged_within_a_gradient_are_returned_with_it():
     def loss(x):
         with collecting() as logged:
             jit_log({"largest": x.max()})
@@ -86,7 +86,7 @@ def test_within_a_gradient_they_come_out_beside_it():
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_over_microbatches_they_sum_up(parts):
+def test_values_are_summed_over_microbatches(parts):
     def one(batch, key):
         with collecting() as logged:
             jit_log({"mean": batch["x"]})
@@ -114,7 +114,7 @@ OF_ONES_OWN = {
 
 @pytest.mark.parametrize("kind", OF_ONES_OWN)
 @pytest.mark.parametrize("within_a_module", [False, True])
-def test_out_of_a_transformation_of_ones_own_it_is_refused_with_what_to_do(kind, within_a_module):
+def test_logging_inside_a_nested_transformation_is_refused_with_advice(kind, within_a_module):
     def log(x):
         jit_log({"train/mine": x})
 
@@ -129,18 +129,18 @@ def test_out_of_a_transformation_of_ones_own_it_is_refused_with_what_to_do(kind,
         else:
             OF_ONES_OWN[kind](log)(x)
 
-    with pytest.raises(ValueError, match=r"jit_log: 'train/mine' is logged within .*: return it from there"):
+    with pytest.raises(ValueError, match=r"jit_log: 'train/mine' .*: return it"):
         logged_by(function, X)
 
 
-def test_what_is_returned_from_there_can_be_logged():
+def test_a_value_returned_from_a_transformation_can_be_logged():
     assert logged_by(lambda x: jit_log({"a": jax.lax.scan(lambda c, row: (c, row.max()), 0.0, x)[1]}), X) == {"a": 3.5}
 
 
-# Nothing collected.
+# Without a collector.
 
 
-def test_outside_nothing_is_collected_and_nothing_computed():
+def test_without_a_collector_nothing_is_collected_or_computed():
     def silent(x):
         return x * 2
 
@@ -155,7 +155,7 @@ def test_outside_nothing_is_collected_and_nothing_computed():
     assert logged.means == {}
 
 
-def test_the_innermost_place_collects_and_one_that_raised_does_not_stay():
+def test_the_innermost_collector_collects_and_is_removed_after_an_error():
     with collecting() as outer:
         with collecting() as inner:
             jit_log({"a": 1.0})
@@ -178,7 +178,7 @@ def test_threads_that_trace_at_the_same_time_do_not_mix_their_values():
 
     def without():
         barrier.wait()
-        jit_log({"c": 3.0})  # nobody asked this thread
+        jit_log({"c": 3.0})  # this thread has no collector
         barrier.wait()
 
     def beside(other):
@@ -197,7 +197,7 @@ def test_threads_that_trace_at_the_same_time_do_not_mix_their_values():
 
 
 class Block(nn.Module):
-    """As `stack` has them: adds a weight of each layer, and logs what comes in, in both ways."""
+    """A layer as in `stack`: adds a weight, and logs its input with both functions."""
 
     logs: bool = True
 
@@ -249,12 +249,12 @@ def logged_by_module(module, params):
 
 
 @pytest.mark.parametrize(("module", "params"), CASES)
-def test_scanned_unrolled_recomputed_and_separate_layers_say_the_same(module, params):
+def test_scanned_unrolled_recomputed_and_separate_layers_log_the_same(module, params):
     assert logged_by_module(module, params) == {"layer": 1.0, "input": 3.5, "sown": 6.0}
 
 
 class Headed(nn.Module):
-    """Layers, and a head that logs under the same name."""
+    """Layers, and a head that logs with the same name."""
 
     body: nn.Module
 
@@ -266,7 +266,7 @@ class Headed(nn.Module):
 
 
 @pytest.mark.parametrize(("module", "params"), [CASES[0], CASES[3], CASES[6]])
-def test_each_layer_counts_once_beside_other_places_of_the_same_name(module, params):
+def test_each_layer_counts_once_together_with_other_values_of_the_same_name(module, params):
     found = logged_by_module(Headed(module), {"body": params})
     assert found["input"] == pytest.approx((2.5 + 3.5 + 4.5 + 100) / 4)
 
@@ -281,7 +281,7 @@ def test_a_module_that_is_called_twice_logs_the_mean():
     assert logged_by_module(Twice(), {"block": {"w": jnp.ones(())}}) == {"layer": 2.0, "input": 3.0, "sown": 5.5}
 
 
-def test_within_other_lifted_transformations_values_come_out():
+def test_values_are_returned_from_other_lifted_transformations():
     class Inner(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -295,22 +295,22 @@ def test_within_other_lifted_transformations_values_come_out():
             return nn.jit(nn.remat(Inner))(name="second")(mapped(name="first")(x))
 
     params = {"first": {"w": jnp.float32(2)}, "second": {"w": jnp.float32(1)}}
-    # each row counts of the first, which is mapped over two, and all at once of the second
+    # the first module is mapped over two rows, which count separately; the second sees both at once
     assert logged_by_module(Outer(), params) == {"a": pytest.approx((1 + 4 + 5) / 3)}
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_a_module_whose_metrics_nobody_wants_computes_nothing_more(scan):
+def test_a_module_whose_metrics_are_not_collected_computes_nothing_extra(scan):
     def program(logs):
         module = Stacked(scan, True, logs)
         return str(jax.make_jaxpr(lambda params: module.apply({"params": params}, X))(STACKED))
 
-    assert "reduce_sum" not in program(True)  # the mean; what is sown has to be computed by whoever sows it
+    assert "reduce_sum" not in program(True)  # the mean is not computed; a sown value is
     assert "reduce_max" in program(True)
     assert "reduce_max" not in program(False)
 
 
-def test_a_module_that_is_not_applied_logs_as_a_function_does():
+def test_a_module_that_is_not_applied_logs_like_a_function():
     class Module(nn.Module):
         def count(self):
             jit_log({"a": 1.0})
@@ -318,7 +318,7 @@ def test_a_module_that_is_not_applied_logs_as_a_function_does():
     assert logged_by(Module().count) == {"a": 1.0}
 
 
-# The step of training.
+# The training step.
 
 VOCAB = 24
 CONFIG = Gpt2Config(hidden_dim=16, num_heads=2, num_layers=2, seq_len=8, mlp_scale=2)
@@ -374,14 +374,14 @@ def build(model=PLAIN, optimizer=None, microbatches=1):
 
 @pytest.fixture(scope="module")
 def plain():
-    """The metrics of a step that logs nothing of its own."""
+    """The metrics of a step without logging."""
     step, state = build()
     return step(state, BATCH)[1]
 
 
 @pytest.fixture(scope="module")
 def inputs_and_hidden():
-    """What goes into the layers, its size on average, and what comes out of the model, by other means."""
+    """The mean size of the layers' input, and the model's output, computed without logging."""
     inputs = []
 
     class Recording(gpt2.Gpt2Block):
@@ -405,7 +405,7 @@ class Stepped:
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def stepped(request):
-    """A step over so many microbatches, of a model and an optimizer that log: as text, and taken three times."""
+    """A step of a model and an optimizer that log: its program as text, and the metrics of three steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt2, "Gpt2Block", LoggingBlock)
         step, state = build(LoggingLM(CONFIG, VOCAB), logging_optimizer(), request.param)
@@ -416,7 +416,7 @@ def stepped(request):
         return Stepped(text, all_metrics, step.jitted._cache_size())
 
 
-def test_the_step_gives_what_model_and_optimizer_log_with_its_metrics(stepped, plain, inputs_and_hidden):
+def test_the_metrics_of_the_step_include_those_of_model_and_optimizer(stepped, plain, inputs_and_hidden):
     metrics, (inputs, hidden) = stepped.metrics[0], inputs_and_hidden
     assert floats({name: value for name, value in metrics.items() if name not in plain}) == {
         "train/layer": 0.5,
@@ -428,14 +428,14 @@ def test_the_step_gives_what_model_and_optimizer_log_with_its_metrics(stepped, p
     assert {str(value.dtype) for value in metrics.values()} == {"float32"}
 
 
-def test_logging_costs_no_second_compile_and_no_callback(stepped):
+def test_logging_needs_no_second_compilation_and_no_callback(stepped):
     assert stepped.compiled == 1
     assert "callback" not in stepped.text
-    assert len({float(metrics["train/mine"]) for metrics in stepped.metrics}) == 3  # each step has its own
+    assert len({float(metrics["train/mine"]) for metrics in stepped.metrics}) == 3  # each step logs its own value
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_where_nothing_is_logged_the_program_is_that_of_one_that_cannot_log(monkeypatch, microbatches):
+def test_without_logging_the_program_is_the_same_as_without_jit_log(monkeypatch, microbatches):
     step, state = build(microbatches=microbatches)
     text = step.lower(state, BATCH).as_text()
 
@@ -448,7 +448,7 @@ def test_where_nothing_is_logged_the_program_is_that_of_one_that_cannot_log(monk
     assert other.lower(state, BATCH).as_text() == text
 
 
-def test_evaluation_is_the_same_program_whatever_the_model_logs():
+def test_logging_does_not_change_the_evaluation_program():
     def program(model):
         return build_eval_step(model, LAYOUT, "float32").lower(VALUES, BATCH).as_text()
 
@@ -456,7 +456,7 @@ def test_evaluation_is_the_same_program_whatever_the_model_logs():
 
 
 @pytest.mark.parametrize("where", ["model", "optimizer"])
-def test_a_name_that_lmtrain_logs_itself_is_refused(where):
+def test_a_name_reserved_by_lmtrain_is_refused(where):
     model = LoggingLM(CONFIG, VOCAB, name_of_loss="train/loss") if where == "model" else PLAIN
     optimizer = logging_optimizer("train/learning_rate") if where == "optimizer" else None
     name = {"model": "train/loss", "optimizer": "train/learning_rate"}[where]

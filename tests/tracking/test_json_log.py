@@ -48,13 +48,13 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_logged(path):
     log.finish()
 
 
-def test_what_came_after_the_restored_step_is_cut(path):
+def test_lines_after_the_restored_step_are_dropped(path):
     write(path, 0, [1, 2, 3, 4])
     write(path, 2, [3, 4, 5])
     assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5]
 
 
-def test_the_losses_of_the_steps_before_are_known(path):
+def test_the_losses_of_earlier_steps_are_read(path):
     log = JsonLog(str(path), 0)
     for step, metrics in ((1, {"train/loss": 3.0}), (1, {"eval/loss": 9.0}), (2, {"train/loss": math.nan})):
         log.log(metrics, step)
@@ -66,7 +66,7 @@ def test_the_losses_of_the_steps_before_are_known(path):
     assert log.losses == [3.0, 1.0 / 3]
 
 
-def test_all_lines_of_the_restored_step_stay(path):
+def test_all_lines_of_the_restored_step_are_kept(path):
     log = JsonLog(str(path), 0)
     log.log({"train/loss": 1.0}, 2)
     log.log({"eval/loss": 2.0}, 2)
@@ -75,7 +75,7 @@ def test_all_lines_of_the_restored_step_stay(path):
     assert read(path)[:2] == [{"step": 2, "train/loss": 1.0}, {"step": 2, "eval/loss": 2.0}]
 
 
-def test_a_run_that_starts_afresh_keeps_no_steps(path):
+def test_a_new_run_keeps_no_earlier_steps(path):
     write(path, 0, [1, 2])
     write(path, 0, [1])
     assert [line["step"] for line in read(path)] == [1]
@@ -94,7 +94,7 @@ def test_a_run_that_starts_afresh_keeps_no_steps(path):
         "\n",
     ],
 )
-def test_a_torn_line_is_dropped_and_the_next_is_whole(path, torn):
+def test_a_truncated_line_is_dropped_and_the_next_is_complete(path, torn):
     write(path, 0, [1])
     with open(path, "a") as file:
         file.write(torn)
@@ -102,7 +102,7 @@ def test_a_torn_line_is_dropped_and_the_next_is_whole(path, torn):
     assert [line["step"] for line in read(path)] == [1, 6]
 
 
-def test_a_last_line_torn_within_a_character_is_dropped(path):
+def test_a_last_line_truncated_within_a_character_is_dropped(path):
     write(path, 0, [1])
     with open(path, "ab") as file:
         file.write('{"step": 2, "ü'.encode()[:-1])
@@ -110,7 +110,7 @@ def test_a_last_line_torn_within_a_character_is_dropped(path):
     assert [line["step"] for line in read(path)] == [1, 6]
 
 
-def test_opening_again_changes_no_byte_of_what_is_kept(path):
+def test_reopening_does_not_change_the_kept_lines(path):
     write(path, 0, range(1, 50))
     before = path.read_bytes()
     write(path, 49, [])
@@ -129,14 +129,14 @@ def test_the_summary_is_the_first_line_and_is_not_repeated(path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_loss_that_is_no_number_still_makes_a_line_of_json(path, value):
+def test_a_non_finite_loss_is_still_written_as_valid_json(path, value):
     log = JsonLog(str(path), 0)
     log.log({"train/loss": value}, 1)
     log.finish()
     assert [line["step"] for line in read(path)] == [1]
 
 
-# A process of its own: the limit holds for all its files. What it finds in the log it says on its standard output.
+# Runs in a separate process, since the limit applies to all files of a process. It prints the contents of the log.
 FULL = """
 import contextlib, json, logging, os, resource, sys
 from lmtrain.tracking.json_log import JsonLog
@@ -184,51 +184,49 @@ say()
 
 
 def fill_the_disk(folder, kind, room_again):
-    """What the log held at times, as steps, each of which is a whole line, and the last text; and what was told."""
+    """The steps in the log at several times, its final text, and the messages on stderr."""
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         if kind == "disk":
             mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", folder]
             if subprocess.run(mount, capture_output=True).returncode:
-                kind = "limit"  # where nothing may be mounted it is the limit both times
+                kind = "limit"  # without the right to mount, the limit is tested twice
             else:
                 stack.callback(subprocess.run, ["umount", "--lazy", folder], check=True)
         command = [sys.executable, "-c", FULL, str(folder), kind, room_again]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     texts = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all(text.endswith("\n") for text in texts), "half a line is in the log"
+    assert all(text.endswith("\n") for text in texts), "incomplete line in the log"
     steps = [[json.loads(line)["step"] for line in text.splitlines()] for text in texts]
     return steps, texts[-1], done.stderr
 
 
 @pytest.mark.parametrize("kind", ["limit", "disk"])
-def test_a_full_disk_loses_no_line_and_all_are_there_once_there_is_room(tmp_path, kind):
-    steps, text, told = fill_the_disk(tmp_path / "full", kind, room_again="while it trains")
+def test_a_full_disk_loses_no_line_and_all_are_written_once_there_is_space(tmp_path, kind):
+    steps, text, stderr = fill_the_disk(tmp_path / "full", kind, room_again="while it trains")
     *while_full, with_room, at_the_end = steps
-    assert [found == list(range(1, len(found) + 1)) for found in while_full] == [
-        True
-    ] * 3  # and nothing but whole lines
+    assert [found == list(range(1, len(found) + 1)) for found in while_full] == [True] * 3  # and only complete lines
     assert 1 <= len(while_full[0]) == len(while_full[-1]) < 100
     assert with_room == at_the_end == list(range(1, 303))
     line_of_step_301 = {"step": 301, "train/loss": 150.5, "throughput/tokens_per_second": 123456.0}
     assert json.loads(text.splitlines()[300]) == line_of_step_301
-    (notice,) = told.splitlines()
+    (notice,) = stderr.splitlines()
     assert "run.metrics.jsonl cannot be written: " in notice
-    assert notice.endswith("; training continues, and metrics wait in memory until they can")
+    assert "; training continues" in notice
 
 
-def test_lines_that_waited_are_written_at_the_end_if_there_is_room_only_then(tmp_path):
-    steps, _, told = fill_the_disk(tmp_path / "full", "limit", room_again="at the end")
+def test_pending_lines_are_written_at_the_end_if_there_is_space_only_then(tmp_path):
+    steps, _, stderr = fill_the_disk(tmp_path / "full", "limit", room_again="at the end")
     assert steps[-1] == list(range(1, 302))
-    assert len(told.splitlines()) == 1
+    assert len(stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("kind", ["limit", "disk"])
-def test_a_disk_that_stays_full_to_the_end_is_told_with_the_lines_that_are_lost(tmp_path, kind):
-    steps, _, told = fill_the_disk(tmp_path / "full", kind, room_again="never")
+def test_a_disk_that_stays_full_is_logged_with_the_number_of_lost_lines(tmp_path, kind):
+    steps, _, stderr = fill_the_disk(tmp_path / "full", kind, room_again="never")
     written = len(steps[-1])
     assert steps[-1] == list(range(1, written + 1))
-    first, last = told.splitlines()
+    first, last = stderr.splitlines()
     assert "; training continues" in first
     assert last.endswith(f"run.metrics.jsonl: {301 - written} lines of metrics could not be written")

@@ -1,4 +1,4 @@
-"""The live view: what it says, the course of the loss in a few characters, and that the log stays above it."""
+"""The live view: its contents, the sparkline of the loss, and the log above it."""
 
 import io
 import math
@@ -20,7 +20,7 @@ SHOWN = Shown(step=250, loss=3.14159, learning_rate=6e-4, tokens_per_second=123_
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until the test moves it."""
+    """A clock that advances only when the test changes it."""
     now = SimpleNamespace(seconds=1000.0)
     monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now
@@ -32,7 +32,7 @@ def view(clock):
 
 
 def text(view: LiveView, width: int = 120) -> list[str]:
-    """What is drawn, line by line, without colours."""
+    """The drawn lines, without colours."""
     console = Console(record=True, width=width, file=io.StringIO())
     console.print(view.render())
     return [line.rstrip() for line in console.export_text().splitlines()]
@@ -47,7 +47,7 @@ def text(view: LiveView, width: int = 120) -> list[str]:
         ([], ""),
         ([5.0], "▁"),
         ([2.0, 2.0, 2.0], "▁▁▁"),
-        ([0, 1, 2, 3, 4, 5, 6, 7, 8], "▁▁▁▂▃▅▆▇█"),  # the first two are beyond the scale
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8], "▁▁▁▂▃▅▆▇█"),  # the first two are below the scale
         ([8, 7, 6, 5, 4, 3, 2, 1], "███▇▅▄▂▁"),
         ([-1.0, 0.0, -1.0, 0.0], "▁█▁█"),
         ([1e-9, 2e-9, 1e-9, 2e-9], "▁█▁█"),
@@ -57,7 +57,7 @@ def test_a_sparkline_has_a_bar_for_each_value(values, expected):
     assert sparkline(values) == expected
 
 
-def test_the_fall_at_first_does_not_flatten_what_comes_after():
+def test_an_initial_drop_does_not_flatten_later_values():
     line = sparkline([1000.0, 500.0, 4.0, 3.5, 3.0, 2.5, 2.0, 1.5])
     assert line[:2] == "██"
     assert len(set(line[2:])) == 6
@@ -66,7 +66,7 @@ def test_the_fall_at_first_does_not_flatten_what_comes_after():
 # thinning
 
 
-def test_so_few_values_are_kept_as_they_are():
+def test_few_values_are_kept_unchanged():
     thinned = Thinned(10)
     for value in range(9):
         thinned.add(value)
@@ -75,7 +75,7 @@ def test_so_few_values_are_kept_as_they_are():
 
 @pytest.mark.parametrize("most", [2, 4, 40])
 @pytest.mark.parametrize("number", [1, 39, 40, 41, 79, 80, 1000, 4096])
-def test_a_long_series_has_few_points_each_the_mean_of_equally_many(most, number):
+def test_a_long_series_has_few_points_each_the_mean_of_the_same_number_of_values(most, number):
     thinned = Thinned(most)
     for value in range(number):
         thinned.add(float(value))
@@ -85,11 +85,11 @@ def test_a_long_series_has_few_points_each_the_mean_of_equally_many(most, number
         each = points[1] - points[0]
         assert points == [each * index + (each - 1) / 2 for index in range(len(points))]
         assert math.log2(each).is_integer()
-        assert number - each * len(points) < each  # no more than the last point waits to be whole
+        assert number - each * len(points) < each  # at most the last point is incomplete
         assert len(points) >= most // 2 or each == 1 or number < most
 
 
-def test_what_is_no_number_is_left_out():
+def test_nan_is_ignored():
     thinned = Thinned(10)
     for value in (1.0, math.nan, math.inf, -math.inf, 2.0):
         thinned.add(value)
@@ -99,7 +99,7 @@ def test_what_is_no_number_is_left_out():
 # the view
 
 
-def test_before_the_first_step_it_says_that_it_compiles(view, clock):
+def test_before_the_first_step_it_shows_that_it_is_compiling(view, clock):
     clock.seconds += 75
     first, bar, last = text(view)
     assert first == "one  gpt2, 1,000 parameters  1m15s"
@@ -107,7 +107,7 @@ def test_before_the_first_step_it_says_that_it_compiles(view, clock):
     assert last == "compiling the first step"
 
 
-def test_a_step_shows_progress_loss_and_speed_and_nothing_that_there_is_not(view, clock):
+def test_a_step_shows_progress_loss_and_speed_and_no_missing_values(view, clock):
     clock.seconds += 50
     view.show(SHOWN)
     head, bar, loss, speed = text(view)
@@ -117,7 +117,7 @@ def test_a_step_shows_progress_loss_and_speed_and_nothing_that_there_is_not(view
     assert re.split(" {2,}", speed) == ["speed", "123,457 tokens/s", "250 ms a step", "lr 6.00e-04"]
 
 
-def test_everything_that_there_is_is_shown(view, clock):
+def test_all_available_values_are_shown(view, clock):
     clock.seconds += 50
     shown = SHOWN.__dict__ | {
         "seconds_per_step": 2.5,
@@ -138,12 +138,12 @@ def test_everything_that_there_is_is_shown(view, clock):
     ]
 
 
-def test_what_is_due_now_has_no_time_to_it(view):
+def test_an_evaluation_or_save_due_now_has_no_remaining_time(view):
     view.show(Shown(**SHOWN.__dict__ | {"next_save": 250}))
     assert re.split(" {2,}", text(view)[-1]) == ["next", "checkpoint at step 250"]
 
 
-def test_the_time_left_is_that_of_the_steps_left_whatever_the_start_took(clock):
+def test_the_time_left_depends_on_the_steps_left_not_on_the_start_up(clock):
     view = LiveView("one", total=1000, start=200)
     assert text(view)[1].endswith(" 200/1,000  20 %")
     clock.seconds += 5000  # compiling
@@ -151,13 +151,13 @@ def test_the_time_left_is_that_of_the_steps_left_whatever_the_start_took(clock):
     assert text(view)[1].endswith(" 250/1,000  25 %    3m08s left")
 
 
-def test_at_the_end_nothing_is_left(view, clock):
+def test_at_the_end_no_time_is_left(view, clock):
     clock.seconds += 10
     view.show(Shown(**SHOWN.__dict__ | {"step": 1000}))
     assert text(view)[1].endswith(" 1,000/1,000  100 %")
 
 
-def test_a_step_that_is_shown_again_counts_once_for_the_course_of_the_loss(view):
+def test_a_step_that_is_shown_again_counts_once_in_the_sparkline(view):
     view.show(SHOWN)
     view.show(Shown(**SHOWN.__dict__ | {"evaluated": Evaluated(250, 3.0)}))
     view.show(Shown(**SHOWN.__dict__ | {"step": 251, "loss": 3.0}))
@@ -165,12 +165,12 @@ def test_a_step_that_is_shown_again_counts_once_for_the_course_of_the_loss(view)
     assert len(text(view)[2].split()[-1]) == 2
 
 
-def test_a_loss_that_is_no_number_is_shown_as_it_is(view):
+def test_a_nan_loss_is_shown(view):
     view.show(Shown(**SHOWN.__dict__ | {"loss": math.nan}))
     assert re.split(" {2,}", text(view)[2]) == ["loss", "nan"]
 
 
-def test_names_with_brackets_are_shown_as_they_are():
+def test_names_with_brackets_are_shown_unchanged():
     view = LiveView("[bold]one[/x]", total=10, start=0)
     view.show(Shown(**SHOWN.__dict__ | {"step": 1, "status": "shard [red].jsonl"}))
     lines = text(view)
@@ -179,12 +179,12 @@ def test_names_with_brackets_are_shown_as_they_are():
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])
-def test_in_a_narrow_terminal_no_line_is_wider_than_it(view, width):
+def test_in_a_narrow_terminal_no_line_is_too_wide(view, width):
     view.show(Shown(**SHOWN.__dict__ | {"mfu": 41.2, "next_evaluation": 300, "next_save": 400}))
     assert max(map(len, text(view, width))) <= width
 
 
-def test_it_draws_on_the_console_that_it_is_given_and_leaves_the_last_state_there():
+def test_it_draws_on_the_given_console_and_leaves_the_last_state_visible():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, color_system=None)
     with LiveView("one", total=300, start=0, console=console) as view:
@@ -213,7 +213,7 @@ log.info("after it")
 
 
 def on_a_terminal(*command: str) -> str:
-    """What a program sends to a terminal of 100 columns."""
+    """The output of a program on a terminal of 100 columns."""
     terminal, child = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     process = subprocess.Popen(command, stderr=child, stdout=child, env=environment)
@@ -229,12 +229,12 @@ def on_a_terminal(*command: str) -> str:
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # the other end has closed
+    except OSError:  # the program closed its end
         return b""
 
 
 def screen(sent: str) -> list[str]:
-    """The lines that a terminal shows in the end: it goes up, and erases, as it is told."""
+    """The lines that a terminal shows in the end, after cursor movements and erasures."""
     lines, at, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", sent):
         if part == "\n":
@@ -253,7 +253,7 @@ def screen(sent: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_on_a_terminal_the_log_is_above_the_view_and_whole():
+def test_on_a_terminal_the_complete_log_is_above_the_view():
     shown = screen(on_a_terminal(sys.executable, "-c", RUN))
     log = ["before it", *(f"line {step} [red]of the log[/nothing]" for step in range(1, 6))]
     log.append("saved checkpoints/one/step-5")

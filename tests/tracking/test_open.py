@@ -1,4 +1,4 @@
-"""All trackers of a config as one: the JSON log always, the others beside it."""
+"""All trackers of a config as one: always the JSON log, and the configured ones."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ def use(trackers):
 
 
 @pytest.mark.parametrize("configs", [[], [JsonConfig()], [NoopConfig()], [JsonConfig(), JsonConfig(), NoopConfig()]])
-def test_the_json_log_is_always_written_and_once(tmp_path, configs):
+def test_the_json_log_is_always_written_exactly_once(tmp_path, configs):
     use(open_trackers(configs, str(tmp_path / "logs"), "run-1", 0))
     assert read(tmp_path / "logs" / "run-1.metrics.jsonl") == [
         {"step": 0, "parameters": 7},
@@ -33,19 +33,19 @@ def test_the_json_log_is_always_written_and_once(tmp_path, configs):
 
 
 @pytest.mark.parametrize("ending", ["", "/", "//"])
-def test_a_slash_at_the_end_of_the_folder_does_not_matter(tmp_path, ending):
+def test_a_trailing_slash_of_the_folder_does_not_matter(tmp_path, ending):
     use(open_trackers([], f"{tmp_path}{ending}", "run-1", 0))
     assert (tmp_path / "run-1.metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(("logdir", "folder"), [("tb", "tb/run-1"), ("tb/${run_id}/x", "tb/run-1/x")])
-def test_tensorboard_writes_into_the_folder_of_the_run(tmp_path, logdir, folder):
+def test_tensorboard_writes_to_the_folder_of_the_run(tmp_path, logdir, folder):
     use(open_trackers([TensorboardConfig(logdir=f"{tmp_path}/{logdir}")], str(tmp_path), "run-1", 0))
     (path,) = (tmp_path / folder).iterdir()
     assert b"train/loss" in path.read_bytes()
 
 
-def test_a_restarted_run_cuts_its_json_log(tmp_path):
+def test_a_restarted_run_truncates_its_json_log(tmp_path):
     for restored in (0, 1):
         trackers = open_trackers([], str(tmp_path), "run-1", restored)
         for step in (restored + 1, restored + 2):

@@ -1,4 +1,4 @@
-"""TensorBoard: what was logged is in the event file, read here byte by byte, and by TensorBoard's own reader."""
+"""TensorBoard event files, checked byte by byte and with TensorBoard's own reader."""
 
 import itertools
 import struct
@@ -44,7 +44,7 @@ def test_scalars_are_in_the_event_file_with_name_step_and_float32_value(folder):
     ]
 
 
-def test_the_config_and_the_summary_are_texts(folder):
+def test_the_config_and_the_summary_are_logged_as_texts(folder):
     tracker = TensorboardTracker(str(folder), 0)
     tracker.hyperparameters({"model": {"type": "gpt2", "num_layers": 2}})
     tracker.summary({"parameters": 1234})
@@ -60,7 +60,7 @@ def purged_from(folder):
     return [event.step for event in read_events(folder) if event.session_log.status == SessionLog.START]
 
 
-def test_after_a_restart_tensorboard_is_told_to_forget_later_steps(folder):
+def test_after_a_restart_later_steps_are_purged(folder):
     tracker = TensorboardTracker(str(folder), 7)
     tracker.log({"train/loss": 1.0}, 8)
     tracker.finish()
@@ -105,15 +105,15 @@ def test_tensorboard_itself_reads_scalars_and_texts(folder):
 
 
 def test_tensorboard_itself_shows_each_step_once_after_a_kill_and_a_restart(folder, monkeypatch):
-    """Up to step 5, then again from step 3: what the first start logged of later steps is forgotten."""
+    """Up to step 5, then again from step 3: later steps of the first start are purged."""
     processes = itertools.count(1)
-    monkeypatch.setattr(tensorboard.os, "getpid", lambda: next(processes))  # each start is one of its own
+    monkeypatch.setattr(tensorboard.os, "getpid", lambda: next(processes))  # each start has its own process id
     killed = TensorboardTracker(str(folder), 0)
     for step in range(1, 6):
         killed.log({"train/loss": float(step)}, step)
     killed.finish()
     (path,) = folder.iterdir()
-    path.write_bytes(path.read_bytes()[:-5])  # the kill came within a line
+    path.write_bytes(path.read_bytes()[:-5])  # killed in the middle of a record
     restarted = TensorboardTracker(str(folder), 3)
     for step in range(4, 7):
         restarted.log({"train/loss": 10.0 * step}, step)
@@ -122,8 +122,8 @@ def test_tensorboard_itself_shows_each_step_once_after_a_kill_and_a_restart(fold
     assert scalars == {"train/loss": [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0), (6, 60.0)]}
 
 
-def test_a_kill_costs_seconds_of_what_was_logged_and_not_minutes(folder):
-    """What was not flushed is not logged again if a checkpoint was saved since; tensorboardX waits for two minutes."""
+def test_a_kill_loses_seconds_of_metrics_not_minutes(folder):
+    """Unflushed metrics before a checkpoint are not logged again; tensorboardX flushes every two minutes by default."""
     tracker = TensorboardTracker(str(folder), 0)
     assert tracker._writer.file_writer.event_writer._flush_secs <= 10
     tracker.finish()

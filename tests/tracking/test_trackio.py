@@ -1,4 +1,4 @@
-"""Trackio: the real library, in processes of its own that reach no network; what it stored is read from its SQLite."""
+"""Trackio: the real library, in separate processes without network; its SQLite database is read."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from lmtrain.tracking import trackio
 from lmtrain.tracking.config import TrackioConfig
 from lmtrain.tracking.open import check_trackers
 
-# Tracks as a run does, by `open_trackers`, what is given as [[metrics, step], ...]; then ends, or waits to be killed.
+# Logs [[metrics, step], ...] like a run, through `open_trackers`; then finishes, or waits to be killed.
 RUN = """
 import json, socket, sys, time
 
@@ -56,15 +56,15 @@ def start(folder, restored, logs, ends=True, **settings):
 
 
 def track(folder, restored, logs, **settings):
-    """A start of the run that goes to its end; returns all that it printed."""
+    """Run a start to its end; returns its output."""
     process = start(folder, restored, logs, **settings)
-    told, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, told
-    return told
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
 
 
 def stored(folder, table, column, project="lmtrain"):
-    """The rows of a table as (run id, name of the run, step or None, what `column` holds)."""
+    """The rows of a table as (run id, run name, step or None, value of `column`)."""
     path = folder / "stored" / f"{project}.db"
     if not path.exists():
         return []
@@ -72,7 +72,7 @@ def stored(folder, table, column, project="lmtrain"):
     connection = sqlite3.connect(path, timeout=300)
     try:
         rows = connection.execute(f"SELECT run_id, run_name, {step}, {column} FROM {table} ORDER BY id").fetchall()
-    except sqlite3.OperationalError:  # not made yet
+    except sqlite3.OperationalError:  # not created yet
         return []
     finally:
         connection.close()
@@ -80,7 +80,7 @@ def stored(folder, table, column, project="lmtrain"):
 
 
 def metrics(folder):
-    """(step, name, value) of all that is stored."""
+    """All stored metrics as (step, name, value)."""
     rows = stored(folder, "metrics", "metrics")
     return [(step, name, value) for _, _, step, found in rows for name, value in found.items()]
 
@@ -95,7 +95,7 @@ def expected(*steps):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that went to its end: its folder, and what it printed."""
+    """A finished run: its folder and its output."""
     folder = tmp_path_factory.mktemp("finished")
     logs = [*training(1, 2), ({"eval/loss": 3.5}, 2), *training(3)]
     return folder, track(folder, 0, logs, group="g")
@@ -112,17 +112,17 @@ def test_the_run_has_its_name_group_config_and_summary(finished):
     assert (config["parameter_count"], config["_Group"]) == (7, "g")
 
 
-def test_nothing_is_printed_and_no_network_is_asked_for(finished):
+def test_nothing_is_printed_and_no_network_is_used(finished):
     assert finished[1] == ""
 
 
-def test_nothing_is_written_but_below_the_folder_of_trackio_and_of_the_logs(finished):
+def test_files_are_written_only_to_the_folders_of_trackio_and_of_the_logs(finished):
     assert {path.name for path in finished[0].iterdir()} == {"stored", "logs"}
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A run that was killed when step 6 was stored, and went on from step 3: its folder, and what it printed then."""
+    """A run killed when step 6 was stored and resumed from step 3: its folder, and the output after the restart."""
     folder = tmp_path_factory.mktemp("killed")
     process = start(folder, 0, [*training(1, 2, 3), ({"eval/loss": 3.5}, 3), *training(4, 5, 6)], ends=False)
     while (6, "train/loss", 1.5) not in metrics(folder):
@@ -131,7 +131,7 @@ def killed(tmp_path_factory):
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    # killed within the evaluation of step 6, it has to do that step again, from the one that was saved
+    # killed during the evaluation of step 6, it repeats the steps after its last checkpoint
     return folder, track(folder, 3, [*training(4, 5, 6), ({"eval/loss": 2.5}, 6), *training(7)])
 
 
@@ -139,13 +139,13 @@ def test_after_a_kill_no_metric_of_a_step_is_stored_twice_and_none_is_missing(ki
     assert sorted(metrics(killed[0])) == sorted([*expected(*range(1, 8)), (3, "eval/loss", 3.5), (6, "eval/loss", 2.5)])
 
 
-def test_a_second_start_goes_on_in_the_same_run(killed):
+def test_a_second_start_resumes_the_same_run(killed):
     assert len({row[0] for row in stored(killed[0], "metrics", "metrics")}) == 1
     assert len(stored(killed[0], "configs", "config")) == 1
     assert killed[1] == ""
 
 
-def test_another_run_of_the_project_does_not_meet_the_steps_of_the_first(finished):
+def test_another_run_of_the_project_is_independent_of_the_steps_of_the_first(finished):
     folder = finished[0]
     before = metrics(folder)
     track(folder, 0, training(1, 2), name="another")
@@ -153,7 +153,7 @@ def test_another_run_of_the_project_does_not_meet_the_steps_of_the_first(finishe
     assert [row[1] for row in stored(folder, "configs", "config")] == ["run-1", "another"]
 
 
-def test_without_the_library_a_run_is_refused_with_what_to_install(monkeypatch):
+def test_without_the_library_a_run_is_refused_with_install_advice(monkeypatch):
     monkeypatch.setattr(trackio.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'lmtrain\[trackio\]'"):
         check_trackers([TrackioConfig()])

@@ -1,4 +1,4 @@
-"""Weights & Biases: the real library, offline, in a process and a home of its own."""
+"""Weights & Biases: the real library, offline, in a separate process with its own home folder."""
 
 import json
 import os
@@ -38,9 +38,9 @@ print(tracker._run.settings.mode)
 
 
 def run(folder, script, *arguments, **environment):
-    """Run a script in `folder`, which is its home too; returns (stdout, stderr)."""
+    """Run a script in `folder`, which is also its home; returns (stdout, stderr)."""
     folder.mkdir(exist_ok=True)
-    away = ("WANDB", "NETRC", "XDG")  # caches too are below the home
+    away = ("WANDB", "NETRC", "XDG")  # so caches are below the home as well
     kept = {name: value for name, value in os.environ.items() if not name.startswith(away)}
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
@@ -66,14 +66,14 @@ def read_records(folder):
 
 
 def read_file(path):
-    """After 7 bytes come chunks, of blocks of 32 KiB: each is crc (4), length (2), type (1), payload.
+    """Parse chunks after the first 7 bytes, in blocks of 32 KiB: each is crc (4), length (2), type (1), payload.
 
     Type 1 is a whole record; 2, 3 and 4 are the first, a middle and the last part of one.
     """
     data, at, records, parts = path.read_bytes(), 7, defaultdict(list), b""
     while at < len(data):
         left = 32768 - at % 32768
-        if left < 7:  # no place for a chunk in this block
+        if left < 7:  # too little space for a chunk in this block
             at += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
@@ -95,18 +95,22 @@ def offline(tmp_path_factory):
     return folder, mode, stderr, read_records(folder)
 
 
-def test_without_a_key_it_goes_offline_and_says_how_to_send_it_later(offline):
+def test_without_a_key_it_logs_offline_with_advice_how_to_upload(offline):
     folder, mode, stderr, _ = offline
     assert mode == "offline"
-    assert stderr == f"W&B: no API key found, logging offline under {folder}; send it later with `wandb sync`\n"
+    (line,) = stderr.splitlines()
+    for part in ("no API key", str(folder), "`wandb sync`"):
+        assert part in line
 
 
-@pytest.mark.parametrize(("mode", "told"), [("offline", "WANDB_MODE=offline, logging under"), ("disabled", "nothing")])
-def test_a_mode_of_the_environment_is_told(tmp_path, mode, told):
-    """Somebody set it some day, and expects to see the run on its page."""
+@pytest.mark.parametrize(
+    ("mode", "message"), [("offline", "WANDB_MODE=offline, "), ("disabled", "WANDB_MODE=disabled, nothing")]
+)
+def test_a_mode_of_the_environment_is_logged(tmp_path, mode, message):
+    """The variable may be forgotten, and the user expects the run on its page."""
     found, stderr = track(tmp_path, {"project": "p"}, WANDB_MODE=mode, WANDB_API_KEY="0123456789" * 4)
     assert found == mode
-    assert told in stderr
+    assert message in stderr
 
 
 def test_the_run_has_the_settings_it_was_given(offline):
@@ -152,17 +156,17 @@ def furnished(tmp_path_factory):
     return folder, stderr, read_records(folder)
 
 
-def test_further_keywords_reach_wandb(furnished):
+def test_further_keywords_are_passed_to_wandb(furnished):
     records = furnished[2]
     (run,) = records["run"]
     assert (run.notes, run.job_type, run.run_group) == ("a longer text", "pretraining", "g")
     assert {update.key: json.loads(update.value_json) for update in run.config.update}["cluster"] == "west"
     assert run.host == "somewhere"
     config = {update.key: json.loads(update.value_json) for record in records["config"] for update in record.update}
-    assert config["model"] == {"hidden_dim": 32}  # beside those of the tracker
+    assert config["model"] == {"hidden_dim": 32}  # in addition to those of the tracker
 
 
-def test_artifacts_are_recorded_with_their_files_under_names_that_wandb_allows(furnished):
+def test_artifacts_are_recorded_with_their_files_and_valid_names(furnished):
     found = {
         artifact.name: (artifact.type, {entry.path for entry in artifact.manifest.contents})
         for artifact in furnished[2]["artifact"]
@@ -175,12 +179,13 @@ def test_artifacts_are_recorded_with_their_files_under_names_that_wandb_allows(f
 
 
 def test_nothing_is_printed_for_keywords_and_artifacts(furnished):
-    folder, stderr, _ = furnished
-    assert stderr == f"W&B: no API key found, logging offline under {folder}; send it later with `wandb sync`\n"
+    _, stderr, _ = furnished
+    (line,) = stderr.splitlines()
+    assert line.startswith("W&B: no API key")
 
 
-def test_a_restart_goes_on_in_the_run_of_the_same_id(furnished):
-    """The second start in one folder: W&B keeps a file for each, which are the same run to it."""
+def test_a_restart_resumes_the_run_of_the_same_id(furnished):
+    """The second start in a folder: W&B stores a file per start, both with the same run id."""
     folder = furnished[0]
     _, stderr = track(folder, {"resume": False, "mode": "offline"})
     assert stderr == ""
@@ -207,8 +212,8 @@ print(json.dumps(given))
 """
 
 
-def test_wandb_takes_all_that_resume_may_be_and_going_on_elsewhere_takes_its_place(tmp_path):
-    """It takes one of resume, resume_from and fork_from only, and resume is "allow" where nothing is said."""
+def test_wandb_accepts_all_values_of_resume_and_resume_from_replaces_it(tmp_path):
+    """It accepts only one of resume, resume_from and fork_from, and resume is "allow" by default."""
     settings = [{"resume": value} for value in (True, False, "allow", "never", "must", "auto", None)]
     settings += [{}, {"resume_from": "run-1?_step=7"}, {"fork_from": "run-0?_step=7", "resume": "must"}]
     given, stderr = run(tmp_path, RESUMED, json.dumps(settings))
@@ -217,7 +222,7 @@ def test_wandb_takes_all_that_resume_may_be_and_going_on_elsewhere_takes_its_pla
     assert stderr == ""
 
 
-def test_the_mode_that_is_set_wins_over_the_key(tmp_path):
+def test_an_explicit_mode_takes_precedence_over_the_key(tmp_path):
     mode, stderr = track(tmp_path, {"mode": "offline", "id": "other"}, WANDB_API_KEY="a" * 40)
     assert (mode, stderr) == ("offline", "")
     (run,) = read_records(tmp_path)["run"]
@@ -225,12 +230,12 @@ def test_the_mode_that_is_set_wins_over_the_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [({"init_timeot": 5}, "settings.init_timeot: .*did you mean 'init_timeout'"), ({"init_timeout": "x"}, "number")],
 )
-def test_settings_that_wandb_does_not_know_are_told_before_anything_begins(settings, told):
+def test_unknown_wandb_settings_are_refused_before_training_starts(settings, message):
     check_trackers([WandbConfig(settings={"init_timeout": 5})])
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         check_trackers([WandbConfig(settings=settings)])
 
 
@@ -252,8 +257,8 @@ KEY = "0123456789" * 4
         ({"NETRC": "other"}, []),
     ],
 )
-def test_the_key_that_wandb_login_keeps_is_found(tmp_path, variables, host):
-    """By the real command, in a home of its own; without it there is none."""
+def test_the_key_stored_by_wandb_login_is_found(tmp_path, variables, host):
+    """Stored by the real command, in a separate home; without the command there is no key."""
     code = "from lmtrain.tracking.wandb import has_key; print(has_key())"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "NETRC"))}
     environment = kept | {"HOME": str(tmp_path)} | variables
@@ -268,19 +273,19 @@ def test_the_key_that_wandb_login_keeps_is_found(tmp_path, variables, host):
 
 
 class Config(dict):
-    """What a W&B run keeps of its hyperparameters."""
+    """The hyperparameters of a W&B run."""
 
     def update(self, values, allow_val_change):
         super().update(values)
 
 
 @pytest.mark.parametrize(
-    ("before", "is_told"), [({}, False), ({"data_tokens": "a"}, False), ({"data_tokens": "b"}, True)]
+    ("before", "warns"), [({}, False), ({"data_tokens": "a"}, False), ({"data_tokens": "b"}, True)]
 )
-def test_a_run_of_the_same_id_on_other_data_is_told(before, is_told, caplog):
-    """Two projects with the same settings have the same run id; W&B's server is not here, so its run is a stand-in."""
+def test_an_existing_run_of_the_same_id_on_other_data_is_warned_about(before, warns, caplog):
+    """Two projects with the same settings have the same run id; the W&B run is replaced by a stand-in."""
     tracker = WandbTracker.__new__(WandbTracker)
     tracker._run = SimpleNamespace(id="nano-123456", config=Config(before))
     tracker.hyperparameters({"epoch": 0, "data_tokens": "a"})
-    assert ("nano-123456 there was trained on other data" in caplog.text) == is_told
+    assert ("nano-123456 was trained on other data" in caplog.text) == warns
     assert tracker._run.config == {"epoch": 0, "data_tokens": "a"}
