@@ -113,18 +113,18 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
                     elif done > setup.first_step:
                         saver.save(state, done, Kind.TEMPORARY, at_once=True)
                     break
-                said = agreement.on_devices(requests())
+                mine = agreement.on_devices(requests())
                 with program.explaining_errors():
                     if step.is_new(batch):
                         reporter.report()  # the running step ends while the host compiles: its time would be wrong
                         with timer.section(COMPILE):
-                            reporter.add(step.compile(state, batch, said))
+                            reporter.add(step.compile(state, batch, mine))
                         setup.reporting.ledger.write()
-                    state, metrics, heard = step(state, batch, said)
+                    state, metrics, agreed = step(state, batch, mine)
                 done += 1
                 # This step is running now; the previous one is (nearly) finished. Reading the metrics of the previous
                 # step keeps the device busy.
-                reporter.report(keep=(done, metrics, heard))
+                reporter.report(keep=(done, metrics, agreed))
                 if agreement.waits(requests()):
                     reporter.report()
 

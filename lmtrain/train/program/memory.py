@@ -232,8 +232,8 @@ def _split_widths(model: LanguageModel, layout: Layout) -> dict[int, int]:
     """Sizes of the dimensions that computation splits (heads, MLP) -> number of parts."""
     boxes = jax.tree.leaves(abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned))
     sizes = {name: size for box in boxes for name, size in zip(box.names, box.value.shape, strict=True)}
-    words = {word: activation for word, activation in ACTIVATION_OF.items() if word in sizes and word != "embed"}
-    parts = {sizes[word]: layout.num_parts(activation) for word, activation in words.items()}
+    axes = {name: activation for name, activation in ACTIVATION_OF.items() if name in sizes and name != "embed"}
+    parts = {sizes[name]: layout.num_parts(activation) for name, activation in axes.items()}
     return {size: number for size, number in parts.items() if number > 1}
 
 
