@@ -1,4 +1,4 @@
-"""Sections are immutable, strict about names, and do not take true for 1."""
+"""Sections: immutable, unknown names are errors, booleans are not numbers."""
 
 import pytest
 from pydantic import Field, ValidationError
@@ -36,7 +36,7 @@ def test_a_bool_is_not_a_number(name, value):
 
 
 @pytest.mark.parametrize("name", ["flag", "either"])
-def test_a_bool_is_taken_where_one_belongs(name):
+def test_a_bool_is_accepted_for_a_boolean_setting(name):
     assert getattr(Small(**{name: True}), name) is True
 
 

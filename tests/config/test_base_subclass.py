@@ -1,4 +1,4 @@
-"""Configs subclassed in Python: a run is known by its values, whatever class gave them."""
+"""Configs subclassed in Python: the identity of a run depends on values, not on classes."""
 
 import pytest
 from pydantic import Field, ValidationError
@@ -12,7 +12,7 @@ SIZES = {"hidden_dim": 64, "num_heads": 4, "num_layers": 2, "intermediate_dim": 
 
 
 class Small(LlamaConfig):
-    """Other defaults."""
+    """A subclass with other defaults."""
 
     hidden_dim: int = 64
     num_heads: int = 4
@@ -21,13 +21,13 @@ class Small(LlamaConfig):
 
 
 class Own(LlamaConfig):
-    """A setting that nothing reads."""
+    """A subclass with an additional setting, which nothing reads."""
 
     temperature: float = 1.0
 
 
 class Bytes(DataConfig):
-    """Another default of a section that has no kinds."""
+    """A subclass with another default, of a section without `type`."""
 
     tokenizer: str = "byte"
 
@@ -41,21 +41,21 @@ def test_other_defaults_make_the_same_run_as_the_same_values_written_out():
     assert (resolved(subclassed), run_id(subclassed, "a")) == (resolved(plain), run_id(plain, "a"))
 
 
-def test_what_was_given_is_known_as_given_and_no_more():
+def test_the_defaults_of_the_subclass_count_as_set():
     model = RunConfig(model=Small(seq_len=128)).model
     assert model.model_fields_set == {"seq_len", *SIZES}
 
 
-def test_sections_without_kinds_too():
+def test_sections_without_type_are_converted_too():
     config = RunConfig(data=Bytes())
     assert (type(config.data), config.data.tokenizer) == (DataConfig, "byte")
 
 
-def test_a_setting_of_the_subclass_that_nothing_would_read_is_refused():
+def test_an_additional_setting_of_the_subclass_is_refused():
     with pytest.raises(ValidationError, match=r"Own.*LlamaConfig.*temperature"):
         RunConfig(model=Own())
 
 
-def test_constraints_of_the_base_hold():
+def test_constraints_of_the_base_apply():
     with pytest.raises(ValidationError, match="does not divide hidden_dim"):
         RunConfig(model=Small(num_heads=7))

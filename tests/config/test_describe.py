@@ -1,4 +1,4 @@
-"""What settings there are, read off the models."""
+"""Descriptions of all settings."""
 
 from collections import Counter
 from datetime import timedelta
@@ -18,7 +18,7 @@ SETTINGS = [setting for group in GROUPS for setting in group.settings]
 
 
 def leaves(model, at=""):
-    """Dotted names of all settings that are no sections, written independently of `describe`."""
+    """Dotted names of all settings that are not sections, computed independently of `describe`."""
     for name, field in model.model_fields.items():
         path = f"{at}.{name}" if at else name
         text = str(field.annotation)
@@ -43,7 +43,7 @@ def test_every_setting_is_described():
     assert set(described - expected) == {
         "data.configs",
         "trainer.tracker",
-        "trainer.tracker[].type",  # of one's own: where to import it from
+        "trainer.tracker[].type",  # import path of a custom tracker
         "trainer.profiler",
         "trainer.checkpointer.keep",
         "trainer.train_batch_size",
@@ -58,12 +58,12 @@ def test_no_group_describes_a_setting_twice():
         assert len(names) == len(set(names))
 
 
-def test_every_setting_says_what_it_means_and_every_group_what_it_is():
+def test_every_setting_and_every_group_has_a_description():
     assert not [setting.name for setting in SETTINGS if len(setting.description) < 10]
     assert not [group.title for group in GROUPS if len(group.doc) < 10]
 
 
-def test_what_kinds_share_comes_once_and_their_own_below_their_type():
+def test_settings_shared_by_kinds_come_once_and_others_below_their_type():
     titles = [group.title for group in GROUPS]
     assert titles.index("model") < titles.index("model (type: gpt2)") < titles.index("model (type: llama)")
     assert sum(setting.name == "optimizer.weight_decay" for setting in SETTINGS) == 1
@@ -74,14 +74,14 @@ def test_settings_that_some_kinds_share_are_titled_by_these():
     assert titles == {"optimizer (type: sophia-h, sophia-g)", "optimizer (type: sophia-g)"}
 
 
-def test_the_terminals_list_has_every_setting_with_its_group():
+def test_the_text_for_the_terminal_has_every_setting_with_its_group():
     text = format_settings(GROUPS)
     assert "--trainer.tracker[].save_xla_dumps\n" in text
     assert "--trainer.seed\n" in text
     assert "model (type: gpt2): GPT-2" in text
 
 
-def test_sections_are_found_inside_lists_maps_and_choices():
+def test_sections_are_found_inside_lists_maps_and_unions():
     class Part(BaseModel):
         x: int = 0
 
@@ -129,11 +129,11 @@ def test_groups_are_titled_by_section_and_kind_and_come_in_order():
     ]
 
 
-def test_settings_stand_below_the_section_they_are_described_at():
+def test_names_are_prefixed_with_the_section():
     assert [setting.name for setting in describe(Small, "a.b")[0].settings] == ["a.b.size"]
 
 
-def test_the_terminals_list_is_this():
+def test_the_exact_text_for_the_terminal():
     assert format_settings(describe(Whole)) == (
         "settings, as --section.field VALUE or in a file:\n"
         "\ntop level: All of it.\n"
@@ -152,7 +152,7 @@ def test_the_terminals_list_is_this():
     )
 
 
-def test_each_setting_of_a_class_comes_once_at_each_place():
+def test_each_setting_of_a_class_comes_once_per_section():
     described = [(group.doc, setting.name) for group in GROUPS for setting in group.settings]
     assert not [key for key, count in Counter(described).items() if count > 1]
 
@@ -184,7 +184,7 @@ def test_each_setting_of_a_class_comes_once_at_each_place():
         (Literal["a"] | bool, "a | true/false"),
     ],
 )
-def test_types_are_named_as_a_user_would(annotation, expected):
+def test_readable_names_of_types(annotation, expected):
     assert type_name(annotation) == expected
 
 
@@ -217,5 +217,5 @@ def test_types_are_named_as_a_user_would(annotation, expected):
         ("word " * 100 + "end", "word " * 100 + "end"),
     ],
 )
-def test_defaults_are_written_as_in_a_file(value, expected):
+def test_defaults_are_written_as_yaml(value, expected):
     assert written(value) == expected

@@ -35,6 +35,6 @@ def test_each_leaf_that_differs_is_one_line_in_the_order_written(before, now, li
     assert describe_differences(before, now, "the cache", "this run") == lines
 
 
-def test_a_long_value_is_cut_so_that_the_line_stays_readable():
+def test_a_long_value_is_truncated():
     (line,) = describe_differences({"a": "x" * 500}, {"a": 1}, "old", "new")
     assert line == "a: old has '" + "x" * 76 + "..., new has 1"

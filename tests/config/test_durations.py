@@ -1,4 +1,4 @@
-"""Durations: what is read, what is refused, and that writing inverts reading."""
+"""Durations: parsing, invalid values, formatting, round trip."""
 
 from datetime import timedelta
 
@@ -30,12 +30,12 @@ class Timed(Section):
         ("0s", 0),
     ],
 )
-def test_a_duration_is_read(text, seconds):
+def test_valid_durations_are_parsed(text, seconds):
     assert parse_duration(text) == timedelta(seconds=seconds)
 
 
 @pytest.mark.parametrize("value", [15, 1.5, "15", "1.5", True])
-def test_a_bare_number_is_refused_with_an_example_of_a_unit(value):
+def test_a_number_without_unit_is_refused_with_an_example(value):
     with pytest.raises(PydanticCustomError, match="needs a unit, for example 15m"):
         parse_duration(value)
 
@@ -46,7 +46,7 @@ def test_anything_else_is_refused_with_examples(value):
         parse_duration(value)
 
 
-def test_a_duration_too_long_for_a_clock_is_a_validation_error():
+def test_a_duration_that_is_too_long_is_a_validation_error():
     with pytest.raises(ValidationError):
         Timed(every="99999999999999d")
 
@@ -55,12 +55,12 @@ def test_a_duration_too_long_for_a_clock_is_a_validation_error():
     ("seconds", "text"),
     [(0, "0s"), (90, "1m30s"), (5400, "1h30m"), (900, "15m"), (86400, "1d"), (90061.5, "1d1h1m1.5s"), (0.25, "0.25s")],
 )
-def test_a_duration_is_written_in_the_largest_units(seconds, text):
+def test_a_duration_is_formatted_in_the_largest_units(seconds, text):
     assert format_duration(timedelta(seconds=seconds)) == text
 
 
 @pytest.mark.parametrize("text", ["90s", "1d2h3m4s", "1.5h", "0.5s", "0s", "1000d", "0.1s", "12.345678s"])
-def test_what_is_written_reads_back_the_same(text):
+def test_a_formatted_duration_parses_to_the_same_value(text):
     value = parse_duration(text)
     assert parse_duration(format_duration(value)) == value
 

@@ -1,4 +1,4 @@
-"""Layers: merging, and origins that follow the values."""
+"""Layers: merging, and origins of values."""
 
 import copy
 
@@ -24,7 +24,7 @@ LOW, HIGH = Origin("low.yaml", 1), Origin("high.yaml", 2)
         ({"b": 1, "a": 2}, {"c": 3, "b": 4}, {"b": 4, "a": 2, "c": 3}),
     ],
 )
-def test_maps_are_merged_and_all_else_is_replaced(under, over, merged):
+def test_maps_are_merged_and_other_values_are_replaced(under, over, merged):
     result = merge(Layer(under), Layer(over)).data
     assert result == merged
     assert list(result) == list(merged)
@@ -46,13 +46,13 @@ def test_a_value_keeps_its_origin_until_it_is_replaced():
     assert merged.origin_of(("a", "c")) == LOW
 
 
-def test_what_stood_below_a_replaced_value_leaves_no_origin():
+def test_values_below_a_replaced_value_leave_no_origin():
     under = Layer({"a": [{"b": 1}]}, {("a",): LOW, ("a", 0): LOW, ("a", 0, "b"): LOW})
     merged = merge(under, Layer({"a": [{"c": 1}]}, {("a",): HIGH}))
     assert merged.origin_of(("a", 0, "b")) == HIGH
 
 
-def test_the_origin_of_an_unwritten_path_is_that_of_the_nearest_enclosing_value():
+def test_the_origin_of_an_unset_path_is_that_of_the_nearest_enclosing_value():
     layer = Layer({}, {("a",): LOW, ("a", "b"): HIGH})
     assert layer.origin_of(("a", "b", "c", 0)) == HIGH
     assert layer.origin_of(("a", "x")) == LOW
@@ -75,5 +75,5 @@ def test_leaves_are_walked_in_order_and_an_empty_map_is_a_leaf():
     ("path", "text"),
     [((), ""), (("a",), "a"), (("trainer", "tracker", 0, "type"), "trainer.tracker[0].type"), (("a", 1, 2), "a[1][2]")],
 )
-def test_a_path_is_shown_dotted(path, text):
+def test_paths_as_dotted_names(path, text):
     assert dotted(path) == text

@@ -1,4 +1,4 @@
-"""Loading a config: finding it, and one report of every problem with place, name, and a better name."""
+"""Loading a config: look-up, and one report of all problems with file, line, name and suggestion."""
 
 import pytest
 
@@ -155,7 +155,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("text", "expected"), BROKEN)
-def test_a_broken_config_is_reported_with_place_name_and_advice(folder, text, expected):
+def test_an_invalid_config_is_reported_with_line_name_and_advice(folder, text, expected):
     first, *lines = report(folder, text)
     assert first.startswith("c.yaml: ")
     assert any(expected in line for line in lines), lines
@@ -171,22 +171,22 @@ def test_all_problems_are_reported_at_once_each_with_its_line(folder):
 
 
 @pytest.mark.parametrize("text", ["optimizer:\n  warmup: '0.1'\n", "trainer:\n  fsdp_axis: 3\n"])
-def test_one_mistake_is_one_problem_however_many_types_a_setting_takes(folder, text):
+def test_one_mistake_is_one_problem_for_settings_with_several_types(folder, text):
     assert len(report(folder, text)) == 2
 
 
 @pytest.mark.parametrize("text", ["model:\n", "model: gpt2\n", "model: [1]\n", "trainer:\n  tracker: json\n"])
-def test_a_section_that_is_no_map_is_told_in_words_of_yaml_not_of_python(folder, text):
+def test_a_section_that_is_not_a_map_is_reported_in_terms_of_yaml(folder, text):
     message = "\n".join(report(folder, text))
     assert "map" in message
     assert "Config" not in message
 
 
-def test_a_dotted_name_in_a_file_is_not_advised_to_be_itself(folder):
+def test_a_dotted_name_in_a_file_is_not_suggested_itself(folder):
     assert "did you mean trainer.seed?" not in report(folder, "trainer.seed: 3\n")[1]
 
 
-def test_a_problem_in_an_included_file_has_its_place(folder):
+def test_a_problem_in_an_included_file_has_its_line(folder):
     (folder / "m.yaml").write_text("num_layers: 2\nseq_len: x\n")
     assert report(folder, "model: !include m.yaml\n")[1].startswith("  m.yaml:2: model.seq_len: ")
 
@@ -197,7 +197,7 @@ def test_a_problem_in_an_override_has_its_flag(folder):
     assert lines[2] == "  --trainer.sed: trainer.sed: no such setting; did you mean trainer.seed?"
 
 
-def test_a_long_value_does_not_flood_the_terminal(folder):
+def test_a_long_value_is_truncated(folder):
     assert len("\n".join(report(folder, f"model:\n  seq_len: {'x' * 5000}\n"))) < 1000
 
 
@@ -213,14 +213,14 @@ def test_an_empty_config_is_all_defaults(folder):
 
 
 @pytest.mark.parametrize("written", ["dir/c.yaml", "dir/c", "./dir/c"])
-def test_a_config_is_found_with_or_without_its_ending(folder, written):
+def test_a_config_is_found_with_or_without_its_extension(folder, written):
     (folder / "dir").mkdir()
     (folder / "dir" / "c.yaml").write_text("")
     assert load_config(RunConfig, written).stem == "c"
     assert find_config(written).endswith("dir/c.yaml")
 
 
-def test_a_file_of_the_working_folder_wins_over_a_shipped_config(folder):
+def test_a_file_in_the_working_directory_wins_over_a_shipped_config(folder):
     assert find_config("gpt2_nano") != "gpt2_nano.yaml"
     (folder / "gpt2_nano.yaml").write_text("")
     assert find_config("gpt2_nano") == "gpt2_nano.yaml"
@@ -246,13 +246,13 @@ def test_a_url_is_taken_as_given(config, stem):
         (".", ".: no such config; give a path, or one of: "),
     ],
 )
-def test_a_config_that_is_not_there(folder, config, message):
+def test_a_missing_config(folder, config, message):
     with pytest.raises(UserError) as caught:
         find_config(config)
     assert str(caught.value).startswith(message)
 
 
-def test_another_kind_on_the_command_line_leaves_out_what_it_does_not_have(folder):
+def test_another_type_on_the_command_line_drops_settings_that_it_does_not_have(folder):
     (folder / "c.yaml").write_text(
         "trainer:\n  tracker:\n    project: p\noptimizer:\n  learning_rate: 2E-4\n  nesterov: true\n"
         "model:\n  num_layers: 3\n  mlp_scale: 2\n"
@@ -270,5 +270,5 @@ def test_another_kind_on_the_command_line_leaves_out_what_it_does_not_have(folde
     ]
 
 
-def test_the_same_kind_again_leaves_out_nothing(folder):
+def test_the_same_type_on_the_command_line_drops_nothing(folder):
     assert "no such setting" in report(folder, "model: {num_layer: 2}\n", [("model.type", "gpt2")])[1]

@@ -25,12 +25,12 @@ from lmtrain.config.overrides import apply_overrides, split_overrides
         (["--a.b", "çode ü"], [], [("a.b", "çode ü")]),
     ],
 )
-def test_overrides_are_separated_from_the_verbs_own_arguments(argv, rest, overrides):
+def test_overrides_are_separated_from_the_arguments_of_the_subcommand(argv, rest, overrides):
     assert split_overrides(argv, ["--output", "-h"]) == (rest, overrides)
 
 
 @pytest.mark.parametrize("argv", [["--trainer.seed"], ["--trainer.seed", "--output", "x"], ["--trainer.seed", "--"]])
-def test_an_override_without_a_value_says_so(argv):
+def test_an_override_without_a_value_is_an_error(argv):
     with pytest.raises(UserError, match=r"^--trainer\.seed needs a value, for example --trainer\.seed VALUE$"):
         split_overrides(argv, ["--output"])
 
@@ -53,13 +53,13 @@ def test_an_override_without_a_value_says_so(argv):
         ("ü", "ü"),
     ],
 )
-def test_values_are_read_as_yaml(text, value):
+def test_values_are_parsed_as_yaml(text, value):
     data = apply_overrides(Layer(), [("a.b", text)]).data
     assert data == {"a": {"b": value}}
     assert type(data["a"]["b"]) is type(value)
 
 
-def test_a_later_override_wins_and_the_others_stay():
+def test_a_later_override_wins_and_the_others_are_kept():
     layer = apply_overrides(Layer(), [("a.b", "1"), ("a.c", "2"), ("a.b", "3"), ("d", "[1]"), ("d", "[2]")])
     assert layer.data == {"a": {"b": 3, "c": 2}, "d": [2]}
 
@@ -97,7 +97,7 @@ def test_a_section_can_be_read_from_a_file_and_changed_by_a_later_flag(tmp_path,
         ("a", "2026-99-99", "--a: month must be in 1..12"),
     ],
 )
-def test_a_bad_override_names_its_flag(name, text, message, tmp_path, monkeypatch):
+def test_an_invalid_override_names_its_flag(name, text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         apply_overrides(Layer(), [(name, text)])

@@ -1,4 +1,4 @@
-"""Secrets in URLs do not leave the process."""
+"""Removing secrets from URLs."""
 
 import copy
 
@@ -22,11 +22,11 @@ from lmtrain.config.redact import redact
         ("", ""),
     ],
 )
-def test_passwords_and_signatures_are_taken_out_of_urls_and_nothing_else(text, expected):
+def test_only_passwords_and_signatures_are_removed_from_urls(text, expected):
     assert redact(text) == expected
 
 
-def test_texts_at_any_depth_are_redacted_and_the_original_is_left_alone():
+def test_nested_texts_are_redacted_and_the_original_is_unchanged():
     value = {"a": [{"b": "x://p@q"}], "x://p@q": 3, "c": None, "d": (1.5, True)}
     assert redact(value) == {"a": [{"b": "x://***@q"}], "x://p@q": 3, "c": None, "d": (1.5, True)}
     assert value["a"][0]["b"] == "x://p@q"
@@ -61,7 +61,7 @@ def test_a_text_is_redacted_at_any_depth(depth):
     assert redact(value) == expected
 
 
-def test_names_stay_in_their_order_and_the_input_is_as_it_was():
+def test_names_keep_their_order_and_the_input_is_unchanged():
     value = {SECRET: [SECRET, {"b": SECRET}], "a": {"z": None, "y": 1.5}}
     before = copy.deepcopy(value)
     result = redact(value)
@@ -71,10 +71,10 @@ def test_names_stay_in_their_order_and_the_input_is_as_it_was():
 
 
 @pytest.mark.parametrize("value", [None, True, 0, 1.5, [], {}])
-def test_what_is_no_text_stays(value):
+def test_other_values_are_unchanged(value):
     assert redact(value) == value
     assert type(redact(value)) is type(value)
 
 
-def test_what_is_redacted_stays_so():
+def test_redacting_twice_changes_nothing():
     assert redact(redact(SECRET)) == redact(SECRET)

@@ -1,4 +1,4 @@
-"""Any valid config, written out as YAML and loaded again, is the same config."""
+"""Round trip: any valid config, dumped as YAML and loaded again, is equal."""
 
 import string
 
@@ -13,7 +13,7 @@ from lmtrain.config.show import show
 from lmtrain.run.config import RunConfig, resolved
 from lmtrain.run.identity import run_id
 
-# control characters apart, which YAML has no way to print
+# without control characters, which YAML cannot print
 TEXT = st.text(st.characters(exclude_categories=("C", "Zl", "Zp")), min_size=1, max_size=20)
 NAME = st.text(string.ascii_letters + string.digits + "._-", min_size=1, max_size=20)
 STEPS = st.integers(1, 1000)
@@ -91,12 +91,12 @@ CONFIG = section(
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=CONFIG)
-def test_what_is_shown_and_what_is_dumped_load_as_the_same_config(data, tmp_path_factory):
+def test_shown_and_dumped_configs_load_as_the_same_config(data, tmp_path_factory):
     try:
         config = RunConfig.model_validate(data)
     except ValidationError:
         assume(False)
-    assume("://" not in str(data))  # whose secrets are left out
+    assume("://" not in str(data))  # secrets in URLs are redacted
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     for text in (show(resolved(config), Layer(data)), yaml.safe_dump(resolved(config), allow_unicode=True)):
         path.write_text(text, encoding="utf-8")

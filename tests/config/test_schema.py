@@ -1,4 +1,4 @@
-"""The JSON Schema says of a config what lmtrain says of it."""
+"""The JSON Schema accepts the same configs as lmtrain."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SCHEMA = build_schema(RunConfig, "title")
 VALIDATOR = Draft202012Validator(SCHEMA)
 
 
-def test_it_is_a_schema_and_plain_json():
+def test_the_schema_is_valid_and_plain_json():
     Draft202012Validator.check_schema(SCHEMA)
     assert json.loads(json.dumps(SCHEMA)) == SCHEMA
 
@@ -44,7 +44,7 @@ def test_shipped_configs_are_valid(path):
         {"<<": "base.yaml"},
     ],
 )
-def test_what_loads_is_valid(data):
+def test_configs_that_load_are_valid(data):
     assert [error.message for error in VALIDATOR.iter_errors(data)] == []
 
 
@@ -63,17 +63,17 @@ def test_what_loads_is_valid(data):
         {"data": "some text"},
     ],
 )
-def test_what_does_not_load_is_not_valid(data):
+def test_configs_that_do_not_load_are_invalid(data):
     assert list(VALIDATOR.iter_errors(data))
 
 
-def test_editors_have_something_to_show():
+def test_settings_have_descriptions_and_defaults():
     trainer = SCHEMA["$defs"]["TrainerConfig"]["properties"]
     assert trainer["seed"]["description"] == "Seed of parameter initialization, dropout and data shuffling"
     assert trainer["seed"]["default"] == 0
 
 
-# sections that a map alone may stand for, and what a model needs to have them
+# all sections that are a map, not a list or map of sections
 SECTIONS = [
     "data",
     "model",
@@ -100,7 +100,7 @@ def nested(path, value):
     return value
 
 
-def test_the_sections_tried_are_all_there_are():
+def test_the_list_of_sections_is_complete():
     def below(model, at=""):
         for name, field in model.model_fields.items():
             kinds = sections_of(field.annotation)
@@ -125,27 +125,27 @@ def test_every_section_may_be_the_name_of_a_yaml_file(section):
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_no_section_takes_a_name_that_it_does_not_have(section):
+def test_unknown_settings_are_invalid_in_every_section(section):
     assert not is_valid(nested(section, {"mispelt": 1}))
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_section_takes_settings_to_put_under_it(section):
+def test_every_section_accepts_a_merge_key(section):
     assert is_valid(nested(section, {"<<": "below.yaml"}))
 
 
 @pytest.mark.parametrize("section", ["model", "optimizer"])
-def test_a_section_of_several_kinds_takes_one_that_exists(section):
+def test_a_section_of_several_kinds_accepts_known_types_only(section):
     kinds = [kind.model_fields["type"].default for kind in sections_of(RunConfig.model_fields[section].annotation)]
     for kind in kinds:
-        if kind != "default":  # of the rope, which is inside a model
+        if kind != "default":  # of `rope`, which is nested in a model
             assert is_valid({section: {"type": kind}})
     for wrong in ("zzz", "", None, 3):
         assert not is_valid({section: {"type": wrong}})
 
 
 @pytest.mark.parametrize("tracker", [{"type": "wandb"}, {"type": "json"}, {"type": "tensorboard", "logdir": "x"}])
-def test_a_tracker_may_stand_alone_or_in_a_list(tracker):
+def test_a_tracker_may_be_a_map_or_in_a_list(tracker):
     assert is_valid({"trainer": {"tracker": tracker}})
     assert is_valid({"trainer": {"tracker": [tracker, {"type": "noop"}]}})
     assert not is_valid({"trainer": {"tracker": tracker | {"mispelt": 1}}})
@@ -169,7 +169,7 @@ def test_a_tracker_may_stand_alone_or_in_a_list(tracker):
     ],
     ids=str,
 )
-def test_a_value_of_a_wrong_kind_is_not_valid(data):
+def test_a_value_of_a_wrong_type_is_invalid(data):
     assert not is_valid(data)
 
 
@@ -188,6 +188,6 @@ def test_every_setting_of_every_section_is_described():
         seen += [s for f in section.model_fields.values() for s in sections_of(f.annotation) if s not in seen]
 
 
-def test_building_it_again_gives_the_same_and_the_title_is_the_one_given():
+def test_the_schema_is_deterministic_and_has_the_given_title():
     assert build_schema(RunConfig, "title") == SCHEMA
     assert build_schema(RunConfig, "other")["title"] == "other"

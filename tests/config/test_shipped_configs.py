@@ -1,4 +1,4 @@
-"""Every config that comes with lmtrain loads, and says nothing that a default would not."""
+"""Every shipped config loads, and writes only to the working directory."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def test_a_shipped_config_loads_by_path_and_by_name_as_the_same_run(path, tmp_pa
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_shipped_config_writes_only_into_the_working_folder(path):
+def test_a_shipped_config_writes_only_to_the_working_directory(path):
     config = load_config(RunConfig, str(path)).config
     folders = [config.data.cache_dir, config.trainer.log_dir, config.trainer.checkpointer.base_path]
     assert not [folder for folder in folders if folder.startswith(("/", "~", ".."))]

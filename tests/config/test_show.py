@@ -1,4 +1,4 @@
-"""A resolved config is shown as YAML that loads again, each value with its place."""
+"""A resolved config as YAML that loads again, each value with its origin."""
 
 import pytest
 import yaml
@@ -30,7 +30,7 @@ def comment(lines, setting):
     return found.split("# ")[1]
 
 
-def test_every_value_has_its_file_and_line_its_flag_or_default(shown):
+def test_every_value_shows_its_file_and_line_its_flag_or_default(shown):
     lines = shown(
         "model: !include m.yaml\ntrainer:\n  seed: 3\n", ("model.num_heads", "2"), m="\nhidden_dim: 32\nnum_heads: 4\n"
     )
@@ -40,36 +40,36 @@ def test_every_value_has_its_file_and_line_its_flag_or_default(shown):
     assert comment(lines, "mlp_scale") == "default"
 
 
-def test_values_in_a_list_of_sections_have_places_of_their_own(shown):
+def test_values_in_a_list_of_sections_show_their_own_lines(shown):
     lines = shown("trainer:\n  tracker:\n    - type: json\n    - type: tensorboard\n      logdir: x\n")
     assert comment(lines, "logdir") == "c.yaml:5"
     assert "- type: json" in " ".join(lines)
 
 
-def test_a_section_written_alone_where_a_list_may_stand_keeps_its_places(shown):
+def test_a_single_section_instead_of_a_list_keeps_its_lines(shown):
     lines = shown("trainer:\n  tracker:\n    type: tensorboard\n    logdir: x\n")
     assert comment(lines, "logdir") == "c.yaml:4"
 
 
-def test_a_section_begins_with_its_type(shown):
+def test_a_section_starts_with_its_type(shown):
     lines = shown("optimizer: {learning_rate: 1E-3}\n")
     assert lines[lines.index("optimizer:") + 1].startswith("type: adam")
 
 
 @pytest.mark.parametrize("value", ["a: b", "#x", "null", "12", "ü", "- x", "'", '"', "{x", "trailing "])
-def test_texts_that_yaml_would_read_otherwise_are_quoted(shown, value):
+def test_texts_that_yaml_would_parse_differently_are_quoted(shown, value):
     assert shown("", ("trainer.log_dir", yaml.safe_dump(value).strip()))
 
 
 NOBODY = Layer()
 
 
-def test_places_stand_in_one_column_after_the_longest_line():
+def test_origins_are_aligned_after_the_longest_line():
     layer = Layer({"a": {"bcd": 1}}, {("a",): Origin("f.yaml", 1), ("a", "bcd"): Origin("f.yaml", 2)})
     assert show({"a": {"bcd": 1}, "e": None}, layer) == "a:\n  bcd: 1  # f.yaml:2\ne: null   # default\n"
 
 
-def test_nothing_is_shown_of_nothing():
+def test_an_empty_config_shows_nothing():
     assert show({}, NOBODY) == ""
 
 
@@ -93,11 +93,11 @@ def test_nothing_is_shown_of_nothing():
     ],
     ids=str,
 )
-def test_what_is_shown_loads_as_the_same_data(data):
+def test_shown_data_loads_as_the_same_data(data):
     assert yaml.safe_load(show(data, NOBODY)) == data
 
 
-def test_the_type_comes_first_at_any_depth_and_the_rest_as_it_was():
+def test_the_type_comes_first_at_any_depth_and_the_order_is_kept():
     data = {"b": 1, "a": {"z": 1, "type": "t", "y": 2}, "l": [{"n": 1, "type": "u", "m": {"k": 1, "type": "v"}}]}
     shown = show(data, NOBODY)
     assert [line.split("#")[0].rstrip() for line in shown.splitlines()] == [
@@ -106,7 +106,7 @@ def test_the_type_comes_first_at_any_depth_and_the_rest_as_it_was():
     ]
 
 
-def test_an_include_a_flag_and_a_list_have_their_places(tmp_path, monkeypatch):
+def test_origins_with_an_include_a_flag_and_a_list(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keep.yaml").write_text("- every: 5\n  until: 10\n- every: 50\n")
     (tmp_path / "run.yaml").write_text(
@@ -130,7 +130,7 @@ def test_an_include_a_flag_and_a_list_have_their_places(tmp_path, monkeypatch):
     }
 
 
-def test_every_value_has_a_place(tmp_path):
+def test_every_value_has_an_origin(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("trainer:\n  tracker: [{type: json}, {project: p}]\n")
     loaded = load_config(RunConfig, str(path))

@@ -1,4 +1,4 @@
-"""Older and shorter names reach today's setting from wherever they are written, with a note for the older ones."""
+"""Aliases and deprecated names set the current setting, with a notice for deprecated ones."""
 
 import pytest
 import yaml
@@ -24,7 +24,7 @@ def load(tmp_path, monkeypatch):
     return write_and_load
 
 
-def test_the_short_form_of_a_parallelism_is_taken_without_a_note(load):
+def test_an_alias_is_accepted_without_a_notice(load):
     config, layer = load("trainer:\n  per_device_train_parallelism: 4\n")
     assert config.trainer.per_device_parallelism == 4
     assert layer.notices == []
@@ -36,7 +36,7 @@ def test_the_short_form_of_a_parallelism_is_taken_without_a_note(load):
     [("batch_size", "train_batch_size"), ("eval_per_device_parallelism", "per_device_eval_parallelism")],
 )
 @pytest.mark.parametrize("by_flag", [False, True])
-def test_an_older_name_sets_todays_setting_with_a_note(load, old, new, by_flag):
+def test_a_deprecated_name_sets_the_current_setting_with_a_notice(load, old, new, by_flag):
     text, overrides = ("", [(f"trainer.{old}", "8")]) if by_flag else (f"trainer:\n  {old}: 8\n", [])
     config, layer = load(text, *overrides)
     place = f"--trainer.{old}" if by_flag else "main.yaml:2"
@@ -47,7 +47,7 @@ def test_an_older_name_sets_todays_setting_with_a_note(load, old, new, by_flag):
 
 @pytest.mark.parametrize("by_flag", ["train_batch_size", "batch_size"])
 @pytest.mark.parametrize("in_file", ["train_batch_size", "batch_size"])
-def test_the_command_line_wins_whichever_name_it_uses(load, in_file, by_flag):
+def test_the_command_line_wins_with_either_name(load, in_file, by_flag):
     config, _ = load(f"trainer: {{{in_file}: 8}}\n", (f"trainer.{by_flag}", "16"))
     assert config.trainer.train_batch_size == 16
 
@@ -61,26 +61,26 @@ def test_the_command_line_wins_whichever_name_it_uses(load, in_file, by_flag):
         ("trainer:\n  <<: [!include other.yaml]\n  batch_size: 4\n", "train_batch_size: 8\n"),
     ],
 )
-def test_a_file_wins_over_its_includes_whichever_names_they_use(load, text, include):
+def test_a_file_wins_over_its_includes_with_either_name(load, text, include):
     config, _ = load(text, other=include)
     assert config.trainer.train_batch_size == 4
 
 
-def test_both_names_in_one_file_are_an_error_with_both_places(load):
+def test_both_names_in_one_file_are_an_error_with_both_lines(load):
     with pytest.raises(UserError) as caught:
         load("trainer:\n  batch_size: 8\n  train_batch_size: 8\n")
     message = "main.yaml:2: trainer.batch_size: the same as trainer.train_batch_size at main.yaml:3; remove one"
     assert str(caught.value) == message
 
 
-def test_a_model_below_its_familys_name_is_unwrapped(load):
+def test_a_model_nested_below_its_family_is_unwrapped(load):
     config, layer = load("model:\n  gpt2:\n    num_layers: 2\n", ("model.num_heads", "6"))
     assert (config.model.type, config.model.num_layers, config.model.num_heads) == ("gpt2", 2, 6)
     assert layer.notices == ["main.yaml:2: 'model: {gpt2: ...}' is now written 'model: {type: gpt2, ...}'"]
     assert str(layer.origin_of(("model", "num_layers"))) == "main.yaml:3"
 
 
-def test_a_flag_below_the_familys_name_reaches_a_model_written_either_way(load):
+def test_a_flag_with_the_family_in_its_name_applies_to_both_forms(load):
     for text in ("model: {gpt2: {num_layers: 2}}\n", "model: {type: gpt2, num_layers: 2}\n"):
         config, _ = load(text, ("model.gpt2.num_layers", "3"))
         assert config.model.num_layers == 3
@@ -98,7 +98,7 @@ def test_a_flag_below_the_familys_name_reaches_a_model_written_either_way(load):
         ("wandb: {project: p}", ["wandb"]),
     ],
 )
-def test_wandb_flags_reach_the_wandb_tracker_wherever_it_is(load, tracker, types):
+def test_wandb_flags_apply_to_the_wandb_tracker(load, tracker, types):
     config, layer = load(f"trainer: {{{tracker}}}\n", ("trainer.wandb.name", "n"), ("trainer.wandb.group", "g"))
     trackers = config.trainer.tracker
     assert [one.type for one in trackers] == types
@@ -129,7 +129,7 @@ def test_an_empty_wandb_section_changes_nothing(load):
         ("trainer:\n  wandb: true\n", "main.yaml:2: trainer.wandb: expected a map of settings"),
     ],
 )
-def test_a_wandb_section_that_cannot_be_meant_is_an_error(load, text, message):
+def test_an_invalid_wandb_section_is_an_error(load, text, message):
     with pytest.raises(UserError) as caught:
         load(text)
     assert str(caught.value).startswith(message)
@@ -151,7 +151,7 @@ FLAGS = {
 
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("kind", DATA)
-def test_a_source_on_the_command_line_replaces_one_of_another_kind_with_a_note(load, kind, flag):
+def test_a_source_on_the_command_line_replaces_one_of_another_kind_with_a_notice(load, kind, flag):
     _, layer = load(DATA[kind], FLAGS[flag])
     (written,) = yaml.safe_load(DATA[kind]).values()
     name, value = FLAGS[flag]
@@ -175,7 +175,7 @@ def test_two_kinds_in_one_file_are_an_error(load):
         load("data:\n  train_urls: [a]\n  id: i\n")
 
 
-def test_layers_that_are_combined_are_left_as_they_were():
+def test_combine_does_not_change_its_arguments():
     under = Layer({"data": {"demo": "d"}, "trainer": {"tracker": [{"type": "json"}]}})
     over = Layer({"data": {"id": "i"}, "trainer": {"wandb": {"name": "n"}, "batch_size": 3}})
     combine(under, over)

@@ -1,4 +1,4 @@
-"""Suggestions: the name that was meant, and none rather than a silly one."""
+"""Suggestions: the closest known name, or none."""
 
 from typing import Literal
 
@@ -29,20 +29,20 @@ PATHS = known_paths(RunConfig, {})
         ("", None),
     ],
 )
-def test_the_setting_that_was_meant(wrong, right):
+def test_the_suggested_setting(wrong, right):
     assert suggest_name(wrong, PATHS) == right
 
 
-def test_a_near_spelling_beats_the_same_name_elsewhere():
+def test_a_similar_name_in_the_section_beats_the_same_name_elsewhere():
     assert suggest_name("optimizer.sed", ["optimizer.seed", "trainer.sed"]) == "optimizer.seed"
 
 
-def test_nothing_is_suggested_from_nothing():
+def test_no_known_names_give_no_suggestion():
     assert suggest_name("train", []) is None
 
 
 @pytest.mark.parametrize("wrong", ["model.a", "trainer.tracker.foo"])
-def test_the_section_that_the_wrong_name_stands_in_is_no_suggestion(wrong):
+def test_the_enclosing_section_is_not_suggested(wrong):
     assert suggest_name(wrong, PATHS) not in ("model", "trainer.tracker")
 
 
@@ -68,10 +68,10 @@ def test_known_paths_list_sections_and_settings_through_unions_and_lists():
     ]
 
 
-def test_known_paths_follow_the_member_that_type_names():
+def test_known_paths_follow_the_type():
     assert known_paths(Whole, {"hand": {"type": "right"}})[:3] == ["hand", "hand.type", "hand.grip"]
 
 
 @pytest.mark.parametrize("data", [None, 3, [], {"hand": 3}, {"hand": [1]}, {"hand": {"type": "neither"}}])
-def test_known_paths_take_any_data_that_a_broken_config_has(data):
+def test_known_paths_accept_any_invalid_data(data):
     assert {"hand.reach", "hand.grip"} <= set(known_paths(Whole, data))

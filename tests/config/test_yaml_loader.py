@@ -1,4 +1,4 @@
-"""YAML files: values, lines, includes, merges, and a clear error for whatever is wrong."""
+"""YAML files: values, lines, includes, merges and errors."""
 
 import socket
 import threading
@@ -56,7 +56,7 @@ def problem(load, text, **others):
         ("1:30", "1:30"),
     ],
 )
-def test_a_value_is_what_yaml_1_2_says(load, written, value):
+def test_values_follow_yaml_1_2(load, written, value):
     read = load(f"a: {written}\n").data["a"]
     assert read == value
     assert type(read) is type(value)
@@ -67,7 +67,7 @@ def test_an_empty_file_is_an_empty_layer(load, text):
     assert load(text).data == {}
 
 
-def test_every_value_knows_its_line(load):
+def test_every_value_has_its_line(load):
     layer = load("a:\n  b: 1\n\n  c:\n    - 2\n    - d: 3\n\n      e: 4\nf: {g: 5}\n")
     lines = {path: origin.line for path, origin in layer.origins.items()}
     assert lines == {
@@ -84,7 +84,7 @@ def test_every_value_knows_its_line(load):
     assert {origin.source for origin in layer.origins.values()} == {"main.yaml"}
 
 
-def test_an_include_is_relative_to_the_file_it_stands_in_and_nests(load):
+def test_an_include_is_relative_to_the_including_file_and_nests(load):
     layer = load("x: 0\na: !include sub/one.yaml\n", sub__one="b: !include two.yaml\n", sub__two="\nc: 3\n")
     assert layer.data == {"x": 0, "a": {"b": {"c": 3}}}
     assert str(layer.origin_of(("a", "b", "c"))) == "sub/two.yaml:2"
@@ -98,7 +98,7 @@ def test_the_same_file_can_be_included_twice_and_in_a_list(load):
     assert str(layer.origin_of(("b", 0, "c"))) == "o.yaml:1"
 
 
-def test_files_are_read_from_any_url_and_include_beside_themselves():
+def test_files_at_urls_include_files_relative_to_them():
     with fsspec.open("memory://configs/main.yaml", "w") as file:
         file.write("a: !include part.yaml\n")
     with fsspec.open("memory://configs/part.yaml", "w") as file:
@@ -108,14 +108,14 @@ def test_files_are_read_from_any_url_and_include_beside_themselves():
     assert str(layer.origin_of(("a", "b"))) == "memory://configs/part.yaml:1"
 
 
-def test_a_merge_takes_defaults_and_keeps_each_line(load):
+def test_a_merge_adds_defaults_and_keeps_lines(load):
     layer = load("s:\n  <<: !include o.yaml\n  b: 20\n", o="a: 1\nb: 2\nc: {d: 3}\n")
     assert layer.data == {"s": {"a": 1, "b": 20, "c": {"d": 3}}}
     assert str(layer.origin_of(("s", "b"))) == "main.yaml:3"
     assert str(layer.origin_of(("s", "c", "d"))) == "o.yaml:3"
 
 
-def test_the_earlier_entry_of_a_merge_list_wins_wherever_the_merge_stands(load):
+def test_the_earlier_entry_of_a_merge_list_wins_at_any_position(load):
     assert load("b: {x: 1}\ns:\n  x: 0\n  <<: [{x: 1, y: 1}, {y: 2, z: 2}]\n").data["s"] == {"x": 0, "y": 1, "z": 2}
 
 
@@ -161,11 +161,11 @@ def test_lines_survive_a_merge_list_with_a_key_named_as_its_section(load):
         ("a: " + "[" * 2000 + "]" * 2000, "main.yaml"),
     ],
 )
-def test_a_broken_file_is_a_user_error_with_its_line(load, text, message):
+def test_an_invalid_file_is_a_user_error_with_its_line(load, text, message):
     assert problem(load, text).startswith(message)
 
 
-def test_aliases_of_aliases_do_not_fill_the_memory(load):
+def test_aliases_of_aliases_do_not_exhaust_the_memory(load):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)]
     assert "main.yaml:1: with its aliases this file has more than 100,000 values" in problem(load, "".join(lines))
@@ -176,11 +176,11 @@ def test_a_key_that_is_a_list_is_shown_as_written(load):
 
 
 @pytest.mark.parametrize("content", [b"a: \xff\xfe\n", b"\x89PNG\r\n\x1a\n\x00\x80"])
-def test_a_file_that_is_no_text_is_a_user_error(load, content):
+def test_a_file_that_is_not_text_is_a_user_error(load, content):
     assert problem(load, content).startswith("main.yaml: not a text file in UTF-8")
 
 
-def test_an_include_that_is_missing_names_itself_and_the_line_that_includes_it(load):
+def test_a_missing_include_is_an_error_with_its_path_and_the_including_line(load):
     message = problem(load, "x: 1\na: !include gone.yaml\n")
     assert message.startswith("gone.yaml: no such file")
     assert "main.yaml:2" in message
@@ -190,7 +190,7 @@ def test_an_error_in_an_included_file_names_that_file(load):
     assert problem(load, "a: !include o.yaml\n", o="b: 1\nb: 2\n").startswith("o.yaml:2: duplicate key 'b'")
 
 
-def test_an_include_in_a_circle_shows_the_circle(load):
+def test_a_circular_include_shows_the_circle(load):
     message = problem(load, "a: !include one.yaml\n", one="b: !include main.yaml\n")
     assert message == "circular !include: main.yaml:1 -> one.yaml:1 -> main.yaml"
 
@@ -216,7 +216,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(("status", "message"), [(404, "no such file"), (403, "cannot be read: 403"), (500, "500")])
-def test_what_a_server_answers_is_told(status, message):
+def test_the_status_of_a_server_is_reported(status, message):
     with HTTPServer(("127.0.0.1", 0), _Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/{status}.yaml"
@@ -227,7 +227,7 @@ def test_what_a_server_answers_is_told(status, message):
     assert message in str(caught.value)
 
 
-def test_a_server_that_is_not_there_is_no_missing_file():
+def test_an_unreachable_server_is_not_reported_as_a_missing_file():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -235,26 +235,26 @@ def test_a_server_that_is_not_there_is_no_missing_file():
         load_file(f"http://127.0.0.1:{port}/a.yaml")
 
 
-def test_an_include_at_the_left_margin_lies_under_the_files_own_settings(load):
+def test_an_unindented_include_has_lower_priority_than_the_file(load):
     layer = load("!include o.yaml  # the base\na: {b: 10}\n", o="a: {b: 1, c: 2}\nd: 3\n")
     assert layer.data == {"a": {"b": 10, "c": 2}, "d": 3}
     assert str(layer.origin_of(("a", "b"))) == "main.yaml:2"
     assert str(layer.origin_of(("a", "c"))) == "o.yaml:1"
 
 
-@pytest.mark.parametrize("own", ["", "# nothing of its own\n", "---\n"])
-def test_a_file_may_be_nothing_but_includes_of_which_the_last_wins(load, own):
+@pytest.mark.parametrize("own", ["", "# no settings\n", "---\n"])
+def test_a_file_may_have_only_includes_and_the_last_wins(load, own):
     layer = load(f"!include o.yaml\n!include p.yaml\n{own}", o="a: 1\nb: 1\n", p="b: 2\n")
     assert layer.data == {"a": 1, "b": 2}
 
 
-def test_includes_at_the_left_margin_nest_and_work_in_a_section(load):
+def test_unindented_includes_nest_and_work_in_a_section(load):
     layer = load("s: !include one.yaml\n", one="!include two.yaml\na: 1\n", two="a: 2\nb: {c: 3}\n")
     assert layer.data == {"s": {"a": 1, "b": {"c": 3}}}
     assert str(layer.origin_of(("s", "b", "c"))) == "two.yaml:2"
 
 
-def test_lines_below_an_include_at_the_left_margin_keep_their_numbers(load):
+def test_lines_below_an_unindented_include_keep_their_numbers(load):
     assert problem(load, "!include o.yaml\na: 1\na: 2\n", o="").startswith("main.yaml:3: duplicate key 'a'")
 
 
@@ -267,7 +267,7 @@ def test_lines_below_an_include_at_the_left_margin_keep_their_numbers(load):
         ("!include o.yaml\n- a\n", "b: 1\n", "main.yaml: expected a map of settings"),
     ],
 )
-def test_an_include_at_the_left_margin_that_cannot_be_is_an_error(load, text, other, message):
+def test_an_invalid_unindented_include_is_an_error(load, text, other, message):
     assert problem(load, text, o=other).startswith(message)
 
 
@@ -277,5 +277,5 @@ def test_any_value_can_be_included(load):
     assert str(layer.origin_of(("urls", 1))) == "urls.yaml:2"
 
 
-def test_an_indented_include_is_not_one_at_the_left_margin(load):
+def test_an_indented_include_is_not_merged_at_the_top(load):
     assert load("a: |\n  !include o.yaml\n").data == {"a": "!include o.yaml\n"}

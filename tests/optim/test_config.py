@@ -1,4 +1,4 @@
-"""Settings of the optimizer: an int is steps and a float a fraction; what makes no sense is refused."""
+"""Settings of the optimizer: an int is steps and a float a fraction; invalid values are refused."""
 
 import pytest
 from pydantic import ValidationError
@@ -9,7 +9,7 @@ from lmtrain.optim.config import AdamConfig, SkipStepConfig, SophiaGConfig, Soph
 @pytest.mark.parametrize("name", ["warmup", "decay"])
 @pytest.mark.parametrize("value", [0, 1, 5000, 0.0, 0.25, 1.0])
 def test_a_length_keeps_its_type(name, value):
-    """`1` is one step and `1.0` the whole run, so neither may turn into the other, nor when written out."""
+    """`1` is one step and `1.0` the entire run, so the type must be kept, also in a dump."""
     config = AdamConfig(**{name: value})
     again = AdamConfig.model_validate_json(config.model_dump_json())
     for one in (config, again):
@@ -17,12 +17,12 @@ def test_a_length_keeps_its_type(name, value):
 
 
 @pytest.mark.parametrize("value", [1.5, -0.1, 2.0, float("nan"), float("inf")])
-def test_a_float_that_is_no_fraction_is_refused_with_what_was_expected(value):
+def test_a_float_that_is_not_a_fraction_is_refused(value):
     with pytest.raises(ValidationError, match=r"fraction from 0\.0 to 1\.0, or a whole number of steps"):
         AdamConfig(warmup=value)
 
 
-def test_a_decay_may_be_left_to_fill_the_run_and_clipping_may_be_off():
+def test_decay_and_max_grad_norm_may_be_null():
     config = AdamConfig(decay=None, max_grad_norm=None)
     assert config.decay is None
     assert config.max_grad_norm is None
@@ -58,7 +58,7 @@ def test_a_decay_may_be_left_to_fill_the_run_and_clipping_may_be_off():
         {"lr": 0.1},
     ],
 )
-def test_impossible_settings_are_refused(change):
+def test_invalid_settings_are_refused(change):
     (name,) = change
     with pytest.raises(ValidationError) as caught:
         AdamConfig(**change)
@@ -74,7 +74,7 @@ def test_impossible_settings_are_refused(change):
         ({"lr_schedule": "inv", "min_lr_ratio": 0}, "lr_schedule inv requires"),
     ],
 )
-def test_settings_that_contradict_one_another_are_refused(settings, message):
+def test_contradicting_settings_are_refused(settings, message):
     with pytest.raises(ValidationError, match=message):
         AdamConfig(**settings)
 
@@ -85,6 +85,6 @@ def test_sophia_has_the_references_defaults(config):
     assert found == (0.96, 0.99, 1e-12, 0.05 if config.type == "sophia-g" else 0.01, 1.0, 10)
 
 
-def test_skipping_steps_is_off_on_or_a_map():
+def test_skip_bad_steps_is_a_boolean_or_a_map():
     assert AdamConfig(skip_bad_steps=True).skip_bad_steps is True
     assert AdamConfig(skip_bad_steps={"sigma_factor": 3}).skip_bad_steps == SkipStepConfig(sigma_factor=3.0)

@@ -1,4 +1,4 @@
-"""Cycles of the learning rate in whole steps, against the reference's points; what does not fit is told."""
+"""Cycles of the learning rate in integer steps, compared with the reference; errors for lengths that do not fit."""
 
 import pytest
 from pydantic_core import PydanticCustomError
@@ -34,18 +34,18 @@ def test_an_int_is_steps_and_a_float_a_fraction_rounded_down(length, whole, expe
         ({"cycle_length": [40, 60]}, [40, 100]),
     ],
 )
-def test_cycles_end_where_the_reference_says_and_cover_the_run(settings, ends):
+def test_cycles_end_at_the_steps_of_the_reference_and_cover_the_run(settings, ends):
     cycles = plan_cycles(AdamConfig(warmup=0, **settings), 100)
     assert [cycle.end for cycle in cycles] == ends
     assert [cycle.start for cycle in cycles] == [0, *ends[:-1]]
 
 
-def test_fractions_are_of_their_cycle_and_the_first_warmup_is_another_than_the_rest():
+def test_fractions_refer_to_their_cycle_and_later_cycles_use_rewarmup():
     config = AdamConfig(cycles=[20, 60], warmup=0.5, rewarmup=0.25, decay=0.5)
     assert plan_cycles(config, 100) == [Cycle(0, 20, 10, 10), Cycle(20, 60, 10, 20), Cycle(60, 100, 10, 20)]
 
 
-def test_without_decay_all_after_the_warmup_falls():
+def test_without_decay_setting_all_steps_after_the_warmup_decay():
     assert plan_cycles(AdamConfig(warmup=10), 100) == [Cycle(0, 100, 10, 90)]
     assert plan_cycles(AdamConfig(warmup=1.0), 100) == [Cycle(0, 100, 100, 0)]
 
@@ -66,7 +66,7 @@ def test_without_decay_all_after_the_warmup_falls():
         ({"cycle_length": 0.001}, "cycle_length", "0.001 of 100 steps is less than one step"),
     ],
 )
-def test_what_does_not_fit_names_the_setting_and_the_sizes(settings, field, message):
+def test_lengths_that_do_not_fit_are_errors_with_setting_and_sizes(settings, field, message):
     with pytest.raises(PydanticCustomError) as caught:
         plan_cycles(AdamConfig(**settings), 100)
     assert caught.value.context["field"] == field

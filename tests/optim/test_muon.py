@@ -1,4 +1,4 @@
-"""Which parameters of each family are matrices to orthogonalize, and which way they go."""
+"""Which parameters of each model family Muon orthogonalizes, with their input and output dimensions."""
 
 import jax
 import pytest
@@ -21,12 +21,12 @@ CONFIGS = {
     "gpt2": Gpt2Config(**SIZES),
     "gpt2 with a head": Gpt2Config(**SIZES, tie_word_embeddings=False),
     "llama": LlamaConfig(**SIZES, intermediate_dim=12, num_kv_heads=1),
-    "llama with all there is": LlamaConfig(**SIZES, **EVERY_BIAS, intermediate_dim=12, norm_position="post"),
+    "llama with all options": LlamaConfig(**SIZES, **EVERY_BIAS, intermediate_dim=12, norm_position="post"),
     "llama with norms of heads": LlamaConfig(**SIZES, intermediate_dim=12, qk_norm="head", use_qkv_bias=True),
     "mpt": MptConfig(**SIZES, use_bias=True, tie_word_embeddings=False),
     "backpack": BackpackConfig(**SIZES, num_senses=4),
 }
-# Of every matrix, the names of the dimensions that are its input and its output; along the rest it is many.
+# Names of the input and output dimensions of each matrix; the other dimensions stack matrices.
 PROJECTION = (["embed"], ["heads", "head_dim"])
 MATRICES = {
     "qkv": PROJECTION,
@@ -48,7 +48,7 @@ def named(tree, is_leaf=None) -> dict:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_layers_matrices_go_from_input_to_output_and_nothing_else_is_a_matrix(name):
+def test_the_dimensions_of_all_matrices_of_layers_and_of_nothing_else(name):
     axes = named(parameter_axes(build_model(CONFIGS[name], 16)), lambda leaf: isinstance(leaf, tuple))
     matrices = []
     for path, names in axes.items():
@@ -85,13 +85,13 @@ def test_the_layers_matrices_go_from_input_to_output_and_nothing_else_is_a_matri
     ],
     ids=str,
 )
-def test_dimensions_by_their_names(names, expected):
+def test_matrix_dims_of_logical_names(names, expected):
     assert matrix_dims(names) == expected
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_matrices_have_a_momentum_and_everything_else_adams_two_moments(name):
-    """So many numbers of state does each parameter have, and the whole tree is updated."""
+def test_matrices_have_one_momentum_and_other_parameters_two_adam_moments(name):
+    """Checks the size of the optimizer state, and that all parameters are updated."""
     model = build_model(CONFIGS[name], 16)
     optimizer = build_optimizer(MuonConfig(), lambda count: 0.1, parameter_axes(model))
     params = unbox(abstract_params(model))

@@ -1,4 +1,4 @@
-"""Each optimizer against plain numpy in float64; what decays, by how much, clipping, and the rate in the state."""
+"""Each optimizer compared with numpy in float64; weight decay, clipping, and the learning rate in the state."""
 
 import functools
 
@@ -93,13 +93,13 @@ def run(config, gradients: list, rate=lambda count: 0.1, params=PARAMS, axes=Non
 
 
 def plain_adamw(params, gradients, rates, b1, b2, eps, decay, nesterov=False):
-    """One leaf, in float64."""
+    """AdamW of one leaf, in float64."""
     m = v = 0.0
     p = params.astype(np.float64)
     for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * np.square(g)
         first = m / (1 - b1**t)
-        if nesterov:  # Dozat 2016: the momentum of the next step, as far as it is known
+        if nesterov:  # Dozat 2016: the known part of the next step's momentum
             first = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
         p = p - rate * (first / (np.sqrt(v / (1 - b2**t)) + eps) + decay * p)
     return p
@@ -122,8 +122,8 @@ def test_two_updates_are_adamw_with_decay_on_kernels_only(path, decays, nesterov
 @pytest.mark.parametrize(
     "config", [AdamConfig(), LionConfig(), MuonConfig(), SophiaHConfig(clip_threshold=None)], ids=lambda c: c.type
 )
-def test_gradients_are_clipped_to_the_global_norm_before_all_else(config):
-    """In the second of two updates, where the gradient's share of the momentum depends on its size."""
+def test_gradients_are_clipped_to_the_global_norm_first(config):
+    """Checked in the second update, where the gradient's weight in the momentum depends on its size."""
     clipping = config.model_copy(update={"max_grad_norm": 0.5})
     small = jax.tree.map(lambda g: g * np.float32(1e-2), GRADIENTS[1])
     norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(GRADIENTS[0])))
@@ -136,20 +136,20 @@ def test_gradients_are_clipped_to_the_global_norm_before_all_else(config):
     unclipped, _ = follow(not_clipping, without.init(PARAMS), [small, GRADIENTS[0]], (0.1, 0.1))
     for one, other in zip(jax.tree.leaves(clipped[1]), jax.tree.leaves(by_hand[1]), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-    if config.type != "lion":  # whose signs may well be the same
+    if config.type != "lion":  # its signs may be equal with and without clipping
         assert not np.allclose(clipped[1]["layer"]["kernel"], unclipped[1]["layer"]["kernel"], rtol=1e-3)
 
 
 @pytest.mark.parametrize("limit", [None, 0.0, 1e6])
-def test_null_zero_and_a_high_limit_clip_nothing(limit):
+def test_null_zero_and_a_high_limit_do_not_clip(limit):
     one = run(AdamConfig(max_grad_norm=limit, epsilon=0.1), [GRADIENTS[0]])
     expected = plain_adamw(PARAMS["layer"]["kernel"], [GRADIENTS[0]["layer"]["kernel"]], [0.1], 0.9, 0.95, 0.1, 0.0)
     np.testing.assert_allclose(one["layer"]["kernel"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weight_decay_is_added_once_times_the_rate_and_stays_out_of_the_moments(name):
-    """Both updates differ from those without decay by rate * decay * parameter; in a moment it would come back."""
+def test_weight_decay_is_multiplied_by_the_rate_and_not_part_of_the_moments(name):
+    """Both updates differ from those without decay by exactly rate * decay * parameter."""
     bare, _ = steps_of(name, (0.5, 0.25))
     decayed, _ = steps_of(name, (0.5, 0.25), weight_decay=0.3)
     for rate, without, with_decay in zip((0.5, 0.25), bare, decayed, strict=True):
@@ -160,7 +160,7 @@ def test_weight_decay_is_added_once_times_the_rate_and_stays_out_of_the_moments(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_updates_are_minus_the_rate_of_their_step(name):
+def test_updates_are_proportional_to_the_negative_rate_of_their_step(name):
     once, _ = steps_of(name, (1, 1))
     slower, _ = steps_of(name, (0.5, 0.125))
     for rate, fast, slow in zip((0.5, 0.125), once, slower, strict=True):
@@ -173,7 +173,7 @@ def test_updates_are_minus_the_rate_of_their_step(name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_holds_the_rate_of_the_last_update_and_their_number(name):
+def test_the_state_has_the_rate_of_the_last_update_and_the_number_of_updates(name):
     before = build_optimizer(OPTIMIZERS[name], lambda count: 0.1 / (count + 1), AXES).init(PARAMS)
     after = steps_of(name, (0.1, 0.05))[1]
     found = [before[-1], after[-1]]
@@ -229,11 +229,11 @@ def plain_adafactor(p, gradients, rate, factored, decay_rate, clipping, scaled, 
         {"clipping_threshold": None},
         {"multiply_by_parameter_scale": False, "decay_rate": 0.5},
         {"momentum": 0.9},
-        {"min_dim_size_to_factor": 7},  # the matrix has 6 rows: it keeps its whole second moment
+        {"min_dim_size_to_factor": 7},  # the matrix has 6 rows: its second moment is not factored
     ],
     ids=str,
 )
-def test_adafactor_is_that_of_the_paper(settings):
+def test_adafactor_follows_the_paper(settings):
     config = AdafactorConfig(**{"min_dim_size_to_factor": 6, **settings})
     matrix = RNG.normal(size=(6, 8)).astype(np.float32) * 0.1
     # of growing size, so that a late one is clipped
@@ -259,12 +259,12 @@ def test_adafactors_moments_of_a_matrix_are_a_row_and_a_column():
     axes = {"big": ("layers", "embed", "mlp"), "small": ("embed", "mlp")}
     state = build_optimizer(AdafactorConfig(), lambda count: 0.1, axes).init(params)
     sizes = [leaf.size for leaf in jax.tree.leaves(state)]
-    # a row and a column of each of the three matrices; the small one whole; and scalars
+    # a row and a column of each of the three matrices; the full small one; and scalars
     assert sorted(size for size in sizes if size > 1) == sorted([3 * 128, 3 * 256, 16 * 127])
 
 
 def test_adafactor_factors_the_matrices_of_attention_whatever_a_heads_width():
-    """Rows and columns of the whole projection; gradients keep their shape."""
+    """Rows and columns are those of the full projection; gradients keep their shape."""
     axes = {"qkv": ("layers", "embed", "qkv", "heads", "head_dim"), "out": ("layers", "kv_heads", "head_dim", "embed")}
     params = {"qkv": np.ones((2, 256, 3, 4, 64), np.float32), "out": np.ones((2, 4, 64, 256), np.float32)}
     optimizer = build_optimizer(AdafactorConfig(), lambda count: 0.1, axes)
@@ -336,7 +336,7 @@ def newton_schulz(x, iterations: int):
 
 @functools.cache
 def muon_updates(**settings):
-    """At a rate of 0.5."""
+    """Two updates of Muon with a learning rate of 0.5."""
     config = MuonConfig(**{"max_grad_norm": None, **settings})
     return steps(config, BLOCK_GRADIENTS, (0.5, 0.5), BLOCKS, BLOCK_AXES)[0]
 
@@ -368,8 +368,8 @@ def test_muon_orthogonalizes_the_momentum_by_newton_schulz(settings):
             )
 
 
-def test_each_layer_and_each_of_q_k_and_v_is_orthogonalized_by_itself():
-    """So that the size of one gradient does not change the update of another."""
+def test_each_layer_and_each_of_q_k_and_v_is_orthogonalized_separately():
+    """The size of one gradient must not change the update of another."""
     plain = muon_updates()[0]
     rng = np.random.default_rng(3)
     factors = {"qkv": rng.uniform(0.1, 10, (2, 1, 3, 1, 1)), "out": rng.uniform(0.1, 10, (2, 1, 1, 1))}
@@ -384,8 +384,8 @@ def test_each_layer_and_each_of_q_k_and_v_is_orthogonalized_by_itself():
         )
 
 
-def test_everything_else_is_adam_with_its_own_rate():
-    """The schedule is that of the matrices; at its peak, Adam's rate is adam_lr."""
+def test_other_parameters_are_updated_by_adam_with_adam_lr():
+    """The schedule is the same as for matrices; at its peak, Adam's rate is adam_lr."""
     peak, adam_lr = 0.02, 6e-4
     config = MuonConfig(beta1=0.8, beta2=0.9, epsilon=1e-3, max_grad_norm=None, learning_rate=peak, adam_lr=adam_lr)
     updates, _ = steps(config, BLOCK_GRADIENTS, (peak, peak / 4), BLOCKS, BLOCK_AXES)
@@ -404,8 +404,8 @@ def test_everything_else_is_adam_with_its_own_rate():
         np.testing.assert_allclose(leaves[2] + leaves[3], expected, rtol=1e-4, atol=1e-9)
 
 
-def test_what_adam_has_decays_by_adams_rate():
-    """Whatever the group, a parameter decays by its own learning rate times `weight_decay`."""
+def test_parameters_of_adam_decay_by_its_rate():
+    """In both groups, a parameter decays by its own learning rate times `weight_decay`."""
     settings = {"max_grad_norm": None, "learning_rate": 0.02, "adam_lr": 6e-4, "default_weight_decay_mask": False}
     found = []
     for weight_decay in (0.0, 0.3):
@@ -419,7 +419,7 @@ def test_what_adam_has_decays_by_adams_rate():
                  more, BLOCKS, rates)  # fmt: skip
 
 
-def test_kimis_scaling_changes_the_size_only_of_the_matrices():
+def test_kimi_scaling_changes_only_the_size_of_matrix_updates():
     plain, scaled = muon_updates()[1], muon_updates(use_kimi_scaling=True)[1]
     for name in MATRICES:
         inputs, outputs = WIDTHS[name]

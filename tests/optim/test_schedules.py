@@ -38,7 +38,7 @@ TABLE = [
     ),
     ("constant", {"cycles": 2, "rewarmup": 0.1, "warmup": 0.1}, {0: 0, 5: 1, 30: 1, 50: 1, 52: 1, 99: 1}),
 ]
-# with the stable phase at the peak, the decay begins as it does without one
+# the decay after a stable phase has the same shape as without one
 STABLE = [
     ("inv", {"warmup": 10, "decay": 12}, {10: 1, 50: 1, 87: 1, 88: 12 / 21, 89: 12 / 21, 94: 12 / 66, 99: 12 / 111}),
     ("inv", {"warmup": 10, "decay": 12, "cycles": 2}, {10: 1, 37: 1, 39: 12 / 21, 50: 1, 87: 1, 99: 12 / 111}),
@@ -51,7 +51,7 @@ def schedule(shape: str, settings: dict, steps: int = 100):
 
 
 @pytest.mark.parametrize(("shape", "settings", "expected"), [*TABLE, *STABLE])
-def test_rates_are_those_of_the_reference(shape, settings, expected):
+def test_rates_are_equal_to_the_reference(shape, settings, expected):
     rate = schedule(shape, settings)
     assert {step: float(rate(step)) for step in expected} == pytest.approx(expected, abs=1e-6)
 
@@ -85,11 +85,11 @@ def test_a_traced_step_gives_the_same_rates():
     np.testing.assert_allclose(jax.jit(jax.vmap(rate))(steps), [rate(int(step)) for step in steps], rtol=1e-6)
 
 
-def test_after_a_decay_to_nothing_a_rewarmup_begins_at_zero():
+def test_after_a_decay_to_zero_a_rewarmup_starts_at_zero():
     rate = build_schedule(AdamConfig(min_lr_ratio=0, learning_rate=1.0, cycles=2, warmup=0, rewarmup=10), 100)
     assert [float(rate(step)) for step in (49, 50, 55, 60)] == pytest.approx([0.000987, 0, 0.5, 1], abs=1e-6)
 
 
-def test_the_last_of_two_billion_steps_is_not_rounded_away():
+def test_rates_are_exact_after_two_billion_steps():
     rate = build_schedule(AdamConfig(learning_rate=1.0, warmup=0, decay=10, lr_schedule="linear"), 2**31 - 1)
     assert [float(rate(2**31 - 1 - n)) for n in (10, 5, 0)] == pytest.approx([1, 0.55, 0.1])

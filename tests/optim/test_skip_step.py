@@ -1,4 +1,4 @@
-"""Leaving out bad steps, against a plain reimplementation; what is left out leaves no trace but its size."""
+"""Skipping of bad steps, compared with a plain reimplementation."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ DIRECTION = {"a": np.float32([0.48, 0.36]), "b": np.float32([-0.8])}  # of norm 
 
 @functools.cache
 def compiled(length: int, sigma_factor: float):
-    """`init` and `update` of the bad steps left out of a momentum."""
+    """`init` and `update` of `skip_bad_steps` around a momentum."""
     optimizer = skip_bad_steps(optax.trace(0.9), length, sigma_factor)
     return optimizer.init, jit(lambda gradient, state, loss: optimizer.update(gradient, state, loss=jnp.float32(loss)))
 
@@ -31,7 +31,7 @@ def gradient_of_norm(norm: float):
 
 
 class Plain:
-    """The docstring in Python's floats: `skips(loss, norm)` for one step after another."""
+    """Reimplementation with Python floats: call `skips(loss, norm)` for each step."""
 
     def __init__(self, length: int, sigma_factor: float):
         self.length, self.sigma_factor = length, sigma_factor
@@ -73,7 +73,7 @@ def random_steps(seed: int, number: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("length", "sigma_factor"), [(2, 1.0), (8, 2.0), (32, 3.0), (128, 6.0)])
-def test_the_same_steps_are_left_out_as_by_a_plain_reimplementation(length, sigma_factor):
+def test_the_same_steps_are_skipped_as_by_a_plain_reimplementation(length, sigma_factor):
     inner = optax.scale_by_adam()
     optimizer = skip_bad_steps(inner, length, sigma_factor)
     update, inner_update = jit(optimizer.update), jit(inner.update)
@@ -82,7 +82,7 @@ def test_the_same_steps_are_left_out_as_by_a_plain_reimplementation(length, sigm
     skipped = []
     for step, (loss, norm) in enumerate(random_steps(length, 300)):
         gradient = gradient_of_norm(norm)
-        # the same numbers as are seen inside, so that none falls on the other side by rounding
+        # the float32 values that the optimizer uses, so that rounding cannot change a decision
         skip = plain.skips(float(np.float32(loss)), float(jnp.float32(optax.tree.norm(gradient))))
         updates, state = update(gradient, state, PARAMS, loss=np.float32(loss))
         if skip:
@@ -101,7 +101,7 @@ def test_the_same_steps_are_left_out_as_by_a_plain_reimplementation(length, sigm
 
 @pytest.mark.parametrize("length", [2, 4, 8, 20])
 @pytest.mark.parametrize("what", ["loss", "norm"])
-def test_nothing_is_left_out_before_half_the_interval_is_seen(length, what):
+def test_nothing_is_skipped_before_half_of_the_interval(length, what):
     init, update = compiled(length, 6.0)
     for seen in range(length + 3):
         state = init(PARAMS)
@@ -117,7 +117,7 @@ def test_nothing_is_left_out_before_half_the_interval_is_seen(length, what):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 @pytest.mark.parametrize("seen", [0, 1, 6])
-def test_what_is_not_finite_is_left_out_from_the_first_step_and_not_remembered(bad, what, seen):
+def test_non_finite_steps_are_always_skipped_and_not_recorded(bad, what, seen):
     init, update = compiled(4, 6.0)
     state = init(PARAMS)
     for step in range(seen):
@@ -136,7 +136,7 @@ def test_what_is_not_finite_is_left_out_from_the_first_step_and_not_remembered(b
         np.testing.assert_array_equal(one, other)
 
 
-def test_low_values_are_never_left_out():
+def test_low_values_are_never_skipped():
     init, update = compiled(8, 2.0)
     state = init(PARAMS)
     for loss, norm in [(5, 5)] * 8 + [(-100, 1e-3)]:
@@ -145,8 +145,8 @@ def test_low_values_are_never_left_out():
     assert float(optax.tree.norm(updates)) > 0
 
 
-def test_a_new_level_is_accepted_when_the_interval_holds_enough_of_it():
-    """Steps that were left out are remembered: a loss that stays high is learned from again after a while."""
+def test_a_new_level_is_accepted_after_a_few_steps():
+    """Skipped steps are recorded: if the loss stays high, updates resume after a while."""
     init, update = compiled(8, 2.0)
     state = init(PARAMS)
     skips = []
@@ -158,7 +158,7 @@ def test_a_new_level_is_accepted_when_the_interval_holds_enough_of_it():
     assert skips == [False] * 8 + [True] * 2 + [False] * 6
 
 
-def test_in_an_optimizer_the_gradients_are_judged_before_clipping_and_parameters_do_not_even_decay():
+def test_in_an_optimizer_norms_are_taken_before_clipping_and_skipped_steps_do_not_decay():
     config = AdamConfig(
         skip_bad_steps={"rolling_interval_length": 4, "sigma_factor": 3}, weight_decay=0.5, max_grad_norm=1
     )
@@ -168,11 +168,11 @@ def test_in_an_optimizer_the_gradients_are_judged_before_clipping_and_parameters
     for _ in range(4):
         updates, state = optimizer.update({"kernel": np.float32([[3, 4]])}, state, params, loss=np.float32(1))
         assert np.abs(updates["kernel"]).min() > 0
-    # clipped to norm 1, all gradients here have the same
+    # after clipping, all gradients here have norm 1
     updates, after = optimizer.update({"kernel": np.float32([[30, 40]])}, state, params, loss=np.float32(1))
     np.testing.assert_array_equal(updates["kernel"], [[0, 0]])
     assert int(optax.tree.get(after, "skipped")) == 1
-    # the schedule is of steps, and goes on
+    # the schedule counts skipped steps too
     assert int(after[-1].step) == int(state[-1].step) + 1 == 5
 
 
@@ -190,7 +190,7 @@ def test_in_an_optimizer_the_gradients_are_judged_before_clipping_and_parameters
         ({}, SkipStepConfig()),
     ],
 )
-def test_the_forms_of_the_setting_make_the_optimizer(value, expected):
+def test_all_forms_of_the_setting(value, expected):
     config = AdamConfig(skip_bad_steps=value)
     assert config.skip_step == expected
     assert AdamConfig.model_validate_json(config.model_dump_json()).skip_step == expected
@@ -199,7 +199,7 @@ def test_the_forms_of_the_setting_make_the_optimizer(value, expected):
 
 
 @pytest.mark.parametrize("value", [1, -3, 2.5, {"rolling_interval_length": 1}, {"sigma_factor": 0}, {"length": 4}])
-def test_what_is_no_interval_is_refused(value):
-    """`1` is an interval too short, and not `true`."""
+def test_invalid_intervals_are_refused(value):
+    """`1` is an interval that is too short, and is not read as `true`."""
     with pytest.raises(ValidationError):
         AdamConfig(skip_bad_steps=value)

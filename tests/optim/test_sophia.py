@@ -1,4 +1,4 @@
-"""Sophia against plain numpy; the Hessian is estimated when it is due and at no other time; and it is worth it."""
+"""Sophia compared with numpy; the interval of Hessian estimates; convergence compared with Adam."""
 
 import functools
 
@@ -27,13 +27,13 @@ DEFAULTS = {
 
 
 def estimate(key):
-    """Draws for each parameter, about a third of them negative."""
+    """Random values for each parameter, about a third of them negative."""
     keys = dict(zip(PARAMS, jax.random.split(key), strict=True))
     return {name: 0.5 + jax.random.normal(keys[name], leaf.shape) for name, leaf in PARAMS.items()}
 
 
 def plain_sophia(gradients, estimates, beta1, beta2, epsilon, gamma, clip_threshold, update_interval, rng_seed):
-    """The updates of one leaf, in float64; `estimates[t]` is what the Hessian's function gives for step t."""
+    """The updates of one leaf, in float64; `estimates[t]` is the Hessian estimate of step t."""
     m = h = np.zeros(gradients[0].shape)
     updates = []
     for t, g in enumerate(gradients):
@@ -56,7 +56,7 @@ def plain_sophia(gradients, estimates, beta1, beta2, epsilon, gamma, clip_thresh
     ],
     ids=str,
 )
-def test_updates_are_those_of_the_formula(settings):
+def test_updates_follow_the_formula(settings):
     settings = DEFAULTS | settings
     optimizer = scale_by_sophia(**settings)
     gradients = [jax.tree.map(lambda p: RNG.normal(size=p.shape).astype(np.float32), PARAMS) for _ in range(12)]
@@ -81,7 +81,7 @@ def test_where_the_curvature_is_not_positive_the_update_is_the_sign():
 
 
 @pytest.mark.parametrize("interval", [1, 3, 10])
-def test_the_hessian_is_estimated_only_when_due_each_time_with_a_key_of_its_own(interval):
+def test_the_hessian_is_estimated_only_when_due_with_a_new_key_each_time(interval):
     called = []
 
     def marker(key):
@@ -103,7 +103,7 @@ def test_the_hessian_is_estimated_only_when_due_each_time_with_a_key_of_its_own(
     assert int(state.step) == 21
 
 
-def test_another_seed_draws_other_estimates_and_the_same_seed_the_same():
+def test_estimates_depend_on_the_seed():
     def first(seed):
         optimizer = scale_by_sophia(**DEFAULTS | {"rng_seed": seed})
         return optimizer.update(PARAMS, optimizer.init(PARAMS), hessian=estimate)[1].hessian["b"].tolist()
@@ -112,7 +112,7 @@ def test_another_seed_draws_other_estimates_and_the_same_seed_the_same():
 
 
 @pytest.mark.parametrize("config", [SophiaHConfig, SophiaGConfig])
-def test_the_configs_settings_arrive(config):
+def test_all_settings_of_the_config_are_used(config):
     settings = DEFAULTS | {"beta1": 0.7, "rng_seed": 3}
     built = build_optimizer(config(**settings, max_grad_norm=None), lambda count: 0.1)
     gradient = jax.tree.map(lambda p: p + 1, PARAMS)
@@ -126,12 +126,12 @@ def test_the_configs_settings_arrive(config):
 def test_moments_have_the_parameters_types_and_updates_the_gradients():
     optimizer = scale_by_sophia(**DEFAULTS)
     half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), PARAMS)
-    update, state = optimizer.update(half, optimizer.init(half), hessian=estimate)  # which is float32
+    update, state = optimizer.update(half, optimizer.init(half), hessian=estimate)  # the estimate is float32
     assert {leaf.dtype for leaf in jax.tree.leaves((update, state.mu, state.hessian))} == {jnp.bfloat16.dtype}
 
 
 def best_of(config, learning_rates, curvature, start, num_steps: int) -> float:
-    """The least value of sum(curvature * x^2) / 2 after so many steps, over the learning rates."""
+    """The minimum over the learning rates of sum(curvature * x^2) / 2 after `num_steps` steps."""
 
     def final(rate):
         optimizer = build_optimizer(config, lambda count: rate)
@@ -149,12 +149,12 @@ def best_of(config, learning_rates, curvature, start, num_steps: int) -> float:
     return float(jnp.nanmin(jit(jax.vmap(final))(jnp.float32(learning_rates))))
 
 
-def test_on_an_ill_conditioned_quadratic_it_ends_lower_than_adam():
-    """Curvatures from 0.01 to 100. At a constant rate Adam ends up circling, while Sophia, told the curvature, goes on
-    to the bottom. With the moments' decays that a config has by default but for Sophia's momentum, which is Adam's."""
+def test_on_an_ill_conditioned_quadratic_sophia_ends_lower_than_adam():
+    """Curvatures from 0.01 to 100. At a constant rate Adam oscillates around the minimum, while Sophia, which gets the
+    exact curvature, converges. Default settings, except Sophia's momentum, which is set to Adam's."""
     curvature, start = jnp.logspace(-2, 2, 9), jnp.float32([3, 0.1, 1, 2, 0.5, 1, 0.2, 3, 1])
     rates = np.geomspace(1e-3, 1, 13)
     adam = best_of(AdamConfig(max_grad_norm=None), rates, curvature, start, 300)
     sophia = best_of(SophiaGConfig(gamma=1.0, beta1=0.9, max_grad_norm=None), rates, curvature, start, 300)
-    assert adam < (curvature * start**2).sum() / 2 * 1e-4  # it does learn
+    assert adam < (curvature * start**2).sum() / 2 * 1e-4  # Adam converges too
     assert sophia < adam / 1000

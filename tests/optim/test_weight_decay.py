@@ -1,4 +1,4 @@
-"""Which parameters decay: by a regular expression, by texts, by the rule of all layers' matrices, or all."""
+"""Selection of decaying parameters: by a regular expression, by texts, by the default rule, or all."""
 
 import jax
 import numpy as np
@@ -47,46 +47,46 @@ def decaying(modules, mask) -> set[str]:
 @pytest.mark.parametrize(
     ("modules", "mask", "expected"),
     [
-        # no modules: the rule, unless it is turned off
+        # no modules: the default rule, unless it is false
         (None, None, KERNELS),
         (None, True, KERNELS),
         (None, False, set(PATHS)),
-        # modules: these only, unless the rule is asked for
+        # modules: only these, unless the default rule is true
         ("blocks/mlp", None, MLP),
         ("blocks/mlp", False, MLP),
         ("blocks/mlp", True, MLP | KERNELS),
         (["/mlp/"], None, MLP),
         (["/mlp/"], False, MLP),
         (["/mlp/"], True, MLP | KERNELS),
-        # a pattern is from the start, and need not reach the end
+        # a pattern is matched at the start of the path, not to its end
         ("blocks", None, {path for path in PATHS if path.startswith("blocks")}),
         (".*scale$", None, SCALES),
         ("(tokens|norm_final)/", None, {"tokens/embedding", "norm_final/scale"}),
         (r".*/(kernel|embedding)", True, KERNELS | {"tokens/embedding"}),
         ("", None, set(PATHS)),
-        # a text is anywhere, as it is written
+        # a text matches literally, anywhere in the path
         (["scale"], None, SCALES),
         (["scale", "tokens"], None, SCALES | {"tokens/embedding"}),
         (["mlp"], None, MLP | {"blocks/norm_mlp/scale"}),
         (["ernel"], False, KERNELS),
     ],
 )
-def test_what_decays(modules, mask, expected):
+def test_the_decaying_parameters(modules, mask, expected):
     assert decaying(modules, mask) == expected
 
 
 @pytest.mark.parametrize(
     ("modules", "unknown"),
     [
-        ("mlp", "mlp"),  # not from the start
+        ("mlp", "mlp"),  # not at the start
         ("blocks/mpl", "blocks/mpl"),
-        (["blocks.mlp"], "blocks.mlp"),  # a text, no pattern
+        (["blocks.mlp"], "blocks.mlp"),  # a text, not a pattern
         (["scale", "nrom"], "nrom"),
         (["Tokens"], "Tokens"),
     ],
 )
 @pytest.mark.parametrize("mask", [None, True, False])
-def test_a_module_that_is_nowhere_is_the_users_mistake_and_the_paths_are_told(modules, unknown, mask):
+def test_a_module_without_match_is_a_user_error_that_lists_the_paths(modules, unknown, mask):
     with pytest.raises(UserError) as caught:
         decaying(modules, mask)
     message = str(caught.value)
@@ -96,7 +96,7 @@ def test_a_module_that_is_nowhere_is_the_users_mistake_and_the_paths_are_told(mo
 
 @pytest.mark.parametrize("pattern", ["(", "*", "[a-", "(?P<x"])
 @pytest.mark.parametrize("kind", [AdamConfig, LionConfig])
-def test_what_is_no_regular_expression_is_refused_by_the_config(kind, pattern):
+def test_an_invalid_regular_expression_is_refused_by_the_config(kind, pattern):
     with pytest.raises(ValidationError, match="invalid regular expression") as caught:
         kind(weight_decay_modules=pattern)
     assert caught.value.errors()[0]["loc"][0] == "weight_decay_modules"
@@ -111,7 +111,7 @@ def test_an_empty_list_is_refused():
         AdamConfig(weight_decay_modules=[])
 
 
-def test_abstract_parameters_do_as_well():
-    """The optimizer's state is planned from shapes alone."""
+def test_the_mask_of_abstract_parameters():
+    """The optimizer state is planned from shapes only."""
     shapes = jax.eval_shape(lambda: jax.tree.map(np.zeros_like, tree()))
     assert jax.tree.leaves(decay_mask(AdamConfig(), shapes)) == jax.tree.leaves(decay_mask(AdamConfig(), tree()))

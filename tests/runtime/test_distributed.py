@@ -116,8 +116,8 @@ def write_random_export(settings, folder):
 
 @pytest.mark.long
 def test_two_processes_train_together_and_only_the_first_logs(settings, write_config, tmp_path):
-    """Each process has one device; files of the run are written once. Training starts from a Hugging Face model, and with
-    the tiny learning rate the exported weights are still equal to it."""
+    """Each process has one device; files of the run are written once. With the tiny learning rate, the exported weights
+    are still those of the initial Hugging Face model."""
     settings["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 100}
     settings["data"]["validation_urls"] = None
     settings["model"] |= {"num_layers": 1, "gradient_checkpointing": False}

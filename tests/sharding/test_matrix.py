@@ -1,4 +1,4 @@
-"""Mesh x accumulation x recomputation x scan x precision: the same losses, and no needless gathering or copying."""
+"""Matrix of mesh, accumulation, remat, scan and precision: equal losses, and no unnecessary collectives or copies."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def train(folder, cases):
 
 
 def train_on(folder, meshes, steps):
-    """So many steps in float32 on one device, and on every mesh."""
+    """Train `steps` steps in float32 on one device and on every mesh."""
     cases = [{**ONE, "steps": steps}]
     cases += [{"name": name, "steps": steps, "trainer": trainer, "inspect": True} for name, trainer in meshes.items()]
     return train(folder, cases)
@@ -54,15 +54,15 @@ def meshes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_losses_are_those_of_one_device(meshes, mesh):
+def test_losses_are_equal_to_those_of_one_device(meshes, mesh):
     one = meshes["one"]["losses"]
-    assert one[-1] < 0.9 * one[0]  # it does learn
+    assert one[-1] < 0.9 * one[0]  # the loss decreases
     np.testing.assert_allclose(meshes[mesh]["losses"], one, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp and tensor", "fsdp, accumulating"])
-def test_no_collective_gathers_the_whole_model(meshes, mesh):
-    """FSDP gathers a block when it comes to it: stacked blocks are never together, whatever the number of layers."""
+def test_no_collective_gathers_all_layers(meshes, mesh):
+    """FSDP gathers one block at a time, never the stacked blocks, for any number of layers."""
     stacked = [tuple(shape) for path, shape in meshes[mesh]["whole"].items() if path.endswith("kernel")]
     gathers = [shapes for kind, _, shapes in meshes[mesh]["collectives"] if kind == "all-gather"]
     assert gathers
@@ -70,20 +70,20 @@ def test_no_collective_gathers_the_whole_model(meshes, mesh):
 
 
 @pytest.mark.parametrize(("mesh", "parts"), [("fsdp, accumulating", 8), ("fsdp and tensor", 8)])
-def test_no_matrix_of_the_optimizer_state_is_whole_on_a_device(meshes, mesh, parts):
+def test_every_matrix_of_the_optimizer_state_is_split_over_all_devices(meshes, mesh, parts):
     leaves = [leaf for leaf in meshes[mesh]["optimizer"] if "kernel" in leaf[0]]
     assert len(leaves) >= 8
     assert {size // held for _, size, held in leaves} == {parts}
 
 
-def test_microbatches_are_cut_without_moving_rows(meshes):
-    """Splitting a sharded batch into halves would gather it; tokens are the only int32 arrays of two dimensions."""
+def test_microbatches_are_split_without_moving_rows(meshes):
+    """Splitting a sharded batch into halves would gather it; tokens are the only two-dimensional int32 arrays."""
     for kind, _, shapes in meshes["fsdp, accumulating"]["collectives"]:
         assert not (kind == "all-gather" and [16, 16] in shapes)
 
 
 @pytest.mark.long
-def test_fifty_losses_on_all_meshes_and_mappings_are_the_losses_of_one_device(tmp_path):
+def test_fifty_losses_on_all_meshes_and_mappings_are_equal_to_those_of_one_device(tmp_path):
     found = train_on(tmp_path, MESHES | MORE, 50)
     assert found["one"]["losses"][-1] < 0.6 * found["one"]["losses"][0]
     for mesh in MESHES | MORE:
@@ -92,7 +92,7 @@ def test_fifty_losses_on_all_meshes_and_mappings_are_the_losses_of_one_device(tm
 
 DATA, FSDP, BOTH = {"fsdp_axis": None}, {}, {"model_axis_size": 2, **TENSOR}
 HALF = "p=f32,c=bf16"
-# Each value of each choice with each value of every other one, at least once.
+# Pairwise coverage: each value of each choice with each value of every other choice.
 CHOICES = [
     (DATA, -1, True, True, "f32"),
     (DATA, 1, False, False, HALF),
@@ -108,9 +108,9 @@ CHOICES = [
 
 
 @pytest.mark.long
-def test_a_matrix_of_choices_of_execution_agrees(tmp_path):
-    """Mesh, accumulation, recomputation, scan and precision: five steps in float32 within 1e-5 of one device, with
-    bfloat16 computation within 2 %."""
+def test_execution_choices_give_equal_losses(tmp_path):
+    """Mesh, accumulation, remat, scan and precision: five steps in float32 within 1e-5 of one device, with bfloat16
+    computation within 2 %."""
     cases = [
         {
             "name": str(number),
@@ -129,8 +129,8 @@ def test_a_matrix_of_choices_of_execution_agrees(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_positions_that_begin_with_each_document_do_not_depend_on_the_mesh(tmp_path, family):
-    """Learned ones are looked up in a table that is split; rotary ones matter only between documents."""
+def test_reset_positions_do_not_depend_on_the_mesh(tmp_path, family):
+    """Learned positions are looked up in a split table; rotary positions matter only for attention across documents."""
     apart = {"mask_across_documents": family == "gpt2"}
     of_family = {"steps": 5, "model": {"type": family}, "data": {"reset_positions": True, **apart}}
     meshes = {**MESHES, **MORE} if family == "gpt2" else MESHES
@@ -144,8 +144,8 @@ def test_positions_that_begin_with_each_document_do_not_depend_on_the_mesh(tmp_p
 
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["sophia-g", "sophia-h"])
-def test_sophias_targets_and_hessians_do_not_depend_on_the_mesh(tmp_path, optimizer):
-    """The vocabulary split, the batch split, copies: a few losses over two estimates of the Hessian."""
+def test_sophia_does_not_depend_on_the_mesh(tmp_path, optimizer):
+    """With split vocabulary, split batch and replicas: a few losses over two Hessian estimates."""
     sophia = {"steps": 6, "optimizer": {"type": optimizer, "learning_rate": 3e-3, "update_interval": 3, "warmup": 0}}
     meshes = {"fsdp": {}, "both": BOTH, "replicas": MORE["replicas"]}
     cases = [{"name": name, "trainer": trainer, **sophia} for name, trainer in meshes.items()]
@@ -157,8 +157,8 @@ def test_sophias_targets_and_hessians_do_not_depend_on_the_mesh(tmp_path, optimi
 
 
 @pytest.mark.long
-def test_muon_with_matrices_spread_over_devices_is_that_of_one_device(tmp_path):
-    """Fewer matrices than devices too: 2 layers, 6 matrices in qkv, 8 devices."""
+def test_muon_with_matrices_spread_over_devices_equals_one_device(tmp_path):
+    """Also with fewer matrices than devices: 2 layers, 6 matrices in qkv, 8 devices."""
     muon = {"steps": 8, "optimizer": {"type": "muon", "learning_rate": 2e-2, "warmup": 0}}
     meshes = {"fsdp": {}, "both": BOTH, "replicas": MORE["replicas"]}
     cases = [{"name": name, "trainer": trainer, **muon} for name, trainer in meshes.items()]
@@ -171,7 +171,7 @@ def test_muon_with_matrices_spread_over_devices_is_that_of_one_device(tmp_path):
 
 @pytest.mark.long
 def test_smoothed_and_weighted_losses_do_not_depend_on_the_mesh(tmp_path):
-    """Also where the vocabulary is split and one part of it has padding."""
+    """Also with a split vocabulary of which one part has padding."""
     sources = {"configs": {"a": {"train_urls": ["a.jsonl"]}, "b": {"train_urls": ["b.jsonl"]}}}
     smoothed = {"type": "weighted_cross_entropy", "label_smoothing": 0.2, "source_weights": {"a": 2.0}}
     common = {"steps": 6, "tokens": 61, "data": sources, "objective": smoothed, "z_loss_weight": 1e-2}

@@ -1,4 +1,4 @@
-"""The mesh and its two mappings, on one device; what does not fit is refused."""
+"""The mesh and its two mappings, on one device; sizes that do not divide are errors."""
 
 from dataclasses import dataclass
 
@@ -29,13 +29,13 @@ def test_the_mesh_has_the_axes_replica_data_model_and_all_devices():
         ("embed", ["mlp", "heads"], {"embed": "data", "mlp": "model", "heads": "model", "kv_heads": "model"}),
     ],
 )
-def test_parameters_are_split_as_asked_and_nothing_else(fsdp, tensor, expected):
+def test_only_the_configured_parameter_axes_are_split(fsdp, tensor, expected):
     rules = dict(plan_layout(PartitioningConfig(fsdp_axis=fsdp, tensor_parallel_axes=tensor)).parameter_rules)
     assert {axis: where for axis, where in rules.items() if where} == expected
     assert {"embed", "mlp", "heads", "vocab", "layers"} <= set(rules)
 
 
-def test_activations_follow_tensor_parallel_axes_and_the_residual_stream_is_split_along_the_sequence():
+def test_tensor_parallel_axes_split_activations_and_the_residual_stream_along_the_sequence():
     rules = dict(plan_layout(PartitioningConfig(tensor_parallel_axes=["mlp", "heads", "vocab"])).compute_rules)
     split = {axis: where for axis, where in rules.items() if where}
     assert split == {
@@ -55,7 +55,7 @@ def test_a_number_of_devices_that_does_not_divide_is_refused():
 
 @dataclass(frozen=True)
 class FakeDevice:
-    """What the layout looks at."""
+    """The attributes of a device that the layout uses."""
 
     id: int
     slice_index: int
@@ -76,8 +76,8 @@ SLICES = [FakeDevice(number, number // 4) for number in range(16)]
         ({"replica_ici_axis_size": 2, "model_axis_size": 4}, (2, 2, 4), [{0, 1}, {2, 3}]),
     ],
 )
-def test_copies_lie_within_slices_as_far_as_they_fit(config, shape, slices_of_replicas):
-    """The network between slices is slow: only what goes between copies, gradients, should cross it."""
+def test_replicas_are_within_slices_where_they_fit(config, shape, slices_of_replicas):
+    """The network between slices is slow: only the gradient all-reduce between replicas should use it."""
     mesh = plan_layout(PartitioningConfig(**config), SLICES).mesh
     assert tuple(mesh.shape.values()) == shape
     assert [{device.slice_index for device in part.ravel()} for part in mesh.devices] == slices_of_replicas
@@ -97,12 +97,12 @@ def test_copies_lie_within_slices_as_far_as_they_fit(config, shape, slices_of_re
         ),
     ],
 )
-def test_copies_that_do_not_fit_are_refused(config, message):
+def test_replicas_that_do_not_fit_are_refused(config, message):
     with pytest.raises(UserError, match=message):
         plan_layout(PartitioningConfig(**config), SLICES)
 
 
-def test_advanced_mappings_have_the_last_word_and_shared_ones_count_for_both():
+def test_specific_mappings_override_axis_resources_which_apply_to_both():
     layout = plan_layout(
         PartitioningConfig(
             axis_resources={"mlp": "model", "vocab": ["model"]},

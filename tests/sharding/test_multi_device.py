@@ -1,4 +1,4 @@
-"""A batch over eight fake devices, in a process of their own."""
+"""A batch on eight simulated devices, in a subprocess."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def found():
 
 
 @pytest.mark.parametrize(("mesh", "shards", "copies"), [("8x1", 8, 1), ("4x2", 4, 2)])
-def test_a_batch_is_cut_into_consecutive_rows(found, mesh, shards, copies):
+def test_a_batch_is_split_into_consecutive_rows(found, mesh, shards, copies):
     placed = found[mesh]
     expected = 10 * np.arange(16)[:, None] + np.arange(3)
     np.testing.assert_array_equal(placed["whole"], expected)

@@ -1,4 +1,4 @@
-"""Shardings from names, and numpy rows into global arrays, on one device."""
+"""Shardings from logical names, and global arrays from numpy rows, on one device."""
 
 import flax.linen as nn
 import jax
@@ -19,7 +19,7 @@ def boxed(shape, names):
 
 
 def on_many_devices() -> Layout:
-    """The mapping of a layout for 4 x 2 devices that need not exist."""
+    """A layout for 4 x 2 abstract devices."""
     plan = plan_layout(PartitioningConfig(tensor_parallel_axes=["mlp"]))
     return Layout(AbstractMesh((1, 4, 2), plan.mesh.axis_names), plan.parameter_rules, plan.compute_rules)
 
@@ -43,7 +43,7 @@ def test_two_dimensions_over_the_same_devices_are_refused_by_name():
         parameter_shardings(plan, boxed((8, 6), ("embed", "mlp")))
 
 
-def test_copies_of_the_parameters_get_their_shardings_and_scalars_are_replicated():
+def test_moments_get_the_shardings_of_parameters_and_scalars_are_replicated():
     layout = plan_layout(PartitioningConfig())
     params = {"a": jnp.zeros(4), "b": {"c": jnp.zeros((2, 4))}}
     marked = {"a": NamedSharding(layout.mesh, PartitionSpec("data")), "b": {"c": layout.batch}}
@@ -67,7 +67,7 @@ def test_one_process_holds_all_rows_and_places_them_unchanged():
         np.testing.assert_array_equal(array, batch[name])
 
 
-def test_constrain_changes_no_values_and_knows_only_activations():
+def test_constrain_changes_no_values_and_accepts_only_activation_axes():
     x = jnp.arange(6.0).reshape(2, 3)
     with plan_layout(PartitioningConfig()).active():
         np.testing.assert_array_equal(jax.jit(lambda x: constrain(x, "act_batch", None))(x), x)

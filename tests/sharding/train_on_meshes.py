@@ -1,4 +1,4 @@
-"""Trains one tiny model on several meshes of 8 fake devices, and writes what it saw. Started by test_matrix.py.
+"""Train a tiny model on several meshes of 8 simulated devices, and write the results. Called by test_matrix.py.
 
 train_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, steps, model, trainer, optimizer, data, objective,
 z_loss_weight, tokens}
@@ -24,7 +24,7 @@ OPTIMIZER = {"learning_rate": 1e-2, "warmup": 2, "weight_decay": 0.1}
 
 
 def batch(step: int, names: Iterable[str], vocab: int) -> dict[str, np.ndarray]:
-    """Tokens that can be learned, of which uneven numbers are targets; two documents a sequence, and weights by row."""
+    """Predictable tokens with uneven numbers of targets, two documents per sequence, and loss weights by row."""
     rng = np.random.default_rng(step)
     start = rng.integers(0, vocab, (BATCH, 1))
     tokens = (start + np.arange(LENGTH) * rng.integers(1, 3, (BATCH, 1))) % vocab
