@@ -28,7 +28,7 @@ def write_lines(tmp_path, *lines: str) -> str:
         ("data.train_urls", ["nothing/*.jsonl"], ["no such file", "nothing/*.jsonl"]),
         ("data.train_urls", ["part.{1..3.jsonl"], ["unbalanced braces"]),
         ("data.train_urls", ["text.docx"], ["no such file", "text.docx"]),
-        ("data.train_urls", ["."], [".: is a folder; name the files in it, such as './*.jsonl'"]),
+        ("data.train_urls", ["."], [".: is a folder; set the files in it, such as './*.jsonl'"]),
         ("data.cache_dir", "tiny.yaml", ["data.cache_dir: tiny.yaml/train cannot be created: "]),
         ("batch_size", 4, ["tiny.yaml:", "no such setting; did you mean trainer.train_batch_size?"]),
         ("trainer.train_batch_size", 50_000, ["train_batch_size: 50,000 sequences of 32 tokens, but", "at most"]),
