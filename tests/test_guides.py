@@ -28,6 +28,15 @@ TRACKED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=T
 PAGES = [ROOT / name for name in TRACKED.split() if not name.startswith("tests/") and (ROOT / name).exists()]
 
 
+# A diary may name what has gone; of these guides a column is another project's names.
+OURS = [page for page in PAGES if page.name != "BUILD-notes.md" and not page.name.startswith("from_")]
+SETTINGS = {setting.name for group in describe(RunConfig) for setting in group.settings}
+OTHER_NAMES = {
+    *("trainer.wandb", "trainer.batch_size", "trainer.eval_per_device_parallelism"),
+    "trainer.per_device_train_parallelism",
+}
+
+
 def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -114,6 +123,17 @@ def test_configs_load(block, folder):
     loaded = load_config(RunConfig, str(write_config(folder, block)))
     old = [notice for notice in loaded.layer.notices if "now" in notice]
     assert old == []  # no page recommends an older name
+
+
+def test_a_part_of_a_section_loads_within_it(folder):
+    path = write_config(folder, Block(ROOT / "a.md", 1, "yaml", "lr_schedule: linear\nwarmup: 5\n"))
+    assert load_config(RunConfig, str(path)).config.optimizer.warmup == 5
+
+
+@pytest.mark.parametrize("text", ["trainer: {num_steps: 5}", "warmpu: 5", "# a.yaml\n!include absent.yaml", "model: ["])
+def test_a_config_with_a_mistake_is_noticed(text, folder):
+    with pytest.raises(UserError):
+        load_config(RunConfig, str(write_config(folder, Block(ROOT / "a.md", 1, "yaml", text))))
 
 
 # --- commands
@@ -218,6 +238,41 @@ def test_a_command_with_a_mistake_is_noticed(words, problem, monkeypatch):
         parse(words, monkeypatch)
 
 
+def parser_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Parser:
+    """The parser of a command, with the flags of its own."""
+    module = importlib.import_module(f"lmtrain.commands.{VERBS[words[0]][0]}")
+    seen: list[Parser] = []
+
+    def keep(parser, *arguments, **more):
+        seen.append(parser)
+        raise ParsedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "parse_run", keep, raising=False)
+        patch.setattr(Parser, "parse_args", keep)
+        with pytest.raises(ParsedError):
+            module.run([word for word in words[1:2] if not word.startswith("-")])
+    return seen[0]
+
+
+def commands_in_prose(page: Path) -> list[list[str]]:
+    """The words of every `lmtrain VERB ...` that is written within a line, perhaps with placeholders."""
+    return [text.split() for text in re.findall(r"`lmtrain ([a-z][^`]*)`", prose_of(page))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_verbs_and_flags_that_are_named_within_a_line_exist(page, monkeypatch):
+    for words in commands_in_prose(page):
+        assert words[0] in VERBS, words
+        flags = {re.split(r"[=\])]", word)[0] for word in words if word.startswith("--") and word != "--"}
+        if flags - {"--help"}:
+            own = {flag for action in parser_of(words, monkeypatch)._actions for flag in action.option_strings}
+            settings = {f"--{name}" for name in SETTINGS | OTHER_NAMES}
+            settings |= {f"--{name.partition('.')[2]}" for name in SETTINGS if words[0] == "plan"}
+            settings |= {"--address", *(f"--{section}" for section in SECTIONS)}
+            assert flags - own - settings == set(), words
+
+
 @pytest.mark.parametrize("block", blocks_in("python"))
 def test_programs_compile(block):
     compile(block.text, block.place, "exec")
@@ -295,15 +350,6 @@ def test_every_page_is_reached_from_the_readme():
             reached.add(page)
             waiting += [target for link in links_of(page) if (target := target_of(page, link)[0]) in PAGES]
     assert [named(page) for page in PAGES if page not in reached] == []
-
-
-# A diary may name what has gone; of these guides a column is another project's names.
-OURS = [page for page in PAGES if page.name != "BUILD-notes.md" and not page.name.startswith("from_")]
-SETTINGS = {setting.name for group in describe(RunConfig) for setting in group.settings}
-OTHER_NAMES = {
-    *("trainer.wandb", "trainer.batch_size", "trainer.eval_per_device_parallelism"),
-    "trainer.per_device_train_parallelism",
-}
 
 
 @pytest.mark.parametrize("page", OURS, ids=named)

@@ -165,6 +165,8 @@ PARTS: dict[str, Callable[[], str]] = {
 def _section(title: str, groups: list[Group]) -> str:
     blocks = [f"## {_heading(title)}"]
     section = groups[0].section
+    if section in GUIDES and not groups[0].kinds:
+        blocks.append(f"Guide: [{GUIDES[section]}]({GUIDES[section]}).")
     kinds = [] if groups[0].kinds else _kinds(section)
     if len(kinds) > 1:
         blocks.append(
@@ -173,8 +175,6 @@ def _section(title: str, groups: list[Group]) -> str:
     for group in groups:
         rows = [_row(setting) for setting in group.settings]
         blocks += [_escape(group.doc), _table(("setting", "meaning", "type", "default"), rows)]
-    if section in GUIDES and not groups[0].kinds:
-        blocks.append(f"Guide: [{GUIDES[section]}]({GUIDES[section]}).")
     return "\n\n".join(blocks) + "\n"
 
 
