@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# Sourced by the batch scripts. By lmtrain's exit codes: 0 is done, 2 is a mistake that another start would repeat;
-# everything else goes on when the same command runs again: 75 stopped by a signal with all saved, 134 a collective
-# aborted because another process died, 1 and signals a crash.
+# Sourced by the batch scripts. lmtrain's exit codes: 0 is done, 2 is a mistake that a restart would repeat. After all
+# others the same command resumes: 75 stopped by a signal after saving, 134 a collective aborted because another process
+# died, 1 and signals a crash.
 
-# run_or_requeue COMMAND ...: exits with its code, after putting the job back into the queue if that helps.
-# MAX_REQUEUES (20) ends a crash loop. Slurm counts every requeue of the job, its own after a node failure too.
+# run_or_requeue COMMAND ...: exits with its code, after requeueing the job if a restart can help. MAX_REQUEUES (20)
+# ends a crash loop. Slurm counts every requeue of the job, also those after a node failure.
 run_or_requeue() {
     local code=0 count=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20}
     if ! [[ $limit =~ ^[0-9]+$ ]]; then
-        echo "job $SLURM_JOB_ID: MAX_REQUEUES is a number, not $limit" >&2
+        echo "job $SLURM_JOB_ID: MAX_REQUEUES: expected a number, got $limit" >&2
         exit 2
     fi
     "$@" || code=$?

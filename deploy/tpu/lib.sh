@@ -1,23 +1,23 @@
 # shellcheck shell=bash
-# What spin-up, run, launch and babysit share: flags, what gcloud says of the VM, a script on all workers. Sourced.
+# Shared by spin-up, run, launch and babysit: flags, the VM's state from gcloud, scripts on all workers. Sourced.
 #
-# gcloud is called once for each worker, not once with --worker=all: workers would share its standard input, through
-# which their script comes (secrets must not be in a command line), and of their exit codes it would give only one.
+# gcloud is called once per worker, not once with --worker=all: workers would share its standard input, which carries
+# their script (secrets must not be in a command line), and it would return only one of their exit codes.
 
-# shellcheck disable=SC2034 # what is set here is read by the scripts
+# shellcheck disable=SC2034 # the scripts read the variables set here
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 program=${0##*/}
 SECRETS="WANDB_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN"
-UNREACHED=69        # a script that did not begin on some worker
-MOST_UNREACHED=10   # so many times in a row
-STOP_SECONDS=330    # a command has 300 to end by SIGTERM (worker.sh)
+UNREACHED=69        # exit code: the script did not start on some worker
+MOST_UNREACHED=10   # limit of such attempts in a row
+STOP_SECONDS=330    # a command has 300 to exit after SIGTERM (worker.sh)
 poll=${LMTRAIN_TPU_POLL:-10}
 grace=${LMTRAIN_TPU_GRACE:-60}
-hello=${LMTRAIN_TPU_HELLO:-60} # seconds until the first line of the script must have come
+hello=${LMTRAIN_TPU_HELLO:-60} # timeout in seconds of the script's first line
 case $poll in 0*) tick=$poll ;; *) tick=1 ;; esac
-patience=10         # how often gcloud is asked again; -1: for ever
-at_interrupt="exit" # what follows Ctrl-C or SIGTERM while nothing runs on the workers
+patience=10         # number of retries of gcloud; -1: no limit
+at_interrupt="exit" # action on Ctrl-C or SIGTERM while nothing runs on the workers
 on_workers_now='' interrupted='' members=() seen=''
 
 say() { echo "$program: $*" >&2; }
@@ -27,11 +27,11 @@ mistake() {
     exit 2
 }
 
-still_there() { # a VM costs until it is deleted: said whenever a script leaves one that it has seen or made
+still_there() { # printed whenever a script leaves a VM that it has seen or created, because it costs money
     local kind=tpu-vm
     [ -n "$seen" ] || return 0
     [ -z "${queued:-}" ] || kind="queued-resources"
-    say "$name is not deleted; it costs until: gcloud compute tpus $kind delete $name --zone $zone${queued:+ --force}"
+    say "$name is not deleted and costs money; delete it with: gcloud compute tpus $kind delete $name --zone $zone${queued:+ --force}"
 }
 
 stopped() {
@@ -62,12 +62,12 @@ parse() {
             -s) flag=--setup ;; -b) flag=--branch ;; -r) flag=--repo ;; -n) flag=--subnetwork ;;
             -*) flag=$1 ;;
             *)
-                [ -z "$name" ] || mistake "one NAME is enough: $name; what to do with $1? (CMD comes after --)"
+                [ -z "$name" ] || mistake "unexpected argument $1 after the NAME $name (CMD comes after --)"
                 name=$1
                 shift
                 continue ;;
         esac
-        [[ $allowed == *" $flag "* ]] || mistake "no flag $1 here; --help lists the flags"
+        [[ $allowed == *" $flag "* ]] || mistake "unknown flag $1; --help lists the flags"
         case $flag in
             --preemptible) spot=1; shift; continue ;;
             --use-alpha) alpha=1; shift; continue ;;
@@ -82,10 +82,10 @@ parse() {
         shift 2
     done
     [[ $name =~ ^[a-z]([-a-z0-9]*[a-z0-9])?$ ]] || \
-        mistake "give the VM's NAME first: small letters, digits and -, as in: $program my-tpu -z us-east1-d ..."
+        mistake "NAME of the VM: expected lowercase letters, digits and -, as in: $program my-tpu -z us-east1-d ..."
     [ -n "$zone" ] || mistake "-z ZONE is missing, as in: -z us-east1-d"
-    [[ $retries =~ ^(-1|[1-9][0-9]*)$ ]] || mistake "--retries is a number from 1, or -1 for no end, not $retries"
-    command -v gcloud > /dev/null || mistake "no gcloud here; install the Google Cloud CLI, then: gcloud auth login"
+    [[ $retries =~ ^(-1|[1-9][0-9]*)$ ]] || mistake "--retries: expected a number from 1, or -1 for no limit, got $retries"
+    command -v gcloud > /dev/null || mistake "gcloud not found; install the Google Cloud CLI, then: gcloud auth login"
     work=$(mktemp -d)
     trap 'leave' EXIT
     trap 'caught 130' INT
@@ -97,42 +97,42 @@ caught() {
     [ -n "$on_workers_now" ] || "$at_interrupt" "$1"
 }
 
-parse_creation() { # what a VM is made of, for spin-up and babysit
+parse_creation() { # the properties of a VM, for spin-up and babysit
     [ -n "$type" ] || mistake "-t TYPE is missing, as in: -t v3-32"
     setup=${setup:-$here/setup.sh}
-    [ -f "$setup" ] || mistake "no set-up script $setup"
-    if [ -z "$image" ]; then # Google's common software version for this kind of TPU
+    [ -f "$setup" ] || mistake "set-up script not found: $setup"
+    if [ -z "$image" ]; then # Google's standard software version for this kind of TPU
         case $type in
             v5litepod-*) image=v2-alpha-tpuv5-lite ;;
             v5p-*) image=v2-alpha-tpuv5 ;;
             v6e-*) image=v2-alpha-tpuv6e ;;
             v2-* | v3-* | v4-*) image=tpu-ubuntu2204-base ;;
-            *) mistake "what software version is for $type? give it with -i IMAGE" ;;
+            *) mistake "unknown software version for $type; set it with -i IMAGE" ;;
         esac
     fi
     branch=${branch:-HEAD}
     if [ -z "$repo" ]; then
         git -C "$here" rev-parse --verify --quiet "$branch^{tree}" > /dev/null || \
-            mistake "no branch $branch in the checkout of $here; with -r REPO it would be cloned from there"
+            mistake "branch $branch not found in the checkout of $here; -r REPO clones it from a repository"
         [ -z "$(git -C "$here" status --porcelain --untracked-files=no 2> /dev/null)" ] || \
-            say "workers get what is committed ($branch); this checkout has changes that are not"
+            say "workers get the committed files ($branch); this checkout has uncommitted changes"
     fi
 }
 
-parse_command() { # splits CMD into leading VAR=value words and the rest, and finds the run's id
+parse_command() { # splits CMD into leading VAR=value words and the rest, and derives the run id
     local word
     assignments=()
     while [ ${#cmd[@]} -gt 0 ] && [[ ${cmd[0]} =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; do
         assignments+=("${cmd[0]}")
         cmd=("${cmd[@]:1}")
     done
-    [ ${#cmd[@]} -gt 0 ] || mistake "no CMD: end with -- CMD, as in: -- lmtrain train gs://bucket/my.yaml"
-    # Never random, so that the same command goes on with the same run, on another day and from another machine too.
+    [ ${#cmd[@]} -gt 0 ] || mistake "CMD is missing; end with -- CMD, as in: -- lmtrain train gs://bucket/my.yaml"
+    # Never random: the same command resumes the same run, also on another day and from another machine.
     run_id=${RUN_ID:-$name-$(printf '%08x' "$(identity | cksum | cut -d' ' -f1)")}
     for word in ${assignments[@]+"${assignments[@]}"}; do
         [[ $word != RUN_ID=* ]] || run_id=${word#*=}
     done
-    [[ $run_id =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || mistake "RUN_ID=$run_id cannot name files"
+    [[ $run_id =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || mistake "RUN_ID=$run_id cannot be used in file names"
 }
 
 is_secret() { [[ " $SECRETS " == *" $1 "* || $1 == *_KEY || $1 == *_TOKEN || $1 == *SECRET* || $1 == *PASSWORD* ]]; }
@@ -153,11 +153,11 @@ shown_command() {
     printf '%q ' "${cmd[@]}"
 }
 
-# ------------------------------------------------------------------------------------------------- what gcloud says
+# ---------------------------------------------------------------------------------------------------------- gcloud
 
 tpus() { gcloud ${alpha:+alpha} compute tpus "$@" --zone="$zone" --quiet; }
 
-# asked WORD...: as tpus, but what it says of errors is kept in $work/error. Ends us if asking again cannot help.
+# asked WORD...: as tpus, with the error messages in $work/error. Exits if a retry cannot help.
 asked() {
     local code=0
     tpus "$@" 2> "$work/error" || code=$?
@@ -167,16 +167,16 @@ asked() {
         *PERMISSION_DENIED* | *"does not have permission"* | *INVALID_ARGUMENT* | *UNAUTHENTICATED* | \
             *"active account"* | *"property [project]"* | *"unrecognized arguments"* | *"Invalid value"*)
             cat "$work/error" >&2
-            mistake "gcloud refuses, and would again" ;;
+            mistake "gcloud refused the request; a retry would fail in the same way" ;;
     esac
     return 1
 }
 
 says() { grep -q "$1" "$work/error"; }
 
-told() { sed "s/^/$program: gcloud: /" "$work/error" >&2; }
+print_error() { sed "s/^/$program: gcloud: /" "$work/error" >&2; }
 
-# look: sets state (MISSING, or what gcloud says) and workers. Flaky answers are asked for again, `patience` times.
+# look: sets state (MISSING, or gcloud's) and workers. Failed requests are retried `patience` times.
 look() {
     local answer tries=0
     while true; do
@@ -185,7 +185,7 @@ look() {
             read -r state workers <<< "$answer" || true
             [ "$state" != READY ] || [ "${workers:-0}" -gt 0 ] || state=CREATING
         elif [ $? -eq 2 ]; then
-            stopped 2 # why is said already, in the subshell
+            stopped 2 # the subshell printed the reason
         elif says NOT_FOUND; then
             state=MISSING
             [ -z "$queued" ] || look_in_queue
@@ -195,9 +195,9 @@ look() {
             return 0
         fi
         tries=$((tries + 1))
-        say "gcloud does not say how $name is; asking again"
-        told
-        [ "$patience" -lt 0 ] || [ "$tries" -lt "$patience" ] || { say "asked $tries times"; stopped 1; }
+        say "gcloud returned no state of $name; retrying"
+        print_error
+        [ "$patience" -lt 0 ] || [ "$tries" -lt "$patience" ] || { say "gave up after $tries attempts"; stopped 1; }
         sleep "$poll"
     done
 }
@@ -213,7 +213,7 @@ look_in_queue() { # a queued resource has the name of its VM
     fi
 }
 
-under_way() { # whether waiting is the thing to do; FAILED, PREEMPTED, SUSPENDED, ... do not pass
+under_way() { # whether the state will change by waiting; FAILED, PREEMPTED, SUSPENDED, ... will not
     case $state in
         CREATING | STARTING | RESTARTING | REIMAGING | DELETING | STOPPING) ;;
         QUEUE_CREATING | QUEUE_ACCEPTED | QUEUE_WAITING_FOR_RESOURCES | QUEUE_PROVISIONING | QUEUE_ACTIVE) ;;
@@ -222,13 +222,13 @@ under_way() { # whether waiting is the thing to do; FAILED, PREEMPTED, SUSPENDED
     esac
 }
 
-# create: 1 if there is none for now; why is told
+# create: returns 1, with the reason printed, if there is no capacity now
 create() {
     local words=(--accelerator-type="$type")
     [ -z "$subnetwork" ] || words+=(--subnetwork="$subnetwork")
     [ -z "$spot" ] || words+=(--spot)
     say "creating $name, a $type${spot:+, spot,} in $zone; this takes minutes"
-    seen=1 # it may be there whatever the answer
+    seen=1 # it may exist whatever the answer
     if [ -n "$queued" ]; then
         words=(queued-resources create "$name" --node-id="$name" --runtime-version="$image" "${words[@]}")
     else
@@ -236,7 +236,7 @@ create() {
     fi
     if ! asked "${words[@]}" > /dev/null; then
         ! says ALREADY_EXISTS || return 0
-        told
+        print_error
         return 1
     fi
 }
@@ -244,26 +244,27 @@ create() {
 delete() {
     say "deleting $name"
     if [ -n "$queued" ] && asked queued-resources delete "$name" --force > /dev/null; then return 0; fi
-    if [ -n "$queued" ] && ! says NOT_FOUND; then told; return 1; fi
+    if [ -n "$queued" ] && ! says NOT_FOUND; then print_error; return 1; fi
     if asked tpu-vm delete "$name" > /dev/null || says NOT_FOUND; then return 0; fi
-    told
+    print_error
     return 1
 }
 
 # ------------------------------------------------------------------------------------------- a script on all workers
 
-# on_workers SCRIPT: sends it to each worker and waits. Sets code, that of all, and reached, whether it began on all.
-# What still runs is stopped by Ctrl-C or SIGTERM (sets interrupted), or `grace` seconds after a worker has failed.
+# on_workers SCRIPT: sends it to each worker and waits. Sets code, one for all workers, and reached, whether it started
+# on all. Running scripts are stopped by Ctrl-C or SIGTERM (sets interrupted), or `grace` seconds after one has failed.
 on_workers() {
     local script number left failure failed_at='' stopped_at=''
     script="$(cat "$here/worker.sh")"$'\n'"$1"$'\n'"# the end"
     rm -f "$work"/*.*
-    # While fd 9 is open the workers go on; it closes when we die, however we die (worker.sh). Nobody else may hold it.
+    # While fd 9 is open the workers continue; it closes when this process dies in any way (worker.sh). No other process
+    # may hold it.
     mkfifo "$work/line.open"
     # shellcheck disable=SC2094
     exec 9<> "$work/line.open" 8< "$work/line.open"
     members=() interrupted='' on_workers_now=1
-    set -m # a process group each, which a terminal's Ctrl-C does not reach
+    set -m # one process group each, which Ctrl-C in a terminal does not reach
     for ((number = 0; number < workers; number++)); do
         on_worker "$number" "$script" < /dev/null &
         members+=("$!")
@@ -271,13 +272,13 @@ on_workers() {
     set +m
     exec 8<&-
     while true; do
-        count_ended # by the shell alone: Ctrl-C reaches other programs
+        count_ended # uses only the shell: Ctrl-C would stop other programs
         [ "$left" -gt 0 ] || break
         if [ -n "$stopped_at" ]; then
             [ "${interrupted:-0}" -lt 2 ] && [ $((SECONDS - stopped_at)) -lt "$STOP_SECONDS" ] || break
         elif [ -n "$interrupted" ] || { [ -n "$failed_at" ] && [ $((SECONDS - failed_at)) -ge "$grace" ]; }; then
             [ -n "$interrupted" ] || say "a worker failed $grace s ago"
-            say "stopping $left worker(s) by SIGTERM, and waiting; Ctrl-C${interrupted:+ once more} leaves at once"
+            say "stopping $left worker(s) by SIGTERM, and waiting; Ctrl-C${interrupted:+ again} exits immediately"
             stopped_at=$SECONDS
             exec 9>&-
         elif [ -z "$failed_at" ] && [ -n "$failure" ]; then
@@ -304,7 +305,7 @@ count_ended() {
     done
 }
 
-on_worker() { # in a process of its own
+on_worker() { # in a separate process
     local number=$1 code=0 feeder bytes
     exec 9>&-
     trap - INT TERM EXIT
@@ -315,8 +316,8 @@ on_worker() { # in a process of its own
         exec cat <&8
     } > "$work/in.$number" 2> /dev/null &
     feeder=$!
-    # gcloud connects again when a connection breaks, but by then the script has been read: no line comes, hence 69.
-    # A VM that is dead does not say so: two minutes of silence. Nobody is there to answer questions.
+    # gcloud reconnects when a connection breaks, but then the script was read already: no line arrives, hence 69.
+    # A dead VM sends nothing: the timeout is two minutes. BatchMode, since nobody can answer prompts.
     {
         tpus tpu-vm ssh "$name" --worker="$number" \
             --ssh-flag="-oBatchMode=yes -oConnectTimeout=15 -oServerAliveInterval=30 -oServerAliveCountMax=4" \
@@ -328,12 +329,12 @@ on_worker() { # in a process of its own
     mv "$work/new.$number" "$work/code.$number"
 }
 
-count() { # bytes, not letters
+count() { # bytes, not characters
     local LC_ALL=C
     echo ${#1}
 }
 
-output() { # lines of several workers begin with their number
+output() { # prefixes the lines of several workers with their number
     if [ "$workers" -eq 1 ]; then exec cat; fi
     lines "[$1] "
 }
@@ -360,7 +361,7 @@ end_members() {
     members=()
 }
 
-judge() { # one code for all workers: a mistake (2) before a failure before a clean stop (75) before success
+judge() { # one exit code for all workers: a mistake (2) before a failure before a clean stop (75) before success
     local number one
     code=0 reached=1
     for ((number = 0; number < workers; number++)); do
@@ -373,8 +374,8 @@ judge() { # one code for all workers: a mistake (2) before a failure before a cl
     done
 }
 
-# The script that runs CMD: all that is secret is in here, and it is nowhere but in memory and in the ssh connection.
-command_script() { # command_script FUNCTION..., one of worker.sh with the words before CMD
+# The script that runs CMD. It contains the secrets, and exists only in memory and in the ssh connection.
+command_script() { # command_script FUNCTION..., a function of worker.sh with its arguments before CMD
     local word
     printf 'export RUN_ID=%q\n' "$run_id"
     for word in $SECRETS; do
@@ -387,7 +388,7 @@ command_script() { # command_script FUNCTION..., one of worker.sh with the words
     printf ' %q' "${cmd[@]}"
 }
 
-# The script that sets a worker up, with a stamp: `set_up_once` does nothing where it is done already.
+# The script that sets up a worker, with a stamp: `set_up_once` does nothing on a worker that has this stamp.
 setup_script() { # setup_script FUNCTION
     local tree=''
     if [ -z "$repo" ]; then

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Set up a worker: lmtrain at ~/lmtrain, from REPO at BRANCH or from the copy that was sent, installed into its .venv.
-# spin-up and babysit run it on every worker; -s takes another. It may be run again: it does what is missing.
+# Set up a worker: lmtrain in ~/lmtrain, from REPO at BRANCH or from the copy that was sent, installed into its .venv.
+# spin-up and babysit run it on every worker; -s selects another script. It can be run again.
 set -euo pipefail
 mkdir -p ~/lmtrain
 cd ~/lmtrain
@@ -21,7 +21,7 @@ else
     rm -rf ~/.lmtrain-copy ~/.lmtrain-copy.tar.gz
 fi
 
-# TPU images come with Python 3.10, lmtrain needs 3.11; uv brings its own.
+# TPU images come with Python 3.10, lmtrain needs 3.11; uv installs one.
 for PYTHON in python3 python3.13 python3.12 python3.11 ''; do
     "${PYTHON:-false}" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null && break
 done

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# What runs on a worker. lib.sh sends it with a call of one of these functions through the standard input of ssh, so
-# that nothing of it is in a command line or a file; then that input stays open. When it closes (Ctrl-C, a dead
-# laptop, a broken connection) the command gets SIGTERM, as from a preemption, and 300 seconds.
+# Runs on a worker. lib.sh sends this file and a call of one of its functions through the standard input of ssh, so that
+# nothing of it is in a command line or a file; then that input stays open. When it closes (Ctrl-C, a crashed laptop, a
+# broken connection) the command receives SIGTERM, as at a preemption, and has 300 seconds.
 
 begin() {
     echo "lmtrain-tpu: begun" >&2
@@ -12,26 +12,26 @@ begin() {
 
 find_command() {
     type -P "$1" > /dev/null && return
-    echo "lmtrain-tpu: no command $1 on this worker (CMD is a program and its words; for a shell line: bash -c '...')" >&2
+    echo "lmtrain-tpu: command not found on this worker: $1 (CMD is a program and its arguments; for a shell line: bash -c '...')" >&2
     exit 127
 }
 
-# Its first SIGTERM makes lmtrain save, a second one ends it at once: whoever removes this file may send the first.
+# The first SIGTERM makes lmtrain save, a second one ends it: only the process that removes this file may send one.
 mark_running() { : > ~/.lmtrain-running-"${RUN_ID:-setup}"; }
 may_stop() { rm ~/.lmtrain-running-"${RUN_ID:-setup}" 2> /dev/null; }
 
-# Output on its way to ssh. When that is gone the rest is thrown away, so that a command may still end in order.
+# Copies output to ssh. After a disconnect the rest is discarded, so that a command can still exit cleanly.
 relay() {
     trap '' TERM PIPE
     cat
     cat > /dev/null
 } 2> /dev/null
 
-# Run the words and end with their code.
+# Run the arguments as a command, and return its exit code.
 in_foreground() {
     local code interrupted='' child watcher
     find_command "$1"
-    # The system's SIGTERM at a preemption reaches every process by itself; it is not passed on.
+    # The system's SIGTERM at a preemption reaches every process; it is not passed on.
     trap 'interrupted=1' TERM
     exec 3<&0 < /dev/null
     mark_running
@@ -40,7 +40,7 @@ in_foreground() {
     (
         trap - TERM
         while read -r _; do :; done
-        sleep 2 # at a preemption this process is gone by now
+        sleep 2 # at a preemption this process has exited by now
         may_stop && kill -TERM -- "-$child"
         for ((code = 0; code < 300; code++)); do
             sleep 1
@@ -52,7 +52,7 @@ in_foreground() {
     exec 3<&-
     wait "$child"
     code=$?
-    while [ -n "$interrupted" ] && [ "$code" -eq 143 ]; do # it may be the wait that was interrupted
+    while [ -n "$interrupted" ] && [ "$code" -eq 143 ]; do # possibly the wait was interrupted
         interrupted=''
         wait "$child"
         code=$?
@@ -62,12 +62,12 @@ in_foreground() {
     return "$code"
 }
 
-# The processes of this run. RUN_ID must not be exported meanwhile, or what looks for it would find itself.
+# The processes of this run. RUN_ID must not be exported during the search, or the search finds itself.
 find_running() {
     grep -lzxF "RUN_ID=$RUN_ID" /proc/[0-9]*/environ 2> /dev/null | xargs -r grep -lzxF "HOME=$HOME" 2> /dev/null | cut -d/ -f3
 }
 
-# The same after what is left of this run has ended, for a connection that broke may have left it going.
+# in_foreground, after stopping the remaining processes of this run: a broken connection may have left them running.
 in_place_of_the_last() {
     local second left
     export -n RUN_ID
@@ -77,7 +77,7 @@ in_place_of_the_last() {
         # shellcheck disable=SC2086
         case $second in
             0)
-                echo "lmtrain-tpu: ending what is left of $RUN_ID" >&2
+                echo "lmtrain-tpu: stopping the remaining processes of $RUN_ID" >&2
                 may_stop && kill -TERM $left 2> /dev/null ;;
             300) kill -KILL $left 2> /dev/null ;;
         esac
@@ -87,24 +87,24 @@ in_place_of_the_last() {
     in_foreground "$@"
 }
 
-# unless_running FUNCTION WORDS: two of one run on one worker would be in each other's way.
+# unless_running FUNCTION WORDS: refuse to start a run twice on a worker.
 unless_running() {
     local second left=''
     export -n RUN_ID
-    for ((second = 0; second < 3; second++)); do # what just ended may need a moment
+    for ((second = 0; second < 3; second++)); do # a run that is exiting may need a moment
         left=$(find_running)
         [ -n "$left" ] || break
         sleep 1
     done
     export RUN_ID
     if [ -n "$left" ]; then
-        echo "lmtrain-tpu: $HOSTNAME: $RUN_ID runs already (process ${left%%$'\n'*}); its log, if it was launched: tail -f logs/$RUN_ID.out. End it first (pkill lmtrain), or set another RUN_ID" >&2
+        echo "lmtrain-tpu: $HOSTNAME: $RUN_ID is already running (process ${left%%$'\n'*}); the log of a launched run: tail -f logs/$RUN_ID.out. Stop it first (pkill lmtrain), or set another RUN_ID" >&2
         exit 1
     fi
     "$@"
 }
 
-# Run the words after we have gone, with a log.
+# Run the arguments as a command that outlives this connection, with a log.
 detached() {
     local log=~/lmtrain/logs/$RUN_ID.out
     find_command "$1"

@@ -1,9 +1,9 @@
-"""A `gcloud` that knows the TPU commands, for tests: its VMs are folders and processes of this machine.
+"""A `gcloud` with the TPU commands, for tests: its VMs are folders and processes on this machine.
 
-Its state is `cloud.json` in the folder FAKE_GCLOUD, and every call is a line of `calls.jsonl` there. It takes the flags
-that the real one takes (528.0.0; read from its parser) and refuses others. `ssh` runs the command for real, with the
-worker's folder as its home and nothing of the caller's environment; when the connection breaks it connects again with
-what is left of its standard input, as the real one does.
+Its state is `cloud.json` in the folder FAKE_GCLOUD, and every call is a line of `calls.jsonl` there. It accepts the
+flags of the real one (528.0.0; read from its parser) and refuses others. `ssh` runs the command, with the worker's
+folder as home and without the caller's environment; when the connection breaks, it reconnects with the rest of its
+standard input, like the real one.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 _CREATE = ["async", "internal-ips", "preemptible", "reserved", "shielded-secure-boot", "spot"]
 _CREATE_VALUES = ["zone", "accelerator-type", "data-disk", "description", "labels", "metadata", "network", "subnetwork"]
-# verb: (flags without a value, flags with one, flags that must be there)
+# verb: (flags without a value, flags with one, required flags)
 VERBS = {
     "tpu-vm create": (_CREATE, [*_CREATE_VALUES, "version"], ["version"]),
     "tpu-vm describe": ([], ["zone"], []),
@@ -40,7 +40,7 @@ _CONNECTION_BROKE = 255
 
 
 class Cloud:
-    """The state that calls and tests share: `with cloud.state() as state` reads it, and writes it back."""
+    """The state shared by calls and tests: `with cloud.state() as state` reads it, and writes it back."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ class Cloud:
         return self.folder / f"{vm['number']}" / f"worker-{worker}"
 
     def processes(self, vm: dict[str, Any]) -> list[int]:
-        """What runs on this VM."""
+        """The processes of this VM."""
         mark = f"FAKE_VM={self.folder}/{vm['number']}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -94,7 +94,7 @@ def parse(words: list[str]) -> tuple[str, argparse.Namespace]:
         parser.add_argument(f"--{flag}", required=flag in needed)
     given = parser.parse_args(words[4:])  # exits with 2
     if not given.quiet:
-        fail(verb, "a test must not be asked questions")
+        fail(verb, "--quiet is missing: a test cannot answer prompts")
     if not given.zone:
         fail(verb, "Error parsing [tpu]. The [tpu] resource is not properly specified. (no zone)")
     return verb, given
@@ -114,7 +114,7 @@ def create(state: dict[str, Any], verb: str, given: argparse.Namespace) -> None:
         "number": state["made"],
         "queue": queue,
         "queued": verb.startswith("queued"),
-        # what describe answers, one after the other; the last one stays
+        # the answers of describe, in order; the last one is repeated
         "states": [*state["states"]],
     }
 
@@ -147,7 +147,7 @@ def delete(cloud: Cloud, state: dict[str, Any], verb: str, given: argparse.Names
 
 
 def ssh(cloud: Cloud, verb: str, given: argparse.Namespace) -> int:
-    """The code of the command, or 255 if the VM went away."""
+    """The exit code of the command, or 255 if the VM disappeared."""
     with cloud.state() as state:
         vm, workers = state["vm"], state["workers"]
     if not vm or vm["name"] != given.name:
@@ -163,7 +163,7 @@ def ssh(cloud: Cloud, verb: str, given: argparse.Namespace) -> int:
         "FAKE_VM": f"{cloud.folder}/{vm['number']}",
         "HOSTNAME": f"t1v-{given.worker}",
     }
-    for _ in range(10):  # as often as the real one tries
+    for _ in range(10):  # the number of attempts of the real one
         code = connect(cloud, home, given.command, environment)
         if code != _CONNECTION_BROKE:
             break
@@ -175,7 +175,7 @@ def ssh(cloud: Cloud, verb: str, given: argparse.Namespace) -> int:
 
 
 def connect(cloud: Cloud, home: Path, command: str, environment: dict[str, str]) -> int:
-    breaks = home / "break"  # a test makes this file to break the connection: the command stays and hears nothing
+    breaks = home / "break"  # a test creates this file to break the connection: the command keeps running
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     remote = subprocess.Popen(["bash", "-c", command], cwd=home, env=environment, start_new_session=True, **pipes)
     assert remote.stdin
@@ -198,7 +198,7 @@ def connect(cloud: Cloud, home: Path, command: str, environment: dict[str, str])
     while remote.poll() is None:
         if breaks.exists():
             breaks.unlink()
-            broken.set()  # its pipes are held open by a process of the VM, as by a server that has not noticed
+            broken.set()  # a process of the VM holds its pipes open, like a server that has not noticed
             silent = dict.fromkeys(pipes, subprocess.DEVNULL)
             subprocess.Popen(["sleep", "1000"], pass_fds=ends, env=environment, start_new_session=True, **silent)
             return _CONNECTION_BROKE

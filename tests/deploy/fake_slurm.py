@@ -1,12 +1,12 @@
-"""A Slurm of one machine: `sbatch`, `srun` and `scontrol` as far as deploy/slurm/ uses them.
+"""A fake Slurm of one machine: `sbatch`, `srun` and `scontrol` with the features that deploy/slurm/ uses.
 
-What real Slurm does and matters here is done too: the batch script runs from a copy in a spool folder, with the
-variables that sbatch sets; `srun` sets those of each task, all "nodes" being 127.0.0.1; a signal goes to the tasks and
-not to the script, so to the processes that srun started and not to their children; `scontrol requeue` needs
-`--requeue`, and the script then runs again with a greater SLURM_RESTART_COUNT. An option it does not know is an error.
+It behaves like real Slurm where it matters: the batch script runs from a copy in a spool folder, with the variables of
+sbatch; `srun` sets those of each task, with all "nodes" on 127.0.0.1; a signal goes to the tasks, that is, to the
+processes started by srun, not to the script or their children; `scontrol requeue` requires `--requeue`, and the script
+then runs again with a greater SLURM_RESTART_COUNT. An unknown option is an error.
 
-Below FAKE_SLURM lie: `job.json`, what was submitted; `tasks.json`, the process ids of the running step; `requeue`, if
-the job is to be requeued; `steps.jsonl`, the options of every srun.
+FAKE_SLURM contains `job.json`, the submitted options; `tasks.json`, the process ids of the running step; `requeue`, if
+the job will be requeued; `steps.jsonl`, the options of every srun.
 """
 
 import json
@@ -27,7 +27,7 @@ FLAGS = {"sbatch": {"exclusive", "requeue"}, "srun": set()}
 
 
 def parse(command: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options before the first word that is none, and the rest."""
+    """The leading options, and the remaining arguments."""
     options = {}
     while words and words[0].startswith("--"):
         name, equals, value = words.pop(0)[2:].partition("=")
@@ -41,7 +41,7 @@ def parse(command: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def sbatch(words: list[str]) -> int:
-    """Run the job until it is not requeued any more. -> the exit code of its last run"""
+    """Run the job until it is not requeued. -> the exit code of its last run"""
     state = Path(os.environ["FAKE_SLURM"])
     given, (script, *arguments) = parse("sbatch", words)
     lines = Path(script).read_text().splitlines()
@@ -108,7 +108,7 @@ def scontrol(words: list[str]) -> int:
 
 
 def install(folder: Path, job: int) -> dict[str, str]:
-    """Put the three commands into `folder/bin`. -> the environment in which they are found"""
+    """Create the three commands in `folder/bin`. -> the environment that finds them"""
     (folder / "bin").mkdir()
     for name in ("sbatch", "srun", "scontrol"):
         shim = folder / "bin" / name
@@ -119,9 +119,9 @@ def install(folder: Path, job: int) -> dict[str, str]:
 
 
 def warn(folder: Path) -> None:
-    """Send the running tasks the signal that the job asked for."""
+    """Send the running tasks the signal that the job requested."""
     name, seconds = json.loads((folder / "job.json").read_text())["signal"].split("@")
-    assert int(seconds) >= 60, "too little for a save"
+    assert int(seconds) >= 60, "too short for a save"
     for process in json.loads((folder / "tasks.json").read_text()):
         os.kill(process, signal.Signals[f"SIG{name}"])
 

@@ -1,4 +1,4 @@
-"""What the tests of deploy/ share: its files, a linter for shell, and the rule for command blocks in its pages."""
+"""Shared by the tests of deploy/: its files, shellcheck, and the rule for command blocks in its pages."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ BIN = Path(sys.executable).parent
 
 
 def shellcheck(*arguments: object, text: str | None = None) -> None:
-    """Fail with what shellcheck says. `text` is checked in place of files."""
+    """Fail with the findings of shellcheck. `text` is checked in place of files."""
     command = [BIN / "shellcheck", "--external-sources", "--severity=style", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -25,5 +25,5 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def needs(before: str) -> bool:
-    """Whether the paragraph before a block says what it needs that a test machine does not have, and why."""
+    """Whether the paragraph before a block states what it needs that a test machine does not have."""
     return bool(re.search(r"\*Needs [^*]{15,}\*:?$", before))

@@ -1,4 +1,4 @@
-"""deploy/docker: clean by hadolint, small, pinned, without privileges; and the install steps work."""
+"""deploy/docker: hadolint passes, images are small, pinned and unprivileged, and the install steps work."""
 
 import fnmatch
 import os
@@ -18,7 +18,7 @@ FILES = ["Dockerfile.gpu", "Dockerfile.tpu"]
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """(instruction, arguments) of each line, continued lines joined, comments left out."""
+    """(instruction, arguments) of each line, with continued lines joined and without comments."""
     lines = [line for line in (DOCKER / name).read_text().splitlines() if line and not line.startswith("#")]
     joined = re.sub(r"\s*\\\n\s*", " ", "\n".join(lines))
     return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in joined.splitlines()]
@@ -29,7 +29,7 @@ def arguments(name: str, instruction: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_hadolint_has_nothing_to_say(name):
+def test_hadolint_finds_nothing(name):
     done = subprocess.run([BIN / "hadolint", "--no-color", DOCKER / name], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -37,7 +37,7 @@ def test_hadolint_has_nothing_to_say(name):
 @pytest.mark.parametrize("name", FILES)
 def test_the_image_is_pinned_without_privileges_and_starts_lmtrain(name):
     bases = [base.split(" AS ")[0] for base in arguments(name, "FROM")]
-    assert len(bases) == 2  # what builds stays behind in the first
+    assert len(bases) == 2  # build tools stay in the first stage
     assert all(re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+(@sha256:[0-9a-f]{64})?", base) for base in bases)
     assert all(tuple(map(int, re.findall(r"\d+", base)[:2])) == sys.version_info[:2] for base in bases)
     last = instructions(name)[[word for word, _ in instructions(name)].index("FROM", 1) :]
@@ -49,7 +49,7 @@ def test_the_image_is_pinned_without_privileges_and_starts_lmtrain(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_install_is_held_by_the_constraints(name):
+def test_every_install_uses_the_constraints(name):
     (step,) = arguments(name, "RUN")[:1]
     installs = re.findall(r"pip install [^&]*", step)
     assert len(installs) == 2
@@ -58,7 +58,7 @@ def test_every_install_is_held_by_the_constraints(name):
 
 
 def travels(path: str) -> bool:
-    """Whether .dockerignore lets a path through: the last pattern that matches it or a parent of it says."""
+    """Whether .dockerignore includes a path: the last pattern that matches it or a parent decides."""
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     parents = [path, *map(str, Path(path).parents)]
     keep = True
@@ -72,7 +72,7 @@ def travels(path: str) -> bool:
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory):
-    """What travels to the builder."""
+    """The build context: the files sent to the builder."""
     folder = tmp_path_factory.mktemp("context")
     tracked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
@@ -84,7 +84,7 @@ def context(tmp_path_factory):
     return folder
 
 
-def test_nothing_private_or_needless_travels(context):
+def test_nothing_private_or_unneeded_is_in_the_context(context):
     assert not any(
         map(travels, (".git/config", ".venv/bin/python", "secrets.env", "tests/conftest.py", "tools/lock.sh"))
     )
@@ -95,14 +95,14 @@ def test_nothing_private_or_needless_travels(context):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_everything_copied_is_there(name, context):
+def test_everything_copied_is_in_the_context(name, context):
     for rest in arguments(name, "COPY")[:-1]:
         *sources, _ = rest.split()
         assert all((context / source).exists() for source in sources)
 
 
 def install_step(name: str, home: Path, extras: str | None = None) -> str:
-    """The RUN step that installs, with /opt/lmtrain below `home`, and other extras if they are given."""
+    """The RUN step that installs, with /opt/lmtrain below `home`, and with other extras if they are given."""
     step = arguments(name, "RUN")[0].replace("/opt/lmtrain", str(home / "lmtrain"))
     return step if extras is None else re.sub(r'"\.\[[^]]*\]"', f'".{extras}"', step)
 
@@ -121,7 +121,7 @@ def run_step(step: str, folder: Path, **environment: str) -> subprocess.Complete
 
 @pytest.fixture
 def builder(tmp_path, context):
-    """A copy of the context with a Python of its own, as the base image has one: `pip install` goes there."""
+    """A copy of the context with a separate Python, like that of the base image: `pip install` installs into it."""
     folder = tmp_path / "src"
     shutil.copytree(context, folder)
     subprocess.run([sys.executable, "-m", "venv", folder / "python"], check=True)
@@ -129,15 +129,15 @@ def builder(tmp_path, context):
 
 
 @pytest.mark.long
-def test_the_install_step_makes_an_environment_that_runs(builder, tmp_path):
-    """The step of both images, as written but for the accelerator: gigabytes of wheels, of no use without it."""
+def test_the_install_step_creates_an_environment_that_runs(builder, tmp_path):
+    """The step of both images, without the accelerator's extra, whose wheels are gigabytes."""
     extras = [re.search(r"\.\[([^]]*)\]", arguments(name, "RUN")[0])[1] for name in FILES]
     assert extras == ["${CUDA},ray", "tpu,ray"]
     steps = {install_step(name, tmp_path, "[ray]") for name in FILES}
-    assert len(steps) == 1  # so the two are one step but for the extra
+    assert len(steps) == 1  # the steps differ in the extra only
     done = run_step(steps.pop(), builder)
     assert done.returncode == 0, done.stderr
-    shutil.rmtree(builder)  # nothing may depend on the stage that is left behind
+    shutil.rmtree(builder)  # nothing may depend on the build stage
     installed = tmp_path / "lmtrain" / "bin"
     assert not (installed / "pip").exists()
     assert not (installed / "uv").exists()
@@ -155,7 +155,7 @@ def test_the_install_step_makes_an_environment_that_runs(builder, tmp_path):
     ("name", "argument"), [("Dockerfile.gpu", "cuda12"), ("Dockerfile.gpu", "cuda13"), ("Dockerfile.tpu", "")]
 )
 def test_the_install_step_resolves_with_its_accelerator(name, argument, builder, tmp_path):
-    """A dry run in a clean environment: the wheels are gigabytes. The rest of the step is done as written.
+    """A dry run in a clean environment, since the wheels are gigabytes. The rest of the step runs as written.
 
     The platform is that of the base image, Debian 12 with glibc 2.36: libtpu has no wheels for one before 2.31.
     """
@@ -174,5 +174,5 @@ def test_cuda_12_is_the_default():
     assert arguments("Dockerfile.gpu", "ARG") == ["CUDA=cuda12"]
 
 
-def test_the_page_says_what_its_commands_need():
+def test_the_page_states_what_its_commands_need():
     assert all(needs(before) for before, _ in blocks(DOCKER / "README.md"))

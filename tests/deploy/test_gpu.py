@@ -1,4 +1,4 @@
-"""deploy/gpu: the install lines resolve, and `train` starts one process or its part of several."""
+"""deploy/gpu: the install lines resolve, and `train` starts one process, or one of several."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def test_shell_scripts_are_clean():
 
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
 def test_install_lines_resolve(extra):
-    """For Linux on x86_64, with the versions of tools/constraints.txt. Resolved only: the wheels are gigabytes."""
+    """For Linux on x86_64, with the versions of tools/constraints.txt. Not installed: the wheels are gigabytes."""
     assert f'pip install -c tools/constraints.txt ".[{extra}]"' in README
     command = [BIN / "uv", "pip", "compile", "pyproject.toml", "--extra", extra, "-c", "tools/constraints.txt"]
     command += ["--python-platform", "x86_64-manylinux_2_28", "--no-header", "--no-annotate"]
@@ -36,7 +36,7 @@ def test_install_lines_resolve(extra):
 
 
 def sourced(program: str, **environment: str) -> subprocess.CompletedProcess:
-    """What a shell says after sourcing env.sh, with nothing of this process's flags."""
+    """The output of a shell after sourcing env.sh, without the flags of this process."""
     names = ("XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     clean = {name: value for name, value in os.environ.items() if name not in names}
     script = f"set -euo pipefail; . '{GPU}/env.sh'; {program}"
@@ -55,7 +55,7 @@ SHOW = 'echo "${XLA_CLIENT_MEM_FRACTION:-} ${XLA_PYTHON_CLIENT_MEM_FRACTION:-} $
         ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, " 0.6 "),  # jax refuses both
     ],
 )
-def test_what_the_user_set_stays(given, expected):
+def test_variables_set_by_the_user_stay(given, expected):
     assert sourced(SHOW, **given).stdout.rstrip("\n") == expected
 
 
@@ -71,7 +71,7 @@ def test_the_image_has_the_same_settings():
 
 @pytest.fixture
 def fake(tmp_path):
-    """A folder with an `lmtrain` before the real one that tells its arguments and exits with the codes of `codes`."""
+    """A folder with an `lmtrain` that prints its arguments and exits with the codes in `codes`, in order."""
     program = 'echo "lmtrain $*"\nread -r code rest < codes || exit 0\necho "$rest" > codes\nexit "$code"\n'
     (tmp_path / "lmtrain").write_text(f"#!/usr/bin/env bash\n{program}")
     (tmp_path / "lmtrain").chmod(0o755)
@@ -105,14 +105,14 @@ def test_several_machines_need_all_three(fake, missing):
 
 
 @pytest.mark.parametrize(("codes", "starts", "code"), [("1 75 134 0", 4, 0), ("1 2 0", 2, 0)])
-def test_the_loop_of_the_page_starts_again_until_done_or_mistaken(fake, codes, starts, code):
+def test_the_loop_of_the_page_restarts_until_done_or_a_mistake(fake, codes, starts, code):
     (fake / "codes").write_text(f"{codes}\n")
     loop = next(block for _, block in blocks(GPU / "README.md") if block.startswith("until"))
     done = run(fake, loop)
     assert (done.stdout.count("lmtrain train my.yaml"), done.returncode) == (starts, code)
 
 
-def test_the_lines_of_the_page_for_two_machines_name_the_place_of_each(fake):
+def test_the_commands_of_the_page_for_two_machines_number_the_processes(fake):
     lines = next(block for _, block in blocks(GPU / "README.md") if block.startswith("COORDINATOR")).splitlines()
     for number, line in enumerate(lines):
         place = {"coordinator_address": "10.0.0.1:5789", "num_processes": len(lines), "process_id": number}
@@ -122,7 +122,7 @@ def test_the_lines_of_the_page_for_two_machines_name_the_place_of_each(fake):
 
 @pytest.mark.long
 @pytest.mark.end_to_end
-def test_the_lines_of_the_page_for_two_machines_train_as_one(tmp_path):
+def test_the_commands_of_the_page_for_two_machines_train_one_run(tmp_path):
     """On loopback and the CPU, with the real command."""
     settings = tiny_settings()
     settings["trainer"] |= {"num_train_steps": 4, "id": "pair"}
@@ -137,27 +137,27 @@ def test_the_lines_of_the_page_for_two_machines_train_as_one(tmp_path):
         for line in lines:
             command = line.replace("10.0.0.1:5789", f"127.0.0.1:{port}").replace("my.yaml", "tiny.json")
             path = {"PATH": f"{BIN}:{os.environ['PATH']}"}
-            with open(tmp_path / "told.txt", "a") as told:
+            with open(tmp_path / "output.txt", "a") as output:
                 processes.append(
                     subprocess.Popen(
                         ["bash", "-c", command],
                         cwd=tmp_path,
                         env=os.environ | path,
-                        stdout=told,
-                        stderr=told,
+                        stdout=output,
+                        stderr=output,
                         start_new_session=True,
                     )
                 )
         codes = [process.wait(timeout=300) for process in processes]
     finally:
         end(processes)
-    assert codes == [0, 0], (tmp_path / "told.txt").read_text()
+    assert codes == [0, 0], (tmp_path / "output.txt").read_text()
     logged = [json.loads(line) for line in (tmp_path / "logs" / "pair.metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in logged if "train/loss" in line] == [1, 2, 3, 4]
 
 
 def test_a_signal_reaches_lmtrain(fake):
-    """`train` becomes lmtrain, so that nothing stands between it and whoever stops it."""
+    """`train` execs lmtrain, so signals reach it directly."""
     (fake / "lmtrain").write_text(
         "#!/usr/bin/env bash\ntrap 'exit 75' TERM\necho ready\nwhile :; do read -r -t 1 || :; done < <(cat)\n"
     )
@@ -176,6 +176,7 @@ def test_a_signal_reaches_lmtrain(fake):
         process.stdout.close()
 
 
-def test_the_page_says_what_its_commands_need_and_that_we_have_no_figures():
+def test_the_page_states_what_its_commands_need_and_that_nothing_was_measured():
     assert all(needs(before) for before, _ in blocks(GPU / "README.md"))
-    assert "We have not measured lmtrain on GPUs yet" in README
+    assert "has not been measured on GPUs" in README
+    assert "has not been measured on accelerators" in (DEPLOY / "performance.md").read_text()

@@ -1,4 +1,4 @@
-"""deploy/k8s: valid by the schemas, restarted by lmtrain's exit codes, one run over restarts, no secrets."""
+"""deploy/k8s: valid by the schemas, restarts by lmtrain's exit codes, the same run after restarts, no secrets."""
 
 import copy
 import re
@@ -14,7 +14,7 @@ from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
 K8S = DEPLOY / "k8s"
 FILES = {path.name: path.read_text() for path in K8S.glob("*.yaml")}
 JOBSETS = ["train-gpu.yaml", "train-tpu.yaml"]
-# The oldest that the page names, where pod failure policies are stable, and the newest that is known.
+# The oldest version on the page, where pod failure policies are stable, and the newest known one.
 VERSIONS = ["1.31", kubernetes_validate.latest_version()]
 MISTAKE = 2
 ABORTED = 134
@@ -61,14 +61,14 @@ def test_every_part_is_valid_by_the_schemas(name, version):
         validate("Pod", "v1", spec, version)
 
 
-def test_the_schemas_see_mistakes():
+def test_the_schemas_detect_mistakes():
     spec = copy.deepcopy(jobs("train-gpu.yaml")[0])
     spec["podFailurePolicy"]["rules"][0]["onExitCode"] = spec["podFailurePolicy"]["rules"][0].pop("onExitCodes")
     with pytest.raises(kubernetes_validate.ValidationError):
         validate("Job", "batch/v1", spec, VERSIONS[0])
 
 
-# The fields of jobset.x-k8s.io/v1alpha2 that are used, each with what is in it.
+# The fields of jobset.x-k8s.io/v1alpha2 that are used, each with its keys.
 FIELDS = {
     "": {"apiVersion", "kind", "metadata", "spec"},
     "spec": {"network", "failurePolicy", "replicatedJobs"},
@@ -93,26 +93,26 @@ def test_jobsets_have_the_fields_of_their_interface(name):
     (job,) = manifest["spec"]["replicatedJobs"]
     assert job.keys() == {"name", "replicas", "template"}
     assert (job["replicas"], job["template"].keys()) == (1, {"spec"})
-    # names of pods are host names, of at most 63 letters
+    # names of pods are host names of at most 63 characters
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", f"{manifest['metadata']['name']}-{job['name']}")
 
 
 @pytest.mark.parametrize("name", JOBSETS)
-def test_a_mistake_fails_the_jobset_and_all_else_restarts_it(name):
+def test_a_mistake_fails_the_jobset_and_any_other_failure_restarts_it(name):
     policy = load(name)["spec"]["failurePolicy"]
     assert policy["maxRestarts"] > 0
     (rule,) = policy["rules"]
     assert rule.keys() == {"name", "action", "onJobFailureReasons"}
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     (job,) = jobs(name)
-    assert job["backoffLimit"] == 0  # what no rule names fails the job for another reason
+    assert job["backoffLimit"] == 0  # a failure without a rule fails the job for another reason
     (rule,) = job["podFailurePolicy"]["rules"]
     assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "In")
     assert rule["onExitCodes"]["values"] == [MISTAKE]
     assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
 
 
-def test_the_batch_job_starts_again_without_counting_what_is_no_failure():
+def test_the_batch_job_restarts_without_counting_clean_stops_and_preemptions():
     (job,) = jobs("preprocess.yaml")
     rules = [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in job["podFailurePolicy"]["rules"]]
     assert rules == [("FailJob", [MISTAKE]), ("Ignore", [STOPPED_BY_SIGNAL]), ("Ignore", None)]
@@ -121,7 +121,7 @@ def test_the_batch_job_starts_again_without_counting_what_is_no_failure():
 
 
 def test_exit_codes_are_those_of_lmtrain(lmtrain):
-    """A mistake exits with the code that fails a job, and the comments name the others rightly."""
+    """A mistake exits with the code that fails a job, and the comments state the other codes correctly."""
     assert lmtrain("train", "no such file.yaml").returncode == MISTAKE
     for name in JOBSETS:
         assert f"{STOPPED_BY_SIGNAL} stopped and saved, {ABORTED} a collective" in FILES[name]
@@ -157,8 +157,8 @@ def test_a_tpu_slice_has_a_host_for_every_four_chips():
 
 
 @pytest.mark.parametrize("name", WITH_PODS)
-def test_commands_are_taken_by_lmtrain(name, lmtrain, write_config):
-    """The flags of every manifest, given to `config check` with a config that is here."""
+def test_commands_are_accepted_by_lmtrain(name, lmtrain, write_config):
+    """`config check` accepts the flags of every manifest."""
     entry = load(name)["spec"].get("entrypoint")
     words = entry.partition("lmtrain ")[2].split() if entry else pods(name)[0]["containers"][0]["args"]
     verb, _, *flags = words
@@ -171,7 +171,7 @@ def test_commands_are_taken_by_lmtrain(name, lmtrain, write_config):
 
 
 @pytest.mark.parametrize("name", WITH_PODS)
-def test_pods_have_no_privileges_and_no_secrets_in_them(name):
+def test_pods_have_no_privileges_and_contain_no_secrets(name):
     for pod in pods(name):
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["runAsUser"] == 1000  # the user of the images
@@ -184,7 +184,7 @@ def test_pods_have_no_privileges_and_no_secrets_in_them(name):
 
 
 @pytest.mark.parametrize("name", JOBSETS)
-def test_a_run_keeps_its_id_and_its_checkpoints_and_has_time_to_save(name):
+def test_a_run_keeps_its_id_and_checkpoints_and_has_time_to_save(name):
     (pod,) = pods(name)
     (container,) = pod["containers"]
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}
@@ -198,7 +198,7 @@ def test_a_run_keeps_its_id_and_its_checkpoints_and_has_time_to_save(name):
     assert bucket or container.get("workingDir") in mounted
 
 
-def test_claims_are_of_the_volume():
+def test_claims_refer_to_the_volume():
     volume = load("volume.yaml")
     assert volume["spec"]["accessModes"] == ["ReadWriteMany"]
     for name in WITH_PODS:
@@ -227,7 +227,7 @@ def test_the_ray_job_has_the_fields_of_its_interface():
 
 
 def shell_snippets(value: object) -> list[str]:
-    """What a shell is given anywhere in a manifest: `sh -c` commands and Ray's entrypoint."""
+    """The shell code of a manifest: `sh -c` commands and Ray's entrypoint."""
     if isinstance(value, list):
         shells = [after for word, after in pairwise(value) if word in ("-c", "-ec", "-euc")]
         return shells + [snippet for entry in value for snippet in shell_snippets(entry)]
@@ -244,7 +244,7 @@ def test_shell_within_manifests_is_clean():
         shellcheck("--shell=bash", "-", text=f"{snippet}\n")
 
 
-def test_the_page_names_every_file_and_what_its_commands_need():
+def test_the_page_lists_every_file_and_what_its_commands_need():
     page = (K8S / "README.md").read_text()
     assert all(f"]({name})" in page for name in FILES)
     assert all(needs(before) for before, _ in blocks(K8S / "README.md"))

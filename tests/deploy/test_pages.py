@@ -7,12 +7,12 @@ from deploy.scripts import DEPLOY, blocks, needs
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
 
 
-def test_the_page_for_all_targets_has_no_command_that_needs_one():
-    assert all(needs(before) for before, _ in blocks(DEPLOY / "README.md"))
+def test_commands_on_the_common_pages_state_what_they_need():
+    assert all(needs(before) for page in DEPLOY.glob("*.md") for before, _ in blocks(page))
 
 
-def test_the_exit_code_of_a_stop_is_the_one_that_is_told():
+def test_the_exit_code_of_a_stop_is_the_documented_one():
     rows = re.findall(r"^\| ([\d, a-z]+) \| (.*?) \|", (DEPLOY / "README.md").read_text(), re.MULTILINE)
-    told = dict(rows)
-    assert "saved" in told[str(STOPPED_BY_SIGNAL)]
-    assert {"0", "2"} <= told.keys()
+    documented = dict(rows)
+    assert "saved" in documented[str(STOPPED_BY_SIGNAL)]
+    assert {"0", "2"} <= documented.keys()

@@ -1,4 +1,4 @@
-"""deploy/tpu against a fake gcloud: what it asks for, what reaches the workers, what stops it, what it never says."""
+"""deploy/tpu against a fake gcloud: requests, commands on the workers, stops, restarts, hidden secrets."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ NETWORK = "UNAVAILABLE: Connection reset by peer"
 
 
 class Desk(Cloud):
-    """The machine somebody sits at: the scripts with the fake gcloud, and an ssh-agent with a key."""
+    """The user's machine: the scripts with the fake gcloud, and an ssh-agent with a key."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -75,7 +75,7 @@ class Desk(Cloud):
         return [json.loads(line) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
 
     def verbs(self) -> list[str]:
-        """What was asked of gcloud, a verb once for calls in a row."""
+        """The verbs of the calls to gcloud, repeated ones once."""
         found: list[str] = []
         for call in self.calls():
             verb = call[call.index("tpus") + 2]
@@ -112,7 +112,7 @@ class Desk(Cloud):
         return self.do("babysit", *PLACE, *MADE_OF, *self.own_setup, *words, **environment)
 
     def preempt(self, number: int) -> None:
-        """As Google does it: SIGTERM to every process and half a minute, or (SIGKILL) no warning. The disk is lost."""
+        """Preempt like Google: SIGTERM to every process, or SIGKILL for no warning. The disk is lost."""
         with self.state() as state:
             vm = state["vm"]
         self.signal(vm, number)
@@ -125,7 +125,7 @@ class Desk(Cloud):
                 state["vm"]["states"] = ["PREEMPTED"]
 
     def end(self) -> None:
-        """Whatever a failed test has left."""
+        """Kill the processes that a failed test has left."""
         for process in self.started:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -157,12 +157,12 @@ def test_shellcheck_finds_nothing():
     shellcheck(*(path.relative_to(ROOT) for path in scripts))
 
 
-def test_every_command_of_the_page_says_what_it_needs():
+def test_every_command_of_the_page_states_its_requirements():
     assert all(needs(before) for before, _ in blocks(SCRIPTS / "README.md"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_names_every_flag_that_is_taken(desk, name):
+def test_help_lists_every_accepted_flag(desk, name):
     done = desk.do(name, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith(f"{name} NAME -z ZONE")
@@ -174,28 +174,28 @@ def test_help_names_every_flag_that_is_taken(desk, name):
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("run", ["my-tpu", "-z", "a", "--zoned", "b", "--", "true"], "no flag --zoned here"),
-        ("run", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "true"], "no flag -t here"),
+        ("run", ["my-tpu", "-z", "a", "--zoned", "b", "--", "true"], "unknown flag --zoned"),
+        ("run", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "true"], "unknown flag -t"),
         ("run", ["my-tpu", "--", "true"], "-z ZONE is missing"),
-        ("run", ["-z", "a", "--", "true"], "NAME first"),
+        ("run", ["-z", "a", "--", "true"], "NAME of the VM"),
         ("run", ["my-tpu", "-z", "--", "true"], "-z needs a value"),
-        ("run", ["my-tpu", "-z", "a"], "no CMD"),
-        ("run", ["my-tpu", "-z", "a", "--", "A=1"], "no CMD"),
+        ("run", ["my-tpu", "-z", "a"], "CMD is missing"),
+        ("run", ["my-tpu", "-z", "a", "--", "A=1"], "CMD is missing"),
         ("run", ["my-tpu", "-z", "a", "true"], "CMD comes after --"),
-        ("launch", ["My_TPU", "-z", "a", "--", "true"], "small letters"),
+        ("launch", ["My_TPU", "-z", "a", "--", "true"], "lowercase letters"),
         ("spin-up", ["my-tpu", "-z", "a"], "-t TYPE is missing"),
         ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "true"], "runs no CMD"),
-        ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-s", "nowhere"], "no set-up script"),
-        ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-b", "nowhere"], "no branch nowhere"),
-        ("spin-up", ["my-tpu", "-z", "a", "-t", "v9-8"], "give it with -i"),
+        ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-s", "nowhere"], "set-up script not found: nowhere"),
+        ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-b", "nowhere"], "branch nowhere not found"),
+        ("spin-up", ["my-tpu", "-z", "a", "-t", "v9-8"], "v9-8; set it with -i"),
         ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "--retries", "0", "--", "true"], "--retries"),
         ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "RUN_ID=../x", "true"], "RUN_ID"),
     ],
 )
-def test_a_mistake_in_the_flags_is_one_line_and_asks_gcloud_nothing(desk, name, words, message):
+def test_a_mistake_in_the_flags_is_one_line_without_a_call_to_gcloud(desk, name, words, message):
     done = desk.do(name, *words)
     assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if "changes that are not" not in line]
+    lines = [line for line in done.stderr.splitlines() if "uncommitted changes" not in line]
     assert len(lines) == 1
     assert message in lines[0]
     assert desk.calls() == []
@@ -204,7 +204,7 @@ def test_a_mistake_in_the_flags_is_one_line_and_asks_gcloud_nothing(desk, name, 
 # ------------------------------------------------------------------------------------------------------------------ run
 
 
-def test_run_gives_the_code_and_the_output_of_the_command(desk):
+def test_run_returns_the_exit_code_and_the_output_of_the_command(desk):
     desk.make_vm()
     done = desk.run("bash", "-c", "echo out; echo err >&2; pwd; exit 7")
     assert done.returncode == 7
@@ -221,7 +221,7 @@ def test_every_word_of_the_command_arrives_as_given(desk):
     assert json.loads(done.stdout) == [words, "a  b\n$'", ""]
 
 
-def test_all_workers_run_it_with_the_same_run_id_and_the_worst_code_is_given(desk):
+def test_all_workers_run_with_the_same_run_id_and_the_worst_exit_code_is_returned(desk):
     desk.make_vm(workers=3)
     command = 'echo "$RUN_ID $HOSTNAME"; case $HOSTNAME in *-1) exit 75 ;; *-2) exit 5 ;; esac'
     done = desk.run("bash", "-c", command)
@@ -235,13 +235,13 @@ def test_all_workers_run_it_with_the_same_run_id_and_the_worst_code_is_given(des
 
 
 @pytest.mark.parametrize(("codes", "expected"), [("0 0", 0), ("75 0", 75), ("1 2", 2), ("2 75", 2), ("75 1", 1)])
-def test_the_code_of_several_workers(desk, codes, expected):
+def test_exit_code_of_several_workers(desk, codes, expected):
     desk.make_vm(workers=2)
     first, second = codes.split()
     assert desk.run("bash", "-c", f"[[ $HOSTNAME == *-0 ]] && exit {first}; exit {second}").returncode == expected
 
 
-def test_the_run_id_is_of_the_name_and_the_command_but_not_of_its_secrets_and_can_be_given(desk):
+def test_the_run_id_depends_on_name_and_command_not_on_secrets_and_can_be_set(desk):
     desk.make_vm()
 
     def run_id(*words: str, **environment: str) -> str:
@@ -254,7 +254,7 @@ def test_the_run_id_is_of_the_name_and_the_command_but_not_of_its_secrets_and_ca
     assert run_id("RUN_ID=own", RUN_ID="mine") == "own"
 
 
-def test_secrets_reach_the_command_and_are_seen_nowhere_else(desk):
+def test_secrets_reach_the_command_and_appear_nowhere_else(desk):
     desk.make_vm(workers=2)
     program = f"""
 import os, pathlib
@@ -273,40 +273,40 @@ print("arrived")
     done = desk.run("WANDB_API_KEY=from-CMD", "python3", str(script), HF_TOKEN=SECRET, WANDB_API_KEY="from here")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("arrived") == 2
-    told = done.stdout + done.stderr + json.dumps(desk.calls())
+    printed = done.stdout + done.stderr + json.dumps(desk.calls())
     for secret in (SECRET, "from-CMD", "from here"):
-        assert secret not in told
-        assert json.dumps(secret)[1:-1] not in told
+        assert secret not in printed
+        assert json.dumps(secret)[1:-1] not in printed
     left = [path for path in desk.worker().parent.rglob("*") if path.is_file()]
     assert left
     assert not any(b"hf_do" in path.read_bytes() or b"from-CMD" in path.read_bytes() for path in left)
 
 
-def test_without_the_vm_or_a_program_there_is_one_clear_line(desk):
+def test_a_missing_vm_or_program_is_one_clear_line(desk):
     done = desk.run("true")
     assert done.returncode == 1
     assert "is MISSING, not READY" in done.stderr
     desk.make_vm()
     done = desk.run("no-such-program")
     assert done.returncode == 127
-    assert "no command no-such-program" in done.stderr
+    assert "not found on this worker: no-such-program" in done.stderr
 
 
-def test_when_a_worker_fails_the_others_are_stopped_after_a_while(desk):
+def test_when_a_worker_fails_the_others_are_stopped_after_the_grace_period(desk):
     desk.make_vm(workers=2)
     done = desk.run("bash", "-c", "trap 'exit 75' TERM; [[ $HOSTNAME == *-0 ]] && exit 3; sleep 100 & wait")
     assert done.returncode == 3
     assert "stopping 1 worker(s)" in done.stderr
 
 
-def test_a_worker_that_is_not_reached_is_no_failure_of_the_command(desk):
+def test_an_unreachable_worker_is_not_a_failure_of_the_command(desk):
     desk.make_vm()
     desk.set(faults=[{"verb": "tpu-vm ssh", "error": "Could not SSH", "times": 1, "code": 2}])
     assert desk.run("true").returncode == 69
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ended_here_the_command_ends_there_by_one_sigterm(desk, number):
+def test_stopping_the_script_sends_the_command_one_sigterm(desk, number):
     desk.make_vm(workers=2)
     command = (
         "trap 'sleep 0.3; echo stopped; echo once >> ~/term; exit 75' TERM; echo up > ~/up; while :; do sleep 0.1; done"
@@ -324,7 +324,7 @@ def test_ended_here_the_command_ends_there_by_one_sigterm(desk, number):
     process.communicate()
 
 
-def test_launch_leaves_it_running_with_a_log_on_each_worker(desk):
+def test_launch_leaves_the_command_running_with_a_log_on_each_worker(desk):
     desk.make_vm(workers=2)
     command = 'echo "$A $HF_TOKEN"; while [ ! -e ~/go ]; do sleep 0.1; done; echo "end of $RUN_ID"'
     done = desk.do("launch", *PLACE, "--", "A=x y", "bash", "-c", command, HF_TOKEN="hf_one")
@@ -341,7 +341,7 @@ def test_launch_leaves_it_running_with_a_log_on_each_worker(desk):
 
 
 @pytest.mark.parametrize("verb", ["launch", "run"])
-def test_a_run_is_not_started_beside_itself(desk, verb):
+def test_a_run_is_not_started_twice(desk, verb):
     desk.make_vm()
     command = ["bash", "-c", "echo once >> ~/begun; while [ ! -e ~/go ]; do sleep 0.1; done"]
     assert desk.do("launch", *PLACE, "--", *command).returncode == 0
@@ -349,11 +349,11 @@ def test_a_run_is_not_started_beside_itself(desk, verb):
     wait_for(begun.exists)
     second = desk.do(verb, *PLACE, "--", *command)
     assert second.returncode == 1
-    assert "runs already" in second.stderr
+    assert "already running" in second.stderr
     assert "another RUN_ID" in second.stderr
-    assert desk.do(verb, *PLACE, "--", "true").returncode == 0  # another run is not in the way
+    assert desk.do(verb, *PLACE, "--", "true").returncode == 0  # another run is not affected
     (desk.worker(0) / "go").touch()
-    assert desk.do(verb, *PLACE, "--", *command).returncode == 0  # it waits for one that is ending
+    assert desk.do(verb, *PLACE, "--", *command).returncode == 0  # it waits for a run that is exiting
     wait_for(lambda: begun.read_text() == "once\nonce\n")
 
 
@@ -361,7 +361,7 @@ def test_a_run_is_not_started_beside_itself(desk, verb):
 
 
 def own_repository(folder: Path) -> Path:
-    """A checkout with these scripts and an install.sh that says how it was called."""
+    """A checkout with these scripts and an install.sh that records its arguments."""
     (folder / "tools").mkdir(parents=True)
     (folder / "deploy").mkdir()
     subprocess.run(["cp", "-r", SCRIPTS, folder / "deploy"], check=True)
@@ -375,22 +375,22 @@ def own_repository(folder: Path) -> Path:
     return folder
 
 
-def test_spin_up_creates_and_sets_up_every_worker_with_a_copy_of_what_is_committed(desk, tmp_path):
+def test_spin_up_creates_and_sets_up_every_worker_with_the_committed_files(desk, tmp_path):
     checkout = own_repository(tmp_path / "checkout")
     (checkout / "which").write_text("not committed")
     desk.set(workers=2, states=["CREATING", "CREATING", "READY"])
     script = checkout / "deploy" / "tpu" / "spin-up"
     done = desk.do(str(script), *PLACE, *MADE_OF)
     assert done.returncode == 0, done.stderr
-    assert "changes that are not" in done.stderr
-    assert "it costs until" in done.stderr
+    assert "uncommitted changes" in done.stderr
+    assert "gcloud compute tpus tpu-vm delete my-tpu --zone us-east1-d" in done.stderr
     assert "--spot" not in desk.call("create")
     for number in range(2):
         assert (desk.worker(number, 1) / "done").read_text() == "installed tpu from the commit\n"
         assert (desk.worker(number, 1) / "python").read_text().startswith("python")
         assert (desk.worker(number, 1) / "lmtrain" / "deploy" / "tpu" / "run").exists()
     assert desk.verbs() == ["describe", "create", "describe", "ssh"]
-    # once more: the VM stays, the workers get the new commit, and files that are gone go
+    # again: the VM stays, the workers get the new commit, and deleted files are removed
     (checkout / "deploy" / "tpu" / "run").unlink()
     subprocess.run(
         ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "2"], cwd=checkout, check=True
@@ -424,7 +424,7 @@ def test_spin_up_clones_a_repository_at_a_branch(desk, tmp_path):
         (["-t", "v5p-8", "--queued"], ["queued-resources", "--node-id=my-tpu", "--runtime-version=v2-alpha-tpuv5"]),
     ],
 )
-def test_what_is_asked_of_gcloud(desk, words, expected):
+def test_flags_become_requests_to_gcloud(desk, words, expected):
     desk.set(queue_states=["WAITING_FOR_RESOURCES", "PROVISIONING"])
     done = desk.do("spin-up", *PLACE, *desk.own_setup, *words)
     assert done.returncode == 0, done.stderr
@@ -432,7 +432,7 @@ def test_what_is_asked_of_gcloud(desk, words, expected):
     assert ("QUEUE_PROVISIONING" in done.stderr) == ("--queued" in words)
 
 
-def test_spin_up_asks_again_when_the_network_fails_and_gives_up_when_gcloud_refuses(desk):
+def test_spin_up_retries_network_errors_and_stops_when_gcloud_refuses(desk):
     faults = [{"verb": f"tpu-vm {verb}", "error": NETWORK, "times": 2} for verb in ("describe", "create", "ssh")]
     desk.set(faults=faults)
     done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
@@ -445,15 +445,15 @@ def test_spin_up_asks_again_when_the_network_fails_and_gives_up_when_gcloud_refu
     desk.set(faults=[{"verb": "tpu-vm create", "error": "RESOURCE_EXHAUSTED: no more capacity", "times": 9}])
     done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
     assert done.returncode == 1
-    assert "no such TPU for now" in done.stderr
+    assert "no capacity" in done.stderr
 
 
-def test_a_set_up_that_fails_is_told_with_its_code(desk):
+def test_a_failed_set_up_is_reported_with_its_exit_code(desk):
     desk.setup.write_text("echo broken >&2; exit 9")
     done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
     assert done.returncode == 9
     assert "broken" in done.stderr
-    assert "runs and costs" in done.stderr
+    assert "exit code 9; my-tpu is running and costs money" in done.stderr
 
 
 # -------------------------------------------------------------------------------------------------------------- babysit
@@ -470,26 +470,26 @@ def test_babysit_creates_runs_and_deletes(desk):
         assert state["vm"] is None
 
 
-def test_babysit_uses_a_vm_that_is_there_and_keeps_it_if_asked(desk):
+def test_babysit_uses_an_existing_vm_and_keeps_it_with_the_flag(desk):
     desk.make_vm()
     done = desk.babysit("--keep", "--", "true")
     assert done.returncode == 0, done.stderr
     assert desk.verbs() == ["describe", "ssh"]
-    assert "it costs until" in done.stderr
+    assert "my-tpu is not deleted and costs money" in done.stderr
 
 
-@pytest.mark.parametrize(("code", "told"), [(2, "no ssh-agent"), (1, "ssh-agent has no key")])
-def test_babysit_wants_an_ssh_agent(desk, code, told):
+@pytest.mark.parametrize(("code", "message"), [(2, "no ssh-agent"), (1, "ssh-agent has no key")])
+def test_babysit_requires_an_ssh_agent(desk, code, message):
     desk.agent(code)
     done = desk.babysit("--", "true")
     assert done.returncode == 2
-    assert told in done.stderr
+    assert message in done.stderr
     assert "ssh-add ~/.ssh/google_compute_engine" in done.stderr
     assert desk.calls() == []
 
 
 @pytest.mark.parametrize("state", ["PREEMPTED", "FAILED", "TERMINATED", "STOPPED", "REPAIRING"])
-def test_a_vm_in_another_state_is_deleted_and_made_anew(desk, state):
+def test_a_vm_in_another_state_is_recreated(desk, state):
     desk.make_vm()
     with desk.state() as cloud:
         cloud["vm"]["states"] = [state]
@@ -498,20 +498,20 @@ def test_a_vm_in_another_state_is_deleted_and_made_anew(desk, state):
     assert desk.verbs() == ["describe", "delete", "describe", "create", "describe", "ssh", "delete"]
 
 
-def test_a_queued_resource_that_failed_is_deleted_and_asked_for_anew(desk):
+def test_a_failed_queued_resource_is_requested_again(desk):
     desk.set(queue_states=["ACCEPTED", "FAILED"])
     process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--queued", "--", "true")
     wait_for(lambda: "delete" in desk.verbs())
     desk.set(queue_states=["WAITING_FOR_RESOURCES"])
-    _, told = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, told
-    assert "QUEUE_FAILED" in told
+    _, printed = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, printed
+    assert "QUEUE_FAILED" in printed
     assert "--force" in desk.call("delete")
     with desk.state() as state:
         assert state["vm"] is None
 
 
-def test_flaky_answers_are_no_failures(desk):
+def test_network_errors_are_not_failures(desk):
     verbs = ("tpu-vm describe", "tpu-vm create", "tpu-vm ssh", "tpu-vm delete")
     desk.set(faults=[{"verb": verb, "error": NETWORK, "times": 3} for verb in verbs])
     done = desk.babysit("--retries", "1", "--", "echo", "hello")
@@ -522,7 +522,7 @@ def test_flaky_answers_are_no_failures(desk):
 
 
 def counting(then: str) -> list[str]:
-    """A command that writes a line for each time it runs, and then does so."""
+    """A command that appends a line each time it runs, and then executes `then`."""
     return ["bash", "-c", f'echo "$RUN_ID" >> ~/../../runs; number=$(wc -l < ~/../../runs); {then}']
 
 
@@ -530,7 +530,7 @@ def runs(desk: Desk) -> list[str]:
     return (desk.folder / "runs").read_text().splitlines()
 
 
-def test_the_retries_run_out_and_the_code_is_the_commands(desk):
+def test_retries_are_limited_and_the_exit_code_is_that_of_the_command(desk):
     done = desk.babysit("--retries", "3", "--", *counting("exit 6"))
     assert done.returncode == 6
     assert len(runs(desk)) == 3
@@ -539,41 +539,41 @@ def test_the_retries_run_out_and_the_code_is_the_commands(desk):
     assert desk.verbs()[-1] == "delete"
 
 
-def test_a_mistake_is_not_tried_again(desk):
+def test_a_mistake_is_not_retried(desk):
     done = desk.babysit("--", *counting("exit 2"))
     assert done.returncode == 2
     assert len(runs(desk)) == 1
     assert desk.verbs()[-1] == "delete"
 
 
-def test_what_gcloud_refuses_ends_it(desk):
+def test_a_request_that_gcloud_refuses_ends_babysit(desk):
     desk.set(faults=[{"verb": "tpu-vm create", "error": "INVALID_ARGUMENT: no such type", "times": 9}])
     done = desk.babysit("--", "true")
     assert done.returncode == 2
     assert "no such type" in done.stderr
 
 
-def test_a_clean_stop_is_no_failure(desk):
+def test_a_clean_stop_is_not_a_failure(desk):
     done = desk.babysit("--retries", "1", "--", *counting("[ $number -ge 4 ] || exit 75"))
     assert done.returncode == 0, done.stderr
     assert len(runs(desk)) == 4
 
 
-def test_a_preemption_is_no_failure_even_if_gcloud_learns_of_it_late(desk):
+def test_a_preemption_is_not_a_failure_even_if_gcloud_reports_it_late(desk):
     command = counting("[ $number -ge 3 ] || { touch ~/up; sleep 100; }")
     process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--retries", "2", "--", *command)
     for vm in (1, 2):
         wait_for(lambda vm=vm: (desk.worker(0, vm) / "up").exists())
         with desk.state() as state:
             desk.signal(state["vm"], signal.SIGKILL)
-            # gcloud says READY to the look after the failure and to that before the next run
+            # gcloud still reports READY after the failure and before the next run
             state["vm"]["states"] = ["READY", "READY", "PREEMPTED"]
-    _, told = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, told
+    _, printed = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, printed
     assert len(runs(desk)) == 3
 
 
-def test_the_set_up_is_not_done_twice_on_a_vm_and_done_again_on_a_new_one(desk):
+def test_the_set_up_runs_once_on_a_vm_and_again_on_a_new_one(desk):
     desk.setup.write_text("echo set up >> ~/../../set-ups")
     desk.babysit("--keep", "--", *counting("[ $number -ge 3 ] || exit 1"))
     desk.babysit("--", "true")
@@ -582,25 +582,25 @@ def test_the_set_up_is_not_done_twice_on_a_vm_and_done_again_on_a_new_one(desk):
     assert (desk.folder / "set-ups").read_text() == "set up\n" * 2
 
 
-def test_after_a_broken_connection_the_run_goes_on_and_is_there_once(desk):
-    """What the broken connection left is ended by one SIGTERM before the next begins."""
+def test_after_a_broken_connection_the_run_resumes_and_runs_once(desk):
+    """The processes left by the broken connection receive one SIGTERM before the next start."""
     command = (
         "trap 'echo TERM >> ~/terms; sleep 0.5; rm ~/one; exit 75' TERM; [ ! -e ~/one ] || exit 2; touch ~/one; "
         "[ $number -ge 2 ] || while :; do sleep 0.1; done"
     )
     process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--retries", "2", "--", *counting(command))
     wait_for(lambda: (desk.worker(0, 1) / "one").exists())
-    # the next connection, which the real gcloud makes with no script left to send, must not pass for a success
+    # the real gcloud reconnects with no script left to send: this must not count as a success
     (desk.worker(0, 1) / "break").touch()
-    _, told = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, told
-    assert "CMD ended with 69" in told
+    _, printed = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, printed
+    assert "CMD exited with 69" in printed
     assert len(runs(desk)) == 2
     assert (desk.worker(0, 1) / "terms").read_text() == "TERM\n"
 
 
-def test_a_command_whose_connection_is_cut_hears_one_sigterm_and_may_still_speak(desk):
-    """gcloud dies: the worker notices and so does babysit, and both want to end what is left."""
+def test_a_command_whose_connection_is_cut_receives_one_sigterm_and_can_still_print(desk):
+    """gcloud dies: the worker and babysit both notice, and both stop the remaining processes."""
     command = (
         "trap 'echo saving; echo TERM >> ~/terms; asked=1' TERM; touch ~/up; "
         'until [ -n "$asked" ] || [ $number -ge 2 ]; do sleep 0.1; done; '
@@ -613,21 +613,22 @@ def test_a_command_whose_connection_is_cut_hears_one_sigterm_and_may_still_speak
         with contextlib.suppress(OSError):
             if mark in (path / "environ").read_bytes() and b"fake_gcloud.py" in (path / "cmdline").read_bytes():
                 os.kill(int(path.name), signal.SIGKILL)
-    _, told = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, told
-    assert "ending what is left" in told
+    _, printed = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, printed
+    assert "stopping the remaining processes" in printed
     assert len(runs(desk)) == 2
     assert (desk.worker(0, 1) / "terms").read_text() == "TERM\nend\n"
 
 
-def test_ctrl_c_stops_the_command_keeps_the_vm_and_says_so(desk):
+def test_ctrl_c_stops_the_command_and_keeps_the_vm_with_a_warning(desk):
     command = "trap 'exit 75' TERM; touch ~/up; while :; do sleep 0.1; done"
     process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--", "bash", "-c", command)
     wait_for(lambda: (desk.worker(0, 1) / "up").exists())
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, told = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 75, told
-    assert "it costs until: gcloud compute tpus tpu-vm delete my-tpu --zone us-east1-d" in told
+    _, printed = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 75, printed
+    assert "my-tpu is not deleted and costs money" in printed
+    assert "gcloud compute tpus tpu-vm delete my-tpu --zone us-east1-d" in printed
     assert "delete" not in desk.verbs()
     with desk.state() as state:
         wait_for(lambda: not desk.processes(state["vm"]))

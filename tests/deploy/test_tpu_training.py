@@ -1,4 +1,4 @@
-"""`lmtrain train` under babysit on VMs that are taken away: the same run, every step once, no loss differs."""
+"""`lmtrain train` under babysit on preempted VMs: the same run, every step once, the same losses."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from deploy.test_tpu import MADE_OF, PLACE, SECRET, Desk, wait_for
 pytestmark = pytest.mark.end_to_end
 
 STEPS = 150
-# Where the run is when its VM is taken; saves are every 25 steps, and at SIGTERM.
+# Steps at which the VM is preempted; checkpoints are saved every 25 steps, and at SIGTERM.
 FIRST, SECOND = 30, 90
 
 
 def write_config(bucket: Path, cache: Path) -> Path:
-    """A run that keeps everything in a folder which outlives the VMs, as a bucket does."""
+    """A run that stores everything in a folder which outlives the VMs, like a bucket."""
     bucket.mkdir()
     settings = tiny_settings()
     settings["data"]["cache_dir"] = str(cache)
@@ -42,7 +42,7 @@ def write_config(bucket: Path, cache: Path) -> Path:
 
 
 def losses(bucket: Path, run_id: str) -> list[tuple[int, float]]:
-    """The steps of the metrics log, in its order; the last line may be only begun."""
+    """The steps of the metrics log, in order; the last line may be incomplete."""
     path = bucket / "logs" / f"{run_id}.metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -56,7 +56,7 @@ def complete(bucket: Path, run_id: str) -> list[int]:
 
 @pytest.fixture
 def undisturbed(tmp_path):
-    """The losses of a run that nobody disturbs, and the cache it made."""
+    """The losses of an uninterrupted run, which also builds the cache."""
     config = write_config(tmp_path / "alone", tmp_path / "cache")
     command = [sys.executable, "-m", "lmtrain", "train", config, "--trainer.id", "alone"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -66,7 +66,7 @@ def undisturbed(tmp_path):
 
 def test_preempted_twice_it_finishes_the_same_run_and_loses_no_work(undisturbed, tmp_path):
     desk = Desk(tmp_path / "desk")
-    # what tools/install.sh would leave: lmtrain in ~/lmtrain/.venv/bin
+    # the result of tools/install.sh: lmtrain in ~/lmtrain/.venv/bin
     program = "#!/bin/sh\nexec " + shlex.join([sys.executable, "-m", "lmtrain"]) + ' "$@"\n'
     desk.setup.write_text(
         "mkdir -p ~/lmtrain/.venv/bin && cd ~/lmtrain/.venv/bin\n"
@@ -88,15 +88,15 @@ def test_preempted_twice_it_finishes_the_same_run_and_loses_no_work(undisturbed,
         wait_for(lambda: losses(bucket, run_id)[-1][0] >= max(SECOND, stopped_at + 1))
         desk.preempt(signal.SIGKILL)
         assert losses(bucket, run_id)[-1][0] < STEPS
-        out, told = process.communicate(timeout=300)
+        out, printed = process.communicate(timeout=300)
     finally:
         desk.end()
-    assert process.returncode == 0, told
+    assert process.returncode == 0, printed
     assert desk.verbs().count("create") == 3
-    assert told.count(f"RUN_ID={run_id}") == 1
+    assert printed.count(f"RUN_ID={run_id}") == 1
     assert [path.name for path in (bucket / "checkpoints").iterdir()] == [run_id]
-    assert f"resuming after step {stopped_at}" in told
+    assert f"resuming after step {stopped_at}" in printed
     assert losses(bucket, run_id) == undisturbed
     assert [step for step, _ in undisturbed] == list(range(1, STEPS + 1))
     assert complete(bucket, run_id)[-1] == STEPS
-    assert "hf_do-not" not in out + told + json.dumps(desk.calls())
+    assert "hf_do-not" not in out + printed + json.dumps(desk.calls())
