@@ -51,7 +51,7 @@ class _Save:
     run_info: dict[str, Any]
     before_commit: Callable[[], None]
     target: str = ""
-    begun: bool = False
+    started: bool = False
     problem: Exception | None = None
     seconds: float = 0.0
     thread: threading.Thread = field(default_factory=threading.Thread)
@@ -80,7 +80,7 @@ class Checkpointer:
         self._owes_permanent = False  # a permanent checkpoint failed: the next successful save is permanent instead
         self._save: _Save | None = None
         self._saved: list[float] = []
-        with _told(self.path):
+        with _naming_the_setting(self.path):
             self._made = _make(self.path)
             self._folder = RunFolder(self.path) if processes.is_first else None
         gather(processes, "checkpoints", None)  # no process reads the folder before it is cleaned
@@ -223,7 +223,7 @@ class Checkpointer:
         try:
             if self._folder is not None:
                 self._folder.begin(save.step)
-                save.begun = True
+                save.started = True
             save.target = self._staging.prepare(save.step, count_bytes(parts))
         except Exception as error:
             save.problem = error
@@ -258,7 +258,7 @@ class Checkpointer:
         save.problem = self._agree("complete", save.problem)
         self._staging.clear(save.target)
         taken_over = isinstance(save.problem, TakenOverError)
-        if save.problem is not None and self._folder is not None and save.begun and not taken_over:
+        if save.problem is not None and self._folder is not None and save.started and not taken_over:
             self._folder.discard(save.step)
         save.seconds = self._clock() - save.began
 
@@ -294,7 +294,7 @@ def _make(folder: str) -> list[str]:
 
 
 @contextmanager
-def _told(folder: str) -> Iterator[None]:
+def _naming_the_setting(folder: str) -> Iterator[None]:
     """Convert errors of the file system to errors that name the setting."""
     try:
         yield

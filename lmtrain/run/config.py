@@ -65,12 +65,12 @@ class RunConfig(HuggingFaceConfig):
             for name in self.objective.source_weights:
                 if name not in (self.data.configs or {}):
                     raise field_error("objective.source_weights", f"unknown source {name!r}: not in data.configs")
-        begins = {
+        sources = {
             "initialize_from_hf": self.initialize_from_hf,
             "initialize_from_checkpoint_path": self.initialize_from_checkpoint_path,
             "trainer.initialize_from": self.trainer.initialize_from,
         }
-        given = [name for name, value in begins.items() if value]
+        given = [name for name, value in sources.items() if value]
         if len(given) > 1:
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
         if self.use_hf_model_config and not self.initialize_from_hf:

@@ -38,14 +38,14 @@ def identity(config: RunConfig) -> dict[str, Any]:
         objective["type"] = config.objective.type
     minimized = {"objective": objective} if objective else {}
     order = {} if config.data_seed is None else {"data_seed": config.data_seed}
-    begins = {
+    sources = {
         "initialize_from_hf": config.initialize_from_hf,
         "initialize_from_checkpoint_path": config.initialize_from_checkpoint_path,
         "initialize_from": config.trainer.initialize_from,
     }
-    begin = {name: value for name, value in begins.items() if value}
+    initial = {name: value for name, value in sources.items() if value}
     sizes = config.trainer.model_dump(mode="json", include={"seed", "train_batch_size"})
-    return sections | minimized | order | begin | sizes
+    return sections | minimized | order | initial | sizes
 
 
 def run_identity(config: RunConfig, tokenizer: Mapping[str, Any], data_tokens: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Which dimension of which array lives on which devices: logical axis words, the mesh, and the mappings between."""
+"""Sharding: logical axis names, the device mesh, and the mappings between them."""

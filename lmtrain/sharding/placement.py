@@ -87,12 +87,12 @@ def _check_split(
         parts = math.prod(sizes[name] for name in mesh_axes)
         if size % parts:
             near = " or ".join(map(str, nearest_divisors(size, parts)))
-            whole = ""
+            advice = ""
             if axis in ("kv_heads", "act_kv_heads"):
-                whole = "; trainer.axis_resources: {kv_heads: null} gives each device all of them"
+                advice = "; trainer.axis_resources: {kv_heads: null} gives each device all of them"
             raise UserError(
                 f"{what}: {axis!r} of size {size} cannot be split over {parts} devices (mesh axis "
-                f"{'+'.join(mesh_axes)}), only over {near}; change that size, the mesh, or {settings}{whole}"
+                f"{'+'.join(mesh_axes)}), only over {near}; change that size, the mesh, or {settings}{advice}"
             )
         for name in mesh_axes:
             if name in users:
@@ -110,15 +110,15 @@ def like_parameters(layout: Layout, state: Any, params: Any, shardings: Any) -> 
     dimensions (factored moments), without that dimension. All other arrays are replicated.
     """
     by_path = {
-        _trailingas_names(path): (param, sharding)
+        _trailing_names(path): (param, sharding)
         for (path, param), sharding in zip(
             jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
         )
     }
 
     def place(path: Any, leaf: Any) -> NamedSharding:
-        names = _trailingas_names(path)
-        matches = (by_path.get(names[begin:]) for begin in range(len(names)))
+        names = _trailing_names(path)
+        matches = (by_path.get(names[start:]) for start in range(len(names)))
         found = next((match for match in matches if match is not None), None)
         if found is None:
             return layout.replicated
@@ -136,7 +136,7 @@ def like_parameters(layout: Layout, state: Any, params: Any, shardings: Any) -> 
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def _trailingas_names(path: Any) -> tuple[str, ...]:
+def _trailing_names(path: Any) -> tuple[str, ...]:
     """The dictionary keys at the end of a path."""
     names: list[str] = []
     for key in reversed(path):
@@ -161,8 +161,8 @@ def place_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding, rows: 
     def place(local: np.ndarray) -> jax.Array:
         def part(index: Any) -> np.ndarray:
             first, last, _ = index[0].indices(batch_size)
-            begin = int(np.searchsorted(rows, first))
-            return local[begin : begin + last - first]
+            start = int(np.searchsorted(rows, first))
+            return local[start : start + last - first]
 
         return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, part)
 
