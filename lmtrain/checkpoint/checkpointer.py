@@ -98,7 +98,7 @@ class Checkpointer:
         damaged = gather(self._processes, "set aside", list_set_aside(self.path))[0]
         if newest is None and damaged:
             raise UserError(
-                f"no checkpoint in {self.path} is valid: {', '.join(map(os.path.basename, damaged))}. Restore "
+                f"all checkpoints in {self.path} are corrupt: {', '.join(map(os.path.basename, damaged))}; restore "
                 "one from a backup, or start a new run with another --trainer.id"
             )
         return newest

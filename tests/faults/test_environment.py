@@ -494,7 +494,7 @@ def test_when_all_checkpoints_are_damaged_the_run_is_refused_and_no_byte_is_lost
     before = contents(*places)
     for _ in range(2):
         last = ends(folder, code=2).splitlines()[-1]
-        assert f"no checkpoint in {run_folder(folder)} is valid: damaged-step-10, damaged-step-20" in last
+        assert f"{run_folder(folder)} are corrupt: damaged-step-10, damaged-step-20" in last
         after = {name.replace("damaged-", ""): found for name, found in contents(*places).items()}
         assert {name: after.get(name) for name in before} == before
 
