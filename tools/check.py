@@ -1,6 +1,6 @@
-"""Everything that is checked without running lmtrain: format, lint, types, import contracts.
+"""Static checks: format, lint, types, import contracts.
 
-`python tools/check.py` checks; `python tools/check.py --fix` formats and mends what can be mended first.
+`python tools/check.py` checks; `python tools/check.py --fix` first formats and applies automatic fixes.
 """
 
 import os

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Run the fast tests with other Pythons, and so with other versions of JAX (see tools/constraints.txt):
+# Run the fast tests with other Python versions, and so with other versions of JAX (see tools/constraints.txt):
 #
 #     bash tools/check_matrix.sh [PYTHON ...]        default: python3.12 python3.13
 #
-# The suite proper (tools/test.sh) runs with one Python, whatever that is. Tests beside torch are left out here: its
-# CPU build is not to be had for every Python.
+# The full suite (tools/test.sh) runs with one Python. Tests that need torch are excluded here: its CPU build is not
+# available for every Python version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || set -- python3.12 python3.13

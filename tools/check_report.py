@@ -1,7 +1,7 @@
-"""Opens a report in headless Chromium, without a network: `python tools/check_report.py REPORT.html [--screenshot F]`.
+"""Check a report in headless Chromium, without a network: `python tools/check_report.py REPORT.html [--screenshot F]`.
 
-Exits with 1 if the page asks for anything but itself, if the browser's console has a warning or an error, if a picture
-is empty, or if the page is wider than the window. Needs Debian's `chromium`; it is driven over its debugging pipe.
+Exits with 1 if the page requests any other file, if the browser's console has a warning or an error, if a picture is
+empty, or if the page is wider than the window. Requires Debian's `chromium`, which is controlled by its debugging pipe.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 _SECONDS = 60
 _FLAGS = [
     "--headless",
-    "--no-sandbox",  # in a container there is none
+    "--no-sandbox",  # not available in a container
     "--disable-gpu",
     "--no-first-run",
     "--hide-scrollbars",
@@ -26,7 +26,7 @@ _FLAGS = [
     "--disable-background-networking",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 ]
-# What a reader would see to be missing, measured in the page.
+# Measurements in the page that reveal missing content.
 _MEASURE = """JSON.stringify({
   text: document.body.innerText.length,
   pictures: document.querySelectorAll("svg").length,
@@ -37,13 +37,13 @@ _MEASURE = """JSON.stringify({
 
 
 class Browser:
-    """Chromium with one page; commands and events of its DevTools protocol go over two pipes, ended by a zero byte."""
+    """Chromium with one page; commands and events of its DevTools protocol use two pipes, with zero bytes as ends."""
 
     def __init__(self, program: str, profile: str, width: int):
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
 
-        def connect() -> None:  # it reads from 3 and writes to 4; first out of the way of one another
+        def connect() -> None:  # Chromium reads from 3 and writes to 4; move the pipes away from these numbers first
             read, write = os.dup(to_browser), os.dup(from_browser)
             os.dup2(read, 3)
             os.dup2(write, 4)
@@ -66,7 +66,7 @@ class Browser:
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result; events that come before it are kept."""
+        """Send a command and return its result; events that arrive earlier are stored."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -80,7 +80,7 @@ class Browser:
                     raise SystemExit(f"{method}: {answer['error']['message']}")
                 return answer["result"]
             self.events.append(answer)
-        raise SystemExit(f"{method}: no answer")
+        raise SystemExit(f"{method}: no response")
 
     def wait_for(self, event: str) -> None:
         while not any(each.get("method") == event for each in self.events):
@@ -90,14 +90,14 @@ class Browser:
         while b"\0" not in self._pending:
             part = os.read(self._in, 1 << 16)
             if not part:
-                raise SystemExit("the browser ended")
+                raise SystemExit("the browser exited")
             self._pending += part
         message, self._pending = self._pending.split(b"\0", 1)
         return json.loads(message)
 
 
 def check(browser: Browser, page: Path, screenshot: Path | None, dark: bool, opened: bool, width: int) -> list[str]:
-    """What is wrong with the page, in words."""
+    """The problems of the page."""
     browser.open_page()
     for domain in ("Page", "Network", "Runtime", "Log"):
         browser.send(f"{domain}.enable")
@@ -107,36 +107,36 @@ def check(browser: Browser, page: Path, screenshot: Path | None, dark: bool, ope
     browser.wait_for("Page.loadEventFired")
     if opened:
         browser.send("Runtime.evaluate", expression="document.querySelectorAll('details').forEach(e => e.open = true)")
-    time.sleep(0.5)  # a script or a style may ask for something a little later
+    time.sleep(0.5)  # scripts or styles may send requests with a delay
     found = json.loads(browser.send("Runtime.evaluate", expression=_MEASURE)["result"]["value"])
     if screenshot is not None:
         clip = {"x": 0, "y": 0, "width": width, "height": min(found["height"], 16_000), "scale": 1}
         picture = browser.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
         screenshot.write_bytes(base64.b64decode(picture))
-    print(f"{page}: {found['pictures']} pictures, {found['text']:,} letters, {found['height']:,} pixels high")
-    problems = _told(browser.events, page.resolve().as_uri())
+    print(f"{page}: {found['pictures']} pictures, {found['text']:,} characters, {found['height']:,} pixels high")
+    problems = _problems_of(browser.events, page.resolve().as_uri())
     if found["empty"] or not found["pictures"]:
         problems.append(f"{found['empty']} of {found['pictures']} pictures are empty")
     if found["wide"] > 0:
-        problems.append(f"it is {found['wide']} pixels wider than the window")
+        problems.append(f"the page is {found['wide']} pixels wider than the window")
     return problems
 
 
-def _told(events: list[dict[str, Any]], page: str) -> list[str]:
-    """Requests, and what the console said."""
+def _problems_of(events: list[dict[str, Any]], page: str) -> list[str]:
+    """Problems in events: requests, failures, and console messages."""
     problems = []
     for event in events:
         params = event.get("params", {})
         if event.get("method") == "Network.requestWillBeSent":
             url = params["request"]["url"]
             if url != page and not url.startswith("data:"):
-                problems.append(f"it asks for {url}")
+                problems.append(f"request to {url}")
         elif event.get("method") == "Network.loadingFailed":
-            problems.append(f"a request fails: {params['errorText']}")
+            problems.append(f"request failed: {params['errorText']}")
         elif event.get("method") == "Runtime.exceptionThrown":
-            problems.append(f"a script fails: {params['exceptionDetails']['text']}")
+            problems.append(f"script failed: {params['exceptionDetails']['text']}")
         elif event.get("method") == "Runtime.consoleAPICalled":
-            problems.append(f"a script says: {[each.get('value') for each in params['args']]}")
+            problems.append(f"script message: {[each.get('value') for each in params['args']]}")
         elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] in ("warning", "error"):
             problems.append(f"console: {params['entry']['text']}")
     return problems
@@ -145,11 +145,11 @@ def _told(events: list[dict[str, Any]], page: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
-    parser.add_argument("--screenshot", type=Path, metavar="FILE.png", help="of the whole page")
-    parser.add_argument("--dark", action="store_true", help="for a reader who prefers dark pages")
-    parser.add_argument("--open", action="store_true", help="with all that can be unfolded unfolded")
-    parser.add_argument("--width", type=int, default=1280, help="of the window, in pixels")
-    parser.add_argument("--chromium", default="chromium", help="the program")
+    parser.add_argument("--screenshot", type=Path, metavar="FILE.png", help="write a screenshot of the full page")
+    parser.add_argument("--dark", action="store_true", help="use the dark color scheme")
+    parser.add_argument("--open", action="store_true", help="unfold all foldable parts")
+    parser.add_argument("--width", type=int, default=1280, help="width of the window in pixels")
+    parser.add_argument("--chromium", default="chromium", help="name of the Chromium program")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(arguments.chromium, profile, arguments.width)
@@ -163,7 +163,7 @@ def main() -> int:
             browser.process.wait()
     for problem in problems:
         print(f"  {problem}")
-    print("failed" if problems else "whole, and needs nothing else")
+    print("failed" if problems else "ok: complete and self-contained")
     return 1 if problems else 0
 
 

@@ -1,7 +1,7 @@
-"""Both halves of tools/check_transformers4.sh, each for an environment of its own.
+"""Both halves of tools/check_transformers4.sh, which run in different environments.
 
-check_transformers4.py export FOLDER [NAME ...]    with lmtrain: FOLDER/<variant>/ holds an export, and our logits
-check_transformers4.py load FOLDER                 with any transformers: compares, prints a table
+check_transformers4.py export FOLDER [NAME ...]    with lmtrain: write exports and our logits to FOLDER/<variant>/
+check_transformers4.py load FOLDER                 with any transformers: compare logits and print a table
 """
 
 import os
@@ -49,7 +49,7 @@ def load(folder: str) -> int:
         try:
             kind, eager, largest, left = compare(os.path.join(folder, name), attn_implementation="eager")
             default = compare(os.path.join(folder, name))[1]
-        except Exception as error:  # the others are still worth seeing
+        except Exception as error:  # continue with the others
             failed.append(name)
             print(f"{name:{width}}  {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             continue
@@ -61,7 +61,7 @@ def load(folder: str) -> int:
 
 
 def compare(folder: str, **options: str) -> tuple[str, float, float, dict[str, list[str]]]:
-    """-> the class that loads it, largest difference of logits, largest logit, tensors that one side lacks."""
+    """-> class of the model, largest difference of logits, largest logit, tensors missing or left over."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -3,8 +3,8 @@
 #
 #     bash tools/check_transformers4.sh [NAME ...]        names of tests/parity/variants.py; default: all
 #
-# What we depend on is transformers 5, which the tests have; version 4 gets an environment of its own, kept in
-# .venv-transformers4. TRANSFORMERS names another version ("transformers==4.57.*"). Exits with 1 if logits differ by more
+# The tests use transformers 5, our dependency; version 4 is installed in a separate environment,
+# .venv-transformers4. TRANSFORMERS sets another version ("transformers==4.57.*"). Exits with 1 if logits differ by more
 # than 1e-4, or if tensors are missing or left over.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,6 +1,6 @@
 """Write the demo corpus, the running Python's standard library, as JSONL: `python tools/demo_corpus.py [FOLDER]`.
 
-Needs nothing but Python.
+Needs only Python.
 """
 
 import os
@@ -8,7 +8,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
-from lmtrain.preprocess.demo import TooLittleTextError, write_demo_corpus  # needs the path above
+from lmtrain.preprocess.demo import TooLittleTextError, write_demo_corpus  # requires the path above
 
 if __name__ == "__main__":
     folder = sys.argv[1] if len(sys.argv) > 1 else "demo"

@@ -1,22 +1,23 @@
-"""Kill a run again and again, anywhere, and prove that it ends as if nothing had happened.
+"""Kill a run many times at random moments, and check that it ends as if it had not been killed.
 
     .venv/bin/python tools/kill_fuzz.py [--kills 50] [--seed 0] [--steps 600] [--folder DIR]
 
-A tiny run is made once undisturbed. The same run in another folder is killed with SIGKILL, workers too, and started
-again, until it was killed so often; one that reaches its end before gives way to another in a fresh folder. Moments are
-random: some time after the start, or after something appears in the run's folders: a step in the log, the mark of a
-save or deletion, arrays, a manifest, a temporary file, an export.
+A tiny run trains once undisturbed. The same run in another folder is killed with SIGKILL, including workers, and
+restarted, until it was killed --kills times; if it finishes before, another run in a new folder replaces it. Moments
+are random: some time after the start, or after an event in the run's folders: a step in the log, the marker of a save
+or deletion, arrays, a manifest, a temporary file, an export.
 
-Proved, else exit code 1: the final parameters, average and optimizer state, all metrics that are not of time, and all
-exports are the same to the bit; no step is in the log twice or missing; nothing is left over in the run's folders; a
-start goes on from the newest checkpoint that was complete when the one before it was killed.
+Checks, with exit code 1 on failure: the final parameters, EMA and optimizer state, all metrics except times, and all
+exports are bitwise identical; no step is in the log twice or missing; no files are left over in the run's folders; each
+start resumes from the newest checkpoint that was complete when the previous process was killed.
 
-And no kill costs more work than `save_interval` and one save. What a kill lost is the time to it from when the state
-that the next start goes on with was taken (its checkpoint's oldest file), or from the first step of the killed process
-if that came later: starting is not training. Allowed is the sum of `save_interval`, or what saving that checkpoint took
-if that was longer, since a save waits for the one before; the time since the save began that the kill hit, if it hit
-one; what the loop needs to find that a save is due, two rounds at most, for which the longest time between two logged
-steps stands; and the longest time that this program did not look. All are measured, so a slow machine changes nothing.
+A kill must also not lose more work than `save_interval` and one save. The lost work is the time from the snapshot of
+the state from which the next start resumes (the oldest file of its checkpoint), or from the first step of the killed
+process if that is later, to the kill: start-up is not training. The limit is the sum of: `save_interval`, or the
+duration of saving that checkpoint if it is longer, since saves do not overlap; the time since the start of an
+interrupted save, if any; two steps at most until the loop notices that a save is due, with the longest time between two
+logged steps; and the longest time between two looks of this program. All of these are measured, so the check does not
+depend on the machine's speed.
 """
 
 import argparse
@@ -37,9 +38,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from faults import runs  # noqa: E402
 
-SAVE_INTERVAL = 1.0  # of runs.full_settings
+SAVE_INTERVAL = 1.0  # as in runs.full_settings
 
-# What has to appear, None: the process; and the greatest delay after it, in seconds.
+# The event (None: start of the process), and the maximum delay after it in seconds.
 MOMENTS: dict[str, tuple[str | None, float]] = {
     "start": (None, 7.0),
     "step": ("step *", 2.5),
@@ -54,7 +55,7 @@ MOMENTS: dict[str, tuple[str | None, float]] = {
 
 @dataclass
 class Kill:
-    """`stage`: what was going on, as the files show; `kept`: the step that the next start has to go on from."""
+    """One kill. `stage`: activity of the process, according to files; `kept`: the step from which to resume."""
 
     moment: str
     stage: str
@@ -65,7 +66,7 @@ class Kill:
 
 
 class Watch:
-    """What appears in a run's folder from now on."""
+    """New files and steps in a run's folder from now on."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -78,14 +79,14 @@ class Watch:
         self.look()
 
     def look(self) -> set[str]:
-        """What was not there at the last look: paths, and steps as `step 12`."""
+        """New events since the last look: paths, and steps as `step 12`."""
         now = time.time()
         self.longest_nap, self._looked_at = max(self.longest_nap, now - self._looked_at), now
         before, self._present = self._present, self._paths()
         return (self._present - before) | {f"step {step}" for step in self._new_steps(now)}
 
     def step_time(self, now: float) -> float:
-        """The longest between two steps, the one under way with them."""
+        """The longest time between two steps, including the current one."""
         return max(self.longest_step, now - self._step_at)
 
     def _paths(self) -> set[str]:
@@ -99,7 +100,7 @@ class Watch:
         return (path.stat().st_ino, path.stat().st_size) if path.exists() else (0, 0)
 
     def _new_steps(self, now: float) -> list[int]:
-        """Those that this process has logged: it begins with a new file, of what is kept, and appends to that."""
+        """Steps logged by this process, which first rewrites the log with the kept steps, then appends to it."""
         (file_before, read), (file_now, size) = self._log, self._log_now()
         if file_now != file_before:
             self._log = file_now, size
@@ -107,7 +108,7 @@ class Watch:
             return []
         with open(runs.log_file(self._folder), "rb") as file:
             file.seek(read)
-            lines = b"".join(file.read().rpartition(b"\n")[:2])  # none, if the first is not written to its end
+            lines = b"".join(file.read().rpartition(b"\n")[:2])  # empty, if the first line is incomplete
         self._log = file_now, read + len(lines)
         steps = [entry["step"] for entry in map(json.loads, lines.splitlines()) if "train/loss" in entry]
         if steps:
@@ -125,7 +126,7 @@ def listed(folder: Path) -> list[str]:
 
 
 def disturb(folder: Path, told: str, moment: str, times: int, delay: float) -> Kill | None:
-    """Start, and kill `delay` seconds after `moment` was seen so many times. None: it reached its end before."""
+    """Start a process, and kill it `delay` seconds after `moment` was seen `times` times. None: it finished before."""
     pattern, _ = MOMENTS[moment]
     watch = Watch(folder)
     due: float | None = None
@@ -144,14 +145,14 @@ def disturb(folder: Path, told: str, moment: str, times: int, delay: float) -> K
         if process.returncode == 0:
             return None
         assert process.returncode == -signal.SIGKILL, (folder / told).read_text()
-    watch.look()  # what it still wrote
+    watch.look()  # last files of the process
     kept = max(runs.complete_steps(folder), default=0)
     hit = " + ".join(stages(folder, watch, (folder / told).read_text()))
     return Kill(moment, hit, max(watch.steps, default=0), kept, *cost(folder, watch, kept, killed_at))
 
 
 def stages(folder: Path, watch: Watch, told: str) -> list[str]:
-    """What the process was doing, from what it left; several things at once."""
+    """The activities of the process, according to its files."""
     place, complete = runs.run_folder(folder), runs.complete_steps(folder)
     tops = (place, folder / "logs", folder / "logs/one")
     temporary = [path for top in tops for path in top.glob("*.tmp*") if path.stat().st_mtime > watch.began]
@@ -161,7 +162,7 @@ def stages(folder: Path, watch: Watch, told: str) -> list[str]:
     for step in (int(path.stem.removeprefix("step-")) for path in place.glob("step-*.partial")):
         names = listed(place / f"step-{step}")
         if step in complete:
-            found.append("committed, mark left")
+            found.append("committed, marker left")
         elif step < max(complete, default=0):
             found.append("deleting")
         elif any("manifest.json.tmp" in name for name in names):
@@ -177,7 +178,7 @@ def stages(folder: Path, watch: Watch, told: str) -> list[str]:
 
 
 def cost(folder: Path, watch: Watch, kept: int, killed_at: float) -> tuple[float, float]:
-    """Seconds of training that the kill lost, and that it was allowed to."""
+    """Seconds of training that the kill lost, and the limit."""
     if not watch.steps:
         return 0.0, 0.0
     since, interval = watch.first_step_at, SAVE_INTERVAL
@@ -193,19 +194,19 @@ def cost(folder: Path, watch: Watch, kept: int, killed_at: float) -> tuple[float
 
 
 def check_starts(folder: Path, kills: list[tuple[str, Kill]], last: str) -> list[str]:
-    """Whether each start went on from what the kill before it had left, as far as it came to say so."""
+    """Problems of starts: each must resume from the checkpoint that the previous kill left, if it logged that."""
     if not kills:
-        sys.exit("the run ended before it could be killed; give it more --steps")
+        sys.exit("the run finished before it could be killed; increase --steps")
     problems = []
     for (_, kill), told in zip(kills, [*(told for told, _ in kills[1:]), last], strict=True):
         said = (folder / told).read_text()
         if runs.continued_from(said) not in (None, kill.kept):
-            problems.append(f"{told} went on from {runs.continued_from(said)}, step {kill.kept} was complete")
+            problems.append(f"{told} resumed from {runs.continued_from(said)}, but step {kill.kept} was complete")
         problems += [
-            f"{told} says {word!r}" for word in ("corrupt", "damaged", "set aside", "Traceback") if word in said
+            f"{told} contains {word!r}" for word in ("corrupt", "damaged", "set aside", "Traceback") if word in said
         ]
     problems += [
-        f"{told}: a kill at step {kill.reached} lost {kill.lost:.2f} s, {kill.allowed:.2f} s are allowed"
+        f"{told}: a kill at step {kill.reached} lost {kill.lost:.2f} s, limit {kill.allowed:.2f} s"
         for told, kill in kills
         if kill.lost > kill.allowed
     ]
@@ -213,7 +214,7 @@ def check_starts(folder: Path, kills: list[tuple[str, Kill]], last: str) -> list
 
 
 def kill_a_run(folder: Path, most: int, deck: Iterator[str], dice: random.Random) -> tuple[list[Kill], list[str]]:
-    """Kill a new run up to so many times, and let it end. -> the kills, and which starts were not right"""
+    """Kill a new run at most `most` times, then let it finish. -> kills, problems of starts"""
     kills: list[tuple[str, Kill]] = []
     while True:
         told = f"start-{len(kills)}.txt"
@@ -230,20 +231,20 @@ def kill_a_run(folder: Path, most: int, deck: Iterator[str], dice: random.Random
 
 
 def fuzz(folder: Path, kills: int, steps: int, dice: random.Random) -> tuple[list[Kill], list[str]]:
-    """All kills, and what is wrong in words."""
+    """All kills, and the problems found."""
     undisturbed, settings = folder / "undisturbed", runs.full_settings(steps)
     deck = (moment for _ in count() for moment in dice.sample(list(MOMENTS), len(MOMENTS)))
     made: list[Kill] = []
     problems: list[str] = []
     runs.write_config(undisturbed, settings)
-    with runs.running(undisturbed) as beside:
+    with runs.running(undisturbed) as reference:
         while len(made) < kills:
             run = folder / f"killed-after-{len(made)}"
             runs.write_config(run, settings)
             here, wrong = kill_a_run(run, kills - len(made), deck, dice)
-            assert beside.wait() == 0, (undisturbed / "told.txt").read_text()
+            assert reference.wait() == 0, (undisturbed / "told.txt").read_text()
             wrong += runs.differences(run, undisturbed, steps)
-            print(f"  at its end after {len(here)} kills: {len(wrong)} problems", flush=True)
+            print(f"  finished after {len(here)} kills: {len(wrong)} problems", flush=True)
             made += here
             problems += [f"{run.name}: {problem}" for problem in wrong]
     return made, problems

@@ -1,14 +1,14 @@
-"""Write tests/parity/fixtures/: small models of transformers, and the logits that transformers computes from them.
+"""Write tests/parity/fixtures/: small models of transformers, and their logits computed by transformers.
 
-    .venv/bin/python tools/parity_fixtures.py [NAME ...]            writes all, or those named
-    .venv/bin/python tools/parity_fixtures.py --check [NAME ...]    exits with 1 if what is there differs
+    .venv/bin/python tools/parity_fixtures.py [NAME ...]            write all, or those named
+    .venv/bin/python tools/parity_fixtures.py --check [NAME ...]    exit with 1 if the existing files differ
 
-With these, tests/parity/test_fixtures.py compares lmtrain with transformers where no torch is installed. Weights and
-numbers are transformers' own: each model is built and saved by it, with every parameter random. Of ours are only the
-sizes (tests/parity/variants.py) and what they are called in a config.json. A second run writes the same bytes; logits
-can differ in their last bits on another processor, which --check allows.
+With these, tests/parity/test_fixtures.py compares lmtrain with transformers without installing torch. transformers
+builds and saves each model, with random parameters, and computes the logits. lmtrain defines only the sizes
+(tests/parity/variants.py) and their names in a config.json. A second run writes the same bytes; logits can differ in
+their last bits on another processor, which --check allows.
 
-Folders named old-* hold the same as files from before transformers 5 have it: other names, more tensors, several files.
+Folders named old-* hold files in formats from before transformers 5: other names, more tensors, several files.
 """
 
 import os
@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from lmtrain.models.registry import hf_family  # noqa: E402
 
-IDS = tokens()[:1]  # each position once; of several sequences test_variants.py has proof
+IDS = tokens()[:1]  # one sequence; test_variants.py tests several
 
 Tensors = dict[str, np.ndarray]
 Values = dict[str, Any]
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def save_variant(name: str, folder: str) -> None:
-    """A variant as transformers saves it, less what a comparison does not need."""
+    """Save a variant with transformers, without files that a comparison does not need."""
     model = random_model(config_values(name))
     model.save_pretrained(folder)
     for unused in ("generation_config.json", "modeling_backpack.py"):
@@ -76,14 +76,14 @@ def save_variant(name: str, folder: str) -> None:
 
 
 def config_values(name: str) -> Values:
-    """What our config.json of a variant says."""
+    """The values of our config.json of a variant."""
     config = make(name).config
     values: Values = hf_family(config.type).to_hf_config(config, VOCAB, eos_id=1, bos_id=0)
     return values
 
 
 def random_model(values: Mapping[str, Any]) -> Any:
-    """transformers' model with every parameter random, norms and biases too: at first values much is invisible."""
+    """transformers' model with random parameters, including norms and biases: initial values would hide errors."""
     with tempfile.TemporaryDirectory() as folder:
         family = hf_family("backpack" if "num_senses" in values else "gpt2")
         for name, content in getattr(family, "extra_files", dict)().items():
@@ -98,7 +98,7 @@ def random_model(values: Mapping[str, Any]) -> Any:
             norm = "Norm" in type(module).__name__
             for name, parameter in module.named_parameters(recurse=False):
                 noise = torch.from_numpy(rng.normal(size=parameter.shape).astype(np.float32))
-                if norm and name == "weight":  # around 1, in gemma around 0
+                if norm and name == "weight":  # around 1; in gemma around 0
                     parameter.add_(0.2 * noise)
                 else:
                     parameter.copy_(0.3 * noise)
@@ -109,7 +109,7 @@ def random_model(values: Mapping[str, Any]) -> Any:
 def logits_of(model: Any) -> np.ndarray:
     with torch.no_grad():
         logits: np.ndarray = model(torch.from_numpy(IDS)).logits.numpy()
-    assert np.abs(logits).max() > 1, "too close to zero for a difference to show"
+    assert np.abs(logits).max() > 1, "logits are too close to zero to show a difference"
     return logits
 
 
@@ -119,7 +119,7 @@ def save_expected(folder: str, model: Any) -> None:
 
 
 def tensors_of(model: Any) -> Tensors:
-    """What the model's own file holds; a tied head is in it once."""
+    """The tensors of the model's file; a tied head is stored once."""
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     return {name: tensor.numpy() for name, tensor in model.state_dict().items() if name not in tied}
 
@@ -129,11 +129,11 @@ def write_json(folder: str, name: str, values: Any) -> None:
         file.write(json.dumps(values, indent=2) + "\n")
 
 
-# Files as they were before transformers 5. --------------------------------------------------------------------------
+# Formats from before transformers 5. -------------------------------------------------------------------------------
 
 
 def save_old(folder: str, model: Any, config: Values, tensors: Tensors, readable: bool = True) -> None:
-    """config.json, one safetensors file, logits; `readable` by transformers 5 too, which has to get the same logits."""
+    """Write config.json, one safetensors file, logits; if `readable`, transformers 5 must give the same logits."""
     write_json(folder, "config.json", config)
     save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
     save_expected(folder, model)
@@ -143,7 +143,7 @@ def save_old(folder: str, model: Any, config: Values, tensors: Tensors, readable
 
 def check_readable(folder: str, model: Any) -> None:
     read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    assert (logits_of(read) == logits_of(model)).all(), f"{folder}: transformers reads another model"
+    assert (logits_of(read) == logits_of(model)).all(), f"{folder}: transformers reads a different model"
 
 
 def old_gpt2() -> tuple[Any, Values, Tensors]:
@@ -183,7 +183,7 @@ def save_old_gpt2(folder: str) -> None:
 
 
 def save_old_gpt2_bin(folder: str) -> None:
-    """In torch's format of before 1.6, which is no zip file."""
+    """In torch's format from before 1.6, which is not a zip file."""
     model, config, tensors = old_gpt2()
     write_json(folder, "config.json", config)
     flat = torch.from_numpy(np.concatenate([tensor.reshape(-1) for tensor in tensors.values()]))
@@ -195,7 +195,7 @@ def save_old_gpt2_bin(folder: str) -> None:
     torch.save(views, path, _use_new_zipfile_serialization=False)
     with open(path, "rb") as file:
         content = file.read()
-    # the one storage is named after its place in memory, which differs from run to run
+    # the name of the storage is its memory address, which differs between runs
     place = str(flat.untyped_storage()._cdata)
     assert pickled(place) in content
     with open(path, "wb") as file:
@@ -209,7 +209,7 @@ def pickled(text: str) -> bytes:
 
 
 def save_old_llama(folder: str) -> None:
-    """By transformers 4.30: `rope_scaling` with "type" (here linear), tables of frequencies among the weights."""
+    """As saved by transformers 4.30: `rope_scaling` with "type" (here linear), tables of frequencies in the weights."""
     model = random_model(config_values("llama-linear"))
     frequencies = 10_000.0 ** (-np.arange(0, 4, 2, dtype=np.float32) / 4)
     tables = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": frequencies for layer in range(2)}
@@ -224,7 +224,7 @@ def save_old_llama(folder: str) -> None:
 
 
 def save_old_llama3(folder: str) -> None:
-    """By transformers 4.43, as Llama 3.1: `rope_theta` and `rope_scaling` at the top level; weights in three files."""
+    """As saved by transformers 4.43 for Llama 3.1: top-level `rope_theta` and `rope_scaling`; weights in 3 files."""
     model = random_model(config_values("llama-llama3"))
     rope = model.config.rope_parameters
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "rope_type")
@@ -252,7 +252,7 @@ def save_old_llama3(folder: str) -> None:
 
 
 def llama_values(model: Any) -> Values:
-    """What all versions of transformers 4 write of a llama."""
+    """The values that all versions of transformers 4 write for a llama."""
     kept = ("bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "initializer_range", "intermediate_size")
     kept += ("max_position_embeddings", "num_attention_heads", "num_hidden_layers", "rms_norm_eps", "vocab_size")
     values = {name: getattr(model.config, name) for name in kept}
@@ -261,7 +261,7 @@ def llama_values(model: Any) -> Values:
 
 
 def save_old_mpt(folder: str) -> None:
-    """By llm-foundry: transformers refuses its `attn_pdrop` of 0.0, and does not know its `norm_eps`."""
+    """As saved by llm-foundry: transformers refuses its `attn_pdrop` of 0.0, and ignores its `norm_eps`."""
     model = random_model(config_values("mpt-clip"))
     config = {
         "_name_or_path": "acme/old-mpt",
@@ -298,7 +298,7 @@ def save_old_mpt(folder: str) -> None:
             "verbose": 0,
         },
         "init_device": "cpu",
-        "learned_pos_emb": True,  # though there are none, beside ALiBi
+        "learned_pos_emb": True,  # although with ALiBi there are none
         "logit_scale": None,
         "max_seq_len": LENGTH,
         "model_type": "mpt",
@@ -319,7 +319,7 @@ def save_old_mpt(folder: str) -> None:
 
 
 def save_old_backpack(folder: str) -> None:
-    """As published: called a gpt2, without what its code has by default, and embeddings under second names as well."""
+    """As published: model_type gpt2, without default values, and with duplicate names of the embeddings."""
     model = random_model(config_values("backpack-n_inner") | {"scale_attn_by_inverse_layer_idx": True})
     weights, trunk = tensors_of(model), "backpack.gpt2_model."
     second = {
@@ -360,7 +360,7 @@ OLD: dict[str, Callable[[str], None]] = {
 
 
 def differences(made: str, name: str) -> list[str]:
-    """Which files of a fixture are not those that were made."""
+    """Files of a fixture that differ from the newly written ones."""
     kept = os.path.join(FOLDER, name)
     names = set(os.listdir(made)) | set(os.listdir(kept) if os.path.isdir(kept) else ())
     return [f"{name}/{file}: differs" for file in sorted(names) if not same(made, kept, file)]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a fresh clone to a sampled model, without a network after the install: three to six minutes on two cores.
-# Run it again and it continues where it stopped; arguments are passed on to `lmtrain train`.
+# Quickstart: from a new clone to a trained model that generates text, offline after the install; three to six minutes on
+# two cores. Run it again to resume; arguments are passed to `lmtrain train`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash tools/install.sh

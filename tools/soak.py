@@ -1,12 +1,12 @@
-"""Train a tiny model for long and watch what its process holds: memory, open files, threads.
+"""Leak test: train a tiny model for a long time and watch the memory, open files and threads of its process.
 
     .venv/bin/python tools/soak.py [--steps 2000] [--folder DIR]
 
-It saves every 2 s, evaluates every 100 steps and exports every 500. Between two lines of the table the process is
-looked at ten times a second, and the least of what was seen counts: a save or an evaluation holds more for a moment.
-The first quarter is warm-up, of allocators and caches. After it nothing may grow: exit code 1 if every line of the last
-quarter has more open files or threads than any of the second, or if memory rises by more than 20 MiB in 1000 steps, by
-the straight line that fits best. One state of 7 MiB kept from each of its ten or more saves would be more.
+The run saves every 2 s, evaluates every 100 steps and exports every 500. The process is sampled ten times a second;
+each line of the table is the minimum since the previous line, since a save or an evaluation temporarily uses more. The
+first quarter is warm-up of allocators and caches. After it nothing may grow: exit code 1 if every line of the last
+quarter has more open files or threads than all of the second, or if memory grows by more than 20 MiB per 1000 steps, by
+a linear fit. A leak of the state of 7 MiB at each of the ten or more saves would exceed this.
 """
 
 import argparse
@@ -26,7 +26,7 @@ MOST_MIB_PER_1000_STEPS = 20.0
 
 
 class Held(NamedTuple):
-    """What a process has at a moment."""
+    """Resources of a process at one moment."""
 
     mib: float
     files: int
@@ -47,12 +47,12 @@ def look(pid: int) -> Held:
 
 
 def soak(folder: Path, steps: int) -> list[tuple[int, Held]]:
-    """At each of `LINES` steps, evenly spread, the least of each that was seen since the one before."""
+    """At each of `LINES` evenly spaced steps, the minimum of each resource since the previous line."""
     runs.write_config(folder, settings(steps))
     lines: list[tuple[int, Held]] = []
     seen: list[Held] = []
     with runs.running(folder) as process:
-        while len(lines) < LINES - 1:  # with the last step it ends
+        while len(lines) < LINES - 1:  # the process exits after the last step
             time.sleep(0.1)
             assert process.poll() is None, (folder / "told.txt").read_text()
             step = last_step(folder)
@@ -76,7 +76,7 @@ def row(step: int, held: Held) -> str:
 
 
 def slope(lines: list[tuple[int, Held]]) -> float:
-    """MiB per 1000 steps, of the line that fits best."""
+    """MiB per 1000 steps, by a linear fit."""
     count = len(lines)
     step = sum(step for step, _ in lines) / count
     mib = sum(held.mib for _, held in lines) / count
@@ -85,10 +85,10 @@ def slope(lines: list[tuple[int, Held]]) -> float:
 
 
 def growth(lines: list[tuple[int, Held]]) -> list[str]:
-    """What grows, in words."""
+    """The names of the resources that grow."""
     quarter = len(lines) // 4
     before, after, rise = lines[quarter : 2 * quarter], lines[-quarter:], slope(lines[quarter:])
-    print(f"after the first quarter: {rise:+.2f} MiB per 1000 steps, at most {MOST_MIB_PER_1000_STEPS:.0f} allowed")
+    print(f"after the first quarter: {rise:+.2f} MiB per 1000 steps, maximum {MOST_MIB_PER_1000_STEPS:.0f}")
     grown = []
     for name in ("files", "threads"):
         if min(getattr(held, name) for _, held in after) > max(getattr(held, name) for _, held in before):

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Compile the steps of every model family for TPUs and GPUs that are not here, and check what the compilers made of them.
+# Compile the steps of every model family for TPUs and GPUs, without such devices, and check the compiled programs.
 #
-#     bash tools/test_compiled.sh            the tests, in an environment of their own (.venv-compiled: 7 GB)
-#     bash tools/test_compiled.sh --long     the other tests: more families, shapes and variants, half an hour
+#     bash tools/test_compiled.sh            the tests, in a separate environment (.venv-compiled: 7 GB)
+#     bash tools/test_compiled.sh --long     the long tests: more families, shapes and variants, half an hour
 #     bash tools/test_compiled.sh --all      the full product of families, devices and variants, as a table
 #
-# Other arguments go to pytest. Needs no accelerator.
+# Other arguments are passed to pytest. No accelerator is required.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export VENV=.venv-compiled CONSTRAINTS=tools/constraints-compiled.txt

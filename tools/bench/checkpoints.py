@@ -1,15 +1,15 @@
-"""How fast checkpoints are saved, verified and restored, against the disk they are on, measured in the same run.
+"""Speed of saving, verifying and restoring checkpoints, relative to the disk, measured in the same run.
 
     .venv/bin/python tools/bench/checkpoints.py [--gib 1] [--folder .] [--rounds 3]
 
 * disk, write: one file of the same size in blocks of 16 MiB, with fsync.
-* disk, read: that file after its pages were dropped from memory (posix_fadvise), so that the disk is read.
+* disk, read: that file, after its pages were dropped from the page cache (posix_fadvise).
 * synchronous save: Orbax's plain `Checkpointer`, until it returns.
-* blocking: how long `Checkpointer.save` keeps training waiting. save: until all is written, without the hashing.
-* hash: reading the files back and hashing them, as every save does behind the training; hash alone: from memory, so
-  what the processor can do.
-* restore: onto the devices, files dropped from memory before; verify: the same files, every byte.
-Medians of the rounds; ratios against the disk.
+* blocking: time for which `Checkpointer.save` blocks training. save: until all files are written, without hashing.
+* hash: reading the files back and hashing them, as every save does in the background; hash alone: from memory, the
+  limit of the processor.
+* restore: onto the devices, from files not in the page cache; verify: the checksums of the same files.
+Prints medians of the rounds, and ratios relative to the disk.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def read_file(path: str) -> None:
 
 
 def sync_and_forget(folder: str) -> None:
-    """Write to disk what is only in memory, and drop it from there."""
+    """Write cached pages to disk, and drop them from the page cache."""
     for name in list_files(folder):
         descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
         os.fsync(descriptor)
@@ -67,7 +67,7 @@ def sync_and_forget(folder: str) -> None:
 
 
 def make_state(gib: float) -> dict[str, Any]:
-    """Parameters and twice as many moments, in arrays of up to 64 MiB, of random bits, which do not compress."""
+    """Parameters and twice as many moments, in arrays of up to 64 MiB of random, incompressible bits."""
     count = max(1, round(gib * 16 / 3))
     keys = iter(jax.random.split(jax.random.key(0), 3 * count))
     part = lambda: {f"layer{i}": jax.random.normal(next(keys), (4096, 4096), jnp.float32) for i in range(count)}  # noqa: E731  # thrice
@@ -135,10 +135,10 @@ def main() -> None:
     took = {name: median(found[name] for found in rounds) for name in rounds[0]}
     for name, value in took.items():
         print(f"{name:<28} {value:7.2f} s  {size / value / 2**20:8.0f} MiB/s")
-    print(f"blocking / synchronous save  {took['blocking'] / took['synchronous save']:.3f}  (goal 0.1 at most)")
-    print(f"save, of the disk            {took['disk, write'] / took['save']:.2f}  (goal 0.7 at least)")
-    print(f"restore, of the disk         {took['disk, read'] / took['restore']:.2f}  (goal 0.7 at least)")
-    print(f"verify, of the hash          {took['hash alone, one thread'] / took['verify']:.2f}")
+    print(f"blocking / synchronous save  {took['blocking'] / took['synchronous save']:.3f}  (goal: at most 0.1)")
+    print(f"save, relative to disk       {took['disk, write'] / took['save']:.2f}  (goal: at least 0.7)")
+    print(f"restore, relative to disk    {took['disk, read'] / took['restore']:.2f}  (goal: at least 0.7)")
+    print(f"verify, relative to hash     {took['hash alone, one thread'] / took['verify']:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What compilers make of the shipped configs on the devices that these name: a table for BUILD-notes.md.
+"""Figures of the shipped configs, compiled for the devices that they name: a table for BUILD-notes.md.
 
-    bash tools/test_compiled.sh             makes the environment .venv-compiled
-    .venv-compiled/bin/python tools/bench/compiled.py [CONFIG ...]      the shipped configs, or some of them
+    bash tools/test_compiled.sh             creates the environment .venv-compiled
+    .venv-compiled/bin/python tools/bench/compiled.py [CONFIG ...]      all shipped configs, or those named
     .venv-compiled/bin/python tools/bench/compiled.py --all             families x devices x variants
 
 A config names devices in a comment, `# Devices: --device h100 --devices 8; --device v5p-128`. Sizes are per device and
-step: GiB for memory, GB for what is sent; `x least` compares with the least that FSDP has to send.
+step: GiB for memory, GB for bytes sent; `x min` is relative to the minimum that FSDP has to send.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FAMILIES = {
 }
 DEVICES = {
     "v5e 4x4": ["--device", "v5e", "--topology", "4x4"],
-    # a sequence on each device
+    # one sequence per device
     "v5p 4x4x4": ["--device", "v5p", "--topology", "4x4x4", "--per_device_parallelism", "-1"],
     "h100 x 8": ["--device", "h100", "--devices", "8"],
     "h100 2 x 8": ["--device", "h100", "--devices", "16", "--hosts", "2"],
@@ -52,7 +52,7 @@ VARIANTS = {
 
 
 def shipped(names: list[str]) -> Iterator[tuple[str, str, list[str]]]:
-    """Of each shipped config its name, a device and the flags of `lmtrain plan`."""
+    """For each shipped config: name, device and flags of `lmtrain plan`."""
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         found = _DEVICES.search(path.read_text())
         if names and path.stem not in names:
@@ -72,7 +72,7 @@ def product() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def plan(flags: list[str]) -> dict:
-    """The JSON of one plan; `{"failure": why}` if there is none."""
+    """The JSON of one plan; `{"failure": reason}` if it failed."""
     done = subprocess.run(
         [sys.executable, "-m", "lmtrain", "plan", *flags, "--json", "--step", "train"],
         capture_output=True,
@@ -87,13 +87,13 @@ def plan(flags: list[str]) -> dict:
 
 
 def row(name: str, device: str, found: dict) -> str:
-    if found.get("failure") or found.get("wire_bytes") is None:  # of a program that does not fit there are no figures
+    if found.get("failure") or found.get("wire_bytes") is None:  # a program that does not fit has no figures
         why = found.get("failure") or "does not fit"
         return f"| {name} | {device} | {found.get('attention', '')} | | | | | | {why} |"
     memory, flops, seconds = found["memory"], found["flops"], found["seconds"]
     loops = " ".join(f"{loop['times']:.4g}" for loop in found["loops"])
     least = found["wire_minimum"]
-    wire = f"{found['wire_bytes'] / 1e9:,.1f}" + (f" ({found['wire_bytes'] / least:,.2f} x least)" if least else "")
+    wire = f"{found['wire_bytes'] / 1e9:,.1f}" + (f" ({found['wire_bytes'] / least:,.2f} x min)" if least else "")
     return (
         f"| {name} | {device} | {found['attention']} | {memory['peak'] / 2**30:.1f} | "
         f"{memory['estimate'] / memory['peak']:.2f} | {flops['compiled'] / flops['model']:.2f} | "

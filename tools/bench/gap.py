@@ -1,10 +1,11 @@
-"""How long the devices wait between two steps of a real run: data, metrics, trackers and all.
+"""Idle time of the devices between two steps of a real run, with data, metrics and trackers.
 
     .venv/bin/python tools/bench/gap.py [--steps 40]
 
-Trains gpt2_nano as `lmtrain train` does, with all trackers that need no service, and lets `trainer.profiler` trace the
-steps, without evaluation or saves in between. In the trace each operation of the compiled program is an event that says
-of which run of the program it is. The gap is the time from the last operation of one run to the first of the next.
+Trains gpt2_nano as `lmtrain train` does, with all trackers that need no service, and traces steps with
+`trainer.profiler`, without evaluation or saves in between. In the trace each operation of the compiled program is an
+event with the id of its execution. The gap is the time from the last operation of one execution to the first of the
+next.
 """
 
 import argparse
@@ -18,11 +19,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-_BEFORE = 10  # steps that are not traced
+_BEFORE = 10  # untraced steps at the start
 
 
 def runs(folder: str) -> list[tuple[float, float]]:
-    """Begin and end, in seconds, of every run of the step's program: of its operations, on whatever thread."""
+    """Start and end, in seconds, of every execution of the step's program: of its operations on all threads."""
     (path,) = glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True)
     found: dict[int, tuple[float, float]] = {}
     for plane in jax.profiler.ProfileData.from_file(path).planes:
@@ -38,7 +39,7 @@ def runs(folder: str) -> list[tuple[float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="steps in the trace")
+    parser.add_argument("--steps", type=int, default=40, help="number of steps in the trace")
     arguments = parser.parse_args()
     from lmtrain.commands import train
 
@@ -55,8 +56,8 @@ def main() -> None:
     gaps = [later[0] - earlier[1] for earlier, later in itertools.pairwise(steps_run)]
     whole = steps_run[-1][1] - steps_run[0][0]
     print(
-        f"{len(steps_run)} steps in {whole:.2f} s; between two of them {1000 * sum(gaps) / len(gaps):.2f} ms in the "
-        f"mean, {1000 * max(gaps):.2f} ms at most: {100 * sum(gaps) / whole:.2f} % of the time (goal 1 %)"
+        f"{len(steps_run)} steps in {whole:.2f} s; gap between steps {1000 * sum(gaps) / len(gaps):.2f} ms on "
+        f"average, {1000 * max(gaps):.2f} ms at most: {100 * sum(gaps) / whole:.2f} % of the time (goal: 1 %)"
     )
 
 

@@ -1,11 +1,11 @@
-"""One GPU: the training step, each attention backend, the loss alone, and PyTorch on the same shapes.
+"""Benchmarks on one GPU: the training step, each attention backend, the loss, and PyTorch with the same shapes.
 
     python tools/bench/gpu.py [--json FILE] [SIZE ...]        sizes: 124m, 1.3b (both by default), nano
 
-Prints tables, and the same as JSON. Each size takes about three minutes; `nano` runs on any device, to try the tool.
-Every attention backend is first compared with float32 attention, and the exit code is 1 if one of them is wrong.
-Times are medians of rounds in which the candidates take turns, after a warm-up. MFU counts attention in full, against
-the device's peak of dense bfloat16 products. Anchors: llm.c 475 k tokens/s for 124M on an H100, llm-foundry 45.5 k
+Prints tables; --json writes the same figures. Each size takes about three minutes; `nano` runs on any device, to test
+the tool. Every attention backend is first compared with float32 attention; the exit code is 1 if one of them is wrong.
+Times are medians of rounds with alternating candidates, after a warm-up. MFU counts full attention, relative to the
+device's peak of dense bfloat16 products. References: llm.c 475 k tokens/s for 124M on an H100, llm-foundry 45.5 k
 for 1.3B.
 """
 
@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch has its share of the memory
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory for PyTorch
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +41,15 @@ from lmtrain.train.program.program import plan_program
 
 VOCAB = 50257
 ROUNDS, WARM_UP = 7, 2
-# A round repeats what is short, so that the clock's error does not matter.
+# A round repeats short functions, so that the clock's error does not matter.
 LEAST_SECONDS = 0.2
-# Of outputs and gradients in bfloat16 against float32, relative to their norm.
+# Maximum error of outputs and gradients in bfloat16 against float32, relative to their norm.
 TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT-2 and the sequences of one step."""
+    """The sizes of a GPT-2 and of one batch."""
 
     name: str
     dim: int
@@ -72,12 +72,12 @@ SIZES = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sizes", nargs="*", choices=[*SIZES, []], help="default: 124m 1.3b")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there too")
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")
     flags = parser.parse_args()
     device = jax.devices()[0]
     sizes = [SIZES[name] for name in flags.sizes or ("124m", "1.3b")]
     if platform_of(device) == "cpu" and any(size.name != "nano" for size in sizes):
-        parser.error("there is no GPU here; the size nano runs on any device")
+        parser.error("no GPU found; the size nano runs on any device")
     found: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__, "sizes": {}}
     for size in sizes:
         print(f"\n{size.name}: {asdict(size)} on {device.device_kind}", flush=True)
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def attention(size: Size) -> list[dict[str, Any]]:
-    """Forward and backward pass of one layer's attention by each backend, with documents kept apart and without."""
+    """Forward and backward pass of one layer's attention by each backend, with and without packed documents."""
     rng = np.random.default_rng(0)
     shape = (size.batch, size.heads, size.length, size.dim // size.heads)
     q, k, v, d = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for _ in range(4))
@@ -110,14 +110,14 @@ def attention(size: Size) -> list[dict[str, Any]]:
             needs = set() if segments is None else {"segments"}
             try:
                 choose_attention(backend, needs, platform_of(jax.devices()[0]), size.length)
-            except Exception:  # it cannot: another device's, or no documents
+            except Exception:  # unsupported: for another device, or without documents
                 continue
             run = _attention_run(backend, segments, jnp.bfloat16)
             try:
                 error = max(map(_apart, run(q[:1], k[:1], v[:1], d[:1]), exact))
                 runs[backend, segments is not None] = lambda run=run: run(q, k, v, d)
                 jax.block_until_ready(run(q, k, v, d))
-            except Exception as failure:  # told, and the others go on
+            except Exception as failure:  # reported in the table; the others continue
                 rows.append({"backend": backend, "documents": segments is not None, "error": float("inf"),
                              "failure": str(failure)[:300]})  # fmt: skip
                 runs.pop((backend, segments is not None), None)
@@ -129,7 +129,7 @@ def attention(size: Size) -> list[dict[str, Any]]:
         taken = seconds.get((row["backend"], row["documents"]))
         if taken is not None:
             row |= {"ms": 1000 * taken, "tflops": flops / taken / 1e12}
-    print_table("attention, forward and backward of a layer", rows)
+    print_table("attention of one layer, forward and backward", rows)
     return rows
 
 
@@ -151,7 +151,7 @@ def _apart(found: jax.Array, exact: jax.Array) -> float:
 
 
 def loss(size: Size) -> dict[str, Any]:
-    """The loss and its gradients alone, from hidden states in bfloat16."""
+    """Only the loss and its gradients, from hidden states in bfloat16."""
     rng = np.random.default_rng(0)
     padded = -(-VOCAB // 128) * 128
     hidden = jnp.asarray(rng.normal(size=(size.batch, size.length, size.dim)), jnp.bfloat16)
@@ -164,12 +164,12 @@ def loss(size: Size) -> dict[str, Any]:
         )
         seconds = take_turns({"loss": lambda: run(hidden, head)})["loss"]
     row = {"ms": 1000 * seconds, "tflops": 6 * hidden.size * padded / seconds / 1e12}
-    print_table("the loss alone, with gradients", [row])
+    print_table("loss with gradients", [row])
     return row
 
 
 def steps(size: Size) -> list[dict[str, Any]]:
-    """The whole step: lmtrain with gradient checkpointing and without, and PyTorch, eager and compiled."""
+    """The full step: lmtrain with and without gradient checkpointing, and PyTorch, eager and compiled."""
     tokens = np.random.default_rng(0).integers(0, VOCAB, (size.batch, size.length))
     runs: dict[str, Callable[[], Any]] = {}
     rows = []
@@ -191,7 +191,7 @@ def steps(size: Size) -> list[dict[str, Any]]:
         row |= {"ms": 1000 * seconds[row["name"]], "tokens_per_second": rate}
         if accelerator is not None:
             row["mfu"] = rate * flops / accelerator.peak_flops
-    print_table("the training step", rows)
+    print_table("training step", rows)
     if why:
         print(f"PyTorch: {why}")
     return rows
@@ -200,7 +200,7 @@ def steps(size: Size) -> list[dict[str, Any]]:
 def lmtrain_step(
     size: Size, tokens: np.ndarray, execution: dict[str, bool]
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """A function that takes a step, and what the step takes of memory, in GiB."""
+    """A function that runs a step, and the memory of the step in GiB."""
     config = RunConfig(
         model={"type": "gpt2", "hidden_dim": size.dim, "num_heads": size.heads, "num_layers": size.layers,
                "seq_len": size.length, **execution},
@@ -232,12 +232,12 @@ def lmtrain_step(
 
 
 def torch_steps(size: Size, tokens: np.ndarray) -> tuple[dict[str, Callable[[], Any]], str]:
-    """Steps of the same model in PyTorch under autocast, if it is here with this device; else why not."""
+    """Steps of the same model in PyTorch with autocast; if that is not available, the reason."""
     try:
         import torch
         from torch_gpt2 import Gpt2, Trainer
     except ImportError:
-        return {}, "not installed here"
+        return {}, "not installed"
     on_gpu = platform_of(jax.devices()[0]) == "gpu"
     if on_gpu and not torch.cuda.is_available():
         return {}, "this build has no CUDA"
@@ -263,7 +263,7 @@ def torch_steps(size: Size, tokens: np.ndarray) -> tuple[dict[str, Callable[[], 
 
 
 def take_turns(runs: dict[Any, Callable[[], Any]]) -> dict[Any, float]:
-    """Median seconds of each; all see the same machine."""
+    """Median seconds of each; they alternate, so that all see the same machine."""
     repeats = {}
     for name, run in runs.items():
         for _ in range(WARM_UP):

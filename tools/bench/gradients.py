@@ -1,15 +1,15 @@
-"""How far the gradients of a bfloat16 step are from exact ones, tensor by tensor, beside PyTorch's autocast.
+"""Errors of the gradients of a bfloat16 step, by tensor, compared with PyTorch's autocast.
 
     .venv/bin/python tools/bench/gradients.py [FAMILY ...] [--tokens 32768] [--text FILE --tokenizer FOLDER] [--all]
 
 For each family: ||g - g64|| / ||g64|| of a microbatch of text, by default Python's standard library, where g64 is the
 gradient of the exported model in float64 PyTorch. `ours` is the training step with mp p=f32,c=bf16 on one device, the
-others on 8 devices; `autocast` is the same model in PyTorch with float32 weights under bfloat16 autocast. XLA may keep
-no more precision than the program asks for. Prints the worst tensors, or all.
+other columns on 8 devices; `autocast` is the same model in PyTorch with float32 weights under bfloat16 autocast. XLA
+must not use more precision than the program specifies. Prints the worst tensors, or all.
 
-Exits with 1 if a tensor is off by more than 1 % and by more than 1.1 x autocast, an embedding by more than 1 %. With
-tensor parallelism these bounds are a quarter wider: products over a dimension that is split are sums of parts in
-bfloat16, which in float32 would double what is sent between devices in every block.
+Exits with 1 if the error of a tensor exceeds 1 % and 1.1 x that of autocast, or that of an embedding 1 %. With tensor
+parallelism these bounds are 25 % larger: products over a split dimension are sums of parts in bfloat16; in float32
+they would double the bytes sent between devices in every block.
 """
 
 import argparse
@@ -56,7 +56,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 8": (8, {}),
     "fsdp 4, tensor 2": (8, {"model_axis_size": 2, "tensor_parallel_axes": ["mlp", "heads", "kv_heads", "vocab"]}),
 }
-_EXACT_ROWS = 8  # sequences at once in float64, for memory
+_EXACT_ROWS = 8  # sequences per pass in float64, to limit memory
 
 
 def batch_of(ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -77,7 +77,7 @@ def plan(family: str, changes: dict[str, Any], tokenizer: Tokenizer, ids: np.nda
 
 
 def gradients(program: Program, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Those of the training step, by their names in an export."""
+    """Gradients of the training step, by their names in an export."""
     rows = local_rows(program.layout.batch, len(ids))
     state, *_ = program.train_step(program.init(), place_batch(batch_of(ids), program.layout.batch, rows, len(ids)))
     model = program.config.model
@@ -97,7 +97,7 @@ def in_torch(program: Program, tokenizer: Tokenizer) -> Any:
 
 
 def torch_gradients(model: Any, ids: np.ndarray, rows: int) -> dict[str, np.ndarray]:
-    """Of the mean loss over all targets, added up over so many rows at a time."""
+    """Gradients of the mean loss over all targets, summed over passes of `rows` rows."""
     model.zero_grad()
     tokens = torch.from_numpy(ids.astype(np.int64))
     for part in tokens.split(rows):
@@ -117,7 +117,7 @@ def errors(found: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> dict[s
 def table(
     family: str, tokenizer: Tokenizer, ids: np.ndarray, meshes: list[str], **changes: Any
 ) -> dict[str, dict[str, float]]:
-    """Of each tensor its error by column: `autocast`, and those of the meshes."""
+    """The errors of each tensor by column: `autocast`, and the meshes."""
     program = plan(family, changes, tokenizer, ids, "ours")
     model = in_torch(program, tokenizer)
     with torch.autocast("cpu", torch.bfloat16):
@@ -139,7 +139,7 @@ def too_far(name: str, row: dict[str, float]) -> bool:
 
 
 def read_text(data: DataConfig, tokens: int, length: int) -> tuple[Tokenizer, np.ndarray]:
-    """The first tokens of some text as sequences of this length, int32 [rows, length]."""
+    """The first tokens of a text as sequences of this length, int32 [rows, length]."""
     tokenizer = open_tokenizer(data.tokenizer)
     ids: list[int] = []
     for file in expand_urls(data.urls("train")):
@@ -152,10 +152,10 @@ def read_text(data: DataConfig, tokens: int, length: int) -> tuple[Tokenizer, np
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--tokens", type=int, default=32768, help="in the microbatch")
-    parser.add_argument("--text", help="JSON lines with a text key")
-    parser.add_argument("--tokenizer", help="of the text: a folder with a tokenizer.json")
-    parser.add_argument("--all", action="store_true", help="all tensors, not the worst of each family")
+    parser.add_argument("--tokens", type=int, default=32768, help="number of tokens in the microbatch")
+    parser.add_argument("--text", help="file of JSON lines with a text key")
+    parser.add_argument("--tokenizer", help="tokenizer of the text: a folder with a tokenizer.json")
+    parser.add_argument("--all", action="store_true", help="print all tensors, not only the worst of each family")
     arguments = parser.parse_args()
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:

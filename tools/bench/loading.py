@@ -1,11 +1,11 @@
-"""Speed of reading batches from a token cache, beside how fast the disk's cache gives the same bytes.
+"""Speed of reading batches from a token cache, compared with reading the same bytes from the page cache.
 
     .venv/bin/python tools/bench/loading.py [MILLION_TOKENS]
 
 Writes shards of random tokens with documents of 600 tokens on average (default 200 M tokens in 50 shards), then reads
 batches of 32 sequences of 1024 tokens in each order, through the Grain pipeline as training does. The floor is one
-call of `reader.read` for all blocks that a batch touches, sorted, with nothing done to them. Last, the time to open a
-finished cache of 10,000 shards: plan, manifest, the sources' and the shards' sizes.
+call of `reader.read` for all blocks that a batch touches, sorted, without processing. At the end, the time to open a
+complete cache of 10,000 shards: plan, manifest, sizes of sources and shards.
 """
 
 import os

@@ -3,7 +3,7 @@
     .venv/bin/python tools/bench/memory.py [GIGABYTES]
 
 The file is the demo corpus's text, repeated to GIGABYTES (default 1), as one uncompressed .jsonl; it is read in parts
-of 256 MB. Printed is the largest resident size that any one process reached, the parent's and the worker's apart.
+of 256 MB. Prints the peak resident size of the parent and of the largest worker.
 """
 
 import json

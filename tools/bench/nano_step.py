@@ -1,8 +1,8 @@
-"""The nano training step beside an eager torch model of the same shapes, and beside the matrix-product floor.
+"""The nano training step compared with an eager torch model of the same shapes, and with the matrix-product floor.
 
     .venv/bin/python tools/bench/nano_step.py [ROUNDS]
 
-Torch and lmtrain take turns in one process, so that both see the same machine. Times are the minimum and the median
+Torch and lmtrain alternate in one process, so that both see the same machine. Times are the minimum and the median
 over the rounds; ratios are of medians. The floor is the step's matrix-product FLOPs over the rate of a large product
 measured in between.
 """
@@ -77,7 +77,7 @@ def matrix_product() -> Callable[[], float]:
 
 
 def product_flops() -> float:
-    """Multiply-adds of all matrix products of one step, forward and backward (3x), causal attention counted whole."""
+    """FLOPs of all matrix products of one step, forward and backward (3x), with full attention."""
     tokens = BATCH * LENGTH
     block = 2 * tokens * DIM * (3 * DIM + DIM + 8 * DIM) + 4 * tokens * LENGTH * DIM
     return 3.0 * (LAYERS * block + 2 * tokens * DIM * VOCAB)

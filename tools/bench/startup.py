@@ -1,9 +1,9 @@
-"""How long commands take to start.
+"""Start-up times of commands.
 
     .venv/bin/python tools/bench/startup.py
 
-`--help` and `config check` to their end; `train gpt2_nano` from the start of the process to its first logged step, and
-to its first finished step's metrics, with a cold and with a warm compilation cache. Medians of several runs.
+Total times of `--help` and `config check`; time of `train gpt2_nano` from the start of the process to the metrics of
+its first step, with a cold and with a warm compilation cache. Medians of several runs.
 """
 
 import os
@@ -24,7 +24,7 @@ def seconds(arguments: list[str], folder: str) -> float:
 
 
 def seconds_to_first_step(folder: str, run: str) -> float:
-    """From starting the process to the first line of metrics, which is written when step 1 is finished."""
+    """Seconds from the start of the process to the first line of metrics, written after step 1."""
     command = [*LMTRAIN, "train", "gpt2_nano", "--trainer.id", run, "--trainer.num_train_steps", "1000"]
     command += ["--trainer.jax_compilation_cache_dir", os.path.join(folder, "compiled")]
     log = Path(folder, "logs", f"{run}.metrics.jsonl")

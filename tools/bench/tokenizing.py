@@ -1,11 +1,11 @@
-"""Speed of `lmtrain preprocess` beside the bare tokenizer on the same text, with all cores and with one, in one run.
+"""Speed of `lmtrain preprocess` compared with the bare tokenizer on the same text, with all cores and with one.
 
     .venv/bin/python tools/bench/tokenizing.py [COPIES]
 
-The text is the demo corpus, COPIES times over (default 4), in as many files. The peer is one call of the `tokenizers`
-library's `encode_batch`, on text already in memory, in a process of its own with as many threads; lmtrain reads,
-decompresses, parses, tokenizes, packs, checksums and writes. They take turns. Each lmtrain time includes starting its
-worker processes. What a second core is worth on this machine shows in the peer's own figures.
+The text is the demo corpus, repeated COPIES times (default 4), in the same number of files. The peer is one call of the
+`tokenizers` library's `encode_batch`, on text in memory, in a separate process with the same number of threads; lmtrain
+reads, decompresses, parses, tokenizes, packs, checksums and writes. They alternate in one run. Each lmtrain time
+includes starting its worker processes. The peer's figures show the speed-up of a second core on this machine.
 """
 
 import json

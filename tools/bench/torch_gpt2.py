@@ -1,4 +1,4 @@
-"""The peer of the step benchmark: GPT-2 in eager PyTorch, the way nanoGPT writes it."""
+"""The peer of the step benchmark: GPT-2 in eager PyTorch, as in nanoGPT."""
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ class Gpt2(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean next-token loss, the last position of each row left out."""
+        """The mean next-token loss, without the last position of each row."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -42,7 +42,7 @@ class Gpt2(nn.Module):
 
 
 class Trainer:
-    """AdamW with weight decay on matrices, gradients clipped to norm 1."""
+    """Trainer with AdamW, weight decay on matrices, gradients clipped to norm 1."""
 
     def __init__(self, model: Gpt2):
         self.model = model

@@ -1,10 +1,10 @@
-"""What it costs to log every step: the trackers' time, as a part of the nano step's.
+"""Cost of logging every step: the trackers' time relative to the nano step.
 
     .venv/bin/python tools/bench/tracking.py [LOGS]
 
-Logs what a step logs to the JSON log, TensorBoard and W&B (offline, the real library), every 5 ms. Two figures: how
-long the training thread is held up by a log, and how much processor time all threads and W&B's own process spend on
-it, which a step on the same cores has to go without. The step is that of tools/bench/nano_step.py, in the same run.
+Logs the metrics of a step to the JSON log, TensorBoard and W&B (offline, the real library), every 5 ms. Two figures:
+the time for which a log blocks the training thread, and the processor time of all threads and W&B's process per log,
+which is not available to a step on the same cores. The step is that of tools/bench/nano_step.py, in the same run.
 """
 
 import os
@@ -24,17 +24,17 @@ from lmtrain.tracking.config import TensorboardConfig, WandbConfig
 from lmtrain.tracking.open import open_trackers
 
 PAUSE_SECONDS = 0.005
-METRICS = 16  # of a nano step: 14, and 24 more every ten steps
+METRICS = 16  # a nano step has 14, and 24 more every ten steps
 
 
 def processor_seconds() -> float:
-    """Of this process and those of its children that have ended."""
+    """Processor time of this process and its exited children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def idle_seconds(logs: int) -> float:
-    """Processor time of only pausing."""
+    """Processor time of the pauses alone."""
     began = processor_seconds()
     for _ in range(logs):
         time.sleep(PAUSE_SECONDS)
@@ -67,8 +67,9 @@ def main() -> None:
         trackers.finish()
         used = processor_seconds() - used - pausing
     print(f"nano step {1000 * step:.0f} ms")
-    print(f"the step's thread is held up for {1e6 * median(held):.0f} us: {100 * median(held) / step:.3f} % of it")
-    print(f"all threads and W&B use {1e6 * used / logs:.0f} us a log: {100 * used / logs / step:.2f} % (goal 1 %)")
+    print(f"training thread blocked for {1e6 * median(held):.0f} us: {100 * median(held) / step:.3f} % of a step")
+    share = 100 * used / logs / step
+    print(f"all threads and W&B use {1e6 * used / logs:.0f} us per log: {share:.2f} % of a step (goal: 1 %)")
 
 
 if __name__ == "__main__":
