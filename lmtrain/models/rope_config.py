@@ -12,7 +12,7 @@ class RopeConfig(Section):
     """Rotary position embeddings, and their scaling beyond the trained length."""
 
     type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = Field(
-        "default", description="Type of RoPE scaling to longer contexts; default: none"
+        "default", description="Type of RoPE scaling to longer contexts; the type default does not scale"
     )
     theta: float = Field(10_000.0, gt=0, description="Base of the RoPE frequencies")
     factor: float = Field(1.0, ge=1, description="Scaling factor: new context length / trained length")

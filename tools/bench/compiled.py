@@ -43,7 +43,7 @@ VARIANTS = {
        for policy in ("dots", "dots_no_batch", "save_attention", "offload", "false")},
     **{kind: ["--optimizer.type", kind] for kind in ("lion", "adafactor", "muon", "sophia-g", "sophia-h")},
     **{f"tensor {size}": ["--model_axis_size", str(size), *TENSOR] for size in (2, 4, 8)},
-    "copies": ["--replica_ici_axis_size", "2"],
+    "replicas": ["--replica_ici_axis_size", "2"],
     "microbatches": ["--per_device_parallelism", "1"],
     "unrolled": ["--model.scan_layers", "false"],
     "f32": ["--trainer.mp", "f32"],
