@@ -165,10 +165,10 @@ def program():
 def test_flops_per_token_are_those_of_lmtrain_plan(program):
     work = plan_work(program)
     text = "\n".join(model_lines(describe(program, "cpu"), "here", ""))
-    full, causal = re.search(r"(\S+) a token, forward and backward; (\S+) with causal attention", text).groups()
+    full, causal = re.search(r"(\S+) per token, .*; (\S+) with causal attention", text).groups()
     assert (work.flops_per_token, work.causal_flops_per_token) == pytest.approx((float(full), float(causal)), rel=1e-3)
-    (a_step,) = re.search(r"FLOPs +(\S+) a step", text).groups()
-    assert work.flops_per_token * 4 * 64 == pytest.approx(float(a_step), rel=1e-2)
+    (per_step,) = re.search(r"FLOPs +(\S+) per step", text).groups()
+    assert work.flops_per_token * 4 * 64 == pytest.approx(float(per_step), rel=1e-2)
 
 
 def test_flops_per_token_are_those_of_the_matrix_products_forward_and_twice_backward(program):
