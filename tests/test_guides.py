@@ -16,8 +16,9 @@ from lmtrain.commands.arguments import Parser
 from lmtrain.config.describe import describe
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
+from lmtrain.config.show import show
 from lmtrain.config.yaml_loader import load_file
-from lmtrain.run.config import RunConfig
+from lmtrain.run.config import RunConfig, resolved
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -128,6 +129,19 @@ def test_configs_load(block, folder):
 def test_a_part_of_a_section_loads_within_it(folder):
     path = write_config(folder, Block(ROOT / "a.md", 1, "yaml", "lr_schedule: linear\nwarmup: 5\n"))
     assert load_config(RunConfig, str(path)).config.optimizer.warmup == 5
+
+
+def test_what_check_and_show_print_is_on_the_page(folder):
+    (folder / "mistakes.yaml").write_text("model: {num_layer: 8}\ntrainer:\n  num_train_steps: 10k\n")
+    page = CONFIGS / "guide" / "configuration.md"
+    mistakes, shown = [block.text for block in blocks_of(page) if block.language == "text"]
+    with pytest.raises(UserError) as error:
+        load_config(RunConfig, "mistakes.yaml")
+    assert f"lmtrain: error: {error.value}\n" == mistakes
+    write_config(folder, next(block for block in blocks_of(page) if name_of_file(block.text) == "my.yaml"))
+    loaded = load_config(RunConfig, "my.yaml", [("optimizer.learning_rate", "3e-4")])
+    printed = show(resolved(loaded.config), loaded.layer).splitlines()
+    assert [line for line in shown.splitlines() if line not in printed] == []
 
 
 @pytest.mark.parametrize("text", ["trainer: {num_steps: 5}", "warmpu: 5", "# a.yaml\n!include absent.yaml", "model: ["])
