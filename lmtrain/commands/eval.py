@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from lmtrain.commands.arguments import Parser, add_checkpoint_flag, add_hf_flag, add_run_flag, parse_run
 from lmtrain.config.errors import UserError
@@ -17,6 +18,9 @@ from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 from lmtrain.train.start.hf_model import config_of, resolve_hf
 from lmtrain.train.start.trained_model import TrainedModel, from_checkpoint, from_hf
+
+if TYPE_CHECKING:
+    from lmtrain.evaluation.run import Findings
 
 
 def run(argv: list[str]) -> int:
@@ -38,21 +42,19 @@ def run(argv: list[str]) -> int:
         build = start_build(config, plans, ALONE)
         try:
             wait(build, stop)
-            metrics, lines = _evaluate(trained, plans.caches.validation, stop)
+            found = _evaluate(trained, plans.caches.validation, stop)
         except StoppedError:
             return STOPPED_BY_SIGNAL
         finally:
             build.stop()
-    for line in lines:
+    for line in found.lines:
         log.info(f"{trained.source}: {line}")
-    print(json.dumps({"step": trained.step, **metrics}))
+    print(json.dumps({"step": trained.step, **found.metrics}))
     return 0
 
 
-def _evaluate(
-    trained: TrainedModel, caches: Mapping[str, Cache], stop: StopRequest
-) -> tuple[dict[str, float], list[str]]:
-    """Metrics and log lines of the evaluation that training does after its last step. Raises `StoppedError`."""
+def _evaluate(trained: TrainedModel, caches: Mapping[str, Cache], stop: StopRequest) -> "Findings":
+    """Findings of the evaluation that training does after its last step. Raises `StoppedError`."""
     from lmtrain.evaluation.interface import Context
     from lmtrain.evaluation.registry import build_evaluators
     from lmtrain.evaluation.run import Evaluations
@@ -79,6 +81,7 @@ def _evaluate(
             batch_size=plan_batching(trainer, layout.num_batch_shards).eval_batch,
             max_batches=trainer.max_eval_batches,
         ),
+        seq_len=config.model.seq_len,
         xla_options=xla_options(trainer.xla_options, platform_of(layout.mesh.devices.flat[0])),
         check_stop=StopCheck(ALONE, stop),
         progress=lambda done, total: progress.say_rarely(f"{done:,} of {total:,} batches"),

@@ -4,6 +4,7 @@ import math
 
 from lmtrain.commands.arguments import Parser, add_checkpoint_flag, add_hf_flag, add_run_flag, parse_run
 from lmtrain.config.errors import UserError
+from lmtrain.generation.prompt import encode_prompt
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.train.start.hf_model import config_of, resolve_hf
 from lmtrain.train.start.trained_model import TrainedModel, from_checkpoint, from_hf
@@ -43,7 +44,7 @@ def run(argv: list[str]) -> int:
     else:
         trained = _from_hf(arguments.hf, arguments.checkpoint, given=bool(run.loaded.path))
         log.info(f"sampling from {trained.source}")
-    ids = _encode(trained, arguments.prompt)
+    ids = encode_prompt(trained.tokenizer, arguments.prompt, "--prompt")
     seq_len = trained.config.model.seq_len
     room = seq_len - len(ids)
     if room < 1:
@@ -75,15 +76,3 @@ def _from_hf(ref: str, checkpoint: str | None, given: bool) -> TrainedModel:
     if "tokenizer" not in config.data.model_fields_set:
         raise UserError(f"--hf {ref}: no tokenizer in this repository")
     return from_hf(ref, config)
-
-
-def _encode(trained: TrainedModel, prompt: str) -> list[int]:
-    """Token ids of the prompt, at least one."""
-    tokenizer = trained.tokenizer
-    ids: list[int] = tokenizer.backend.encode(prompt, add_special_tokens=False).ids
-    if ids:
-        return ids
-    first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
-    if first is None:
-        raise UserError("--prompt: an empty prompt needs a tokenizer with a bos or eos token")
-    return [first]

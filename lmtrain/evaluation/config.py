@@ -1,6 +1,8 @@
 """Settings of evaluation, including those of each evaluator; they are part of the `trainer` section."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from lmtrain.config.base import Section
 
@@ -14,6 +16,16 @@ class EvaluationConfig(Section):
     max_eval_batches: int | None = Field(
         None, ge=1, description="Maximum batches per validation set and evaluation; null: all"
     )
+    sample_prompts: list[str] = Field(
+        [], description="Prompts that the model continues at every evaluation; the texts are logged"
+    )
+    sample_length: int = Field(64, ge=1, description="Maximum number of tokens that continue each of sample_prompts")
+
+    @model_validator(mode="after")
+    def _prompts_need_an_interval(self) -> Self:
+        if self.sample_prompts and self.steps_per_eval is None:
+            raise ValueError("sample_prompts needs steps_per_eval; set it, or remove sample_prompts")
+        return self
 
     @property
     def evaluates(self) -> bool:

@@ -19,8 +19,9 @@ def _nothing(*_: Any) -> None:
 class Context:
     """What an evaluation may use. Its parameters are placed on `layout`; it computes in `compute_dtype`.
 
-    `folder` is the run's log folder. Call `check_stop()` between batches, equally often in all processes; it raises
-    `StoppedError` if the run has to stop. `progress(done, total)` may be called equally often.
+    `seq_len` is the model's context in tokens, `folder` the run's log folder. Call `check_stop()` between batches,
+    equally often in all processes; it raises `StoppedError` if the run has to stop. `progress(done, total)` may be
+    called equally often.
     """
 
     model: LanguageModel
@@ -28,6 +29,7 @@ class Context:
     compute_dtype: str
     tokenizer: Tokenizer
     sets: Mapping[str, ValidationSet]
+    seq_len: int
     processes: Processes = ALONE
     folder: str = ""
     xla_options: Mapping[str, Any] = field(default_factory=dict)
@@ -52,8 +54,11 @@ class Evaluator(Protocol):
         Raises `UserError` for settings that do not fit the run.
         """
 
-    def evaluate(self, params: Any, step: int) -> Mapping[str, float]:
-        """Metrics of `params` after `step` updates; names are without the prefix `eval/<name>/`."""
+    def evaluate(self, params: Any, step: int) -> Mapping[str, float | str]:
+        """Metrics of `params` after `step` updates; names are without the prefix `eval/<name>/`.
 
-    def describe(self, metrics: Mapping[str, float]) -> str:
-        """One line for the log. `metrics` have full names and may include those of averaged parameters."""
+        A string is a text to log under its prompt, without a prefix; that of averaged parameters takes precedence.
+        """
+
+    def describe(self, metrics: Mapping[str, Any]) -> str:
+        """One line for the log. `metrics` have full names and may include those of averaged parameters; and texts."""

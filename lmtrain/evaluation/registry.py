@@ -3,6 +3,7 @@
 from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.interface import Evaluator
 from lmtrain.evaluation.perplexity import Perplexity
+from lmtrain.evaluation.samples import Samples
 
 
 def build_evaluators(config: EvaluationConfig) -> list[Evaluator]:
@@ -10,4 +11,6 @@ def build_evaluators(config: EvaluationConfig) -> list[Evaluator]:
     evaluators: list[Evaluator] = []
     if config.steps_per_eval is not None:
         evaluators.append(Perplexity(config.steps_per_eval))
+    if config.sample_prompts:
+        evaluators.append(Samples(config.sample_prompts, config.sample_length, config.steps_per_eval))
     return evaluators

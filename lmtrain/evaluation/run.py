@@ -1,7 +1,7 @@
 """Running evaluations: when they are due, with which parameters, and under which metric names."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmtrain.config.errors import UserError
 from lmtrain.evaluation.interface import Context, Evaluator
@@ -10,6 +10,14 @@ from lmtrain.runtime.signals import StoppedError
 
 # Part of metric names of averaged parameters, between `eval` and the evaluator's name.
 AVERAGED = "ema"
+
+
+class Findings(NamedTuple):
+    """Results of the evaluations of one step: metrics, a log line for each evaluator, and texts by their prompts."""
+
+    metrics: dict[str, float]
+    lines: list[str]
+    texts: dict[str, str]
 
 
 class Evaluations:
@@ -37,41 +45,46 @@ class Evaluations:
             return None
         return min(last, *(step // one.every * one.every + one.every for one in self._evaluators if one.every), last)
 
-    def run(
-        self, due: Sequence[Evaluator], params: Any, ema_params: Any, step: int
-    ) -> tuple[dict[str, float], list[str]]:
-        """All metrics, and a log line for each evaluator; also for `ema_params` unless None.
+    def run(self, due: Sequence[Evaluator], params: Any, ema_params: Any, step: int) -> Findings:
+        """All findings, also for `ema_params` unless None.
 
         Raises `StoppedError` if the run has to stop; then nothing of this step counts as evaluated.
         """
-        metrics: dict[str, float] = {}
-        lines = []
+        findings = Findings({}, [], {})
         for evaluator in due:
             try:
-                found = self._named(evaluator, "eval", evaluator.evaluate(params, step))
+                metrics, texts = _split(evaluator, "eval", evaluator.evaluate(params, step))
                 if ema_params is not None:
-                    found |= self._named(evaluator, f"eval/{AVERAGED}", evaluator.evaluate(ema_params, step))
-                lines.append(evaluator.describe(found))
-                metrics |= found
+                    averaged, better = _split(evaluator, f"eval/{AVERAGED}", evaluator.evaluate(ema_params, step))
+                    metrics, texts = metrics | averaged, texts | better
+                findings.lines.append(evaluator.describe(metrics | texts))
+                findings.metrics.update(metrics)
+                findings.texts.update(texts)
             except StoppedError:
                 raise
             except Exception as error:
                 if not evaluator.optional:
                     raise
                 log.error(f"evaluation {evaluator.name} failed after step {step:,}: {type(error).__name__}: {error}")
-        return metrics, lines
+        return findings
 
     @staticmethod
     def _prepares(evaluator: Evaluator, context: Context) -> bool:
         try:
             return evaluator.prepare(context)
+        except UserError:
+            raise
         except Exception as error:
             if not evaluator.optional:
                 raise
             log.error(f"evaluation {evaluator.name} is disabled: {type(error).__name__}: {error}")
             return False
 
-    @staticmethod
-    def _named(evaluator: Evaluator, prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-        prefix = f"{prefix}/{evaluator.name}" if evaluator.name else prefix
-        return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+def _split(
+    evaluator: Evaluator, prefix: str, found: Mapping[str, float | str]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Metrics with full names, and texts."""
+    prefix = f"{prefix}/{evaluator.name}" if evaluator.name else prefix
+    metrics = {f"{prefix}/{name}": value for name, value in found.items() if not isinstance(value, str)}
+    return metrics, {name: value for name, value in found.items() if isinstance(value, str)}

@@ -1,6 +1,7 @@
 """Sampling: one pass over the prompt fills the KV cache, then one token at a time, all in one compiled program."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.params import cast
+from lmtrain.sharding.mesh import Layout
+from lmtrain.sharding.within import Within
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,11 @@ def sample(
 
     The same key gives the same tokens. Prompt and new tokens together must fit the model's context.
     """
-    tokens = jax.device_get(_sample(model, params, prompt_S, key, settings)).tolist()
+    return until_eos(jax.device_get(_sample(model, params, prompt_S, key, settings)).tolist(), eos_id)
+
+
+def until_eos(tokens: list[int], eos_id: int | None) -> list[int]:
+    """The tokens before the first `eos_id`."""
     return tokens[: tokens.index(eos_id)] if eos_id in tokens else tokens
 
 
@@ -52,6 +60,44 @@ def _sample(
 
     _, tokens = jax.lax.scan(one, (logits[0, -1], cache), jnp.arange(settings.max_new_tokens))
     return tokens
+
+
+def build_batch_sampler(
+    model: LanguageModel,
+    layout: Layout,
+    compute_dtype: str,
+    settings: SamplingSettings,
+    options: Mapping[str, Any] | None = None,
+) -> Within:
+    """The jitted (params, prompts [B, S], lengths [B], seed) -> new tokens [B, max_new_tokens], on `layout`.
+
+    Row b of `prompts` has `lengths[b]` tokens; the rest is ignored. B is a multiple of the number of batch shards, and
+    S plus the new tokens fits the model's context. All rows advance by one token at a time, also through the prompts,
+    so that prompts of different lengths share one program. A row's tokens depend on the seed and the row's number.
+    """
+
+    def run(params: Any, prompts: jax.Array, lengths: jax.Array, seed: jax.Array) -> jax.Array:
+        apply = functools.partial(model.apply, {"params": cast(params, compute_dtype)})
+        rows, longest = prompts.shape
+        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(rows))
+
+        def one(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:
+            token, cache = carry
+            logits, cache = apply(token[:, None], cache, index, method="extend")
+            step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
+            chosen = jax.vmap(functools.partial(choose, settings=settings))(logits[:, 0], step_keys)
+            given = prompts[:, jnp.minimum(index + 1, longest - 1)]
+            token = jnp.where(index + 1 < lengths, given, chosen)
+            return (token, cache), token
+
+        length = longest + settings.max_new_tokens
+        cache = apply(rows, length, method="empty_cache")
+        tokens = jax.lax.scan(one, (prompts[:, 0], cache), jnp.arange(length - 1))[1].T  # [B, length - 1]
+        return jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (settings.max_new_tokens,)))(
+            tokens, lengths - 1
+        )
+
+    return Within(layout, jax.jit(run, out_shardings=layout.replicated, compiler_options=dict(options or {})))
 
 
 def choose(logits_V: jax.Array, key: jax.Array, settings: SamplingSettings) -> jax.Array:

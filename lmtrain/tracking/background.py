@@ -45,6 +45,9 @@ class BackgroundTracker:
     def artifact(self, path: str, name: str, kind: str) -> None:
         self._put("artifact", path, name, kind)
 
+    def text(self, texts: Mapping[str, str], step: int) -> None:
+        self._put("text", texts, step)
+
     def finish(self) -> None:
         """Wait for the queued calls, at most 30 s in total."""
         self._start()
@@ -94,6 +97,8 @@ class BackgroundTracker:
                 self._busy_since = None
                 verb, arguments = self._calls.get()
                 self._busy_since = time.monotonic()
+                if verb == "text" and not hasattr(tracker, verb):  # custom trackers may omit it
+                    continue
                 try:
                     getattr(tracker, verb)(*arguments)
                 except Exception as error:

@@ -1,4 +1,7 @@
-"""The metrics of a run as JSON lines, `<log_dir>/<run_id>.metrics.jsonl`: always written, with any tracker."""
+"""The metrics of a run as JSON lines, `<log_dir>/<run_id>.metrics.jsonl`: always written, with any tracker.
+
+Generated texts are in `<log_dir>/<run_id>/samples.jsonl`: `{"step": 100, "prompt": "Once", "text": " upon"}`.
+"""
 
 import contextlib
 import errno
@@ -8,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from lmtrain.runtime.atomic_files import write_atomically
 from lmtrain.runtime.logging import log
 
 
@@ -34,6 +38,7 @@ class JsonLog:
         self._whole = os.path.getsize(path)  # bytes of complete lines
         self._waiting = bytearray()  # lines that are not written yet
         self._warned = False
+        self._samples = os.path.join(path.removesuffix(".metrics.jsonl"), "samples.jsonl")
 
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         """Ignored: the config is stored in the run's folder and in the checkpoints."""
@@ -68,6 +73,17 @@ class JsonLog:
 
     def artifact(self, path: str, name: str, kind: str) -> None:
         """Ignored: artifacts stay in the run's folder next to this log."""
+
+    def text(self, texts: Mapping[str, str], step: int) -> None:
+        """Append the texts, and drop those of this step and later ones, which a killed run wrote."""
+        entries = ({"step": step, "prompt": prompt, "text": text} for prompt, text in texts.items())
+        try:
+            kept = _lines_until(self._samples, step - 1)
+            os.makedirs(os.path.dirname(self._samples), exist_ok=True)
+            lines = [*kept, *(json.dumps(entry) + "\n" for entry in entries)]
+            write_atomically(self._samples, "".join(lines).encode(), durable=False)
+        except OSError as error:
+            log.error(f"{self._samples} cannot be written: {error.strerror or error}; training continues")
 
     def finish(self) -> None:
         with contextlib.suppress(OSError):

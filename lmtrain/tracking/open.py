@@ -44,6 +44,10 @@ class Trackers:
         for tracker in self._all:
             tracker.artifact(path, name, kind)
 
+    def text(self, texts: Mapping[str, str], step: int) -> None:
+        for tracker in self._all:
+            tracker.text(texts, step)
+
     def sync(self) -> None:
         if self._json is not None:
             self._json.sync()

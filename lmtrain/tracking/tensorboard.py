@@ -35,5 +35,10 @@ class TensorboardTracker:
     def artifact(self, path: str, name: str, kind: str) -> None:
         self._writer.add_text(f"{kind}/{name}", path)  # event files cannot store files, so the path is logged
 
+    def text(self, texts: Mapping[str, str], step: int) -> None:
+        for prompt, text in texts.items():
+            indented = f"{prompt}{text}".replace("\n", "\n    ")
+            self._writer.add_text(f"samples/{prompt}", f"    {indented}", step)  # Markdown: as it is, not formatted
+
     def finish(self) -> None:
         self._writer.close()

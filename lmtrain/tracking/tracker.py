@@ -1,4 +1,4 @@
-"""The interface of trackers: five methods. Each backend is one file; `background.py` isolates its failures."""
+"""The interface of trackers: six methods. Each backend is one file; `background.py` isolates its failures."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -18,6 +18,9 @@ class Tracker(Protocol):
 
     def artifact(self, path: str, name: str, kind: str) -> None:
         """A file or folder of the run to store, such as its code (`kind` code) or a profile."""
+
+    def text(self, texts: Mapping[str, str], step: int) -> None:
+        """Texts that the model generated after `step` updates, by their prompts. Custom trackers may omit this."""
 
     def finish(self) -> None:
         """Flush and close."""

@@ -83,6 +83,11 @@ class WandbTracker:
             artifact.add_file(file, name=name_within)
         self._run.log_artifact(artifact)
 
+    def text(self, texts: Mapping[str, str], step: int) -> None:
+        import wandb
+
+        self._run.log({"samples": wandb.Table(["prompt", "text"], list(map(list, texts.items())))}, step=step)
+
     def finish(self) -> None:
         self._run.finish()
 

@@ -65,6 +65,10 @@ class Quick:
         background._FINISH_SECONDS = 3.0
 
 
+    def text(self, texts, step):
+        self._keep("text", step, sorted(texts))
+
+
 class Raises(Quick):
     def log(self, metrics, step):
         if step == 3:
@@ -131,6 +135,8 @@ def seen(tmp_path_factory):
         settings(
             tracker=trackers,
             profiler={"start_step": 2, "num_steps": 2},
+            sample_prompts=["The first", ""],
+            sample_length=5,
             checkpointer={"save_interval": None, "keep": [{"every": 1}]},
         ),
     )
@@ -138,6 +144,18 @@ def seen(tmp_path_factory):
     for arguments in (["init", "-q"], ["add", "my_trackers.py"], ["commit", "-q", "-m", "one"]):
         subprocess.run([*git, *arguments], cwd=folder, check=True)
     return folder, finish(folder)
+
+
+def test_samples_of_each_evaluation_are_in_their_file_and_in_trackers(seen):
+    folder, printed = seen
+    found = [json.loads(line) for line in (folder / "logs" / RUN / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in found] == [
+        (step, prompt) for step in (6, 12) for prompt in ("The first", "")
+    ]
+    assert all(type(line["text"]) is str for line in found)
+    assert "step 12: samples: 'The first' -> " in printed
+    calls = [json.loads(line) for line in (folder / "logs" / RUN / "Quick.jsonl").read_text().splitlines()]
+    assert [call[1:] for call in calls if call[0] == "text"] == [[step, ["", "The first"]] for step in (6, 12)]
 
 
 def test_every_step_has_all_its_metrics_once(seen):
@@ -201,7 +219,7 @@ def test_a_tracker_of_ones_own_is_told_everything_that_the_json_log_has(seen):
     assert logged == [(line["step"], [sorted(line.keys() - {"step"})]) for line in lines(seen[0])[1:]]
     artifacts = {kind: name for verb, *_, name, kind in (call for call in calls if call[0] == "artifact")}
     assert artifacts == {kind: f"{RUN}-{kind}" for kind in ("config", "code", "profile")}
-    assert [call[0] for call in calls if call[0] not in ("log", "artifact")] == ["hyperparameters", "summary", "finish"]
+    assert [call[0] for call in calls if call[0] not in ("log", "text", "artifact")] == ["hyperparameters", "summary", "finish"]
 
 
 def test_what_is_wrong_with_a_tracker_is_told_once_and_costs_no_step(seen):

@@ -13,7 +13,7 @@ from lmtrain.evaluation.registry import build_evaluators
 from lmtrain.evaluation.run import Evaluations
 from lmtrain.runtime.signals import StoppedError
 
-NOTHING = Context(None, None, "float32", None, {})
+NOTHING = Context(None, None, "float32", None, {}, seq_len=32)
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class Doubling:
 
 def test_metric_names_contain_the_evaluator_and_mark_averaged_parameters():
     evaluations = Evaluations([Doubling(), Doubling(name="")], NOTHING)
-    metrics, lines = evaluations.run(evaluations.due(10, 100), 1.0, 3.0, 10)
+    metrics, lines, _ = evaluations.run(evaluations.due(10, 100), 1.0, 3.0, 10)
     assert {name: value for name, value in metrics.items() if "value" in name} == {
         "eval/double/value": 2.0,
         "eval/ema/double/value": 6.0,
@@ -68,7 +68,7 @@ def test_each_has_its_interval_and_all_run_after_the_last_step():
 def test_an_optional_evaluator_that_fails_is_logged_and_the_others_run(caplog):
     evaluations = Evaluations([Doubling("broken", error=KeyError), Doubling()], NOTHING)
     with caplog.at_level(logging.ERROR, "lmtrain"):
-        metrics, lines = evaluations.run(evaluations.due(10, 100), 1.0, None, 10)
+        metrics, lines, _ = evaluations.run(evaluations.due(10, 100), 1.0, None, 10)
     assert set(metrics) == {"eval/double/value", "eval/double/step"}
     assert len(lines) == 1
     (message,) = [record.getMessage() for record in caplog.records]

@@ -40,6 +40,30 @@ def test_one_object_for_each_log_with_its_step(path):
     assert read(path) == [{"step": 1, "train/loss": 3.5, "eval/ünï/loss": 1e-30}, {"step": 2}]
 
 
+def test_samples_have_their_file_and_a_killed_run_repeats_none(path):
+    log = JsonLog(str(path), 0)
+    for step in (2, 4, 6):
+        log.text({"Once": f" upon {step}", "a\nb": ""}, step)
+    log.finish()
+    resumed = JsonLog(str(path), 3)
+    resumed.text({"Once": " again"}, 4)
+    resumed.finish()
+    found = read(path.parent / "run" / "samples.jsonl")
+    assert [(line["step"], line["prompt"], line["text"]) for line in found] == [
+        (2, "Once", " upon 2"),
+        (2, "a\nb", ""),
+        (4, "Once", " again"),
+    ]
+
+
+def test_samples_that_cannot_be_written_are_logged_and_training_continues(path, caplog):
+    log = JsonLog(str(path), 0)
+    (path.parent / "run").write_text("a file where the folder should be")
+    log.text({"Once": " upon"}, 2)
+    assert "samples.jsonl cannot be written" in caplog.text
+    log.finish()
+
+
 def test_a_line_is_in_the_file_as_soon_as_it_is_logged(path):
     log = JsonLog(str(path), 0)
     log.log({"a": 1.0}, 1)

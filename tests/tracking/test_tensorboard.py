@@ -56,6 +56,15 @@ def test_the_config_and_the_summary_are_logged_as_texts(folder):
     }
 
 
+def test_samples_are_texts_under_their_prompt_and_are_not_taken_for_markdown(folder):
+    tracker = TensorboardTracker(str(folder), 0)
+    tracker.text({"# Once": " upon\n* a"}, 4)
+    tracker.finish()
+    ((step, value),) = values(read_events(folder))
+    assert (step, value.tag) == (4, "samples/# Once/text_summary")
+    assert value.tensor.string_val[0].decode() == "    # Once upon\n    * a"
+
+
 def purged_from(folder):
     return [event.step for event in read_events(folder) if event.session_log.status == SessionLog.START]
 

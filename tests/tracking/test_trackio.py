@@ -35,6 +35,8 @@ trackers.summary({"parameter_count": 7})
 trackers.artifact("code", "run-1-code", "code")
 for metrics, step in logs:
     trackers.log(metrics, step)
+    if "eval/loss" in metrics:
+        trackers.text({"Once": " upon"}, step)
 if not ends:
     time.sleep(600)
 trackers.finish()
@@ -80,9 +82,18 @@ def stored(folder, table, column, project="lmtrain"):
 
 
 def metrics(folder):
-    """All stored metrics as (step, name, value)."""
+    """All stored metrics as (step, name, value), without samples."""
+    return [row for row in values(folder) if row[1] != "samples"]
+
+
+def values(folder):
     rows = stored(folder, "metrics", "metrics")
     return [(step, name, value) for _, _, step, found in rows for name, value in found.items()]
+
+
+def samples(folder):
+    """(step, rows) of the stored tables of samples."""
+    return [(step, value["_value"]) for step, name, value in values(folder) if name == "samples"]
 
 
 def training(*steps):
@@ -103,6 +114,7 @@ def finished(tmp_path_factory):
 
 def test_metrics_are_stored_at_their_steps(finished):
     assert metrics(finished[0]) == [*expected(1, 2), (2, "eval/loss", 3.5), *expected(3)]
+    assert samples(finished[0]) == [(2, [{"prompt": "Once", "text": " upon"}])]
 
 
 def test_the_run_has_its_name_group_config_and_summary(finished):
@@ -137,6 +149,7 @@ def killed(tmp_path_factory):
 
 def test_after_a_kill_no_metric_of_a_step_is_stored_twice_and_none_is_missing(killed):
     assert sorted(metrics(killed[0])) == sorted([*expected(*range(1, 8)), (3, "eval/loss", 3.5), (6, "eval/loss", 2.5)])
+    assert [step for step, _ in samples(killed[0])] == [3, 6]
 
 
 def test_a_second_start_resumes_the_same_run(killed):

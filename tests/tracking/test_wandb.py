@@ -27,6 +27,7 @@ tracker = WandbTracker(WandbConfig(**settings), "run-1", folder)
 tracker.hyperparameters({"model": {"hidden_dim": 32}, "note": None})
 tracker.log({"train/loss": 1.5}, 3)
 tracker.log({"train/loss": 1.25}, 7)
+tracker.text({"Once": " upon\\na"}, 7)
 tracker.summary({"parameters": 7})
 if os.path.exists("artifacts"):
     tracker.artifact("artifacts/code", "run-1-code", "code")
@@ -103,6 +104,12 @@ def test_without_a_key_it_logs_offline_with_advice_how_to_upload(offline):
         assert part in line
 
 
+def test_samples_are_a_table(offline):
+    (path,) = offline[0].glob("wandb/offline-run-*/files/media/table/*.json")
+    table = json.loads(path.read_text())
+    assert (table["columns"], table["data"]) == (["prompt", "text"], [["Once", " upon\na"]])
+
+
 @pytest.mark.parametrize(
     ("mode", "message"), [("offline", "WANDB_MODE=offline, "), ("disabled", "WANDB_MODE=disabled, nothing")]
 )
@@ -175,6 +182,7 @@ def test_artifacts_are_recorded_with_their_files_and_valid_names(furnished):
         "run-1-code": ("code", {"git.json", "within/a file.txt"}),
         "a_run_of_mine___-config": ("config", {"config.yaml"}),
         "x" * 122 + "-again": ("config", {"config.yaml"}),
+        "run-run-1-samples": ("run_table", {"samples.table.json"}),
     }
 
 

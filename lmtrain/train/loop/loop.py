@@ -79,7 +79,7 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
         except StoppedError:
             log.info(f"evaluation after step {done:,} interrupted; it is repeated when the run resumes")
             return False
-        reporter.report_evaluation(done, *found)
+        reporter.report_evaluation(done, found)
         return True
 
     def close() -> None:

@@ -2,13 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from lmtrain.config.errors import RunError
-from lmtrain.evaluation.run import Evaluations
+from lmtrain.evaluation.run import Evaluations, Findings
 from lmtrain.runtime.logging import log
 from lmtrain.tracking.console import Console
 from lmtrain.tracking.live import Evaluated, Shown
@@ -102,15 +102,18 @@ class Reporter:
             self._check(step, metrics["train/loss"])
             self._show(step, metrics)
 
-    def report_evaluation(self, step: int, metrics: dict[str, float], lines: Sequence[str]) -> None:
-        """Log the metrics of an evaluation, and `lines` that describe them."""
+    def report_evaluation(self, step: int, found: Findings) -> None:
+        """Log the findings of the evaluations after `step` updates."""
+        metrics = found.metrics
         with self._reporting.timer.section(HOOKS):
             if metrics:
                 self._reporting.trackers.log(metrics, step)
+            if found.texts:
+                self._reporting.trackers.text(found.texts, step)
             if "eval/loss" in metrics:
                 self._evaluated = Evaluated(step, metrics["eval/loss"])
                 self._console.show_evaluation(self._evaluated)
-            for line in lines:
+            for line in found.lines:
                 log.info(f"step {step}: {line}")
 
     def report_end(self, step: int) -> None:

@@ -30,6 +30,7 @@ def open_evaluation(
             batch_size=program.batching.eval_batch,
             max_batches=config.trainer.max_eval_batches,
         ),
+        seq_len=config.model.seq_len,
         processes=processes,
         folder=folder,
         xla_options=program.xla_options,

@@ -1,0 +1,62 @@
+"""Text that the model generates from fixed prompts during training, `trainer.sample_prompts`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lmtrain.config.errors import UserError
+from lmtrain.evaluation.interface import Context
+from lmtrain.generation.prompt import encode_prompt
+from lmtrain.generation.sample import SamplingSettings, build_batch_sampler, until_eos
+
+_MOST_CHARACTERS = 300  # of a text in the log
+
+
+class Samples:
+    """Continues each prompt with up to `length` tokens, sampled as `lmtrain generate` does by default.
+
+    A text depends only on the parameters, the prompts and the step.
+    """
+
+    name = "samples"
+    optional = True
+
+    def __init__(self, prompts: Sequence[str], length: int, every: int | None):
+        self.every = every
+        self._prompts = list(dict.fromkeys(prompts))
+        self._length = length
+
+    def prepare(self, context: Context) -> bool:
+        """Raises `UserError` for a prompt that is too long for the model, and for a tokenizer without text."""
+        tokenizer, seq_len = context.tokenizer, context.seq_len
+        ids = [encode_prompt(tokenizer, prompt, "trainer.sample_prompts") for prompt in self._prompts]
+        for prompt, prompt_ids in zip(self._prompts, ids, strict=True):
+            if len(prompt_ids) + self._length > seq_len:
+                raise UserError(
+                    f"trainer.sample_prompts: {prompt!r} has {len(prompt_ids)} tokens; with trainer.sample_length "
+                    f"{self._length} it exceeds model.seq_len {seq_len}"
+                )
+        shards = context.layout.num_batch_shards
+        rows = -(-len(ids) // shards) * shards  # the batch is sharded: the last prompt fills it up
+        self._lengths = np.array([len(ids[min(row, len(ids) - 1)]) for row in range(rows)], np.int32)
+        self._tokens = np.zeros((rows, self._lengths.max()), np.int32)
+        for row, length in enumerate(self._lengths):
+            self._tokens[row, :length] = ids[min(row, len(ids) - 1)]
+        self._tokenizer = tokenizer
+        self._sample = build_batch_sampler(
+            context.model, context.layout, context.compute_dtype, SamplingSettings(self._length), context.xla_options
+        )
+        return True
+
+    def evaluate(self, params: Any, step: int) -> dict[str, str]:
+        """The text of each prompt, without the prompt."""
+        new = np.asarray(self._sample(params, self._tokens, self._lengths, np.uint32(step)))
+        backend, eos_id = self._tokenizer.backend, self._tokenizer.eos_id
+        return {
+            prompt: backend.decode(until_eos(new[row].tolist(), eos_id)) for row, prompt in enumerate(self._prompts)
+        }
+
+    def describe(self, metrics: Mapping[str, float | str]) -> str:
+        texts = (f"{prompt!r} -> {str(metrics[prompt])[:_MOST_CHARACTERS]!r}" for prompt in self._prompts)
+        return f"samples: {'; '.join(texts)}"
