@@ -93,7 +93,16 @@ def test_the_shakespeare_config_trains_on_a_text_of_one_document(tmp_path):
     (tmp_path / "shakespeare" / "train.txt").write_bytes(text[:5000])
     (tmp_path / "shakespeare" / "validation.txt").write_bytes(text[5000:])
     tiny = ["--model", "{hidden_dim: 32, num_heads: 2, num_layers: 2, seq_len: 32}", "--trainer.train_batch_size", "4"]
-    short = ["--trainer.num_train_steps", "2", "--trainer.tracker", "{type: json}", "--trainer.id", "char"]
+    short = [
+        "--trainer.num_train_steps",
+        "2",
+        "--optimizer.warmup",
+        "1",
+        "--trainer.tracker",
+        "{type: json}",
+        "--trainer.id",
+        "char",
+    ]
     done = run_in_process(["train", "shakespeare_char", *tiny, *short], tmp_path)
     assert done.returncode == 0, done.stderr
     cache = tmp_path / "cache" / "shakespeare_char"
@@ -133,7 +142,7 @@ def test_binary_files_of_token_ids_become_documents_with_the_same_ids(tmp_path):
     ids = np.arange(2_500_000, dtype=np.uint64).astype(np.uint16)
     ids.tofile(tmp_path / "train.bin")
     subprocess.run([sys.executable, "-c", program("bin_to_jsonl.py")], cwd=tmp_path, check=True)
-    documents = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").open()]
+    documents = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert len(documents) == 2
     assert np.array_equal(np.concatenate(documents), ids)
     assert not (tmp_path / "val.jsonl").exists()
