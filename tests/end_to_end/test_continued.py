@@ -1,4 +1,4 @@
-"""Going on from a Hugging Face model, and giving one back: from YAML, by the command line, against transformers."""
+"""Training from a Hugging Face model and exporting one, with YAML and the command line, compared with transformers."""
 
 import json
 import os
@@ -19,7 +19,7 @@ VOCAB = 384
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with `base`, a small Llama that transformers made, and `tiny.yaml`, which goes on from it."""
+    """A folder with `base`, a small Llama that transformers made, and `tiny.yaml`, which trains from it."""
     folder = tmp_path_factory.mktemp("continued")
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -56,7 +56,7 @@ def run(folder, *arguments: str, code: int = 0) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    """The folder after training, and what training said."""
+    """The folder after training, and the output of training."""
     return folder, run(folder, "train", "tiny.yaml").stderr
 
 
@@ -78,10 +78,10 @@ def first_batch(folder, monkeypatch) -> dict:
 
 
 def test_the_first_loss_is_what_transformers_computes_on_that_batch(trained, monkeypatch):
-    folder, told = trained
-    assert "base: llama, 2 layers of 32" in told
-    assert "data.tokenizer is not set: using the tokenizer of base" in told
-    assert "the weights of base" in told
+    folder, output = trained
+    assert "base: llama, 2 layers of 32" in output
+    assert "data.tokenizer is not set: using the tokenizer of base" in output
+    assert "the weights of base" in output
     tokens = torch.from_numpy(np.asarray(first_batch(folder, monkeypatch)["tokens"]).astype(np.int64))
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(folder / "base")(tokens, labels=tokens).loss.item()
@@ -90,10 +90,10 @@ def test_the_first_loss_is_what_transformers_computes_on_that_batch(trained, mon
     assert first == pytest.approx(expected, abs=1e-4)
 
 
-def test_exports_came_every_second_step_and_after_the_last_and_are_the_checkpoints(trained):
-    folder, told = trained
+def test_exports_of_every_second_and_the_last_step_equal_the_checkpoints(trained):
+    folder, output = trained
     assert sorted(os.listdir(folder / "exports" / "continued")) == ["step-2", "step-4", "step-5"]
-    assert "exported exports/continued/step-5" in told
+    assert "exported exports/continued/step-5" in output
     run(folder, "export-hf", "tiny.yaml", "--checkpoint", "checkpoints/continued/step-4", "--output", "by_hand")
     files = sorted(os.listdir(folder / "by_hand"))
     assert files == sorted(os.listdir(folder / "exports" / "continued" / "step-4"))
@@ -106,14 +106,14 @@ def test_exports_came_every_second_step_and_after_the_last_and_are_the_checkpoin
 
 
 @pytest.mark.long
-def test_export_hf_verifies_itself_and_says_the_figure(trained):
+def test_export_hf_with_verify_logs_the_difference_of_the_logits(trained):
     folder, _ = trained
     done = run(folder, "export-hf", "tiny.yaml", "--output", "verified", "--dtype", "bfloat16", "--verify")
     assert "verified by reading back" in done.stderr
     assert "verified: logits agree with transformers' within" in done.stderr
 
 
-def test_an_export_that_was_missed_is_made_when_the_run_goes_on_and_the_weights_are_not_read_again(trained):
+def test_a_missing_export_is_written_on_resume_without_reading_the_base_weights_again(trained):
     folder, _ = trained
     shutil.copytree(folder, folder.parent / "again")
     again = folder.parent / "again"
@@ -121,17 +121,17 @@ def test_an_export_that_was_missed_is_made_when_the_run_goes_on_and_the_weights_
     shutil.rmtree(again / "checkpoints" / "continued" / "step-5")
     shutil.rmtree(again / "exports" / "continued" / "step-5")
     (again / "base" / "model.safetensors").unlink()
-    told = run(again, "train", "tiny.yaml").stderr
-    assert "resuming after step 4" in told
-    assert "exported exports/continued/step-4" in told
+    output = run(again, "train", "tiny.yaml").stderr
+    assert "resuming after step 4" in output
+    assert "exported exports/continued/step-4" in output
     for step in (4, 5):
         name = f"exports/continued/step-{step}/model.safetensors"
         assert (again / name).read_bytes() == (folder / name).read_bytes()
 
 
 @pytest.mark.long
-def test_an_export_that_fails_does_not_end_the_run_but_tells_and_exits_with_1(folder):
-    """Something else stands where the exports of two steps should be."""
+def test_a_failed_export_is_logged_and_the_run_continues_and_exits_with_1(folder):
+    """The folders for the exports of two steps contain another file."""
     for step in (2, 3):
         (folder / "in_the_way" / "failing" / f"step-{step}").mkdir(parents=True)
         (folder / "in_the_way" / "failing" / f"step-{step}" / "photo.png").write_text("")
@@ -140,20 +140,20 @@ def test_an_export_that_fails_does_not_end_the_run_but_tells_and_exits_with_1(fo
     assert "export of step 2 failed, training continues" in done.stderr
     assert "exports of step 2, 3 failed; run `lmtrain export-hf`" in done.stderr
     assert (folder / "checkpoints" / "failing" / "step-3").is_dir()
-    # when it is out of the way, the same command makes up for the last one
+    # after its removal the same command writes the last export
     shutil.rmtree(folder / "in_the_way")
     run(folder, "train", "tiny.yaml", *flags)
     assert os.listdir(folder / "in_the_way" / "failing") == ["step-3"]
 
 
-def test_where_exports_cannot_be_is_told_before_the_first_step(folder):
+def test_an_hf_save_path_that_cannot_be_created_is_an_error_before_the_first_step(folder):
     (folder / "a_file").write_text("")
     done = run(folder, "train", "tiny.yaml", "--hf_save_path", "a_file", "--trainer.id", "nowhere", code=2)
     assert "hf_save_path: a_file/nowhere cannot be created: " in done.stderr
 
 
 @pytest.mark.long
-def test_generate_and_eval_take_a_hugging_face_model(trained):
+def test_generate_and_eval_accept_a_hugging_face_model(trained):
     folder, _ = trained
     prompt = ["generate", "--hf", "exports/continued/step-5", "--prompt", "The quiet", "--temperature", "0"]
     found = run(folder, *prompt, "--max_new_tokens", "8").stdout
@@ -176,7 +176,7 @@ def test_generate_and_eval_take_a_hugging_face_model(trained):
         (["--data.tokenizer", "nowhere/at/all"], "tokenizer 'nowhere/at/all': no such folder"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_computed(trained, flags, message):
+def test_mistakes_are_errors_before_the_first_step(trained, flags, message):
     folder, _ = trained
     done = run(folder, "train", "tiny.yaml", "--trainer.id", "mistaken", *flags, code=2)
     assert message in done.stderr
@@ -184,7 +184,7 @@ def test_mistakes_are_told_before_anything_is_computed(trained, flags, message):
     assert not (folder / "checkpoints" / "mistaken").exists()
 
 
-def test_generate_wants_one_model(folder):
+def test_generate_requires_exactly_one_model(folder):
     assert "choose one" in run(folder, "generate", "--hf", "base", "--checkpoint", "x", "--prompt", "a", code=2).stderr
     assert "CONFIG" in run(folder, "generate", "--prompt", "a", code=2).stderr
     both = run(folder, "generate", "tiny.yaml", "--hf", "base", "--prompt", "a", code=2)

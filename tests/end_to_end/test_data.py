@@ -12,7 +12,7 @@ def metrics(tmp_path, name="tiny"):
 
 @pytest.fixture
 def mixed(settings, write_config):
-    """`mixed(**data)` writes a config that mixes two sources of the corpus, the second with a validation set too."""
+    """`mixed(**data)` writes a config with a mixture of two sources, both with a validation set."""
 
     def write(**data):
         del settings["data"]["train_urls"], settings["data"]["validation_urls"]
@@ -31,11 +31,11 @@ def mixed(settings, write_config):
 
 
 @pytest.mark.long
-def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mixed, run_cli, tmp_path):
+def test_a_mixture_trains_and_resumes_and_is_evaluated_by_source(mixed, run_cli, tmp_path):
     mixed()
-    whole = run_cli("train", "tiny.yaml")
-    assert whole.returncode == 0, whole.stderr
-    assert "one epoch of first (25 % of the examples) is " in whole.stderr
+    complete = run_cli("train", "tiny.yaml")
+    assert complete.returncode == 0, complete.stderr
+    assert "one epoch of first (25 % of the examples) is " in complete.stderr
     lines = metrics(tmp_path)
     (last,) = [line for line in lines if line["step"] == 6 and "eval/loss" in line]
     assert last["eval/macro_loss"] == pytest.approx((last["eval/first/loss"] + last["eval/second/loss"]) / 2)
@@ -46,7 +46,7 @@ def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mi
     assert run_cli("train", "tiny.yaml", *half).returncode == 0
     kept = ("step", "eval/loss", "eval/first/loss")
     again = [{name: line[name] for name in kept} for line in metrics(tmp_path, "again") if "eval/loss" in line]
-    # the first half of it ended with another learning rate, so only what came before that is the same
+    # the first half ended with another learning rate: the losses differ, the steps are the same
     assert [line["step"] for line in again] == [3, 6]
     assert {path.name for path in (tmp_path / "cache").iterdir()} == {"first", "second"}
 
@@ -59,7 +59,7 @@ def test_a_mixture_trains_is_evaluated_by_name_and_resumes_to_the_same_losses(mi
         ({"train_urls": ["a"]}, "set together with train_urls"),
     ],
 )
-def test_a_mixture_that_makes_no_sense_is_refused(mixed, run_cli, data, message):
+def test_an_invalid_mixture_is_refused(mixed, run_cli, data, message):
     mixed(**data)
     refused = run_cli("config", "check", "tiny.yaml")
     assert refused.returncode == 2
@@ -67,7 +67,7 @@ def test_a_mixture_that_makes_no_sense_is_refused(mixed, run_cli, data, message)
 
 
 @pytest.mark.long
-def test_a_run_may_end_with_the_first_source_used_up(mixed, run_cli):
+def test_a_run_can_end_when_the_first_source_is_exhausted(mixed, run_cli):
     mixed(stop_strategy="first_exhausted", train_weights={"first": 1, "second": 1})
     done = run_cli("train", "tiny.yaml", "--trainer.num_train_steps", 100000, "--trainer.train_batch_size", 512)
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def test_a_run_may_end_with_the_first_source_used_up(mixed, run_cli):
 
 
 @pytest.mark.long
-def test_a_run_may_end_after_so_many_epochs(settings, write_config, run_cli, tmp_path):
+def test_a_run_can_end_after_a_number_of_epochs(settings, write_config, run_cli, tmp_path):
     settings["trainer"] |= {
         "id": "tiny",
         "num_train_steps": 100_000,

@@ -1,4 +1,4 @@
-"""From a trained checkpoint to a folder for others, and to a line of text. The numbers are in tests/parity."""
+"""`export-hf` and `generate` on a trained checkpoint. tests/parity compares the values with transformers."""
 
 import json
 import os
@@ -37,21 +37,21 @@ def run(folder, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_tokenizer_travels_with_the_model(trained):
+def test_the_export_contains_the_tokenizer(trained):
     tokenizer = AutoTokenizer.from_pretrained(trained / "model")
     text = "The quiet café counts the naïve-robot.\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert (tokenizer.eos_token_id, len(tokenizer), tokenizer.model_max_length) == (0, 384, 32)
 
 
-def test_an_export_is_readable_by_others_as_files_usually_are(trained):
+def test_the_files_of_an_export_have_the_permissions_of_the_umask(trained):
     umask = os.umask(0)
     os.umask(umask)
     for name in os.listdir(trained / "model"):
         assert os.stat(trained / "model" / name).st_mode & 0o777 == 0o666 & ~umask, name
 
 
-def test_the_export_of_another_run_is_replaced_only_if_asked_for(trained):
+def test_the_export_of_another_run_is_replaced_only_with_overwrite(trained):
     config = trained / "model" / "config.json"
     assert json.loads(config.read_text())["lmtrain_run"] == "exported"
     run(trained, "export-hf", "tiny.yaml", "--output", "model")  # the same command again
@@ -59,23 +59,26 @@ def test_the_export_of_another_run_is_replaced_only_if_asked_for(trained):
     data = json.loads(mine)["lmtrain_data"]
     command = ["export-hf", "tiny.yaml", "--output", "model"]
     # another run, and one of the same id in another project
-    for ours, others, told in (("exported", "another", "one of exported;"), (data, "0" * 16, "exported on other data")):
+    for ours, others, expected in (
+        ("exported", "another", "one of exported;"),
+        (data, "0" * 16, "exported on other data"),
+    ):
         config.write_text(mine.replace(f'"{ours}"', f'"{others}"'))
         refused = run_in_process(command, trained)
         assert refused.returncode == 2
-        for part in ("--output model", told, "--overwrite"):
+        for part in ("--output model", expected, "--overwrite"):
             assert part in refused.stderr.splitlines()[-1]
         assert others in config.read_text()
-    config.write_text(mine.replace(f'"lmtrain_data": "{data}",', ""))  # as before there was such an entry
+    config.write_text(mine.replace(f'"lmtrain_data": "{data}",', ""))  # as in exports of versions without this entry
     run(trained, "export-hf", "tiny.yaml", "--output", "model")
     config.write_text(mine.replace('"exported"', '"another"'))
     run(trained, "export-hf", "tiny.yaml", "--output", "model", "--overwrite")
     assert config.read_text() == mine
 
 
-@pytest.mark.parametrize("change", ["gone", "replaced"])
+@pytest.mark.parametrize("change", ["deleted", "replaced"])
 def test_a_run_keeps_its_tokenizer(trained, tmp_path, change):
-    """A checkpoint of a run whose tokenizer is gone, or was trained anew, is used with the run's own copy."""
+    """A checkpoint of a run whose tokenizer was deleted or trained again is used with the copy in the run's folder."""
     folder = tmp_path / "moved"
     shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("cache", "model"))
     settings = yaml.safe_load((folder / "tiny.yaml").read_text())
@@ -95,8 +98,8 @@ def test_a_run_keeps_its_tokenizer(trained, tmp_path, change):
     assert ("tokenizer" in refused.stderr.splitlines()[-1]) or "tokenizer.fingerprint" in refused.stderr
 
 
-def test_settings_of_the_command_line_are_not_forgotten_in_silence(trained, tmp_path):
-    """The run that is used is named, and so is a newer one, started from the same file with a flag."""
+def test_the_checkpoint_in_use_and_newer_runs_of_the_same_config_are_logged(trained, tmp_path):
+    """The newer run was started from the same file, with other settings on the command line."""
     folder = tmp_path / "runs"
     folder.mkdir()
     settings = yaml.safe_load((trained / "tiny.yaml").read_text())
@@ -118,25 +121,25 @@ def test_settings_of_the_command_line_are_not_forgotten_in_silence(trained, tmp_
 
     add("tiny-ffffff", later=100)
     add("other-ffffff", later=100)
-    told = export("tiny.yaml", "--output", "one", code=2)
-    assert "other runs of tiny.yaml: tiny-ffffff (step 8); add --run ID" in told
+    output = export("tiny.yaml", "--output", "one", code=2)
+    assert "other runs of tiny.yaml: tiny-ffffff (step 8); add --run ID" in output
     add(own, later=0)
-    told = export("tiny.yaml", "--output", "one")
-    assert f"step 8: checkpoints/{own}/step-8" in told
-    assert "tiny-ffffff (step 8)" in told
-    assert "other-ffffff" not in told
+    output = export("tiny.yaml", "--output", "one")
+    assert f"step 8: checkpoints/{own}/step-8" in output
+    assert "tiny-ffffff (step 8)" in output
+    assert "other-ffffff" not in output
 
     kept = folder / "logs" / "tiny-ffffff"
     shutil.copytree(trained / "logs" / "exported", kept)
-    told = export("--run", "tiny-ffffff", "--output", "two")
-    assert "/checkpoints/exported/step-8" not in told
+    output = export("--run", "tiny-ffffff", "--output", "two")
+    assert "/checkpoints/exported/step-8" not in output
     assert (folder / "two" / "model.safetensors").read_bytes() == (trained / "model" / "model.safetensors").read_bytes()
     assert "did you mean tiny-ffffff?" in export("--run", "tiny-fffffe", "--output", "three", code=2)
     assert "has its own config" in export("tiny.yaml", "--run", "tiny-ffffff", "--output", "three", code=2)
 
 
 @pytest.mark.long
-def test_generate_continues_the_prompt_and_repeats_itself(trained):
+def test_generate_continues_the_prompt_and_is_deterministic(trained):
     prompt = ["generate", "tiny.yaml", "--prompt", "The quiet river", "--max_new_tokens", "12"]
     first = run(trained, *prompt)
     assert first.startswith("The quiet river")
@@ -146,7 +149,7 @@ def test_generate_continues_the_prompt_and_repeats_itself(trained):
 
 
 @pytest.mark.long
-def test_a_named_checkpoint_is_the_one_used(trained):
+def test_the_checkpoint_flag_selects_the_checkpoint(trained):
     prompt = ["generate", "tiny.yaml", "--prompt", "The", "--max_new_tokens", "20", "--checkpoint"]
     run_folder = trained / "checkpoints" / "exported"
     assert run(trained, *prompt, str(run_folder)) == run(trained, *prompt, str(run_folder / "step-8"))

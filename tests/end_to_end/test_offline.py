@@ -1,4 +1,4 @@
-"""Without the name of something on the hub, nothing on the network is asked for."""
+"""Without the name of a model or data set on the Hugging Face Hub, lmtrain makes no network connection."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.end_to_end
 
-# A name that is looked up, or a connection that is made, ends the process and says which.
+# A DNS look-up or a connection ends the process with exit code 99 and a message.
 WATCHED = """
 import os, socket, sys
 
@@ -36,7 +36,7 @@ def watched(folder, *arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.long
-def test_training_from_scratch_exporting_and_going_on_from_a_folder_ask_nobody(settings, write_config, tmp_path):
+def test_training_exporting_and_initializing_from_a_folder_make_no_connection(settings, write_config, tmp_path):
     settings["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 100, "id": "alone"}
     write_config(settings | {"hf_save_path": "exports"})
     trained = watched(tmp_path, "train", "tiny.yaml")
@@ -47,8 +47,8 @@ def test_training_from_scratch_exporting_and_going_on_from_a_folder_ask_nobody(s
     assert "the weights of exports/alone/step-2" in again.stderr
 
 
-def test_the_name_of_a_model_on_the_hub_is_what_makes_it_ask(settings, write_config, tmp_path):
+def test_the_name_of_a_model_on_the_hub_makes_a_connection(settings, write_config, tmp_path):
     write_config(settings)
-    asked = watched(tmp_path, "train", "tiny.yaml", "--initialize_from_hf", "acme/tiny")
-    assert asked.returncode == 99
-    assert "network: look-up of huggingface.co" in asked.stderr
+    connected = watched(tmp_path, "train", "tiny.yaml", "--initialize_from_hf", "acme/tiny")
+    assert connected.returncode == 99
+    assert "network: look-up of huggingface.co" in connected.stderr

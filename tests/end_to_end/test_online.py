@@ -1,4 +1,4 @@
-"""Training beside tokenizing: it begins early, sees what it would see later, and gets the builder's errors."""
+"""Training during tokenization: it starts early, on the same batches, and reports the errors of tokenization."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 
 DEADLINE_SECONDS = 300
 FILES = 6
-MANY = 40  # take much longer than the start of a run, on any machine
+MANY = 40  # tokenization takes much longer than the start of a run, on any machine
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def markers(folder):
 
 
 @pytest.mark.long
-def test_batches_are_those_of_the_finished_cache(config, run_cli, texts, tmp_path):
+def test_losses_equal_those_with_a_finished_cache(config, run_cli, texts, tmp_path):
     many = [f"{texts}/many-{{0..{MANY - 1}}}.jsonl"]
     online = run_cli("train", config("online", many))
     assert online.returncode == 0, online.stderr
@@ -69,7 +69,9 @@ def test_batches_are_those_of_the_finished_cache(config, run_cli, texts, tmp_pat
 
 
 @pytest.mark.long
-def test_a_run_that_ends_before_its_cache_leaves_whole_shards_for_the_next(config, run_cli, texts, tmp_path):
+def test_a_run_that_ends_before_its_cache_is_complete_leaves_finished_shards_for_the_next(
+    config, run_cli, texts, tmp_path
+):
     many = [f"{texts}/many-{{0..{MANY - 1}}}.jsonl"]
     first = run_cli("train", config("online", many, num_train_steps=2))
     assert first.returncode == 0, first.stderr
@@ -84,7 +86,7 @@ def test_a_run_that_ends_before_its_cache_leaves_whole_shards_for_the_next(confi
 
 
 @pytest.mark.long
-def test_an_error_of_the_builder_ends_training_with_it(config, run_cli, texts, tmp_path):
+def test_an_error_of_tokenization_ends_training(config, run_cli, texts, tmp_path):
     (tmp_path / "broken.jsonl").write_text((texts / "1.jsonl").read_text() + "{broken\n")
     urls = [f"{texts}/0.jsonl", str(tmp_path / "broken.jsonl")]
     failed = run_cli("train", config(train_urls=urls, num_train_steps=10**6))
@@ -109,14 +111,14 @@ def wait_for(found, process):
 
 
 @pytest.mark.long
-def test_preprocess_asked_to_stop_keeps_what_is_finished_and_exits_75(config, lmtrain, tmp_path):
+def test_preprocess_keeps_finished_shards_after_a_signal_and_exits_75(config, lmtrain, tmp_path):
     path = config()
     process = start(tmp_path, "preprocess", path)
     wait_for(lambda: markers(tmp_path), process)
-    os.killpg(process.pid, signal.SIGTERM)  # as a scheduler does, workers and all
-    _, told = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 75, told
-    assert "finished shards are kept: run the same command again to resume" in told
+    os.killpg(process.pid, signal.SIGTERM)  # as a scheduler does, including workers
+    _, output = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 75, output
+    assert "finished shards are kept: run the same command again to resume" in output
     kept = markers(tmp_path)
     assert 1 <= len(kept) < FILES
     names = {path.name for path in (tmp_path / "cache" / "train").iterdir()}
@@ -127,21 +129,21 @@ def test_preprocess_asked_to_stop_keeps_what_is_finished_and_exits_75(config, lm
 
 
 @pytest.mark.long
-def test_two_who_build_one_cache_build_it_once(config, tmp_path):
+def test_two_processes_build_the_same_cache_once(config, tmp_path):
     path = config()
     first = start(tmp_path, "preprocess", path)
     wait_for(lambda: (tmp_path / "cache" / "train" / ".building").exists(), first)
     second = start(tmp_path, "preprocess", path)
-    told = [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), told
-    assert f"process {first.pid} on" in told[1]
-    assert "is building it; using its shards" in told[1]
-    assert "shards to build" not in told[1]
+    output = [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), output
+    assert f"process {first.pid} on" in output[1]
+    assert "is building it; using its shards" in output[1]
+    assert "shards to build" not in output[1]
     assert not (tmp_path / "cache" / "train" / ".building").exists()
 
 
 @pytest.mark.long
-def test_a_builder_takes_over_from_one_that_is_killed(config, tmp_path):
+def test_a_second_process_takes_over_the_build_after_the_first_is_killed(config, tmp_path):
     path = config()
     first = start(tmp_path, "preprocess", path)
     wait_for(lambda: markers(tmp_path), first)
@@ -149,9 +151,9 @@ def test_a_builder_takes_over_from_one_that_is_killed(config, tmp_path):
     time.sleep(1.5)
     first.kill()
     first.communicate()
-    _, told = second.communicate(timeout=DEADLINE_SECONDS)
-    assert second.returncode == 0, told
-    assert "is building it; using its shards" in told
+    _, output = second.communicate(timeout=DEADLINE_SECONDS)
+    assert second.returncode == 0, output
+    assert "is building it; using its shards" in output
     assert len(markers(tmp_path)) == FILES
 
 

@@ -1,4 +1,4 @@
-"""What a run shows of itself: every metric once, whatever its trackers do and however often it is killed."""
+"""Metrics, trackers and the files of a run: every metric is logged once, even if trackers fail or the run is killed."""
 
 import json
 import math
@@ -34,12 +34,12 @@ TRACKERS = '''
 import json, os, threading
 from lmtrain.tracking import background, goodput
 
-goodput._SECONDS_BETWEEN_WRITES = 0.0  # the ledger at every step, the last one too
+goodput._SECONDS_BETWEEN_WRITES = 0.0  # write goodput at every step, including the last
 background._HANGING_SECONDS = 600.0
 
 
 class Quick:
-    """As it should be. It is asked to finish before the one that hangs, for which 30 s are too long for a test."""
+    """Works. It finishes before the tracker that hangs, whose timeout of 30 s it shortens for the test."""
 
     def __init__(self, run, folder, step, name):
         self._file = open(os.path.join(folder, name), "a")
@@ -63,7 +63,6 @@ class Quick:
         self._keep("finish")
         self._file.close()
         background._FINISH_SECONDS = 3.0
-
 
     def text(self, texts, step):
         self._keep("text", step, sorted(texts))
@@ -98,7 +97,7 @@ def lines(folder: Path) -> list[dict]:
 
 
 def by_step(folder: Path) -> dict[int, dict]:
-    """The metrics of each step, which are in several lines; each must be there once."""
+    """The metrics of each step, joined from several lines; each must be in the log once."""
     pairs = Counter((line["step"], name) for line in lines(folder) for name in line if name != "step")
     assert [pair for pair, count in pairs.items() if count > 1] == []
     found: dict[int, dict] = {}
@@ -108,11 +107,11 @@ def by_step(folder: Path) -> dict[int, dict]:
 
 
 def last_logged(folder: Path) -> int:
-    """The last step whose line in the log is whole; 0 before the first."""
+    """The last step with a complete line in the log; 0 before the first."""
     if not log_file(folder).exists():
         return 0
-    whole = [line for line in log_file(folder).read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return max((json.loads(line)["step"] for line in whole), default=0)
+    complete = [line for line in log_file(folder).read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return max((json.loads(line)["step"] for line in complete), default=0)
 
 
 def own(name: str) -> dict:
@@ -121,7 +120,7 @@ def own(name: str) -> dict:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """The folder of a run with every tracker, two of them broken, with a profile and norms; and what it said."""
+    """The folder and the output of a run with all trackers, two of them broken, a profile and norms."""
     trackers = [
         own("Raises"),
         {"type": "wandb", "mode": "offline", "project": "none"},
@@ -171,7 +170,7 @@ def test_every_step_has_all_its_metrics_once(seen):
     assert found[STEPS]["throughput/total_tokens"] == STEPS * 4 * 32
 
 
-def test_norms_are_there_every_few_steps_and_the_gradients_is_that_of_the_step(seen):
+def test_norms_are_logged_at_their_interval_and_agree_with_the_gradient_norm_of_the_step(seen):
     found = by_step(seen[0])
     names = {f"{tree}/norm/{name}" for tree in ("grad", "params") for name in ("total", "blocks/0", "blocks/1")}
     assert [step for step in found if names & found[step].keys()] == [4, 8, 12]
@@ -180,7 +179,7 @@ def test_norms_are_there_every_few_steps_and_the_gradients_is_that_of_the_step(s
         assert found[step]["grad/norm/total"] == pytest.approx(found[step]["train/gradient_norm"], rel=1e-5)
 
 
-def test_the_ledger_accounts_for_all_of_the_time(seen):
+def test_goodput_accounts_for_all_of_the_time(seen):
     found = by_step(seen[0])
     with_goodput = [metrics for metrics in found.values() if "goodput/steps" in metrics]
     assert with_goodput[-1]["step"] == STEPS
@@ -197,13 +196,13 @@ def test_the_ledger_accounts_for_all_of_the_time(seen):
     (attempt,) = read_attempts(str(seen[0] / "logs" / RUN / NAME))
     assert (attempt.first_step, attempt.last_step) == (0, STEPS)
     assert sum(attempt.seconds.values()) == pytest.approx(attempt.updated - attempt.started, rel=0.02, abs=0.5)
-    # the last figures are those after the last evaluation: between the two kinds nothing changes any more
+    # the last metrics follow the last evaluation: later time is in neither of the two kinds
     evaluation, data = (attempt.seconds[kind] for kind in ("evaluation", "data_wait"))
     assert last["goodput/evaluation"] / last["goodput/data_wait"] == pytest.approx(evaluation / data)
     assert attempt.facts["parameters"] == found[0]["parameter_count"]
 
 
-def test_what_the_run_keeps_is_in_its_folder(seen):
+def test_the_files_of_the_run_are_in_its_folder(seen):
     folder = seen[0] / "logs" / RUN
     assert "my_trackers.Hangs" in (folder / "config.yaml").read_text()
     assert json.loads((folder / "code" / "git.json").read_text())["commit"]
@@ -213,18 +212,22 @@ def test_what_the_run_keeps_is_in_its_folder(seen):
     assert list(seen[0].glob(f"tblogs/{RUN}/events.out.*"))
 
 
-def test_a_tracker_of_ones_own_is_told_everything_that_the_json_log_has(seen):
+def test_a_custom_tracker_gets_all_metrics_of_the_json_log(seen):
     calls = [json.loads(line) for line in (seen[0] / "logs" / RUN / "Quick.jsonl").read_text().splitlines()]
     logged = [(step, names) for verb, step, *names in (call for call in calls if call[0] == "log")]
     assert logged == [(line["step"], [sorted(line.keys() - {"step"})]) for line in lines(seen[0])[1:]]
     artifacts = {kind: name for verb, *_, name, kind in (call for call in calls if call[0] == "artifact")}
     assert artifacts == {kind: f"{RUN}-{kind}" for kind in ("config", "code", "profile")}
-    assert [call[0] for call in calls if call[0] not in ("log", "text", "artifact")] == ["hyperparameters", "summary", "finish"]
+    assert [call[0] for call in calls if call[0] not in ("log", "text", "artifact")] == [
+        "hyperparameters",
+        "summary",
+        "finish",
+    ]
 
 
-def test_what_is_wrong_with_a_tracker_is_told_once_and_costs_no_step(seen):
-    for told in (seen[1], (seen[0] / "logs" / f"{RUN}.log").read_text()):
-        about = [line for line in told.splitlines() if "tracker " in line]
+def test_the_error_of_a_tracker_is_logged_once_and_costs_no_step(seen):
+    for output in (seen[1], (seen[0] / "logs" / f"{RUN}.log").read_text()):
+        about = [line for line in output.splitlines() if "tracker " in line]
         assert len(about) == 2, about
         (raised,) = [line for line in about if "Raises" in line]
         (hung,) = [line for line in about if "Hangs" in line]
@@ -232,11 +235,11 @@ def test_what_is_wrong_with_a_tracker_is_told_once_and_costs_no_step(seen):
             "tracker my_trackers.Raises: RuntimeError: the cloud is gone; training continues without it"
         )
         assert "tracker my_trackers.Hangs: still busy after " in hung
-        assert "Traceback" not in told
+        assert "Traceback" not in output
     assert complete_steps(seen[0]) == list(range(1, STEPS + 1))
 
 
-def test_the_losses_are_those_of_a_run_without_trackers_bit_for_bit(seen, tmp_path):
+def test_the_losses_are_bitwise_those_of_a_run_without_trackers(seen, tmp_path):
     finish(make(tmp_path, settings(tracker=[], watch={"watch_targets": []})))
     alone, found = by_step(tmp_path), by_step(seen[0])
     names = ("train/loss", "train/learning_rate", "train/gradient_norm", "eval/loss")
@@ -245,19 +248,19 @@ def test_the_losses_are_those_of_a_run_without_trackers_bit_for_bit(seen, tmp_pa
     assert math.isfinite(alone[STEPS]["eval/loss"])
 
 
-def test_killed_and_begun_again_every_metric_is_there_once_and_what_was_lost_is_counted(tmp_path):
-    saved, reached, for_ever = 4, 20, 1_000_000
+def test_after_a_kill_and_a_restart_every_metric_is_logged_once_and_lost_time_is_counted(tmp_path):
+    saved, reached, forever = 4, 20, 1_000_000
     keep = {"save_interval": None, "keep": [{"every": saved, "until": saved}]}
-    folder = make(tmp_path, settings(for_ever, tracker=[own("Quick")], checkpointer=keep, steps_per_eval=50))
+    folder = make(tmp_path, settings(forever, tracker=[own("Quick")], checkpointer=keep, steps_per_eval=50))
     with running(folder) as process:
-        # either may come first: the save of an early step, written beside the steps, or a later step
+        # either can come first: the asynchronous save of an early step, or a later step
         wait_for(lambda: complete_steps(folder) == [saved] and last_logged(folder) >= reached, [process])
         process.send_signal(signal.SIGKILL)
         process.wait()
     killed_at = last_logged(folder)
     last = killed_at + 60  # with an evaluation in between, however fast the machine is
-    told = finish(folder, "--trainer.num_train_steps", last)
-    assert f"resuming after step {saved} " in told
+    output = finish(folder, "--trainer.num_train_steps", last)
+    assert f"resuming after step {saved} " in output
     found = by_step(folder)
     assert sorted(found) == list(range(last + 1))
     for step in range(1, last + 1):
@@ -279,9 +282,9 @@ def test_killed_and_begun_again_every_metric_is_there_once_and_what_was_lost_is_
 
 
 @pytest.mark.long
-def test_what_xla_dumps_is_kept_with_the_run(tmp_path):
+def test_xla_dumps_are_saved_with_the_run(tmp_path):
     tracker = {"type": "wandb", "mode": "disabled", "save_code": False, "save_xla_dumps": True}
-    # all programs came from the compilation cache, and dumps nothing
+    # without a compilation cache: XLA dumps nothing for programs that come from it
     write_config(tmp_path, settings(3, tracker=tracker, jax_compilation_cache_dir=None))
     finish(tmp_path, XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_dump_to=dumps")
     dumped = {path.name for path in (tmp_path / "dumps").iterdir()}

@@ -1,4 +1,4 @@
-"""A shipped config with its data, sizes and steps changed on the command line, as a user tries it out first."""
+"""Shipped configs with data, sizes and steps changed on the command line, as in a first trial."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_every_optimizer_trains_from_the_command_line(run_cli, tmp_path, optimiz
     assert "average " in done.stderr
 
 
-def test_without_a_network_a_hub_name_is_an_error_with_advice_at_once(run_cli, tmp_path):
+def test_without_a_network_a_hub_name_is_an_immediate_error_with_advice(run_cli, tmp_path):
     for flags, what in (
         (DATA[:2], "tokenizer 'gpt2': not found locally or on the Hugging Face Hub"),
         (DATA[-2:], "data.id: Skylion007/openwebtext: not found locally or on the Hugging Face Hub"),
@@ -57,7 +57,7 @@ def test_without_a_network_a_hub_name_is_an_error_with_advice_at_once(run_cli, t
 
 @pytest.mark.long
 def test_the_first_config_trains_on_a_data_set_named_by_a_shipped_fragment(run_cli, tmp_path):
-    """`--data "include data/wikitext103.yaml"`, with a local folder in the place of the hub's data set."""
+    """`--data "include data/wikitext103.yaml"`, with a local folder instead of the data set on the hub."""
     folder = tmp_path / "dataset"
     folder.mkdir()
     for name, file in (("train", TRAIN_FILES[0]), ("validation", VALIDATION_FILES[0])):

@@ -1,4 +1,4 @@
-"""How many steps still run after a signal: of long ones none but the one under way."""
+"""The number of steps that still run after a signal: only the current one if steps are long."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from multihost.processes import free_port
 
 pytestmark = pytest.mark.end_to_end
 
-# Train, with a SIGTERM at a known moment: when the metrics of a step have been read, or while evaluating after it.
+# Train, with a SIGTERM at a known moment: after the metrics of a step were read, or during the evaluation after it.
 SCRIPT = """
 import os, signal, sys
 from lmtrain.commands import train
@@ -40,7 +40,7 @@ elif moment == "batch":
     perplexity.build_eval_step = lambda *arguments: signalled(built(*arguments))
 sys.exit(train.run(sys.argv[4:]))
 """
-SHORT, LONG = 1000.0, 0.0  # than which every step is shorter, or longer
+SHORT, LONG = 1000.0, 0.0  # limits for a long step: no step exceeds the first, every step exceeds the second
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ def start(folder: Path, run: str, moment: str, at: int, seconds: float, *flags: 
 
 
 def saved_step(folder: Path, run: str, processes: list[subprocess.Popen]) -> int:
-    """The last step that was trained and saved, when all have ended as a signal lets them."""
+    """The last step that was trained and saved. Waits for all processes, which must exit with 75."""
     for process in processes:
-        told = process.communicate(timeout=240)[1]
-        assert process.returncode == 75, told
+        output = process.communicate(timeout=240)[1]
+        assert process.returncode == 75, output
     newest = max(int(name.removeprefix("step-")) for name in os.listdir(folder / "checkpoints" / run) if "step" in name)
     lines = (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line)["step"] for line in lines) == newest
@@ -69,20 +69,20 @@ def saved_step(folder: Path, run: str, processes: list[subprocess.Popen]) -> int
 
 
 @pytest.mark.parametrize(("seconds", "last"), [(LONG, 3), (SHORT, 4)])
-def test_of_long_steps_only_the_one_under_way_is_finished_of_short_ones_the_next_too(folder, seconds, last):
-    """Metrics of step 3 are read when it is finished: then no step runs, or step 4 does already."""
+def test_a_long_step_is_the_last_one_after_a_signal_and_a_short_one_is_followed_by_another(folder, seconds, last):
+    """Metrics of step 3 are read when it is finished: then no step runs, or step 4 is already running."""
     run = f"alone-{last}"
     assert saved_step(folder, run, [start(folder, run, "step", 3, seconds)]) == last
 
 
-def test_a_signal_while_evaluating_lets_no_other_step_begin(folder):
+def test_no_step_starts_after_a_signal_during_evaluation(folder):
     process = start(folder, "evaluating", "evaluation", 1, SHORT, "--trainer.steps_per_eval", 3)
     assert saved_step(folder, "evaluating", [process]) == 3
 
 
 @pytest.mark.parametrize(("seconds", "last"), [(LONG, 4), pytest.param(SHORT, 6, marks=pytest.mark.long)])
-def test_of_several_processes_one_more_long_step_tells_all(folder, seconds, last):
-    """The signal comes to one of them: before step 4, which then carries its wish, or in step 4, and step 5 does."""
+def test_several_processes_stop_together_after_one_more_long_step(folder, seconds, last):
+    """One process gets the signal before or during step 4, and informs the other in the next step: 4 or 5."""
     run, port = f"two-{last}", free_port()
     meet = ("--trainer.distributed.coordinator_address", f"127.0.0.1:{port}", "--trainer.distributed.num_processes", 2)
     processes = [
@@ -97,8 +97,8 @@ def logged(folder: Path, run: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("step", [3, 12])
-def test_an_evaluation_that_a_signal_ends_is_made_when_the_run_is_resumed_and_once(folder, step):
-    """Between two batches of it; also that of the last step, and though the run is started again and again."""
+def test_an_evaluation_that_a_signal_interrupts_is_repeated_once_when_the_run_resumes(folder, step):
+    """The signal comes between two of its batches. Also for the last step, if the run is started several times."""
     run = f"evaluation-of-{step}"
     every = ("--trainer.steps_per_eval", step)
     process = start(folder, run, "batch", 1, SHORT, *every)
@@ -107,11 +107,11 @@ def test_an_evaluation_that_a_signal_ends_is_made_when_the_run_is_resumed_and_on
     for _ in range(3 if step == 12 else 1):
         done = run_in_process(["train", "tiny.json", "--trainer.id", run, *every], folder)
         assert done.returncode == 0, done.stderr
-    whole = run_in_process(["train", "tiny.json", "--trainer.id", f"{run}-whole", *every], folder)
-    assert whole.returncode == 0, whole.stderr
+    complete = run_in_process(["train", "tiny.json", "--trainer.id", f"{run}-complete", *every], folder)
+    assert complete.returncode == 0, complete.stderr
     found, expected = (
         [(line["step"], line["eval/loss"]) for line in logged(folder, name) if "eval/loss" in line]
-        for name in (run, f"{run}-whole")
+        for name in (run, f"{run}-complete")
     )
     assert found == expected
     assert [at for at, _ in found] == list(range(step, 13, step))

@@ -1,4 +1,4 @@
-"""`lmtrain train` as a user runs it: killed anywhere, it ends with the same bytes as a run that was left alone."""
+"""`lmtrain train` as a user runs it: killed at any moment and resumed, it ends with the bytes of an undisturbed run."""
 
 import json
 import os
@@ -25,7 +25,7 @@ TIMES = ("throughput/", "checkpoint/", "goodput/", "memory/", "compile/")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The folder of a run from start to end without a disturbance, and what it printed."""
+    """The folder and the output of an undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed")
     return folder, train(folder)
 
@@ -53,20 +53,20 @@ def arrays(folder: Path, step: int) -> dict[str, bytes]:
     for part in ("params", "optimizer"):
         path = folder / "checkpoints" / RUN / f"step-{step}" / part
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it reads the shardings from the file, which is what is wanted
+            warnings.simplefilter("ignore")  # of reading the shardings from the file, which is intended
             tree[part] = orbax.restore(path)
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(name): np.asarray(leaf).tobytes() for name, leaf in leaves}
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The metrics log without anything that depends on the clock."""
+    """The metrics log without times."""
     lines = (folder / "logs" / f"{RUN}.metrics.jsonl").read_text().splitlines()
     plain = [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
     return [line for line in plain if line.keys() != {"step"}]
 
 
-def test_a_run_prints_its_id_first_and_saves_the_steps_it_should(undisturbed):
+def test_a_run_prints_its_id_first_and_saves_the_steps_of_its_policy(undisturbed):
     folder, printed = undisturbed
     assert printed.splitlines()[0].startswith(f"run {RUN} (to start a new run")
     assert sorted(os.listdir(folder / "checkpoints" / RUN)) == ["step-12", "step-4", "step-8"]
@@ -76,7 +76,7 @@ def test_a_run_prints_its_id_first_and_saves_the_steps_it_should(undisturbed):
 def test_the_loss_falls(undisturbed):
     losses = [m["train/loss"] for m in metrics(undisturbed[0]) if "train/loss" in m]
     assert len(losses) == 12
-    assert losses[0] == pytest.approx(np.log(384), abs=0.05)  # a fresh model knows nothing
+    assert losses[0] == pytest.approx(np.log(384), abs=0.05)  # uniform at initialization
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -96,12 +96,12 @@ def test_training_twice_gives_the_same_bytes(undisturbed, tmp_path):
 @pytest.mark.parametrize(
     "after", ["step-4", *(pytest.param(name, marks=pytest.mark.long) for name in ("one.metrics.jsonl", "step-8"))]
 )
-def test_killed_and_continued_gives_the_same_bytes(undisturbed, tmp_path, after):
+def test_killed_and_resumed_gives_the_same_bytes(undisturbed, tmp_path, after):
     """kill -9 as soon as `after` appears: after the first checkpoint, before any, in the middle."""
     watched = {"one.metrics.jsonl": tmp_path / "logs" / after}.get(
         after, tmp_path / "checkpoints" / RUN / after / "manifest.json"
     )
-    for _ in range(TRIES):  # a fast machine may be at the end before this process is asked again
+    for _ in range(TRIES):  # on a fast machine the run may finish first
         process = subprocess.Popen(command(tmp_path), cwd=tmp_path, stderr=subprocess.DEVNULL)
         while not watched.exists() and process.poll() is None:
             time.sleep(0.001)
@@ -121,7 +121,7 @@ def test_killed_and_continued_gives_the_same_bytes(undisturbed, tmp_path, after)
 
 
 def test_sigterm_saves_the_last_finished_step_and_exits_75(undisturbed, tmp_path):
-    for _ in range(TRIES):  # a fast machine may be at the end before this process is asked again
+    for _ in range(TRIES):  # on a fast machine the run may finish first
         process = subprocess.Popen(command(tmp_path), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
         while not (tmp_path / "checkpoints" / RUN / "step-4" / "manifest.json").exists() and process.poll() is None:
             time.sleep(0.001)
@@ -139,13 +139,13 @@ def test_sigterm_saves_the_last_finished_step_and_exits_75(undisturbed, tmp_path
     assert metrics(tmp_path) == metrics(undisturbed[0])
 
 
-def test_a_finished_run_of_another_model_is_not_taken_for_this_one(undisturbed):
-    told = train(undisturbed[0], "--trainer.seed", "7", code=2)
-    assert "step-12 belongs to another run" in told
-    assert "seed: the checkpoint has 0, this config has 7" in told
+def test_a_finished_run_with_other_settings_is_refused(undisturbed):
+    output = train(undisturbed[0], "--trainer.seed", "7", code=2)
+    assert "step-12 belongs to another run" in output
+    assert "seed: the checkpoint has 0, this config has 7" in output
 
 
-def test_a_finished_run_says_so_and_changes_nothing(undisturbed):
+def test_a_finished_run_has_nothing_to_do_and_changes_nothing(undisturbed):
     folder, _ = undisturbed
     before = arrays(folder, 12), metrics(folder)
     assert "nothing to do" in train(folder)
@@ -153,7 +153,7 @@ def test_a_finished_run_says_so_and_changes_nothing(undisturbed):
 
 
 @pytest.mark.long
-def test_a_longer_run_goes_on_with_a_notice(undisturbed, tmp_path):
+def test_a_run_with_more_steps_resumes_with_a_notice(undisturbed, tmp_path):
     train(tmp_path)
     printed = train(tmp_path, "--trainer.num_train_steps", "14")
     assert "trainer.num_train_steps: the checkpoint has 12, this run has 14" in printed
@@ -176,7 +176,7 @@ def test_a_longer_run_goes_on_with_a_notice(undisturbed, tmp_path):
 )
 def test_another_run_under_the_same_id_is_refused(undisturbed, override, field):
     folder, _ = undisturbed
-    # 13 steps, so that there would be something to do
+    # 13 steps: more than the run has finished
     printed = train(folder, *override, "--trainer.num_train_steps", "13", code=2)
     assert "another run" in printed
     assert field in printed
@@ -191,7 +191,7 @@ def test_accumulation_gives_the_same_losses(undisturbed, tmp_path):
 
 
 @pytest.mark.long
-def test_a_loss_that_is_not_finite_stops_before_a_save(tmp_path):
+def test_a_loss_that_is_not_finite_stops_the_run_before_a_save(tmp_path):
     printed = train(tmp_path, "--optimizer.learning_rate", "1e30", "--optimizer.max_grad_norm", "null", code=1)
     assert "the loss of step" in printed
     assert "Traceback" not in printed
