@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import run_in_process, tiny_settings
+from forked import Forked
 from multihost.processes import free_port
 
 pytestmark = pytest.mark.end_to_end
@@ -51,17 +50,15 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def start(folder: Path, run: str, moment: str, at: int, seconds: float, *flags: object) -> subprocess.Popen:
+def start(folder: Path, run: str, moment: str, at: int, seconds: float, *flags: object) -> Forked:
     arguments = (moment, at, seconds, "tiny.json", "--trainer.id", run, *flags)
-    command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    return Forked(arguments, folder, folder / f"{run}.{free_port()}.txt", SCRIPT)
 
 
-def saved_step(folder: Path, run: str, processes: list[subprocess.Popen]) -> int:
+def saved_step(folder: Path, run: str, processes: list[Forked]) -> int:
     """The last step that was trained and saved. Waits for all processes, which must exit with 75."""
     for process in processes:
-        output = process.communicate(timeout=240)[1]
-        assert process.returncode == 75, output
+        assert process.wait(timeout=240) == 75, process.output.read_text()
     newest = max(int(name.removeprefix("step-")) for name in os.listdir(folder / "checkpoints" / run) if "step" in name)
     lines = (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line)["step"] for line in lines) == newest

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -15,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from conftest import run_in_process, tiny_settings
+from forked import Forked
 
 pytestmark = pytest.mark.end_to_end
 
@@ -38,11 +37,11 @@ def write(folder: Path, settings: dict) -> Path:
 
 def command(folder: Path, *overrides: str) -> list[str]:
     config = write(folder, tiny_settings())
-    return [sys.executable, "-m", "lmtrain", "train", str(config), "--trainer.id", RUN, *overrides]
+    return ["train", str(config), "--trainer.id", RUN, *overrides]
 
 
 def train(folder: Path, *overrides: str, code: int = 0) -> str:
-    done = run_in_process(command(folder, *overrides)[3:], folder)
+    done = run_in_process(command(folder, *overrides), folder)
     assert done.returncode == code, done.stderr
     return done.stderr
 
@@ -102,7 +101,7 @@ def test_killed_and_resumed_gives_the_same_bytes(undisturbed, tmp_path, after):
         after, tmp_path / "checkpoints" / RUN / after / "manifest.json"
     )
     for _ in range(TRIES):  # on a fast machine the run may finish first
-        process = subprocess.Popen(command(tmp_path), cwd=tmp_path, stderr=subprocess.DEVNULL)
+        process = Forked(command(tmp_path), tmp_path, tmp_path / "output.txt")
         while not watched.exists() and process.poll() is None:
             time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
@@ -122,16 +121,15 @@ def test_killed_and_resumed_gives_the_same_bytes(undisturbed, tmp_path, after):
 
 def test_sigterm_saves_the_last_finished_step_and_exits_75(undisturbed, tmp_path):
     for _ in range(TRIES):  # on a fast machine the run may finish first
-        process = subprocess.Popen(command(tmp_path), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        process = Forked(command(tmp_path), tmp_path, tmp_path / "output.txt")
         while not (tmp_path / "checkpoints" / RUN / "step-4" / "manifest.json").exists() and process.poll() is None:
             time.sleep(0.001)
         process.send_signal(signal.SIGTERM)
-        _, printed = process.communicate(timeout=300)
-        if process.returncode != 0:
+        if process.wait(timeout=300) != 0:
             break
         shutil.rmtree(tmp_path / "checkpoints")
         shutil.rmtree(tmp_path / "logs")
-    assert process.returncode == 75, printed
+    assert process.returncode == 75, process.output.read_text()
     newest = max(int(name.removeprefix("step-")) for name in os.listdir(tmp_path / "checkpoints" / RUN))
     assert metrics(tmp_path)[-1]["step"] == newest
     train(tmp_path)

@@ -1,4 +1,4 @@
-"""Tiny runs of `lmtrain train` to make faults in, and what they leave, to compare with a run that was left alone."""
+"""Tiny runs of `lmtrain train` for fault injection, and their results to compare with an undisturbed run."""
 
 import contextlib
 import json
@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from conftest import tiny_settings
+from forked import Forked
 
 RUN = "one"
 # Metrics of time; all others are the same in every run.
@@ -26,7 +26,7 @@ _DEADLINE_SECONDS = 300
 
 
 def full_settings(steps: int) -> dict:
-    """All that has a state or writes files: dropout, accumulation, an average, evaluation, exports, frequent saves."""
+    """All that has a state or writes files: dropout, gradient accumulation, EMA, evaluation, exports, frequent saves."""
     settings = tiny_settings()
     settings["model"] |= {"resid_pdrop": 0.1, "embed_pdrop": 0.1}
     settings["trainer"] |= {
@@ -41,8 +41,8 @@ def full_settings(steps: int) -> dict:
 
 @contextlib.contextmanager
 def working_folder(given: Path | None) -> Iterator[Path]:
-    """Where a tool makes its runs: the folder that was given, or one that goes in the end."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its runs are ended too, as they are by Ctrl-C
+    """The folder for the runs of a tool: `given`, or a temporary one."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # kills its runs too, as Ctrl-C does
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given or Path(temporary)).absolute()
         os.environ.setdefault("LMTRAIN_TEST_COMPILATION_CACHE", str(folder / "compiled"))
@@ -54,17 +54,14 @@ def write_config(folder: Path, settings: dict) -> None:
     (folder / "tiny.json").write_text(json.dumps(settings))  # JSON is YAML
 
 
-def start(folder: Path, *flags: object, verb: str = "train", told: str = "told.txt", **environment: str):
-    """The process; what it says goes to the file `told`. With its workers it is a group of its own: see `end`."""
-    command = [sys.executable, "-m", "lmtrain", verb, "tiny.json", "--trainer.id", RUN, *map(str, flags)]
-    with open(folder / told, "w") as file:
-        return subprocess.Popen(
-            command, cwd=folder, stdout=file, stderr=file, start_new_session=True, env=os.environ | environment
-        )
+def start(folder: Path, *flags: object, verb: str = "train", output: str = "output.txt", **environment: str) -> Forked:
+    """Start a process whose output goes to the file `told`. It leads a process group with its workers: see `end`."""
+    arguments = [verb, "tiny.json", "--trainer.id", RUN, *flags]
+    return Forked(arguments, folder, folder / told, **environment)
 
 
-def end(processes: Sequence[subprocess.Popen]) -> None:
-    """Kill what still runs of each, workers too, and wait for it."""
+def end(processes: Sequence[Forked]) -> None:
+    """Kill each process that still runs, including workers, and wait for it."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -72,7 +69,7 @@ def end(processes: Sequence[subprocess.Popen]) -> None:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *flags: object, **keywords: str) -> Iterator[subprocess.Popen]:
+def running(folder: Path, *flags: object, **keywords: str) -> Iterator[Forked]:
     process = start(folder, *flags, **keywords)
     try:
         yield process
@@ -81,36 +78,36 @@ def running(folder: Path, *flags: object, **keywords: str) -> Iterator[subproces
 
 
 def finish(folder: Path, *flags: object, **keywords: str) -> str:
-    """Let it run to its end. -> what it said"""
+    """Run to the end with exit code 0. -> the output"""
     with running(folder, *flags, **keywords) as process:
         code = process.wait(timeout=_DEADLINE_SECONDS)
-    told = (folder / keywords.get("told", "told.txt")).read_text()
-    assert code == 0, told
-    return told
+    output = (folder / keywords.get("output", "output.txt")).read_text()
+    assert code == 0, output
+    return output
 
 
 @contextlib.contextmanager
-def running_two(folder: Path, *flags: object, attempt: str) -> Iterator[list[subprocess.Popen]]:
-    """A run of two processes with a device each; what they say goes to `<attempt>.0.txt` and `<attempt>.1.txt`."""
+def running_two(folder: Path, *flags: object, attempt: str) -> Iterator[list[Forked]]:
+    """A run of two processes with one device each, with output to `<attempt>.0.txt` and `<attempt>.1.txt`."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
     meet = ("--trainer.distributed.coordinator_address", address, "--trainer.distributed.num_processes", 2)
-    processes: list[subprocess.Popen] = []
+    processes: list[Forked] = []
     try:
         for number in range(2):
             place = (*meet, "--trainer.distributed.process_id", number)
-            processes.append(start(folder, *place, *flags, told=f"{attempt}.{number}.txt"))
+            processes.append(start(folder, *place, *flags, output=f"{attempt}.{number}.txt"))
         yield processes
     finally:
         end(processes)
 
 
-def wait_for(found: Callable[[], object], processes: Sequence[subprocess.Popen]) -> None:
-    """Until `found` gives something true. Fails if a process ends before."""
+def wait_for(found: Callable[[], object], processes: Sequence[Forked]) -> None:
+    """Wait until `found` returns a true value. Fails if a process ends before."""
     deadline = time.monotonic() + _DEADLINE_SECONDS
     while not found():
-        assert all(process.poll() is None for process in processes), "it ended before what was waited for"
+        assert all(process.poll() is None for process in processes), "a process ended before the event"
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -124,7 +121,7 @@ def run_folder(folder: Path) -> Path:
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The metrics log, line by line, without anything that depends on the clock."""
+    """The lines of the metrics log, without times."""
     lines = map(json.loads, log_file(folder).read_text().splitlines())
     plain = [{name: value for name, value in line.items() if not name.startswith(_TIMES)} for line in lines]
     return [line for line in plain if line.keys() != {"step"}]
@@ -140,22 +137,22 @@ def complete_steps(folder: Path) -> list[int]:
     return sorted(int(path.parent.name.removeprefix("step-")) for path in manifests)
 
 
-def continued_from(told: str) -> int | None:
-    """The step that a start went on from, 0 if it began, None if it was ended before it said."""
-    found = re.search(r"resuming after step ([\d,]+)", told)
+def resumed_from(output: str) -> int | None:
+    """The step from which a process resumed, 0 for a new run, None if the process ended before it logged this."""
+    found = re.search(r"resuming after step ([\d,]+)", output)
     if found:
         return int(found[1].replace(",", ""))
-    return 0 if "one epoch is" in told else None  # which is said once the state is there
+    return 0 if "one epoch is" in output else None  # logged after the state is initialized
 
 
 def arrays(folder: Path, step: int) -> dict[str, bytes]:
-    """Every array of a checkpoint as bytes, by name: parameters, optimizer, and the average if there is one."""
+    """Every array of a checkpoint as bytes, by name: parameters, optimizer state, and EMA if any."""
     tree = {}
     for part in ("params", "optimizer", "average"):
         path = run_folder(folder) / f"step-{step}" / part
         if path.exists():
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it reads the shardings from the file, which is what is wanted
+                warnings.simplefilter("ignore")  # of reading the shardings from the file, which is intended
                 tree[part] = orbax.restore(path.absolute())
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(name): np.asarray(leaf).tobytes() for name, leaf in leaves}
@@ -168,17 +165,17 @@ def exports(folder: Path) -> dict[str, bytes]:
 
 
 def names(folder: Path) -> set[str]:
-    """What there is in the run's folders, to two levels within that of checkpoints: Orbax names its files by chance."""
+    """All names in the run's folders; of checkpoints two levels, since Orbax chooses random file names below."""
     found = [run_folder(folder), *run_folder(folder).glob("*"), *run_folder(folder).glob("*/*")]
     found += [path for top in ("logs", "exports", "cache") for path in (folder / top).rglob("*")]
     return {str(path.relative_to(folder)) for path in found}
 
 
 def differences(folder: Path, undisturbed: Path, steps: int) -> list[str]:
-    """How what a run of so many steps left differs from what an undisturbed one left, in words; empty if in nothing."""
+    """Differences between a run of `steps` steps and an undisturbed one, one message each; empty if there are none."""
     problems = []
     if trained_steps(folder) != list(range(1, steps + 1)):
-        problems.append("steps are missing in the metrics, or there twice or out of order")
+        problems.append("steps in the metrics are missing, repeated or out of order")
     pairs = zip(metrics(folder), metrics(undisturbed), strict=False)
     wrong = [number for number, (one, other) in enumerate(pairs, start=1) if one != other]
     if wrong or len(metrics(folder)) != len(metrics(undisturbed)):

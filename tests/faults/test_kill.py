@@ -1,6 +1,6 @@
-"""A run killed with SIGKILL at random moments, again and again, ends with the bytes of one that was left alone.
+"""A run that is killed with SIGKILL at random moments and resumed ends with the bytes of an undisturbed run.
 
-By tools/kill_fuzz.py, which does it fifty times over.
+This runs tools/kill_fuzz.py, with fewer kills than its default of 50.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "kill_fuzz.py"
 
 
 @pytest.mark.long
-def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(tmp_path):
+def test_killed_at_random_moments_a_run_ends_with_the_same_bytes(tmp_path):
     command = [sys.executable, TOOL, "--kills", 5, "--steps", 300, "--seed", 1, "--folder", tmp_path]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -24,10 +24,10 @@ def test_killed_at_random_moments_a_run_ends_as_if_nothing_had_happened(tmp_path
 
 
 @pytest.mark.long
-def test_what_a_killed_process_was_writing_under_a_temporary_name_is_gone_after_the_next_start(tmp_path):
-    """Small files are written as `<name>.tmp-<process>` and renamed: a kill in between leaves that name."""
+def test_temporary_files_of_a_killed_process_are_deleted_at_the_next_start(tmp_path):
+    """Small files are written as `<name>.tmp-<process>` and renamed: a kill in between leaves the temporary file."""
     write_config(tmp_path, full_settings(steps=2))
-    half_written = [
+    temporary = [
         run_folder(tmp_path) / "attempt.json.tmp-1",
         run_folder(tmp_path) / "step-1.partial.tmp-1",
         tmp_path / "logs" / "one" / "config.yaml.tmp-1",
@@ -35,7 +35,7 @@ def test_what_a_killed_process_was_writing_under_a_temporary_name_is_gone_after_
         tmp_path / "exports" / "one" / "step-1.tmp-1" / "config.json",
         tmp_path / "logs" / "one.metrics.jsonl.tmp",
     ]
-    for path in half_written:
+    for path in temporary:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{")
     finish(tmp_path)

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 at any moment, to one process or to one of two: saved, 75, and nothing is lost."""
+"""SIGTERM, SIGINT and SIGUSR1 at any moment, to a single process or one of two: saved, exit code 75, nothing lost."""
 
 import contextlib
 import random
@@ -12,7 +12,7 @@ from conftest import tiny_settings
 from faults.runs import (
     RUN,
     complete_steps,
-    continued_from,
+    resumed_from,
     differences,
     finish,
     full_settings,
@@ -45,7 +45,7 @@ def undisturbed(tmp_path_factory):
 
 
 def catches_signals(process):
-    """Whether it has set its handlers: before, the system ends it at once, and there is nothing to save."""
+    """Whether it has installed its handlers: before, a signal ends it immediately, and there is nothing to save."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
     return all(caught >> (number - 1) & 1 for number in SIGNALS)
@@ -71,29 +71,29 @@ def marks(folder):
 
 
 def wait_until(moment, folder, processes, logged, dice):
-    """A random time later. `logged`: the last step that was logged before the start."""
+    """Wait for the moment and a random time. `logged`: the last step that was logged before the start."""
     for process in processes:
         wait_for(lambda process=process: catches_signals(process), processes)
     if moment == "start-up":
         time.sleep(dice.uniform(0, 3))
         return
-    steps = dice.randint(1, 6)  # steps rather than seconds, for a fast machine would reach the end in those
+    steps = dice.randint(1, 6)  # steps rather than seconds, in which a fast machine could finish
     wait_for(lambda: last_logged(folder) >= logged + steps, processes)
     if moment == "save":
         wait_for(lambda: is_saving(folder), processes)
         time.sleep(dice.uniform(0, 0.1))
 
 
-def check_stopped(folder, told, code, from_step):
-    """What a run has to leave that a signal ended, after going on from `from_step`."""
-    assert code == STOPPED, told
-    assert continued_from(told) in (from_step, None)
-    assert newest(folder) == last_logged(folder), told
+def check_stopped(folder, output, code, from_step):
+    """Check a run that resumed from `from_step` and was ended by a signal."""
+    assert code == STOPPED, output
+    assert resumed_from(output) in (from_step, None)
+    assert newest(folder) == last_logged(folder), output
     assert marks(folder) == []
 
 
 @pytest.mark.long
-def test_stopped_at_random_moments_a_run_saves_its_last_step_and_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
+def test_stopped_at_random_moments_a_run_saves_its_last_step_and_ends_with_the_same_bytes(undisturbed, tmp_path):
     dice = random.Random(0)
     write_config(tmp_path, full_settings(STEPS))
     for attempt in range(7):
@@ -102,37 +102,37 @@ def test_stopped_at_random_moments_a_run_saves_its_last_step_and_ends_as_if_noth
             wait_until(moment, tmp_path, [process], before, dice)
             process.send_signal(number)
             code = process.wait(timeout=DEADLINE_SECONDS)
-        check_stopped(tmp_path, (tmp_path / "told.txt").read_text(), code, before)
+        check_stopped(tmp_path, (tmp_path / "output.txt").read_text(), code, before)
     before = newest(tmp_path)
     assert 0 < before < STEPS
-    assert continued_from(finish(tmp_path)) == before
+    assert resumed_from(finish(tmp_path)) == before
     assert differences(tmp_path, undisturbed, STEPS) == []
 
 
 def signal_twice(folder, moment, dice, delay=0.0):
-    """Start it and send two different signals, the second `delay` after the first was heard. -> what it said"""
+    """Start it and send two different signals, the second `delay` after the first was logged. -> the output"""
     with running(folder) as process:
         wait_until(moment, folder, [process], last_logged(folder), dice)
         process.send_signal(signal.SIGTERM)
-        wait_for(lambda: "send it again to exit immediately" in (folder / "told.txt").read_text(), [process])
+        wait_for(lambda: "send it again to exit immediately" in (folder / "output.txt").read_text(), [process])
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
         code = process.wait(timeout=DEADLINE_SECONDS)
-    told = (folder / "told.txt").read_text()
-    assert code == STOPPED, told
-    return told
+    output = (folder / "output.txt").read_text()
+    assert code == STOPPED, output
+    return output
 
 
 @pytest.mark.long
-def test_a_second_signal_ends_at_once_and_the_next_start_goes_on_from_a_complete_checkpoint(undisturbed, tmp_path):
+def test_a_second_signal_exits_immediately_and_the_next_start_resumes_from_a_complete_checkpoint(undisturbed, tmp_path):
     write_config(tmp_path, full_settings(STEPS))
     dice = random.Random(0)
-    told = signal_twice(tmp_path, "start-up", dice)  # while it imports or compiles, after which it would save
-    assert "stopped" not in told
+    output = signal_twice(tmp_path, "start-up", dice)  # during imports or compilation
+    assert "stopped" not in output
     assert complete_steps(tmp_path) == []
     signal_twice(tmp_path, "save", dice, delay=dice.uniform(0, 0.02))
     before = newest(tmp_path)
-    assert continued_from(finish(tmp_path)) == before
+    assert resumed_from(finish(tmp_path)) == before
     assert differences(tmp_path, undisturbed, STEPS) == []
 
 
@@ -163,12 +163,12 @@ def finish_two(folder, attempt):
 
 
 def saved_steps(folder, log):
-    """The steps whose saves a process has finished, in their order."""
+    """The steps that a process has saved, in order."""
     return [int(step) for step in re.findall(r"saved \S*/step-(\d+)", (folder / "logs" / log).read_text())]
 
 
 @pytest.mark.long
-def test_two_processes_stop_and_save_together_whichever_is_signalled_and_go_on_with_the_same_losses(
+def test_two_processes_stop_and_save_together_after_a_signal_to_either_and_resume_with_the_same_losses(
     settings_of_two, undisturbed_two, tmp_path
 ):
     dice = random.Random(0)
@@ -180,13 +180,13 @@ def test_two_processes_stop_and_save_together_whichever_is_signalled_and_go_on_w
             wait_until("step", tmp_path, processes, before, dice)
             processes[victim].send_signal(number)
             codes = [process.wait(timeout=DEADLINE_SECONDS) for process in processes]
-        told = [(tmp_path / f"{attempt}.{process}.txt").read_text() for process in range(2)]
-        assert codes == [STOPPED, STOPPED], told
-        check_stopped(tmp_path, told[0], codes[0], before)
+        output = [(tmp_path / f"{attempt}.{process}.txt").read_text() for process in range(2)]
+        assert codes == [STOPPED, STOPPED], output
+        check_stopped(tmp_path, output[0], codes[0], before)
         assert newest(tmp_path) > before
     stopped_at = newest(tmp_path)
     finish_two(tmp_path, "end")
     assert metrics(tmp_path) == undisturbed_two
     saves = saved_steps(tmp_path, f"{RUN}.log")
     assert saves == saved_steps(tmp_path, f"{RUN}.process-1.log")
-    assert [step for step in saves if stopped_at < step < STEPS_OF_TWO]  # by the clock of the first process
+    assert [step for step in saves if stopped_at < step < STEPS_OF_TWO]  # saves of `save_interval`, by the clock of the first process

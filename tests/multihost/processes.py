@@ -1,11 +1,10 @@
 """Several processes of one run on this machine, with four devices in all."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+
+from forked import Forked
 
 DEVICES = 4
 
@@ -23,24 +22,26 @@ def run_processes(script: Path, count: int, folder: Path, *arguments: object) ->
     """
     port = free_port()
     outputs = [folder / f"{count}-{number}.json" for number in range(count)]
-    flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     running = [
-        subprocess.Popen(
-            [sys.executable, *map(str, (script, output, number, count, port, *arguments))],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
+        Forked(
+            (output, number, count, port, *arguments),
+            folder,
+            output.with_suffix(".txt"),
+            script.read_text(),
+            XLA_FLAGS=f"--xla_force_host_platform_device_count={DEVICES // count}",
         )
         for number, output in enumerate(outputs)
     ]
     try:
-        told = [process.communicate(timeout=240)[1] for process in running]
+        for process in running:
+            process.wait(timeout=240)
     finally:
         for process in running:
             process.kill()
+            process.wait()
+    said = [process.output.read_text() for process in running]
     found = [json.loads(output.read_text()) if output.exists() else None for output in outputs]
-    return [(process.returncode, text, left) for process, text, left in zip(running, told, found, strict=True)]
+    return [(process.returncode, text, left) for process, text, left in zip(running, said, found, strict=True)]
 
 
 def finished(script: Path, count: int, folder: Path, *arguments: object) -> list:

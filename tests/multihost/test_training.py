@@ -1,16 +1,14 @@
 """Several processes train as one: the same losses and parameters however many there are, and all end when one dies."""
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
-from conftest import tiny_settings
+from conftest import run_in_process, tiny_settings
+from forked import Forked
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.end_to_end
@@ -27,7 +25,7 @@ def folder(tmp_path_factory):
     settings["trainer"] |= {"steps_per_eval": 3, "per_device_parallelism": 1}
     settings["hf_save_path"] = "exports"
     (folder / "tiny.json").write_text(json.dumps(settings))
-    subprocess.run([sys.executable, "-m", "lmtrain", "preprocess", "tiny.json"], cwd=folder, check=True)
+    assert run_in_process(["preprocess", "tiny.json"], folder).returncode == 0
     return folder
 
 
@@ -43,17 +41,8 @@ def start(folder, run, count, *flags, **environment):
     for number in range(count):
         place = meet and [*meet, "--trainer.distributed.num_processes", count]
         place = place and [*place, "--trainer.distributed.process_id", number]
-        command = [sys.executable, "-m", "lmtrain", "train", "tiny.json", "--trainer.id", run, *place, *flags]
-        with open(folder / f"{run}.{number}.txt", "w") as told:
-            running.append(
-                subprocess.Popen(
-                    list(map(str, command)),
-                    cwd=folder,
-                    stderr=told,
-                    stdout=told,
-                    env=os.environ | {"XLA_FLAGS": here} | environment,
-                )
-            )
+        arguments = ["train", "tiny.json", "--trainer.id", run, *place, *flags]
+        running.append(Forked(arguments, folder, folder / f"{run}.{number}.txt", XLA_FLAGS=here, **environment))
     return running
 
 

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run_script
 
 pytestmark = pytest.mark.multi_device
 
@@ -34,10 +33,8 @@ MORE = {
 
 def train(folder, cases):
     output = folder / "found.json"
-    command = [sys.executable, str(SCRIPT), str(output), *map(json.dumps, cases)]
-    eight = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=eight)
-    assert done.returncode == 0, done.stderr[-4000:]
+    eight = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    run_script(SCRIPT.read_text(), output, *map(json.dumps, cases), folder=folder, seconds=500, XLA_FLAGS=eight)
     return json.loads(output.read_text())
 
 

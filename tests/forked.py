@@ -1,0 +1,112 @@
+"""Processes of `lmtrain` and of scripts, without the seconds that imports take.
+
+Python's fork server imports JAX and lmtrain once, and each process is forked from it before JAX has a device or a
+thread. Everything else is as when a user starts the command: arguments, working folder, environment variables, output,
+signals, exit code. Settings that JAX reads from the environment while it is imported are those of the test session.
+"""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        *("jax", "flax.linen", "optax", "orbax.checkpoint", "grain", "tokenizers", "clu.metrics", "transformers"),
+        *(
+            "lmtrain.commands.train",
+            "lmtrain.commands.preprocess",
+            "lmtrain.train.loop.loop",
+            "lmtrain.models.registry",
+        ),
+        *("lmtrain.train.start.initial_state", "lmtrain.train.start.evaluation", "lmtrain.train.start.reporting"),
+        *("lmtrain.train.start.train_batches", "lmtrain.train.program.program", "lmtrain.checkpoint.checkpointer"),
+        *("lmtrain.train.start.facts", "lmtrain.train.start.exporter", "lmtrain.evaluation.registry"),
+    ]
+)
+
+
+def _child(script: str | None, arguments: Sequence[str], cwd: str, output: str, environment: Mapping[str, str]) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["lmtrain" if script is None else "-c", *arguments]
+    try:
+        if script is None:
+            from lmtrain.cli import main
+
+            main(list(arguments))
+        else:
+            sys.path.insert(0, "")
+            exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        atexit._run_exitfuncs()  # multiprocessing ends its processes without them
+
+
+class Forked:
+    """A running `lmtrain ARGUMENTS`, or `python -c SCRIPT ARGUMENTS`; its output goes to the file `output`.
+
+    It is the leader of a session, has the environment variables of this process and those that are given, and the
+    methods of `subprocess.Popen` that tests use.
+    """
+
+    def __init__(
+        self, arguments: Sequence[object], cwd: Path, output: Path, script: str | None = None, **environment: str
+    ):
+        words = list(map(str, arguments))
+        self.args, self.output = words, output
+        everything = {**os.environ, **environment}
+        self._process = _CONTEXT.Process(target=_child, args=(script, words, str(cwd), str(output), everything))
+        self._process.start()
+        self.pid = self._process.pid or 0
+        with contextlib.suppress(ProcessLookupError):  # if it has ended
+            while os.getpgid(self.pid) != self.pid:  # until os.setsid, which killpg relies on
+                time.sleep(0.001)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run_script(script: str, *arguments: object, folder: Path, seconds: float = 300, **environment: str) -> str:
+    """Run `python -c SCRIPT ARGUMENTS` in `folder` to its end. -> its output"""
+    output = folder / "script.output.txt"
+    process = Forked(arguments, folder, output, script, **environment)
+    try:
+        code = process.wait(seconds)
+    finally:
+        process.kill()
+        process.wait()
+    assert code == 0, output.read_text()[-6000:]
+    return output.read_text()
