@@ -55,9 +55,9 @@ def write_config(folder: Path, settings: dict) -> None:
 
 
 def start(folder: Path, *flags: object, verb: str = "train", output: str = "output.txt", **environment: str) -> Forked:
-    """Start a process whose output goes to the file `told`. It leads a process group with its workers: see `end`."""
+    """Start a process whose output goes to the file `output`. It leads a process group with its workers: see `end`."""
     arguments = [verb, "tiny.json", "--trainer.id", RUN, *flags]
-    return Forked(arguments, folder, folder / told, **environment)
+    return Forked(arguments, folder, folder / output, **environment)
 
 
 def end(processes: Sequence[Forked]) -> None:
