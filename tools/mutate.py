@@ -4,7 +4,7 @@
 
 Each change is one of: a comparison or an arithmetic operator becomes another, a number grows by one, true becomes
 false, a condition its opposite, `and` becomes `or`, a call of which nobody takes the result goes. It is made in a copy
-of the checkout; tests that import the changed module, or are named after it, run until the first one fails. A change
+of the checkout; tests that import the changed module or are near it run until the first one fails. A change
 is detected if a test fails that passes without it, or if the tests take ten minutes. Prints the survivors as diffs and
 the share that was detected; `--out` appends a JSON line for each change, and a change in that file is not tried again.
 """
@@ -31,7 +31,9 @@ _COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
 _COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
              ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}  # fmt: skip
 _MOST_SECONDS = 600.0
-_MOST_FILES = 6
+_MOST_FILES = 12
+_USED_BY_RUNS = ("lmtrain/train", "lmtrain/hf", "lmtrain/checkpoint")
+_RUNS = ("train", "export")
 
 
 class Place(NamedTuple):
@@ -102,23 +104,16 @@ def all_places(packages: list[str]) -> list[Place]:
 
 
 def tests_near(path: str) -> list[str]:
-    """Test files for a module: that of its name, then those that import it, the shortest first."""
+    """Test files for a module: that of its name, those that name it, the rest of its folder; then runs end to end."""
     module = path.removesuffix(".py").replace("/", ".")
     own = ROOT / "tests" / Path(path).relative_to("lmtrain").with_name(f"test_{Path(path).name}")
     naming = re.compile(rf"\b{re.escape(module)}\b")
-    files = [
-        file
-        for file in (ROOT / "tests").rglob("test_*.py")
-        if "compiled" not in file.parts and naming.search(file.read_text(encoding="utf-8"))
-    ]
-    files.sort(key=lambda file: (file != own, "multihost" in file.parts, file.stat().st_size))
-    if own.exists() and own not in files:
-        files.insert(0, own)
-    if not files:  # what no test names is tested through its neighbours
-        files = sorted(own.parent.glob("test_*.py"), key=lambda file: file.stat().st_size)
-    if path.startswith(("lmtrain/train/loop", "lmtrain/train/start")):
-        files = [*files[: _MOST_FILES - 1], ROOT / "tests" / "end_to_end" / "test_train.py"]
-    return [str(file.relative_to(ROOT)) for file in files[:_MOST_FILES]]
+    all_files = [file for file in (ROOT / "tests").rglob("test_*.py") if "compiled" not in file.parts]
+    named = {file for file in all_files if naming.search(file.read_text(encoding="utf-8"))}
+    files = [file for file in all_files if file in named or file.parent == own.parent]
+    files.sort(key=lambda file: (file != own, file not in named, "multihost" in file.parts, file.stat().st_size))
+    runs = [ROOT / "tests" / "end_to_end" / f"test_{name}.py" for name in _RUNS if path.startswith(_USED_BY_RUNS)]
+    return [str(file.relative_to(ROOT)) for file in (*files[:_MOST_FILES], *runs)]
 
 
 class Checkout:
