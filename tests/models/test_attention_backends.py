@@ -18,26 +18,8 @@ from lmtrain.models.mpt.config import MptConfig
 from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import build_model
 
-HOME = {"xla": None, "blockwise": None, "cudnn": "gpu", "triton": "gpu", "splash": "tpu"}
-CANNOT = {
-    "xla": set(),
-    "blockwise": {"dropout"},
-    "cudnn": {
-        "alibi",
-        "segments",
-        "dropout",
-        "upcast",
-        "float32",
-        "wide_heads",
-        "very_wide_heads",
-        "wide_values",
-        "odd_values",
-        "odd_heads",
-        "second_derivatives",
-    },
-    "triton": {"dropout", "float32", "very_wide_heads", "odd_values", "second_derivatives"},
-    "splash": {"alibi", "dropout", "upcast", "odd_length", "wide_values", "odd_values", "second_derivatives"},
-}
+HOME = {name: backend.platform for name, backend in BACKENDS.items()}
+CANNOT = {name: set(FEATURES) - backend.features for name, backend in BACKENDS.items()}
 PLATFORMS = ["cpu", "gpu", "tpu"]
 SHORT, LONG = 4095, 4096
 
