@@ -24,7 +24,7 @@ from pathlib import Path  # noqa: E402
 import pytest  # noqa: E402
 import yaml  # noqa: E402
 
-# A suite that a script starts in the background is told to ignore Ctrl-C, and so would be what its tests start.
+# A suite that a script starts in the background ignores Ctrl-C, and the processes that its tests start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # All processes of a test session share what they compile: these tests, the suite's other worker, and what tests start.
@@ -63,7 +63,7 @@ def tiny_settings() -> dict:
     }
 
 
-# Begun first, so that the two workers of the suite end together.
+# Started first, so that the two workers of the suite finish at about the same time.
 _LONGEST = (
     "tests/end_to_end/",
     "tests/test_readme.py",

@@ -1,6 +1,6 @@
-"""What goes wrong round a run: its disk, its folders, its trackers, its clock, its own second start.
+"""Faults in the environment of a run: disk, folders, trackers, clock, a second start of the same run.
 
-Real processes and real files. Wherever a run goes on in the end, it ends with the bytes of one that was left alone.
+Real processes and real files. A run that resumes ends with the same bytes as an undisturbed one.
 """
 
 import contextlib
@@ -109,7 +109,7 @@ def log_lines(folder: Path) -> list[str]:
 def paused(process: subprocess.Popen) -> Iterator[None]:
     """What happens within happens between two instructions of the run, however slow this machine is."""
     process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # every thread stands still now
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # every thread is stopped now
     try:
         yield
     finally:

@@ -90,7 +90,7 @@ def finish(config, folder, undisturbed):
 
 @pytest.mark.parametrize("kills", [6, pytest.param(12, marks=pytest.mark.long)])
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(config, undisturbed, tmp_path, kills):
-    """Kills at random moments of the time that a whole run takes on this machine. A run that was faster begins anew."""
+    """Kills at random moments of the time that a complete run takes here. A run that was faster is repeated."""
     began = time.monotonic()
     finish(config, tmp_path, undisturbed)
     whole = time.monotonic() - began
@@ -193,10 +193,10 @@ def test_a_damaged_input_is_named_and_mending_it_is_enough(config, sources, lmtr
     assert failed.stderr.splitlines()[-1].startswith(f"lmtrain: error: {tmp_path}/z.jsonl.gz: {message}")
     assert not (tmp_path / "cache" / "train" / "manifest.json").exists()
     with gzip.open(tmp_path / "z.jsonl.gz", "wb") as file:
-        file.write(b'{"text": "mended"}\n')
-    mended = lmtrain("preprocess", config, "--data.train_urls", urls)
-    assert mended.returncode == 0, mended.stderr
-    assert "6,001 documents" in mended.stderr
+        file.write(b'{"text": "fixed"}\n')
+    fixed = lmtrain("preprocess", config, "--data.train_urls", urls)
+    assert fixed.returncode == 0, fixed.stderr
+    assert "6,001 documents" in fixed.stderr
 
 
 def test_an_empty_file_is_a_shard_without_documents(config, lmtrain, sources, tmp_path):
@@ -235,8 +235,8 @@ def test_training_refuses_a_damaged_cache_and_tells_how_to_mend_it(
     assert last.endswith(advice)
     for path in (shard, shard.with_suffix(".json"), built / "manifest.json"):
         path.unlink(missing_ok=True)
-    mended = lmtrain("preprocess", config)
-    assert mended.returncode == 0, mended.stderr
+    fixed = lmtrain("preprocess", config)
+    assert fixed.returncode == 0, fixed.stderr
     assert contents(built) == undisturbed
 
 

@@ -156,7 +156,7 @@ ENTRY %main (g: f32[64,16], w: bf16[4,8], x: f32[3,8,16], y: f32[3,16,8]) -> f32
   %x = f32[3,8,16]{2,1,0:T(8,128)} parameter(2)
   %y = f32[3,16,8]{2,1,0:T(8,128)} parameter(3)
   %begun = (bf16[4,8]{1,0}, bf16[16,8]{1,0}, u32[]{:S(2)}) fusion(%w), kind=kCustom, calls=%start_fusion
-  %beside = f32[3,8,8]{2,1,0:T(8,128)} fusion(%w, %x, %y), kind=kOutput, calls=%step_fusion
+  %during = f32[3,8,8]{2,1,0:T(8,128)} fusion(%w, %x, %y), kind=kOutput, calls=%step_fusion
   %ended = bf16[16,8]{1,0} fusion(%begun, %w), kind=kCustom, calls=%end_fusion
   ROOT %scattered = f32[64,4]{0,1:T(8,128)} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.clone.1
 }

@@ -81,7 +81,7 @@ def test_four_processes_have_the_bits_of_two(folder, two):
         np.testing.assert_array_equal(params[name], two[1][name], err_msg=name)
 
 
-# A dead process closes its connections; one that only stands still is found out by its missing heartbeat.
+# A dead process closes its connections; one that hangs is detected by its missing heartbeat.
 @pytest.mark.parametrize(
     ("fault", "victim", "codes", "seconds"),
     [

@@ -31,7 +31,7 @@ def export(tmp_path, layout):
 
 @pytest.fixture
 def in_torch(export, tmp_path, monkeypatch):
-    """`in_torch(variant)` exports and loads in transformers, which must find every tensor it wants."""
+    """`in_torch(variant)` exports and loads in transformers, which must find every tensor it expects."""
     import torch
     import transformers.dynamic_module_utils
     from transformers import AutoModelForCausalLM

@@ -87,7 +87,7 @@ def write(folder, lm, params, **extra):
 
 
 def load(folder):
-    """The torch model, which must have found every tensor it wants and no other."""
+    """The torch model, which must have found every tensor it expects and no other."""
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, dtype=torch.float32, output_loading_info=True
     )

@@ -49,7 +49,7 @@ class Store:
 
 
 def forget_file_systems() -> None:
-    """The next one is made anew, with the environment as it is then."""
+    """Clear fsspec's instances: the next one is created with the environment of that time."""
     for scheme in ("gs", "s3"):
         fsspec.get_filesystem_class(scheme).clear_instance_cache()
 

@@ -181,7 +181,7 @@ def test_threads_that_trace_at_the_same_time_do_not_mix_their_values():
         jit_log({"c": 3.0})  # this thread has no collector
         barrier.wait()
 
-    def beside(other):
+    def in_two_threads(other):
         found.clear()
         thread = threading.Thread(target=other)
         thread.start()
@@ -189,8 +189,8 @@ def test_threads_that_trace_at_the_same_time_do_not_mix_their_values():
         thread.join()
         return found
 
-    assert beside(lambda: trace("b", 2.0)) == {"a": {"a": 1.0}, "b": {"b": 2.0}}
-    assert beside(without) == {"a": {"a": 1.0}}
+    assert in_two_threads(lambda: trace("b", 2.0)) == {"a": {"a": 1.0}, "b": {"b": 2.0}}
+    assert in_two_threads(without) == {"a": {"a": 1.0}}
 
 
 # Modules.
