@@ -125,7 +125,9 @@ def assert_same_losses(folder: Path, run: str, other: str = "eight", *, after: i
     assert list(found) == list(range(after + 1, LAST + 1))
     values = [expected[step] for step in found]
     np.testing.assert_allclose(list(found.values()), values, rtol=rtol)
-    assert np.abs(np.diff(values)).min() > 10 * rtol * max(values), "consecutive losses are too close to detect other batches"
+    assert np.abs(np.diff(values)).min() > 10 * rtol * max(values), (
+        "consecutive losses are too close to detect other batches"
+    )
     evaluated = [line for line in evaluations(folder, other) if line[0] > after]
     np.testing.assert_allclose(evaluations(folder, run), evaluated, rtol=rtol)
 
@@ -199,7 +201,10 @@ def test_with_gradient_accumulation_the_losses_are_the_same(
 ):
     run = f"accumulating-{devices}"
     flags = ["--trainer.per_device_parallelism", str(per_device)]
-    flags += ["--trainer.per_device_eval_parallelism", str(per_device_eval)]  # so that `max_eval_batches` covers the same data
+    flags += [
+        "--trainer.per_device_eval_parallelism",
+        str(per_device_eval),
+    ]  # so that `max_eval_batches` covers the same data
     output = resume(folder, run, 1, devices, [*mesh, *flags])
     assert f"trainer.per_device_parallelism: the checkpoint has -1, this run has {per_device}" in output
     assert f"microbatches.8: the checkpoint has 1, this run has {microbatches}" in output

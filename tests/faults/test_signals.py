@@ -12,11 +12,11 @@ from conftest import tiny_settings
 from faults.runs import (
     RUN,
     complete_steps,
-    resumed_from,
     differences,
     finish,
     full_settings,
     metrics,
+    resumed_from,
     run_folder,
     running,
     running_two,
@@ -189,4 +189,6 @@ def test_two_processes_stop_and_save_together_after_a_signal_to_either_and_resum
     assert metrics(tmp_path) == undisturbed_two
     saves = saved_steps(tmp_path, f"{RUN}.log")
     assert saves == saved_steps(tmp_path, f"{RUN}.process-1.log")
-    assert [step for step in saves if stopped_at < step < STEPS_OF_TWO]  # saves of `save_interval`, by the clock of the first process
+    assert [
+        step for step in saves if stopped_at < step < STEPS_OF_TWO
+    ]  # saves of `save_interval`, by the clock of the first process
