@@ -22,7 +22,7 @@ def test_every_file_that_the_page_names_exists():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_every_folder_of_tests_beside_the_mirror_is_on_the_page():
+def test_every_folder_of_tests_outside_the_mirror_is_on_the_page():
     own = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and "__" not in path.name}
     packages = {path.name for path in (ROOT / "lmtrain").iterdir()}
     data = {"corpus", "hlo", "reference"}

@@ -44,14 +44,14 @@ def test_each_is_used_in_one_file():
     assert {name: names for name, names in found.items() if names} == USED
 
 
-def test_jax_tells_who_a_process_is():
+def test_jax_returns_the_number_of_a_process():
     from jax._src import distributed
 
     state = distributed.global_state
     assert {"client", "process_id", "num_processes"} <= set(dir(state))
 
 
-def test_flax_tells_which_module_is_being_called():
+def test_flax_returns_the_module_being_called():
     import flax.linen as nn
     import jax
 

@@ -71,7 +71,7 @@ def test_every_command_is_run_by_one_of_these_tests():
 
 
 @pytest.mark.long
-def test_going_on_from_another_model_runs_as_written(own_text):
+def test_continuing_from_another_model_runs_as_written(own_text):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -104,7 +104,7 @@ def test_commands_on_own_text_run_as_written(own_text):
     assert any(name.name.startswith("events.") for name in (tmp_path / "tblogs").rglob("*"))
 
 
-def test_the_program_in_python_trains_and_goes_on_as_written(own_text):
+def test_the_program_in_python_trains_and_resumes_as_written(own_text):
     (own_text / "my_tokenizer").symlink_to(TOKENIZER)
     (program,) = blocks("python")
     (own_text / "own.py").write_text(program)

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.end_to_end
 
 LAST, KEEP = 60, 10
 SECONDS = 300
-FOR_EVER = ("--trainer.num_train_steps", 1_000_000, "--hf_save_steps", 1_000_000)
+ENDLESS = ("--trainer.num_train_steps", 1_000_000, "--hf_save_steps", 1_000_000)
 # Exports and what libraries say on the terminal would reach the limit of the size of files too.
 NO_OTHER_LARGE_FILES = ("--hf_save_path", "null")
 STOP = ("--trainer.checkpointer.on_save_error", "stop")
@@ -122,7 +122,7 @@ def contents(*folders: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def beside_whole_checkpoints(folder: Path) -> set[str]:
+def other_than_checkpoints(folder: Path) -> set[str]:
     """What there is but checkpoints, which all have to verify: parts of one, a mark, a lock."""
     checkpoints = list_checkpoints(str(run_folder(folder)))
     for checkpoint in checkpoints:
@@ -207,7 +207,7 @@ def test_a_full_disk_costs_later_checkpoints_only_and_the_same_command_ends_with
     kept = complete_steps(folder)
     assert KEEP in kept
     assert not {int(step) for step in failed} & set(kept)
-    left = beside_whole_checkpoints(folder)
+    left = other_than_checkpoints(folder)
     assert f"resuming after step {kept[-1]} " in finish(folder, *NO_OTHER_LARGE_FILES)
     assert [found for found in differences(folder, undisturbed, LAST) if "export" not in found] == []
     assert left == set()
@@ -228,7 +228,7 @@ def test_when_there_is_room_again_later_checkpoints_are_saved(folder, room):
     assert failed
     assert max(failed) <= begun_by_now + KEEP
     assert complete_steps(folder) == sorted(set(range(KEEP, LAST + 1, KEEP)) - failed)
-    assert beside_whole_checkpoints(folder) == set()
+    assert other_than_checkpoints(folder) == set()
 
 
 AFTER_A_FAILURE = """
@@ -280,7 +280,7 @@ def test_the_save_after_one_that_failed_is_a_save_of_its_own(tmp_path, kind):
 
 
 @pytest.mark.long
-def test_a_save_that_fails_is_told_in_a_line_and_not_in_tracebacks(folder):
+def test_a_failed_save_is_logged_in_one_line_without_tracebacks(folder):
     with running(folder, *NO_OTHER_LARGE_FILES) as process, room_by_limit() as room:
         full_at_step_ten(process, folder, room)
         process.wait(timeout=SECONDS)
@@ -300,7 +300,7 @@ def test_a_full_disk_ends_a_run_that_is_to_stop(folder, room):
     assert error.endswith("(trainer.checkpointer.on_save_error: stop)")
     assert max(trained_steps(folder)) < LAST
     assert KEEP in complete_steps(folder)
-    assert beside_whole_checkpoints(folder) == set()
+    assert other_than_checkpoints(folder) == set()
 
 
 def replace_by_file(path: Path) -> None:
@@ -311,7 +311,7 @@ def replace_by_file(path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("flags", "to_the_end"), [((), True), (STOP, False)], ids=["continue", "stop"])
 @pytest.mark.parametrize("vanish", [shutil.rmtree, replace_by_file], ids=["gone", "a file"])
-def test_when_the_folder_of_checkpoints_vanishes_training_goes_on_or_stops_as_set(folder, vanish, flags, to_the_end):
+def test_when_the_folder_of_checkpoints_vanishes_training_continues_or_stops_as_set(folder, vanish, flags, to_the_end):
     """The next save is far from the first, so that none is under way when the folder vanishes, on any machine."""
     keep = '[{"every": 10, "until": 10}, {"every": 500}]'
     far = ("--trainer.num_train_steps", 510, "--trainer.checkpointer.keep", keep, *NO_OTHER_LARGE_FILES)
@@ -330,21 +330,21 @@ def test_when_the_folder_of_checkpoints_vanishes_training_goes_on_or_stops_as_se
 
 
 def test_a_second_start_of_a_run_is_refused_and_changes_nothing_and_after_a_kill_it_starts(folder):
-    with running(folder, *FOR_EVER) as first:
+    with running(folder, *ENDLESS) as first:
         wait_for(lambda: KEEP in complete_steps(folder), [first])
         with paused(first):
             before = contents(run_folder(folder), folder / "exports", folder / "cache"), log_file(folder).read_bytes()
-            told = ends(folder, *FOR_EVER, code=2, told="second.txt")
+            told = ends(folder, *ENDLESS, code=2, told="second.txt")
             after = contents(run_folder(folder), folder / "exports", folder / "cache"), log_file(folder).read_bytes()
         end([first])
     holder = f"locked by another run with the same id (process {first.pid} on {socket.gethostname()})"
     assert holder in told.splitlines()[-1]
     assert after == before
-    with running(folder, *FOR_EVER, told="third.txt") as third:
+    with running(folder, *ENDLESS, told="third.txt") as third:
         wait_for(lambda: "resuming after step " in (folder / "third.txt").read_text(), [third])
 
 
-def test_a_start_that_is_refused_leaves_the_config_beside_the_logs_as_it_was(folder):
+def test_a_refused_start_does_not_change_the_config_in_the_log_folder(folder):
     """It is the config of the run that holds the folder, and what is asked for now may differ."""
     kept = folder / "logs" / "one" / "config.yaml"
     kept.parent.mkdir(parents=True)
@@ -367,7 +367,7 @@ def test_a_finished_run_says_so_and_changes_no_byte(undisturbed):
     assert (contents(*places), log_file(undisturbed).read_bytes()) == before
 
 
-def test_a_run_that_goes_on_without_a_shard_of_its_cache_is_refused_with_its_name(folder, undisturbed):
+def test_resuming_without_a_shard_of_the_cache_is_refused_with_its_name(folder, undisturbed):
     begun(folder, undisturbed, KEEP)
     before = contents(run_folder(folder))
     shard = sorted((folder / "cache" / "train").glob("*.arrayrecord"))[1]
@@ -378,7 +378,7 @@ def test_a_run_that_goes_on_without_a_shard_of_its_cache_is_refused_with_its_nam
 
 
 @pytest.mark.long
-def test_a_shard_that_is_deleted_as_told_is_made_again_and_the_run_goes_on(folder, undisturbed):
+def test_a_shard_deleted_as_advised_is_rebuilt_and_the_run_resumes(folder, undisturbed):
     begun(folder, undisturbed, KEEP)
     shard = sorted((folder / "cache" / "train").glob("*.arrayrecord"))[1]
     for path in (*shard.parent.glob(f"{shard.stem}.*"), shard.parent / "manifest.json"):

@@ -116,7 +116,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(config, undisturbe
     finish(config, tmp_path, undisturbed)
 
 
-def test_a_full_disk_is_one_clear_error_and_the_next_run_goes_on(config, undisturbed, tmp_path):
+def test_a_full_disk_is_one_clear_error_and_the_next_run_resumes(config, undisturbed, tmp_path):
     limited = ["bash", "-c", 'ulimit -f 68; exec "$@"', "limited", *command(config)]  # in KB; a shard has more
     full = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert full.returncode == 2
@@ -148,7 +148,7 @@ def test_a_really_full_disk(config, undisturbed, tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_a_worker_killed_for_its_memory_is_told_and_the_next_run_goes_on(config, undisturbed, tmp_path):
+def test_a_worker_killed_for_its_memory_is_reported_and_the_next_run_resumes(config, undisturbed, tmp_path):
     process = subprocess.Popen(command(config), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     cache = tmp_path / "cache" / "train"
     deadline = time.monotonic() + DEADLINE_SECONDS
@@ -184,7 +184,7 @@ DAMAGED = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", DAMAGED)
-def test_a_damaged_input_is_named_and_mending_it_is_enough(config, sources, lmtrain, tmp_path, kind):
+def test_a_corrupt_input_is_named_and_fixing_it_is_enough(config, sources, lmtrain, tmp_path, kind):
     damage, message = DAMAGED[kind]
     damage(tmp_path / "z.jsonl.gz")
     urls = json.dumps([f"{sources}/a.jsonl", str(tmp_path / "z.jsonl.gz")])
@@ -222,9 +222,7 @@ def flip(path):
     ],
     ids=["truncated", "deleted", "flipped byte"],
 )
-def test_training_refuses_a_damaged_cache_and_tells_how_to_mend_it(
-    config, lmtrain, built, undisturbed, damage, message
-):
+def test_training_refuses_a_corrupt_cache_and_says_how_to_fix_it(config, lmtrain, built, undisturbed, damage, message):
     shard = sorted(built.glob("*.arrayrecord"))[0]
     damage(shard)
     failed = lmtrain("train", config)

@@ -53,7 +53,7 @@ def test_an_export_comes_back_with_the_same_settings_and_every_bit(export, layou
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-grouped"])
-def test_logits_agree_where_positions_begin_anew_and_attention_does_not(in_torch, name):
+def test_logits_agree_where_positions_restart_and_attention_does_not(in_torch, name):
     variant = make(name)
     ids = tokens()
     positions = np.concatenate([np.arange(10), np.arange(ids.shape[1] - 10)]) * np.ones((2, 1), int)
@@ -151,7 +151,7 @@ def test_what_transformers_does_not_have_is_refused_by_name(name, changes, named
         plan_export(variant.config, variant.model, TOKENIZER, "float32")
 
 
-def test_transformers_is_told_to_compute_attention_the_way_that_knows_the_setting(export):
+def test_transformers_computes_attention_in_the_way_that_supports_the_setting(export):
     """Others of its ways leave the division out in version 4."""
     folder = export(make("gpt2-inverse"))
     with open(f"{folder}/config.json") as file:

@@ -165,7 +165,7 @@ def test_damage_after_it_was_verified_is_noticed_on_the_way(make, store, staging
         pass
 
 
-def test_a_run_whose_only_checkpoint_is_damaged_does_not_begin_anew(make, store):
+def test_a_run_whose_only_checkpoint_is_corrupt_does_not_start_from_scratch(make, store):
     checkpointer = make()
     save(checkpointer, 1)
     store.delete(an_array(store, 1))
@@ -211,7 +211,7 @@ def little_room(monkeypatch):
 
 
 @pytest.mark.parametrize("scheme", ["s3"], indirect=True)
-def test_too_little_room_on_the_way_is_told_with_the_sizes(make, store, staging, little_room, caplog):
+def test_too_little_space_for_staging_is_reported_with_the_sizes(make, store, staging, little_room, caplog):
     checkpointer = make()
     big = {"params": {"w": jnp.zeros(2_500_000)}}
     with pytest.raises(SaveError):
@@ -221,7 +221,7 @@ def test_too_little_room_on_the_way_is_told_with_the_sizes(make, store, staging,
 
 
 @pytest.mark.parametrize("scheme", ["s3"], indirect=True)
-def test_too_little_room_on_the_way_back_is_told_with_the_sizes(make, staging, request):
+def test_too_little_space_for_a_download_is_reported_with_the_sizes(make, staging, request):
     checkpointer = make()
     save(checkpointer, 1)
     newest = checkpointer.newest()
@@ -261,7 +261,7 @@ def test_an_upload_that_fails_leaves_nothing_and_the_next_save_works(make, store
     assert checkpointer.newest().step == 1
 
 
-def test_a_bucket_that_is_not_there_is_told_at_the_start(scheme, staging, emulators):
+def test_a_missing_bucket_is_reported_at_the_start(scheme, staging, emulators):
     with pytest.raises(
         UserError, match=rf"^trainer.checkpointer.base_path: {scheme}://no-such-bucket/run/.writable: cannot"
     ):

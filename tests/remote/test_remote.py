@@ -243,7 +243,9 @@ DO = [
 ]
 
 
-def test_a_closed_bucket_is_told_at_once_with_advice_and_without_a_traceback(private, caplog, tmp_path, monkeypatch):
+def test_an_inaccessible_bucket_is_reported_at_once_with_advice_and_no_traceback(
+    private, caplog, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for do in DO:
         began = time.monotonic()
@@ -257,7 +259,7 @@ def test_a_closed_bucket_is_told_at_once_with_advice_and_without_a_traceback(pri
     assert "Traceback" not in caplog.text
 
 
-def test_the_command_line_tells_of_a_closed_bucket_in_seconds(private, settings, write_config, lmtrain):
+def test_the_command_line_reports_an_inaccessible_bucket_in_seconds(private, settings, write_config, lmtrain):
     settings["data"]["train_urls"] = [f"{private}/*.jsonl"]
     write_config(settings)
     began = time.monotonic()
@@ -282,14 +284,14 @@ def test_a_closed_cache_is_not_called_damaged(private, local):
     assert "delete" not in str(caught.value)
 
 
-def test_a_config_in_a_closed_bucket_is_told_with_advice(private):
+def test_a_config_in_an_inaccessible_bucket_is_reported_with_advice(private):
     with pytest.raises(UserError) as caught:
         load_file(f"{private}/tiny.yaml")
     assert str(caught.value).startswith(f"{private}/tiny.yaml: cannot be read: ")
     assert ADVICE[private[:2]] in str(caught.value)
 
 
-def test_a_tokenizer_in_a_closed_bucket_is_told_with_advice(private, tmp_path):
+def test_a_tokenizer_in_an_inaccessible_bucket_is_reported_with_advice(private, tmp_path):
     with pytest.raises(UserError) as caught:
         build_cache(config(tmp_path, tokenizer=f"{private}/tokenizer"), "train")
     assert f"{private}/tokenizer" in str(caught.value)
