@@ -106,6 +106,18 @@ def fail() -> None:
     raise OSError(28, "No space left on device")
 
 
+def test_a_save_returns_the_seconds_that_it_blocked(make, clock):
+    checkpointer = make()
+    clock.now = 1000.0
+    assert save(checkpointer, 1) == 0.0
+
+    def tick() -> None:
+        clock.now += 0.5
+
+    clock.when_read = tick
+    assert 0.5 <= save(checkpointer, 2) < 100.0
+
+
 def test_loaded_arrays_are_bitwise_equal_to_the_saved_ones(make):
     parts = {"params": PARAMS, "optimizer": OPTIMIZER, "average": PARAMS["a"]}
     on_device = jax.tree.map(jnp.asarray, parts)

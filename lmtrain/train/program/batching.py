@@ -22,7 +22,7 @@ def check_seq_len(seq_len: int, parts: int) -> None:
         near = " or ".join(map(str, nearest_divisors(seq_len, parts)))
         raise UserError(
             f"model.seq_len: {seq_len} positions cannot be split evenly over {parts} devices "
-            f"(trainer.compute_axis_resources: position); possible: {near}"
+            f"(trainer.compute_axis_resources: position); it divides over {near} devices"
         )
 
 

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from lmtrain.config.errors import UserError
 from lmtrain.run.trainer import TrainerConfig
-from lmtrain.train.program.batching import Batching, plan_batching
+from lmtrain.train.program.batching import Batching, check_seq_len, plan_batching
 
 
 def plan(batch: int, shards: int, per_device: int = -1, per_device_eval: int = -1) -> Batching:
@@ -62,3 +62,12 @@ def test_sizes_that_do_not_divide_are_refused_with_valid_sizes(arguments, messag
 def test_a_parallelism_is_automatic_or_positive(name, value):
     with pytest.raises(ValidationError):
         TrainerConfig(**{name: value})
+
+
+def test_sequences_that_do_not_divide_over_devices_are_an_error_with_lengths_that_do():
+    for parts in (1, 2, 8):
+        check_seq_len(1024, parts)
+    with pytest.raises(
+        UserError, match=r"model\.seq_len: 1000 .* 16 devices .*position\); it divides over 10 or 20 devices"
+    ):
+        check_seq_len(1000, 16)

@@ -64,3 +64,11 @@ def test_waiting_for_an_export_does_not_wait_for_the_next(exporter, writing):
     exporter.export(2, exporter.params)
     wait()
     assert not exporter.failed
+
+
+def test_a_resumed_run_removes_partial_exports_and_keeps_complete_ones(exporter, tmp_path):
+    for name in ("step-1", "step-2.tmp-77", "step-2.old-77", "notes.tmp-1"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    module._prepare(str(tmp_path / "run"))
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-1", "notes.tmp-1"}
+    module._prepare("memory://exports")  # an object store has no partial exports
