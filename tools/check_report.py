@@ -1,7 +1,8 @@
 """Check a report in headless Chromium, without a network: `python tools/check_report.py REPORT.html [--screenshot F]`.
 
 Exits with 1 if the page requests any other file, if the browser's console has a warning or an error, if a picture is
-empty, or if the page is wider than the window. Requires Debian's `chromium`, which is controlled by its debugging pipe.
+empty, if the page is wider than the window, or if a chart has no hover value or is not redrawn for other axes.
+Requires Debian's `chromium`, which is controlled by its debugging pipe.
 """
 
 import argparse
@@ -34,6 +35,36 @@ _MEASURE = """JSON.stringify({
   wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
   height: document.documentElement.scrollHeight,
 })"""
+
+# Uses the switches and the pointer, and returns what does not work.
+_USE = """(() => {
+  const problems = [];
+  const figures = [...document.querySelectorAll("figure[data-chart]")];
+  const [select, ...boxes] = document.querySelectorAll(".controls select, .controls input");
+  const before = [select.value, ...boxes.map((box) => box.checked)];
+  for (const axis of [...select.options].map((option) => option.value)) {
+    for (const log of [false, true]) {
+      select.value = axis;
+      for (const box of boxes) box.checked = log;
+      for (const each of [select, ...boxes]) each.dispatchEvent(new Event("change"));
+      for (const figure of figures) {
+        const svg = figure.querySelector("svg");
+        const area = svg.getBoundingClientRect();
+        const [clientX, clientY] = [area.left + area.width * 0.4, area.top + area.height / 2];
+        svg.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY }));
+        const where = `${figure.getAttribute("data-chart")} over ${axis}${log ? ", logarithmic" : ""}`;
+        if (!figure.querySelector(".tip.shown")) problems.push(`${where}: no hover value`);
+        const plain = axis === "step" && !log;
+        if (!plain && !svg.querySelector(".redrawn path")) problems.push(`${where}: not redrawn`);
+        if (!plain && svg.querySelectorAll(".redrawn text").length < 4) problems.push(`${where}: no ticks`);
+      }
+    }
+  }
+  select.value = before[0];
+  boxes.forEach((box, at) => { box.checked = before[at + 1]; });
+  for (const each of [select, ...boxes]) each.dispatchEvent(new Event("change"));
+  return JSON.stringify(problems);
+})()"""
 
 
 class Browser:
@@ -96,25 +127,28 @@ class Browser:
         return json.loads(message)
 
 
-def check(browser: Browser, page: Path, screenshot: Path | None, dark: bool, opened: bool, width: int) -> list[str]:
+def check(browser: Browser, arguments: argparse.Namespace) -> list[str]:
     """The problems of the page."""
+    page, screenshot = arguments.report, arguments.screenshot
     browser.open_page()
     for domain in ("Page", "Network", "Runtime", "Log"):
         browser.send(f"{domain}.enable")
-    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if arguments.dark else "light"}]
     browser.send("Emulation.setEmulatedMedia", features=scheme)
-    browser.send("Page.navigate", url=page.resolve().as_uri())
+    browser.send("Page.navigate", url=page.resolve().as_uri() + arguments.axes)
     browser.wait_for("Page.loadEventFired")
-    if opened:
+    if arguments.open:
         browser.send("Runtime.evaluate", expression="document.querySelectorAll('details').forEach(e => e.open = true)")
     time.sleep(0.5)  # scripts or styles may send requests with a delay
+    done = browser.send("Runtime.evaluate", expression=_USE)["result"]
+    used = json.loads(done.get("value", '["the page has no switches, or its script fails"]'))
     found = json.loads(browser.send("Runtime.evaluate", expression=_MEASURE)["result"]["value"])
     if screenshot is not None:
-        clip = {"x": 0, "y": 0, "width": width, "height": min(found["height"], 16_000), "scale": 1}
+        clip = {"x": 0, "y": 0, "width": arguments.width, "height": min(found["height"], 16_000), "scale": 1}
         picture = browser.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
         screenshot.write_bytes(base64.b64decode(picture))
     print(f"{page}: {found['pictures']} pictures, {found['text']:,} characters, {found['height']:,} pixels high")
-    problems = _problems_of(browser.events, page.resolve().as_uri())
+    problems = [*used, *_problems_of(browser.events, page.resolve().as_uri())]
     if found["empty"] or not found["pictures"]:
         problems.append(f"{found['empty']} of {found['pictures']} pictures are empty")
     if found["wide"] > 0:
@@ -148,15 +182,14 @@ def main() -> int:
     parser.add_argument("--screenshot", type=Path, metavar="FILE.png", help="write a screenshot of the full page")
     parser.add_argument("--dark", action="store_true", help="use the dark color scheme")
     parser.add_argument("--open", action="store_true", help="unfold all foldable parts")
+    parser.add_argument("--axes", default="", metavar="HASH", help="axes of the screenshot: '#x=tokens&log=xy'")
     parser.add_argument("--width", type=int, default=1280, help="width of the window in pixels")
     parser.add_argument("--chromium", default="chromium", help="name of the Chromium program")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = Browser(arguments.chromium, profile, arguments.width)
         try:
-            problems = check(
-                browser, arguments.report, arguments.screenshot, arguments.dark, arguments.open, arguments.width
-            )
+            problems = check(browser, arguments)
             browser.send("Page.close")
         finally:
             browser.process.terminate()

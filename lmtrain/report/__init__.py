@@ -1,1 +1,1 @@
-"""One HTML page about a run, or several side by side, from the files that runs leave. Knows nothing of JAX."""
+"""One HTML page about one run or several, from the files that runs write. Imports no JAX."""

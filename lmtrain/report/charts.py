@@ -1,17 +1,17 @@
-"""What is plotted: one row for each plot, and the metrics that belong in it. All other metrics are left out."""
+"""What is plotted: one row per plot, with its metrics. Other metrics are left out."""
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MOST_METRICS = 16  # that one picture can show
+MOST_METRICS = 16  # that one plot can show
 
 
 @dataclass(frozen=True)
 class Chart:
-    """`metrics` are patterns of whole names; if `one`, only what the first of them finds that finds anything.
+    """A plot. `metrics` are regular expressions for complete names; with `one`, only the first that matches counts.
 
-    Of so many of them as `compared` says each has a plot of its own when runs are compared.
+    When runs are compared, each of the first `compared` metrics has a separate plot.
     """
 
     name: str
@@ -40,17 +40,18 @@ CHARTS = (
 )
 
 GOODPUT, TOKENS = "goodput/", "throughput/total_tokens"
+DURATION, TOKENS_PER_SECOND = "throughput/duration", "throughput/tokens_per_second"
 _PLOTTED = re.compile("|".join(f"(?:{pattern})" for chart in CHARTS for pattern in chart.metrics))
 
 
 def is_wanted(metric: str) -> bool:
-    """Whether a report has a use for it."""
+    """Whether a report shows this metric."""
     return metric == TOKENS or metric.startswith(GOODPUT) or _PLOTTED.fullmatch(metric) is not None
 
 
-def metrics_of(chart: Chart, there: Iterable[str]) -> list[str]:
-    """Which of the metrics that are there belong in a chart: what is of the whole first, then by name."""
-    names = sorted(set(there), key=lambda name: (name.count("/"), name.endswith(("macro_loss", "macro_bpb")), name))
+def metrics_of(chart: Chart, metrics: Iterable[str]) -> list[str]:
+    """The metrics that belong in a chart: those of all data sets together first, then by name."""
+    names = sorted(set(metrics), key=lambda name: (name.count("/"), name.endswith(("macro_loss", "macro_bpb")), name))
     found = [[name for name in names if re.fullmatch(pattern, name)] for pattern in chart.metrics]
     if chart.one:
         return next((each for each in found if each), [])

@@ -1,12 +1,9 @@
-"""Plots as pictures: a PNG for papers and chats, and an SVG for the page, in which colours follow its theme.
+"""Plots as figures of matplotlib, in the light colours; `picture.py` turns them into files.
 
-Figures are made without pyplot, so that nothing of matplotlib's global state is touched.
+Figures are made without pyplot, so that matplotlib's global state does not change.
 """
 
-import html
-import io
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +12,7 @@ import numpy as np
 
 from lmtrain.report.curve import Curve
 from lmtrain.report.smooth import is_noisy, smooth, visible_range
-from lmtrain.report.theme import COLOURS, CURVES, TIMES, light
+from lmtrain.report.theme import CURVES, TIMES, light
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,25 +20,30 @@ if TYPE_CHECKING:
 
 _DPI = 160
 _FONT = 9.0
-_FEW_POINTS = 80  # up to so many are drawn with dots
+_FEW_POINTS = 80  # a curve of at most this number of points is drawn with dots
 _DASHES = ["-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2))]
 _STEPS = [1, 2, 2.5, 5, 10]  # between ticks, times a power of ten
 _GIB = 2**30
-_CHARACTERS_AN_INCH = 13  # of a legend
+_CHARACTERS_PER_INCH = 13  # of a legend
+_SMOOTH_WIDTH = 1.5
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve with what it is called and its place among the colours."""
+    """A curve, its name in the legend, the number of its colour, and the number of its run in the report."""
 
     label: str
     curve: Curve
     number: int
+    run: int = 0
 
 
 @dataclass(frozen=True)
 class Plot:
-    """`name` is that of the file. `restarts` are steps, each with the number of the line it belongs to, or None."""
+    """A plot to draw. `name` is the file name without ending.
+
+    `restarts` are steps, each with the number of its run, or None if the plot shows one run.
+    """
 
     name: str
     title: str
@@ -51,24 +53,24 @@ class Plot:
     restarts: Sequence[tuple[int, int | None]] = field(default_factory=list)
     wide: bool = False
     from_zero: bool = False
-    faint: bool = True  # draw what a smoothed curve is made of, too
+    faint: bool = True  # draw the measured values, too, under a smoothed curve
 
 
 def draw(plot: Plot) -> "Figure":
-    """Curves over steps; those that are noisy are drawn faintly under a smoothed one."""
+    """Draw curves over steps. The values of a noisy curve are drawn faintly under the smoothed curve."""
     entries: list[tuple[Any, str]] = []
     labels = [line.label for line in plot.lines] if len(plot.lines) > 1 else []
-    columns = max(1, int(_width(plot.wide) * _CHARACTERS_AN_INCH // (8 + max(map(len, labels), default=0))))
+    columns = max(1, int(_width(plot.wide) * _CHARACTERS_PER_INCH // (8 + max(map(len, labels), default=0))))
     figure, axes = _figure(plot.wide, math.ceil(len(labels) / columns))
-    for line in plot.lines:
-        handle = _draw_line(axes, line, plot.faint)
+    for place, line in enumerate(plot.lines):
+        handle = _draw_line(axes, line, place, plot.faint)
         if labels:
             entries.append((handle, line.label))
     top = _set_range(axes, plot)
     _draw_bad(axes, plot, entries)
     for number, restart in enumerate(plot.restarts):
         step, owner = restart
-        colour = light("restart") if owner is None else _colour(owner)
+        colour = light("restart" if owner is None else colour_of(owner))
         mark = axes.axvline(step, color=colour, linewidth=0.9, linestyle=(0, (1.5, 2)), zorder=1)
         mark.set_gid(f"restart-{number}")
         if owner is None and number == 0:
@@ -81,7 +83,7 @@ def draw(plot: Plot) -> "Figure":
 
 
 def draw_times(rows: Sequence[tuple[str, dict[str, float]]]) -> "Figure":
-    """Parts of the wall time as one bar for each run."""
+    """Draw the wall time by kind, as one stacked bar per run."""
     from matplotlib.patches import Patch
 
     kinds = [kind for kind in TIMES if any(fractions.get(kind, 0.0) > 0 for _, fractions in rows)]
@@ -114,33 +116,20 @@ def draw_times(rows: Sequence[tuple[str, dict[str, float]]]) -> "Figure":
     return figure
 
 
-def to_png(figure: "Figure") -> bytes:
-    """A figure as a PNG, the same bytes each time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
-    return buffer.getvalue()
+def unit_of(plot: Plot) -> tuple[int, str]:
+    """What values are divided by, and the name of that unit: bytes are shown in GiB."""
+    return (_GIB, "GiB") if plot.unit == "bytes" else (1, plot.unit)
 
 
-def to_svg(figure: "Figure", name: str, description: str) -> str:
-    """An `svg` element for a page: its colours are variables of the page's style, its ids begin with `name`."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
+def colour_of(number: int) -> str:
+    """The name of the colour of line or run `number` in the theme."""
+    return CURVES[number % len(CURVES)]
 
-    buffer = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
-    ids = {found: f"{name}-{number}" for number, found in enumerate(re.findall(r'\bid="([^"]+)"', text))}
-    ids |= {found: f"{name}-{found}" for found in ids if found.startswith(("restart-", "time-"))}
-    text = re.sub(r'\bid="([^"]+)"', lambda found: f'id="{ids[found[1]]}"', text)
-    text = re.sub(r"#([\w-]+)(?=[\")])", lambda found: f"#{ids.get(found[1], found[1])}", text)
-    for variable, (colour, _) in COLOURS.items():
-        text = text.replace(colour, f"var(--{variable})")
-    text = re.sub(r' (?:width|height)="[\d.]+pt"', "", text)
-    label = f' role="img" aria-label="{html.escape(description)}" stroke-linejoin="round"'
-    return text.replace("<svg", f"<svg{label}", 1).strip()
+
+def dashes_of(number: int) -> str:
+    """The dashes of line `number` as an SVG's `stroke-dasharray`."""
+    dashes: Any = _DASHES[number // len(CURVES) % len(_DASHES)]
+    return "none" if dashes == "-" else " ".join(f"{_SMOOTH_WIDTH * part:g}" for part in dashes[1])
 
 
 def _width(wide: bool) -> float:
@@ -157,34 +146,38 @@ def _figure(wide: bool, legend_rows: int, height: float = 0.0) -> tuple["Figure"
 
 
 def _lay_out(figure: "Figure") -> None:
-    """Once, rather than each time that the figure is written."""
+    """Compute the layout once, rather than each time that the figure is written."""
     engine = figure.get_layout_engine()
     assert engine is not None
     engine.execute(figure)
     figure.set_layout_engine("none")
 
 
-def _draw_line(axes: "Axes", line: Line, faint: bool) -> Any:
-    curve, colour = line.curve, _colour(line.number)
+def _draw_line(axes: "Axes", line: Line, place: int, faint: bool) -> Any:
+    curve, colour = line.curve, light(colour_of(line.number))
     dashes = _DASHES[line.number // len(CURVES) % len(_DASHES)]
+    style: dict[str, Any]
     if is_noisy(curve):
         if faint:
-            axes.plot(curve.steps, curve.values, color=colour, alpha=0.25, linewidth=0.6, zorder=2)
+            style = {"alpha": 0.25, "linewidth": 0.6, "zorder": 2, "gid": f"faint-{place}"}
+            axes.plot(curve.steps, curve.values, color=colour, **style)
         steps, values = smooth(curve)
-        return axes.plot(steps, values, color=colour, linewidth=1.5, linestyle=dashes, zorder=4)[0]
+        style = {"linewidth": _SMOOTH_WIDTH, "linestyle": dashes, "zorder": 4, "gid": f"line-{place}"}
+        return axes.plot(steps, values, color=colour, **style)[0]
     dot = "o" if np.isfinite(curve.values).sum() <= _FEW_POINTS else ""
-    style: dict[str, Any] = {
+    style = {
         "linewidth": 1.4,
         "linestyle": dashes,
         "marker": dot,
         "markersize": 3.0,
         "zorder": 3 - line.number / 1000,
+        "gid": f"line-{place}",
     }
     return axes.plot(curve.steps, curve.values, color=colour, **style)[0]
 
 
 def _draw_bad(axes: "Axes", plot: Plot, entries: list[tuple[Any, str]]) -> None:
-    """A cross at the top where a value was no finite number."""
+    """Draw a cross at the top of the plot where a value was NaN or infinite."""
     steps = np.concatenate([line.curve.bad_steps for line in plot.lines])
     if not len(steps):
         return
@@ -197,7 +190,7 @@ def _draw_bad(axes: "Axes", plot: Plot, entries: list[tuple[Any, str]]) -> None:
 
 
 def _set_range(axes: "Axes", plot: Plot) -> float:
-    """-> the top"""
+    """Set the ranges of both axes. Returns the largest y value that is visible."""
     low, high = visible_range([line.curve for line in plot.lines])
     if plot.from_zero and low >= 0:
         low = 0.0
@@ -209,15 +202,15 @@ def _set_range(axes: "Axes", plot: Plot) -> float:
 
 
 def _set_title(axes: "Axes", plot: Plot, top: float) -> None:
-    """The title, the axes, and the highest value if it lies above the plot."""
+    """Set the title, the axis labels, and a note with the highest value if it is above the plot."""
     _name(axes, plot.title)
     axes.set_xlabel("step", color=light("soft"), fontsize=_FONT - 1)
-    axes.set_ylabel("GiB" if _is_memory(plot) else plot.unit, color=light("soft"), fontsize=_FONT - 1)
+    axes.set_ylabel(unit_of(plot)[1], color=light("soft"), fontsize=_FONT - 1)
     highest = [line.curve.highest for line in plot.lines if line.curve.highest is not None]
     step, value = max(highest, key=lambda found: found[1], default=(0, -math.inf))
     if value > top:
         note = f"▲ {_with_unit(value, plot)} at step {step:,}"
-        axes.set_title(note, loc="right", fontsize=_FONT - 1, color=light("soft"))
+        axes.set_title(note, loc="right", fontsize=_FONT - 1, color=light("soft")).set_gid("note")
 
 
 def _name(axes: "Axes", title: str) -> None:
@@ -231,7 +224,9 @@ def _set_ticks(axes: "Axes", plot: Plot) -> None:
     _colour_axes(axes)
     axes.grid(axis="y", color=light("line"), linewidth=0.8, zorder=0)
     axes.xaxis.set_major_locator(MaxNLocator(10 if plot.wide else 5, steps=_STEPS, integer=True))
-    unit = _GIB if _is_memory(plot) else 1
+    axes.xaxis.set_gid("axis-x")
+    axes.yaxis.set_gid("axis-y")
+    unit, _ = unit_of(plot)
     low, high = axes.get_ylim()
     ticks = np.asarray(MaxNLocator(6, steps=_STEPS).tick_values(low / unit, high / unit)) * unit
     axes.set_yticks([tick for tick in ticks if low <= tick <= high])
@@ -251,7 +246,7 @@ def _colour_axes(axes: "Axes") -> None:
 def _set_legend(figure: "Figure", entries: list[tuple[Any, str]], columns: int) -> None:
     if not entries:
         return
-    # a leading `_` means "not in the legend" to matplotlib, and `$` mathematics
+    # matplotlib leaves out labels with a leading `_`, and reads `$` as mathematics
     labels = [_plain(label, 60) for _, label in entries]
     legend = figure.legend(
         [handle for handle, _ in entries],
@@ -267,22 +262,15 @@ def _set_legend(figure: "Figure", entries: list[tuple[Any, str]], columns: int) 
 
 
 def _with_unit(value: float, plot: Plot) -> str:
-    return f"{_number(value / _GIB)} GiB" if _is_memory(plot) else _number(value)
+    size, unit = unit_of(plot)
+    return f"{_number(value / size)} {unit}" if size > 1 else _number(value)
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _is_memory(plot: Plot) -> bool:
-    return plot.unit == "bytes"
-
-
-def _colour(number: int) -> str:
-    return light(CURVES[number % len(CURVES)])
-
-
 def _plain(text: str, most: int) -> str:
-    """Without what the font of a picture may not have; the page has the whole."""
+    """At most `most` characters, without those that the picture's font may lack; the page shows the full text."""
     plain = "".join(letter if letter.isprintable() and ord(letter) < 0x250 else "?" for letter in text)
     return plain if len(plain) <= most else f"{plain[: most - 1]}…"

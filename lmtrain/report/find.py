@@ -1,4 +1,4 @@
-"""Finding the files of a run that the user names: by its metrics, by its folder of logs, or by its id alone."""
+"""Finds the files of a run that the user names by metrics file, by log folder or by id."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _MOST_LISTED = 20
 
 @dataclass(frozen=True)
 class RunFiles:
-    """`metrics` is there; `folder`, with the config and the ledger of times, need not be."""
+    """The files of a run. `metrics` exists; `folder`, with the config and the goodput ledger, may be missing."""
 
     id: str
     metrics: str
@@ -21,28 +21,30 @@ class RunFiles:
 
 
 def find_run(name: str, log_dir: str) -> RunFiles:
-    """`name` is a metrics.jsonl, `<log_dir>/<run_id>`, a run id, or the beginning of only one.
+    """The run called `name`: a metrics.jsonl, `<log_dir>/<run_id>`, a run id, or a unique prefix of one.
 
-    Raises `UserError` that says what there is.
+    Raises `UserError` with the existing runs.
     """
     if "://" in name:
-        raise UserError(f"{name}: a report is made of local files; copy <run id>{_ENDING} and <run id>/ here first")
+        raise UserError(
+            f"{name}: reports read local files only; copy <run id>{_ENDING} and <run id>/ to this machine first"
+        )
     log_dir = os.path.expanduser(log_dir)
     base = os.path.expanduser(name).rstrip("/") or name
     for path in (base, f"{base}{_ENDING}", f"{os.path.abspath(base)}{_ENDING}", os.path.join(log_dir, base + _ENDING)):
         if os.path.isfile(path):
             return _files(path)
     folder = os.path.dirname(base) or log_dir
-    begin_so = [run for run in _ids(folder) if run.startswith(os.path.basename(base))]
-    if len(begin_so) == 1:
-        return _files(os.path.join(folder, begin_so[0] + _ENDING))
-    if begin_so and os.path.basename(base):
-        raise UserError(f"{name} may be {', '.join(begin_so[:_MOST_LISTED])}")
+    matching = [run for run in _ids(folder) if run.startswith(os.path.basename(base))]
+    if len(matching) == 1:
+        return _files(os.path.join(folder, matching[0] + _ENDING))
+    if matching and os.path.basename(base):
+        raise UserError(f"{name} is ambiguous: {', '.join(matching[:_MOST_LISTED])}")
     raise UserError(_unknown(name, base, log_dir))
 
 
 def find_runs(names: Sequence[str], log_dir: str) -> list[RunFiles]:
-    """All of them, each once. Raises `UserError` for one that is named twice."""
+    """All runs in the order of their names. Raises `UserError` for a run that is named twice."""
     found = [find_run(name, log_dir) for name in names]
     seen: dict[str, str] = {}
     for name, files in zip(names, found, strict=True):
@@ -54,7 +56,7 @@ def find_runs(names: Sequence[str], log_dir: str) -> list[RunFiles]:
 
 
 def tell_apart(runs: Sequence[RunFiles]) -> list[str]:
-    """A name for each run: its id, and where others have the same id as much of the folder as it takes."""
+    """A name for each run: its id, and for runs with the same id the part of the path in which they differ."""
     return [_name(run, [other for other in runs if other.id == run.id]) for run in runs]
 
 
@@ -66,7 +68,7 @@ def _name(run: RunFiles, same: Sequence[RunFiles]) -> str:
     for depth in range(1, len(own)):
         if [place[-depth:] for place in places].count(own[-depth:]) == 1:
             return f"{run.id} ({os.sep.join(own[-depth:])})"
-    return f"{run.id} ({run.metrics})"  # logs of one folder whose names differ in the ending
+    return f"{run.id} ({run.metrics})"  # logs in one folder whose names differ in the ending
 
 
 def _files(metrics: str) -> RunFiles:
@@ -76,20 +78,20 @@ def _files(metrics: str) -> RunFiles:
 
 
 def _unknown(name: str, base: str, log_dir: str) -> str:
-    """The folder that is looked in is the one named, if it is a folder of logs, or the one above the run named."""
+    """The message for an unknown run, with the runs of the folder that was named or that contains the named run."""
     folder = base if os.path.isdir(base) and _ids(base) else os.path.dirname(base) or log_dir
     ids = _ids(folder)
     if not ids:
-        return f"no run {name}: no {base}{_ENDING}, and no *{_ENDING} in {folder}; --log_dir says where runs log"
+        return f"run {name} not found: no {base}{_ENDING}, and no *{_ENDING} in {folder}; --log_dir sets the folder"
     last = os.path.basename(base).removesuffix(_ENDING)
     hint = next((run for run in ids if run.startswith(last)), None) or suggest_name(last, ids)
     more = f", and {len(ids) - _MOST_LISTED} more" if len(ids) > _MOST_LISTED else ""
-    listed = f"in {folder} there are: {', '.join(ids[:_MOST_LISTED])}{more}"
-    return f"no run {name}; " + (f"did you mean {hint!r}? " if hint else "") + listed
+    listed = f"runs in {folder}: {', '.join(ids[:_MOST_LISTED])}{more}"
+    return f"run {name} not found; " + (f"did you mean {hint!r}? " if hint else "") + listed
 
 
 def _ids(folder: str) -> list[str]:
-    """The runs that log in a folder, the newest first."""
+    """Ids of the runs in a folder of logs, newest first."""
     try:
         entries = [entry for entry in os.scandir(folder) if entry.name.endswith(_ENDING) and entry.is_file()]
     except OSError:

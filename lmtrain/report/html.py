@@ -1,10 +1,10 @@
-"""HTML that is escaped unless it was made here."""
+"""HTML elements. Text is escaped unless it is `Markup`."""
 
 import html
 
 
 class Markup(str):
-    """Text that is HTML already. All other text is escaped where it is put into an element."""
+    """Text that is already HTML. All other text is escaped when it is put into an element."""
 
 
 _WITHOUT_END = {"meta", "br"}
@@ -22,7 +22,7 @@ def element(tag: str, *content: str, **attributes: str) -> Markup:
 
 
 def table(head: list[str], rows: list[list[str]], class_: str = "") -> Markup:
-    """The first cell of each row names it. Without a head, columns have no names."""
+    """A table. The first cell of each row is its name. With an empty head, columns have no names."""
     names = [element("th", name, scope="col") for name in head]
     top = element("thead", element("tr", *names)) if head else Markup("")
     body = [
@@ -32,5 +32,5 @@ def table(head: list[str], rows: list[list[str]], class_: str = "") -> Markup:
 
 
 def swatch(colour: str) -> Markup:
-    """A little square in a colour of the theme."""
+    """A small square in a colour of the theme."""
     return element("span", class_="swatch", style=f"background:var(--{colour})")

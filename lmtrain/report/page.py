@@ -1,12 +1,17 @@
-"""The page: one HTML file that needs nothing else. It runs no script, and may load nothing, which it says itself."""
+"""The page: one HTML file that needs nothing else. Its policy forbids loading anything, and any script but its own."""
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from lmtrain import __version__
+from lmtrain.report.chart_data import run_data
 from lmtrain.report.curve import RULE
 from lmtrain.report.html import Markup, element, swatch
 from lmtrain.report.run import Run
+from lmtrain.report.samples import samples_tables
+from lmtrain.report.script import script_elements, script_source
 from lmtrain.report.summary import summarize
 from lmtrain.report.tables import (
     attempts_table,
@@ -19,18 +24,27 @@ from lmtrain.report.tables import (
 )
 from lmtrain.report.theme import CURVES, STYLE
 
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src "
 
 
-def build_page(runs: Sequence[Run], pictures: Sequence[tuple[Markup, bool]], times: Markup, notes: list[str]) -> str:
-    """`pictures` are (svg, whether it is wide); `times` the bar of wall time, empty if it is not known."""
+@dataclass(frozen=True)
+class Picture:
+    """A plot on the page: its SVG, whether it is as wide as the page, and its data for the script."""
+
+    svg: Markup
+    wide: bool
+    data: dict[str, Any]
+
+
+def build_page(runs: Sequence[Run], pictures: Sequence[Picture], times: Markup, notes: list[str]) -> str:
+    """`times` is the bar of wall time, empty if it is unknown; `notes` are shown below the plots."""
     several = len(runs) > 1
     names = [_name(run, number if several else None) for number, run in enumerate(runs)]
     title = " and ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs"
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY + script_source()),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="generator", content=f"lmtrain {__version__}"),
         element("title", f"{title} - lmtrain report"),
@@ -43,12 +57,13 @@ def build_page(runs: Sequence[Run], pictures: Sequence[tuple[Markup, bool]], tim
     for run, name in zip(runs, names, strict=True):
         parts.append(_about(run, name if several else None))
     made = f"Made {format_time(time.time())} by lmtrain {__version__}. {RULE}"
-    body = element("body", element("main", *parts, element("p", element("small", made))))
+    data = {"runs": [run_data(run) for run in runs], "plots": {each.data["name"]: each.data for each in pictures}}
+    body = element("body", element("main", *parts, element("p", element("small", made))), script_elements(data))
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
 def _name(run: Run, number: int | None) -> Markup:
-    """With the colour that the run has in all plots."""
+    """The name of a run, with the colour that it has in all plots."""
     mark = "" if number is None else swatch(CURVES[number % len(CURVES)])
     return Markup(mark + element("span", run.name))
 
@@ -83,20 +98,23 @@ def _differences(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
     return _section("Settings that differ", found or element("p", "All settings are the same.", class_="soft"))
 
 
-def _curves(pictures: Sequence[tuple[Markup, bool]], notes: list[str], runs: Sequence[Run]) -> Markup:
-    text = "Where a curve is noisy, what was measured is drawn faintly, and the mean of its neighbours over it. "
-    text += "A ▲ tells the highest value, where it lies above the plot. "
+def _curves(pictures: Sequence[Picture], notes: list[str], runs: Sequence[Run]) -> Markup:
+    text = "The measured values of a noisy curve are drawn faintly under a smoothed curve. "
+    text += "A ▲ marks the highest value if it is above the plot. "
     if any(run.restarts for run in runs):
         text += f"Dotted vertical lines are restarts{', in the colour of their run' if len(runs) > 1 else ''}. "
-    figures = [element("figure", svg, class_="wide" if wide else "") for svg, wide in pictures]
-    said = [element("p", element("small", line)) for line in [text, *notes]]
-    return element("section", element("h2", "Curves"), element("div", *figures, class_="plots"), *said)
+    figures = [
+        element("figure", each.svg, class_="wide" if each.wide else "", data_chart=each.data["name"])
+        for each in pictures
+    ]
+    remarks = [element("p", element("small", line)) for line in [text, *notes]]
+    return element("section", element("h2", "Curves"), element("div", *figures, class_="plots"), *remarks)
 
 
 def _times(runs: Sequence[Run], names: Sequence[Markup], bar: Markup) -> Markup:
     if not bar:
         return Markup("")
-    text = "Goodput is the part of the wall time, since a run was first started, in steps that count."
+    text = "Goodput is the fraction of the wall time since the first start of a run that was spent on steps that count."
     return _section("Goodput", element("figure", bar), element("p", element("small", text)), times_table(runs, names))
 
 
@@ -106,9 +124,11 @@ def _evaluations(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
 
 
 def _about(run: Run, name: Markup | None) -> Markup:
-    """Starts, versions and config of one run; of several each may be opened."""
+    """Samples, starts, versions and config of one run; with several runs, folded under the run's name."""
     facts = facts_table(run)
     parts = []
+    if run.samples:
+        parts.append(_section("Samples", samples_tables(run.samples)))
     if run.attempts:
         parts.append(_section("Starts", attempts_table(run.attempts)))
     if facts is not None:

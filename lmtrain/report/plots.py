@@ -1,4 +1,4 @@
-"""The plots of a report: of one run a plot for each chart, of several a plot for each metric with a line for each."""
+"""The plots of a report: one per chart for a single run; for several runs one per metric, with a line per run."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,21 +8,19 @@ from lmtrain.report.charts import CHARTS, MOST_METRICS, Chart, metrics_of
 from lmtrain.report.draw import Line, Plot
 from lmtrain.report.run import Run
 
-# More runs than these are drawn without the noise under their smoothed curves.
+# Plots with more lines than this have smoothed curves without the measured values under them.
 _MOST_FAINT = 3
 
 
 def plan_plots(runs: Sequence[Run]) -> tuple[list[Plot], list[str]]:
-    """The plots in the order of the page, and what is left out of them."""
+    """The plots in the order of the page, and notes about metrics that no plot shows."""
     plots: list[Plot] = []
     left_out = []
     for chart in CHARTS:
         found = metrics_of(chart, [metric for run in runs for metric in run.curves])
         metrics = found[: chart.compared if len(runs) > 1 else MOST_METRICS]
         if len(metrics) < len(found):
-            left_out.append(
-                f"{chart.title}: {len(found) - len(metrics):,} more metrics are in the log, and in no plot."
-            )
+            left_out.append(f"{chart.title}: {len(found) - len(metrics):,} more metrics in the log are not plotted.")
         if len(runs) > 1:
             plots += [_comparison(chart, metric, runs, alone=len(found) == 1) for metric in metrics]
         elif metrics:
@@ -37,9 +35,10 @@ def _single(chart: Chart, metrics: Sequence[str], run: Run) -> Plot:
 
 
 def _comparison(chart: Chart, metric: str, runs: Sequence[Run], alone: bool) -> Plot:
-    """Colours belong to runs, so that a run has the same one everywhere. `alone`: no other metric is in the chart."""
-    lines = [Line(run.name, run.curves[metric], number) for number, run in enumerate(runs) if metric in run.curves]
-    restarts = [(step, number) for number, run in enumerate(runs) for step in run.restarts if metric in run.curves]
+    """One metric of all runs. A run has the same colour in every plot. `alone`: the chart has no other metric."""
+    shown = [(number, run) for number, run in enumerate(runs) if metric in run.curves]
+    lines = [Line(run.name, run.curves[metric], number, number) for number, run in shown]
+    restarts = [(step, number) for number, run in shown for step in run.restarts]
     title = chart.title if alone else f"{chart.title}: {metric}"
     name = chart.name if alone else f"{chart.name}-{_slug(metric)}"
     return _plot(chart, name, title, lines, restarts, max(run.last_step for run in runs))
@@ -67,12 +66,12 @@ def _plot(
 
 
 def _slug(metric: str) -> str:
-    """A name for a file, whatever a set is called."""
+    """A file name made from a metric: lowercase letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", metric.lower()).strip("-")[:80] or "metric"
 
 
 def _distinct(plots: Sequence[Plot]) -> list[Plot]:
-    """Two metrics may make one name."""
+    """Plots with distinct names: different metrics may give the same file name."""
     taken: set[str] = set()
     result = []
     for plot in plots:

@@ -1,4 +1,4 @@
-"""All that a report says of a run, read from its files. A run that is going on, or was cut off, is read as it is."""
+"""What a report shows about a run, read from its files. A run may still be running, or may have been killed."""
 
 import json
 import math
@@ -13,6 +13,8 @@ from lmtrain.config.yaml_scalars import Loader
 from lmtrain.report.charts import GOODPUT, TOKENS, is_wanted
 from lmtrain.report.curve import Curve, Thinner
 from lmtrain.report.find import RunFiles
+from lmtrain.report.samples import NAME as SAMPLES
+from lmtrain.report.samples import Sample, read_samples
 from lmtrain.tracking.goodput import NAME, Attempt, read_attempts, total_seconds
 
 _LINES_BETWEEN_FOLDS = 16_384
@@ -21,7 +23,7 @@ _LARGEST_STEP = 2**53
 
 @dataclass(frozen=True)
 class Run:
-    """`curves` by metric; `facts` are those of the log's first line. `notices` say what is missing or damaged."""
+    """A run: `curves` of its log by metric; `facts` from its first line; `notices` list missing and corrupt files."""
 
     name: str
     files: RunFiles
@@ -32,34 +34,36 @@ class Run:
     config: dict[str, Any] | None = None
     config_text: str | None = None
     notices: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
     @property
     def restarts(self) -> list[int]:
-        """The steps from which the starts after the first went on."""
+        """The steps from which the run resumed."""
         return [attempt.first_step for attempt in self.attempts[1:]]
 
     @property
     def fractions(self) -> dict[str, float]:
-        """Wall time by kind, in parts of the whole: of the ledger, or what the log last said of it."""
+        """Fractions of the wall time by kind: from the ledger, or the last ones in the log."""
         seconds = total_seconds(self.attempts) if self.attempts else {}
-        whole = sum(seconds.values())
-        if whole > 0:
-            return {kind: value / whole for kind, value in seconds.items()}
+        total = sum(seconds.values())
+        if total > 0:
+            return {kind: value / total for kind, value in seconds.items()}
         logged = {name.removeprefix(GOODPUT): curve.last for name, curve in self.curves.items() if _is_goodput(name)}
         return {kind: value for kind, value in logged.items() if math.isfinite(value) and value >= 0}
 
 
 def read_run(files: RunFiles, name: str) -> Run:
-    """Raises `UserError` if the log cannot be read or holds no metric."""
+    """Read the files of a run. Raises `UserError` if the log cannot be read or contains no metric."""
     notices: list[str] = []
     curves, facts, last_step = _read_log(files.metrics, notices)
     attempts = _read_ledger(os.path.join(files.folder, NAME), notices)
     text, config = _read_config(os.path.join(files.folder, "config.yaml"), notices)
-    return Run(name, files, curves, facts, last_step, attempts, config, text, notices)
+    samples = read_samples(os.path.join(files.folder, SAMPLES), notices)
+    return Run(name, files, curves, facts, last_step, attempts, config, text, notices, samples)
 
 
 def _read_log(path: str, notices: list[str]) -> tuple[dict[str, Curve], dict[str, Any], int]:
-    """Line by line: what is kept does not grow with the log."""
+    """Read a log line by line, in memory that does not grow with the log."""
     thinners: dict[str, Thinner | None] = {}  # None for metrics that no plot has
     facts: dict[str, Any] = {}
     last_step = unreadable = 0
@@ -90,15 +94,17 @@ def _read_log(path: str, notices: list[str]) -> tuple[dict[str, Curve], dict[str
     curves = {metric: thinner.curve() for metric, thinner in thinners.items() if thinner is not None}
     curves = {metric: curve for metric, curve in curves.items() if len(curve.mean_steps)}
     if all(_is_goodput(metric) or metric == TOKENS for metric in curves):
-        begun = "it has not finished a step yet" if not unreadable else f"{unreadable} of its lines are no JSON objects"
-        raise UserError(f"{path} holds no metric that a report could show; {begun}")
+        reason = "the run has not finished a step yet"
+        if unreadable:
+            reason = f"{unreadable} of its lines are not JSON objects with a step"
+        raise UserError(f"{path} has no metric that a report shows; {reason}")
     if unreadable:
-        notices.append(f"{unreadable:,} lines of {path} cannot be read, and are left out")
+        notices.append(f"{unreadable:,} lines of {path} are not JSON objects with a step, and are left out")
     return curves, facts, last_step
 
 
 def _parse(text: str) -> dict[str, Any] | None:
-    """None for a line that is no object with a step."""
+    """The object on a line; None for a line that is not an object with a step."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -125,24 +131,24 @@ def _is_goodput(metric: str) -> bool:
 def _read_ledger(path: str, notices: list[str]) -> list[Attempt]:
     attempts = read_attempts(path)
     if not attempts:
-        what = f"{path} cannot be read" if os.path.exists(path) else f"no {path}"
-        notices.append(f"{what}: restarts and the times of the run are not known")
+        what = f"{path} is corrupt" if os.path.exists(path) else f"{path} not found"
+        notices.append(f"{what}: restarts and wall times are unknown")
     return attempts
 
 
 def _read_config(path: str, notices: list[str]) -> tuple[str | None, dict[str, Any] | None]:
-    """The text as it is, and what it says."""
+    """The text of the config, and its settings; None if there is none or it is not a YAML map."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
     except OSError:
-        notices.append(f"no {path}: the settings of the run are not known")
+        notices.append(f"{path} not found: the settings of the run are unknown")
         return None, None
     try:
-        config = yaml.load(text, Loader)  # a safe loader of lmtrain's own
+        config = yaml.load(text, Loader)  # lmtrain's subclass of a safe loader
     except (yaml.YAMLError, ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        notices.append(f"{path} is no YAML map: it is shown, but not compared")
+        notices.append(f"{path} is not a YAML map: it is shown, but not compared")
         return text, None
     return text, config

@@ -1,4 +1,4 @@
-"""What of a curve should be seen: the trend under the noise, and the range in which most of it lies."""
+"""What a plot shows of a curve: the trend under the noise, and the range that contains most values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,17 +7,18 @@ import numpy as np
 
 from lmtrain.report.curve import Curve
 
-# Fewer points than these are drawn as they are.
+# Curves with fewer points than _FEW are not smoothed; with fewer than _VERY_FEW, all are in the visible range.
 _FEW, _VERY_FEW = 100, 20
-_WINDOW = 0.01  # points on either side that a smoothed one is the mean of, as a part of all
-_CLOSE = 0.75  # what lies farther from most values than this part of their range is not close to them
-_NOISE = 0.01  # part of the visible range: what varies less between neighbours is not noisy
+_WINDOW = 0.01  # points on each side of a smoothed one, as a fraction of all points
+_CLOSE = 0.75  # values farther from most others than this fraction of their range are outliers
+_NOISE = 0.01  # a curve whose neighbours differ less, as a fraction of the visible range, is not noisy
 
 
 def smooth(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values: the mean of medians, each of 1 % of the points on either side; a lone spike moves nothing.
+    """Steps and values of a smoothed curve: the mean of medians, each over 1 % of the points on each side.
 
-    Near the beginning of as many after as there are before, so that a steep fall is not drawn late.
+    A single outlier has no effect. Near the start the window is symmetric and smaller, so that a steep fall is not
+    drawn late.
     """
     known = np.isfinite(curve.means)
     steps, means = curve.mean_steps[known], curve.means[known]
@@ -35,7 +36,7 @@ def _filter(values: np.ndarray, reach: int, of: Callable[..., Any]) -> np.ndarra
 
 
 def is_noisy(curve: Curve) -> bool:
-    """Whether it takes a smoothed curve to see the trend."""
+    """Whether the trend is visible only in a smoothed curve."""
     known = curve.values[np.isfinite(curve.values)]
     if len(known) < _FEW:
         return False
@@ -44,9 +45,9 @@ def is_noisy(curve: Curve) -> bool:
 
 
 def visible_range(curves: Sequence[Curve]) -> tuple[float, float]:
-    """The lowest and the highest value that a plot should show: without the few that would hide all others.
+    """The lowest and the highest value that a plot shows, without outliers.
 
-    The highest 2 % are left out, and the lowest 0.5 %, unless they lie close to the others.
+    The highest 2 % and the lowest 0.5 % are left out unless they are close to the others.
     """
     ranges = []
     for curve in curves:

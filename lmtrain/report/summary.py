@@ -1,4 +1,4 @@
-"""The figures of a run that one looks for first."""
+"""The main figures of a run."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lmtrain.tracking.goodput import STEPS
 
 @dataclass(frozen=True)
 class Entry:
-    """A figure, and a few words about it."""
+    """A figure, and a note about it."""
 
     label: str
     value: str
@@ -20,7 +20,7 @@ class Entry:
 
 
 def summarize(run: Run) -> list[Entry]:
-    """What is known of the run; all runs have the same entries in the same order."""
+    """The figures of a run; unknown ones are empty. All runs have the same entries in the same order."""
     return [
         _steps(run),
         Entry("parameters", _parameters(run)),
@@ -38,7 +38,7 @@ def summarize(run: Run) -> list[Entry]:
 
 
 def format_value(value: float) -> str:
-    """Four decimals for what is about one, thousands with commas."""
+    """Four decimals for values around one, thousands separators for large ones."""
     if not math.isfinite(value):
         return "NaN or infinite"
     if abs(value) >= 1000:
@@ -63,7 +63,7 @@ def _tokens(run: Run) -> Entry:
 
 
 def _count(number: float) -> str:
-    """All digits of what has not too many; else in billions, or millions of them."""
+    """All digits below a billion; else billions (B) or trillions (T)."""
     if number < 1e9:
         return f"{number:,.0f}"
     return f"{number / 1e9:.4g} B" if number < 1e12 else f"{number / 1e12:,.4g} T"
@@ -103,7 +103,7 @@ def _wall_time(run: Run) -> Entry:
     if run.attempts:
         return Entry("wall time", format_seconds(max(0.0, run.attempts[-1].updated - run.attempts[0].started)))
     curve = run.curves.get("throughput/duration")
-    return Entry("wall time", format_seconds(curve.sum), "of the steps alone") if curve else Entry("wall time", "")
+    return Entry("wall time", format_seconds(curve.sum), "steps only") if curve else Entry("wall time", "")
 
 
 def _goodput(run: Run) -> Entry:

@@ -19,7 +19,7 @@ NOTHING = "-"
 
 
 def summaries_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
-    """A column for each run."""
+    """The summary, with a column per run."""
     columns = [summarize(run) for run in runs]
     rows: list[list[str]] = []
     for entries in zip(*columns, strict=True):
@@ -30,7 +30,7 @@ def summaries_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
 
 
 def evaluations_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup | None:
-    """Every evaluation metric, last and best, the best being the lowest where that is known; None if there is none."""
+    """Last and best value of every evaluation metric; best is the lowest, of losses only. None if there are none."""
     rows: list[list[str]] = []
     for chart in (chart for chart in CHARTS if chart.name.startswith("eval-")):
         for metric in metrics_of(chart, [metric for run in runs for metric in run.curves]):
@@ -48,7 +48,7 @@ def evaluations_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup | 
 
 
 def times_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
-    """Wall time by kind: parts, and durations where there is a ledger."""
+    """Wall time by kind: fractions, and durations if there is a ledger."""
     rows: list[list[str]] = []
     for kind in [*TIMES, *{kind for run in runs for kind in run.fractions if kind not in TIMES}]:
         if not any(run.fractions.get(kind) for run in runs):
@@ -62,11 +62,11 @@ def times_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
         if len(runs) > 1:
             cells = [_with_note(part, duration) for part, duration in zip(cells[::2], cells[1::2], strict=True)]
         rows.append([Markup(swatch(colour) + element("span", _words(kind)) + element("small", f" {meaning}")), *cells])
-    return table(["", *names] if len(runs) > 1 else ["", "part", "duration"], rows)
+    return table(["", *names] if len(runs) > 1 else ["", "fraction", "duration"], rows)
 
 
 def attempts_table(attempts: Sequence[Attempt]) -> Markup:
-    """A row for each start of a run; only the kinds of time that it had."""
+    """A row for each start of a run, with the kinds of time that occurred."""
     kinds = [kind for kind in TIMES if any(attempt.seconds.get(kind, 0.0) >= 0.5 for attempt in attempts)]
     rows: list[list[str]] = []
     for number, (attempt, lost) in enumerate(zip(attempts, lost_steps(attempts), strict=True), start=1):
@@ -82,13 +82,13 @@ def attempts_table(attempts: Sequence[Attempt]) -> Markup:
             ]
         )
     return table(
-        ["start", "began", "last heard of", "from step", "to step", "steps lost", *(_words(kind) for kind in kinds)],
+        ["start", "started", "last update", "from step", "to step", "steps lost", *(_words(kind) for kind in kinds)],
         rows,
     )
 
 
 def facts_table(run: Run) -> Markup | None:
-    """What the run ran on: a column for each start that was on something else than the one before it."""
+    """Versions and devices of a run: a column for each start whose facts differ from those of the one before."""
     columns: list[tuple[str, dict[str, str]]] = []
     for number, attempt in enumerate(run.attempts, start=1):
         facts = _flat(attempt.facts)
@@ -105,7 +105,7 @@ def facts_table(run: Run) -> Markup | None:
 
 
 def differences_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup | None:
-    """The settings that are not the same in all runs whose config is known; None if all are."""
+    """The settings that differ between the runs whose config is known; None if none differ."""
     known = [(name, _flat(run.config)) for name, run in zip(names, runs, strict=True) if run.config is not None]
     settings = dict.fromkeys(setting for _, config in known for setting in config)
     rows = [
@@ -117,7 +117,7 @@ def differences_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup | 
 
 
 def format_time(seconds: float) -> str:
-    """Local time; what lies outside the calendar as seconds."""
+    """Local time; seconds for a time outside the calendar."""
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     except (OverflowError, OSError, ValueError):
@@ -133,7 +133,7 @@ def _words(kind: str) -> str:
 
 
 def _flat(tree: Any) -> dict[str, str]:
-    """Leaves by their dotted names, as YAML or JSON would say them."""
+    """Leaves by dotted name, as text in the notation of YAML or JSON."""
     return {dotted(path): _plain(value) for path, value in walk_leaves(tree) if path}
 
 

@@ -1,6 +1,6 @@
-"""Colours and the style sheet. Pictures are drawn in the light colours; in a page they follow the reader's theme."""
+"""Colours and the style sheet. Plots are drawn in the light colours; on a page they follow the browser's theme."""
 
-# name -> (light, dark). No colour may be there twice among the light ones: they are found by value in an SVG.
+# name -> (light, dark). Light colours must be distinct: they are replaced by value in an SVG.
 COLOURS = {
     "ink": ("#1c2530", "#e4e8ee"),
     "soft": ("#5d6b7a", "#9aa7b6"),
@@ -20,16 +20,16 @@ COLOURS = {
 }
 CURVES = [name for name in COLOURS if name[0] == "c" and name[1:].isdigit()]
 
-# The kinds of wall time, in the order of a bar: what counts, then what does not.
+# The kinds of wall time in the order of the bar, each with its colour and its meaning.
 TIMES = {
     "steps": ("c0", "training that counts"),
     "evaluation": ("c5", "validation losses"),
-    "save_blocking": ("c3", "waiting for the copy that a save makes"),
+    "save_blocking": ("c3", "waiting for a checkpoint's copy to the host"),
     "data_wait": ("c6", "waiting for data"),
-    "compile": ("c2", "of the programs, by XLA"),
+    "compile": ("c2", "compilation by XLA"),
     "start_up": ("c1", "imports, devices, data"),
-    "restore": ("c4", "of a checkpoint"),
-    "lost": ("bad", "steps that a later start did again"),
+    "restore": ("c4", "loading a checkpoint"),
+    "lost": ("bad", "steps repeated after a restart"),
     "down": ("c7", "between two starts"),
 }
 
@@ -46,7 +46,7 @@ def _variables(which: int) -> str:
 STYLE = (
     f":root{{color-scheme:light dark;{_variables(0)}}}"
     f"@media (prefers-color-scheme:dark){{:root{{{_variables(1)}}}}}"
-    # a printed page is light in any case
+    # a printed page is always light
     f"@media print{{:root{{color-scheme:light;{_variables(0)}}}}}"
     """
 *{box-sizing:border-box}
@@ -65,7 +65,7 @@ figcaption,small{font-size:13px}
 .tile b{display:block;font-size:21px;font-weight:600;line-height:1.3;font-variant-numeric:tabular-nums}
 .tile span{color:var(--soft);font-size:13px;display:block}
 .plots{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:14px}
-figure{margin:0;border:1px solid var(--line);border-radius:8px;padding:10px 12px;min-width:0}
+figure{position:relative;margin:0;border:1px solid var(--line);border-radius:8px;padding:10px 12px;min-width:0}
 figure.wide{grid-column:1/-1}
 figure svg{display:block;width:100%;height:auto}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:8px}
@@ -76,12 +76,25 @@ th:first-child,td:first-child,.text th,.text td{text-align:left}
 td{white-space:nowrap}
 .text td{white-space:pre-wrap;overflow-wrap:anywhere;min-width:130px}
 td small{display:block}
+.samples th{width:1%;white-space:nowrap}
 tbody th{font-weight:500}
 tbody:first-child tr:first-child>*{border-top:0}
 .swatch{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:7px}
 details{border:1px solid var(--line);border-radius:8px;margin:10px 0;padding:0 14px}
 summary{cursor:pointer;padding:9px 0;font-weight:500;overflow-wrap:anywhere}
 pre{overflow-x:auto;font:13px/1.45 ui-monospace,"DejaVu Sans Mono",monospace;margin:0 0 12px}
+h3{font-size:14px;margin:18px 0 6px;overflow-wrap:anywhere;white-space:pre-wrap}
+.controls{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 10px;color:var(--soft);font-size:14px}
+.controls label{display:flex;align-items:center;gap:6px;white-space:pre}
+.controls select{font:inherit;color:var(--ink);background:var(--panel);border:1px solid var(--line);border-radius:5px}
+.tip{display:none;position:absolute;z-index:1;margin:8px;padding:5px 9px;pointer-events:none;white-space:pre;
+font-size:13px;background:var(--panel);border:1px solid var(--line);border-radius:6px;max-width:60%;overflow:hidden;
+text-overflow:ellipsis;font-variant-numeric:tabular-nums}
+.tip.shown{display:block}
+.tip.left{transform:translateX(calc(-100% - 16px))}
+.cross{pointer-events:none}
+svg text{font-family:"DejaVu Sans",system-ui,sans-serif}
+@media print{.controls{display:none}}
 @media (max-width:760px){.plots{grid-template-columns:minmax(0,1fr)}main{padding:16px 12px 40px}}
 """
 )

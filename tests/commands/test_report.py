@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from report.made import Page, write_log, write_whole
+from report.made import Page, write_complete, write_log
 
 from lmtrain import cli
 
@@ -22,7 +22,7 @@ def lmtrain(capsys, *arguments: object) -> tuple[int, str, str]:
 
 
 def test_a_report_is_written_to_the_folder_of_its_run(folder, capsys):
-    write_whole(folder / "logs")
+    write_complete(folder / "logs")
     code, out, err = lmtrain(capsys, "report", "one")
     assert (code, err) == (0, "")
     assert out.startswith("one: 40 steps, ")
@@ -33,8 +33,8 @@ def test_a_report_is_written_to_the_folder_of_its_run(folder, capsys):
 
 
 def test_runs_of_one_id_are_compared_in_the_current_folder(folder, capsys):
-    write_whole(folder / "logs", rate=1e-3)
-    write_whole(folder / "other", rate=2e-3, offset=0.5)
+    write_complete(folder / "logs", rate=1e-3)
+    write_complete(folder / "other", rate=2e-3, offset=0.5)
     code, out, _ = lmtrain(capsys, "report", "one", "other/one.metrics.jsonl")
     assert code == 0
     assert "report.html: " in out
@@ -52,8 +52,8 @@ def test_a_running_run_is_reported_with_notices_of_missing_files(folder, capsys)
     assert code == 0
     assert out.splitlines()[:3] == [
         "going: 20 steps, 1 metrics shown",
-        "  no there/going/goodput.json: restarts and the times of the run are not known",
-        "  no there/going/config.yaml: the settings of the run are not known",
+        "  there/going/goodput.json not found: restarts and wall times are unknown",
+        "  there/going/config.yaml not found: the settings of the run are unknown",
     ]
     assert sorted(os.listdir(folder / "out")) == ["now-plots", "now.html"]
 
@@ -61,9 +61,9 @@ def test_a_running_run_is_reported_with_notices_of_missing_files(folder, capsys)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["onne"], "no run onne; did you mean 'one'? in logs/ there are: one, empty"),
+        (["onne"], "run onne not found; did you mean 'one'? runs in logs/: one, empty"),
         (["one", "logs/one"], "one and logs/one are the same run"),
-        (["empty"], "logs/empty.metrics.jsonl holds no metric"),
+        (["empty"], "logs/empty.metrics.jsonl has no metric"),
         (["one", "--output", "x.pdf"], "--output x.pdf: "),
         ([], "the following arguments are required: RUN"),
         (["one", "--outptu", "x.html"], "unrecognized arguments"),
@@ -72,7 +72,7 @@ def test_a_running_run_is_reported_with_notices_of_missing_files(folder, capsys)
 def test_user_errors_are_printed_and_write_nothing(folder, capsys, arguments, message):
     write_log(folder / "logs", "empty", [])
     os.utime(folder / "logs/empty.metrics.jsonl", (1, 1))
-    write_whole(folder / "logs")
+    write_complete(folder / "logs")
     code, out, err = lmtrain(capsys, "report", *arguments)
     assert (code, out) == (2, "")
     assert message in err

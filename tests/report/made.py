@@ -1,4 +1,4 @@
-"""Runs on disk to make reports of, and a reader of the pages that is as strict as a browser is lenient."""
+"""Files of runs for tests of reports, and a strict parser of the pages."""
 
 import json
 import math
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import matplotlib.image
 import numpy as np
+
+from lmtrain.report.script import script
 
 WITHOUT_END = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -62,8 +64,8 @@ def write_config(folder: Path, run: str, text: str) -> None:
     (folder / run / "config.yaml").write_text(text, encoding="utf-8")
 
 
-def write_whole(folder: Path, run: str = "one", offset: float = 0.0, rate: float = 6e-4) -> Path:
-    """A run of 40 steps that was killed after 25 and went on from 20, with all its files."""
+def write_complete(folder: Path, run: str = "one", offset: float = 0.0, rate: float = 6e-4) -> Path:
+    """A complete run of 40 steps that was killed after step 25 and resumed from step 20."""
     path = write_log(folder, run, training(offset=offset))
     versions = {"versions": {"jax": "0.10.2"}}
     first = attempt(1e9, 1e9 + 100, 0, 25, versions, start_up=10.0, steps=50.0, compile=40.0)
@@ -74,7 +76,7 @@ def write_whole(folder: Path, run: str = "one", offset: float = 0.0, rate: float
 
 
 def pixels(path: Path, colour: str) -> int:
-    """How many of a picture are of a colour, nearly."""
+    """The number of pixels of a picture that have nearly this colour."""
     picture = matplotlib.image.imread(path)[..., :3]
     wanted = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
     return int((np.abs(picture - wanted).max(-1) < 0.04).sum())
@@ -82,13 +84,17 @@ def pixels(path: Path, colour: str) -> int:
 
 @dataclass
 class Page(HTMLParser):
-    """`text` is what is seen; `problems` are tags that are not balanced, and whatever would load or run something."""
+    """`text` is the visible text; `problems` are unbalanced tags, and anything that loads or runs something.
+
+    The only script allowed is the package's; `data` is the JSON that it reads.
+    """
 
     source: str
     text: str = ""
     ids: list[str] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    data: dict = field(default_factory=dict)
     cells: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,10 +104,10 @@ class Page(HTMLParser):
         self.close()
         self.problems += [f"<{tag}> is not closed" for tag in self._open]
         repeated = {found for found in self.ids if self.ids.count(found) > 1}
-        self.problems += [f"id {found} is there twice" for found in repeated]
+        self.problems += [f"id {found} is repeated" for found in repeated]
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
-        self._begin(tag, attrs)
+        self._start(tag, attrs)
         if tag not in WITHOUT_END:
             self._open.append(tag)
         if tag == "tr":
@@ -110,9 +116,11 @@ class Page(HTMLParser):
             self.cells[-1].append("")
 
     def handle_startendtag(self, tag: str, attrs: list) -> None:
-        self._begin(tag, attrs)
+        self._start(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
+        if tag == "script":
+            self._check_script()
         if not self._open or self._open.pop() != tag:
             self.problems.append(f"</{tag}> closes nothing")
 
@@ -120,18 +128,29 @@ class Page(HTMLParser):
         if "style" in self._open:
             self._check_style(data)
             return
+        if "script" in self._open:
+            self._script += data
+            return
         self.text += data
         if {"td", "th"} & set(self._open):
             self.cells[-1][-1] += data
 
     def row(self, name: str) -> list[str]:
-        """The cells of the first table row of that name, without it."""
+        """The cells of the first table row with this name, without the name."""
         return next(cells[1:] for cells in self.cells if cells[0] == name)
 
-    def _begin(self, tag: str, attrs: list) -> None:
+    def _check_script(self) -> None:
+        if self._script_type == "application/json":
+            self.data = json.loads(self._script)
+        elif self._script != script():
+            self.problems.append(f"a script that is not the package's: {self._script[:40]}")
+
+    def _start(self, tag: str, attrs: list) -> None:
         self.tags.append(tag)
-        if tag in ("script", "link", "iframe", "object", "embed", "base", "form"):
-            self.problems.append(f"there is a <{tag}>")
+        if tag == "script":
+            self._script, self._script_type = "", dict(attrs).get("type")
+        if tag in ("link", "iframe", "object", "embed", "base", "form"):
+            self.problems.append(f"<{tag}> is not allowed")
         for name, value in attrs:
             if name == "id":
                 self.ids.append(value)

@@ -1,4 +1,4 @@
-"""Which metrics are plotted, and where."""
+"""Which metrics are plotted, and in which chart."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def chart(name: str):
         "memory/host_peak_bytes",
     ],
 )
-def test_what_is_plotted(metric):
+def test_plotted_metrics(metric):
     assert is_wanted(metric)
 
 
@@ -41,16 +41,16 @@ def test_what_is_plotted(metric):
         "",
     ],
 )
-def test_what_is_not(metric):
+def test_metrics_that_are_not_plotted(metric):
     assert not is_wanted(metric)
 
 
-def test_of_an_evaluation_all_sets_together_come_first():
-    there = ["eval/a/loss", "train/loss", "eval/macro_loss", "eval/loss", "eval/bpb", "eval/loss"]
-    assert metrics_of(chart("eval-loss"), there) == ["eval/loss", "eval/macro_loss", "eval/a/loss"]
+def test_losses_of_all_data_sets_together_come_first():
+    metrics = ["eval/a/loss", "train/loss", "eval/macro_loss", "eval/loss", "eval/bpb", "eval/loss"]
+    assert metrics_of(chart("eval-loss"), metrics) == ["eval/loss", "eval/macro_loss", "eval/a/loss"]
 
 
-def test_a_norm_that_is_logged_under_two_names_is_drawn_once():
+def test_a_norm_that_is_logged_under_two_names_is_plotted_once():
     gradient = chart("gradient-norm")
     assert metrics_of(gradient, ["grad/norm/total", "train/gradient_norm"]) == ["train/gradient_norm"]
     assert metrics_of(gradient, ["grad/norm/total"]) == ["grad/norm/total"]

@@ -1,23 +1,23 @@
-"""Thinning: a short run stays whole, a long one keeps its extremes and means in bounded room."""
+"""Thinning: a short run keeps all values, a long one its extremes and means in bounded memory."""
 
 import math
 
 import numpy as np
 import pytest
 
-from lmtrain.report.curve import MOST_STRETCHES, Thinner
+from lmtrain.report.curve import MOST_BLOCKS, Thinner
 
 
 def thin(steps, values, chunk: int = 1000):
     thinner = Thinner()
-    for begin in range(0, len(steps), chunk):
-        thinner.steps += list(steps[begin : begin + chunk])
-        thinner.values += list(values[begin : begin + chunk])
+    for first in range(0, len(steps), chunk):
+        thinner.steps += list(steps[first : first + chunk])
+        thinner.values += list(values[first : first + chunk])
         thinner.fold()
     return thinner.curve()
 
 
-def test_a_short_run_stays_as_it_is():
+def test_a_short_run_keeps_all_values():
     steps, values = list(range(1, 1500)), [math.sin(step) for step in range(1, 1500)]
     curve = thin(steps, values, chunk=7)
     for kept_steps, kept in ((curve.steps, curve.values), (curve.mean_steps, curve.means)):
@@ -29,27 +29,27 @@ def test_a_short_run_stays_as_it_is():
 
 
 @pytest.mark.parametrize("chunk", [50, 200_000])
-def test_a_long_run_keeps_every_extreme_and_the_means_of_stretches(chunk):
+def test_a_long_run_keeps_the_extremes_and_means_of_blocks(chunk):
     steps = np.arange(1, 100_001)
     values = np.cos(steps * 0.7) + steps / 1e5
     values[70_000], values[1234] = 50.0, -40.0
     curve = thin(steps.tolist(), values.tolist(), chunk)
     assert curve.highest == (70_001, 50.0)
     assert curve.lowest == (1235, -40.0)
-    width = 64  # the shortest power of two that makes at most 2048 stretches of 100,000 steps
-    assert len(curve.steps) <= 2 * MOST_STRETCHES
+    width = 64  # the smallest power of two that cuts 100,000 steps into at most 2048 blocks
+    assert len(curve.steps) <= 2 * MOST_BLOCKS
     assert len(curve.means) == 100_000 // width + 1
     assert curve.means[5] == pytest.approx(values[5 * width - 1 : 6 * width - 1].mean())
     assert curve.mean_steps[5] == pytest.approx(5.5 * width - 0.5)
-    for stretch in (0, 700, 1093):
-        within = (steps // width) == stretch
-        drawn = (curve.steps // width) == stretch
+    for block in (0, 700, 1093):
+        within = (steps // width) == block
+        drawn = (curve.steps // width) == block
         assert {*curve.values[drawn]} == {values[within].min(), values[within].max()}
     assert (np.diff(curve.steps) > 0).all()
-    assert np.isin(curve.values, values).all()  # nothing is made up
+    assert np.isin(curve.values, values).all()  # only measured values
 
 
-def test_numbers_that_are_none_are_counted_and_leave_gaps():
+def test_nan_and_infinity_are_counted_and_leave_gaps():
     curve = thin([1, 2, 3, 4], [1.0, math.nan, math.inf, 4.0])
     assert (curve.bad, curve.bad_steps.tolist()) == (2, [2, 3])
     assert np.isnan(curve.values).tolist() == np.isnan(curve.means).tolist() == [False, True, True, False]
@@ -60,7 +60,7 @@ def test_numbers_that_are_none_are_counted_and_leave_gaps():
     assert math.isnan(long.last)
 
 
-def test_a_metric_that_was_never_a_number_has_no_extremes():
+def test_a_metric_that_was_never_finite_has_no_extremes():
     curve = thin([1, 2], [math.nan, math.nan])
     assert curve.lowest is curve.highest is None
     assert math.isnan(curve.median)

@@ -1,4 +1,4 @@
-"""The pictures themselves: curves are where their values are, and visible."""
+"""Plots: curves are visible, and at the place of their values."""
 
 import re
 import sys
@@ -8,7 +8,8 @@ import pytest
 from report.made import Page, pixels
 from report.test_curve import thin
 
-from lmtrain.report.draw import Line, Plot, draw, draw_times, to_png, to_svg
+from lmtrain.report.draw import Line, Plot, draw, draw_times
+from lmtrain.report.picture import to_png, to_svg
 from lmtrain.report.theme import COLOURS, light
 
 STEPS = np.arange(1, 1001)
@@ -37,7 +38,7 @@ def test_a_curve_is_drawn_in_its_colour_and_no_other(tmp_path):
     assert count(tmp_path, draw(plot(curve(NOISY), curve(NOISY + 1))), "c1") > 1000
 
 
-def test_a_noisy_curve_is_faint_under_a_smoothed_one_and_another_is_drawn_as_it_is():
+def test_only_a_noisy_curve_is_faint_under_a_smoothed_one():
     def lines(figure):
         return [(line.get_alpha(), len(line.get_xdata())) for line in figure.axes[0].get_lines()]
 
@@ -46,7 +47,7 @@ def test_a_noisy_curve_is_faint_under_a_smoothed_one_and_another_is_drawn_as_it_
     assert lines(draw(plot(curve(STEPS / 1000)))) == [(None, 1000)]
 
 
-def test_the_highest_value_is_told_where_it_lies_above_the_plot():
+def test_the_highest_value_is_noted_if_it_is_above_the_plot():
     values = NOISY.copy()
     values[0] = 123.5
     axes = draw(plot(curve(values))).axes[0]
@@ -67,7 +68,7 @@ def test_restarts_are_thin_lines_at_their_steps(tmp_path):
     assert marks(figure) == [(300, light("c1"))]
 
 
-def test_what_is_no_number_is_a_gap_and_a_cross(tmp_path):
+def test_nan_is_a_gap_and_a_cross(tmp_path):
     values = STEPS / 1000
     values[400:600] = np.nan
     figure = draw(plot(curve(values)))
@@ -84,7 +85,7 @@ def test_bytes_have_round_ticks():
 
 
 @pytest.mark.parametrize("label", [r"$\frac{$", "_hidden", "名前", "x" * 500, "<b>&\"'"])
-def test_labels_are_taken_as_they_are(label):
+def test_labels_are_not_interpreted(label):
     lines = [Line(label, curve(NOISY), 0), Line("other", curve(NOISY), 1)]
     figure = draw(plot(curve(NOISY), lines=lines, title=label))
     to_png(figure)
@@ -108,7 +109,7 @@ def test_an_svg_follows_the_theme_and_names_its_parts(tmp_path):
     assert svg == to_svg(draw(plot(curve(NOISY), restarts=[(300, None)])), "loss", 'a "description" <of> it')
 
 
-def test_times_are_bars_as_long_as_their_parts():
+def test_wall_times_are_bars_of_their_length():
     figure = draw_times([("a", {"steps": 0.75, "down": 0.25}), ("b", {"steps": 0.5, "lost": 0.5})])
     bars = [(bar.get_x(), bar.get_width(), bar.get_y()) for bar in figure.axes[0].patches]
     assert [(x, width) for x, width, _ in bars] == [(0, 0.75), (0.75, 0.25), (0, 0.5), (0.5, 0.5)]
@@ -118,10 +119,11 @@ def test_times_are_bars_as_long_as_their_parts():
     assert [text.get_text() for text in alone.legends[0].get_texts()] == ["steps 75.0 %", "down 25.0 %"]
 
 
-def test_pyplot_is_not_imported_for_it():
+def test_pyplot_is_not_imported():
     import subprocess
 
-    program = "import sys; from lmtrain.report import write; from lmtrain.report.draw import draw_times, to_png; "
+    program = "import sys; from lmtrain.report import write; from lmtrain.report.draw import draw_times; "
+    program += "from lmtrain.report.picture import to_png; "
     program += "before = 'matplotlib' in sys.modules; to_png(draw_times([('a', {'steps': 1.0})])); "
     program += "print(before, [name for name in ('matplotlib.pyplot', 'jax', 'pandas') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""Finding a run by its log, its folder or its id."""
+"""Finding a run by its metrics file, its folder or its id."""
 
 import os
 
@@ -19,67 +19,67 @@ def logs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["two.5", "logs/two.5", "logs/two.5/", "logs/two.5.metrics.jsonl", "./logs//two.5"])
-def test_a_run_is_named_by_its_log_its_folder_or_its_id(logs, name):
+def test_a_run_is_named_by_metrics_file_folder_or_id(logs, name):
     found = find_run(name, "logs/")
     assert found.id == "two.5"
     assert os.path.samefile(found.metrics, logs / "two.5.metrics.jsonl")
     assert os.path.abspath(found.folder) == str(logs / "two.5")
 
 
-def test_a_run_is_found_from_within_its_own_folder(logs, monkeypatch):
+def test_a_run_is_found_from_inside_its_folder(logs, monkeypatch):
     (logs / "two.5").mkdir()
     monkeypatch.chdir(logs / "two.5")
     assert find_run(".", "logs/").id == "two.5"
 
 
-def test_the_folder_of_logs_can_be_another(logs, tmp_path):
+def test_log_dir_is_another_folder(logs, tmp_path):
     other = write_log(tmp_path / "elsewhere", "two.5", training(1))
     assert find_run("two.5", "elsewhere").metrics == str(other.relative_to(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
-        ("gpt3_nano-b2e784", "no run gpt3_nano-b2e784; did you mean 'gpt2_nano-b2e784'?"),
+        ("gpt3_nano-b2e784", "run gpt3_nano-b2e784 not found; did you mean 'gpt2_nano-b2e784'?"),
         ("logs/llama-2", "did you mean 'llama-1'?"),
-        ("zzz", "no run zzz; in logs/ there are: gpt2_nano-b2e784, llama-1, two.5"),
-        ("logs", "in logs there are: gpt2_nano-b2e784, llama-1, two.5"),
+        ("zzz", "run zzz not found; runs in logs/: gpt2_nano-b2e784, llama-1, two.5"),
+        ("logs", "runs in logs: gpt2_nano-b2e784, llama-1, two.5"),
         ("nowhere/one", "no nowhere/one.metrics.jsonl, and no *.metrics.jsonl in nowhere; --log_dir"),
         ("gs://bucket/logs/one", "local files"),
     ],
 )
-def test_a_run_that_is_not_there_is_told_with_those_that_are(logs, name, told):
+def test_an_unknown_run_is_an_error_that_lists_the_existing_ones(logs, name, message):
     with pytest.raises(UserError) as error:
         find_run(name, "logs/")
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["gpt2_nano", "g", "logs/gpt2"])
-def test_the_beginning_of_only_one_is_enough(logs, name):
+def test_a_unique_prefix_is_enough(logs, name):
     assert find_run(name, "logs/").id == "gpt2_nano-b2e784"
 
 
-def test_the_beginning_of_two_is_not(logs):
+def test_an_ambiguous_prefix_is_an_error(logs):
     write_log(logs, "gpt2_nano-ffffff", training(1))
-    with pytest.raises(UserError, match=r"^gpt2_nano may be gpt2_nano-\w+, gpt2_nano-\w+$"):
+    with pytest.raises(UserError, match=r"^gpt2_nano is ambiguous: gpt2_nano-\w+, gpt2_nano-\w+$"):
         find_run("gpt2_nano", "logs/")
 
 
-def test_of_very_many_runs_the_newest_are_listed(logs):
+def test_of_many_runs_the_newest_are_listed(logs):
     for number in range(30):
         write_log(logs, f"many-{number}", training(1))
-    with pytest.raises(UserError, match=r"there are: many-.*, and 13 more$") as error:
+    with pytest.raises(UserError, match=r": many-.*, and 13 more$") as error:
         find_run("zzz", "logs/")
     assert "llama-1" not in str(error.value)
 
 
-def test_a_run_that_is_named_twice_is_a_mistake(logs):
+def test_a_run_that_is_named_twice_is_an_error(logs):
     assert [run.id for run in find_runs(["two.5", "llama-1"], "logs/")] == ["two.5", "llama-1"]
     with pytest.raises(UserError, match=r"two\.5 and logs/two\.5 are the same run"):
         find_runs(["two.5", "llama-1", "logs/two.5"], "logs/")
 
 
-def test_runs_of_one_id_are_told_apart_by_as_much_of_their_folders_as_it_takes():
+def test_runs_with_the_same_id_are_distinguished_by_their_folders():
     places = ["a/x/logs/one", "b/x/logs/one", "b/y/logs/one", "b/y/logs/two"]
     runs = [RunFiles(os.path.basename(place), f"/{place}.metrics.jsonl", f"/{place}") for place in places]
     assert tell_apart(runs) == ["one (a/x/logs)", "one (b/x/logs)", "one (y/logs)", "two"]

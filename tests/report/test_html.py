@@ -1,4 +1,4 @@
-"""What is not made here is escaped."""
+"""Text is escaped, markup is not."""
 
 from lmtrain.report.html import Markup, element, swatch, table
 
@@ -9,7 +9,7 @@ def test_text_is_escaped_and_markup_is_not():
     assert element("p", Markup("<i></i>")) == "<p><i></i></p>"
 
 
-def test_attributes_are_escaped_too():
+def test_attributes_are_escaped():
     assert element("p", class_='"><script>') == '<p class="&quot;&gt;&lt;script&gt;"></p>'
     assert element("meta", http_equiv="x", content="") == '<meta http-equiv="x">'
 

@@ -1,14 +1,14 @@
-"""The page: well formed, complete, and closed to the outside whatever names and values it is made of."""
+"""The page is well formed and complete, and loads nothing, whatever names and values a run has."""
 
 import pytest
-from report.made import Page, attempt, training, write_config, write_ledger, write_log, write_whole
+from report.made import Page, attempt, training, write_complete, write_config, write_ledger, write_log
 from report.test_run import read
 
 from lmtrain.report.html import Markup
-from lmtrain.report.page import build_page
+from lmtrain.report.page import Picture, build_page
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;${x}"
-SVG = [(Markup('<svg id="a"></svg>'), True)]
+SVG = [Picture(Markup('<svg id="a"></svg>'), True, {"name": "loss", "lines": []})]
 
 
 def build(*runs) -> Page:
@@ -16,7 +16,7 @@ def build(*runs) -> Page:
 
 
 def test_one_run(tmp_path):
-    write_whole(tmp_path)
+    write_complete(tmp_path)
     page = build(read(tmp_path))
     assert page.problems == []
     assert page.source.startswith("<!DOCTYPE html>\n<html lang=")
@@ -30,7 +30,7 @@ def test_one_run(tmp_path):
 
 def test_several_runs(tmp_path):
     for name, rate in (("a", 1e-3), ("b", 2e-3)):
-        write_whole(tmp_path, name, rate=rate)
+        write_complete(tmp_path, name, rate=rate)
     page = build(read(tmp_path, "a"), read(tmp_path, "b"))
     assert page.problems == []
     assert page.row("optimizer.learning_rate") == ["0.001", "0.002"]
@@ -39,34 +39,35 @@ def test_several_runs(tmp_path):
     assert page.tags.count("details") == 4  # each run, and within it its config
 
 
-def test_the_same_settings_are_said_to_be(tmp_path):
+def test_equal_settings_are_reported_as_such(tmp_path):
     for name in ("a", "b"):
-        write_whole(tmp_path, name)
+        write_complete(tmp_path, name)
     assert "All settings are the same." in build(read(tmp_path, "a"), read(tmp_path, "b")).text
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_nothing_in_a_run_is_taken_for_html(tmp_path, several):
+def test_text_of_a_run_is_never_html(tmp_path, several):
     name = HOSTILE.replace("/", "")
     write_log(tmp_path, name, [{"step": 0, HOSTILE: HOSTILE}, *training(sets=(HOSTILE,))[1:]])
     write_ledger(tmp_path, name, [attempt(1, 2, 0, 40, facts={HOSTILE: {HOSTILE: [HOSTILE]}}, **{HOSTILE: 4.0})])
     write_config(tmp_path, name, f"a: {HOSTILE!r}\nb: </pre>{HOSTILE}")
-    write_whole(tmp_path, "other")
+    write_complete(tmp_path, "other")
     runs = [read(tmp_path, name), *([read(tmp_path, "other")] if several else [])]
     page = build(*runs)
     assert page.problems == []
     assert "img" not in page.tags
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 2  # the data and the package's own
+    assert page.data["runs"][0]["name"] == name
     assert name in page.text
     assert f"eval/{HOSTILE}/loss" in [cells[0] for cells in page.cells]
     assert f"{HOSTILE}.{HOSTILE}" in [cells[0] for cells in page.cells]
     assert f"</pre>{HOSTILE}" in page.text
 
 
-def test_what_is_missing_is_told_and_left_out(tmp_path):
+def test_missing_files_are_reported_and_left_out(tmp_path):
     write_log(tmp_path, "one", training())
     page = Page(build_page([read(tmp_path)], SVG, Markup(""), []))
     assert page.problems == []
-    assert "goodput.json: restarts and the times of the run are not known" in page.text
+    assert "goodput.json not found: restarts and wall times are unknown" in page.text
     assert "Starts" not in page.text
     assert "restarts." not in page.text

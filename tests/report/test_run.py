@@ -1,10 +1,10 @@
-"""Reading a run: whatever state its files are in, what can be read is read and the rest is told."""
+"""Reading a run whose files may be missing, incomplete or corrupt: the rest is read and the problem reported."""
 
 import json
 import math
 
 import pytest
-from report.made import attempt, training, write_config, write_ledger, write_log, write_whole
+from report.made import attempt, training, write_complete, write_config, write_ledger, write_log
 
 from lmtrain.config.errors import UserError
 from lmtrain.report.find import find_run
@@ -15,8 +15,8 @@ def read(folder, run="one"):
     return read_run(find_run(run, str(folder)), run)
 
 
-def test_a_whole_run(tmp_path):
-    write_whole(tmp_path)
+def test_a_complete_run(tmp_path):
+    write_complete(tmp_path)
     run = read(tmp_path)
     assert run.notices == []
     assert run.last_step == 40
@@ -27,21 +27,21 @@ def test_a_whole_run(tmp_path):
     assert run.restarts == [20]
     assert run.config == {"optimizer": {"learning_rate": 6e-4}, "trainer": {"num_train_steps": 40}}
     assert "# my.yaml:3" in run.config_text
-    # 5 of the 25 steps of the first start were done again: a fifth of its 50 seconds; 50 more passed between the two
+    # 5 of the 25 steps of the first start were repeated: a fifth of its 50 seconds; 50 more passed before the second
     assert run.fractions["lost"] == pytest.approx(10 / 250)
     assert run.fractions["down"] == pytest.approx(50 / 250)
     assert sum(run.fractions.values()) == pytest.approx(1)
 
 
-def test_a_last_line_that_is_half_written_is_left_out_in_silence(tmp_path):
-    write_whole(tmp_path)
+def test_an_incomplete_last_line_is_ignored(tmp_path):
+    write_complete(tmp_path)
     write_log(tmp_path, "one", training(), torn='{"step": 41, "train/lo')
     run = read(tmp_path)
     assert (run.last_step, run.notices) == (40, [])
 
 
-def test_other_lines_that_cannot_be_read_are_told(tmp_path):
-    write_whole(tmp_path)
+def test_other_invalid_lines_are_reported(tmp_path):
+    write_complete(tmp_path)
     bad = ["not json\n", "[1]\n", '{"train/loss": 1}\n', '{"step": "x"}\n', '{"step": -1}\n', f'{{"step": {10**30}}}\n']
     path = tmp_path / "one.metrics.jsonl"
     path.write_bytes("".join(bad).encode() + b"\xff\xfe\n" + path.read_bytes() + b"\n")
@@ -50,7 +50,7 @@ def test_other_lines_that_cannot_be_read_are_told(tmp_path):
     assert [notice for notice in run.notices if notice.startswith("7 lines")] == run.notices
 
 
-def test_values_that_are_no_finite_numbers(tmp_path):
+def test_values_that_are_not_finite_numbers(tmp_path):
     lines = [
         {"step": 1, "train/loss": 2.0, "train/gradient_norm": None},
         {"step": 2, "train/loss": None, "train/gradient_norm": "text"},
@@ -66,7 +66,7 @@ def test_values_that_are_no_finite_numbers(tmp_path):
     assert math.isnan(run.curves["train/loss"].last)
 
 
-def test_without_ledger_and_config_the_log_is_read_alone(tmp_path):
+def test_ledger_and_config_may_be_missing(tmp_path):
     write_log(tmp_path, "one", [*training(), {"step": 40, "goodput/steps": 0.75, "goodput/down": 0.25}])
     run = read(tmp_path)
     assert (run.attempts, run.restarts, run.config, run.config_text) == ([], [], None, None)
@@ -79,48 +79,48 @@ def test_without_ledger_and_config_the_log_is_read_alone(tmp_path):
 @pytest.mark.parametrize(
     "ledger",
     ["{", '{"attempts": [{"started": 1}]}', json.dumps({"attempts": [attempt(1, 2, 0, 5) | {"started": "x"}]})],
-    ids=["torn", "lacking", "text for a number"],
+    ids=["incomplete", "missing fields", "text for a number"],
 )
-def test_a_damaged_ledger_is_told(tmp_path, ledger):
-    write_whole(tmp_path)
+def test_a_corrupt_ledger_is_reported(tmp_path, ledger):
+    write_complete(tmp_path)
     (tmp_path / "one" / "goodput.json").write_text(ledger)
     run = read(tmp_path)
     assert run.attempts == []
-    assert "goodput.json cannot be read" in run.notices[0]
+    assert "goodput.json is corrupt" in run.notices[0]
 
 
 @pytest.mark.parametrize("text", ["a: [", "just text", "- 1\n"])
-def test_a_config_that_is_no_map_is_shown_as_it_is(tmp_path, text):
-    write_whole(tmp_path)
+def test_a_config_that_is_not_a_map_is_shown_as_text(tmp_path, text):
+    write_complete(tmp_path)
     write_config(tmp_path, "one", text)
     run = read(tmp_path)
     assert (run.config, run.config_text) == (None, text)
-    assert "config.yaml is no YAML map" in run.notices[0]
+    assert "config.yaml is not a YAML map" in run.notices[0]
 
 
 def test_every_start_but_the_first_is_a_restart(tmp_path):
-    write_whole(tmp_path)
+    write_complete(tmp_path)
     write_ledger(tmp_path, "one", [attempt(1, 2, 0, 9), attempt(3, 4, 8, 8), attempt(5, 6, 0, 3)])
     assert read(tmp_path).restarts == [8, 0]
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "message"),
     [
         ([], "has not finished a step yet"),
         ([{"step": 0, "parameter_count": 3}], "has not finished a step yet"),
         ([{"step": 9, "grad/norm/a": 1.0, "goodput/steps": 1.0}], "no metric"),
-        ([{"no": "step"}], "1 of its lines are no JSON objects"),
+        ([{"no": "step"}], "1 of its lines are not JSON objects"),
     ],
 )
-def test_a_log_without_metrics_is_a_mistake(tmp_path, lines, told):
+def test_a_log_without_metrics_is_an_error(tmp_path, lines, message):
     write_log(tmp_path, "one", lines)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         read(tmp_path)
 
 
-def test_a_log_that_cannot_be_opened_is_a_mistake(tmp_path):
-    files = find_run(str(write_whole(tmp_path)), "logs/")
+def test_a_log_that_cannot_be_opened_is_an_error(tmp_path):
+    files = find_run(str(write_complete(tmp_path)), "logs/")
     (tmp_path / "one.metrics.jsonl").unlink()
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read_run(files, "one")

@@ -1,4 +1,4 @@
-"""Trend and range: noise, spikes and huge first values do not hide what a curve does."""
+"""Trend and visible range: noise, spikes and large first values do not hide the curve."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_a_smoothed_curve_follows_the_trend_from_the_first_step_to_the_last():
     assert values[0] == pytest.approx(TREND[0] + NOISE[0])
 
 
-def test_a_lone_spike_moves_nothing():
+def test_a_single_spike_has_no_effect():
     spiked = TREND + NOISE
     spiked[1000] = 1e6
     assert np.abs(smooth(curve(spiked))[1] - smooth(curve(TREND + NOISE))[1]).max() < 0.03
@@ -34,14 +34,14 @@ def test_few_points_can_be_smoothed(number):
     assert len(smooth(curve(TREND[:number], STEPS[:number]))[1]) == number
 
 
-def test_noise_is_what_varies_between_neighbours():
+def test_noise_is_variation_between_neighbours():
     assert is_noisy(curve(TREND + NOISE))
     assert not is_noisy(curve(TREND))
     assert not is_noisy(curve((TREND + NOISE)[:50], STEPS[:50]))
     assert not is_noisy(curve(np.full(2000, 7.0)))
 
 
-def test_the_first_huge_values_and_spikes_do_not_hide_the_rest():
+def test_large_first_values_and_spikes_do_not_hide_the_rest():
     values = TREND + NOISE
     values[:20] += 100
     values[1500] = 1e5
@@ -50,14 +50,14 @@ def test_the_first_huge_values_and_spikes_do_not_hide_the_rest():
     assert 5 < high < 12
 
 
-def test_a_range_holds_all_of_what_lies_close_together_and_of_few_points():
+def test_a_range_contains_all_close_values_and_all_of_few_points():
     ramp = np.linspace(0, 1, 2000)
     assert visible_range([curve(ramp)]) == (0, 1)
     assert visible_range([curve([1.0, 100.0], [1, 2])]) == (1, 100)
     assert visible_range([curve(ramp), curve(ramp + 5)]) == (0, 6)
 
 
-def test_a_constant_and_nothing_at_all_have_a_range_too():
+def test_a_constant_and_an_empty_curve_have_a_range():
     low, high = visible_range([curve(np.full(30, 7.0), STEPS[:30])])
     assert low < 7 < high
     assert visible_range([curve([np.nan], [1])]) == (0, 1)

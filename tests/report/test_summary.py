@@ -1,9 +1,9 @@
-"""The first figures of a report."""
+"""The main figures of a report."""
 
 import math
 
 import pytest
-from report.made import training, write_log, write_whole
+from report.made import training, write_complete, write_log
 from report.test_run import read
 
 from lmtrain.report.summary import format_value, summarize
@@ -13,8 +13,8 @@ def figures(run) -> dict[str, tuple[str, str]]:
     return {entry.label: (entry.value, entry.note) for entry in summarize(run)}
 
 
-def test_a_whole_run(tmp_path):
-    path = write_whole(tmp_path)
+def test_a_complete_run(tmp_path):
+    path = write_complete(tmp_path)
     path.write_text(path.read_text() + '{"step": 40, "throughput/mfu": 41.25, "throughput/total_tokens": 5120}\n')
     found = figures(read(tmp_path))
     assert found["steps done"] == ("40", "of 40")
@@ -29,7 +29,7 @@ def test_a_whole_run(tmp_path):
     assert found["starts"] == ("2", "")
 
 
-def test_best_is_the_lowest_and_last_the_last(tmp_path):
+def test_best_is_the_lowest_value(tmp_path):
     losses = [(10, 4.0), (20, 3.0), (30, None), (40, 3.5)]
     lines = [{"step": step, "eval/loss": loss} for step, loss in losses]
     write_log(tmp_path, "one", [*training(5), *lines])
@@ -40,17 +40,17 @@ def test_best_is_the_lowest_and_last_the_last(tmp_path):
     assert figures(read(tmp_path))["last eval loss"] == ("NaN or infinite", "at step 30")
 
 
-def test_without_a_ledger_the_time_is_that_of_the_steps(tmp_path):
+def test_without_a_ledger_wall_time_is_the_sum_of_steps(tmp_path):
     write_log(tmp_path, "one", training(40))
     found = figures(read(tmp_path))
-    assert found["wall time"] == ("20s", "of the steps alone")
+    assert found["wall time"] == ("20s", "steps only")
     assert found["goodput"] == found["starts"] == ("", "")
 
 
 @pytest.mark.parametrize(
     ("tokens", "text"), [(999_999_999, "999,999,999"), (10_485_760_000, "10.49 B"), (15e12, "15 T")]
 )
-def test_great_numbers_are_short(tmp_path, tokens, text):
+def test_large_numbers_are_short(tmp_path, tokens, text):
     write_log(tmp_path, "one", [*training(5), {"step": 5, "throughput/total_tokens": tokens}])
     assert figures(read(tmp_path))["tokens seen"] == (text, "")
 

@@ -2,7 +2,7 @@
 
 import time
 
-from report.made import Page, attempt, training, write_config, write_ledger, write_log, write_whole
+from report.made import Page, attempt, training, write_complete, write_config, write_ledger, write_log
 from report.test_run import read
 
 from lmtrain.report.html import element
@@ -19,10 +19,10 @@ from lmtrain.report.tables import (
 NAMES = [element("span", name) for name in ("a", "b", "c")]
 
 
-def test_starts_say_when_where_and_what_was_lost(tmp_path, monkeypatch):
+def test_starts_have_times_steps_and_lost_steps(tmp_path, monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    write_whole(tmp_path)
+    write_complete(tmp_path)
     starts = [
         attempt(1e9, 1e9 + 3700, 0, 900, steps=3000.0, compile=42.0),
         attempt(1e9 + 4000, 1e9 + 4010, 900, 950, start_up=10.0),
@@ -31,7 +31,7 @@ def test_starts_say_when_where_and_what_was_lost(tmp_path, monkeypatch):
     write_ledger(tmp_path, "one", starts)
     cells = Page(attempts_table(read(tmp_path).attempts)).cells
     assert cells == [
-        ["start", "began", "last heard of", "from step", "to step", "steps lost", "steps", "compile", "start up"],
+        ["start", "started", "last update", "from step", "to step", "steps lost", "steps", "compile", "start up"],
         ["1", "2001-09-09 01:46", "2001-09-09 02:48", "0", "900", "100", "50m00s", "42s", "0s"],
         ["2", "2001-09-09 02:53", "2001-09-09 02:53", "900", "950", "50", "0s", "0s", "10s"],
         ["3", "2001-09-09 03:10", "2001-09-09 03:26", "800", "1,000", "0", "15m00s", "0s", "0s"],
@@ -39,8 +39,8 @@ def test_starts_say_when_where_and_what_was_lost(tmp_path, monkeypatch):
     assert format_time(1e300) == "1e+300"
 
 
-def test_facts_have_a_column_for_each_change(tmp_path):
-    write_whole(tmp_path)
+def test_facts_have_a_column_per_change(tmp_path):
+    write_complete(tmp_path)
     facts = [{"versions": {"jax": "1"}, "mesh": {"data": 8}}] * 2 + [{"versions": {"jax": "2"}, "mesh": {"data": 8}}]
     write_ledger(tmp_path, "one", [attempt(n, n, n, n + 1, facts=each) for n, each in enumerate(facts)])
     page = Page(facts_table(read(tmp_path)))
@@ -50,7 +50,7 @@ def test_facts_have_a_column_for_each_change(tmp_path):
     assert page.row("throughput/device_kind") == ["abacus", "abacus"]
 
 
-def test_without_a_ledger_the_facts_are_those_of_the_log(tmp_path):
+def test_without_a_ledger_facts_come_from_the_log(tmp_path):
     write_log(tmp_path, "one", training())
     assert Page(facts_table(read(tmp_path))).row("parameter_count") == ["1,234,567"]
     write_log(tmp_path, "one", training()[1:])
@@ -60,7 +60,7 @@ def test_without_a_ledger_the_facts_are_those_of_the_log(tmp_path):
 def test_only_settings_that_differ_are_compared(tmp_path):
     configs = ["a: {x: 1, y: [1, 2], z: null}\n", "a: {x: 2, y: [1, 2], z: null}\n", "a: {x: 1, y: [true, ü]}\n"]
     for name, text in zip("abc", configs, strict=True):
-        write_whole(tmp_path, name)
+        write_complete(tmp_path, name)
         write_config(tmp_path, name, text)
     runs = [read(tmp_path, name) for name in "abc"]
     assert Page(differences_table(runs, NAMES)).cells == [
@@ -74,19 +74,19 @@ def test_only_settings_that_differ_are_compared(tmp_path):
     assert Page(differences_table([runs[0], read(tmp_path, "b"), runs[2]], NAMES)).cells[0] == ["", "a", "c"]
 
 
-def test_times_are_parts_and_durations(tmp_path):
-    write_whole(tmp_path, "a")
+def test_times_are_fractions_and_durations(tmp_path):
+    write_complete(tmp_path, "a")
     write_log(tmp_path, "b", [*training(), {"step": 40, "goodput/steps": 1.0}])
     runs = [read(tmp_path, "a"), read(tmp_path, "b")]
     alone = Page(times_table(runs[:1], NAMES[:1]))
     assert alone.row("steps training that counts") == ["52.0 %", "2m10s"]
-    assert alone.row("lost steps that a later start did again") == ["4.0 %", "10s"]
+    assert alone.row("lost steps repeated after a restart") == ["4.0 %", "10s"]
     assert not [cells for cells in alone.cells if cells[0].startswith("restore")]
     both = Page(times_table(runs, NAMES[:2]))
     assert both.row("steps training that counts") == ["52.0 %2m10s", "100.0 %-"]
 
 
-def test_evaluations_say_last_and_best_of_every_set(tmp_path):
+def test_evaluations_have_last_and_best_of_every_data_set(tmp_path):
     lines = [{"step": 5, "eval/loss": 1.5, "eval/x/bpb": 0.5}, {"step": 9, "eval/loss": 2.5, "eval/x/bpb": None}]
     write_log(tmp_path, "one", lines)
     run = read(tmp_path)
@@ -104,14 +104,14 @@ def test_evaluations_say_last_and_best_of_every_set(tmp_path):
     ]
 
 
-def test_of_other_evaluations_the_last_is_said_but_not_which_is_best(tmp_path):
+def test_other_evaluations_have_no_best(tmp_path):
     write_log(tmp_path, "one", [{"step": 5, "eval/accuracy/top1": 0.25}, {"step": 9, "eval/accuracy/top1": 0.5}])
     table = Page(evaluations_table([read(tmp_path)], NAMES[:1]))
     assert table.cells == [["", "last", "best"], ["eval/accuracy/top1", "0.5000", "-"]]
 
 
-def test_summaries_stand_side_by_side(tmp_path):
-    write_whole(tmp_path, "a")
+def test_summaries_are_side_by_side(tmp_path):
+    write_complete(tmp_path, "a")
     write_log(tmp_path, "b", training(20))
     page = Page(summaries_table([read(tmp_path, "a"), read(tmp_path, "b")], NAMES[:2]))
     assert page.cells[0] == ["", "a", "b"]

@@ -1,4 +1,4 @@
-"""Colours can be read on both backgrounds, and told from one another in a picture."""
+"""Colours are readable on both backgrounds and distinct in a plot."""
 
 import pytest
 
@@ -14,20 +14,20 @@ def luminance(colour: str) -> float:
 
 
 @pytest.mark.parametrize("theme", [0, 1])
-def test_curves_and_text_stand_out_from_the_paper(theme):
+def test_curves_and_text_have_contrast_to_the_paper(theme):
     paper = luminance(COLOURS["paper"][theme])
     for name, least in {"ink": 7, "soft": 4.5, "bad": 3, "restart": 3, **dict.fromkeys(CURVES, 3)}.items():
         lighter, darker = sorted([luminance(COLOURS[name][theme]), paper], reverse=True)
         assert (lighter + 0.05) / (darker + 0.05) >= least, name
 
 
-def test_a_colour_is_there_once_and_in_the_style_sheet():
+def test_colours_are_distinct_and_in_the_style_sheet():
     light = [colour for colour, _ in COLOURS.values()]
     assert len(set(light)) == len(light)
     assert all(f"--{name}:{colour}" in STYLE for name, pair in COLOURS.items() for colour in pair)
     assert "url(" not in STYLE
 
 
-def test_every_kind_of_time_has_a_colour_of_its_own():
+def test_every_kind_of_time_has_a_distinct_colour():
     assert set(TIMES) == {*KINDS, LOST, DOWN}
     assert len({colour for colour, _ in TIMES.values()}) == len(TIMES)

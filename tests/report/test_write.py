@@ -2,7 +2,7 @@
 
 import matplotlib.image
 import pytest
-from report.made import Page, pixels, write_whole
+from report.made import Page, pixels, write_complete
 from report.test_run import read
 
 from lmtrain.config.errors import UserError
@@ -13,11 +13,11 @@ from lmtrain.report.write import write_report
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
-    write_whole(folder)
+    write_complete(folder)
     return folder, write_report([read(folder)], str(folder / "new" / "r.html"))
 
 
-def test_the_plots_lie_beside_the_page_and_show_curves(written):
+def test_the_plots_are_next_to_the_page_and_show_curves(written):
     folder, plots = written
     names = ["loss", "eval-loss", "eval-bpb", "learning-rate", "gradient-norm", "throughput", "step-time", "goodput"]
     assert plots == [f"{folder}/new/r-plots/{name}.png" for name in names]
@@ -34,11 +34,13 @@ def test_the_page_has_every_plot_in_it_and_needs_nothing_else(written):
     assert page.problems == []
     assert page.tags.count("svg") == 8
     assert {"loss-restart-0", "eval-loss-restart-0", "goodput-time-0-lost"} <= set(page.ids)
+    assert "<title>one: lost 4.0 %</title>" in page.source
+    assert len(page.data["plots"]) == 7
     assert sorted(path.name for path in (written[0] / "new").iterdir()) == ["r-plots", "r.html"]
 
 
-def test_a_page_that_cannot_be_written_is_a_mistake_and_leaves_the_old_one(tmp_path):
-    write_whole(tmp_path)
+def test_a_failed_write_is_an_error_and_keeps_the_old_page(tmp_path):
+    write_complete(tmp_path)
     (tmp_path / "r.html").write_text("old")
     (tmp_path / "r-plots" / "loss.png").mkdir(parents=True)
     with pytest.raises(UserError, match=r"--output .*r\.html cannot be written: Is a directory"):
