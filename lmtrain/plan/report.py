@@ -64,7 +64,7 @@ def step_lines(
         yield from (f"  {line}" for line in _refusal(figures["does_not_fit"]))
         return
     yield f"{name} step as compiled, per device"
-    yield from _memory_lines(figures, estimate, accelerator)
+    yield from memory_lines(figures, estimate, accelerator)
     yield from _work_lines(figures)
     yield from _collective_lines(figures)
     yield from _loop_lines(figures)
@@ -77,9 +77,10 @@ def _refusal(text: str) -> list[str]:
     return [line[:200] for line in lines[:3]]
 
 
-def _memory_lines(
+def memory_lines(
     figures: Mapping[str, Any], estimate: Mapping[str, Any], accelerator: Accelerator | None
 ) -> Iterator[str]:
+    """The memory of a compiled step as figures and a bar."""
     memory = figures["memory"]
     capacity = capacity_of(accelerator)
     yield (

@@ -1,0 +1,160 @@
+"""Draw the pictures of the pages, configs/guide/pictures/*.svg, with lmtrain's own code and fixed values.
+
+    .venv/bin/python tools/pictures.py            writes them
+    .venv/bin/python tools/pictures.py --check    exits with 1 if one of them is out of date
+
+Coordinates may differ in their last digits, since processors round differently; everything else must be equal.
+
+`tools/pictures_plan.json` holds figures that need the compiler of NVIDIA GPUs. They are from the output of
+`lmtrain plan llama3_8b --device h100 --devices 8 --json`: copy the values of these keys after a change that moves them.
+"""
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from lmtrain.optim.config import AdamConfig
+from lmtrain.optim.schedules import build_schedule
+from lmtrain.plan import report
+from lmtrain.plan.answers import Answer
+from lmtrain.report.curve import Curve, Thinner
+from lmtrain.report.draw import Line, Plot, draw
+from lmtrain.report.picture import to_svg
+from lmtrain.report.theme import light
+from lmtrain.runtime.accelerators import find_accelerator
+from lmtrain.tracking import live
+
+ROOT = Path(__file__).parent.parent
+PICTURES = ROOT / "configs" / "guide" / "pictures"
+CURVE = ROOT / "tests" / "golden" / "gpt2_nano_curve.json"
+PLAN = ROOT / "tools" / "pictures_plan.json"
+
+_STEPS = 40_000
+_SCHEDULES: dict[str, dict[str, Any]] = {
+    "cosine (default)": {},
+    "linear, decay: 0.2": {"lr_schedule": "linear", "decay": 0.2, "min_lr_ratio": 0.0},
+    "inv_sqrt": {"lr_schedule": "inv_sqrt"},
+    "cycles: 3, rewarmup: 0.05": {"cycles": 3, "rewarmup": 0.05},
+}
+
+
+def loss_curve() -> str:
+    """The loss of gpt2_nano over the 200 steps of tests/golden/test_curve.py, as a report shows it."""
+    losses = json.loads(CURVE.read_text())
+    line = Line("train/loss", _curve(range(1, len(losses) + 1), losses), 0)
+    return _chart(Plot("loss", "Training loss of gpt2_nano", "nats per token", [line], len(losses), wide=True))
+
+
+def schedules() -> str:
+    """Learning-rate schedules over a run, as a report shows them."""
+    lines = []
+    steps = range(0, _STEPS, 80)
+    for number, (label, settings) in enumerate(_SCHEDULES.items()):
+        schedule = build_schedule(AdamConfig(learning_rate=1e-3, warmup=0.05, **settings), _STEPS)
+        lines.append(Line(label, _curve(steps, [float(schedule(step)) for step in steps]), number))
+    return _chart(Plot("schedules", "Learning rate", "", lines, _STEPS, wide=True, from_zero=True))
+
+
+def live_view() -> str:
+    """The live view of a run, with the values of the README's quickstart."""
+    console = _console(76)
+    with mock.patch.object(live.time, "monotonic", return_value=0.0):
+        view = live.LiveView("gpt2_nano-b2e784", 300, 0, [5.1 + 4 * 0.97**step for step in range(160)], console)
+    evaluated = live.Evaluated(150, 5.3602)
+    view.show(live.Shown(161, 5.1003, 1.73e-3, 7667.0, 0.534, evaluated=evaluated, next_evaluation=200, next_save=300))
+    with mock.patch.object(live.time, "monotonic", return_value=88.0):
+        console.print(view.render())
+    return _terminal(console, "lmtrain train configs/gpt2_nano.yaml")
+
+
+def plan_memory() -> str:
+    """The memory of a training step and the verdict of `lmtrain plan`."""
+    figures = json.loads(PLAN.read_text())
+    accelerator = find_accelerator(figures["device"])
+    estimate = {"device": figures["device"], "estimate": {"total": figures["memory"]["estimate"]}}
+    lines = [
+        "training step as compiled, per device",
+        *report.memory_lines(figures, estimate, accelerator),
+        "",
+        report.verdict(Answer(estimate, {"train": figures}), accelerator),
+    ]
+    console = _console(max(map(len, lines)) + 1)
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    return _terminal(console, f"lmtrain plan llama3_8b --device h100 --devices {figures['devices']}")
+
+
+DRAWN: dict[str, Callable[[], str]] = {
+    "loss_curve.svg": loss_curve,
+    "schedules.svg": schedules,
+    "live_view.svg": live_view,
+    "plan_memory.svg": plan_memory,
+}
+
+
+def _curve(steps: Iterable[int], values: Iterable[float]) -> Curve:
+    thinner = Thinner()
+    thinner.steps += steps
+    thinner.values += values
+    return thinner.curve()
+
+
+def _chart(plot: Plot) -> str:
+    """A plot as a file: without a page's style sheet, its colours are the light ones."""
+    svg = to_svg(draw(plot), plot.name, plot.title)
+    return re.sub(r"var\(--([\w-]+)\)", lambda found: light(found[1]), svg) + "\n"
+
+
+def _console(width: int) -> Any:
+    from rich.console import Console
+
+    return Console(
+        width=width, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor", _environ={}
+    )
+
+
+def _terminal(console: Any, title: str) -> str:
+    """What a console printed, as a file that loads no fonts: a monospace font is on every machine."""
+    svg = console.export_svg(title=title)
+    return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_COORDINATE_DECIMALS = 5
+_TOLERANCE = 0.02  # of a coordinate
+
+
+def is_same(stored: str, drawn: str) -> bool:
+    """Whether two pictures are equal but for the last digits of coordinates."""
+    if _NUMBER.split(stored) != _NUMBER.split(drawn):
+        return False
+    for ours, theirs in zip(_NUMBER.findall(stored), _NUMBER.findall(drawn), strict=True):
+        decimals = max(len(text.partition(".")[2]) for text in (ours, theirs))
+        if ours != theirs and (decimals < _COORDINATE_DECIMALS or abs(float(ours) - float(theirs)) > _TOLERANCE):
+            return False
+    return True
+
+
+def main() -> int:
+    PICTURES.mkdir(exist_ok=True)
+    changed = []
+    for name, draw_picture in DRAWN.items():
+        path, drawn = PICTURES / name, draw_picture()
+        if not path.exists() or not is_same(path.read_text(encoding="utf-8"), drawn):
+            changed.append(name)
+            if "--check" not in sys.argv[1:]:
+                path.write_text(drawn, encoding="utf-8")
+    if "--check" not in sys.argv[1:]:
+        print(f"written: {', '.join(changed)}" if changed else "up to date")
+        return 0
+    print(f"out of date: {', '.join(changed)}; run tools/pictures.py" if changed else "up to date")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
