@@ -60,7 +60,7 @@ def test_the_export_of_another_run_is_replaced_only_with_overwrite(trained):
     command = ["export-hf", "tiny.yaml", "--output", "model"]
     # another run, and one of the same id in another project
     for ours, others, expected in (
-        ("exported", "another", "one of exported;"),
+        ("exported", "another", "this one is of exported"),
         (data, "0" * 16, "exported on other data"),
     ):
         config.write_text(mine.replace(f'"{ours}"', f'"{others}"'))

@@ -51,7 +51,7 @@ def test_without_a_network_a_hub_name_is_an_immediate_error_with_advice(run_cli,
         refused = run_cli("train", "gpt2_small", "--data.cache_dir", "cache", *flags)
         assert refused.returncode == 2
         assert f"lmtrain: error: {what}" in refused.stderr
-        assert "without a network, " in refused.stderr.splitlines()[-1]
+        assert "offline, " in refused.stderr.splitlines()[-1]
     assert not (tmp_path / "cache").exists()
 
 
