@@ -125,40 +125,40 @@ def listed(folder: Path) -> list[str]:
     return os.listdir(folder) if folder.is_dir() else []
 
 
-def disturb(folder: Path, told: str, moment: str, times: int, delay: float) -> Kill | None:
+def disturb(folder: Path, output: str, moment: str, times: int, delay: float) -> Kill | None:
     """Start a process, and kill it `delay` seconds after `moment` was seen `times` times. None: it finished before."""
     pattern, _ = MOMENTS[moment]
     watch = Watch(folder)
     due: float | None = None
-    with runs.running(folder, told=told) as process:
+    with runs.running(folder, output=output) as process:
         while due is None or time.time() < due:
             found = watch.look()
             times -= sum(fnmatch(name, pattern) for name in found) if pattern else times
             if times <= 0 and due is None:
                 due = (time.time() if pattern else watch.began) + delay
             if process.poll() is not None:
-                assert process.returncode == 0, (folder / told).read_text()
+                assert process.returncode == 0, (folder / output).read_text()
                 return None
             time.sleep(0.001)
         runs.end([process])
         killed_at = time.time()
         if process.returncode == 0:
             return None
-        assert process.returncode == -signal.SIGKILL, (folder / told).read_text()
+        assert process.returncode == -signal.SIGKILL, (folder / output).read_text()
     watch.look()  # last files of the process
     kept = max(runs.complete_steps(folder), default=0)
-    hit = " + ".join(stages(folder, watch, (folder / told).read_text()))
+    hit = " + ".join(stages(folder, watch, (folder / output).read_text()))
     return Kill(moment, hit, max(watch.steps, default=0), kept, *cost(folder, watch, kept, killed_at))
 
 
-def stages(folder: Path, watch: Watch, told: str) -> list[str]:
+def stages(folder: Path, watch: Watch, output: str) -> list[str]:
     """The activities of the process, according to its files."""
     place, complete = runs.run_folder(folder), runs.complete_steps(folder)
     tops = (place, folder / "logs", folder / "logs/one")
     temporary = [path for top in tops for path in top.glob("*.tmp*") if path.stat().st_mtime > watch.began]
     found = [f"writing {path.name.partition('.tmp')[0]}" for path in temporary]
     if not watch.steps:
-        return ["start-up" if runs.continued_from(told) is None else "first step", *found]
+        return ["start-up" if runs.resumed_from(output) is None else "first step", *found]
     for step in (int(path.stem.removeprefix("step-")) for path in place.glob("step-*.partial")):
         names = listed(place / f"step-{step}")
         if step in complete:
@@ -198,16 +198,16 @@ def check_starts(folder: Path, kills: list[tuple[str, Kill]], last: str) -> list
     if not kills:
         sys.exit("the run finished before it could be killed; increase --steps")
     problems = []
-    for (_, kill), told in zip(kills, [*(told for told, _ in kills[1:]), last], strict=True):
-        said = (folder / told).read_text()
-        if runs.continued_from(said) not in (None, kill.kept):
-            problems.append(f"{told} resumed from {runs.continued_from(said)}, but step {kill.kept} was complete")
+    for (_, kill), output in zip(kills, [*(output for output, _ in kills[1:]), last], strict=True):
+        text = (folder / output).read_text()
+        if runs.resumed_from(text) not in (None, kill.kept):
+            problems.append(f"{output} resumed from {runs.resumed_from(text)}, but step {kill.kept} was complete")
         problems += [
-            f"{told} contains {word!r}" for word in ("corrupt", "damaged", "set aside", "Traceback") if word in said
+            f"{output} contains {word!r}" for word in ("corrupt", "damaged", "set aside", "Traceback") if word in text
         ]
     problems += [
-        f"{told}: a kill at step {kill.reached} lost {kill.lost:.2f} s, limit {kill.allowed:.2f} s"
-        for told, kill in kills
+        f"{output}: a kill at step {kill.reached} lost {kill.lost:.2f} s, limit {kill.allowed:.2f} s"
+        for output, kill in kills
         if kill.lost > kill.allowed
     ]
     return problems
@@ -217,17 +217,17 @@ def kill_a_run(folder: Path, most: int, deck: Iterator[str], dice: random.Random
     """Kill a new run at most `most` times, then let it finish. -> kills, problems of starts"""
     kills: list[tuple[str, Kill]] = []
     while True:
-        told = f"start-{len(kills)}.txt"
+        output = f"start-{len(kills)}.txt"
         if len(kills) == most:
-            runs.finish(folder, told=told)
+            runs.finish(folder, output=output)
             break
         moment = next(deck)
-        kill = disturb(folder, told, moment, dice.randint(1, 2), dice.uniform(0, MOMENTS[moment][1]))
+        kill = disturb(folder, output, moment, dice.randint(1, 2), dice.uniform(0, MOMENTS[moment][1]))
         if kill is None:
             break
-        kills.append((told, kill))
+        kills.append((output, kill))
         print(row(kill), flush=True)
-    return [kill for _, kill in kills], check_starts(folder, kills, told)
+    return [kill for _, kill in kills], check_starts(folder, kills, output)
 
 
 def fuzz(folder: Path, kills: int, steps: int, dice: random.Random) -> tuple[list[Kill], list[str]]:
@@ -242,7 +242,7 @@ def fuzz(folder: Path, kills: int, steps: int, dice: random.Random) -> tuple[lis
             run = folder / f"killed-after-{len(made)}"
             runs.write_config(run, settings)
             here, wrong = kill_a_run(run, kills - len(made), deck, dice)
-            assert reference.wait() == 0, (undisturbed / "told.txt").read_text()
+            assert reference.wait() == 0, (undisturbed / "output.txt").read_text()
             wrong += runs.differences(run, undisturbed, steps)
             print(f"  finished after {len(here)} kills: {len(wrong)} problems", flush=True)
             made += here

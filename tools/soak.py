@@ -54,7 +54,7 @@ def soak(folder: Path, steps: int) -> list[tuple[int, Held]]:
     with runs.running(folder) as process:
         while len(lines) < LINES - 1:  # the process exits after the last step
             time.sleep(0.1)
-            assert process.poll() is None, (folder / "told.txt").read_text()
+            assert process.poll() is None, (folder / "output.txt").read_text()
             step = last_step(folder)
             if step:
                 seen.append(look(process.pid))
@@ -62,7 +62,7 @@ def soak(folder: Path, steps: int) -> list[tuple[int, Held]]:
                 lines.append((step, Held(*(min(column) for column in zip(*seen, strict=True)))))
                 print(row(*lines[-1]), flush=True)
                 seen = []
-        assert process.wait() == 0, (folder / "told.txt").read_text()
+        assert process.wait() == 0, (folder / "output.txt").read_text()
     return lines
 
 
