@@ -26,7 +26,7 @@ _DEADLINE_SECONDS = 300
 
 
 def full_settings(steps: int) -> dict:
-    """All that has a state or writes files: dropout, gradient accumulation, EMA, evaluation, exports, frequent saves."""
+    """All features with a state or files: dropout, accumulation, EMA, evaluation, exports, frequent saves."""
     settings = tiny_settings()
     settings["model"] |= {"resid_pdrop": 0.1, "embed_pdrop": 0.1}
     settings["trainer"] |= {

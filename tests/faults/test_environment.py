@@ -1,6 +1,6 @@
 """Faults in the environment of a run: disk, folders, trackers, clock, a second start of the same run.
 
-Real processes and real files. A run that resumes ends with the same bytes as an undisturbed one.
+Real processes and real files. A run that resumes run_to_end with the same bytes as an undisturbed one.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def settings() -> dict:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
-    """The folder of a run that nothing happened to."""
+    """The folder of a run without faults."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_config(folder, settings())
     finish(folder)
@@ -67,14 +67,14 @@ def undisturbed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(undisturbed, tmp_path) -> Path:
-    """With the config and the caches, for a run of the test's own."""
+    """A folder with the config and the caches, for one test."""
     write_config(tmp_path, settings())
     shutil.copytree(undisturbed / "cache", tmp_path / "cache")
     return tmp_path
 
 
-def begun(folder: Path, undisturbed: Path, *steps: int) -> None:
-    """Let the run have these checkpoints, and what was logged and exported up to the last of them."""
+def add_checkpoints(folder: Path, undisturbed: Path, *steps: int) -> None:
+    """Copy these checkpoints, and the log and exports up to the last of them, from the undisturbed run."""
     for step in steps:
         shutil.copytree(run_folder(undisturbed) / f"step-{step}", run_folder(folder) / f"step-{step}")
     for step in range(KEEP, max(steps) + 1, KEEP):
@@ -84,22 +84,23 @@ def begun(folder: Path, undisturbed: Path, *steps: int) -> None:
     shutil.copy(log_file(undisturbed), log_file(folder))
 
 
-def ends(folder: Path, *flags: object, code: int, told: str = "told.txt") -> str:
-    """Let it run to its end, which must be with `code` and without a traceback. -> what it said"""
-    with running(folder, *flags, told=told) as process:
+def run_to_end(folder: Path, *flags: object, code: int, output: str = "output.txt") -> str:
+    """Run to the end, which must be with exit code `code` and without a traceback. -> the output"""
+    with running(folder, *flags, output=output) as process:
         found = process.wait(timeout=SECONDS)
-    return checked(folder / told, found, code)
+    return checked(folder / output, found, code)
 
 
-def checked(told: Path, found: int, code: int) -> str:
-    text = told.read_text()
+def checked(output: Path, found: int, code: int) -> str:
+    """The text of the file `output`, which must have no traceback; the exit code `found` must be `code`."""
+    text = output.read_text()
     assert found == code, text
     assert "Traceback" not in text
     return text
 
 
 def log_lines(folder: Path) -> list[str]:
-    """What lmtrain itself said, in its log, without times."""
+    """The messages of lmtrain in its log, without times."""
     path = folder / "logs" / "one.log"
     lines = path.read_text().splitlines() if path.exists() else []
     return [line.partition(" lmtrain: ")[2] for line in lines if " lmtrain: " in line]
@@ -107,7 +108,7 @@ def log_lines(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def paused(process: subprocess.Popen) -> Iterator[None]:
-    """What happens within happens between two instructions of the run, however slow this machine is."""
+    """Stop the process within the block, so that its body happens between two instructions, even on a slow machine."""
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # every thread is stopped now
     try:
@@ -117,7 +118,7 @@ def paused(process: subprocess.Popen) -> Iterator[None]:
 
 
 def contents(*folders: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file below, with its bytes and when they were written."""
+    """All files below, with content and modification time."""
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
@@ -131,16 +132,16 @@ def other_than_checkpoints(folder: Path) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Room:
-    """For a run's checkpoints, which can be taken and given back. The process is to be paused, or has ended."""
+class Space:
+    """Disk space for checkpoints, which can be taken and given back while the process is paused or has ended."""
 
     take: Callable[[subprocess.Popen], None]
     give: Callable[[subprocess.Popen], None]
 
 
 @contextlib.contextmanager
-def room_on_a_disk(mount: Path) -> Iterator[Room | None]:
-    """A small file system, taken by a file that leaves no byte; None where nothing may be mounted."""
+def space_on_a_disk(mount: Path) -> Iterator[Space | None]:
+    """A small file system, which a file can fill to the last byte; None without the right to mount."""
     mount.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "none", mount], capture_output=True)
     if done.returncode:
@@ -150,20 +151,20 @@ def room_on_a_disk(mount: Path) -> Iterator[Room | None]:
 
     def take(_: subprocess.Popen) -> None:
         with open(ballast, "wb", buffering=0) as file:
-            for size in (1 << 20, 1 << 12, 1):  # to the last byte, though only whole blocks are given
+            for size in (1 << 20, 1 << 12, 1):  # smaller writes fill the rest of the last block
                 with contextlib.suppress(OSError):
                     while file.write(bytes(size)):
                         pass
 
     try:
-        yield Room(take, lambda _: ballast.unlink())
+        yield Space(take, lambda _: ballast.unlink())
     finally:
         subprocess.run(["umount", "--lazy", mount], check=True)
 
 
 @contextlib.contextmanager
-def room_by_limit(most_bytes: int = 45_000) -> Iterator[Room]:
-    """The kernel refuses to let files of the process grow further: the embedding is larger, logs are smaller."""
+def space_by_limit(most_bytes: int = 45_000) -> Iterator[Space]:
+    """The kernel limits the file size of the process: the embedding is larger, logs are smaller."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     assert hard == resource.RLIM_INFINITY or hard > 100 * most_bytes
 
@@ -171,36 +172,36 @@ def room_by_limit(most_bytes: int = 45_000) -> Iterator[Room]:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, hard))
 
-    yield Room(lambda process: limit(process, most_bytes), lambda process: limit(process, hard))
+    yield Space(lambda process: limit(process, most_bytes), lambda process: limit(process, hard))
 
 
 @pytest.fixture(params=["disk", pytest.param("limit", marks=pytest.mark.long)])
-def room(request, folder) -> Iterator[Room]:
-    disk = room_on_a_disk(folder / "checkpoints") if request.param == "disk" else contextlib.nullcontext()
-    with disk as found, room_by_limit() as limit:
+def space(request, folder) -> Iterator[Space]:
+    disk = space_on_a_disk(folder / "checkpoints") if request.param == "disk" else contextlib.nullcontext()
+    with disk as found, space_by_limit() as limit:
         yield found or limit
 
 
-def full_at_step_ten(process: subprocess.Popen, folder: Path, room: Room) -> None:
+def full_at_step_ten(process: subprocess.Popen, folder: Path, space: Space) -> None:
     wait_for(lambda: KEEP in complete_steps(folder), [process])
     with paused(process):
-        room.take(process)
-        assert LAST not in complete_steps(folder), "it was too late to take anything"
+        space.take(process)
+        assert LAST not in complete_steps(folder), "the run finished before the disk was full"
 
 
-def test_a_full_disk_costs_later_checkpoints_only_and_the_same_command_ends_with_the_same_bytes(
-    folder, room, undisturbed
+def test_a_full_disk_costs_later_checkpoints_only_and_the_resumed_run_ends_with_the_same_bytes(
+    folder, space, undisturbed
 ):
-    with running(folder, *NO_OTHER_LARGE_FILES, told=os.devnull) as process:
-        full_at_step_ten(process, folder, room)
+    with running(folder, *NO_OTHER_LARGE_FILES, output=os.devnull) as process:
+        full_at_step_ten(process, folder, space)
         code = process.wait(timeout=SECONDS)
-        room.give(process)
+        space.give(process)
     assert code == 1
-    told = "\n".join(log_lines(folder))
-    failed = re.findall(r"the checkpoint of step (\d+) could not be saved: ", told)
-    ends = ("; training continues, and saving is retried", "; retrying now", "; this was the second attempt")
-    assert [told.count(end) for end in ends] == [len(failed) - 2, 1, 1]
-    assert failed[-2:] == [str(LAST), str(LAST)]  # twice, as nothing comes after it
+    output = "\n".join(log_lines(folder))
+    failed = re.findall(r"the checkpoint of step (\d+) could not be saved: ", output)
+    endings = ("; training continues, and saving is retried", "; retrying now", "; this was the second attempt")
+    assert [output.count(ending) for ending in endings] == [len(failed) - 2, 1, 1]
+    assert failed[-2:] == [str(LAST), str(LAST)]  # twice: the last step is retried immediately
     last_line = f"lmtrain: error: the state after step {LAST} could not be saved, see above; run the same command"
     assert log_lines(folder)[-1].startswith(last_line), log_lines(folder)
     assert trained_steps(folder) == list(range(1, LAST + 1))
@@ -214,19 +215,19 @@ def test_a_full_disk_costs_later_checkpoints_only_and_the_same_command_ends_with
 
 
 @pytest.mark.long
-def test_when_there_is_room_again_later_checkpoints_are_saved(folder, room):
-    with running(folder, *NO_OTHER_LARGE_FILES, told=os.devnull) as process:
-        full_at_step_ten(process, folder, room)
+def test_when_disk_space_is_free_again_later_checkpoints_are_saved(folder, space):
+    with running(folder, *NO_OTHER_LARGE_FILES, output=os.devnull) as process:
+        full_at_step_ten(process, folder, space)
         wait_for(lambda: "training continues" in "\n".join(log_lines(folder)), [process])
         with paused(process):
-            room.give(process)
-            begun_by_now = trained_steps(folder)[-1] // KEEP * KEEP
+            space.give(process)
+            last_started = trained_steps(folder)[-1] // KEEP * KEEP
         code = process.wait(timeout=SECONDS)
     assert code == 0, log_lines(folder)
-    told = "\n".join(log_lines(folder))
-    failed = {int(step) for step in re.findall(r"the checkpoint of step (\d+) could not be saved", told)}
+    output = "\n".join(log_lines(folder))
+    failed = {int(step) for step in re.findall(r"the checkpoint of step (\d+) could not be saved", output)}
     assert failed
-    assert max(failed) <= begun_by_now + KEEP
+    assert max(failed) <= last_started + KEEP
     assert complete_steps(folder) == sorted(set(range(KEEP, LAST + 1, KEEP)) - failed)
     assert other_than_checkpoints(folder) == set()
 
@@ -268,9 +269,9 @@ checkpointer.close()
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["disk", "limit"])
-def test_the_save_after_one_that_failed_is_a_save_of_its_own(tmp_path, kind):
-    """It does not fail by the error of the one before. Where nothing may be mounted it is the limit both times."""
-    disk = room_on_a_disk(tmp_path / "disk") if kind == "disk" else contextlib.nullcontext()
+def test_the_save_after_a_failed_one_succeeds(tmp_path, kind):
+    """It does not raise the previous error. Without the right to mount, both cases use the limit of the file size."""
+    disk = space_on_a_disk(tmp_path / "disk") if kind == "disk" else contextlib.nullcontext()
     with disk as mounted:
         kind, place = ("disk", tmp_path / "disk") if mounted else ("limit", tmp_path)
         command = [sys.executable, "-c", AFTER_A_FAILURE, place, kind]
@@ -281,18 +282,18 @@ def test_the_save_after_one_that_failed_is_a_save_of_its_own(tmp_path, kind):
 
 @pytest.mark.long
 def test_a_failed_save_is_logged_in_one_line_without_tracebacks(folder):
-    with running(folder, *NO_OTHER_LARGE_FILES) as process, room_by_limit() as room:
-        full_at_step_ten(process, folder, room)
+    with running(folder, *NO_OTHER_LARGE_FILES) as process, space_by_limit() as space:
+        full_at_step_ten(process, folder, space)
         process.wait(timeout=SECONDS)
-    told = (folder / "told.txt").read_text()
-    assert "training continues" in told
-    assert "Traceback" not in told
+    output = (folder / "output.txt").read_text()
+    assert "training continues" in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.long
-def test_a_full_disk_ends_a_run_that_is_to_stop(folder, room):
-    with running(folder, *NO_OTHER_LARGE_FILES, *STOP, told=os.devnull) as process:
-        full_at_step_ten(process, folder, room)
+def test_a_full_disk_ends_a_run_with_on_save_error_stop(folder, space):
+    with running(folder, *NO_OTHER_LARGE_FILES, *STOP, output=os.devnull) as process:
+        full_at_step_ten(process, folder, space)
         code = process.wait(timeout=SECONDS)
     assert code == 1
     (error,) = [line for line in log_lines(folder) if line.startswith("lmtrain: error: ")]
@@ -309,9 +310,9 @@ def replace_by_file(path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("flags", "to_the_end"), [((), True), (STOP, False)], ids=["continue", "stop"])
-@pytest.mark.parametrize("vanish", [shutil.rmtree, replace_by_file], ids=["gone", "a file"])
-def test_when_the_folder_of_checkpoints_vanishes_training_continues_or_stops_as_set(folder, vanish, flags, to_the_end):
+@pytest.mark.parametrize(("flags", "continues"), [((), True), (STOP, False)], ids=["continue", "stop"])
+@pytest.mark.parametrize("vanish", [shutil.rmtree, replace_by_file], ids=["deleted", "a file"])
+def test_when_the_folder_of_checkpoints_vanishes_training_continues_or_stops_as_set(folder, vanish, flags, continues):
     """The next save is far from the first, so that none is under way when the folder vanishes, on any machine."""
     keep = '[{"every": 10, "until": 10}, {"every": 500}]'
     far = ("--trainer.num_train_steps", 510, "--trainer.checkpointer.keep", keep, *NO_OTHER_LARGE_FILES)
@@ -321,12 +322,12 @@ def test_when_the_folder_of_checkpoints_vanishes_training_continues_or_stops_as_
             vanish(folder / "checkpoints")
             assert trained_steps(folder)[-1] < 500
         code = process.wait(timeout=SECONDS)
-    told = checked(folder / "told.txt", code, 1)
-    failed = re.findall(r"the checkpoint of step (\d+) could not be saved", told)
-    assert failed == (["500", "510", "510"] if to_the_end else ["500"])
+    output = checked(folder / "output.txt", code, 1)
+    failed = re.findall(r"the checkpoint of step (\d+) could not be saved", output)
+    assert failed == (["500", "510", "510"] if continues else ["500"])
     steps = trained_steps(folder)
     assert steps == list(range(1, len(steps) + 1))
-    assert (steps[-1] == 510) == to_the_end
+    assert (steps[-1] == 510) == continues
 
 
 def test_a_second_start_of_a_run_is_refused_and_changes_nothing_and_after_a_kill_it_starts(folder):
@@ -334,18 +335,18 @@ def test_a_second_start_of_a_run_is_refused_and_changes_nothing_and_after_a_kill
         wait_for(lambda: KEEP in complete_steps(folder), [first])
         with paused(first):
             before = contents(run_folder(folder), folder / "exports", folder / "cache"), log_file(folder).read_bytes()
-            told = ends(folder, *ENDLESS, code=2, told="second.txt")
+            output = run_to_end(folder, *ENDLESS, code=2, output="second.txt")
             after = contents(run_folder(folder), folder / "exports", folder / "cache"), log_file(folder).read_bytes()
         end([first])
     holder = f"locked by another run with the same id (process {first.pid} on {socket.gethostname()})"
-    assert holder in told.splitlines()[-1]
+    assert holder in output.splitlines()[-1]
     assert after == before
-    with running(folder, *ENDLESS, told="third.txt") as third:
+    with running(folder, *ENDLESS, output="third.txt") as third:
         wait_for(lambda: "resuming after step " in (folder / "third.txt").read_text(), [third])
 
 
 def test_a_refused_start_does_not_change_the_config_in_the_log_folder(folder):
-    """It is the config of the run that holds the folder, and what is asked for now may differ."""
+    """It is the config of the run that holds the lock; the refused start can have another."""
     kept = folder / "logs" / "one" / "config.yaml"
     kept.parent.mkdir(parents=True)
     kept.write_text("the holder's\n")
@@ -353,33 +354,33 @@ def test_a_refused_start_does_not_change_the_config_in_the_log_folder(folder):
     holder = FileLock(str(run_folder(folder) / "lock"))
     assert holder.acquire()
     try:
-        ends(folder, "--trainer.num_train_steps", 99, code=2)
+        run_to_end(folder, "--trainer.num_train_steps", 99, code=2)
     finally:
         holder.release()
     assert kept.read_text() == "the holder's\n"
 
 
-def test_a_finished_run_says_so_and_changes_no_byte(undisturbed):
+def test_a_finished_run_has_nothing_to_do_and_changes_no_byte(undisturbed):
     places = [undisturbed / name for name in ("checkpoints", "exports", "cache")]
     before = contents(*places), log_file(undisturbed).read_bytes()
-    told = ends(undisturbed, code=0)
-    assert f"nothing to do: {run_folder(undisturbed)}/step-{LAST} has all {LAST} steps" in told
+    output = run_to_end(undisturbed, code=0)
+    assert f"nothing to do: {run_folder(undisturbed)}/step-{LAST} has all {LAST} steps" in output
     assert (contents(*places), log_file(undisturbed).read_bytes()) == before
 
 
 def test_resuming_without_a_shard_of_the_cache_is_refused_with_its_name(folder, undisturbed):
-    begun(folder, undisturbed, KEEP)
+    add_checkpoints(folder, undisturbed, KEEP)
     before = contents(run_folder(folder))
     shard = sorted((folder / "cache" / "train").glob("*.arrayrecord"))[1]
     shard.unlink()
-    last = ends(folder, code=2).splitlines()[-1]
+    last = run_to_end(folder, code=2).splitlines()[-1]
     assert last.startswith(f"lmtrain: error: cache/train/{shard.name} is missing: the cache is corrupt; delete ")
     assert contents(run_folder(folder)) == before
 
 
 @pytest.mark.long
 def test_a_shard_deleted_as_advised_is_rebuilt_and_the_run_resumes(folder, undisturbed):
-    begun(folder, undisturbed, KEEP)
+    add_checkpoints(folder, undisturbed, KEEP)
     shard = sorted((folder / "cache" / "train").glob("*.arrayrecord"))[1]
     for path in (*shard.parent.glob(f"{shard.stem}.*"), shard.parent / "manifest.json"):
         path.unlink()
@@ -388,19 +389,19 @@ def test_a_shard_deleted_as_advised_is_rebuilt_and_the_run_resumes(folder, undis
 
 
 @pytest.mark.long
-def test_a_tracker_whose_folder_is_a_file_is_left_behind(folder, undisturbed):
+def test_a_run_continues_without_a_tracker_whose_folder_is_a_file(folder, undisturbed):
     (folder / "in_the_way").write_text("")
     changed = settings()
     changed["trainer"]["tracker"] = {"type": "tensorboard", "logdir": "in_the_way"}
     write_config(folder, changed)
-    told = finish(folder)
-    assert len(re.findall(r"tracker tensorboard: .*in_the_way.*; training continues without it", told)) == 1
+    output = finish(folder)
+    assert len(re.findall(r"tracker tensorboard: .*in_the_way.*; training continues without it", output)) == 1
     assert metrics(folder) == metrics(undisturbed)
 
 
 @pytest.mark.long
-def test_a_service_that_cannot_be_reached_neither_stops_training_nor_delays_its_end(folder, undisturbed):
-    """W&B would try for minutes; lmtrain gives it 20 s, then logs offline. The rest is for a slow machine."""
+def test_an_unreachable_service_neither_stops_training_nor_delays_its_end(folder, undisturbed):
+    """W&B would try for minutes; lmtrain waits 20 s, then logs offline. The limit allows for a slow machine."""
     changed = settings()
     changed["trainer"]["tracker"] = {"type": "wandb", "mode": "online", "project": "none"}
     write_config(folder, changed)
@@ -410,10 +411,10 @@ def test_a_service_that_cannot_be_reached_neither_stops_training_nor_delays_its_
         since = time.monotonic()
         code = process.wait(timeout=SECONDS)
         waited = time.monotonic() - since
-    told = checked(folder / "told.txt", code, 0)
-    assert "W&B is not available (" in told
+    output = checked(folder / "output.txt", code, 0)
+    assert "W&B is not available (" in output
     assert list(folder.glob("logs/wandb/offline-run-*/run-*.wandb"))  # to be sent later
-    assert "done: checkpoints in checkpoints/one" in told
+    assert "done: checkpoints in checkpoints/one" in output
     assert metrics(folder) == metrics(undisturbed)
     assert waited < 55
 
@@ -434,11 +435,11 @@ def test_a_wall_clock_that_runs_backwards_delays_no_save(folder):
     (folder / "hooks" / "sitecustomize.py").write_text(BACKWARDS)
     path = os.pathsep.join([str(folder / "hooks"), *filter(None, [os.environ.get("PYTHONPATH")])])
     flags = ["--trainer.checkpointer.save_interval", "0.2s", "--trainer.checkpointer.keep", "[]"]
-    told = finish(folder, "--trainer.num_train_steps", 300, "--hf_save_steps", 300, *flags, PYTHONPATH=path)
-    saved = [int(step) for step in re.findall(r"saved .*/step-(\d+)", told)]
+    output = finish(folder, "--trainer.num_train_steps", 300, "--hf_save_steps", 300, *flags, PYTHONPATH=path)
+    saved = [int(step) for step in re.findall(r"saved .*/step-(\d+)", output)]
     assert len(saved) > 2
     assert saved == sorted(saved)
-    assert complete_steps(folder) == [300]  # those of the clock are temporary
+    assert complete_steps(folder) == [300]  # time-based saves are temporary
     stamps = [line.split(" ")[1] for line in (folder / "logs" / "one.log").read_text().splitlines() if line[:2] == "20"]
     assert stamps[-1] < stamps[0]  # the clock of the log did run backwards
 
@@ -456,7 +457,7 @@ def truncate(step: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
 
 
-DAMAGES = {
+CORRUPTIONS = {
     "a flipped byte": flip_a_byte,
     "a truncated file": truncate,
     "no run.json": lambda step: (step / "run.json").unlink(),
@@ -464,36 +465,36 @@ DAMAGES = {
     "an empty manifest": lambda step: (step / "manifest.json").write_bytes(b""),
     "no parameters": lambda step: shutil.rmtree(step / "params"),
 }
-IN_SHORT = "a flipped byte"
+NOT_LONG = "a flipped byte"
 
 
 @pytest.mark.parametrize(
-    "damage", [IN_SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in DAMAGES if name != IN_SHORT)]
+    "corruption", [NOT_LONG, *(pytest.param(name, marks=pytest.mark.long) for name in CORRUPTIONS if name != NOT_LONG)]
 )
-def test_a_damaged_checkpoint_is_set_aside_and_the_run_ends_with_the_same_bytes(folder, undisturbed, damage):
-    begun(folder, undisturbed, 10, 20, 30)
+def test_a_corrupt_checkpoint_is_set_aside_and_the_run_ends_with_the_same_bytes(folder, undisturbed, corruption):
+    add_checkpoints(folder, undisturbed, 10, 20, 30)
     newest = run_folder(folder) / "step-30"
-    DAMAGES[damage](newest)
-    damaged = {path.removeprefix(str(newest)): found for path, found in contents(newest).items()}
-    told = finish(folder)
-    assert f"{newest} is corrupt: " in told
-    assert f"{newest} was set aside as damaged-step-30" in told
-    assert "resuming after step 20 " in told
+    CORRUPTIONS[corruption](newest)
+    corrupt = {path.removeprefix(str(newest)): found for path, found in contents(newest).items()}
+    output = finish(folder)
+    assert f"{newest} is corrupt: " in output
+    assert f"{newest} was set aside as damaged-step-30" in output
+    assert "resuming after step 20 " in output
     aside = run_folder(folder) / "damaged-step-30"
-    assert {path.removeprefix(str(aside)): found for path, found in contents(aside).items()} == damaged
+    assert {path.removeprefix(str(aside)): found for path, found in contents(aside).items()} == corrupt
     shutil.rmtree(aside)
     assert differences(folder, undisturbed, LAST) == []
 
 
-def test_when_all_checkpoints_are_damaged_the_run_is_refused_and_no_byte_is_lost(folder, undisturbed):
-    """Twice: the second start finds only what the first has set aside."""
-    begun(folder, undisturbed, 10, 20)
+def test_when_all_checkpoints_are_corrupt_the_run_is_refused_and_no_byte_is_lost(folder, undisturbed):
+    """Twice: the second start finds only the checkpoints that the first has set aside."""
+    add_checkpoints(folder, undisturbed, 10, 20)
     for step in (10, 20):
         flip_a_byte(run_folder(folder) / f"step-{step}")
     places = (run_folder(folder), folder / "exports", log_file(folder).parent)
     before = contents(*places)
     for _ in range(2):
-        last = ends(folder, code=2).splitlines()[-1]
+        last = run_to_end(folder, code=2).splitlines()[-1]
         assert f"{run_folder(folder)} are corrupt: damaged-step-10, damaged-step-20" in last
         after = {name.replace("damaged-", ""): found for name, found in contents(*places).items()}
         assert {name: after.get(name) for name in before} == before
@@ -501,7 +502,7 @@ def test_when_all_checkpoints_are_damaged_the_run_is_refused_and_no_byte_is_lost
 
 @pytest.mark.long
 def test_killed_between_an_export_and_its_save_the_run_has_export_and_evaluation_once(folder, undisturbed):
-    """The moment is short: if a save was faster than this test, the next export is another chance."""
+    """The time between them is short: if the save is faster than this test, it repeats with the next export."""
     for step in range(KEEP, LAST, KEEP):
         exported = folder / "exports" / "one" / f"step-{step}"
         with running(folder) as process:

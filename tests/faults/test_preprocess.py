@@ -1,4 +1,4 @@
-"""What goes wrong under a batch job, and that the next run continues from it without damage."""
+"""Faults in a batch job of `lmtrain preprocess`, after which the next run resumes with the same result."""
 
 import contextlib
 import gzip
@@ -25,7 +25,7 @@ sys.exit(code)
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Eight files that take a worker a quarter of a second or so each."""
+    """Eight files that take a worker about a quarter of a second each."""
     folder = tmp_path_factory.mktemp("sources")
     for name in "abcdefgh":
         lines = (json.dumps({"text": f"the river {name} {i * 7919 % 1000003} counts {i}"}) + "\n" for i in range(6000))
@@ -46,7 +46,7 @@ def config(settings, write_config, sources):
 
 @pytest.fixture(scope="module")
 def undisturbed(sources, tmp_path_factory):
-    """The files of a build by one worker that nothing happened to."""
+    """The files of a build by one worker without faults."""
     from conftest import tiny_settings
 
     from lmtrain.data.config import DataConfig
@@ -65,7 +65,7 @@ def undisturbed(sources, tmp_path_factory):
 
 @pytest.fixture
 def built(undisturbed, tmp_path):
-    """The folder of a finished cache of the test's own."""
+    """The folder of a finished cache, for one test."""
     folder = tmp_path / "cache" / "train"
     folder.mkdir(parents=True)
     for name, content in undisturbed.items():
@@ -91,24 +91,24 @@ def finish(config, folder, undisturbed):
 @pytest.mark.parametrize("kills", [6, pytest.param(12, marks=pytest.mark.long)])
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(config, undisturbed, tmp_path, kills):
     """Kills at random moments of the time that a complete run takes here. A run that was faster is repeated."""
-    began = time.monotonic()
+    started = time.monotonic()
     finish(config, tmp_path, undisturbed)
-    whole = time.monotonic() - began
+    duration = time.monotonic() - started
     shutil.rmtree(tmp_path / "cache")
     moments = random.Random(0)
     marked = [0]
     killed = 0
     while killed < kills:
         process = subprocess.Popen(command(config), cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True)
-        time.sleep(moments.uniform(0.1, 0.8) * whole)
-        # the job's own process alone, or as a machine goes down, with its workers
+        time.sleep(moments.uniform(0.1, 0.8) * duration)
+        # the job's main process alone, or with its workers, as when a machine fails
         kill = os.killpg if moments.random() < 0.5 else os.kill
         with contextlib.suppress(ProcessLookupError):
             kill(process.pid, signal.SIGKILL)
         if process.wait() == -signal.SIGKILL:
             killed += 1
             marked.append(len(list(tmp_path.glob("cache/train/shard-*.json"))))
-            assert marked[-1] >= marked[-2]  # what is finished stays
+            assert marked[-1] >= marked[-2]  # finished shards are kept
         else:
             assert contents(tmp_path / "cache" / "train") == undisturbed
             shutil.rmtree(tmp_path / "cache")
@@ -128,12 +128,12 @@ def test_a_full_disk_is_one_clear_error_and_the_next_run_resumes(config, undistu
     finish(config, tmp_path, undisturbed)
 
 
-def test_a_really_full_disk(config, undisturbed, tmp_path):
+def test_a_full_file_system_is_one_clear_error_and_the_next_run_resumes(config, undisturbed, tmp_path):
     disk = tmp_path / "cache"
     disk.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "none", disk], capture_output=True)
     if mount.returncode:
-        return  # no right to mount here; the limit above is what can be shown
+        return  # no right to mount; the test above uses a limit instead
     try:
         full = subprocess.run(command(config), cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
         assert full.returncode == 2, full.stderr
@@ -142,8 +142,8 @@ def test_a_really_full_disk(config, undisturbed, tmp_path):
         assert 0 < len(kept) < len(undisturbed) // 2
         assert not [name for name in os.listdir(disk / "train") if "tmp" in name]
         subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True)
-        told = finish(config, tmp_path, undisturbed)
-        assert f"preprocess: {len(kept)} of " in told
+        output = finish(config, tmp_path, undisturbed)
+        assert f"preprocess: {len(kept)} of " in output
     finally:
         subprocess.run(["umount", disk], check=True)
 
@@ -158,16 +158,16 @@ def test_a_worker_killed_for_its_memory_is_reported_and_the_next_run_resumes(con
         time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError):
         os.kill(int(found[0].name.rpartition("-")[2]), signal.SIGKILL)  # as the kernel's OOM killer does
-    _, told = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 2, told
-    assert "a tokenizer process died without an error, most likely killed for using too much memory" in told
-    assert "Run the same command again with a smaller data.num_preprocess_workers" in told
+    _, output = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 2, output
+    assert "a tokenizer process died without an error, most likely killed for using too much memory" in output
+    assert "Run the same command again with a smaller data.num_preprocess_workers" in output
     finish(config, tmp_path, undisturbed)
 
 
 def corrupt_gzip(path):
     content = bytearray(gzip.compress(b'{"text": "some words"}\n' * 4000))
-    content[-6] ^= 255  # of the checksum; elsewhere it gives other text, which is seldom JSON
+    content[-6] ^= 255  # a byte of the checksum; elsewhere the text changes, which is seldom valid JSON
     path.write_bytes(content)
 
 
@@ -175,18 +175,18 @@ def truncated_gzip(path):
     path.write_bytes(gzip.compress(b'{"text": "some words"}\n' * 4000)[:-20])
 
 
-DAMAGED = {
+CORRUPT_INPUTS = {
     "corrupt": (corrupt_gzip, "corrupt after line "),
     "truncated": (truncated_gzip, "corrupt after line "),
-    "no gzip": (lambda path: path.write_text('{"text": "plain"}\n'), "corrupt after line 0"),
+    "not gzip": (lambda path: path.write_text('{"text": "plain"}\n'), "corrupt after line 0"),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", DAMAGED)
-def test_a_corrupt_input_is_named_and_fixing_it_is_enough(config, sources, lmtrain, tmp_path, kind):
-    damage, message = DAMAGED[kind]
-    damage(tmp_path / "z.jsonl.gz")
+@pytest.mark.parametrize("kind", CORRUPT_INPUTS)
+def test_a_corrupt_input_is_an_error_with_its_place_and_fixing_it_is_enough(config, sources, lmtrain, tmp_path, kind):
+    corrupt, message = CORRUPT_INPUTS[kind]
+    corrupt(tmp_path / "z.jsonl.gz")
     urls = json.dumps([f"{sources}/a.jsonl", str(tmp_path / "z.jsonl.gz")])
     failed = lmtrain("preprocess", config, "--data.train_urls", urls)
     assert failed.returncode == 2
@@ -214,7 +214,7 @@ def flip(path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("corrupt", "message"),
     [
         (lambda shard: os.truncate(shard, 5000), "has 5,000 bytes instead of "),
         (lambda shard: shard.unlink(), "is missing: the cache is corrupt"),
@@ -222,9 +222,9 @@ def flip(path):
     ],
     ids=["truncated", "deleted", "flipped byte"],
 )
-def test_training_refuses_a_corrupt_cache_and_says_how_to_fix_it(config, lmtrain, built, undisturbed, damage, message):
+def test_training_refuses_a_corrupt_cache_with_advice(config, lmtrain, built, undisturbed, corrupt, message):
     shard = sorted(built.glob("*.arrayrecord"))[0]
-    damage(shard)
+    corrupt(shard)
     failed = lmtrain("train", config)
     assert failed.returncode == 2, failed.stderr
     last = failed.stderr.splitlines()[-1]
@@ -252,17 +252,17 @@ def test_a_manifest_of_another_version_is_refused_and_kept(config, lmtrain, buil
 
 @pytest.mark.long
 def test_one_document_of_fifty_megabytes_stays_within_memory(settings, write_config, tmp_path):
-    """A tokenizer that splits safely takes it in pieces; the limit is for the address space of every process."""
+    """A tokenizer that splits safely tokenizes it in parts; the limit is for the peak memory of every process."""
     text = "words and more words " * 2_500_000
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": text[:50_000_000]}) + "\n")
     settings["data"] |= {"train_urls": [str(tmp_path / "long.jsonl")], "validation_urls": None, "tokenizer": "byte"}
     path = write_config(settings)
-    # through a small process of its own: after fork and exec a process's peak includes that of this large one
+    # through a separate small process: after fork and exec a process's peak includes that of this large one
     measured = [sys.executable, "-c", PEAK_OF_COMMAND, *command(path)]
     done = subprocess.run(measured, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "1 documents, 50,000,001 tokens" in done.stderr
-    assert int(done.stdout) < 2_000_000  # kilobytes; in one call the encoder alone takes three times that
+    assert int(done.stdout) < 2_000_000  # kilobytes; in one call the encoder alone uses three times that
 
 
 def test_a_document_that_cannot_be_split_is_refused_with_its_place(settings, write_config, lmtrain, tmp_path):
