@@ -155,6 +155,10 @@ def test_quickstart_goes_the_whole_way(tmp_path):
     assert len(os.listdir(tmp_path / "checkpoints")) == 1
 
 
+def test_it_has_fewer_than_250_lines():
+    assert len(README.splitlines()) < 250
+
+
 def test_the_table_of_commands_is_the_list_of_verbs():
     table = re.findall(r"^\| `lmtrain (\S+)", README, re.MULTILINE)
     assert list(dict.fromkeys(table)) == list(VERBS)
