@@ -1,4 +1,4 @@
-"""What all tests share: no network, one small corpus, one tiny config, one compilation cache."""
+"""Shared by all tests: no network, one small corpus, one tiny config, one compilation cache."""
 
 import os
 
@@ -7,7 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["JAX_PLATFORMS"] = "cpu"
 for _name in ("RUN_ID", "WANDB_API_KEY"):
     os.environ.pop(_name, None)
-# Tiny programs run for microseconds; what takes time is compiling them, here and in every process that is started.
+# Tiny programs run for microseconds, but compilation takes time, here and in every process that is started.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import atexit  # noqa: E402
@@ -27,7 +27,7 @@ import yaml  # noqa: E402
 # A suite that a script starts in the background ignores Ctrl-C, and the processes that its tests start would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# All processes of a test session share what they compile: these tests, the suite's other worker, and what tests start.
+# All processes of a test session share a compilation cache: the workers of the suite and the processes they start.
 if "LMTRAIN_TEST_COMPILATION_CACHE" not in os.environ:
     _compiled = tempfile.mkdtemp(prefix="lmtrain-compiled-")
     atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
@@ -41,7 +41,7 @@ VALIDATION_FILES = [str(CORPUS / "validation.jsonl")]
 
 
 def tiny_settings() -> dict:
-    """A whole config, as small as training can be: 2 layers of width 32, 12 steps, the test corpus."""
+    """A complete config of minimal size: 2 layers of width 32, 12 steps, the test corpus."""
     return {
         "data": {
             "train_urls": list(TRAIN_FILES),
@@ -87,13 +87,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _user_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a hub library or lmtrain keeps of the user's stays out."""
+    """Tests do not use the user's caches of hub libraries and lmtrain."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "user cache")
 
 
 @pytest.fixture(scope="module")
 def quick_compiles() -> Iterator[None]:
-    """Compile without optimizing, in a file that says `pytestmark = pytest.mark.usefixtures("quick_compiles")`."""
+    """Compile without optimization, in a file with `pytestmark = pytest.mark.usefixtures("quick_compiles")`."""
     import jax
 
     before = jax.config.read("jax_disable_most_optimizations")
@@ -132,10 +132,10 @@ def lmtrain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
 
 
 def run_in_process(arguments: Sequence[object], cwd: Path) -> subprocess.CompletedProcess:
-    """`lmtrain` with these arguments in `cwd`, within this process: for what needs none of its own.
+    """Run `lmtrain` with these arguments in `cwd`, within this process, which saves the seconds of a start.
 
-    It saves the seconds of a start. Processes of their own are for signals and kills, for several processes, for what
-    one prints at its end, and for one run of each verb as a user makes it.
+    Separate processes are required for signals and kills, several processes and output at exit. One test of each
+    command uses one too, as a user does.
     """
     from lmtrain.cli import main
 

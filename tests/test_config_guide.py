@@ -1,4 +1,4 @@
-"""The generated parts of the guides and the golden resolved configs are what the settings make of them now."""
+"""The generated parts of the guides and the golden resolved configs are up to date."""
 
 import subprocess
 import sys

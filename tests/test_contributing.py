@@ -26,7 +26,7 @@ def test_every_folder_of_tests_outside_the_mirror_is_on_the_page():
     own = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and "__" not in path.name}
     packages = {path.name for path in (ROOT / "lmtrain").iterdir()}
     data = {"corpus", "hlo", "reference"}
-    # tests/compiled mirrors a package, and is more than that
+    # tests/compiled mirrors a package and has further tests
     assert own - packages - data | {"compiled"} == set(re.findall(r"`tests/(\w+)` \|", PAGE))
 
 

@@ -1,6 +1,6 @@
-"""The README is true: its commands run, its tables name what exists; it has terms that people look for.
+"""The README is correct: its commands run, its tables are complete, and it has the terms that people search for.
 
-What holds for all pages is in test_guides.py.
+test_guides.py checks what applies to all pages.
 """
 
 import json
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
 
-# The README trains a real model; the test trains one of the same kind that is over in seconds.
+# The README trains a real model; the test trains a tiny one of the same family in seconds.
 SMALL = [
     *("--model", "{hidden_dim: 32, num_heads: 2, num_layers: 2, seq_len: 32}"),
     *("--trainer.train_batch_size", "4", "--trainer.checkpointer.keep", "[{every: 2}]"),
@@ -43,7 +43,7 @@ def own_text(tmp_path):
 
 
 def commands_about(word: str) -> list[str]:
-    """The README's lmtrain commands in the blocks that have this word in them."""
+    """The README's lmtrain commands in the blocks that contain this word."""
     lines = [line for block in blocks("bash") if word in block for line in block.splitlines()]
     return [line for line in lines if line.startswith("lmtrain ")]
 
@@ -56,7 +56,7 @@ PLANS = commands_about("lmtrain plan llama3_8b")  # run with the accelerators' c
 
 def run_as_written(folder, command: str, extra: list[str]) -> subprocess.CompletedProcess:
     quoted = " ".join(f"'{word}'" for word in extra)
-    words = ["bash", "-c", f"printf '%s\\0' {command} {quoted}"]  # quotes and globs are the shell's
+    words = ["bash", "-c", f"printf '%s\\0' {command} {quoted}"]  # the shell expands quotes and globs
     arguments = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout.split("\0")
     done = run_in_process(arguments[1:-1], folder)
     assert done.returncode == 0, (command, done.stderr)
@@ -108,10 +108,10 @@ def test_the_program_in_python_trains_and_resumes_as_written(own_text):
     (own_text / "my_tokenizer").symlink_to(TOKENIZER)
     (program,) = blocks("python")
     (own_text / "own.py").write_text(program)
-    for told in ("saved ", "nothing to do: "):
+    for expected in ("saved ", "nothing to do: "):
         done = subprocess.run([sys.executable, "own.py"], cwd=own_text, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        assert told in done.stderr
+        assert expected in done.stderr
         assert re.fullmatch(r"checkpoints/tiny_llama-\w+/step-20 \(1, \d+, 384\)\n", done.stdout), done.stdout
 
 
@@ -134,11 +134,11 @@ def test_the_mixture_is_tokenized_as_written(tmp_path):
 
 
 @pytest.mark.long
-def test_quickstart_goes_the_whole_way(tmp_path):
+def test_the_quickstart_runs_from_text_to_export(tmp_path):
     """The real script in a copy of the repository, with 4 steps instead of 300."""
     if not (ROOT / ".venv").exists():
         pytest.fail("tools/test.sh makes .venv, which the quickstart uses")
-    # an outdated .venv is updated here: the copy would install itself into it
+    # update an outdated .venv here, else the copy would install itself in it
     subprocess.run(["bash", "tools/install.sh", "dev"], cwd=ROOT, check=True)
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in files:
@@ -179,8 +179,8 @@ def test_the_files_to_read_exist():
     assert all((ROOT / name).is_file() for name in files)
 
 
-def test_the_field_s_own_terms_are_found():
-    """What someone who comes from another project looks for with Ctrl-F."""
+def test_standard_terms_of_the_field_are_found():
+    """Terms that users of other projects search for."""
     terms = ["resume", "resumes", "Install", "Multi-GPU", "multi-node", "Mixed precision", "gradient accumulation"]
     terms += ["FSDP", "HSDP", "Tensor parallel", "fine-tuning", "checkpoint", "corrupt", "preempt", "MFU", "microbatch"]
     assert [term for term in terms if term not in README] == []

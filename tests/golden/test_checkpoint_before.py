@@ -1,4 +1,4 @@
-"""A checkpoint that was saved by commit 24ae231, when the state's fields were named as its parts on disk are."""
+"""A checkpoint saved by commit 24ae231, when the fields of the state had the names of its parts on disk."""
 
 import hashlib
 import tarfile
@@ -21,7 +21,7 @@ CONFIG = {
     "model": {"type": "gpt2", "hidden_dim": 8, "num_layers": 1, "num_heads": 1, "seq_len": 8},
     "trainer": {"train_batch_size": 1, "model_averaging": {"type": "ema"}, "tracker": {"type": "noop"}},
 }
-# Of all bytes of parameters, optimizer state and average when they were saved.
+# The hash of parameters, optimizer state and EMA when they were saved.
 SHA256 = "e6bf2df72a31f7eee12e0a2aedcda8bfbaba386117aef8bee3732b880e5df981"
 
 

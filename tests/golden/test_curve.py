@@ -1,7 +1,7 @@
-"""The loss curve of the nano model over 200 steps: bit for bit the same twice, and within 1e-3 of the stored one.
+"""The loss curve of the nano model over 200 steps: bitwise reproducible, and close to the stored curve.
 
-Stored on another processor it would have other last digits; what a change of lmtrain does to learning is larger. After
-a change that is meant to move the curve: `python tests/golden/test_curve.py`, and say why in BUILD-notes.md.
+Another processor changes the last digits; a change of training has a larger effect. After a change that is intended to
+move the curve, run `python tests/golden/test_curve.py`, and state the reason in BUILD-notes.md.
 """
 
 import json
@@ -44,7 +44,7 @@ WORDS = [
 
 
 def text() -> str:
-    """A language to learn: words follow one another by a fixed, sparse table. The same on every Python."""
+    """A text to learn: each word has four fixed successors. The same with every version of Python."""
     rng = random.Random(0)
     follow = {word: [WORDS[int(rng.random() * len(WORDS))] for _ in range(4)] for word in WORDS}
     word, written = WORDS[0], []
@@ -60,7 +60,7 @@ def curve(folder: Path, config: str = "gpt2_nano") -> list[float]:
     data = ["--data.train_urls", "[text.jsonl]", "--data.tokenizer", "byte", "--data.cache_dir", "cache"]
     trainer = ["--trainer.num_train_steps", STEPS, "--trainer.id", "curve", "--trainer.tracker", "{type: json}"]
     command = [sys.executable, "-m", "lmtrain", "train", config, *data, *trainer]
-    # compiled as for users: quick compiles make slow programs
+    # compiled with optimization, as for users: unoptimized programs are slow
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=900, env=environment
@@ -71,7 +71,7 @@ def curve(folder: Path, config: str = "gpt2_nano") -> list[float]:
 
 
 @pytest.mark.long
-def test_the_nano_models_curve_is_the_stored_one_and_the_same_bits_twice(tmp_path):
+def test_the_curve_of_the_nano_model_is_close_to_the_stored_one_and_reproducible(tmp_path):
     found = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -80,8 +80,8 @@ def test_the_nano_models_curve_is_the_stored_one_and_the_same_bits_twice(tmp_pat
     stored = json.loads(STORED.read_text())
     assert len(stored) == STEPS
     assert stored[-1] < 0.25 * stored[0]
-    # Another kind of processor rounds otherwise, by 2e-8 in the first loss, and training doubles that every few steps:
-    # on an AMD EPYC 8e-7 after 50 steps of a curve from an Intel Xeon, 2e-3 after 120, 2e-2 after 200.
+    # Another type of processor rounds differently, by 2e-8 in the first loss, and training doubles the difference every
+    # few steps: an AMD EPYC differs from an Intel Xeon by 8e-7 after 50 steps, 2e-3 after 120, 2e-2 after 200.
     np.testing.assert_allclose(found[0][:50], stored[:50], rtol=1e-5)
     means = [np.reshape(losses, (-1, 20)).mean(axis=1) for losses in (found[0], stored)]
     np.testing.assert_allclose(*means, rtol=0.02)

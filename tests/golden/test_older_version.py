@@ -19,7 +19,7 @@ def written(tmp_path_factory) -> Path:
     return folder
 
 
-def test_its_checkpoint_has_the_loss_that_it_had(written):
+def test_its_checkpoint_has_the_same_loss(written):
     (then,) = [
         line["eval/loss"]
         for line in map(json.loads, (written / "logs" / f"{RUN}.metrics.jsonl").read_text().splitlines())
@@ -31,7 +31,7 @@ def test_its_checkpoint_has_the_loss_that_it_had(written):
     assert json.loads(done.stdout)["eval/loss"] == pytest.approx(then, abs=1e-4)
 
 
-def test_its_run_goes_on_with_its_cache(written, tmp_path):
+def test_its_run_resumes_with_its_cache(written, tmp_path):
     folder = shutil.copytree(written, tmp_path / "older")
     before = {path.name: path.read_bytes() for path in (folder / "cache" / "train").iterdir()}
     flags = ["--trainer.num_train_steps", "6", "--trainer.jax_compilation_cache_dir", "null"]

@@ -18,7 +18,7 @@ def free_port() -> int:
 def run_processes(script: Path, count: int, folder: Path, *arguments: object) -> list[tuple[int, str, object]]:
     """Run `script OUTPUT PROCESS COUNT PORT ARGUMENT...` as `count` processes.
 
-    -> of each its exit code, what it wrote to stderr, and the JSON it left in OUTPUT, None if none
+    -> of each its exit code, its output, and the JSON that it wrote to OUTPUT, or None
     """
     port = free_port()
     outputs = [folder / f"{count}-{number}.json" for number in range(count)]
@@ -39,13 +39,13 @@ def run_processes(script: Path, count: int, folder: Path, *arguments: object) ->
         for process in running:
             process.kill()
             process.wait()
-    said = [process.output.read_text() for process in running]
+    texts = [process.output.read_text() for process in running]
     found = [json.loads(output.read_text()) if output.exists() else None for output in outputs]
-    return [(process.returncode, text, left) for process, text, left in zip(running, said, found, strict=True)]
+    return [(process.returncode, text, result) for process, text, result in zip(running, texts, found, strict=True)]
 
 
 def finished(script: Path, count: int, folder: Path, *arguments: object) -> list:
-    """What they left, when all have ended well."""
+    """The JSON of each process; all must exit with 0."""
     ended = run_processes(script, count, folder, *arguments)
     assert [code for code, _, _ in ended] == [0] * count, [text for _, text, _ in ended]
-    return [left for _, _, left in ended]
+    return [result for _, _, result in ended]

@@ -1,4 +1,4 @@
-"""One process of a run: reads global batches and writes what it holds of each. Started by test_batches.py.
+"""One process of a run: reads global batches and writes which rows of each it holds. Started by test_batches.py.
 
 read_batches.py OUTPUT PROCESS COUNT PORT CONFIG
 """

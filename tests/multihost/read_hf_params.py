@@ -1,4 +1,4 @@
-"""One process of a run: imports a Hugging Face model and writes what it read and holds. Started by test_hf_import.py.
+"""One process of a run: imports a Hugging Face model, writes the bytes read and shards held. See test_hf_import.py.
 
 read_hf_params.py OUTPUT PROCESS COUNT PORT MODEL REF
 """

@@ -1,4 +1,4 @@
-"""The batches of a run are the same for 1, 2 and 4 processes, each of which reads only its rows."""
+"""The batches of a run are the same for 1, 2 and 4 processes, and each process reads only its rows."""
 
 import json
 from pathlib import Path
@@ -39,13 +39,13 @@ def config(tmp_path_factory):
 
 
 def read(config, count, folder):
-    """What each of `count` processes held."""
+    """The rows that each of `count` processes holds."""
     return finished(SCRIPT, count, folder, config)
 
 
 @pytest.mark.multi_device
 @pytest.mark.parametrize("model_axis_size", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_one_hundred_global_batches_are_the_same_for_1_2_and_4_processes(config, model_axis_size, tmp_path):
+def test_global_batches_are_the_same_for_1_2_and_4_processes(config, model_axis_size, tmp_path):
     path = config(model_axis_size)
     (alone,) = read(path, 1, tmp_path)
     assert alone["rows"] == list(range(8))
@@ -53,7 +53,7 @@ def test_one_hundred_global_batches_are_the_same_for_1_2_and_4_processes(config,
     assert len(set(alone["held"].values())) > 400  # rows differ, though epochs repeat the small corpus
     for count in (2, 4):
         parts = read(path, count, tmp_path)
-        # each row is read by those whose devices hold it: with 4 processes on a mesh of 2 x 2, by two of them
+        # each row is read by the processes whose devices hold it: two of 4 processes on a mesh of 2 x 2
         readers = max(1, model_axis_size * count // DEVICES)
         assert sorted(row for part in parts for row in part["rows"]) == sorted(list(range(8)) * readers)
         together = {place: value for part in parts for place, value in part["held"].items()}

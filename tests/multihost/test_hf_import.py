@@ -1,4 +1,4 @@
-"""Of a Hugging Face model each process reads its share, from disk and from a URL, and the model is the same."""
+"""Each process reads its share of a Hugging Face model, from disk or a URL, and the model is the same."""
 
 import http.server
 import json
@@ -18,7 +18,7 @@ from lmtrain.models.registry import build_model, hf_family
 from lmtrain.run.config import RunConfig
 
 SCRIPT = Path(__file__).with_name("read_hf_params.py")
-VOCAB = 500  # no multiple of the devices
+VOCAB = 500  # not a multiple of the number of devices
 MODEL = {"type": "llama", "hidden_dim": 256, "num_heads": 4, "num_layers": 2, "seq_len": 32,
          "intermediate_dim": 600, "pad_vocab_to_multiple_of": 8}  # fmt: skip
 
@@ -41,18 +41,18 @@ def source(tmp_path_factory):
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):
-    """Answers requests for parts of files, as stores do."""
+    """Answers range requests, as object stores do."""
 
     def do_GET(self):
         path = Path(self.translate_path(self.path))
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if not path.is_file() or wanted is None:
+        requested = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not path.is_file() or requested is None:
             super().do_GET()
             return
-        content = path.read_bytes()[int(wanted[1]) : int(wanted[2]) + 1]
+        content = path.read_bytes()[int(requested[1]) : int(requested[2]) + 1]
         self.send_response(206)
         self.send_header("Content-Length", str(len(content)))
-        self.send_header("Content-Range", f"bytes {wanted[1]}-{wanted[2]}/{path.stat().st_size}")
+        self.send_header("Content-Range", f"bytes {requested[1]}-{requested[2]}/{path.stat().st_size}")
         self.end_headers()
         self.wfile.write(content)
 
@@ -72,7 +72,7 @@ def url(source):
 
 
 def load(ref, count, folder):
-    """What each of `count` processes read and holds."""
+    """The bytes that each of `count` processes read, and the shards that it holds."""
     return finished(SCRIPT, count, folder, json.dumps(MODEL), ref)
 
 
@@ -84,7 +84,7 @@ def test_each_process_reads_its_share_and_all_hold_the_same_model(source, url, p
     ref = str(source) if place == "disk" else url
     size = (source / "model.safetensors").stat().st_size
     found = load(ref, count, tmp_path)
-    header = 20_000  # each reads the names and places of all tensors, and small ones
+    header = 20_000  # each process reads the names and offsets of all tensors, and small tensors
     for process in found:
         assert process["devices"] == 4
         assert process["taken"] <= 1.02 * size / count + header
@@ -96,18 +96,18 @@ def test_each_process_reads_its_share_and_all_hold_the_same_model(source, url, p
 
 
 @pytest.mark.parametrize("differs", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_tied_head_that_the_file_has_too_is_compared_by_shares(tmp_path, differs):
-    """All processes end alike if it differs, wherever it does."""
+def test_a_tied_head_stored_in_the_file_is_compared_in_shares(tmp_path, differs):
+    """All processes end with the error if it differs anywhere."""
     model = MODEL | {"tie_word_embeddings": True}
     stored = tensors(model)
     head = stored["model.embed_tokens.weight"].copy()
     head[-1, -1] += differs
     save_file(stored | {"lm_head.weight": head}, tmp_path / "model.safetensors")
-    for code, told, found in run_processes(SCRIPT, 4, tmp_path, json.dumps(model), tmp_path):
+    for code, output, found in run_processes(SCRIPT, 4, tmp_path, json.dumps(model), tmp_path):
         if differs:
             assert code != 0
-            assert "lm_head.weight differs from model.embed_tokens.weight" in told
+            assert "lm_head.weight differs from model.embed_tokens.weight" in output
         else:
-            size = (tmp_path / "model.safetensors").stat().st_size + head.nbytes  # the embedding is read once more
-            assert code == 0, told
+            size = (tmp_path / "model.safetensors").stat().st_size + head.nbytes  # the embedding is read twice
+            assert code == 0, output
             assert found["taken"] <= 1.02 * size / 4 + 20_000

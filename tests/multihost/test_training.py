@@ -1,4 +1,4 @@
-"""Several processes train as one: the same losses and parameters however many there are, and all end when one dies."""
+"""Multi-process training: the same losses and parameters for any number of processes; all end when one dies."""
 
 import json
 import signal
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def start(folder, run, count, *flags, **environment):
-    """The processes of a run; what they say goes to `<run>.<number>.txt`."""
+    """The processes of a run, with output to `<run>.<number>.txt`."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -61,8 +61,8 @@ def two(folder):
     return finish(folder, "two", 2)
 
 
-def test_two_processes_compute_what_one_does(folder, two):
-    """Sums over devices are taken in another order, so within a tolerance."""
+def test_two_processes_have_the_losses_and_parameters_of_one(folder, two):
+    """Within a tolerance, since the order of sums over devices differs."""
     logged, params = finish(folder, "one", 1)
     assert len(logged) == len(two[0]) == 8
     for one, other in zip(logged, two[0], strict=True):
@@ -73,7 +73,7 @@ def test_two_processes_compute_what_one_does(folder, two):
 
 
 @pytest.mark.long
-def test_four_processes_have_the_bits_of_two(folder, two):
+def test_four_processes_are_bitwise_identical_to_two(folder, two):
     logged, params = finish(folder, "four", 4)
     assert logged == two[0]
     assert params.keys() == two[1].keys()
@@ -105,19 +105,19 @@ def test_when_one_process_dies_or_hangs_the_other_ends_with_an_error(folder, fau
         for process in processes:
             process.kill()
             process.wait()
-    told = (folder / f"{run}.{1 - victim}.txt").read_text()
-    assert "is aborting the run" in told or "another task died" in told
+    output = (folder / f"{run}.{1 - victim}.txt").read_text()
+    assert "is aborting the run" in output or "another task died" in output
 
 
-def test_a_mistake_that_one_process_makes_ends_the_other_too(folder):
-    """Python's own way out would wait for the other, which waits for it. Only the first looks after uploads."""
+def test_a_user_error_in_one_process_ends_the_other_too(folder):
+    """A normal exit of Python would wait for the other process, which waits for this one. Only the first uploads."""
     processes = start(folder, "mistake", 2, "--hf_upload", "someone/model", HF_TOKEN="")
-    told = [(folder / f"mistake.{number}.txt") for number in range(2)]
+    output = [(folder / f"mistake.{number}.txt") for number in range(2)]
     try:
         codes = [process.wait(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert codes[0] == 2, told[0].read_text()
-    assert codes[1] in (1, 134, -6), told[1].read_text()
+    assert codes[0] == 2, output[0].read_text()
+    assert codes[1] in (1, 134, -6), output[1].read_text()

@@ -1,4 +1,4 @@
-"""Exports of the variants, and what transformers makes of them."""
+"""Exports of the variants, and their models in transformers."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def layout():
 
 @pytest.fixture
 def export(tmp_path, layout):
-    """`export(variant)` writes the folder that `lmtrain export-hf` would, and gives its path."""
+    """`export(variant)` writes an export as `lmtrain export-hf` does, and returns its path."""
     from parity.variants import TOKENIZER
 
     from lmtrain.hf.export import write_export

@@ -1,4 +1,4 @@
-"""A Backpack with every parameter random is the same function in the modeling file that its export carries."""
+"""A Backpack with random parameters has the same outputs in the modeling file of its export."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ from lmtrain.objectives.cross_entropy import CrossEntropy
 
 SIZES = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": 24, "num_senses": 4}
 VOCAB = 384
-PADDED = {"pad_vocab_to_multiple_of": 100}  # 400 rows, the last 16 random too: they must make no difference
+PADDED = {"pad_vocab_to_multiple_of": 100}  # 400 rows, the last 16 random too: they must have no effect
 QUICK = {"gradient_checkpointing": False, "scan_layers": False}  # compiles sooner
 
 VARIANTS = {
@@ -42,11 +42,11 @@ VARIANTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _modules(tmp_path_factory):
-    """transformers copies a model's code before running it: here into a folder of the test session."""
+    """transformers copies a model's code before running it, here to a temporary folder."""
     with pytest.MonkeyPatch.context() as patch:
         cache = str(tmp_path_factory.mktemp("modules"))
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
-        patch.setattr(sys, "path", list(sys.path))  # it adds the folder
+        patch.setattr(sys, "path", list(sys.path))  # transformers adds the folder
         yield
 
 
@@ -158,8 +158,8 @@ def test_labels_of_minus_100_are_left_out(default):
     assert theirs(ids, labels=labels).loss.item() == pytest.approx(each[:, 8:].mean().item(), rel=1e-5)
 
 
-def test_dropout_is_at_the_same_places(tmp_path, monkeypatch):
-    """With the factor 1 - p in the place of chance, training in both is one function too."""
+def test_dropout_is_in_the_same_places(tmp_path, monkeypatch):
+    """With the factor 1 - p instead of random masks, training has the same outputs too."""
     lm, params = make(embed_pdrop=0.1, resid_pdrop=0.2, attn_pdrop=0.4)
     theirs = load(write(tmp_path / "hf", lm, params)).train()
 
@@ -193,7 +193,7 @@ def test_padding_changes_nothing(default, side):
         np.testing.assert_allclose(found[1, real], logits_of(theirs, ids)[1, :10], atol=1e-4)
 
 
-def test_embeddings_in_the_place_of_tokens_and_only_the_last_logits(default):
+def test_embeddings_instead_of_tokens_and_only_the_last_logits(default):
     *_, theirs = default
     ids = torch.from_numpy(tokens())
     with torch.no_grad():
@@ -228,12 +228,12 @@ def test_a_pipeline_generates_text(default, settings):
     assert generate("The king", max_new_tokens=5, do_sample=False)[0]["generated_text"] == expected
 
 
-def test_saved_again_it_is_the_same_and_still_has_its_code(default, tmp_path):
+def test_saving_it_again_keeps_weights_config_and_code(default, tmp_path):
     lm, params, _, theirs = default
     theirs.save_pretrained(tmp_path / "again")
     config = json.loads((tmp_path / "again" / "config.json").read_text(encoding="utf-8"))
-    wanted = to_hf_config(lm.config, VOCAB, None, None)
-    assert {name: config.get(name) for name in wanted} == wanted
+    expected = to_hf_config(lm.config, VOCAB, None, None)
+    assert {name: config.get(name) for name in expected} == expected
     for name, content in extra_files().items():
         assert (tmp_path / "again" / name).read_bytes() == content
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == tensors_of(lm, params).keys()
@@ -275,7 +275,7 @@ def test_extending_a_cache_equals_the_full_forward(default):
     np.testing.assert_allclose(np.concatenate(logits, axis=1), full, rtol=1e-4, atol=1e-4)
 
 
-def test_initial_values_are_those_we_train_from(default):
+def test_initial_values_have_the_distribution_of_our_initializers(default):
     _, _, folder, _ = default
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
@@ -286,7 +286,7 @@ def test_initial_values_are_those_we_train_from(default):
             assert (values == name.endswith(".weight")).all(), name
             continue
         divisor = 1
-        if name.endswith("c_proj.weight"):  # in the stream: of the trunk 2 N of them, of the sense network one
+        if name.endswith("c_proj.weight"):  # into the residual stream: 2 N in the trunk, one in the sense network
             divisor = 2**0.5 if ".block." in name else (2 * config.n_layer) ** 0.5 if ".h." in name else 1
         assert values.std() == pytest.approx(0.02 / divisor, rel=0.1), name
         assert values.mean() == pytest.approx(0, abs=0.003), name

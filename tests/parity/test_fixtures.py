@@ -1,4 +1,4 @@
-"""Models that transformers made and saved give the logits that it computed from them; no torch is needed for it.
+"""Models saved by transformers give the logits that it computed from them, without torch.
 
 The folders are written by tools/parity_fixtures.py.
 """
@@ -22,7 +22,14 @@ from lmtrain.train.start.hf_params import load_hf_params
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TOOL = Path(__file__).parents[2] / "tools" / "parity_fixtures.py"
-OLD = ["old-backpack", "old-gpt2", "old-gpt2-bin", "old-llama", "old-llama3-sharded", "old-mpt"]  # the .bin by torch
+OLD = [
+    "old-backpack",
+    "old-gpt2",
+    "old-gpt2-bin",
+    "old-llama",
+    "old-llama3-sharded",
+    "old-mpt",
+]  # the .bin requires torch
 
 
 def check(name: str) -> None:
@@ -43,17 +50,17 @@ def apply(model, params, ids):
     return model.apply({"params": params}, ids)
 
 
-# What transformers writes today is compared with it directly in test_variants.py, too.
+# test_variants.py also compares with the installed version of transformers.
 @pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.long) for name in VARIANTS), *OLD])
 def test_logits_agree(name):
     check(name)
 
 
-def test_there_is_a_fixture_for_every_variant_and_none_besides():
+def test_there_is_a_fixture_for_every_variant_and_no_other():
     assert sorted(os.listdir(FIXTURES)) == sorted([*VARIANTS, *OLD])
 
 
-def test_nothing_of_it_needs_torch():
+def test_importing_and_computing_need_no_torch():
     code = "import sys; from parity.test_fixtures import check; check('old-llama3-sharded')"
     run("-c", f"{code}; assert not {{'torch', 'transformers'}} & sys.modules.keys()")
 

@@ -1,4 +1,4 @@
-"""Every family and variant, with all parameters random, is the same function in transformers, there and back."""
+"""Every family and variant, with random parameters, has the same outputs in transformers, exported and imported."""
 
 import json
 
@@ -17,15 +17,15 @@ from lmtrain.train.start.exporter import plan_export
 from lmtrain.train.start.hf_model import config_of
 from lmtrain.train.start.hf_params import load_hf_params
 
-# One of each kind of block; the rest, which tests/parity/test_fixtures.py compares in any case, in the long form.
-NOW = {"gpt2", "llama-grouped", "gemma", "olmo2", "mpt-6-heads", "backpack"}
+# One of each kind of block. The others are marked long; test_fixtures.py compares all kinds of files.
+NOT_LONG = {"gpt2", "llama-grouped", "gemma", "olmo2", "mpt-6-heads", "backpack"}
 
 
-def some_now(names):
-    return [name if name in NOW else pytest.param(name, marks=pytest.mark.long) for name in names]
+def mark_long(names):
+    return [name if name in NOT_LONG else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
-@pytest.mark.parametrize("name", some_now(VARIANTS))
+@pytest.mark.parametrize("name", mark_long(VARIANTS))
 def test_logits_agree(in_torch, name):
     variant = make(name)
     theirs = in_torch(variant)
@@ -37,8 +37,8 @@ def test_logits_agree(in_torch, name):
     assert np.abs(variant.logits(tokens()) - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", some_now(VARIANTS))
-def test_an_export_comes_back_with_the_same_settings_and_every_bit(export, layout, name):
+@pytest.mark.parametrize("name", mark_long(VARIANTS))
+def test_an_export_is_imported_with_the_same_settings_and_bits(export, layout, name):
     variant = make(name)
     folder = export(variant, shard_bytes=4000)
     config = config_of(folder).model
@@ -57,7 +57,9 @@ def test_logits_agree_where_positions_restart_and_attention_does_not(in_torch, n
     variant = make(name)
     ids = tokens()
     positions = np.concatenate([np.arange(10), np.arange(ids.shape[1] - 10)]) * np.ones((2, 1), int)
-    everywhere = torch.ones(ids.shape, dtype=torch.int64)  # without, transformers keeps apart what looks packed
+    everywhere = torch.ones(
+        ids.shape, dtype=torch.int64
+    )  # without it, transformers treats restarting positions as packed documents
     with torch.no_grad():
         expected = in_torch(variant)(
             torch.from_numpy(ids), position_ids=torch.from_numpy(positions), attention_mask=everywhere
@@ -74,7 +76,7 @@ def test_logits_agree_where_positions_restart_and_attention_does_not(in_torch, n
 GRADIENTS = ["gpt2", "gpt2-untied", "llama-grouped", "mistral", "gemma", "olmo2", "qwen3", "mpt-clip"]
 
 
-@pytest.mark.parametrize("name", some_now(GRADIENTS))
+@pytest.mark.parametrize("name", mark_long(GRADIENTS))
 def test_loss_and_every_gradient_agree(in_torch, name):
     variant = make(name)
     theirs = in_torch(variant)
@@ -100,7 +102,7 @@ def test_loss_and_every_gradient_agree(in_torch, name):
 
 
 @pytest.mark.parametrize(
-    "name", some_now(["gpt2", "llama-grouped", "llama-yarn", "mistral", "qwen3", "olmo2", "mpt-6-heads"])
+    "name", mark_long(["gpt2", "llama-grouped", "llama-yarn", "mistral", "qwen3", "olmo2", "mpt-6-heads"])
 )
 def test_extending_a_cache_equals_the_full_forward(name):
     variant = make(name)
@@ -115,7 +117,7 @@ def test_extending_a_cache_equals_the_full_forward(name):
     np.testing.assert_allclose(np.concatenate(logits, axis=1), variant.logits(tokens()), rtol=1e-4, atol=1e-4)
 
 
-def test_without_biases_theirs_are_zeros_and_come_back_as_none(in_torch, export, layout):
+def test_without_biases_the_export_has_zeros_and_the_import_has_none(in_torch, export, layout):
     variant = make("gpt2", use_bias=False)
     with torch.no_grad():
         expected = in_torch(variant)(torch.from_numpy(tokens())).logits.numpy()
@@ -145,14 +147,14 @@ def test_without_biases_theirs_are_zeros_and_come_back_as_none(in_torch, export,
         ("mpt", {"mlp_scale": 2}, "model.mlp_scale: 2"),
     ],
 )
-def test_what_transformers_does_not_have_is_refused_by_name(name, changes, named):
+def test_settings_that_transformers_does_not_support_are_refused_by_name(name, changes, named):
     variant = make(name, **changes)
     with pytest.raises(UserError, match=named):
         plan_export(variant.config, variant.model, TOKENIZER, "float32")
 
 
 def test_transformers_computes_attention_in_the_way_that_supports_the_setting(export):
-    """Others of its ways leave the division out in version 4."""
+    """Other attention implementations of version 4 omit the division."""
     folder = export(make("gpt2-inverse"))
     with open(f"{folder}/config.json") as file:
         assert json.load(file)["_attn_implementation"] == "eager"  # the name that version 4 reads

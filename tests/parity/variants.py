@@ -1,4 +1,4 @@
-"""Small models of every family and variant, each with the class that transformers has for it."""
+"""Small models of every family and variant, each with its model type in transformers."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
 
-VOCAB = 90  # not what it is padded to
+VOCAB = 90  # not a multiple of the padding
 LENGTH = 24
 SIZES = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH}
 LLAMA = {"intermediate_dim": 24}
@@ -17,7 +17,7 @@ GEMMA = {"scale_embeddings": True, "norm_offset": True, "activation_function": "
 YARN = {"type": "yarn", "factor": 4.0, "original_seq_len": 8, "theta": 1000.0}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_seq_len": 16, "high_freq_factor": 3.0, "theta": 500.0}
 
-# name: (transformers' model_type, our family, what differs from the small model)
+# name: (transformers' model_type, our family, changes to the small model)
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("gpt2", "gpt2", {}),
     "gpt2-n_inner": ("gpt2", "gpt2", {"intermediate_dim": 20}),
@@ -61,7 +61,7 @@ TOKENIZER = Tokenizer("none", None, VOCAB, eos_id=1, bos_id=0, fingerprint="none
 
 
 class Variant(NamedTuple):
-    """A model with random parameters in every place, norms and biases too: at its initial values wrong code passes."""
+    """A model with random parameters, including norms and biases: with initial values wrong code could pass."""
 
     kind: str
     run_config: RunConfig

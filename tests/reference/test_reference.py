@@ -1,4 +1,4 @@
-"""What the reference's users have works here: their YAML loads unchanged, their commands parse."""
+"""YAML files and commands of the reference's users work: the YAML loads unchanged, the commands parse."""
 
 import re
 import shlex
@@ -28,12 +28,12 @@ VERBS = {
 }
 
 
-def test_the_copy_is_whole():
+def test_the_copy_is_complete():
     assert (len(YAML), len(COMMANDS)) == (16, 17)
 
 
 def write(folder, block):
-    """The block as main.yaml; a block of several files is cut at their names, a part of a section put where it goes."""
+    """The block as main.yaml; a block of several files is split at their names; parts get their section."""
     parts = re.split(r"^# ([\w-]+\.yaml)\n", block, flags=re.MULTILINE)
     files = dict(zip(parts[1::2], parts[2::2], strict=True)) or {"main.yaml": block}
     for name, text in files.items():
@@ -52,7 +52,7 @@ def test_every_config_loads_unchanged(block, tmp_path, monkeypatch):
     assert len(loaded.layer.notices) == len(old)
 
 
-def test_the_long_example_means_what_it_says(tmp_path, monkeypatch):
+def test_the_long_example_has_the_expected_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (block,) = [block for block in YAML if "hf_save_steps" in block]
     config = load_config(RunConfig, write(tmp_path, block)).config
@@ -72,7 +72,7 @@ def test_every_command_line_parses(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "my_config.yaml").write_text("data: {train_urls: [a.jsonl]}\n")
     program, *arguments = shlex.split(command.removeprefix("python ").removeprefix("-m "))
     verb = VERBS[Path(program).name if program.endswith(".py") else program.rsplit(".", 1)[-1]]
-    # as a shell leaves what it does not quote, and a config where this machine can read it
+    # a local config instead of the URL
     arguments = [argument.replace("gs://path/to/config.yaml", "my_config.yaml") for argument in arguments]
     parser = Parser(verb, "")
     if verb in ("eval", "export-hf"):

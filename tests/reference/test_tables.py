@@ -1,4 +1,4 @@
-"""Every setting of the reference's tables is there, under its name, with its default."""
+"""Every setting of the reference's tables exists, with its name and its default."""
 
 import pytest
 
@@ -98,13 +98,13 @@ def test_the_settings_of_a_table_have_its_defaults(section):
     assert [type(one) for one in found.values()] == [type(one) for one in DEFAULTS[section].values()]
 
 
-def test_checkpoints_are_kept_every_ten_thousand_steps_below_the_runs_id():
+def test_checkpoints_are_kept_every_ten_thousand_steps_in_the_folder_of_the_run_id():
     checkpointer = RunConfig().trainer.checkpointer
     assert [(entry.every, entry.until) for entry in checkpointer.keep] == [(10_000, None)]
     assert checkpointer.run_folder("run") == "checkpoints/run"
 
 
-def test_an_empty_config_is_gpt2_with_adam_and_checks(tmp_path):
+def test_an_empty_config_is_valid_and_has_gpt2_with_adam(tmp_path):
     (tmp_path / "empty.yaml").write_text("")
     config = load_config(RunConfig, str(tmp_path / "empty.yaml")).config
     assert (config.model.type, config.model.num_layers, config.optimizer.type) == ("gpt2", 12, "adam")

@@ -1,9 +1,9 @@
-"""Object stores on this machine: emulators of Google's and Amazon's, and a folder in each for every test."""
+"""Local emulators of Google Cloud Storage and Amazon S3, with a folder in each for every test."""
 
 import itertools
 import os
 
-# Before any import of gcsfs, which reads it once: what it turns off asks Google what kind of bucket it has.
+# Before any import of gcsfs, which reads it once. It disables a request to Google for the type of the bucket.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 import threading
@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 
 class Store:
-    """A folder of a bucket, as others see it: without lmtrain, and without what lmtrain's file system remembers."""
+    """A folder of a bucket, accessed without lmtrain and without the listings cache of its file system."""
 
     def __init__(self, scheme: str, folder: str):
         self.scheme = scheme
@@ -56,7 +56,7 @@ def forget_file_systems() -> None:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
-    """Nobody's: the credentials of whoever runs the tests stay out, and no machine of a cloud is asked for any."""
+    """Without the user's cloud credentials and without requests to metadata servers."""
     nowhere = str(tmp_path_factory.mktemp("nowhere"))
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ:
@@ -74,13 +74,15 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.Mon
 
 @pytest.fixture(scope="module")
 def emulators(environment: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both, each with an empty bucket; the environment leads gcsfs and s3fs to them, those of subprocesses too."""
+    """Both emulators, each with an empty bucket; environment variables direct gcsfs and s3fs to them."""
     from gcp_storage_emulator.server import create_server
     from moto.server import ThreadedMotoServer
 
-    environment.setattr(HTTPServer, "request_queue_size", 128)  # of 5 connections at once some would wait for a second
+    environment.setattr(
+        HTTPServer, "request_queue_size", 128
+    )  # with the default of 5, some simultaneous connections wait for a second
     google = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
-    google._api.daemon = True  # or a failure below would leave the tests waiting for it
+    google._api.daemon = True  # otherwise the tests would wait for it after a failure below
     google.start()
     amazon = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     amazon.start()
@@ -90,7 +92,7 @@ def emulators(environment: pytest.MonkeyPatch) -> Iterator[None]:
     environment.setenv("AWS_ACCESS_KEY_ID", "somebody")
     environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     forget_file_systems()
-    fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)  # all its servers in a process share what they store
+    fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)  # all moto servers in a process share their contents
     yield
     forget_file_systems()
     google.stop()
@@ -104,20 +106,20 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def new_store(emulators: None) -> Callable[[str], Store]:
-    """`new_store("gs")` gives an empty folder that no other test has."""
+    """`new_store("gs")` returns an empty folder that no other test uses."""
     return lambda scheme: Store(scheme, f"{BUCKET}/test-{next(_numbers)}")
 
 
 @pytest.fixture
 def store(new_store: Callable[[str], Store], scheme: str) -> Store:
-    """An empty folder, in the one and then in the other store."""
+    """An empty folder in each of the two stores."""
     return new_store(scheme)
 
 
 class _Refuse(BaseHTTPRequestHandler):
-    """What Google answers to strangers, and Amazon to those who have no right."""
+    """Answers as Google without credentials, and as Amazon without permission."""
 
-    protocol_version = "HTTP/1.1"  # in which s3fs asks whether to send what it writes
+    protocol_version = "HTTP/1.1"  # s3fs sends `Expect: 100-continue` before it writes
 
     def _answer(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -132,7 +134,7 @@ class _Refuse(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
-            with suppress(BrokenPipeError):  # gcsfs asks two things at once, and one answer is enough for it
+            with suppress(BrokenPipeError):  # gcsfs sends two requests at once and reads one answer
                 self.wfile.write(body)
 
     do_GET = do_HEAD = do_POST = do_PUT = _answer  # noqa: N815  # names that http.server looks for
@@ -141,9 +143,9 @@ class _Refuse(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(params=["gs to strangers", "s3 to strangers", "s3 without the right"])
+@pytest.fixture(params=["gs without credentials", "s3 without credentials", "s3 without permission"])
 def private(request: pytest.FixtureRequest, environment: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a bucket that is closed, each for another reason."""
+    """The URL of an inaccessible bucket, each for another reason."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Refuse)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -152,7 +154,7 @@ def private(request: pytest.FixtureRequest, environment: pytest.MonkeyPatch) -> 
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
         patch.delenv("AWS_ACCESS_KEY_ID", raising=False)
         patch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
-        if "right" in request.param:
+        if "permission" in request.param:
             patch.setenv("AWS_ACCESS_KEY_ID", "somebody")
             patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         forget_file_systems()

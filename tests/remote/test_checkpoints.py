@@ -1,4 +1,4 @@
-"""Checkpoints in buckets: Orbax writes to Google's itself, those for Amazon's take their way over a local disk."""
+"""Checkpoints in buckets: Orbax writes to gs:// directly; for s3:// they are staged on a local disk."""
 
 import os
 import re
@@ -28,7 +28,7 @@ from lmtrain.runtime.storage import delete_folder, list_names, rename_folder
 
 @pytest.fixture(scope="module", autouse=True)
 def _arrays_too(emulators, environment):
-    """Orbax reaches Google's store by two ways: TensorStore for arrays, and gcsfs, which etils makes only once."""
+    """Orbax accesses gs:// with TensorStore for arrays, and with gcsfs, whose instance etils caches."""
     environment.setenv("TENSORSTORE_GCS_HTTP_URL", os.environ["STORAGE_EMULATOR_HOST"])
     backend.fsspec_backend._get_filesystem.cache_clear()
     yield
@@ -37,7 +37,7 @@ def _arrays_too(emulators, environment):
 
 @pytest.fixture
 def staging(tmp_path):
-    """The local disk between; empty whenever no save is under way."""
+    """The local staging folder; empty when no save is in progress."""
     (tmp_path / "staging").mkdir()
     yield tmp_path / "staging"
     assert os.listdir(tmp_path / "staging") == []
@@ -45,7 +45,7 @@ def staging(tmp_path):
 
 @pytest.fixture
 def make(store, staging):
-    """`make()` starts the run of the folder `run` once more."""
+    """`make()` starts the run in the folder `run`, or restarts it."""
     made = []
 
     def start(**settings) -> Checkpointer:
@@ -63,12 +63,12 @@ def parts(step: int) -> dict:
 
 
 def save(checkpointer: Checkpointer, step: int, kind: Kind = Kind.PERMANENT, names=("params",)) -> None:
-    """One part only, where that will do: each has a dozen objects."""
+    """Save one part only by default: each has a dozen objects."""
     checkpointer.save_now(step, kind, {name: parts(step)[name] for name in names}, {"größe": step})
 
 
 def load(path: str, part: str, step: int) -> None:
-    """Loads the part and compares it bit by bit."""
+    """Load the part and compare it bit by bit."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), parts(step)[part])
     loaded = jax.tree.leaves(load_arrays(path, part, target))
@@ -85,7 +85,7 @@ def an_array(store, step: int) -> str:
     return "run/" + max(name for name in store.contents("run") if name.startswith(f"step-{step}/params/d/"))
 
 
-def test_what_is_saved_is_found_verified_and_loaded(make, store, staging):
+def test_a_saved_checkpoint_is_found_verified_and_loaded(make, store, staging):
     checkpointer = make()
     assert checkpointer.newest() is None
     save(checkpointer, 9)
@@ -102,7 +102,7 @@ def test_what_is_saved_is_found_verified_and_loaded(make, store, staging):
 
 
 @pytest.mark.parametrize("scheme", ["s3"], indirect=True)
-def test_only_the_parts_that_are_wanted_are_copied(make, staging):
+def test_only_the_requested_parts_are_copied(make, staging):
     checkpointer = make()
     save(checkpointer, 5, names=("params", "optimizer"))
     with local_copy(checkpointer.newest(), ["params"], str(staging)) as path:
@@ -112,7 +112,7 @@ def test_only_the_parts_that_are_wanted_are_copied(make, staging):
         load(path, "params", 5)
 
 
-def test_a_temporary_checkpoint_goes_when_the_next_is_complete(make, store):
+def test_a_temporary_checkpoint_is_deleted_when_the_next_is_complete(make, store):
     checkpointer = make()
     for step, kind in ((1, Kind.TEMPORARY), (2, Kind.PERMANENT), (3, Kind.TEMPORARY)):
         save(checkpointer, step, kind)
@@ -125,19 +125,19 @@ def test_a_temporary_checkpoint_goes_when_the_next_is_complete(make, store):
     assert {name.split("/")[0] for name in store.contents("run")} == {"attempt.json", "step-2", "step-4"}
 
 
-@pytest.mark.parametrize("damage", ["other bytes", pytest.param("shorter", marks=pytest.mark.long), "deleted"])
-def test_damage_of_one_object_is_found(make, store, damage, caplog):
+@pytest.mark.parametrize("corruption", ["flipped bit", pytest.param("shorter", marks=pytest.mark.long), "deleted"])
+def test_a_corrupt_object_is_found(make, store, corruption, caplog):
     checkpointer = make()
     for step in (1, 2):
         save(checkpointer, step)
     name = an_array(store, 2)
     content = store.get(name)
-    if damage == "deleted":
+    if corruption == "deleted":
         store.delete(name)
     else:
-        store.put(name, content[:-1] + (bytes([content[-1] ^ 1]) if damage == "other bytes" else b""))
+        store.put(name, content[:-1] + (bytes([content[-1] ^ 1]) if corruption == "flipped bit" else b""))
     before = store.contents("run/step-2")
-    assert choose_checkpoint(store.url, "sizes").step == (2 if damage == "other bytes" else 1)
+    assert choose_checkpoint(store.url, "sizes").step == (2 if corruption == "flipped bit" else 1)
     assert checkpointer.newest().step == 1
     assert f"step-2 is corrupt: {name.removeprefix('run/step-2/')}" in caplog.text
     assert store.contents("run/damaged-step-2") == before
@@ -145,14 +145,14 @@ def test_damage_of_one_object_is_found(make, store, damage, caplog):
 
 
 @pytest.mark.parametrize("scheme", ["s3"], indirect=True)
-@pytest.mark.parametrize("damage", ["other bytes", "deleted"])
-def test_damage_after_it_was_verified_is_noticed_on_the_way(make, store, staging, damage):
+@pytest.mark.parametrize("corruption", ["flipped bit", "deleted"])
+def test_corruption_after_verification_is_detected_during_the_download(make, store, staging, corruption):
     checkpointer = make()
     save(checkpointer, 1)
     newest = checkpointer.newest()
     name = an_array(store, 1)
     content = store.get(name)
-    if damage == "deleted":
+    if corruption == "deleted":
         store.delete(name)
     else:
         store.put(name, bytes([content[0] ^ 1]) + content[1:])
@@ -173,7 +173,7 @@ def test_a_run_whose_only_checkpoint_is_corrupt_does_not_start_from_scratch(make
         checkpointer.newest()
 
 
-def test_what_was_being_written_or_deleted_when_a_process_was_killed_is_deleted(make, store):
+def test_partial_saves_and_deletions_of_a_killed_process_are_cleaned_up(make, store):
     checkpointer = make()
     save(checkpointer, 1)
     checkpointer.close()
@@ -204,14 +204,14 @@ def test_a_start_while_the_older_one_saves_ends_the_older_one(make, store):
 
 
 @pytest.fixture
-def little_room(monkeypatch):
-    """The local disk has a kilobyte."""
+def little_space(monkeypatch):
+    """The local disk has 1000 bytes free."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
 
 
 @pytest.mark.parametrize("scheme", ["s3"], indirect=True)
-def test_too_little_space_for_staging_is_reported_with_the_sizes(make, store, staging, little_room, caplog):
+def test_too_little_space_for_staging_is_reported_with_the_sizes(make, store, staging, little_space, caplog):
     checkpointer = make()
     big = {"params": {"w": jnp.zeros(2_500_000)}}
     with pytest.raises(SaveError):
@@ -225,7 +225,7 @@ def test_too_little_space_for_a_download_is_reported_with_the_sizes(make, stagin
     checkpointer = make()
     save(checkpointer, 1)
     newest = checkpointer.newest()
-    request.getfixturevalue("little_room")
+    request.getfixturevalue("little_space")
     with (
         pytest.raises(UserError, match=rf"^{staging} has 1000 B free, .* takes \d.\d KiB; set trainer.checkpointer"),
         local_copy(newest, ["params"], str(staging)),
@@ -234,14 +234,14 @@ def test_too_little_space_for_a_download_is_reported_with_the_sizes(make, stagin
 
 
 @pytest.mark.parametrize("scheme", ["gs"], indirect=True)
-def test_what_goes_there_directly_needs_no_room(make, little_room):
+def test_a_direct_save_needs_no_space_on_the_local_disk(make, little_space):
     checkpointer = make()
     save(checkpointer, 1)
     assert checkpointer.newest().step == 1
 
 
 @pytest.mark.parametrize("scheme", ["s3"], indirect=True)
-def test_an_upload_that_fails_leaves_nothing_and_the_next_save_works(make, store, monkeypatch, caplog):
+def test_a_failed_upload_leaves_no_objects_and_the_next_save_succeeds(make, store, monkeypatch, caplog):
     checkpointer = make()
     with monkeypatch.context() as patch:
         sent = []

@@ -1,4 +1,4 @@
-"""A Hugging Face model written to a bucket, replaced there, and read from there."""
+"""A Hugging Face model in a bucket: written, replaced, read."""
 
 import json
 import os
@@ -24,16 +24,16 @@ PLAN = plan_export(CONFIG, MODEL, TOKENIZER, "float32")
 TENSORS = [np.random.default_rng(0).normal(size=piece.shape).astype(np.float32) for piece in PLAN.pieces]
 
 
-def test_an_export_in_a_bucket_is_the_one_in_a_folder_and_replaces_an_earlier_one(store, tmp_path):
+def test_an_export_to_a_bucket_equals_one_to_a_folder_and_replaces_an_earlier_one(store, tmp_path):
     write_export(str(tmp_path / "local"), PLAN, TENSORS, shard_bytes=20_000)
-    write_export(f"{store.url}/models/one", PLAN, TENSORS)  # in one file, which must not stay
+    write_export(f"{store.url}/models/one", PLAN, TENSORS)  # in one file, which must be deleted
     write_export(f"{store.url}/models/one", PLAN, TENSORS, shard_bytes=20_000)
     expected = {f"one/{name}": (tmp_path / "local" / name).read_bytes() for name in os.listdir(tmp_path / "local")}
     assert store.contents("models") == expected
     assert len(json.loads(expected["one/model.safetensors.index.json"])["weight_map"]) == len(PLAN.pieces)
 
 
-def test_a_model_in_a_bucket_is_read_from_there(store):
+def test_a_model_in_a_bucket_is_imported(store):
     url = f"{store.url}/read"
     write_export(url, PLAN, TENSORS, shard_bytes=20_000)
     config = config_of(url).model
@@ -44,7 +44,7 @@ def test_a_model_in_a_bucket_is_read_from_there(store):
     np.testing.assert_array_equal(np.asarray(params["blocks/mlp/up/kernel"])[1].T, expected)
 
 
-def test_something_else_in_a_bucket_is_left_alone(store):
+def test_other_files_in_a_bucket_are_not_overwritten(store):
     store.put("precious/photo.png", b"precious")
     with pytest.raises(UserError, match="not empty and not an lmtrain export"):
         write_export(f"{store.url}/precious", PLAN, TENSORS)

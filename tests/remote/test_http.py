@@ -28,7 +28,7 @@ def web(tmp_path):
         server.shutdown()
 
 
-def test_files_of_a_web_server_are_files_like_others(web, tmp_path):
+def test_files_of_a_web_server_are_tokenized_and_missing_ones_are_an_error(web, tmp_path):
     content = b'{"text": "one"}\n{"text": "two"}\n'
     (tmp_path / "web" / "a.jsonl").write_bytes(content)
     (tmp_path / "web" / "b.jsonl.gz").write_bytes(gzip.compress(content))

@@ -1,4 +1,4 @@
-"""Text, token caches and configs in buckets, against emulators of Google's and Amazon's object stores."""
+"""Text, token caches and configs in buckets, with emulators of Google Cloud Storage and Amazon S3."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ from lmtrain.preprocess.plan import plan_cache
 from lmtrain.preprocess.write_shard import build_shard
 from lmtrain.runtime import storage
 
-# In the order of the sources below, one shard each; more than a mirror always keeps.
+# In the order of the sources below, one shard each; more than the minimum that a mirror keeps.
 NAMES = [f"{letter}{number}.jsonl.gz" for letter in "ba" for number in range(5)]
 SHARDS = [f"train/shard-{index:05d}-of-00010" for index in range(10)]
 
@@ -35,7 +35,7 @@ def text_of(name):
 
 
 def build_in_this_process(monkeypatch):
-    """Spares the seconds that it takes to start others; test_run.py starts them."""
+    """Build without worker processes, which take seconds to start; test_run.py starts them."""
 
     def run(jobs, on_counts, stopped):
         return ((number, build_shard(job, lambda *counts: None)) for number, job in enumerate(jobs))
@@ -70,7 +70,7 @@ def local(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["gs", "s3"])
 def finished(request, new_store):
-    """The same files and their cache in a bucket, and all that is in it."""
+    """The same files and their cache in a bucket, and its contents."""
     store = new_store(request.param)
     for name in [*NAMES, "c0.jsonl.gz"]:
         store.put(f"text/{name}", text_of(name))
@@ -82,7 +82,7 @@ def finished(request, new_store):
 
 @pytest.fixture
 def bucket(finished):
-    """That bucket; what a test changes in it is put back."""
+    """That bucket; changes by a test are reverted."""
     store, contents = finished
     store.touched.clear()
     yield store
@@ -91,7 +91,7 @@ def bucket(finished):
 
 
 def open_tokens(wanted):
-    """The store of a finished cache, once its mirror has fetched ahead what it will."""
+    """The store of a finished cache, after its mirror has prefetched."""
     plan = plan_cache(wanted, "train")
     opened = open_store(wanted, Cache(plan.folder, plan.recipe, plan.sources, plan.dtype, plan.shards))
     for thread in threading.enumerate():
@@ -110,7 +110,7 @@ def flip_a_byte(content):
     return bytes(changed)
 
 
-def test_braces_and_globs_find_the_files_in_order_and_make_the_shards_of_a_local_build(finished, local):
+def test_braces_and_globs_find_the_files_in_order_and_the_shards_equal_those_of_a_local_build(finished, local):
     store, _ = finished
     ours, theirs = load_manifest(f"{store.url}/cache/train"), load_manifest(f"{local.cache_dir}/train")
     assert [shard.source["url"] for shard in ours.shards] == [f"{store.url}/text/{name}" for name in NAMES]
@@ -127,32 +127,32 @@ def test_a_cache_in_a_bucket_has_the_files_of_a_local_one(finished, local):
             assert there[f"{shard}.arrayrecord"] == file.read()
 
 
-def test_a_finished_cache_in_a_bucket_is_left_alone(bucket):
+def test_a_finished_cache_in_a_bucket_is_not_changed(bucket):
     built = load_manifest(f"{bucket.url}/cache/train")
     for name, content in bucket.contents("cache").items():
-        bucket.put(f"cache/{name}", content + b"\n" if name.endswith("json") else b"not looked at")
+        bucket.put(f"cache/{name}", content + b"\n" if name.endswith("json") else b"not read")
     before = bucket.contents("cache")
     assert build_cache(config(bucket.url), "train") == built
     assert bucket.contents("cache") == before
 
 
-def test_only_what_is_missing_of_a_cache_in_a_bucket_is_built_again(bucket, finished):
-    whole = dict(finished[1])
+def test_only_missing_shards_of_a_cache_in_a_bucket_are_built_again(bucket, finished):
+    complete = dict(finished[1])
     bucket.delete("cache/train/manifest.json", f"cache/{SHARDS[3]}.arrayrecord")
     kept = f"cache/{SHARDS[0]}.json"
-    whole[kept] += b"\n"  # as good, and gone if it is written again
-    bucket.put(kept, whole[kept])
+    complete[kept] += b"\n"  # still valid; lost if the marker is written again
+    bucket.put(kept, complete[kept])
     build_cache(config(bucket.url), "train")
-    assert bucket.contents() == whole
+    assert bucket.contents() == complete
 
 
-def test_a_cache_in_a_bucket_made_of_other_text_is_refused(bucket):
+def test_a_cache_in_a_bucket_whose_source_text_has_changed_is_refused(bucket):
     bucket.put("text/a0.jsonl.gz", text_of("c0.jsonl.gz"))
     with pytest.raises(UserError, match=r"text/a0\.jsonl\.gz has changed since it was cached"):
         build_cache(config(bucket.url), "train")
 
 
-def test_what_another_process_has_written_since_is_seen(store, tmp_path):
+def test_changes_by_another_process_are_visible(store, tmp_path):
     old, new = store.put("folder/old", b"1"), f"{store.url}/folder/new"
     assert storage.list_names(f"{store.url}/folder") == ["old"]
     store.put("folder/old", b"twenty-two")
@@ -172,20 +172,20 @@ def test_tokens_read_through_a_mirror_are_those_of_the_local_cache(bucket, local
     assert set(os.listdir(tmp_path / "mirror")) == copies
 
 
-def test_shards_that_are_mirrored_are_not_fetched_again(bucket, tmp_path):
+def test_mirrored_shards_are_not_fetched_again(bucket, tmp_path):
     wanted = config(bucket.url, mirror_dir=str(tmp_path))
     tokens = all_tokens(open_tokens(wanted))
     bucket.delete(*(f"cache/{shard}.arrayrecord" for shard in SHARDS))
     assert all_tokens(open_tokens(wanted)) == tokens
 
 
-def test_a_damaged_shard_in_a_bucket_is_an_error_that_names_it(bucket, tmp_path):
-    damaged = f"cache/{SHARDS[5]}.arrayrecord"
-    bucket.put(damaged, flip_a_byte(bucket.get(damaged)))
+def test_a_corrupt_shard_in_a_bucket_is_an_error_that_names_it(bucket, tmp_path):
+    corrupt = f"cache/{SHARDS[5]}.arrayrecord"
+    bucket.put(corrupt, flip_a_byte(bucket.get(corrupt)))
     opened = open_tokens(config(bucket.url, mirror_dir=str(tmp_path)))
     with pytest.raises(UserError) as caught:
         all_tokens(opened)
-    assert str(caught.value).startswith(f"{bucket.url}/{damaged}: checksum mismatch")
+    assert str(caught.value).startswith(f"{bucket.url}/{corrupt}: checksum mismatch")
     shards = [f"{shard.sha256}.arrayrecord" for shard in opened.shards.infos]
     assert set(os.listdir(tmp_path)) == set(shards[:5])
 
@@ -197,7 +197,7 @@ def test_a_shard_missing_from_a_bucket_is_an_error_that_names_it(bucket, tmp_pat
         all_tokens(opened)
 
 
-def test_a_small_mirror_forgets_the_oldest_copies_and_reads_the_same(bucket, local, tmp_path):
+def test_a_small_mirror_deletes_the_oldest_copies_and_reads_the_same(bucket, local, tmp_path):
     largest = max(shard.bytes for shard in load_manifest(f"{local.cache_dir}/train").shards)
     small = config(bucket.url, mirror_dir=str(tmp_path), max_mirror_bytes=3 * largest)
     opened = open_tokens(small)
@@ -209,7 +209,7 @@ def test_a_small_mirror_forgets_the_oldest_copies_and_reads_the_same(bucket, loc
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "none*.jsonl"])
-def test_a_missing_object_is_the_users_mistake(store, name):
+def test_a_missing_object_is_a_user_error(store, name):
     url = f"{store.url}/text/{name}"
     with pytest.raises(UserError) as caught:
         build_cache(config(store.url, train_urls=[url]), "train")
@@ -217,14 +217,14 @@ def test_a_missing_object_is_the_users_mistake(store, name):
 
 
 @pytest.mark.parametrize("name", ["a0.jsonl", "*.jsonl"])
-def test_text_in_a_missing_bucket_is_the_users_mistake(emulators, scheme, name, tmp_path):
+def test_text_in_a_missing_bucket_is_a_user_error(emulators, scheme, name, tmp_path):
     url = f"{scheme}://no-such-bucket/text/{name}"
     with pytest.raises(UserError, match="no such file") as caught:
         build_cache(config(tmp_path, train_urls=[url]), "train")
     assert url in str(caught.value)
 
 
-def test_a_cache_in_a_missing_bucket_is_the_users_mistake(emulators, scheme, local):
+def test_a_cache_in_a_missing_bucket_is_a_user_error(emulators, scheme, local):
     wanted = local.model_copy(update={"cache_dir": f"{scheme}://no-such-bucket/cache"})
     with pytest.raises(UserError) as caught:
         build_cache(wanted, "train")
@@ -232,7 +232,7 @@ def test_a_cache_in_a_missing_bucket_is_the_users_mistake(emulators, scheme, loc
     assert ADVICE[scheme] in str(caught.value)
 
 
-DO = [
+ACCESSES = [
     storage.read_bytes,
     storage.list_names,
     storage.file_size,
@@ -247,11 +247,11 @@ def test_an_inaccessible_bucket_is_reported_at_once_with_advice_and_no_traceback
     private, caplog, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    for do in DO:
-        began = time.monotonic()
+    for do in ACCESSES:
+        started = time.monotonic()
         with pytest.raises(UserError) as caught:
             do(f"{private}/folder")
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - started < 10
         first, second = str(caught.value).splitlines()
         assert first.startswith(f"{private}/folder")
         assert ": cannot be " in first
@@ -262,22 +262,22 @@ def test_an_inaccessible_bucket_is_reported_at_once_with_advice_and_no_traceback
 def test_the_command_line_reports_an_inaccessible_bucket_in_seconds(private, settings, write_config, lmtrain):
     settings["data"]["train_urls"] = [f"{private}/*.jsonl"]
     write_config(settings)
-    began = time.monotonic()
+    started = time.monotonic()
     refused = lmtrain("preprocess", "tiny.yaml")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - started < 30
     assert refused.returncode == 2
     assert refused.stderr.startswith(f"lmtrain: error: {private}/*.jsonl: cannot be read: ")
     assert ADVICE[private[:2]] in refused.stderr
 
 
-def test_a_file_in_a_closed_bucket_is_not_called_missing(private, tmp_path):
+def test_a_file_in_an_inaccessible_bucket_is_not_reported_as_missing(private, tmp_path):
     with pytest.raises(UserError) as caught:
         build_cache(config(tmp_path, train_urls=[f"{private}/a.jsonl"]), "train")
     assert str(caught.value).startswith(f"{private}/a.jsonl: cannot be read: ")
     assert ADVICE[private[:2]] in str(caught.value)
 
 
-def test_a_closed_cache_is_not_called_damaged(private, local):
+def test_an_inaccessible_cache_is_not_reported_as_corrupt(private, local):
     with pytest.raises(UserError) as caught:
         build_cache(local.model_copy(update={"cache_dir": f"{private}/cache"}), "train")
     assert str(caught.value).startswith(f"{private}/cache/train/manifest.json: cannot be read: ")
@@ -299,7 +299,7 @@ def test_a_tokenizer_in_an_inaccessible_bucket_is_reported_with_advice(private, 
 
 
 @pytest.mark.parametrize("bucket", ["", "no-such-"])
-def test_a_missing_config_in_a_bucket_is_the_users_mistake(store, bucket):
+def test_a_missing_config_in_a_bucket_is_a_user_error(store, bucket):
     url = store.url.replace("://", f"://{bucket}") + "/tiny.yaml"
     with pytest.raises(UserError, match=f"^{url}: (no such file|cannot be read: .* does not exist)$"):
         load_file(url)

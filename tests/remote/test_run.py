@@ -1,4 +1,4 @@
-"""A whole run of which everything is in a bucket but its logs: config, text, cache and checkpoints."""
+"""A run with config, text, cache and checkpoints in a bucket; only its logs are local."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ import pytest
 import yaml
 from conftest import TRAIN_FILES, VALIDATION_FILES
 
-# What is compiled here runs twice.
+# The compiled programs run only a few steps: compile without optimization.
 FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 
 
@@ -25,8 +25,8 @@ def test_a_run_with_config_text_cache_and_checkpoints_in_a_bucket(store, setting
         "mirror_dir": "mirror",
     }
     settings["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 2, "checkpointer": {"save_interval": None}}
-    # The emulator of gs:// answers the conditional writes of many arrays at once with generations that are none;
-    # tests/remote/test_checkpoints.py saves few to it.
+    # The emulator of gs:// returns invalid generations for many simultaneous conditional writes of arrays;
+    # tests/remote/test_checkpoints.py saves few arrays to it.
     checkpoints = f"{store.url}/checkpoints" if store.scheme == "s3" else "checkpoints"
     settings["trainer"]["checkpointer"]["base_path"] = checkpoints
     settings["optimizer"]["warmup"] = 1
