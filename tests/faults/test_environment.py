@@ -32,6 +32,7 @@ from faults.runs import (
     wait_for,
     write_config,
 )
+from forked import Forked
 
 from lmtrain.checkpoint.discovery import list_checkpoints
 from lmtrain.checkpoint.verify import FULL, verify
@@ -106,11 +107,22 @@ def log_lines(folder: Path) -> list[str]:
     return [line.partition(" lmtrain: ")[2] for line in lines if " lmtrain: " in line]
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether every thread of the process is stopped."""
+    try:
+        lines = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread has ended meanwhile
+        return False
+    return bool(lines) and all(line.rpartition(")")[2].split()[0] == "T" for line in lines)
+
+
 @contextlib.contextmanager
-def paused(process: subprocess.Popen) -> Iterator[None]:
+def paused(process: Forked) -> Iterator[None]:
     """Stop the process within the block, so that its body happens between two instructions, even on a slow machine."""
     process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # every thread is stopped now
+    while not _is_stopped(process.pid):
+        assert process.poll() is None
+        time.sleep(0.001)
     try:
         yield
     finally:
@@ -135,8 +147,8 @@ def other_than_checkpoints(folder: Path) -> set[str]:
 class Space:
     """Disk space for checkpoints, which can be taken and given back while the process is paused or has ended."""
 
-    take: Callable[[subprocess.Popen], None]
-    give: Callable[[subprocess.Popen], None]
+    take: Callable[[Forked], None]
+    give: Callable[[Forked], None]
 
 
 @contextlib.contextmanager
@@ -149,7 +161,7 @@ def space_on_a_disk(mount: Path) -> Iterator[Space | None]:
         return
     ballast = mount / "ballast"
 
-    def take(_: subprocess.Popen) -> None:
+    def take(_: Forked) -> None:
         with open(ballast, "wb", buffering=0) as file:
             for size in (1 << 20, 1 << 12, 1):  # smaller writes fill the rest of the last block
                 with contextlib.suppress(OSError):
@@ -168,7 +180,7 @@ def space_by_limit(most_bytes: int = 45_000) -> Iterator[Space]:
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     assert hard == resource.RLIM_INFINITY or hard > 100 * most_bytes
 
-    def limit(process: subprocess.Popen, size: int) -> None:
+    def limit(process: Forked, size: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, hard))
 
@@ -182,7 +194,7 @@ def space(request, folder) -> Iterator[Space]:
         yield found or limit
 
 
-def full_at_step_ten(process: subprocess.Popen, folder: Path, space: Space) -> None:
+def full_at_step_ten(process: Forked, folder: Path, space: Space) -> None:
     wait_for(lambda: KEEP in complete_steps(folder), [process])
     with paused(process):
         space.take(process)
