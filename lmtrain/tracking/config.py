@@ -91,7 +91,7 @@ class NoopConfig(Section):
 
 
 class CustomConfig(Section):
-    """A custom tracker: a class with the five methods of `lmtrain.tracking.tracker.Tracker`."""
+    """A custom tracker: a class with the methods of `lmtrain.tracking.tracker.Tracker`."""
 
     type: str = Field(pattern=r"^[\w.]+[.:]\w+$", description="Class to import: package.module.Class")
     arguments: dict[str, Any] = Field(
