@@ -91,7 +91,7 @@ def test_commands_on_own_text_run_as_written(own_text):
     tmp_path = own_text
     (tmp_path / "my.yaml").write_text(blocks("yaml")[0])
     commands = commands_about("my.yaml")
-    verbs = ["tokenizer", "train", "config", "generate", "export-hf", "plan"]
+    verbs = ["tokenizer", "train", "eval", "generate", "export-hf", "plan"]
     assert [command.split()[1] for command in commands] == verbs
     for command in commands:
         run_as_written(tmp_path, command, [] if command.split()[1] == "tokenizer" else SMALL + SHORT)

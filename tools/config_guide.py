@@ -132,11 +132,17 @@ def _optimizers() -> str:
     return _table(("type", "what it is", "default `learning_rate`"), rows)
 
 
+# A feature and a wider one: a backend without the wider one has neither.
+_IMPLIED = {"very_wide_heads": "wide_heads", "odd_values": "wide_values"}
+
+
 def _backends() -> str:
     rows = []
     for name in ("splash", "cudnn", "triton", "blockwise", "xla"):
         backend = BACKENDS[name]
-        missing = [text for feature, text in FEATURES.items() if feature not in backend.features]
+        unsupported = FEATURES.keys() - backend.features
+        implied = {narrow for narrow, wide in _IMPLIED.items() if wide in unsupported}
+        missing = [text for feature, text in FEATURES.items() if feature in unsupported - implied]
         rows.append(
             (
                 f"`{name}`",
@@ -162,6 +168,10 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
+# Sections whose settings are those of another section.
+SHARED = {"data.configs.<name>": "data"}
+
+
 def _section(title: str, groups: list[Group]) -> str:
     blocks = [f"## {_heading(title)}"]
     section = groups[0].section
@@ -172,6 +182,10 @@ def _section(title: str, groups: list[Group]) -> str:
         blocks.append(
             f"`{section}.type` selects one of {', '.join(f'`{kind}`' for kind in kinds)}; default `{kinds[0]}`."
         )
+    if section in SHARED:
+        shared = f"[`{SHARED[section]}`](#{SHARED[section]})"
+        names = ", ".join(f"`{setting.name.rpartition('.')[2]}`" for group in groups for setting in group.settings)
+        return "\n\n".join([*blocks, _escape(groups[0].doc), f"{names}: as in {shared}."]) + "\n"
     for group in groups:
         rows = [_row(setting) for setting in group.settings]
         blocks += [_escape(group.doc), _table(("setting", "meaning", "type", "default"), rows)]
@@ -208,7 +222,10 @@ def _anchor(title: str) -> str:
 
 
 def _escape(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    """Markdown that shows the text as it is; code between backticks only needs its bars escaped."""
+    parts = text.replace("|", "\\|").split("`")
+    parts[::2] = [part.replace("<", "&lt;").replace("*", "\\*") for part in parts[::2]]
+    return "`".join(parts)
 
 
 def _read(path: str) -> str | None:

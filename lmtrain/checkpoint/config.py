@@ -40,7 +40,7 @@ class CheckpointerConfig(Section):
         description="Integrity check before resuming from a checkpoint: checksums of all files (full), or file sizes",
     )
     on_save_error: Literal["continue", "stop"] = Field(
-        "continue", description="Behaviour when a checkpoint cannot be saved: continue training and retry, or stop"
+        "continue", description="Behavior when a checkpoint cannot be saved: continue training and retry, or stop"
     )
     staging_dir: str | None = Field(
         None,

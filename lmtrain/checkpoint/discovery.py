@@ -49,7 +49,7 @@ def step_folder(run_folder: str, step: int) -> str:
 
 
 def partial_marker(run_folder: str, step: int) -> str:
-    """The marker file that the folder of `step` is being written or deleted and must be ignored."""
+    """Path of the file that marks the folder of `step` as being written or deleted, and so to be ignored."""
     return join(run_folder, f"step-{step}.partial")
 
 

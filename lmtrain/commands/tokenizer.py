@@ -19,7 +19,7 @@ Train a tokenizer on text and save it as a folder for data.tokenizer, which Auto
 
 kinds:
   bpe            byte-level BPE, as in GPT-2; trained on all of the text
-  sentencepiece  as in Llama: no normalisation, split digits, <unk> <s> </s>, byte fallback; trained on at most
+  sentencepiece  as in Llama: no normalization, split digits, <unk> <s> </s>, byte fallback; trained on at most
                  --input_sentence_size lines. The folder also gets tokenizer.model; for a PATH that ends in .model
                  only that file is written."""
 

@@ -125,8 +125,6 @@ def _on_devices(
         stack.enter_context(compilation_cache(config.trainer.jax_compilation_cache_dir))
         checkpointer = Checkpointer(run.checkpoints, config.trainer.checkpointer, processes)
         stack.callback(checkpointer.release)
-        if processes.is_first:
-            keep_config(run)
         own = own_checkpoint(config, checkpointer, processes)
         tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
         if processes.is_first and (own is None or own.read_run_info()["identity"]["tokenizer"] == tokenizer.identity):
@@ -154,6 +152,8 @@ def _on_devices(
         run_info = describe_run(config, run.id, tokenizer.identity, caches, program)
         with timer.section(START_UP if own is None else RESTORE):
             state, first_step = begin(program, own, run_info, hf_ref(config), processes)
+        if processes.is_first:
+            keep_config(run)  # not before: the config of a refused start is not the run's
 
         # 7. Loop: set up reporting, evaluation and saving; then run the steps.
         reporting = open_reporting(run, program, run_info, first_step, timer, ledger, processes)

@@ -43,8 +43,9 @@ def load_config(model: type[ConfigT], config: str, overrides: Sequence[tuple[str
     except ValidationError as error:
         problems = _describe_all(model, layer, error)
         count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
+        place = " or on the command line" if overrides else ""
         report = "\n".join(f"  {line}" for line in problems)
-        raise UserError(f"{path}: {count} in the config\n{report}") from None
+        raise UserError(f"{path}: {count} in the config{place}\n{report}") from None
 
 
 def find_config(config: str) -> str:

@@ -34,8 +34,8 @@ class Samples:
         for prompt, prompt_ids in zip(self._prompts, ids, strict=True):
             if len(prompt_ids) + self._length > seq_len:
                 raise UserError(
-                    f"trainer.sample_prompts: {prompt!r} has {len(prompt_ids)} tokens; with trainer.sample_length "
-                    f"{self._length} it exceeds model.seq_len {seq_len}"
+                    f"trainer.sample_prompts: {prompt!r}, {len(prompt_ids)} token(s), with trainer.sample_length "
+                    f"{self._length}: longer than model.seq_len {seq_len}"
                 )
         shards = context.layout.num_batch_shards
         rows = -(-len(ids) // shards) * shards  # the batch is sharded: the last prompt fills it up

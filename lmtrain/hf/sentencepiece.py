@@ -1,6 +1,6 @@
 """Sentencepiece models: training, and conversion to the `tokenizers` library, which tokenizes and is exported.
 
-The conversion follows the model's own description: BPE or unigram, its normalisation, byte fallback, the prefix space.
+The conversion follows the model's own description: BPE or unigram, its normalization, byte fallback, the prefix space.
 The ids are those of the sentencepiece library, with one exception: its single precision sums may prefer another of two
 almost equally likely segmentations of a long text by a unigram model (72 of 3.2 million tokens of Python source; BPE:
 none). Text that spells a control token (`<s>`) is plain text in sentencepiece; `save_tokenizer` sets

@@ -45,12 +45,12 @@ class ScheduleConfig(Section):
     )
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate, as a fraction of the peak")
     warmup: FractionOrSteps = Field(
-        0.01, description="Linear warm-up from 0: steps (int) or fraction of the first cycle (float)"
+        0.01, description="Linear warmup from 0: steps (int) or fraction of the first cycle (float)"
     )
     decay: FractionOrSteps | None = Field(
         None,
         description="Decay at the end of each cycle: steps (int) or fraction of the cycle (float); "
-        "null: all steps after the warm-up",
+        "null: all steps after the warmup",
     )
     rewarmup: FractionOrSteps = Field(
         0.0,

@@ -15,7 +15,7 @@ _INV_SQRT_STEPS = 10_000
 
 
 def build_schedule(config: ScheduleConfig, num_train_steps: int) -> Schedule:
-    """Build the schedule. With peak P and final rate m = P * min_lr_ratio, in a cycle with w warm-up and d decay steps:
+    """Build the schedule. With peak P and final rate m = P * min_lr_ratio, in a cycle with w warmup and d decay steps:
 
     warmup    linear to P in w steps, from 0, in later cycles from the final rate of the previous cycle
     stable    P, until d steps before the end of the cycle
@@ -28,8 +28,8 @@ def build_schedule(config: ScheduleConfig, num_train_steps: int) -> Schedule:
     inv       P / (1 + (P / m - 1) * max(t, 1) / d)
     inv_sqrt  P * min(1, sqrt(10000 / (t + w))), at least m, independent of d
 
-    If `decay` is null, the decay starts right after the warm-up. After the last step the rate is constant. The first
-    update of a run with warm-up has rate 0.
+    If `decay` is null, the decay starts right after the warmup. After the last step the rate is constant. The first
+    update of a run with warmup has rate 0.
     """
     cycles = plan_cycles(config, num_train_steps)
     peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio

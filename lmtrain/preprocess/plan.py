@@ -215,6 +215,8 @@ def _sources_of_finished(config: DataConfig, split: str, folder: str, finished: 
         return []
     cached = {_key(shard.source): shard.source for shard in finished.shards}
     wanted = [asdict(source) for source in sources]
+    if list(map(_content, cached.values())) == list(map(_content, wanted)):
+        return sources  # perhaps in another folder: a project may be moved
     lines = _changed(cached, wanted)
     lines += [f"{_name(s)} is a source of this config, but not in the cache" for s in wanted if _key(s) not in cached]
     if not lines and list(cached) != list(map(_key, wanted)):
@@ -248,6 +250,11 @@ def check_recipe(folder: str, cached: dict[str, Any], wanted: dict[str, Any]) ->
 
 def _key(source: dict[str, Any]) -> tuple[str, int | None]:
     return source["url"], source.get("start")
+
+
+def _content(source: dict[str, Any]) -> dict[str, Any]:
+    """A source without its folder."""
+    return {**source, "url": os.path.basename(source["url"])}
 
 
 def _name(source: dict[str, Any]) -> str:

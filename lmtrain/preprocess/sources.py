@@ -49,7 +49,11 @@ def list_sources(config: DataConfig, split: str) -> list[AnySource]:
     """Sources of a split in order. Raises `UserError` if any is missing or unavailable."""
     if config.id is not None:
         return list(list_dataset_shards(config, split))
-    urls = expand_urls(config.urls(split))
+    try:
+        urls = expand_urls(config.urls(split))
+    except FilesMissingError as error:
+        setting = {"train": "train_urls", "validation": "validation_urls"}[split]
+        raise FilesMissingError(f"data.{setting}: {error}") from None
     if any(map(is_url, urls)):
         with ThreadPoolExecutor(_THREADS) as pool:
             files = list(pool.map(describe_source, urls))

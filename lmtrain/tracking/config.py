@@ -44,7 +44,7 @@ class WandbConfig(Section):
     )
     allow_val_change: bool | None = Field(None, description="Allow later starts to change hyperparameters in `config`")
     force: bool | None = Field(None, description="Require a W&B login; without one the tracker fails")
-    reinit: bool | str | None = Field(None, description="Behaviour of wandb.init if the process already has a run")
+    reinit: bool | str | None = Field(None, description="Behavior of wandb.init if the process already has a run")
     resume_from: str | None = Field(None, description="Rewind a run and resume it from a step: RUN_ID?_step=N")
     fork_from: str | None = Field(None, description="Fork a run at a step: RUN_ID?_step=N")
     tensorboard: bool | None = Field(None, description="Old name of sync_tensorboard")

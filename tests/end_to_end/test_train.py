@@ -138,7 +138,10 @@ def test_sigterm_saves_the_last_finished_step_and_exits_75(undisturbed, tmp_path
 
 
 def test_a_finished_run_with_other_settings_is_refused(undisturbed):
+    kept = undisturbed[0] / "logs" / RUN / "config.yaml"
+    config = kept.read_text()
     output = train(undisturbed[0], "--trainer.seed", "7", code=2)
+    assert kept.read_text() == config  # which `--run` uses
     assert "step-12 belongs to another run" in output
     assert "seed: the checkpoint has 0, this config has 7" in output
 

@@ -184,6 +184,17 @@ def test_a_changed_source_is_refused(work, cache, complete):
     assert "  b.jsonl has changed since it was cached\n" in refusal(config())
 
 
+def test_the_files_of_a_finished_cache_may_move_to_another_folder(work, cache):
+    moved = work / "moved"
+    moved.mkdir()
+    for name in NAMES:
+        shutil.move(work / name, moved / name)
+    urls = [f"moved/{name}" for name in NAMES]
+    assert build_cache(config(train_urls=urls), "train") == load_manifest(str(cache))
+    (moved / "b.jsonl").write_text(lines("other text"))
+    assert "moved/b.jsonl is a source of this config, but not in the cache" in refusal(config(train_urls=urls))
+
+
 def test_a_finished_cache_is_used_without_its_sources(work, cache):
     for name in NAMES:
         (work / name).unlink()

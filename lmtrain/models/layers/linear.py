@@ -1,6 +1,6 @@
 """The linear layer and the embedding table: parameters whose dimensions are declared as (axis, size) pairs.
 
-These replace `nn.DenseGeneral`, which initialises a flattened kernel: logical names of full rank then fail under a
+These replace `nn.DenseGeneral`, which initializes a flattened kernel: logical names of full rank then fail under a
 mesh, and shorter ones silently mismatch.
 """
 

@@ -1,4 +1,4 @@
-"""Normalisation layers. Statistics are float32 for any precision."""
+"""Normalization layers. Statistics are float32 for any precision."""
 
 import flax.linen as nn
 import jax

@@ -49,7 +49,7 @@ def magnitude(config: RopeConfig) -> float:
 
 
 def _yarn_ramp(config: RopeConfig, head_dim: int, original: int) -> np.ndarray:
-    """Share of scaling of each plane: 0 for those with many rotations within the original length, 1 for slow ones."""
+    """Fraction of scaling per frequency: 0 for those with many turns within the original length, 1 for slow ones."""
 
     def plane_of(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.theta))

@@ -37,7 +37,7 @@ class LlamaConfig(BaseModelConfig):
     )
     qk_norm: Literal["none", "head", "all"] = Field(
         "none",
-        description="Normalisation of queries and keys: head: within each head (Qwen3); all: over all heads (OLMo2)",
+        description="Normalization of queries and keys: head: within each head (Qwen3); all: over all heads (OLMo2)",
     )
     norm_position: Literal["pre", "post"] = Field(
         "pre", description="Position of norms: pre: before attention and MLP; post: on their outputs (OLMo2)"

@@ -96,7 +96,7 @@ def model_type(config: LlamaConfig) -> str:
             return _check_biases(config, kind)
     unusual = [f"model.{name}: {getattr(config, name)}" for name, value in _LLAMA.items() if ours[name] != value]
     together = " together" if len(unusual) > 1 else ""
-    raise UserError(f"no model type of transformers has {', '.join(unusual)}{together}; cannot be exported")
+    raise UserError(f"{', '.join(unusual)}{together}: transformers has no such model type; cannot be exported")
 
 
 def _only_activation_differs(ours: dict[str, Any]) -> bool:
@@ -271,5 +271,5 @@ def _rope_settings(values: Mapping[str, Any], length: int) -> dict[str, Any]:
 
 _THETA = 10_000.0  # the default
 
-# Values that equal the behaviour without them.
+# Values that equal the behavior without them.
 _NEUTRAL = {"partial_rotary_factor": 1.0, "truncate": True}

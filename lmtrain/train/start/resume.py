@@ -19,7 +19,7 @@ EVALUATION_PENDING = "evaluation_pending"
 # Settings of the initial state: they may change once the run has checkpoints.
 _INITIAL = ("initialize_from", "initialize_from_checkpoint_path", "initialize_from_hf")
 
-# Factor between two steps by which a learning rate must grow, except in a warm-up, to be warned about.
+# Factor between two steps by which a learning rate must grow, except in a warmup, to be warned about.
 _JUMP = 1.05
 
 

@@ -187,7 +187,7 @@ def over_keys(add: Any, block: Any, first: jax.Array, rows: int, columns: int, b
 
 
 def in_three(add: Any, begin: Any, whole: Any, partly: Any, end: Any, sums: Any) -> Any:
-    """Loop over blocks from `begin` to `end`, without masks for those from `whole` to `partly`."""
+    """Loop over blocks from `begin` to `end`; those from `whole` up to `partly` need no mask, all others are masked."""
     sums = jax.lax.fori_loop(begin, whole, functools.partial(add, masked=True), sums)
     sums = jax.lax.fori_loop(whole, partly, functools.partial(add, masked=False), sums)
     return jax.lax.fori_loop(partly, end, functools.partial(add, masked=True), sums)
