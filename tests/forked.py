@@ -69,6 +69,7 @@ class Forked:
     ):
         words = list(map(str, arguments))
         self.args, self.output = words, output
+        output.write_bytes(b"")  # exists from now on, as with subprocess
         everything = {**os.environ, **environment}
         self._process = _CONTEXT.Process(target=_child, args=(script, words, str(cwd), str(output), everything))
         self._process.start()
