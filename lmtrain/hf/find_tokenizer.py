@@ -22,7 +22,15 @@ from collections.abc import Callable, Iterator
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.hub import prepare_hub
-from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, read_settings, save_tokenizer, token_text
+from lmtrain.hf.tokenizer import (
+    TOKENIZER_FILES,
+    Tokenizer,
+    load_tokenizer,
+    read_settings,
+    save_tokenizer,
+    similar_folder,
+    token_text,
+)
 
 PASSTHROUGH = "passthrough"
 
@@ -224,9 +232,10 @@ def _from_hub(name: str) -> str:
         try:
             tokenizer = AutoTokenizer.from_pretrained(repository, revision=revision or None, trust_remote_code=False)
         except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
             raise UserError(
-                f"tokenizer {name!r}: not found locally or on the Hugging Face Hub: "
-                f"{str(error).splitlines()[0]}\n  offline, set data.tokenizer to a folder: a copy, or one made by "
+                f"tokenizer {name!r}: not found locally or on the Hugging Face Hub: {reason}\n"
+                f"  {similar_folder(name)}offline, set data.tokenizer to a folder: a copy, or one made by "
                 f"`lmtrain tokenizer train --output {name} FILES`; a gated repository requires HF_TOKEN"
             ) from None
         if not tokenizer.is_fast:

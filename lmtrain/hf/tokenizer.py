@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.suggest import suggest_name
 from lmtrain.runtime.storage import write_json
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.isfile(file):
         found = "the folder holds no tokenizer.json" if os.path.isdir(folder) else "no such folder"
+        hint = similar_folder(folder)
         raise UserError(
-            f"tokenizer {path!r}: {found}; make one with "
+            f"tokenizer {path!r}: {found}; {hint}make one with "
             f"`lmtrain tokenizer train --output {path} FILES`, or set data.tokenizer to an existing folder"
         )
     try:
@@ -116,6 +118,18 @@ def read_settings(folder: str) -> dict[str, Any]:
 def token_text(token: Any) -> str | None:
     """Text of a special token, which is written as text or as a map with `content`."""
     return token.get("content") if isinstance(token, dict) else token
+
+
+def similar_folder(folder: str) -> str:
+    """A question that names a tokenizer folder with a similar name next to `folder`; empty if there is none."""
+    parent, name = os.path.split(folder.rstrip("/"))
+    try:
+        others = [other for other in os.listdir(parent or ".") if other != name]
+    except OSError:
+        return ""
+    tokenizers = [other for other in others if os.path.isfile(os.path.join(parent, other, "tokenizer.json"))]
+    found = suggest_name(name, tokenizers)
+    return f"did you mean {os.path.join(parent, found)!r}? " if found else ""
 
 
 def _token_id(backend: "tokenizers.Tokenizer", token: str | None, folder: str) -> int | None:

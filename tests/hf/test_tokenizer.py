@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lmtrain.config.errors import UserError
+from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
 from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
 
@@ -78,3 +79,17 @@ def test_a_corrupt_folder_is_a_user_error(folder, file, content, message):
 def test_a_missing_folder_is_a_user_error():
     with pytest.raises(UserError, match="tokenizer 'no/such': no such folder"):
         load_tokenizer("no/such")
+
+
+def test_a_tokenizer_with_a_similar_name_is_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("my_tokenizer", "my_tokens"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "my_tokenizer" / "tokenizer.json").touch()
+    for wrong, hint in (("my_tokeniser", "'my_tokenizer'"), ("./my_tokeniser", "'./my_tokenizer'")):
+        for load in (load_tokenizer, open_tokenizer):
+            with pytest.raises(UserError, match=rf"did you mean {hint}\?"):
+                load(wrong)
+    with pytest.raises(UserError) as error:
+        load_tokenizer("other")
+    assert "did you mean" not in str(error.value)
