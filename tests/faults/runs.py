@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -54,10 +55,19 @@ def write_config(folder: Path, settings: dict) -> None:
     (folder / "tiny.json").write_text(json.dumps(settings))  # JSON is YAML
 
 
-def start(folder: Path, *flags: object, verb: str = "train", output: str = "output.txt", **environment: str) -> Forked:
-    """Start a process whose output goes to the file `output`. It leads a process group with its workers: see `end`."""
-    arguments = [verb, "tiny.json", "--trainer.id", RUN, *flags]
-    return Forked(arguments, folder, folder / output, **environment)
+def start(
+    folder: Path, *flags: object, verb: str = "train", output: str = "output.txt", **environment: str
+) -> Forked | subprocess.Popen:
+    """Start a process whose output goes to the file `output`. It leads a process group with its workers: see `end`.
+
+    It is a new Python if `environment` has variables, which Python itself may read.
+    """
+    arguments = [verb, "tiny.json", "--trainer.id", RUN, *map(str, flags)]
+    if not environment:
+        return Forked(arguments, folder, folder / output)
+    with open(folder / output, "w") as file:
+        keywords = {"cwd": folder, "stdout": file, "stderr": file, "env": os.environ | environment}
+        return subprocess.Popen([sys.executable, "-m", "lmtrain", *arguments], start_new_session=True, **keywords)
 
 
 def end(processes: Sequence[Forked]) -> None:
