@@ -213,7 +213,7 @@ def test_a_missing_object_is_a_user_error(store, name):
     url = f"{store.url}/text/{name}"
     with pytest.raises(UserError) as caught:
         build_cache(config(store.url, train_urls=[url]), "train")
-    assert str(caught.value) == f"no such file: {url}"
+    assert str(caught.value) == f"data.train_urls: no such file: {url}"
 
 
 @pytest.mark.parametrize("name", ["a0.jsonl", "*.jsonl"])
