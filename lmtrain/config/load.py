@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from lmtrain.config.errors import UserError
 from lmtrain.config.kinds import without_foreign
 from lmtrain.config.layers import Layer, Path, dotted
+from lmtrain.config.other_systems import ADVICE
 from lmtrain.config.overrides import apply_overrides
 from lmtrain.config.suggest import known_paths, suggest_name
 from lmtrain.config.yaml_loader import load_file, shipped_configs
@@ -100,6 +101,10 @@ def _describe(model: type[BaseModel], layer: Layer, path: Path, problems: list[A
     place = f"{where}: " if where else ""
     name = dotted(path)
     if kind == "extra_forbidden":
+        if str(where) == f"--{name}":
+            place = "--"
+        if path[-1] in ADVICE:
+            return f"{place}{name}: no such setting; {ADVICE[path[-1]]}"
         hint = suggest_name(name, known_paths(model, layer.data))
         if hint == name:  # written with its dots in a file
             return f"{place}{name}: no such setting; in a file, write {path[-1]!r} as nested, indented maps"

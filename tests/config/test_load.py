@@ -194,7 +194,7 @@ def test_a_problem_in_an_included_file_has_its_line(folder):
 def test_a_problem_in_an_override_has_its_flag(folder):
     lines = report(folder, "model:\n  seq_len: 32\n", [("model.seq_len", "x"), ("trainer.sed", "1")])
     assert lines[1].startswith("  --model.seq_len: model.seq_len: expected a whole number")
-    assert lines[2] == "  --trainer.sed: trainer.sed: no such setting; did you mean trainer.seed?"
+    assert lines[2] == "  --trainer.sed: no such setting; did you mean trainer.seed?"
 
 
 def test_a_long_value_is_truncated(folder):
