@@ -4,6 +4,7 @@ Aliases are accepted silently; deprecated names add a notice with the new name. 
 command line) is converted before merging, so that `--trainer.wandb.name x` applies to a tracker in the file's list.
 """
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -43,6 +44,8 @@ def _modernise(layer: Layer, under: Layer) -> Layer:
             for other, name in names.items():
                 _rename(layer, (section, other), (section, name), is_old)
     _unwrap_model(layer)
+    for path in _formats(layer):
+        _modernise_format(layer, path)
     _wandb_to_tracker(layer, under)
     return layer
 
@@ -72,6 +75,38 @@ def _unwrap_model(layer: Layer) -> None:
     _move_origins(layer, ("model", family), ("model",))
     if place is not None:
         layer.origins["model", "type"] = place
+
+
+def _formats(layer: Layer) -> Iterator[Path]:
+    """The paths of the `format` of `data` and of its sources."""
+    data = layer.data.get("data")
+    if not isinstance(data, dict):
+        return
+    sources: dict[Path, Any] = {("data",): data}
+    if isinstance(data.get("configs"), dict):
+        sources |= {("data", "configs", name): source for name, source in data["configs"].items()}
+    for path, source in sources.items():
+        if isinstance(source, dict) and isinstance(source.get("format"), dict):
+            yield (*path, "format")
+
+
+def _modernise_format(layer: Layer, path: Path) -> None:
+    """Levanter's `type: supervised` -> completion, and `mask_user_turns` -> loss_on."""
+    section: Any = layer.data
+    for part in path:
+        section = section[part]
+    if section.get("type") == "supervised":
+        section["type"] = "completion"
+        place = layer.origin_of((*path, "type"))
+        layer.notices.append(f"{place}: {dotted((*path, 'type'))}: supervised is now called completion")
+    if "mask_user_turns" in section and isinstance(section["mask_user_turns"], bool):
+        old, new = (*path, "mask_user_turns"), (*path, "loss_on")
+        place = layer.origin_of(old)
+        if "loss_on" in section:
+            raise UserError(f"{place}: {dotted(old)}: the same as {dotted(new)} at {layer.origin_of(new)}; remove one")
+        section["loss_on"] = "assistant" if section.pop("mask_user_turns") else "all"
+        layer.notices.append(f"{place}: {dotted(old)} is now written {dotted(new)}: {section['loss_on']}")
+        _move_origins(layer, old, new)
 
 
 def _wandb_to_tracker(layer: Layer, under: Layer) -> None:

@@ -14,7 +14,7 @@ from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.mixture import Mixture
 from lmtrain.data.token_store import TokenStore
-from lmtrain.data.windows import Shuffle, WindowOrder, num_eval_windows, wait_for_windows
+from lmtrain.data.windows import Shuffle, WindowOrder, Windows, wait_for_windows, windows_of
 
 # Batches prefetched: enough to hide a slow read, small compared with the model in memory.
 _PREFETCH = 8
@@ -24,8 +24,8 @@ class Batch(TypedDict):
     """One batch: `tokens` int32 [rows, L]; `loss_mask` bool [rows, L], true where the next token is a target.
 
     `segments` int32 [rows, L] is present with `mask_across_documents`: the document of each token, numbered from 0
-    within its window; tokens attend only within their segment. `positions` int32 [rows, L] is present with
-    `reset_positions`: the position of each token within its segment.
+    within its window; tokens attend only within their segment. `positions` int32 [rows, L] is present if positions
+    restart in any source: the position of each token within its segment, or in its sequence where they do not restart.
     """
 
     tokens: np.ndarray
@@ -40,7 +40,8 @@ class TrainSource:
     """Training batches by step: item t is the batch of step t. Access is random, so a resume just reads the next step.
 
     `mixture` selects the store of each example; None means that there is one store. `rows` are the rows of this
-    process, by batch size. `loss_weights` are the weights of the tokens of each store; None leaves the array out.
+    process, by batch size. `reset_positions` None: positions restart in stores with targets only. `loss_weights` are
+    the weights of the tokens of each store; None leaves the array out.
     """
 
     stores: Sequence[TokenStore]
@@ -52,13 +53,17 @@ class TrainSource:
     shuffle: Shuffle
     seed: int
     mask_across_documents: bool
-    reset_positions: bool = False
+    reset_positions: bool | None = False
     loss_weights: Sequence[float] | None = None
 
     @functools.cached_property
     def orders(self) -> list[WindowOrder]:
         # sources of equal size must not get the same order
         return [WindowOrder(self.shuffle, self.seed + number * 2**32) for number in range(len(self.stores))]
+
+    @functools.cached_property
+    def windows(self) -> list[Windows]:
+        return [windows_of(store, self.seq_len) for store in self.stores]
 
     def __len__(self) -> int:
         return self.num_steps
@@ -67,27 +72,29 @@ class TrainSource:
         examples = np.int64(self.batch_sizes.before(step)) + self.rows[self.batch_sizes.at(step)]
         if self.mixture is None:
             sources = np.zeros_like(examples)
-            tokens, begins = self._read(0, examples)
+            tokens, begins, mask = self._read(0, examples)
         else:
             sources, numbers = self.mixture.source_of(examples)
             tokens = np.empty((len(examples), self.seq_len), np.int32)
-            begins = np.empty(tokens.shape, bool)
+            begins, mask = np.empty(tokens.shape, bool), np.empty(tokens.shape, bool)
             for source in np.unique(sources).tolist():
                 chosen = sources == source
-                tokens[chosen], begins[chosen] = self._read(source, numbers[chosen])
-        mask = np.broadcast_to(np.arange(self.seq_len) < self.seq_len - 1, tokens.shape)
-        batch = make_batch(tokens, mask.copy(), begins, self.mask_across_documents, self.reset_positions)
+                tokens[chosen], begins[chosen], mask[chosen] = self._read(source, numbers[chosen])
+        restarts = np.array([restart(store, self.reset_positions) for store in self.stores])
+        batch = make_batch(
+            tokens, mask, begins, self.mask_across_documents, restarts[sources] if restarts.any() else None
+        )
         if self.loss_weights is not None:
             weights = np.array(self.loss_weights, np.float32)[sources]
             batch["loss_weights"] = np.repeat(weights[:, None], self.seq_len, axis=1)
         return batch
 
-    def _read(self, source: int, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        store = self.stores[source]
-        windows = wait_for_windows(store.shards, examples, self.seq_len, self.shuffle)
-        if windows == 0:
-            raise too_little(store, self.seq_len)
-        return store.read(self.orders[source](examples, windows) * self.seq_len, self.seq_len)
+    def _read(self, source: int, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        windows = self.windows[source]
+        count = wait_for_windows(windows, examples, self.shuffle)
+        if count == 0:
+            raise too_little(windows.store, self.seq_len)
+        return windows.read(self.orders[source](examples, count))
 
 
 @dataclass(frozen=True)
@@ -100,41 +107,53 @@ class EvalSource:
     rows: np.ndarray
     max_batches: int | None
     mask_across_documents: bool
-    reset_positions: bool = False
+    reset_positions: bool | None = False
+
+    @functools.cached_property
+    def windows(self) -> Windows:
+        return windows_of(self.store, self.seq_len)
 
     @property
     def whole(self) -> int:
         """Number of batches in the entire split."""
-        return -(-num_eval_windows(self.store.shards.tokens, self.seq_len) // self.batch_size)
+        return -(-self.windows.for_evaluation() // self.batch_size)
 
     def __len__(self) -> int:
         return self.whole if self.max_batches is None else min(self.whole, self.max_batches)
 
     def __getitem__(self, index: int) -> Batch:
-        starts = (np.int64(index) * self.batch_size + self.rows) * self.seq_len
-        tokens, begins = self.store.read(starts, self.seq_len)
-        positions = np.arange(self.seq_len)
-        mask = (positions < self.seq_len - 1) & (starts[:, None] + positions + 1 < self.store.shards.tokens)
-        return make_batch(tokens, mask, begins, self.mask_across_documents, self.reset_positions)
+        numbers = np.int64(index) * self.batch_size + self.rows
+        tokens, begins, mask = self.windows.read(numbers)
+        restarts = np.full(len(numbers), restart(self.store, self.reset_positions))
+        return make_batch(tokens, mask, begins, self.mask_across_documents, restarts if restarts.any() else None)
+
+
+def restart(store: TokenStore, reset_positions: bool | None) -> bool:
+    """Whether position ids restart at each document of a store; None is the default of `data.reset_positions`."""
+    return store.has_targets if reset_positions is None else reset_positions
 
 
 def make_batch(
-    tokens: np.ndarray, loss_mask: np.ndarray, begins: np.ndarray, with_segments: bool, with_positions: bool
+    tokens: np.ndarray, loss_mask: np.ndarray, begins: np.ndarray, with_segments: bool, restarts: np.ndarray | None
 ) -> Batch:
-    """Assemble a batch. `begins` bool [rows, L] is true at the first token of each document."""
+    """Assemble a batch. `begins` bool [rows, L] is true at the first token of each document.
+
+    `restarts` bool [rows] tells in which rows positions restart there; None leaves positions out.
+    """
     batch = Batch(tokens=tokens, loss_mask=loss_mask)
     if with_segments:
         batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32)
-    if with_positions:
+    if restarts is not None:
         positions = np.arange(tokens.shape[1], dtype=np.int32)
-        batch["positions"] = positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+        first = np.where(begins & restarts[:, None], positions, 0)
+        batch["positions"] = positions - np.maximum.accumulate(first, axis=1)
     return batch
 
 
 def open_cache(config: DataConfig, cache: Cache, seq_len: int) -> TokenStore:
     """Open the tokens of a cache. Raises `UserError` if a complete cache is shorter than one sequence."""
     store = open_store(config, cache)
-    if store.shards.complete and store.shards.tokens < seq_len:
+    if store.shards.complete and store.shards.tokens < (1 if store.has_targets else seq_len):
         raise too_little(store, seq_len)
     return store
 

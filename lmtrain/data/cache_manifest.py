@@ -7,15 +7,21 @@
 A shard holds the documents of one source, in records of `block_tokens` tokens (the last one shorter). A record holds
 its token ids (uint16 or uint32, see `dtype`), followed by the end offset in tokens of each document that ends in the
 record (uint16), so that a reader of one block also knows its documents. All numbers are little-endian.
+
+Format 2 is that of text. Format 3 is that of documents with targets (conversations and completions): each record also
+has, at its end, one bit for each of its tokens, true for targets, packed with the first token in the lowest bit. One
+more record, the last one, holds the length of each document in tokens (uint32).
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.storage import join, read_json, write_json
 
-FORMAT = 2
+TEXT_FORMAT = 2
+TARGETS_FORMAT = 3
 BLOCK_TOKENS = 16384
 
 
@@ -31,6 +37,14 @@ class ShardInfo:
     documents: int
     skipped: int = 0
     bad_records: list[str] = field(default_factory=list)  # the first skipped records, each with its location
+    targets: int | None = None  # target tokens; None in shards of text, whose tokens are all targets
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The form in which it is written: that of text has no fields for targets."""
+        optional = ("targets", "warnings")
+        return {name: value for name, value in asdict(self).items() if name not in optional or value not in (None, [])}
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,11 @@ class Manifest:
     shards: list[ShardInfo]
 
     @property
+    def has_targets(self) -> bool:
+        """Whether it is a cache of documents with targets."""
+        return has_targets(self.recipe)
+
+    @property
     def tokens(self) -> int:
         return sum(shard.tokens for shard in self.shards)
 
@@ -54,6 +73,11 @@ class Manifest:
     @property
     def skipped(self) -> int:
         return sum(shard.skipped for shard in self.shards)
+
+
+def has_targets(recipe: Mapping[str, Any]) -> bool:
+    """Whether documents made by this recipe have targets, and their shards format 3."""
+    return "format" in recipe.get("documents", {})
 
 
 def manifest_path(folder: str) -> str:
@@ -69,12 +93,13 @@ def shard_name(index: int, count: int) -> str:
 def save_manifest(folder: str, manifest: Manifest) -> None:
     """Write the manifest, which marks the cache as complete."""
     totals = {
-        "format": FORMAT,
+        "format": TARGETS_FORMAT if manifest.has_targets else TEXT_FORMAT,
         "block_tokens": BLOCK_TOKENS,
         "tokens": manifest.tokens,
         "documents": manifest.documents,
     }
-    write_json(manifest_path(folder), totals | asdict(manifest))
+    shards = [shard.described for shard in manifest.shards]
+    write_json(manifest_path(folder), totals | asdict(manifest) | {"shards": shards})
 
 
 def load_manifest(folder: str) -> Manifest | None:
@@ -88,9 +113,10 @@ def load_manifest(folder: str) -> Manifest | None:
         raise  # access failed
     except ValueError as error:
         raise UserError(f"{path}: corrupt: {error}; delete the folder to build the cache again") from None
-    if value.get("format") != FORMAT or value.get("block_tokens") != BLOCK_TOKENS:
+    known = (TEXT_FORMAT, TARGETS_FORMAT)
+    if value.get("format") not in known or value.get("block_tokens") != BLOCK_TOKENS:
         raise UserError(
-            f"{path}: unsupported format {value.get('format')}, expected {FORMAT}: written by another version of "
+            f"{path}: unsupported format {value.get('format')}, expected {' or '.join(map(str, known))}: written by another version of "
             "lmtrain; delete the folder to build the cache again"
         )
     return Manifest(

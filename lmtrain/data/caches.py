@@ -10,23 +10,34 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.config import DataConfig
+from lmtrain.data.formats import TooLong
 from lmtrain.data.mirror import Mirror, warn_if_small
 from lmtrain.data.mixture import Mixture, Phase
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import TokenStore, check_file
+from lmtrain.data.packing import PackedWindows
 from lmtrain.data.windows import num_train_windows
 from lmtrain.runtime.storage import is_url
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Token cache of one split of one source, complete or being built. `sources` has the source of each shard."""
+    """Token cache of one split of one source, complete or being built. `sources` has the source of each shard.
+
+    `too_long` is the setting of `ChatFormat`, None for text.
+    """
 
     folder: str
     recipe: Mapping[str, Any]
     sources: Sequence[Mapping[str, Any]]
     dtype: str
     shards: Shards
+    too_long: TooLong | None = None
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether it holds conversations or completions."""
+        return self.too_long is not None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -56,10 +67,26 @@ def open_store(config: DataConfig, cache: Cache) -> TokenStore:
         mirror.fetch_ahead(cache.shards)
         if config.shuffle is True:
             warn_if_small(cache.folder, cache.shards, config.max_mirror_bytes)
-        return TokenStore(cache.folder, cache.shards, cache.dtype, mirror.locate)
+        return TokenStore(cache.folder, cache.shards, cache.dtype, mirror.locate, cache.too_long)
     for info in list(cache.shards.infos):
         check_file(os.path.join(cache.folder, info.file), info)
-    return TokenStore(cache.folder, cache.shards, cache.dtype, lambda info: os.path.join(cache.folder, info.file))
+    return TokenStore(
+        cache.folder, cache.shards, cache.dtype, lambda info: os.path.join(cache.folder, info.file), cache.too_long
+    )
+
+
+def num_windows(config: DataConfig, cache: Cache, seq_len: int) -> int:
+    """Number of windows of a cache that training reads, so far."""
+    if not cache.has_targets:
+        return num_train_windows(cache.shards.tokens, seq_len)
+    return packed_windows(config, cache, seq_len).for_training()
+
+
+def packed_windows(config: DataConfig, cache: Cache, seq_len: int) -> PackedWindows:
+    """The windows of a cache with targets, so far; the lengths of all its documents are read for it."""
+    windows = PackedWindows(open_store(config, cache), seq_len)
+    windows.for_training()
+    return windows
 
 
 def needs_all(config: DataConfig, epoch: int) -> str | None:
@@ -99,7 +126,7 @@ def check_batch(config: DataConfig, caches: Caches, seq_len: int, batch_sizes: B
     if config.configs is not None:
         return
     (cache,) = caches.train.values()
-    sequences, largest = num_train_windows(cache.shards.tokens, seq_len), max(batch_sizes.all)
+    sequences, largest = num_windows(config, cache, seq_len), max(batch_sizes.all)
     if cache.shards.complete and 0 < sequences < largest:
         raise UserError(
             f"trainer.train_batch_size: {largest:,} sequences of {seq_len:,} tokens, but {cache.folder} has "
@@ -121,11 +148,23 @@ def describe_epochs(
         if not share:
             lines.append(f"{name} has weight 0 at the first step")
             continue
-        sequences = num_train_windows(cache.shards.tokens, seq_len)
+        sequences = num_windows(config, cache, seq_len)
         steps = f"{batch_sizes.whole_steps(int(sequences / share)):,} steps"
         of = f" of {name} ({100 * share:.3g} % of the examples)" if name else ""
-        lines.append(f"one epoch{of} is {steps if cache.shards.complete else f'not known yet, {steps} so far'}")
+        line = f"one epoch{of} is {steps if cache.shards.complete else f'not known yet, {steps} so far'}"
+        lines.append(line + _describe_targets(config, cache, seq_len))
     return lines
+
+
+def _describe_targets(config: DataConfig, cache: Cache, seq_len: int) -> str:
+    """How many tokens are targets, and how many documents are longer than a window; empty for text."""
+    if not cache.has_targets:
+        return ""
+    targets = sum(info.targets or 0 for info in cache.shards.infos)
+    text = f"; {targets:,} of {cache.shards.tokens:,} tokens are targets"
+    long = packed_windows(config, cache, seq_len).too_long
+    done = {"cut": "are cut off there", "drop": "are dropped"}[cache.too_long or "cut"]
+    return f"{text}; {long:,} documents are longer than {seq_len:,} tokens and {done}" if long else text
 
 
 def plan_steps(
@@ -140,7 +179,7 @@ def plan_steps(
     """Number of steps of the run: `num_train_steps`, or fewer if the end of the data ends the run."""
     if needs_all(config, epoch) is None:
         return num_train_steps
-    windows = [num_train_windows(cache.shards.tokens, seq_len) for cache in caches.train.values()]
+    windows = [num_windows(config, cache, seq_len) for cache in caches.train.values()]
     mixture = plan_mixture(config, list(caches.train), batch_sizes, seed)
     if mixture is None:
         return min(num_train_steps, batch_sizes.whole_steps(epoch * windows[0])) if epoch else num_train_steps

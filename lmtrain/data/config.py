@@ -6,6 +6,7 @@ from pydantic import Field, StrictInt, model_validator
 
 from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
+from lmtrain.data.formats import FormatConfig, TextFormat
 
 
 def demo_tokenizer(demo: str) -> str:
@@ -25,6 +26,9 @@ class SourceConfig(Section):
     id: str | None = Field(None, min_length=1, description="Hugging Face dataset: a hub id or a local folder")
     name: str | None = Field(None, description="Configuration of the dataset `id`; null: its default configuration")
     stream: bool = Field(False, description="Read the dataset `id` as a stream instead of downloading it first")
+    format: FormatConfig = Field(
+        default_factory=TextFormat, description="What a record is: text, a conversation, or a prompt and its completion"
+    )
     text_key: str = Field("text", description="Key (or Parquet column) of the text in each record", min_length=1)
     text_documents: Literal["line", "blank_line", "file"] = Field(
         "line",
@@ -39,6 +43,11 @@ class SourceConfig(Section):
             if getattr(self, setting) and self.id is None:
                 raise field_error(setting, "applies to a Hugging Face dataset, but no id is set")
         return self
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether its documents have targets, being conversations or completions."""
+        return not isinstance(self.format, TextFormat)
 
     @property
     def has_train(self) -> bool:
@@ -86,10 +95,10 @@ class DataConfig(SourceConfig):
     mask_across_documents: bool = Field(
         True, description="Document masking: tokens attend only within their own document when a sequence holds several"
     )
-    reset_positions: bool = Field(
-        False,
-        description="Position ids restart at 0 at the start of each document; false: they count through the sequence. "
-        "MPT also requires mask_across_documents",
+    reset_positions: bool | None = Field(
+        None,
+        description="Position ids restart at 0 at the start of each document; false: they count through the sequence; "
+        "null: they restart in conversations and completions only. MPT also requires mask_across_documents",
     )
     stop_strategy: Literal["restart", "first_exhausted"] = Field(
         "restart", description="Action when a source of a mixture is exhausted: restart that source, or end the run"
@@ -135,10 +144,17 @@ class DataConfig(SourceConfig):
     )
 
     @property
+    def has_positions(self) -> bool:
+        """Whether batches have position ids."""
+        if self.reset_positions is None:
+            return any(source.has_targets for source in self.sources().values())
+        return self.reset_positions
+
+    @property
     def batch_types(self) -> dict[str, str]:
         """Dtypes of the arrays of a batch, each [rows, seq_len]; see `lmtrain/data/batches.py`."""
         types = {"tokens": "int32", "loss_mask": "bool"}
-        more = {"segments": self.mask_across_documents, "positions": self.reset_positions}
+        more = {"segments": self.mask_across_documents, "positions": self.has_positions}
         return types | {name: "int32" for name, wanted in more.items() if wanted}
 
     @model_validator(mode="before")
@@ -156,6 +172,8 @@ class DataConfig(SourceConfig):
         others = [*kinds, *(kind for kind in ("train_urls", "validation_urls", "id") if getattr(self, kind))]
         if kinds and len(others) > 1:
             raise field_error(kinds[0], f"set together with {others[1]}; remove one ({kinds[0]}: null turns it off)")
+        if self.configs and self.has_targets:
+            raise field_error("format", "applies to a single source; set it for each source in configs")
         if (self.tokenizer == "passthrough") != (self.vocab_size is not None):
             needed = "required by the tokenizer passthrough, which has no vocabulary"
             known = f"the tokenizer {self.tokenizer} defines its vocabulary size; remove this setting"

@@ -9,6 +9,7 @@ import numpy as np
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo
+from lmtrain.data.formats import TooLong
 from lmtrain.data.shards import Shards
 
 # Maximum number of open readers. Each holds a file descriptor; the default limit of a process is 1024.
@@ -24,12 +25,22 @@ Piece = tuple[int, int, int, int, int]
 class TokenStore:
     """Tokens of one split, in source order across shards. `locate` returns the local file of a shard.
 
-    Not thread-safe: use one store per thread. Opening is cheap, since shards are opened at their first read.
+    `too_long` is the setting of `ChatFormat`, None for text; others have shards of format 3. Not thread-safe: use one store per thread. Opening is cheap, since shards
+    are opened at their first read.
     """
 
-    def __init__(self, name: str, shards: Shards, dtype: str, locate: Callable[[ShardInfo], str]):
+    def __init__(
+        self,
+        name: str,
+        shards: Shards,
+        dtype: str,
+        locate: Callable[[ShardInfo], str],
+        too_long: TooLong | None = None,
+    ):
         self.name = name
         self.shards = shards
+        self.has_targets = too_long is not None
+        self.too_long: TooLong = too_long or "cut"
         self._dtype = np.dtype(dtype)
         self._locate = locate
         self._readers: OrderedDict[int, Any] = OrderedDict()
@@ -40,8 +51,14 @@ class TokenStore:
         Returns tokens int32 [len(starts), length], 0 past the end of the data, and bool [len(starts), length], true
         at the first token of each document. All blocks of one shard are read in one call, for speed.
         """
+        tokens, begins, _ = self.read_targets(starts, length)
+        return tokens, begins
+
+    def read_targets(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `read`, with a third array, bool [len(starts), length]: which tokens are targets; in text, all."""
         tokens = np.zeros((len(starts), length), np.int32)
         begins = np.zeros((len(starts), length), bool)
+        targets = np.full((len(starts), length), not self.has_targets)
         for shard, pieces in self._pieces(starts, length).items():
             blocks = sorted({block for block, *_ in pieces})
             records = dict(zip(blocks, self._read_blocks(shard, blocks), strict=True))
@@ -51,11 +68,24 @@ class TokenStore:
                 size = min(BLOCK_TOKENS, in_shard - block * BLOCK_TOKENS)
                 content = np.frombuffer(record, self._dtype, size)
                 tokens[row, column : column + count] = content[offset : offset + count]
-                ends = np.frombuffer(record, "<u2", offset=size * self._dtype.itemsize)
+                bits = -(-size // 8) if self.has_targets else 0
+                end_of_ends = len(record) - bits
+                at_ends = size * self._dtype.itemsize
+                ends = np.frombuffer(record, "<u2", (end_of_ends - at_ends) // 2, at_ends)
+                if self.has_targets:
+                    packed = np.frombuffer(record, np.uint8, offset=end_of_ends)
+                    is_target = np.unpackbits(packed, count=offset + count, bitorder="little")[offset:]
+                    targets[row, column : column + count] = is_target
                 first, last = np.searchsorted(ends, (offset, offset + count), side="right")
                 places = ends[first:last].astype(np.int64) + (column - offset)
                 begins[row, places[places < length]] = True
-        return tokens, begins
+        return tokens, begins, targets
+
+    def document_lengths(self, shard: int) -> np.ndarray:
+        """The length of each document of a shard with targets, in tokens, int64 [documents]."""
+        blocks = -(-self.shards.infos[shard].tokens // BLOCK_TOKENS)
+        (record,) = self._read_blocks(shard, [blocks])
+        return np.frombuffer(record, "<u4").astype(np.int64)
 
     def _pieces(self, starts: np.ndarray, length: int) -> dict[int, list[Piece]]:
         """Pieces of each shard that the windows consist of."""

@@ -1,15 +1,18 @@
 """Order of training: the window of tokens of each example.
 
-Window i of a split is tokens [iL, (i+1)L) of its concatenated documents, where L is the sequence length. A window has
-L - 1 targets: position p predicts the token at p + 1.
+Window i of a split of text is tokens [iL, (i+1)L) of its concatenated documents, where L is the sequence length. A
+window has L - 1 targets: position p predicts the token at p + 1. Conversations and completions are packed instead, see
+`lmtrain/data/packing.py`.
 """
 
 import functools
+from typing import Protocol
 
 import numpy as np
 
+from lmtrain.data.packing import PackedWindows
 from lmtrain.data.permutation import permute
-from lmtrain.data.shards import Shards
+from lmtrain.data.token_store import TokenStore
 
 Shuffle = bool | int
 
@@ -54,17 +57,66 @@ class WindowOrder:
         return train_windows(examples, num_windows, self._shuffle, self._seed)
 
 
-def wait_for_windows(shards: Shards, examples: np.ndarray, seq_len: int, shuffle: Shuffle) -> int:
+class Windows(Protocol):
+    """The windows of a store: what the examples of its source are."""
+
+    store: TokenStore
+
+    def for_training(self) -> int:
+        """Number of windows so far that training reads."""
+
+    def for_evaluation(self) -> int:
+        """Number of windows that evaluation reads."""
+
+    def wait_for(self, number: int | None) -> int:
+        """Wait until `number` windows are known, or all (None); return the number of known windows."""
+
+    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens int32, first tokens of documents bool, and loss mask bool of windows, each [windows, L]."""
+
+
+class TextWindows:
+    """Windows of text: L tokens each, in the order of the documents."""
+
+    def __init__(self, store: TokenStore, seq_len: int):
+        self.store = store
+        self._seq_len = seq_len
+
+    def for_training(self) -> int:
+        return num_train_windows(self.store.shards.tokens, self._seq_len)
+
+    def for_evaluation(self) -> int:
+        return num_eval_windows(self.store.shards.tokens, self._seq_len)
+
+    def wait_for(self, number: int | None) -> int:
+        tokens = self.store.shards.wait_for(None if number is None else number * self._seq_len)
+        return num_train_windows(tokens, self._seq_len)
+
+    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Every token is a target, also the first one of a document."""
+        starts = numbers * self._seq_len
+        tokens, begins = self.store.read(starts, self._seq_len)
+        place = np.arange(self._seq_len)
+        mask = (place < self._seq_len - 1) & (starts[:, None] + place + 1 < self.store.shards.tokens)
+        return tokens, begins, mask
+
+
+def windows_of(store: TokenStore, seq_len: int) -> Windows:
+    """The windows of a store in sequences of `seq_len` tokens."""
+    return PackedWindows(store, seq_len) if store.has_targets else TextWindows(store, seq_len)
+
+
+def wait_for_windows(windows: Windows, examples: np.ndarray, shuffle: Shuffle) -> int:
     """Wait until more data would not change the windows of `examples`; return the number of windows.
 
     Source order requires the data up to the examples, a shuffle within blocks the entire block, a full shuffle all
     data.
     """
-    if shards.complete or shuffle is True:
-        return num_train_windows(shards.wait_for(None), seq_len)
+    if windows.store.shards.complete or shuffle is True:
+        return windows.wait_for(None)
     block = 1 if shuffle is False else shuffle
     needed = -(-(int(examples.max()) + 1) // block) * block
-    return min(needed, num_train_windows(shards.wait_for(needed * seq_len), seq_len))
+    return min(needed, windows.wait_for(needed))
 
 
 def train_windows(examples: np.ndarray, num_windows: int, shuffle: Shuffle = False, seed: int = 0) -> np.ndarray:

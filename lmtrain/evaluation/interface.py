@@ -20,8 +20,8 @@ class Context:
     """What an evaluation may use. Its parameters are placed on `layout`; it computes in `compute_dtype`.
 
     `seq_len` is the model's context in tokens, `folder` the run's log folder. Call `check_stop()` between batches,
-    equally often in all processes; it raises `StoppedError` if the run has to stop. `progress(done, total)` may be
-    called equally often.
+    equally often in all processes; it raises `StoppedError` if the run has to stop. `progress(done, total, what)` may
+    be called equally often. `batch_size` is the number of sequences of `seq_len` tokens in a batch, on all devices.
     """
 
     model: LanguageModel
@@ -30,11 +30,12 @@ class Context:
     tokenizer: Tokenizer
     sets: Mapping[str, ValidationSet]
     seq_len: int
+    batch_size: int = 1
     processes: Processes = ALONE
     folder: str = ""
     xla_options: Mapping[str, Any] = field(default_factory=dict)
     check_stop: Callable[[], None] = _nothing
-    progress: Callable[[int, int], None] = _nothing
+    progress: Callable[[int, int, str], None] = _nothing
 
 
 class Evaluator(Protocol):

@@ -63,7 +63,7 @@ class Perplexity:
 
         def between() -> None:
             context.check_stop()
-            context.progress(next(done), total)
+            context.progress(next(done), total, "batches")
 
         return measure(self._step, params, context.sets, between)
 

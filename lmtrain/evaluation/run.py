@@ -23,10 +23,12 @@ class Findings(NamedTuple):
 class Evaluations:
     """The evaluators of a run that have something to evaluate.
 
-    Raises `UserError` if an evaluator has the name of a validation set, so metric names would clash.
+    With `strict`, errors of optional evaluators are raised too. Raises `UserError` if an evaluator has the name of a
+    validation set, so metric names would clash.
     """
 
-    def __init__(self, evaluators: Sequence[Evaluator], context: Context):
+    def __init__(self, evaluators: Sequence[Evaluator], context: Context, strict: bool = False):
+        self._strict = strict
         for evaluator in evaluators:
             if evaluator.name in context.sets and evaluator.name:
                 raise UserError(
@@ -63,19 +65,18 @@ class Evaluations:
             except StoppedError:
                 raise
             except Exception as error:
-                if not evaluator.optional:
+                if self._strict or not evaluator.optional:
                     raise
                 log.error(f"evaluation {evaluator.name} failed after step {step:,}: {type(error).__name__}: {error}")
         return findings
 
-    @staticmethod
-    def _prepares(evaluator: Evaluator, context: Context) -> bool:
+    def _prepares(self, evaluator: Evaluator, context: Context) -> bool:
         try:
             return evaluator.prepare(context)
         except UserError:
             raise
         except Exception as error:
-            if not evaluator.optional:
+            if self._strict or not evaluator.optional:
                 raise
             log.error(f"evaluation {evaluator.name} is disabled: {type(error).__name__}: {error}")
             return False

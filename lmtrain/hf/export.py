@@ -22,7 +22,8 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.remote import open_fs, told
 from lmtrain.hf.key_map import Piece
 from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
-from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, read_settings
+from lmtrain.hf.chat_template import tokenizer_contents
+from lmtrain.hf.tokenizer import SETTINGS_FILE, TOKENIZER_FILES, Tokenizer, to_json
 from lmtrain.runtime.storage import file_size, is_url, join, list_names, read_bytes, write_bytes, write_json
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -33,7 +34,7 @@ _SHARD_BYTES = 5_000_000_000
 _MARK, _RUN, _DATA = "lmtrain_version", "lmtrain_run", "lmtrain_data"
 
 # File of tokenizer settings, and the model_max_length that transformers writes for an unknown length.
-_SETTINGS, _UNKNOWN = "tokenizer_config.json", int(1e30)
+_UNKNOWN = int(1e30)
 _WRITTEN = re.compile(r"config\.json|generation_config\.json|model.*\.safetensors(\.index\.json)?|.*\.py")
 
 
@@ -212,12 +213,11 @@ def _digest(tensor: np.ndarray) -> bytes:
 def _tokenizer_files(tokenizer: Tokenizer, seq_len: int | None) -> dict[str, bytes]:
     """Files of the tokenizer's folder; none for passthrough."""
     folder = os.path.expanduser(tokenizer.path)
-    paths = {name: os.path.join(folder, name) for name in TOKENIZER_FILES}
-    files = {name: read_bytes(path) for name, path in paths.items() if os.path.isfile(path)}
-    settings = read_settings(folder) if _SETTINGS in files else {}
+    files = tokenizer_contents(folder)
+    settings = json.loads(files[SETTINGS_FILE]) if SETTINGS_FILE in files else {}
     if seq_len is not None and settings and settings.get("model_max_length", _UNKNOWN) >= _UNKNOWN:
         settings["model_max_length"] = seq_len
-        files[_SETTINGS] = (json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        files[SETTINGS_FILE] = to_json(settings)
     return files
 
 

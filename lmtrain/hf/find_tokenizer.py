@@ -19,8 +19,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from lmtrain.config.errors import UserError
+from lmtrain.hf.chat_template import read_templates
 from lmtrain.hf.hub import prepare_hub
 from lmtrain.hf.tokenizer import (
     TOKENIZER_FILES,
@@ -68,6 +70,18 @@ def open_tokenizer(name: str, vocab_size: int | None = None) -> Tokenizer:
         assert vocab_size is not None
         return Tokenizer(PASSTHROUGH, None, vocab_size, eos_id=None, bos_id=None, fingerprint=PASSTHROUGH)
     return load_tokenizer(find_tokenizer(name))
+
+
+def open_in_transformers(name: str) -> Any:
+    """The tokenizer `name` as transformers loads it, including its chat template."""
+    folder = find_tokenizer(name)
+    prepare_hub()
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = os.path.expanduser(folder)
+    if os.path.isfile(os.path.join(path, "tokenizer_config.json")):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    return PreTrainedTokenizerFast(tokenizer_file=os.path.join(path, "tokenizer.json"))
 
 
 def cache_folder() -> str:
@@ -153,6 +167,7 @@ def _from_pair(folder: str) -> str:
     contents = [_read(_join(folder, file)) for file in _PAIR]
     config = _join(folder, "tokenizer_config.json")
     contents += [_read(config)] if os.path.isfile(config) else []
+    contents += [text.encode() for _, text in sorted(read_templates(folder).items())]
 
     def convert(into: str) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -170,7 +185,8 @@ def _from_pair(folder: str) -> str:
         eos, bos = (token or _GPT2_END for token in named)
         known = {token for token in (eos, bos) if backend.token_to_id(token) is not None}
         backend.add_special_tokens(sorted(known))
-        save_tokenizer(backend, into, eos=eos if eos in known else None, bos=bos if bos in known else None)
+        eos, bos = (token if token in known else None for token in (eos, bos))
+        save_tokenizer(backend, into, eos=eos, bos=bos, templates=read_templates(folder))
 
     return _once(f"pair-{hashlib.sha256(b''.join(contents)).hexdigest()[:16]}", convert)
 
@@ -221,9 +237,12 @@ def _from_hub(name: str) -> str:
     """Load with transformers, which adds what older repositories omit, such as GPT-2's end-of-text token."""
     repository, _, revision = name.partition("@")
     safe = re.sub(r"[^\w.-]", "--", name)
-    folder = os.path.join(cache_folder(), f"hub-{safe}")
+    name_here = f"hub-2-{safe}"
+    folder = os.path.join(cache_folder(), name_here)
     if os.path.isfile(os.path.join(folder, "tokenizer.json")):
         return folder
+    before = os.path.join(cache_folder(), f"hub-{safe}")  # without its chat template: fetched again, if possible
+    has_before = os.path.isfile(os.path.join(before, "tokenizer.json"))
 
     def convert(folder: str) -> None:
         prepare_hub()
@@ -240,9 +259,21 @@ def _from_hub(name: str) -> str:
             ) from None
         if not tokenizer.is_fast:
             raise UserError(f"tokenizer {name!r}: no fast tokenizer available; slow tokenizers are not supported")
-        save_tokenizer(tokenizer.backend_tokenizer, folder, eos=tokenizer.eos_token, bos=tokenizer.bos_token)
+        written = tokenizer.chat_template
+        save_tokenizer(
+            tokenizer.backend_tokenizer,
+            folder,
+            eos=tokenizer.eos_token,
+            bos=tokenizer.bos_token,
+            templates={"default": written} if isinstance(written, str) else written,
+        )
 
-    return _once(f"hub-{safe}", convert)
+    try:
+        return _once(name_here, convert)
+    except UserError:
+        if not has_before:
+            raise
+        return before
 
 
 def _from_sentencepiece(name: str) -> str:

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,9 @@ from lmtrain.runtime.storage import write_json
 if TYPE_CHECKING:
     import tokenizers
 
+SETTINGS_FILE = "tokenizer_config.json"
 # The files that make up a tokenizer folder; an export copies those that exist.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", SETTINGS_FILE, "special_tokens_map.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,17 @@ class Tokenizer:
         if self.library is None:
             raise UserError(f"tokenizer {self.path!r}: cannot encode or decode text, since its documents are token ids")
         return self.library
+
+    @functools.cached_property
+    def parsing_backend(self) -> "tokenizers.Tokenizer":
+        """The library tokenizer with text that spells a special token encoded as this token, in any folder."""
+        if not self.backend.encode_special_tokens:
+            return self.backend
+        import tokenizers
+
+        copy = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        copy.encode_special_tokens = False
+        return copy
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -87,16 +100,21 @@ def save_tokenizer(
     eos: str | None,
     bos: str | None = None,
     special_text: bool = True,
+    templates: Mapping[str, str] | None = None,
 ) -> None:
     """Write a folder that `transformers.AutoTokenizer` loads, in versions 4 and 5.
 
     With `special_text` false, text that spells a special token is encoded as text, here and in transformers.
+    `templates` are its chat templates by name.
     """
     os.makedirs(folder, exist_ok=True)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {} if special_text else {"split_special_tokens": True}
     config |= {name: token for name, token in (("eos_token", eos), ("bos_token", bos)) if token is not None}
-    write_json(os.path.join(folder, "tokenizer_config.json"), config)
+    if templates:
+        named = [{"name": name, "template": text} for name, text in sorted(templates.items())]
+        config["chat_template"] = templates["default"] if templates.keys() == {"default"} else named
+    write_json(os.path.join(folder, SETTINGS_FILE), config)
     temporary = os.path.join(folder, f"tokenizer.json.tmp-{os.getpid()}")
     backend.save(temporary)
     os.replace(temporary, os.path.join(folder, "tokenizer.json"))  # last: its presence means complete
@@ -104,7 +122,7 @@ def save_tokenizer(
 
 def read_settings(folder: str) -> dict[str, Any]:
     """Content of the folder's tokenizer_config.json; empty if there is none."""
-    file = os.path.join(os.path.expanduser(folder), "tokenizer_config.json")
+    file = os.path.join(os.path.expanduser(folder), SETTINGS_FILE)
     if not os.path.isfile(file):
         return {}
     with open(file, encoding="utf-8") as opened:
@@ -113,6 +131,11 @@ def read_settings(folder: str) -> dict[str, Any]:
         except ValueError as error:
             raise UserError(f"{file}: not valid JSON: {error}") from None
     return config if isinstance(config, dict) else {}
+
+
+def to_json(settings: Mapping[str, Any]) -> bytes:
+    """The content of a tokenizer_config.json."""
+    return (json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def token_text(token: Any) -> str | None:

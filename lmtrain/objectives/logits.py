@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lmtrain.sharding.local import num_parts, platform, split_over
+from lmtrain.sharding.local import num_parts, platform, split_over, sum_over
 from lmtrain.sharding.placement import stream_axes
 
 # Number of logits that a device holds at once. Each chunk reads the head and adds to its float32 gradient: with few
@@ -98,6 +98,28 @@ class Chunks(NamedTuple):
         if self.vocab_size == self.padded_size:
             return logits
         return jnp.where(self.is_token(head_VD), logits, _NO_TOKEN)
+
+    def log_sum(self, logits_TV: jax.Array) -> jax.Array:
+        """The log-sum-exp over the entire vocabulary, [T]."""
+        highest = jax.lax.stop_gradient(logits_TV.max(-1))
+        if self.vocab:
+            highest = jax.lax.pmax(highest, self.vocab)
+        return highest + jnp.log(sum_over(self.vocab, jnp.exp(logits_TV - highest[:, None]).sum(-1)))
+
+    def chosen(self, logits_TV: jax.Array, head_VD: jax.Array, target_T: jax.Array) -> jax.Array:
+        """The target's logit, [T]."""
+        column = target_T - self.first_token(head_VD)
+        inside = (column >= 0) & (column < len(head_VD))
+        chosen = jnp.take_along_axis(logits_TV, jnp.clip(column, 0, len(head_VD) - 1)[:, None], axis=-1)[:, 0]
+        return sum_over(self.vocab, jnp.where(inside, chosen, 0.0))
+
+    def most_likely(self, logits_TV: jax.Array, head_VD: jax.Array) -> jax.Array:
+        """The token with the highest logit, the first of several, [T]."""
+        best, token = logits_TV.max(-1), logits_TV.argmax(-1) + self.first_token(head_VD)
+        if not self.vocab:
+            return token
+        is_best = best == jax.lax.pmax(best, self.vocab)
+        return jax.lax.pmin(jnp.where(is_best, token, self.padded_size), self.vocab)
 
 
 def rows_at_once(rows: int, vocab: int, kind: str) -> int:

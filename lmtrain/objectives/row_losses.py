@@ -146,21 +146,7 @@ _summed.defvjp(_forward, _backward)
 def _row(form: _Form, logits_TV: jax.Array, head: jax.Array, target_T: jax.Array) -> Row:
     """The statistics of each row, from the logits of this device's part of the vocabulary."""
     mean = _mean(form.chunks, logits_TV, head) if form.loss.uses_mean else None
-    return Row(_log_sum(form.chunks, logits_TV), _chosen(form.chunks, logits_TV, head, target_T), mean)
-
-
-def _log_sum(chunks: Chunks, logits_TV: jax.Array) -> jax.Array:
-    highest = jax.lax.stop_gradient(logits_TV.max(-1))
-    if chunks.vocab:
-        highest = jax.lax.pmax(highest, chunks.vocab)
-    return highest + jnp.log(sum_over(chunks.vocab, jnp.exp(logits_TV - highest[:, None]).sum(-1)))
-
-
-def _chosen(chunks: Chunks, logits_TV: jax.Array, head: jax.Array, target_T: jax.Array) -> jax.Array:
-    column = target_T - chunks.first_token(head)
-    inside = (column >= 0) & (column < len(head))
-    chosen = jnp.take_along_axis(logits_TV, jnp.clip(column, 0, len(head) - 1)[:, None], axis=-1)[:, 0]
-    return sum_over(chunks.vocab, jnp.where(inside, chosen, 0.0))
+    return Row(form.chunks.log_sum(logits_TV), form.chunks.chosen(logits_TV, head, target_T), mean)
 
 
 def _mean(chunks: Chunks, logits_TV: jax.Array, head: jax.Array) -> jax.Array:

@@ -23,7 +23,6 @@ _TRAINER_SKIPS = {
     *("id", "log_dir", "tracker", "profiler", "checkpointer", "ray", "distributed", "jax_compilation_cache_dir"),
     *("load_checkpoint", "load_checkpoint_path", "initialize_from"),
 }
-_DATA_KEPT = {"mask_across_documents", "reset_positions"}
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 # platform -> modules that hold its compiler, and the extra that installs one
@@ -115,7 +114,9 @@ def _program_settings(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(
         mode="json", include={"model", "optimizer", "trainer", "objective", "z_loss_weight"}, exclude=exclude
     )
-    return values | {"data": config.data.model_dump(mode="json", include=_DATA_KEPT)}
+    data = config.data
+    kept = {"mask_across_documents": data.mask_across_documents, "reset_positions": data.has_positions}
+    return values | {"data": kept}
 
 
 def _is_installed(module: str) -> bool:

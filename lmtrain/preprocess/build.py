@@ -201,6 +201,8 @@ def _describe_shard(job: ShardJob, read: int, seconds: float) -> str:
 
 
 def _log_skipped(manifest: Manifest) -> None:
+    for warning in [warning for shard in manifest.shards for warning in shard.warnings]:
+        log.warning(f"preprocess {manifest.split}: {warning}")
     if manifest.skipped:
         records = [record for shard in manifest.shards for record in shard.bad_records]
         more = [f"and {manifest.skipped - len(records):,} more"] if manifest.skipped > len(records) else []

@@ -1,6 +1,8 @@
 """What tokens depend on in addition to the text: document settings, special tokens, dtype of stored ids."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +19,18 @@ class DocumentSettings:
     enforce_bos: bool
     on_bad_record: str = "error"
     text_documents: str = "line"
+    format: Mapping[str, Any] | None = None  # of conversations and completions
 
 
 def check_special_tokens(tokenizer: Tokenizer, settings: DocumentSettings) -> None:
-    """Raise `UserError` if a token to be enforced does not exist."""
+    """Raise `UserError` if a token to be enforced does not exist. Completions always end in the EOS token."""
+    kind = None if settings.format is None else settings.format["type"]
+    if kind == "chat":
+        return
+    if kind == "completion" and tokenizer.eos_id is None:
+        raise UserError(
+            f"tokenizer {tokenizer.path!r} has no eos_token in tokenizer_config.json, which ends completions; set it there"
+        )
     for name, wanted, number in (
         ("eos", settings.enforce_eos, tokenizer.eos_id),
         ("bos", settings.enforce_bos, tokenizer.bos_id),

@@ -15,7 +15,7 @@ from lmtrain.config.remote import open_fs, told
 from lmtrain.preprocess.formats import READERS
 from lmtrain.preprocess.hf_dataset import DatasetReader, DatasetShard
 from lmtrain.preprocess.sources import AnySource, Source, describe_source, format_of
-from lmtrain.preprocess.text import Field, Record, Text
+from lmtrain.preprocess.text import Field, InstructionReader, Record, Text
 from lmtrain.preprocess.zstd import ZstdReader
 from lmtrain.runtime.storage import is_url
 
@@ -27,6 +27,7 @@ class DocumentReader:
     """Iterates over (number, text) of a source. `position` is the number of its bytes read so far.
 
     With `vocab_size` the documents are lists of token ids. `text_documents` is the unit of a document in a .txt file.
+    `instructions` reads records that are conversations or completions.
 
     A record that cannot be read raises a `UserError` with its location. With `skip_bad` it is counted in `skipped`
     instead, and the first few are described in `bad_records`. A corrupt file is always an error.
@@ -39,11 +40,12 @@ class DocumentReader:
         skip_bad: bool = False,
         vocab_size: int | None = None,
         text_documents: str = "line",
+        instructions: InstructionReader | None = None,
     ):
         self.skipped = 0
         self.bad_records: list[str] = []
         self._source = describe_source(source) if isinstance(source, str) else source
-        self._field = Field(text_key, vocab_size, text_documents)
+        self._field = Field(text_key, vocab_size, text_documents, instructions)
         self._skip_bad = skip_bad
         self._dataset: DatasetReader | None = None
         self._raw: IO[Any] | None = None

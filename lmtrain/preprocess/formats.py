@@ -32,6 +32,8 @@ def read_txt(file: Iterable[bytes], field: Field, name: str) -> Iterator[Record]
     """Documents of plain text, divided by `data.text_documents`, with the number of their first line."""
     if field.vocab_size is not None:
         raise UserError(f"{name}: a .txt holds text, but the passthrough tokenizer requires token ids")
+    if field.instructions is not None:
+        raise UserError(f"{name}: a .txt holds text without fields; use .jsonl, or remove data.format")
     if field.text_documents == "line":
         yield from (record for record in _txt_lines(file, name) if not _is_blank(record[1]))
         return
@@ -85,13 +87,15 @@ def read_parquet(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
 
     try:
         table = parquet.ParquetFile(file)
-        if field.key not in table.schema_arrow.names:
-            names = ", ".join(map(repr, table.schema_arrow.names[:8]))
-            raise UserError(f"{name}: no column {field.key!r} (it has {names}); set data.text_key to the column")
-        batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=[field.key])
-        texts = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-        for number, text in enumerate(texts, start=1):
-            yield number, field.read({field.key: text}, f"{name}:{number}")
+        present = table.schema_arrow.names
+        columns = [column for column in field.columns if column in present]
+        if field.columns[0] not in columns:
+            names, setting = ", ".join(map(repr, present[:8])), "text_key" if field.instructions is None else "format"
+            raise UserError(f"{name}: no column {field.columns[0]!r} (it has {names}); set data.{setting} to the column")
+        batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows, start=1):
+            yield number, field.read(row, f"{name}:{number}")
     except pyarrow.ArrowException as error:
         raise UserError(f"{name}: corrupt, or not Parquet: {error}") from None
 

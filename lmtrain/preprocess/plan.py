@@ -10,7 +10,9 @@ from lmtrain.config.remote import told
 from lmtrain.data.cache_manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
 from lmtrain.data.config import DataConfig
 from lmtrain.data.shards import Shards
-from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.data.formats import ChatFormat, CompletionFormat, TextFormat, TooLong
+from lmtrain.hf.chat_template import ChatTemplate, find_template
+from lmtrain.hf.find_tokenizer import PASSTHROUGH, find_tokenizer, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.document_settings import DocumentSettings, check_special_tokens, token_dtype
 from lmtrain.preprocess.sources import AnySource, FilesMissingError, describe_urls, list_sources
@@ -21,6 +23,8 @@ from lmtrain.runtime.storage import check_writable, file_size, is_url, join, lis
 
 if TYPE_CHECKING:
     from lmtrain.preprocess.write_shard import ShardJob
+
+_UNUSED_BY_CHATS = ("text_key", "enforce_eos", "enforce_bos")
 
 
 class CachePlan:
@@ -41,6 +45,7 @@ class CachePlan:
         self.dtype = dtype
         self.sources = [shard.source for shard in finished.shards] if finished else [asdict(s) for s in sources]
         self.manifest = finished
+        self.too_long: TooLong | None = None if isinstance(config.format, TextFormat) else config.format.too_long
         self.shards = Shards.of(finished) if finished is not None else Shards()
         self.jobs = [] if finished else self._jobs(config, sources)
         self._urls = describe_urls(config, split)
@@ -53,6 +58,7 @@ class CachePlan:
         )  # imports the text readers, which a finished cache does not need
 
         settings = document_settings(config)
+        template = chat_template_of(config)
         return [
             ShardJob(
                 source,
@@ -63,6 +69,7 @@ class CachePlan:
                 config.max_document_bytes,
                 config.max_bad_fraction,
                 config.vocab_size,
+                template,
             )
             for index, source in enumerate(sources)
         ]
@@ -196,9 +203,27 @@ def split_folder(config: DataConfig, split: str) -> str:
 
 def document_settings(config: DataConfig) -> DocumentSettings:
     """Settings of the config that change the tokens of a document."""
+    kind = config.format
+    described: dict[str, Any] | None = None
+    if isinstance(kind, ChatFormat):
+        template = chat_template_of(config)
+        assert template is not None
+        described = kind.model_dump(include={"type", "messages_field", "loss_on", "chat_template_kwargs"})
+        described |= {"template": template.digest}
+    elif isinstance(kind, CompletionFormat):
+        described = kind.model_dump(exclude={"too_long"})
     return DocumentSettings(
-        config.text_key, config.enforce_eos, config.enforce_bos, config.on_bad_record, config.text_documents
+        config.text_key, config.enforce_eos, config.enforce_bos, config.on_bad_record, config.text_documents, described
     )
+
+
+def chat_template_of(config: DataConfig) -> ChatTemplate | None:
+    """The template of conversations; None for other data. Raises `UserError` if there is none."""
+    if not isinstance(config.format, ChatFormat):
+        return None
+    if config.tokenizer == PASSTHROUGH:
+        raise UserError("data.format: conversations are texts, but the tokenizer is passthrough")
+    return find_template(find_tokenizer(config.tokenizer), config.format.chat_template, "data.format.chat_template")
 
 
 def _sources_of_finished(config: DataConfig, split: str, folder: str, finished: Manifest) -> list[AnySource]:
@@ -229,6 +254,11 @@ def _recipe(tokenizer: Tokenizer, settings: DocumentSettings) -> dict[str, Any]:
     documents = asdict(settings)
     if settings.text_documents == "line":  # caches built before this setting existed lack it
         del documents["text_documents"]
+    if settings.format is None:  # likewise
+        del documents["format"]
+    else:  # what has no effect on instructions is no part of their recipe
+        unused = ("text_key", "enforce_eos") if settings.format["type"] == "completion" else _UNUSED_BY_CHATS
+        documents = {name: value for name, value in documents.items() if name not in unused}
     return {"tokenizer": tokenizer.identity, "documents": documents}
 
 

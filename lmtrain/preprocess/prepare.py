@@ -157,5 +157,6 @@ def _plan(config: DataConfig, split: str) -> dict[str, CachePlan]:
 
 def _caches(plans: Mapping[str, CachePlan]) -> dict[str, Cache]:
     return {
-        name: Cache(plan.folder, plan.recipe, plan.sources, plan.dtype, plan.shards) for name, plan in plans.items()
+        name: Cache(plan.folder, plan.recipe, plan.sources, plan.dtype, plan.shards, plan.too_long)
+        for name, plan in plans.items()
     }

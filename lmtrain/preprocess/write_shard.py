@@ -12,14 +12,17 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo
+from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.document_settings import DocumentSettings, token_dtype
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.long_documents import can_split, split_document
 from lmtrain.preprocess.sources import AnySource
-from lmtrain.preprocess.text import Text
+from lmtrain.preprocess.instructions import instruction_reader
+from lmtrain.preprocess.text import Instruction, Text
 from lmtrain.preprocess.tokenize import tokenize_batch
+from lmtrain.preprocess.tokenize_instructions import tokenize_instructions
 from lmtrain.runtime.atomic_files import file_sha256
 from lmtrain.runtime.storage import is_url, upload, write_json
 
@@ -37,7 +40,8 @@ Report = Callable[[int, int, int, int], None]
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Everything that determines a shard. `path` has no extension; `vocab_size` is for passthrough only."""
+    """Everything that determines a shard. `path` has no extension; `vocab_size` is for passthrough only, `template` for
+    conversations."""
 
     source: AnySource
     path: str
@@ -47,6 +51,7 @@ class ShardJob:
     max_document_bytes: int = 10_000_000
     max_bad_fraction: float = 0.01
     vocab_size: int | None = None
+    template: ChatTemplate | None = None
 
 
 def build_shard(job: ShardJob, report: Report) -> ShardInfo:
@@ -59,14 +64,24 @@ def build_shard(job: ShardJob, report: Report) -> ShardInfo:
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
     file = f"{job.path}.arrayrecord"
     skip_bad = job.settings.on_bad_record == "skip"
-    reader = DocumentReader(job.source, job.settings.text_key, skip_bad, job.vocab_size, job.settings.text_documents)
+    instructions = instruction_reader(job.settings.format, job.template)
+    reader = DocumentReader(
+        job.source, job.settings.text_key, skip_bad, job.vocab_size, job.settings.text_documents, instructions
+    )
     with _temporary(file) as temporary:
         with _written(temporary) as writer:
-            blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size))
-            position = 0
+            blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size), has_targets=instructions is not None)
+            position = spelled = without = 0
             for texts in _batches(reader, tokenizer, split_long, job.max_document_bytes):
-                tokens, lengths = tokenize_batch(texts, tokenizer, job.settings, split_long)
-                blocks.add(tokens, lengths)
+                targets = None
+                if instructions is None:
+                    tokens, lengths = tokenize_batch(texts, tokenizer, job.settings, split_long)
+                else:
+                    documents = [one for one in texts if isinstance(one, Instruction)]
+                    found = tokenize_instructions(documents, tokenizer, job.settings)
+                    tokens, lengths, targets = found.tokens, found.lengths, found.targets
+                    spelled, without = spelled + found.spelled, without + found.without_targets
+                blocks.add(tokens, lengths, targets)
                 report(len(texts), len(tokens), reader.position - position, _text_bytes(texts))
                 position = reader.position
             _check_bad_share(reader, blocks.documents, job)
@@ -74,6 +89,8 @@ def build_shard(job: ShardJob, report: Report) -> ShardInfo:
         info = ShardInfo(
             file=file.rpartition("/")[2],
             source=asdict(job.source),
+            targets=blocks.targets,
+            warnings=_warnings(job, blocks.documents, spelled, without),
             bytes=os.path.getsize(temporary),
             sha256=file_sha256(temporary),
             tokens=blocks.tokens,
@@ -82,8 +99,24 @@ def build_shard(job: ShardJob, report: Report) -> ShardInfo:
             bad_records=reader.bad_records,
         )
         _publish(temporary, file)
-    write_json(f"{job.path}.json", {"recipe": job.recipe, "shard": asdict(info)})
+    write_json(f"{job.path}.json", {"recipe": job.recipe, "shard": info.described})
     return info
+
+
+def _warnings(job: ShardJob, documents: int, spelled: int, without: int) -> list[str]:
+    """What to tell about instructions: how many spell special tokens, and how many have no targets."""
+    found = []
+    if spelled:
+        found.append(
+            f"{job.source.label}: the contents of {spelled:,} of {documents:,} documents spell special tokens, which are "
+            "encoded as such, as in transformers"
+        )
+    if without:
+        found.append(
+            f"{job.source.label}: {without:,} of {documents:,} documents have no target token, such as no message of the "
+            "assistant; they are read without a loss"
+        )
+    return found
 
 
 def _check_bad_share(reader: DocumentReader, documents: int, job: ShardJob) -> None:
@@ -100,6 +133,11 @@ def _batches(reader: DocumentReader, tokenizer: Tokenizer, split_long: bool, lon
     texts: list[Text] = []
     characters = 0
     for number, text in reader:
+        if isinstance(text, Instruction) and len(text.text.encode()) > longest:
+            raise UserError(
+                f"{reader.place(number)}: a document of {len(text.text.encode()):,} bytes is longer than "
+                f"data.max_document_bytes {longest:,}"
+            )
         if isinstance(text, str) and len(text) * 4 > longest:
             pieces = split_document(text) if split_long else [text]
             size = max(len(piece.encode()) for piece in pieces)
@@ -121,7 +159,8 @@ def _batches(reader: DocumentReader, tokenizer: Tokenizer, split_long: bool, lon
 
 def _text_bytes(texts: list[Text]) -> int:
     """Size of the texts in UTF-8; 0 for documents that are token ids."""
-    return sum(len(text.encode()) for text in texts if isinstance(text, str))
+    whole = (text.text if isinstance(text, Instruction) else text for text in texts)
+    return sum(len(text.encode()) for text in whole if isinstance(text, str))
 
 
 @contextmanager
@@ -161,22 +200,30 @@ def _publish(temporary: str, file: str) -> None:
 class _BlockWriter:
     """Writes a stream of tokens as records of `BLOCK_TOKENS`, each with the ends of the documents in it.
 
-    A document ends in the block of its last token; an empty document ends in the block of the next token.
+    A document ends in the block of its last token; an empty document ends in the block of the next token. With
+    `has_targets` the records have format 3, and `targets` counts the target tokens.
     """
 
-    def __init__(self, writer: Any, dtype: np.dtype):
+    def __init__(self, writer: Any, dtype: np.dtype, has_targets: bool = False):
         self._writer = writer
+        self._bits = np.zeros(0, bool) if has_targets else None  # of the pending tokens
+        self._lengths: list[np.ndarray] = []
+        self.targets = 0 if has_targets else None
         self._pending = np.zeros(0, dtype)  # tokens after the last complete block
         self._ends = np.zeros(0, np.int64)  # document ends among them, relative to the first pending token
         self.tokens = 0
         self.documents = 0
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, targets: np.ndarray | None = None) -> None:
         ends = len(self._pending) + np.cumsum(lengths)
         blocks = np.where(lengths > 0, ends - 1, ends) // BLOCK_TOKENS
         self.tokens += len(tokens)
         self.documents += len(lengths)
         waiting = np.concatenate([self._pending, tokens])
+        if self._bits is not None and targets is not None and self.targets is not None:
+            self._bits = np.concatenate([self._bits, targets])
+            self._lengths.append(lengths)
+            self.targets += int(targets.sum())
         complete = len(waiting) // BLOCK_TOKENS
         for block in range(complete):
             start = block * BLOCK_TOKENS
@@ -189,6 +236,12 @@ class _BlockWriter:
     def finish(self) -> None:
         if len(self._pending) or len(self._ends):
             self._write(self._pending, self._ends)
+        if self._bits is not None:
+            self._writer.write(np.concatenate([np.zeros(0), *self._lengths]).astype("<u4").tobytes())
 
     def _write(self, tokens: np.ndarray, ends: np.ndarray) -> None:
-        self._writer.write(tokens.tobytes() + ends.astype("<u2").tobytes())
+        bits = b""
+        if self._bits is not None:
+            bits = np.packbits(self._bits[: len(tokens)], bitorder="little").tobytes()
+            self._bits = self._bits[len(tokens) :]
+        self._writer.write(tokens.tobytes() + ends.astype("<u2").tobytes() + bits)

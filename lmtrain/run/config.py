@@ -13,6 +13,7 @@ from lmtrain.config.describe import sections_of
 from lmtrain.config.errors import field_error
 from lmtrain.config.redact import redact
 from lmtrain.data.config import DataConfig
+from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.hf.config import HuggingFaceConfig
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.gpt2.config import Gpt2Config
@@ -40,6 +41,10 @@ class RunConfig(HuggingFaceConfig):
     objective: ObjectiveConfig = Field(
         default_factory=CrossEntropyConfig, description="Training loss; evaluation always uses plain cross-entropy"
     )
+    eval_harness: EvalHarnessConfig | None = Field(None, description="Benchmarks during training; null: none")
+    eval_harness_steps: int = Field(
+        10_000, ge=1, description="Interval of the benchmarks in steps; they also run after the last step"
+    )
 
     @field_validator("data", "model", "trainer", "optimizer", "objective")
     @classmethod
@@ -55,7 +60,7 @@ class RunConfig(HuggingFaceConfig):
         except PydanticCustomError as error:
             context = error.context or {}
             raise field_error(f"optimizer.{context['field']}", context["message"]) from None
-        if self.data.reset_positions and not self.data.mask_across_documents and "alibi" in self.model.attention_needs:
+        if self.data.has_positions and not self.data.mask_across_documents and "alibi" in self.model.attention_needs:
             raise field_error(
                 "data.reset_positions",
                 f"{self.model.type} uses ALiBi, which has no positions to reset: remove this setting, or set "

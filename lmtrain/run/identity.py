@@ -9,6 +9,7 @@ from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
+from lmtrain.data.config import DataConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.tracking.config import WandbConfig
 
@@ -33,6 +34,7 @@ def identity(config: RunConfig) -> dict[str, Any]:
         section = getattr(config, name)
         kind = {"type": section.type} if hasattr(section, "type") else {}
         sections[name] = kind | redact(section.model_dump(mode="json", exclude=skip, exclude_defaults=True))
+    _describe_data(sections["data"], config.data)
     objective = config.objective.model_dump(mode="json", exclude_defaults=True)
     if config.objective.type != "cross_entropy":
         objective["type"] = config.objective.type
@@ -46,6 +48,21 @@ def identity(config: RunConfig) -> dict[str, Any]:
     initial = {name: value for name, value in sources.items() if value}
     sizes = config.trainer.model_dump(mode="json", include={"seed", "train_batch_size"})
     return sections | minimized | order | initial | sizes
+
+
+def _describe_data(described: dict[str, Any], data: DataConfig) -> None:
+    """Complete the settings that differ from the defaults: with the kinds of formats, which are defaults of their own.
+
+    `reset_positions: false` was the default before there were formats.
+    """
+    of_sources = described.get("configs", {})
+    for name, source in (data.configs or {}).items():
+        if source.has_targets:
+            of_sources[name]["format"]["type"] = source.format.type
+    if data.has_targets:
+        described["format"]["type"] = data.format.type
+    if data.reset_positions is False and not any(source.has_targets for source in data.sources().values()):
+        described.pop("reset_positions", None)
 
 
 def run_identity(config: RunConfig, tokenizer: Mapping[str, Any], data_tokens: str) -> dict[str, Any]:

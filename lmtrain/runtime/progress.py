@@ -20,6 +20,7 @@ class Progress:
         self.label = label
         self.total = total
         self._start = start
+        self._done = start
         self._began = time.monotonic()
         self._last_line = 0.0
         self._bar: Any = None
@@ -45,14 +46,20 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, done: int, text: str, force: bool = False, seconds_left: float | None = None) -> None:
+    def update(
+        self, done: int, text: str, force: bool = False, seconds_left: float | None = None, total: int | None = None
+    ) -> None:
         """Show `done` of `total` and `text`. `force` prints the plain line regardless of the rate limit.
 
-        Without `seconds_left`, the remaining time is extrapolated from the average speed.
+        Without `seconds_left`, the remaining time is extrapolated from the average speed. A new `total` starts again
+        from 0.
         """
+        if total is not None and (total != self.total or done < self._done):
+            self.total, self._start, self._began = total, 0, time.monotonic()
+        self._done = done
         text = f"{text}{self._left(done, seconds_left)}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, text=text)
+            self._bar.update(self._task, completed=done, total=self.total, text=text)
             return
         self.say_rarely(text, force)
 

@@ -43,13 +43,13 @@ class Console:
         if self._view is not None and self._shown is not None:
             self._view.show(replace(self._shown, evaluated=evaluated))
 
-    def evaluating(self, done: int, total: int) -> None:
+    def evaluating(self, done: int, total: int, what: str) -> None:
         """Show the progress of an evaluation: in the live view, or as a line every few seconds."""
         if self._view is not None and self._shown is not None:
-            self._view.show(replace(self._shown, status=f"evaluating, {done:,} of {total:,} batches"))
+            self._view.show(replace(self._shown, status=f"evaluating, {done:,} of {total:,} {what}"))
         elif self._view is None:
             step = self._start if self._shown is None else self._shown.step
-            self._lines.say_rarely(f"{step}/{self._total}, evaluating, {done:,} of {total:,} batches")
+            self._lines.say_rarely(f"{step}/{self._total}, evaluating, {done:,} of {total:,} {what}")
 
     def show(self, shown: Shown) -> None:
         self._shown = shown

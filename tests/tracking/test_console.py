@@ -159,5 +159,5 @@ def test_a_terminal_without_cursor_movement_has_lines(on_terminal, name):
 
 def test_an_evaluation_before_the_first_step_of_a_resumed_run_names_its_step(capsys):
     with Console("a run", 30, 6, is_first=True) as console:
-        console.evaluating(1, 300)
+        console.evaluating(1, 300, "batches")
     assert "6/30, evaluating, 1 of 300 batches" in capsys.readouterr().err

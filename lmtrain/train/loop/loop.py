@@ -56,7 +56,7 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
     agreement = Agreement(processes, program.layout)
     console = Console(setup.reporting.title, last_step, done, processes.is_first, setup.reporting.trackers.losses)
     evaluations = Evaluations(
-        build_evaluators(trainer),
+        build_evaluators(trainer, program.config.eval_harness, program.config.eval_harness_steps),
         replace(setup.evaluation, check_stop=StopCheck(processes, stop), progress=console.evaluating),
     )
     reporter = Reporter(setup.reporting, program, agreement, evaluations, saver, console, done, status)

@@ -31,6 +31,7 @@ def open_evaluation(
             max_batches=config.trainer.max_eval_batches,
         ),
         seq_len=config.model.seq_len,
+        batch_size=program.batching.eval_batch,
         processes=processes,
         folder=folder,
         xla_options=program.xla_options,

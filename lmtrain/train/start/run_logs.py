@@ -7,6 +7,7 @@ from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.show import show
+from lmtrain.hf.chat_template import tokenizer_contents
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer
 from lmtrain.run.config import resolved
@@ -38,11 +39,10 @@ def keep_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
     source, folder = os.path.expanduser(tokenizer.path), os.path.join(run.logs, "tokenizer")
     with _naming_the_setting(run):
         os.makedirs(folder, exist_ok=True)
+        contents = tokenizer_contents(source)
         for name in reversed(TOKENIZER_FILES):  # tokenizer.json last: its presence means complete
-            path = os.path.join(source, name)
-            if os.path.isfile(path):
-                with open(path, "rb") as file:
-                    write_atomically(os.path.join(folder, name), file.read())
+            if name in contents:
+                write_atomically(os.path.join(folder, name), contents[name])
 
 
 def tokenizer_of(run: Run, identity: Mapping[str, Any]) -> Tokenizer:

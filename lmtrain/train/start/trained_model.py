@@ -20,6 +20,7 @@ from lmtrain.run.identity import identity
 from lmtrain.run.run import Run
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import join, list_names
+from lmtrain.train.start.hf_model import config_of
 from lmtrain.train.start.run_logs import tokenizer_of
 
 if TYPE_CHECKING:
@@ -127,6 +128,14 @@ def _other_runs(run: Run) -> list[_Other]:
 
 def _listed(others: list[_Other]) -> str:
     return ", ".join(f"{other.run} (step {other.step:,})" for other in others[:3])
+
+
+def from_hf_alone(ref: str) -> TrainedModel:
+    """The Hugging Face model `ref` with its own sizes and tokenizer. Raises `UserError` if it has no tokenizer."""
+    config = config_of(ref)
+    if "tokenizer" not in config.data.model_fields_set:
+        raise UserError(f"--hf {ref}: no tokenizer in this repository")
+    return from_hf(ref, config)
 
 
 def from_hf(ref: str, config: RunConfig) -> TrainedModel:

@@ -1,0 +1,1 @@
+"""Benchmarks by EleutherAI's lm-eval (the LM Evaluation Harness), on the model as it is trained."""
