@@ -116,9 +116,7 @@ def _with_errors(values: dict[str, Any]) -> EvalHarnessConfig:
         raise UserError(f"--{flag} {first['input']}: {first['msg']}") from None
 
 
-def _with_text(
-    trained: TrainedModel, harness: EvalHarnessConfig | None, stop: StopRequest, folder: str
-) -> "Findings":
+def _with_text(trained: TrainedModel, harness: EvalHarnessConfig | None, stop: StopRequest, folder: str) -> "Findings":
     """Findings of the evaluation that training does after its last step, with caches that are built if missing."""
     plans = plan_caches(trained.config.data, train=False)
     build = start_build(trained.config, plans, ALONE)

@@ -24,7 +24,9 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
     parser.add_argument(
-        "--chat_template", metavar="FILE", help="chat template of --chat: a Jinja file, or the name of a tokenizer's template"
+        "--chat_template",
+        metavar="FILE",
+        help="chat template of --chat: a Jinja file, or the name of a tokenizer's template",
     )
     add_run_flag(parser)
     add_checkpoint_flag(parser)

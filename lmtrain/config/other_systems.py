@@ -18,7 +18,6 @@ ADVICE = {
     "profiler_start_step": "set trainer.profiler: {start_step: 5, num_steps: 100}",
     "profiler_num_steps": "set trainer.profiler: {start_step: 5, num_steps: 100}",
     "quantization": "unsupported: set trainer.mp for bfloat16",
-    "eval_harness": "unsupported: evaluate an export with EleutherAI's lm-eval",
     "log_entropy": "unsupported",
     "original_max_position_embeddings": "set model.rope.original_seq_len",
     # nanoGPT

@@ -138,7 +138,7 @@ def make_batch(
 ) -> Batch:
     """Assemble a batch. `begins` bool [rows, L] is true at the first token of each document.
 
-    `restarts` bool [rows] tells in which rows positions restart there; None leaves positions out.
+    `restarts` bool [rows]: in which rows positions restart there; None leaves positions out.
     """
     batch = Batch(tokens=tokens, loss_mask=loss_mask)
     if with_segments:

@@ -116,8 +116,8 @@ def load_manifest(folder: str) -> Manifest | None:
     known = (TEXT_FORMAT, TARGETS_FORMAT)
     if value.get("format") not in known or value.get("block_tokens") != BLOCK_TOKENS:
         raise UserError(
-            f"{path}: unsupported format {value.get('format')}, expected {' or '.join(map(str, known))}: written by another version of "
-            "lmtrain; delete the folder to build the cache again"
+            f"{path}: unsupported format {value.get('format')}, expected {' or '.join(map(str, known))}: written by "
+            "another version of lmtrain; delete the folder to build the cache again"
         )
     return Manifest(
         split=value["split"],

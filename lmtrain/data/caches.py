@@ -13,9 +13,9 @@ from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TooLong
 from lmtrain.data.mirror import Mirror, warn_if_small
 from lmtrain.data.mixture import Mixture, Phase
+from lmtrain.data.packing import PackedWindows
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import TokenStore, check_file
-from lmtrain.data.packing import PackedWindows
 from lmtrain.data.windows import num_train_windows
 from lmtrain.runtime.storage import is_url
 

@@ -23,7 +23,7 @@ class ChatFormat(Section):
     chat_template: str | None = Field(
         None,
         min_length=1,
-        description="Chat template: a Jinja file, the name of one of the tokenizer's templates, or the template itself; "
+        description="Chat template: a Jinja file, the name of one of the tokenizer's templates, or its text; "
         "null: the tokenizer's own",
     )
     chat_template_kwargs: dict[str, Any] = Field(
@@ -48,6 +48,8 @@ class CompletionFormat(Section):
 
 
 FormatConfig = Annotated[
-    Annotated[TextFormat, Tag("text")] | Annotated[ChatFormat, Tag("chat")] | Annotated[CompletionFormat, Tag("completion")],
+    Annotated[TextFormat, Tag("text")]
+    | Annotated[ChatFormat, Tag("chat")]
+    | Annotated[CompletionFormat, Tag("completion")],
     by_type("format", "text", ["text", "chat", "completion"]),
 ]

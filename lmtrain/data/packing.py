@@ -74,14 +74,12 @@ class PackedWindows:
     def wait_for(self, number: int | None) -> int:
         """Wait until `number` windows are known, or all (None); return the number of known windows."""
         shards = self.store.shards
-        while (number is None or self.for_training() < number) and not self._is_complete:
+        while True:
+            was_complete = shards.complete  # before packing, since the last shard may be added in between
+            known = self.for_training()
+            if was_complete or (number is not None and known >= number):
+                return known
             shards.wait_for(None if number is None else int(shards.starts[self._shards]) + 1)
-        return self.for_training()
-
-    @property
-    def _is_complete(self) -> bool:
-        shards = self.store.shards
-        return shards.complete and self._shards == len(shards.infos)
 
     def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, first tokens of documents, and loss mask of windows; see `TextWindows.read`.

@@ -25,8 +25,9 @@ Piece = tuple[int, int, int, int, int]
 class TokenStore:
     """Tokens of one split, in source order across shards. `locate` returns the local file of a shard.
 
-    `too_long` is the setting of `ChatFormat`, None for text; others have shards of format 3. Not thread-safe: use one store per thread. Opening is cheap, since shards
-    are opened at their first read.
+    `too_long` is the setting of `ChatFormat`, None for text; others have shards of format 3.
+
+    Not thread-safe: use one store per thread. Opening is cheap, since shards are opened at their first read.
     """
 
     def __init__(

@@ -66,8 +66,8 @@ class Chat:
         room = self._seq_len - len(ids)
         if room < 1:
             raise UserError(
-                f"the conversation has {len(ids)} tokens, which fill the model's context of {self._seq_len}; start a new "
-                "one with /clear"
+                f"the conversation has {len(ids)} tokens, which fill the model's context of {self._seq_len}; start a "
+                "new one with /clear"
             )
         logits = self._read(ids)
         backend = self._tokenizer.parsing_backend
@@ -117,7 +117,9 @@ class Chat:
         """The EOS token, and the special token that the template writes after a reply."""
         ends = {self._tokenizer.eos_id} - {None}
         special = {
-            number for number, token in self._tokenizer.parsing_backend.get_added_tokens_decoder().items() if token.special
+            number
+            for number, token in self._tokenizer.parsing_backend.get_added_tokens_decoder().items()
+            if token.special
         }
         messages = [*self._first, {"role": "user", "content": _REPLY}]
         asked = self._encode(messages, add_generation_prompt=True)

@@ -120,5 +120,7 @@ class GreedyDecoder:
         return jax.tree.map(place, one, two)
 
     def _empty(self, rows: int, length: int) -> Any:
-        params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), nn.meta.unbox(abstract_params(self._model)))
+        params = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), nn.meta.unbox(abstract_params(self._model))
+        )
         return self._model.apply({"params": params}, rows, length, method="empty_cache")

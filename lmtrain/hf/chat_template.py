@@ -65,8 +65,9 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         values = {**dict(self.tokens), **(variables or {})}
+        render: Any = render_jinja_template  # its annotation is wrong
         try:
-            texts, marks = render_jinja_template(
+            texts, marks = render(
                 [list(messages)],
                 tools=None if not tools else list(tools),
                 chat_template=self.text,
@@ -124,8 +125,8 @@ def find_template(folder: str, wanted: str | None, setting: str) -> ChatTemplate
         if _DEFAULT not in own:
             others = f" (it has templates named {', '.join(sorted(own))})" if own else ""
             raise UserError(
-                f"{setting}: the tokenizer {folder} has no default chat template{others}; set it to a Jinja file, or add "
-                f"{TEMPLATE_FILE} to the tokenizer's folder"
+                f"{setting}: the tokenizer {folder} has no default chat template{others}; set it to a Jinja file, or "
+                f"add {TEMPLATE_FILE} to the tokenizer's folder"
             )
         return ChatTemplate(own[_DEFAULT], tokens)
     path = os.path.expanduser(wanted)
@@ -136,7 +137,9 @@ def find_template(folder: str, wanted: str | None, setting: str) -> ChatTemplate
     if "{{" in wanted or "{%" in wanted:
         return ChatTemplate(wanted, tokens)
     known = f"; the tokenizer's templates are {', '.join(sorted(own))}" if own else ""
-    raise UserError(f"{setting}: {wanted}: no such file, and the tokenizer {folder} has no template of this name{known}")
+    raise UserError(
+        f"{setting}: {wanted}: no such file, and the tokenizer {folder} has no template of this name{known}"
+    )
 
 
 def _special_tokens(folder: str) -> tuple[tuple[str, str], ...]:

@@ -20,9 +20,9 @@ import numpy as np
 from lmtrain import __version__
 from lmtrain.config.errors import UserError
 from lmtrain.config.remote import open_fs, told
+from lmtrain.hf.chat_template import tokenizer_contents
 from lmtrain.hf.key_map import Piece
 from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
-from lmtrain.hf.chat_template import tokenizer_contents
 from lmtrain.hf.tokenizer import SETTINGS_FILE, TOKENIZER_FILES, Tokenizer, to_json
 from lmtrain.runtime.storage import file_size, is_url, join, list_names, read_bytes, write_bytes, write_json
 

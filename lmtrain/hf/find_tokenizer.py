@@ -185,8 +185,13 @@ def _from_pair(folder: str) -> str:
         eos, bos = (token or _GPT2_END for token in named)
         known = {token for token in (eos, bos) if backend.token_to_id(token) is not None}
         backend.add_special_tokens(sorted(known))
-        eos, bos = (token if token in known else None for token in (eos, bos))
-        save_tokenizer(backend, into, eos=eos, bos=bos, templates=read_templates(folder))
+        save_tokenizer(
+            backend,
+            into,
+            eos=eos if eos in known else None,
+            bos=bos if bos in known else None,
+            templates=read_templates(folder),
+        )
 
     return _once(f"pair-{hashlib.sha256(b''.join(contents)).hexdigest()[:16]}", convert)
 

@@ -25,18 +25,16 @@ def score_targets(
     """
     chunks = Chunks.plan(hidden_BTD, head_VD, vocab_size)
 
-    def local(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> TargetScores:
-        def one(_: None, part: Any) -> tuple[None, TargetScores]:
+    def local(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def one(_: None, part: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
             rows, target = part
             logits = chunks.logits(rows, head)
             log_prob = chunks.chosen(logits, head, target) - chunks.log_sum(logits)
-            return None, TargetScores(log_prob, chunks.most_likely(logits, head) == target)
+            return None, (log_prob, chunks.most_likely(logits, head) == target)
 
-        scores = jax.lax.scan(one, None, (chunks.cut(hidden), chunks.cut(targets)))[1]
-        return TargetScores(*(chunks.join(part, targets) for part in scores))
+        log_prob, is_best = jax.lax.scan(one, None, (chunks.cut(hidden), chunks.cut(targets)))[1]
+        return chunks.join(log_prob, targets), chunks.join(is_best, targets)
 
     rows = chunks.of_rows
-    scored: TargetScores = per_device(local, (rows, chunks.of_head, rows), TargetScores(rows, rows))(
-        hidden_BTD, head_VD, targets_BT
-    )
-    return scored
+    scored = per_device(local, (rows, chunks.of_head, rows), (rows, rows))(hidden_BTD, head_VD, targets_BT)
+    return TargetScores(*scored)

@@ -29,7 +29,8 @@ def check_special_tokens(tokenizer: Tokenizer, settings: DocumentSettings) -> No
         return
     if kind == "completion" and tokenizer.eos_id is None:
         raise UserError(
-            f"tokenizer {tokenizer.path!r} has no eos_token in tokenizer_config.json, which ends completions; set it there"
+            f"tokenizer {tokenizer.path!r} has no eos_token in tokenizer_config.json, which ends completions; set it "
+            "there"
         )
     for name, wanted, number in (
         ("eos", settings.enforce_eos, tokenizer.eos_id),

@@ -91,7 +91,9 @@ def read_parquet(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
         columns = [column for column in field.columns if column in present]
         if field.columns[0] not in columns:
             names, setting = ", ".join(map(repr, present[:8])), "text_key" if field.instructions is None else "format"
-            raise UserError(f"{name}: no column {field.columns[0]!r} (it has {names}); set data.{setting} to the column")
+            raise UserError(
+                f"{name}: no column {field.columns[0]!r} (it has {names}); set data.{setting} to the column"
+            )
         batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, row in enumerate(rows, start=1):

@@ -81,8 +81,8 @@ class Conversations:
         before, after = render(number, True) if number else "", render(number + 1)
         if not after.startswith(before):
             raise _BadConversationError(
-                f"message {number + 1}: the chat template does not write it after the prompt for it; use a template with "
-                "{% generation %} marks"
+                f"message {number + 1}: the chat template does not write it after the prompt for it; use a template "
+                "with {% generation %} marks"
             )
         if not text.startswith(after):
             raise _BadConversationError(
@@ -156,7 +156,9 @@ def _without_nulls(message: Any, number: int) -> dict[str, Any]:
     kept = {name: value for name, value in message.items() if value is not None}
     if "role" not in kept:
         hint = "; rename 'from' to role and 'value' to content" if kept.keys() >= _OTHER_FORM else ""
-        raise _BadConversationError(f"message {number} has no role (it has {', '.join(map(repr, kept)) or 'nothing'}){hint}")
+        raise _BadConversationError(
+            f"message {number} has no role (it has {', '.join(map(repr, kept)) or 'nothing'}){hint}"
+        )
     if kept["role"] not in ROLES:
         raise _BadConversationError(f"message {number}: unknown role {kept['role']!r}; known are {', '.join(ROLES)}")
     if kept.get("content") in (None, "", []) and not kept.get("tool_calls"):

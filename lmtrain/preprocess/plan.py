@@ -9,8 +9,8 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.remote import told
 from lmtrain.data.cache_manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
 from lmtrain.data.config import DataConfig
-from lmtrain.data.shards import Shards
 from lmtrain.data.formats import ChatFormat, CompletionFormat, TextFormat, TooLong
+from lmtrain.data.shards import Shards
 from lmtrain.hf.chat_template import ChatTemplate, find_template
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, find_tokenizer, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from lmtrain.config.errors import UserError
 
 
-
 @dataclass(frozen=True)
 class Instruction:
     """A conversation or a completion as text. `targets` are the parts that the model learns to write, as [start, end)

@@ -38,7 +38,9 @@ def tokenize_instructions(
         ids.append(np.array([*before, *encoding.ids, *after], token_dtype(tokenizer.vocab_size)))
         inside = _overlaps(np.array(encoding.offsets, np.int64).reshape(-1, 2), document.targets)
         targets.append(np.concatenate([np.zeros(len(before), bool), inside, np.ones(len(after), bool)]))
-    special = [token.content for token in tokenizer.parsing_backend.get_added_tokens_decoder().values() if token.special]
+    special = [
+        token.content for token in tokenizer.parsing_backend.get_added_tokens_decoder().values() if token.special
+    ]
     return InstructionTokens(
         np.concatenate(ids),
         np.array([len(part) for part in ids], np.int64),

@@ -17,9 +17,9 @@ from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.document_settings import DocumentSettings, token_dtype
 from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.instructions import instruction_reader
 from lmtrain.preprocess.long_documents import can_split, split_document
 from lmtrain.preprocess.sources import AnySource
-from lmtrain.preprocess.instructions import instruction_reader
 from lmtrain.preprocess.text import Instruction, Text
 from lmtrain.preprocess.tokenize import tokenize_batch
 from lmtrain.preprocess.tokenize_instructions import tokenize_instructions
@@ -108,13 +108,13 @@ def _warnings(job: ShardJob, documents: int, spelled: int, without: int) -> list
     found = []
     if spelled:
         found.append(
-            f"{job.source.label}: the contents of {spelled:,} of {documents:,} documents spell special tokens, which are "
-            "encoded as such, as in transformers"
+            f"{job.source.label}: the contents of {spelled:,} of {documents:,} documents spell special tokens, which "
+            "are encoded as such, as in transformers"
         )
     if without:
         found.append(
-            f"{job.source.label}: {without:,} of {documents:,} documents have no target token, such as no message of the "
-            "assistant; they are read without a loss"
+            f"{job.source.label}: {without:,} of {documents:,} documents have no target token, such as no message of "
+            "the assistant; they are read without a loss"
         )
     return found
 

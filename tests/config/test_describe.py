@@ -24,7 +24,7 @@ def leaves(model, at=""):
         text = str(field.annotation)
         below = (
             "[]"
-            if "list[lmtrain" in text or "list[typing.Annotated" in text
+            if "list[lmtrain" in text or "list[str | lmtrain" in text or "list[typing.Annotated" in text
             else ".<name>"
             if text.startswith(("dict[", "typing.Optional[dict[")) and "lmtrain" in text
             else ""
@@ -42,6 +42,8 @@ def test_every_setting_is_described():
     assert expected <= described
     assert set(described - expected) == {
         "data.configs",
+        "eval_harness",
+        "eval_harness.task_spec",
         "trainer.tracker",
         "trainer.tracker[].type",  # import path of a custom tracker
         "trainer.profiler",

@@ -76,6 +76,8 @@ def test_settings_have_descriptions_and_defaults():
 # all sections that are a map, not a list or map of sections
 SECTIONS = [
     "data",
+    "data.format",
+    "eval_harness",
     "model",
     "trainer",
     "objective",

@@ -169,6 +169,8 @@ def test_a_mixture_reads_each_example_from_its_source(store):
 class _Reversed:
     """A store with the same tokens in reverse order."""
 
+    has_targets = False
+
     def __init__(self, store):
         self.shards = store.shards
         self._all = store.read(np.array([0]), store.shards.tokens)[0][0][::-1]

@@ -10,7 +10,9 @@ from lmtrain.data import windows
 from lmtrain.data.cache_manifest import ShardInfo
 from lmtrain.data.permutation import permute
 from lmtrain.data.shards import Shards
+from lmtrain.data.token_store import TokenStore
 from lmtrain.data.windows import (
+    TextWindows,
     WindowOrder,
     num_eval_windows,
     num_train_windows,
@@ -87,6 +89,11 @@ def test_orders_requested_in_parts_equal_one_request(shuffle, monkeypatch):
             np.testing.assert_array_equal(order(examples, count), train_windows(examples, count, shuffle, 3))
 
 
+def of(shards):
+    """Windows of 10 tokens of a store that is never read."""
+    return TextWindows(TokenStore("text", shards, "<u2", lambda info: info.file), 10)
+
+
 @pytest.mark.parametrize("shuffle", [False, 4])
 def test_the_order_while_the_cache_grows_is_that_of_the_finished_cache(shuffle):
     """Windows of 10 tokens; the cache ends at 95 tokens, and grows by 5."""
@@ -96,13 +103,13 @@ def test_the_order_while_the_cache_grows_is_that_of_the_finished_cache(shuffle):
     with ThreadPoolExecutor(1) as pool:
         for first in range(0, 30, 2):  # into the fourth epoch
             examples = np.array([first, first + 1])
-            asked = pool.submit(wait_for_windows, growing, examples, 10, shuffle)
+            asked = pool.submit(wait_for_windows, of(growing), examples, shuffle)
             while not asked.done() and not growing.complete:
                 growing.add(ShardInfo("f", {}, 1, "", 5, 1))
                 time.sleep(0.002)
                 if growing.tokens == 95:
                     growing.finish()
-            now, then = asked.result(10), wait_for_windows(finished, examples, 10, shuffle)
+            now, then = asked.result(10), wait_for_windows(of(finished), examples, shuffle)
             expected = train_windows(examples, then, shuffle, 1)
             np.testing.assert_array_equal(train_windows(examples, now, shuffle, 1), expected)
             if first == 0:
@@ -113,7 +120,7 @@ def test_a_full_shuffle_waits_for_everything():
     growing = Shards()
     growing.add(ShardInfo("f", {}, 1, "", 95, 1))
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(wait_for_windows, growing, np.array([0]), 10, True)
+        asked = pool.submit(wait_for_windows, of(growing), np.array([0]), True)
         time.sleep(0.05)
         assert not asked.done()
         growing.finish()

@@ -64,6 +64,7 @@ def undisturbed(tmp_path):
     return losses(tmp_path / "alone", "alone")
 
 
+@pytest.mark.long
 def test_preempted_twice_it_finishes_the_same_run_and_loses_no_work(undisturbed, tmp_path):
     desk = Desk(tmp_path / "desk")
     # the result of tools/install.sh: lmtrain in ~/lmtrain/.venv/bin

@@ -77,7 +77,8 @@ def test_no_step_starts_after_a_signal_during_evaluation(folder):
     assert saved_step(folder, "evaluating", [process]) == 3
 
 
-@pytest.mark.parametrize(("seconds", "last"), [(LONG, 4), pytest.param(SHORT, 6, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("seconds", "last"), [(LONG, 4), (SHORT, 6)])
 def test_several_processes_stop_together_after_one_more_long_step(folder, seconds, last):
     """One process gets the signal before or during step 4, and informs the other in the next step: 4 or 5."""
     run, port = f"two-{last}", free_port()

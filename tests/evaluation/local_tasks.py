@@ -6,7 +6,8 @@ from pathlib import Path
 
 import yaml
 
-WORDS = "the a quiet small robot café counts sees stars rain and then nothing happens today or not".split()
+WORDS = ["the", "a", "quiet", "small", "robot", "café", "counts", "sees", "stars", "rain", "and", "then", "nothing"]
+WORDS += ["happens", "today", "or", "not"]
 
 
 def write_tasks(folder: Path, seq_len: int = 64) -> list[str]:

@@ -41,7 +41,7 @@ def gpt2():
 
 def harness(folder, *tasks, **settings):
     names = write_tasks(folder, 128)
-    return EvalHarnessConfig(task_spec=list(tasks) or names, include_path=str(folder), **settings)
+    return EvalHarnessConfig(**{"task_spec": list(tasks) or names, "include_path": str(folder)} | settings)
 
 
 def test_lengths_are_few_and_at_least_half_used():
@@ -151,8 +151,7 @@ def test_the_number_of_examples_in_a_prompt_is_that_of_the_task_then_of_the_run(
 )
 def test_settings_that_do_not_fit_are_refused_before_the_first_step(gpt2, tmp_path, settings, words):
     context, _ = gpt2
-    config = harness(tmp_path, **settings) if "task_spec" not in settings else harness(tmp_path, *settings["task_spec"])
-    config = config.model_copy(update=settings)
+    config = harness(tmp_path, **settings)
     with pytest.raises(UserError) as caught:
         Evaluations([Benchmarks(config, 10)], context)
     for word in words:

@@ -201,6 +201,7 @@ def full_at_step_ten(process: Forked, folder: Path, space: Space) -> None:
         assert LAST not in complete_steps(folder), "the run finished before the disk was full"
 
 
+@pytest.mark.long
 def test_a_full_disk_costs_later_checkpoints_only_and_the_resumed_run_ends_with_the_same_bytes(
     folder, space, undisturbed
 ):

@@ -88,7 +88,7 @@ def finish(config, folder, undisturbed):
     return done.stderr
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.long)])
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(config, undisturbed, tmp_path, kills):
     """Kills at random moments of the time that a complete run takes here. A run that was faster is repeated."""
     started = time.monotonic()

@@ -43,7 +43,9 @@ def run(small: Variant, hidden, **changes):
     return found, gradients
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "llama-grouped", "mpt", "backpack", *LONG])
+@pytest.mark.parametrize(
+    "variant", ["gpt2", "llama-grouped", "mpt", pytest.param("backpack", marks=pytest.mark.long), *LONG]
+)
 def test_packed_documents_and_their_gradients_equal_separate_ones(variant):
     small = make(variant)
     expected = run(small, one_by_one)

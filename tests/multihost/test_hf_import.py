@@ -95,7 +95,8 @@ def test_each_process_reads_its_share_and_all_hold_the_same_model(source, url, p
         assert together[name] == pytest.approx(value, rel=1e-6), name
 
 
-@pytest.mark.parametrize("differs", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("differs", [False, True])
 def test_a_tied_head_stored_in_the_file_is_compared_in_shares(tmp_path, differs):
     """All processes end with the error if it differs anywhere."""
     model = MODEL | {"tie_word_embeddings": True}

@@ -81,12 +81,13 @@ def test_four_processes_are_bitwise_identical_to_two(folder, two):
         np.testing.assert_array_equal(params[name], two[1][name], err_msg=name)
 
 
+@pytest.mark.long  # the short form: a user error in one process
 # A dead process closes its connections; one that hangs is detected by its missing heartbeat.
 @pytest.mark.parametrize(
     ("fault", "victim", "codes", "seconds"),
     [
         (signal.SIGKILL, 1, [1, 134, -6], 120),
-        pytest.param(signal.SIGSTOP, 0, [1, 134, -6], 120, marks=pytest.mark.long),
+        (signal.SIGSTOP, 0, [1, 134, -6], 120),
     ],
 )
 def test_when_one_process_dies_or_hangs_the_other_ends_with_an_error(folder, fault, victim, codes, seconds):

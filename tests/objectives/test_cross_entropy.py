@@ -91,6 +91,7 @@ def test_a_batch_with_all_weights_zero_has_loss_and_gradients_of_zero(name):
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.long
 def test_the_hessian_is_that_of_the_objective():
     """Hutchinson's estimate with the same draws: weights of one half equal half of the rows, repeated twice."""
     key = jax.random.key(3)

@@ -195,6 +195,7 @@ def test_after_a_timeout_of_the_compiler_the_estimate_is_printed(plan):
     assert "training step as compiled" not in done.stdout
 
 
+@pytest.mark.long
 def test_measure_runs_candidates_on_this_machine(plan):
     done = plan("--measure", "--minutes", "0.02", "--model.num_layers", "1", "--trainer.train_batch_size", "4")
     assert done.returncode == 0, done.stderr

@@ -77,7 +77,8 @@ def test_loss_on_the_last_message_and_on_all(folder):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_an_error_that_names_the_turn(tmp_path):
-    thinking = PLAIN.replace("message.content", "(message.content if loop.last else message.content.split(' ')[-1])")
+    earlier = "(message.content.split(' ')[-1] if message.role == 'assistant' and not loop.last else message.content)"
+    thinking = PLAIN.replace("message.content", earlier)
     folder = str(write_chat_tokenizer(tmp_path, thinking))
     with pytest.raises(UserError) as caught:
         tokens_and_targets(folder, CONVERSATION)
@@ -97,7 +98,9 @@ def test_marks_that_mark_nothing_count_as_no_marks(tmp_path):
 def test_tools_and_variables_reach_the_template(tmp_path):
     more = "{{ tools[0].name if tools }}{{ style }}{{ depth }}" + PLAIN
     folder = str(write_chat_tokenizer(tmp_path, more))
-    reader = Conversations(find_template(folder, None, "chat_template"), "turns", "assistant", {"style": "S", "depth": "D"})
+    reader = Conversations(
+        find_template(folder, None, "chat_template"), "turns", "assistant", {"style": "S", "depth": "D"}
+    )
     record = {"turns": CONVERSATION, "tools": json.dumps([{"name": "T"}]), "chat_template_kwargs": {"depth": "E"}}
     assert reader.read(record, "here").text.startswith("TSE")
     assert reader.read({"turns": CONVERSATION}, "here").text.startswith("SD")
@@ -224,7 +227,7 @@ def test_a_template_may_be_a_named_one_a_file_or_a_text(tmp_path, monkeypatch, w
     (folder / "additional_chat_templates" / "short.jinja").write_text(text)
     (tmp_path / "template.jinja").write_text(text)
     assert find_template(str(folder), wanted, "x").render(CONVERSATION).text == "Be brief."
-    with pytest.raises(UserError, match="x: other: .*short"):
+    with pytest.raises(UserError, match=r"x: other: .*short"):
         find_template(str(folder), "other", "x")
 
 

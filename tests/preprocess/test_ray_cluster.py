@@ -75,6 +75,7 @@ def test_the_address_may_come_from_the_environment(config, lmtrain, address, tmp
     assert f"on the Ray cluster at {address}" in done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_a_bad_line_is_the_same_error_as_in_a_local_build(config, lmtrain, texts, address, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{broken\n')
     done = lmtrain("preprocess", config, "--address", address, "--data.train_urls", f'["{tmp_path}/bad.jsonl"]')
@@ -84,6 +85,7 @@ def test_a_bad_line_is_the_same_error_as_in_a_local_build(config, lmtrain, texts
     assert os.listdir(tmp_path / "cache" / "train") == []
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_restarted(config, undisturbed, address, tmp_path):
     command = [sys.executable, "-m", "lmtrain", "preprocess", str(config), "--address", address]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)

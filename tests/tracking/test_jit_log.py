@@ -403,7 +403,9 @@ class Stepped:
     compiled: int
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
+)
 def stepped(request):
     """A step of a model and an optimizer that log: its program as text, and the metrics of three steps."""
     with pytest.MonkeyPatch.context() as patch:

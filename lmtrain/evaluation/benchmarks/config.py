@@ -31,7 +31,10 @@ class EvalHarnessConfig(Section):
     """Benchmarks by EleutherAI's lm-eval; needs the extra `eval`."""
 
     task_spec: list[str | BenchmarkTask] = Field(
-        min_length=1, description="Tasks: names of tasks, groups and tags of lm-eval, paths of YAML files, or sections"
+        [],
+        min_length=1,
+        validate_default=True,
+        description="Tasks: names of tasks, groups and tags of lm-eval, paths of YAML files, or sections",
     )
     max_examples: int | None = Field(None, ge=1, description="Maximum number of examples of each task; null: all")
     num_fewshot: int | None = Field(

@@ -35,11 +35,11 @@ class _Prompt(NamedTuple):
     until: tuple[str, ...]
 
 
-class HarnessModel(TemplateLM):
+class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """Answers lm-eval's requests with the parameters `params`, which the owner sets.
 
     Every process gets the same requests and all results, so lm-eval sees one process of one. `tokenizer` is the one of
-    transformers. `answered(kind, done, total)` is told about progress.
+    transformers. `answered(kind, done, total)` is called with the progress.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id  # type: ignore[no-any-return]
+        number: int = self.tokenizer.eos_token_id
+        return number
 
     @property
     def prefix_token_id(self) -> int:
@@ -98,7 +99,7 @@ class HarnessModel(TemplateLM):
                 "their start"
             )
         answers = self._scorer.score(self.params, questions, self._counter("likelihoods", len(questions)))
-        return [tuple(answer) for answer in answers]
+        return [(answer.log_likelihood, answer.is_greedy) for answer in answers]
 
     def _question(self, context: list[int], continuation: list[int]) -> Question:
         if not continuation:
@@ -169,9 +170,7 @@ class HarnessModel(TemplateLM):
             return row >= len(prompts) or self.eot_token_id in new or any(stop in self._text(new) for stop in until)
 
         found = self._decoder(self.params, ids, most_new, length, is_complete, self._context.check_stop)
-        return [
-            postprocess_generated_text(self._text(new), list(until), None) for new in found[: len(prompts)]
-        ]
+        return [postprocess_generated_text(self._text(new), list(until), None) for new in found[: len(prompts)]]
 
     def _text(self, ids: list[int]) -> str:
         end = ids.index(self.eot_token_id) if self.eot_token_id in ids else len(ids)
@@ -207,14 +206,14 @@ def generation_limits(task: str, settings: dict[str, Any], max_length: int) -> t
     most_new, until = kept.pop("max_gen_toks"), handle_stop_sequences(kept.pop("until", None), eos=None)
     if kept.pop("do_sample", False):
         raise UserError(
-            f"eval_harness: the task {task} samples (temperature {kept.get('temperature')}), but only greedy decoding is "
-            "supported; remove the task"
+            f"eval_harness: the task {task} samples (temperature {kept.get('temperature')}), but only greedy decoding "
+            "is supported; remove the task"
         )
     if others := sorted(set(kept) - _WITHOUT_EFFECT):
         raise UserError(f"eval_harness: the task {task} sets generation_kwargs {', '.join(others)}: not supported")
     if most_new >= max_length:
         raise UserError(
-            f"eval_harness: the task {task} generates up to {most_new} tokens (max_gen_toks), which leaves no room for a "
-            f"prompt in {max_length} tokens; remove the task, or use a model with a longer seq_len"
+            f"eval_harness: the task {task} generates up to {most_new} tokens (max_gen_toks), which leaves no room for "
+            f"a prompt in {max_length} tokens; remove the task, or use a model with a longer seq_len"
         )
     return most_new, tuple(until)

@@ -9,8 +9,8 @@ import numpy as np
 from lmtrain.evaluation.benchmarks.score_step import build_score_step
 from lmtrain.evaluation.interface import Context
 from lmtrain.evaluation.read_ahead import read_ahead
-from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.sharding.mesh import platform_of
+from lmtrain.sharding.placement import local_rows, place_batch
 
 # The shortest sequences of a batch: kernels of accelerators need multiples of 128.
 _SHORTEST = {"cpu": 32, "gpu": 128, "tpu": 128}
@@ -57,7 +57,7 @@ class Scorer:
     def score(
         self, params: Any, questions: Sequence[Question], advance: Callable[[int], None] = lambda answered: None
     ) -> list[Answer]:
-        """The answers in the order of the questions. `advance` is told how many more questions each batch answers."""
+        """The answers in the order of the questions; `advance` is called with the number of those of each batch."""
         answers = [Answer(0.0, True)] * len(questions)
         batches = list(self._batches(questions))
         counts = iter([sum(len(row.questions) for row in rows) for rows, _, _ in batches])

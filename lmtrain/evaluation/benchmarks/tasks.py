@@ -10,8 +10,8 @@ from typing import Any
 
 import lm_eval.api.task
 import lm_eval.tasks
+import yaml
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.manager import TaskDict
 
 from lmtrain.config.errors import UserError
@@ -22,6 +22,13 @@ from lmtrain.hf.hub import prepare_hub
 # The seed of lm-eval's command for the choice of examples.
 _FEWSHOT_SEED = 1234
 _INSTALLED = Path(lm_eval.tasks.__file__).parent
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads tasks without their functions."""
+
+
+_Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 
 def load_tasks(config: EvalHarnessConfig) -> tuple[TaskDict, dict[str, str]]:
@@ -83,7 +90,9 @@ def _names(manager: TaskManager, name: str) -> list[str]:
         return [path]
     found: list[str] = manager.match_tasks([name]) if "*" in name else []
     if not found:
-        near = suggest_name(name, manager.all_tasks) or next(iter(difflib.get_close_matches(name, manager.all_tasks, 1)), None)
+        near = suggest_name(name, manager.all_tasks) or next(
+            iter(difflib.get_close_matches(name, manager.all_tasks, 1)), None
+        )
         hint = f"did you mean {near}? " if near else ""
         raise UserError(
             f"eval_harness.task_spec: lm-eval has no task {name!r}; {hint}a task of your own needs include_path, the "
@@ -109,7 +118,9 @@ def _load(manager: TaskManager, name: str, spec: BenchmarkTask, config: EvalHarn
     except (ValueError, KeyError, TypeError, ImportError, AttributeError, OSError) as error:
         raise UserError(f"eval_harness.task_spec: {name} cannot be loaded: {type(error).__name__}: {error}") from None
     if spec.task_alias is not None and len(found["tasks"]) != 1:
-        raise UserError(f"eval_harness.task_spec: task_alias of {name}, which has {len(found['tasks'])} tasks; remove it")
+        raise UserError(
+            f"eval_harness.task_spec: task_alias of {name}, which has {len(found['tasks'])} tasks; remove it"
+        )
     for task in found["tasks"].values():
         shots = config.num_fewshot if spec.num_fewshot is None else spec.num_fewshot
         own = task.get_config("num_fewshot")
@@ -133,8 +144,8 @@ def _refuse_code(manager: TaskManager, name: str) -> None:
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if "!function" in line or line.startswith(("class:", "class :")):
                 raise UserError(
-                    f"{path}:{number}: the task {name} runs Python code ({line.strip()}); add --confirm_run_unsafe_code "
-                    "(eval_harness.confirm_run_unsafe_code: true) if you trust it"
+                    f"{path}:{number}: the task {name} runs Python code ({line.strip()}); add "
+                    "--confirm_run_unsafe_code (eval_harness.confirm_run_unsafe_code: true) if you trust it"
                 )
 
 
@@ -157,5 +168,5 @@ def _files(manager: TaskManager, name: str, seen: set[str]) -> Iterator[Path]:
         if not path.is_file():
             continue
         yield path
-        included = load_yaml(path, resolve_func=False, recursive=False).get("include", [])
+        included = yaml.load(path.read_text(), Loader=_Loader).get("include", [])
         waiting += [path.parent / file for file in ([included] if isinstance(included, str) else included)]

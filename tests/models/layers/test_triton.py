@@ -111,6 +111,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 @pytest.mark.multi_device
 def test_on_a_mesh_each_device_has_its_own_sequences_and_heads():
     flags = "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
