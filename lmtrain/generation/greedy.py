@@ -44,33 +44,33 @@ class GreedyDecoder:
         """The most likely tokens after each prompt, at most `most_new`.
 
         The number of prompts is a multiple of the layout's batch shards; prompts have at least one token, and fit into
-        `cache_length` positions with the new tokens. Prompts of similar lengths are decoded fastest.
+        `cache_length` positions with the new tokens.
         `is_complete(row, new tokens)` is asked after every few tokens whether a row needs no more; more may come back.
         `between` is called after every few tokens, equally often in all processes.
         """
         rows, lengths = len(prompts), np.array([len(prompt) for prompt in prompts], np.int32)
         empty, read, write = self._programs(rows, cache_length)
-        given = np.zeros((rows, cache_length + _NEW_CHUNK + 1), np.int32)
+        chunk = min(_PROMPT_CHUNK, cache_length)
+        given = np.zeros((rows, cache_length), np.int32)
         for row, prompt in enumerate(prompts):
             given[row, : len(prompt)] = prompt
         cache = empty(params)
-        at = 0  # position of the next token to read; those before it are in the cache
-        while at + _PROMPT_CHUNK < lengths.min():
-            cache = read(params, cache, given[:, at : at + _PROMPT_CHUNK], np.int32(at))
-            at += _PROMPT_CHUNK
-        first, columns, token = at, [], given[:, at]
+        # what comes after a prompt is overwritten before any query sees it
+        for at in range(0, int(lengths.max()) - 1, chunk):
+            at = min(at, cache_length - chunk)
+            cache = read(params, cache, given[:, at : at + chunk], np.int32(at))
+        token, places, columns = given[np.arange(rows), lengths - 1], lengths - 1, []
         new: list[list[int]] = [[] for _ in range(rows)]
         left = set(range(rows))
         while left:
-            following = given[:, at + 1 : at + 1 + _NEW_CHUNK]
-            tokens, cache = write(params, cache, token, following, lengths, np.int32(at))
+            tokens, cache = write(params, cache, token, places)
             columns.append(np.asarray(tokens))
-            token, at = columns[-1][:, -1], at + _NEW_CHUNK
+            token, places = columns[-1][:, -1], places + _NEW_CHUNK
             between()
             written = np.concatenate(columns, axis=1)
             for row in sorted(left):
-                new[row] = written[row, lengths[row] - 1 - first :][:most_new].tolist()
-                if len(new[row]) == most_new or (new[row] and is_complete(row, new[row])):
+                new[row] = written[row, :most_new].tolist()
+                if len(new[row]) == most_new or is_complete(row, new[row]):
                     left.remove(row)
         return new
 
@@ -89,14 +89,11 @@ class GreedyDecoder:
         def read(params: Any, cache: Any, tokens: jax.Array, start: jax.Array) -> Any:
             return apply(params, tokens, cache, start, method="extend")[1]
 
-        def write(
-            params: Any, cache: Any, token: jax.Array, following: jax.Array, lengths: jax.Array, start: jax.Array
-        ) -> Any:
+        def write(params: Any, cache: Any, token: jax.Array, places: jax.Array) -> Any:
             def one(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:
                 token, cache = carry
-                logits, cache = apply(params, token[:, None], cache, start + index, method="extend")
-                best = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
-                token = jnp.where(start + index + 1 < lengths, following[:, index], best)
+                logits, cache = apply(params, token[:, None], cache, places + index, method="extend")
+                token = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
                 return (token, cache), token
 
             (_, cache), tokens = jax.lax.scan(one, (token, cache), jnp.arange(_NEW_CHUNK))

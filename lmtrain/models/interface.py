@@ -9,7 +9,7 @@ from flax import struct
 
 
 class KvCache(struct.PyTreeNode):
-    """Keys and values of the positions so far, each [N, B, H, T, C] for the model and [B, H, T, C] for one block."""
+    """Keys and values of the positions so far, each [N, B, H, T, C] for a stack of blocks, or [B, H, T, C]."""
 
     k: jax.Array
     v: jax.Array
@@ -19,12 +19,36 @@ class KvCache(struct.PyTreeNode):
         shape = (layers, batch, heads, length, head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def write(self, k_BHSC: jax.Array, v_BHSC: jax.Array, start: jax.Array) -> "KvCache":
-        """One block's cache with the new positions `start, start + 1, ...` filled in."""
-        at = (0, 0, start, 0)
+    def write(
+        self, k_BHSC: jax.Array, v_BHSC: jax.Array, start: jax.Array, layer: jax.Array | None = None
+    ) -> "KvCache":
+        """The cache with the new positions `start, start + 1, ...` filled in, of one `layer` of a stack.
+
+        `start` is a scalar, or [B] for sequences of different lengths.
+        """
+        if jnp.ndim(start):
+            return self._write_each(k_BHSC, v_BHSC, start, layer)
+        at: tuple[jax.Array | int, ...] = (0, 0, start, 0)
+        if layer is not None:
+            at, k_BHSC, v_BHSC = (layer, *at), k_BHSC[None], v_BHSC[None]
         return KvCache(
             jax.lax.dynamic_update_slice(self.k, k_BHSC, at), jax.lax.dynamic_update_slice(self.v, v_BHSC, at)
         )
+
+    def _write_each(
+        self, k_BHSC: jax.Array, v_BHSC: jax.Array, start_B: jax.Array, layer: jax.Array | None
+    ) -> "KvCache":
+        """`write` with another start for each sequence."""
+        rows = jnp.arange(len(start_B))[:, None]
+        places = start_B[:, None] + jnp.arange(k_BHSC.shape[2])
+        at = (rows, slice(None), places) if layer is None else (layer, rows, slice(None), places)
+        k, v = (new.transpose(0, 2, 1, 3) for new in (k_BHSC, v_BHSC))
+        return KvCache(self.k.at[at].set(k), self.v.at[at].set(v))
+
+    def of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of one layer of a stack, [B, H, T, C] each."""
+        k, v = (jax.lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in (self.k, self.v))
+        return k, v
 
 
 class Documents(NamedTuple):
@@ -78,7 +102,10 @@ class LanguageModel(Protocol):
         """A cache for `length` positions, in the type of the parameters: a tree of arrays, specific to the family."""
 
     def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array) -> tuple[jax.Array, Any]:
-        """Float32 logits [B, S, V] of new tokens at positions `start, start + 1, ...`, and the updated cache."""
+        """Float32 logits [B, S, V] of new tokens at positions `start, start + 1, ...`, and the updated cache.
+
+        `start` is a scalar, or [B] for sequences of different lengths.
+        """
 
 
 def hidden_and_head(

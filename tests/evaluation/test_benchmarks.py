@@ -45,8 +45,8 @@ def harness(folder, *tasks, **settings):
 
 
 def test_lengths_are_few_and_at_least_half_used():
-    assert lengths(2048, 128) == [128, 256, 512, 1024, 2048]
-    assert lengths(1000, 128) == [128, 256, 512, 1000]
+    assert lengths(2048, 128) == [128, 256, 384, 512, 768, 1024, 1536, 2048]
+    assert lengths(1000, 128) == [128, 256, 384, 512, 768, 1000]
     assert lengths(24, 32) == [24]
     assert lengths(40, 32) == [32, 40]
 

@@ -208,7 +208,7 @@ class Block(nn.Module):
             self.sow(METRICS, "sown", x.max())
         return x + self.param("w", nn.initializers.ones, ()), None
 
-    def extend(self, x, layer, cache, start):
+    def extend(self, state, layer, start):
         raise NotImplementedError
 
 

@@ -95,10 +95,8 @@ class Scorer:
         """As many tokens as a batch of evaluation has, but not many more rows than are wanted."""
         shards = self._context.layout.num_batch_shards
         most = self._context.batch_size * max(1, self._context.seq_len // length)
-        fewest = shards
-        while fewest < min(wanted, most):
-            fewest *= 2
-        return min(fewest, most)
+        sizes = (size * shards for power in range(64) for size in sorted({2**power, 3 * 2**power // 2}))
+        return min(next(size for size in sizes if size >= wanted), most)
 
     def _place(self, rows: list[_Row], length: int, size: int) -> Any:
         slots = max(len(row.targets) for row in rows)
@@ -118,14 +116,14 @@ class Scorer:
 
 
 def lengths(longest: int, shortest: int) -> list[int]:
-    """The sizes that sequences are rounded up to, ascending: `longest`, its half, and so on, down to `shortest`."""
-    sizes = [longest]
-    while sizes[-1] > shortest:
-        half = -(-sizes[-1] // 2 // shortest) * shortest
-        if half == sizes[-1]:
-            break
-        sizes.append(half)
-    return sizes[::-1]
+    """The sizes that sequences are rounded up to, ascending: `shortest` times 1, 2, 3, 4, 6, 8, 12, ..., and `longest`.
+
+    Less than half of a sequence is padding, or it has the shortest size.
+    """
+    sizes = {longest}
+    for power in range(longest.bit_length()):
+        sizes |= {size for size in (shortest * 2**power, shortest * 3 * 2**power) if size < longest}
+    return sorted(sizes)
 
 
 def _rows(questions: Sequence[Question]) -> list[_Row]:

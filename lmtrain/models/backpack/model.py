@@ -152,7 +152,7 @@ class BackpackLM(nn.Module):
     def extend(self, tokens_BS: jax.Array, cache: BackpackCache, start: jax.Array) -> tuple[jax.Array, BackpackCache]:
         embedded = self.tokens(tokens_BS)
         x = self.positions.add_from(embedded, start)
-        x, trunk = self.blocks.extend(x, jnp.arange(self.config.num_layers), cache.trunk, start)
+        (x, trunk), _ = self.blocks.extend((x, cache.trunk), jnp.arange(self.config.num_layers), start)
         q, k = self._queries_and_keys(self.norm_final(x))
         senses = cache.senses.write(k, self._sense_vectors(embedded, deterministic=True), start)
         mixed = attend(q, senses.k, senses.v, self.config.sense_width**-0.5, start)

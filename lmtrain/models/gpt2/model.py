@@ -64,8 +64,8 @@ class Gpt2Attention(nn.Module):
     def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""
         q, k, v = self._project(x)
-        cache = cache.write(k, v, start)
-        mixed = attend(q, cache.k, cache.v, self._scale(layer), first_query=start, upcast=self.config.upcast_attn)
+        cache = cache.write(k, v, start, layer)
+        mixed = attend(q, *cache.of_layer(layer), self._scale(layer), first_query=start, upcast=self.config.upcast_attn)
         return self._merge(mixed), cache
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -123,10 +123,13 @@ class Gpt2Block(nn.Module):
         x = x + self.drop(self.mlp(self.norm_mlp(x)), deterministic=deterministic)
         return constrain(x, "act_batch", "act_stream", "act_embed"), None
 
-    def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+    def extend(
+        self, state: tuple[jax.Array, KvCache], layer: jax.Array, start: jax.Array
+    ) -> tuple[tuple[jax.Array, KvCache], None]:
+        x, cache = state
         mixed, cache = self.attn.extend(self.norm_attn(x), layer, cache, start)
         x = x + mixed
-        return x + self.mlp(self.norm_mlp(x)), cache
+        return (x + self.mlp(self.norm_mlp(x)), cache), None
 
 
 class Gpt2LM(nn.Module):
@@ -179,5 +182,5 @@ class Gpt2LM(nn.Module):
 
     def extend(self, tokens_BS: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         x = self.positions.add_from(self.tokens(tokens_BS), start)
-        x, cache = self.blocks.extend(x, jnp.arange(self.config.num_layers), cache, start)
+        (x, cache), _ = self.blocks.extend((x, cache), jnp.arange(self.config.num_layers), start)
         return self.logits(self.norm_final(x)), cache

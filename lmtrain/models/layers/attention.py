@@ -34,7 +34,7 @@ def attend(
 ) -> jax.Array:
     """Each query sees the keys up to its own position. -> [B, H, S, C]
 
-    Query s is at position `first_query + s`, key t at t. With fewer key heads than query heads, key head
+    Query s is at position `first_query + s`, key t at t; `first_query` is a scalar, or [B]. With fewer key heads than query heads, key head
     k serves the H / K query heads from k H / K on. With a `window`, a query sees at most `window` keys. With
     `segments`, those of the queries [B, S] and of the keys [B, T], it sees only keys of its own segment. With `slopes`
     [H], scores grow by slope * (key position - query position) (ALiBi, Press et al. 2022). Softmax runs in float32;
@@ -49,10 +49,13 @@ def attend(
     q_BKSC = q_BHSC.reshape(batch, kv_heads, groups * queries, head_dim)
     scores = jnp.einsum("BKSC,BKTC->BKST", q_BKSC, k_BKTC).astype(jnp.float32) * scale
     query_at = first_query + jnp.arange(queries)[:, None]
+    if jnp.ndim(first_query):  # [B, 1, S, 1]
+        query_at = jnp.reshape(first_query, (-1, 1, 1, 1)) + jnp.arange(queries)[:, None]
     key_at = jnp.arange(keys)
     if slopes is not None:
-        bias = slopes.reshape(kv_heads, groups, 1, 1) * (key_at - query_at)
-        scores += bias.reshape(kv_heads, groups * queries, keys)
+        distance = jnp.expand_dims(key_at - query_at, -3)  # [1, S, T] or [B, 1, 1, S, T]
+        bias = slopes.reshape(kv_heads, groups, 1, 1) * distance
+        scores += bias.reshape(*bias.shape[:-4], kv_heads, groups * queries, keys)
     seen = key_at <= query_at
     if window is not None:
         seen &= key_at > query_at - window

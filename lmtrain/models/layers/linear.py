@@ -106,5 +106,6 @@ class Embed(nn.Module):
         return x_BSD + self(positions_BS)
 
     def add_from(self, x_BSD: jax.Array, start: jax.Array) -> jax.Array:
-        """x plus the rows at positions `start`, `start + 1`, ...: for sampling."""
-        return x_BSD + jnp.take(self.embedding, start + jnp.arange(x_BSD.shape[1]), axis=0)
+        """x plus the rows at positions `start`, `start + 1`, ...: for sampling. `start` is a scalar, or [B]."""
+        positions = jnp.reshape(start, (-1, 1)) + jnp.arange(x_BSD.shape[1])  # [1, S] or [B, S]
+        return x_BSD + jnp.take(self.embedding, positions, axis=0)

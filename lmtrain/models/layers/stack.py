@@ -16,8 +16,8 @@ def stack(block: type[nn.Module], num_layers: int, scan: bool, policy: bool | st
     """`block` repeated `num_layers` times, with gradient checkpointing by `policy` (see `remat`).
 
     The block has `__call__(x, layer, deterministic, documents) -> (x, None)` and
-    `extend(x, layer, cache, start) -> (x, cache)`; `layer` and `cache` have a leading layer dimension outside, and
-    none inside.
+    `extend((x, cache), layer, start) -> ((x, cache), None)`; `layer` has a leading layer dimension outside, and none
+    inside. The cache is that of all layers, so that each writes its new positions in place.
     """
     block = remat(block, policy, scan, static_argnums=(3,))
     shared = {
@@ -31,6 +31,6 @@ def stack(block: type[nn.Module], num_layers: int, scan: bool, policy: bool | st
         block,
         methods={
             "__call__": {"in_axes": (0, nn.broadcast, nn.broadcast), **shared},
-            "extend": {"in_axes": (0, 0, nn.broadcast), "out_axes": 0, **shared},
+            "extend": {"in_axes": (0, nn.broadcast), **shared},
         },
     )

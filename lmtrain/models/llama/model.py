@@ -71,12 +71,12 @@ class LlamaAttention(nn.Module):
         )
         return self._merge(mixed)
 
-    def extend(self, x: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+    def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""
-        q, k, v = self._project(x, start + jnp.arange(x.shape[1])[None])
-        cache = cache.write(k, v, start)
+        q, k, v = self._project(x, jnp.reshape(start, (-1, 1)) + jnp.arange(x.shape[1]))
+        cache = cache.write(k, v, start, layer)
         c = self.config
-        mixed = attend(q, cache.k, cache.v, c.head_width**-0.5, first_query=start, window=c.sliding_window)
+        mixed = attend(q, *cache.of_layer(layer), c.head_width**-0.5, first_query=start, window=c.sliding_window)
         return self._merge(mixed), cache
 
     def _project(self, x: jax.Array, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -136,10 +136,13 @@ class LlamaBlock(nn.Module):
         x = x + self._after(self.norm_mlp, self.mlp(self._before(self.norm_mlp, x)))
         return constrain(x, "act_batch", "act_stream", "act_embed"), None
 
-    def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
-        mixed, cache = self.attn.extend(self._before(self.norm_attn, x), cache, start)
+    def extend(
+        self, state: tuple[jax.Array, KvCache], layer: jax.Array, start: jax.Array
+    ) -> tuple[tuple[jax.Array, KvCache], None]:
+        x, cache = state
+        mixed, cache = self.attn.extend(self._before(self.norm_attn, x), layer, cache, start)
         x = x + self._after(self.norm_attn, mixed)
-        return x + self._after(self.norm_mlp, self.mlp(self._before(self.norm_mlp, x))), cache
+        return (x + self._after(self.norm_mlp, self.mlp(self._before(self.norm_mlp, x))), cache), None
 
     def _before(self, norm: RmsNorm, x: jax.Array) -> jax.Array:
         return norm(x) if self.config.norm_position == "pre" else x
@@ -194,7 +197,8 @@ class LlamaLM(nn.Module):
         return KvCache.empty(c.num_layers, batch, c.kv_heads, length, c.head_width, self.head().dtype)
 
     def extend(self, tokens_BS: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
-        x, cache = self.blocks.extend(self._embed(tokens_BS), jnp.arange(self.config.num_layers), cache, start)
+        state = (self._embed(tokens_BS), cache)
+        (x, cache), _ = self.blocks.extend(state, jnp.arange(self.config.num_layers), start)
         return self.logits(self.norm_final(x)), cache
 
     def _embed(self, tokens_BS: jax.Array) -> jax.Array:

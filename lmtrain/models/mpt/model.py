@@ -73,11 +73,11 @@ class MptAttention(nn.Module):
         )
         return self._merge(mixed)
 
-    def extend(self, x: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+    def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""
         q, k, v = self._project(x)
-        cache = cache.write(k, v, start)
-        return self._merge(attend(q, cache.k, cache.v, self.scale, start, slopes=self.slopes)), cache
+        cache = cache.write(k, v, start, layer)
+        return self._merge(attend(q, *cache.of_layer(layer), self.scale, start, slopes=self.slopes)), cache
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         qkv = constrain(self.qkv(x), "act_batch", "act_seq", None, "act_heads", None)  # [B, S, 3, H, C]
@@ -129,10 +129,13 @@ class MptBlock(nn.Module):
         x = x + self.drop(self.mlp(self.norm_mlp(x)), deterministic=deterministic)
         return constrain(x, "act_batch", "act_stream", "act_embed"), None
 
-    def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
-        mixed, cache = self.attn.extend(self.norm_attn(x), cache, start)
+    def extend(
+        self, state: tuple[jax.Array, KvCache], layer: jax.Array, start: jax.Array
+    ) -> tuple[tuple[jax.Array, KvCache], None]:
+        x, cache = state
+        mixed, cache = self.attn.extend(self.norm_attn(x), layer, cache, start)
         x = x + mixed
-        return x + self.mlp(self.norm_mlp(x)), cache
+        return (x + self.mlp(self.norm_mlp(x)), cache), None
 
 
 class MptLM(nn.Module):
@@ -183,5 +186,6 @@ class MptLM(nn.Module):
         return KvCache.empty(c.num_layers, batch, c.num_heads, length, c.head_width, self.head().dtype)
 
     def extend(self, tokens_BS: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
-        x, cache = self.blocks.extend(self.tokens(tokens_BS), jnp.arange(self.config.num_layers), cache, start)
+        state = (self.tokens(tokens_BS), cache)
+        (x, cache), _ = self.blocks.extend(state, jnp.arange(self.config.num_layers), start)
         return self.logits(self.norm_final(x)), cache

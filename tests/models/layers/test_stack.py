@@ -28,8 +28,9 @@ class Block(nn.Module):
     def __call__(self, x, layer, deterministic, segments):
         return jnp.tanh(self.linear(x)) * (layer + 1), None
 
-    def extend(self, x, layer, cache, start):
-        return self.linear(x) + cache * start + layer, cache + 1
+    def extend(self, state, layer, start):
+        x, cache = state
+        return (self.linear(x) + cache[layer] * start + layer, cache.at[layer].add(1)), None
 
 
 class Stack(nn.Module):
@@ -43,7 +44,7 @@ class Stack(nn.Module):
         return self.blocks(x, jnp.arange(3), True, None)[0]
 
     def extend(self, x, cache, start):
-        return self.blocks.extend(x, jnp.arange(3), cache, start)
+        return self.blocks.extend((x, cache), jnp.arange(3), start)[0]
 
 
 VARIABLES = {"params": {"blocks": {"linear": {"kernel": W}}}}
@@ -101,8 +102,8 @@ class Everything(nn.Module):
         mixed = checkpoint_name(jax.nn.softmax(scores) @ self.linear(x), SAVED_ATTENTION)
         return x + self.drop(jnp.tanh(mixed), deterministic=deterministic) * (layer + 1), None
 
-    def extend(self, x, layer, cache, start):
-        return x, cache
+    def extend(self, state, layer, start):
+        return state, None
 
 
 class StackOfEverything(nn.Module):
