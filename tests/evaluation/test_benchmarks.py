@@ -1,13 +1,16 @@
 """Benchmarks: scores and texts of a batch are those of each request alone, and what is refused."""
 
 import dataclasses
+import json
 import logging
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TOKENIZER
+from conftest import CORPUS, TOKENIZER
 from evaluation.local_tasks import write_tasks
 from evaluation.test_samples import model_and_params
 
@@ -211,3 +214,55 @@ def test_a_task_that_fails_is_logged_and_training_continues(gpt2, tmp_path, capl
     with caplog.at_level(logging.ERROR, "lmtrain"):
         assert evaluations.run(evaluations.due(10, 100), params, None, 10).metrics == {}
     assert any("lm_eval" in record.getMessage() for record in caplog.records)
+
+
+SCRIPT = """
+import os
+from evaluation.test_samples import model_and_params
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+import jax, json, numpy as np
+from lmtrain.evaluation.benchmarks.scorer import Question, Scorer
+from lmtrain.evaluation.interface import Context
+from lmtrain.generation.greedy import GreedyDecoder
+from lmtrain.run.config import RunConfig
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import plan_layout
+from lmtrain.sharding.placement import parameter_shardings
+from lmtrain.models.params import abstract_params
+
+random = np.random.default_rng(0)
+draw = lambda count: tuple(random.integers(0, 90, count).tolist())
+questions = [Question(draw(n), draw(min(n, 3))) for n in range(1, 60)] + [Question(draw(64), draw(64))]
+prompts = [list(draw(n)) for n in range(3, 11)]
+found = {}
+for family in ("gpt2", "llama", "mpt", "backpack"):
+    sizes = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": 64}
+    config = RunConfig.model_validate({"model": {"type": family, **sizes}}).model
+    model, params = model_and_params(config, 90)
+    for name, settings in {
+        "one": None, "fsdp": {}, "tensor": {"model_axis_size": 2, "tensor_parallel_axes": ["mlp", "heads", "vocab"]}
+    }.items():
+        devices = jax.devices()[:1] if settings is None else None
+        layout = plan_layout(PartitioningConfig(**(settings or {})), devices)
+        placed = jax.device_put(params, parameter_shardings(layout, abstract_params(model)))
+        context = Context(model, layout, "float32", None, {}, seq_len=64, batch_size=8)
+        answers = Scorer(context).score(placed, questions)
+        texts = GreedyDecoder(model, layout, "float32")(placed, prompts, 20, 64, lambda row, new: False)
+        found[f"{family} {name}"] = [[a.log_likelihood for a in answers], [a.is_greedy for a in answers], texts]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.multi_device
+def test_on_meshes_scores_and_texts_are_those_of_one_device():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=CORPUS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len({str(text) for _, _, texts in found.values() for text in texts}) > 8
+    for family in ("gpt2", "llama", "mpt", "backpack"):
+        expected = found[f"{family} one"]
+        for mesh in ("fsdp", "tensor"):
+            likelihoods, *others = found[f"{family} {mesh}"]
+            np.testing.assert_allclose(likelihoods, expected[0], rtol=1e-5, atol=1e-4)
+            assert others == expected[1:]

@@ -41,7 +41,7 @@ from lmtrain.train.start.exporter import plan_export
 from lmtrain.train.start.hf_params import gather_tensors
 
 LENGTH, BATCH = 256, 32
-WORDS = ["the", "robot", "counts", "a", "quiet", "star", "and", "rain", "falls", "on", "small", "houses", "near", "old", "rivers", "while", "nobody", "sees", "it"]
+WORDS = ["the", "robot", "counts", "a", "quiet", "star", "and", "rain", "falls", "on", "small", "houses", "near"]
 # name of the task: number of requests
 REQUESTS = {"choice": 400, "perplexity": 20, "text": 32}
 
