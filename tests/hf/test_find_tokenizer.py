@@ -11,6 +11,7 @@ import pytest
 from conftest import TOKENIZER
 
 from lmtrain.config.errors import UserError
+from lmtrain.hf.chat_template import read_templates
 from lmtrain.hf.find_tokenizer import cache_folder, find_tokenizer, open_tokenizer
 from lmtrain.hf.tokenizer import load_tokenizer
 
@@ -68,6 +69,7 @@ def test_a_hub_id_is_read_from_the_hub_cache_when_offline(tmp_path):
     snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / ("a" * 40)
     shutil.copytree(TOKENIZER, snapshot)
     (snapshot / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (snapshot / "chat_template.jinja").write_text("{{ messages }}")
     refs = snapshot.parent.parent / "refs"
     refs.mkdir()
     (refs / "main").write_text("a" * 40)
@@ -86,9 +88,18 @@ def test_a_hub_id_is_read_from_the_hub_cache_when_offline(tmp_path):
     assert found[0] == found[1]
     assert found[0][:2] == [str(ours.vocab_size), str(ours.eos_id)]
     folder = found[0][2]
+    assert read_templates(folder) == {"default": "{{ messages }}"}
     for text in TEXTS:
         ids = open_tokenizer(folder).backend.encode(text, add_special_tokens=False).ids
         assert ids == ours.backend.encode(text, add_special_tokens=False).ids
+
+
+def test_a_copy_without_its_chat_template_is_used_if_the_hub_cannot_be_reached(tmp_path, monkeypatch):
+    """Copies of older versions have none, and are fetched again where possible."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = tmp_path / "lmtrain" / "tokenizers" / "hub-acme--old"
+    shutil.copytree(TOKENIZER, before)
+    assert open_tokenizer("acme/old").path == str(before)
 
 
 def tiny_pair(folder, merges):
