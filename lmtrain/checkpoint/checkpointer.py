@@ -50,6 +50,7 @@ class _Save:
     began: float
     run_info: dict[str, Any]
     before_commit: Callable[[], None]
+    best_step: int | None = None
     target: str = ""
     started: bool = False
     problem: Exception | None = None
@@ -135,15 +136,17 @@ class Checkpointer:
         parts: Mapping[str, Any],
         run_info: dict[str, Any],
         before_commit: Callable[[], None] = lambda: None,
+        best_step: int | None = None,
     ) -> float:
         """Copy the trees of arrays `parts` to the host, then write them in the background. Waits for the previous save.
 
-        `before_commit` is called in the background before the checkpoint becomes complete. Returns the seconds that
-        the caller was blocked. A failed save is logged and retried, or ends the run: see `finish`.
+        `before_commit` is called in the background before the checkpoint becomes complete. The temporary checkpoint of
+        `best_step` is not deleted. Returns the seconds that the caller was blocked. A failed save is logged and
+        retried, or ends the run: see `finish`.
         """
         began = self._clock()
         self.finish()
-        save = self._save = _Save(step, kind, began, run_info | {"step": step}, before_commit)
+        save = self._save = _Save(step, kind, began, run_info | {"step": step}, before_commit, best_step)
         self._last_save = began
         self._retry_at = None
         self._begin(save, parts)
@@ -252,7 +255,7 @@ class Checkpointer:
                 path = step_folder(self.path, save.step)
                 write_json(join(path, RUN_INFO), save.run_info)
                 records |= record_files(path, [RUN_INFO])
-                self._folder.complete(Manifest(save.step, save.kind, time.time(), records))
+                self._folder.complete(Manifest(save.step, save.kind, time.time(), records), save.best_step)
         except Exception as error:
             save.problem = error
         save.problem = self._agree("complete", save.problem)

@@ -19,6 +19,16 @@ class KeepInterval(Section):
     until: int | None = Field(None, ge=1, description="Last step that this entry applies to; null: no end")
 
 
+class BestConfig(Section):
+    """What counts as an improvement of a run."""
+
+    metric: str = Field(
+        "eval/loss", pattern="^eval/.", description="Evaluation metric, such as eval/loss or eval/ema/loss"
+    )
+    mode: Literal["min", "max"] = Field("min", description="Whether lower (min) or higher (max) values are better")
+    min_delta: float = Field(0.0, ge=0, description="Minimum difference to the best value that is an improvement")
+
+
 class CheckpointerConfig(Section):
     """Saving of checkpoints: time-based ones are temporary and replaced, step-based ones are permanent."""
 
@@ -35,6 +45,9 @@ class CheckpointerConfig(Section):
         [KeepInterval(every=10000)], description="Permanent checkpoints: entries of {every, until}, until ascending"
     )
 
+    keep_best: BestConfig | None = Field(
+        None, description="Keep the checkpoint with the best value of an evaluation metric; null: no"
+    )
     verify_on_restore: Literal["full", "sizes"] = Field(
         "full",
         description="Integrity check before resuming from a checkpoint: checksums of all files (full), or file sizes",

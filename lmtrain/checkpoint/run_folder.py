@@ -60,14 +60,14 @@ class RunFolder:
             self.move_away(step_folder(self.path, step), "earlier")
         write_bytes(partial_marker(self.path, step), b"")
 
-    def complete(self, manifest: Manifest) -> None:
-        """Write the manifest, then delete the temporary checkpoints before this one."""
+    def complete(self, manifest: Manifest, best_step: int | None = None) -> None:
+        """Write the manifest, then delete the temporary checkpoints before this one, except that of `best_step`."""
         self.claim.check()
         checkpoint = Checkpoint(manifest.step, step_folder(self.path, manifest.step))
         write_manifest(checkpoint.path, manifest)
         delete_file(partial_marker(self.path, manifest.step))
         self._failed.discard(manifest.step)
-        for old in list(self._temporary):
+        for old in [old for old in self._temporary if old.step != best_step]:
             try:
                 self._delete(old.step)
             except (OSError, UserError) as error:

@@ -107,6 +107,7 @@ def _on_devices(
     from lmtrain.sharding.mesh import find_devices
     from lmtrain.tracking.goodput import Ledger
     from lmtrain.tracking.timer import RESTORE, START_UP, Timer
+    from lmtrain.train.loop.best import Progress
     from lmtrain.train.loop.loop import Setup, train
     from lmtrain.train.loop.saver import Saver
     from lmtrain.train.program.compile import compilation_cache
@@ -115,7 +116,7 @@ def _on_devices(
     from lmtrain.train.start.facts import describe_run, log_program
     from lmtrain.train.start.initial_state import begin, own_checkpoint
     from lmtrain.train.start.reporting import open_reporting
-    from lmtrain.train.start.resume import is_done
+    from lmtrain.train.start.resume import PROGRESS, is_done
     from lmtrain.train.start.train_batches import TrainBatches
 
     # 4. Devices; and the run's folders, which are locked for this process from here on.
@@ -130,7 +131,10 @@ def _on_devices(
         if processes.is_first and (own is None or own.read_run_info()["identity"]["tokenizer"] == tokenizer.identity):
             keep_tokenizer(run, tokenizer)
         if own is not None and is_done(own, config, run_identity(config, tokenizer.identity, caches.identity), run.id):
-            log.info(f"nothing to do: {own.path} has all {config.trainer.num_train_steps:,} steps")
+            steps = f"{own.step:,} steps, as early stopping has ended the run"
+            if own.step >= config.trainer.num_train_steps:
+                steps = f"all {config.trainer.num_train_steps:,} steps"
+            log.info(f"nothing to do: {own.path} has {steps}")
             return 0
         timer = Timer()
         ledger = Ledger(run.logs if processes.is_first else None, timer, began)
@@ -165,6 +169,7 @@ def _on_devices(
             open_evaluation(program, caches, tokenizer, run.logs, processes),
             is_pending(own, reporting.trackers, processes),
             Saver(checkpointer, exporter, run_info, reporting.trackers, config.trainer.num_train_steps),
+            Progress.of(config.trainer, {} if own is None else own.read_run_info().get(PROGRESS, {})),
             reporting,
             processes,
         )

@@ -4,7 +4,14 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from lmtrain.checkpoint.config import BestConfig
 from lmtrain.config.base import Section
+
+
+class EarlyStoppingConfig(BestConfig):
+    """End of a run whose evaluations no longer improve."""
+
+    patience: int = Field(3, ge=1, description="Number of evaluations without an improvement that end the run")
 
 
 class EvaluationConfig(Section):
@@ -18,6 +25,9 @@ class EvaluationConfig(Section):
     )
     sample_prompts: list[str] = Field(
         [], description="Prompts that the model continues at every evaluation; the texts are logged"
+    )
+    early_stopping: EarlyStoppingConfig | None = Field(
+        None, description="End the run when an evaluation metric stops improving; null: no"
     )
     sample_length: int = Field(64, ge=1, description="Maximum number of tokens that continue each of sample_prompts")
 

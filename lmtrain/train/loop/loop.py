@@ -14,6 +14,7 @@ from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.signals import StoppedError, StopRequest
 from lmtrain.tracking.console import Console
 from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS, SAVING
+from lmtrain.train.loop.best import Progress
 from lmtrain.train.loop.profiler import Profiler
 from lmtrain.train.loop.reporter import DivergedError, Reporter
 from lmtrain.train.loop.saver import Saver
@@ -38,6 +39,7 @@ class Setup:
     evaluation: Context
     evaluation_pending: bool
     saver: Saver
+    progress: Progress
     reporting: Reporting
     processes: Processes = ALONE
 
@@ -50,7 +52,7 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
     The order within a step matters: metrics, evaluation, export, then the checkpoint. Everything up to a checkpoint has
     been logged and exported before it is saved, so a run killed at any point ends up with every metric and export.
     """
-    program, saver, processes = setup.program, setup.saver, setup.processes
+    program, saver, processes, progress = setup.program, setup.saver, setup.processes, setup.progress
     trainer, timer = program.config.trainer, setup.reporting.timer
     state, done, last_step = setup.state, setup.first_step, trainer.num_train_steps
     agreement = Agreement(processes, program.layout)
@@ -80,6 +82,7 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
             log.info(f"evaluation after step {done:,} interrupted; it is repeated when the run resumes")
             return False
         reporter.report_evaluation(done, found)
+        progress.update(done, found.metrics)
         return True
 
     def close() -> None:
@@ -101,7 +104,7 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
         with console:
             if setup.evaluation_pending:
                 evaluated = evaluate()
-            while evaluated and done < last_step:
+            while evaluated and done < last_step and not progress.ends:
                 profiler.step_begins()
                 try:
                     with timer.section(DATA):
@@ -111,7 +114,7 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
                     if processes.count > 1:  # the others would have to save too, and may not have received the signal
                         log.warning("stopped while waiting for data; the run resumes from the last checkpoint")
                     elif done > setup.first_step:
-                        saver.save(state, done, Kind.TEMPORARY, at_once=True)
+                        saver.save(state, done, Kind.TEMPORARY, at_once=True, progress=progress)
                     break
                 mine = agreement.on_devices(requests())
                 with program.explaining_errors():
@@ -130,8 +133,8 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
 
                 last = done == last_step
                 granted = agreement.granted(requests())
-                evaluating, exporting = bool(evaluations.due(done, last_step)), saver.exports(done)
-                kind = saver.kind_at(done, asked=granted.save or granted.stop)
+                evaluating, exporting = bool(evaluations.due(done, last_step)), saver.exports(done, last)
+                kind = saver.kind_at(done, granted.save or granted.stop, last)
                 if evaluating or kind is not None or exporting or profiler.is_last_step:
                     # waits for this step: its loss is checked before anything is saved
                     reporter.report(ends=last or granted.stop)
@@ -140,14 +143,17 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
                             setup.reporting.artifact(profiler.folder, "profile")
                     if evaluating:
                         evaluated = evaluate()
+                        last = last or progress.ends
                     with timer.section(SAVING):
-                        if exporting:
+                        if exporting or (last and saver.exports(done, last)):
                             saver.export(state, done)
                         # evaluation and export take long: also include requests made meanwhile
                         granted |= agreement.granted(requests()) | Requests(stop=not evaluated)
-                        kind = saver.kind_at(done, asked=granted.save or granted.stop)
+                        is_best = done == progress.best_step
+                        kind = saver.kind_at(done, granted.save or granted.stop or is_best, last)
                         if kind is not None:
-                            saver.save(state, done, kind, at_once=last or granted.stop, evaluated=evaluated)
+                            at_once = last or granted.stop
+                            saver.save(state, done, kind, at_once=at_once, progress=progress, evaluated=evaluated)
                             agreement.saved(done)
                 with timer.section(HOOKS):
                     saver.log_saved(done)
@@ -163,4 +169,4 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
         close()
     if reporter.summary:
         log.info(reporter.summary)
-    return done == last_step and evaluated
+    return (done == last_step or progress.ends) and evaluated

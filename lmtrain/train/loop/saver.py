@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.tracking.open import Trackers
-from lmtrain.train.start.resume import EVALUATION_PENDING
+from lmtrain.train.loop.best import Progress
+from lmtrain.train.start.resume import EVALUATION_PENDING, PROGRESS
 from lmtrain.train.step.state import TrainState
 
 if TYPE_CHECKING:
@@ -40,13 +41,13 @@ class Saver:
         """Whether a checkpoint is due by the clock."""
         return self._checkpointer.is_time
 
-    def kind_at(self, step: int, asked: bool) -> Kind | None:
-        """The kind of checkpoint to save after `step` updates, if any; `asked`: one was requested."""
-        return self._checkpointer.kind_at(step, last=step == self._last, asked=asked)
+    def kind_at(self, step: int, asked: bool, last: bool) -> Kind | None:
+        """The kind of checkpoint to save after `step` updates, if any; `asked`: one was requested; `last`: the end."""
+        return self._checkpointer.kind_at(step, last=last, asked=asked)
 
-    def exports(self, step: int) -> bool:
+    def exports(self, step: int, last: bool) -> bool:
         """Whether the parameters after `step` updates are to be exported."""
-        return self._exporter is not None and self._exporter.due(step, step == self._last)
+        return self._exporter is not None and self._exporter.due(step, last)
 
     def next_save(self, step: int, seconds_per_step: float) -> int | None:
         """The estimated step of the next checkpoint; None after the last."""
@@ -63,14 +64,24 @@ class Saver:
         assert self._exporter is not None
         self._exporter.export(step, state.best_params)
 
-    def save(self, state: TrainState, step: int, kind: Kind, *, at_once: bool, evaluated: bool = True) -> None:
+    def save(
+        self,
+        state: TrainState,
+        step: int,
+        kind: Kind,
+        *,
+        at_once: bool,
+        progress: Progress,
+        evaluated: bool = True,
+    ) -> None:
         """Save a checkpoint. `at_once`: wait until it is complete; not `evaluated`: mark the evaluation as pending."""
         self._trackers.sync()
         save = self._checkpointer.save_now if at_once else self._checkpointer.save
         # earlier exports have to be complete before the checkpoint: a resumed run does not repeat them
         exported = (lambda: None) if self._exporter is None else self._exporter.under_way()
         run_info = self._run_info if evaluated else self._run_info | {EVALUATION_PENDING: True}
-        seconds = save(step, kind, state.parts, run_info, before_commit=exported)
+        run_info = run_info | ({PROGRESS: progress.state} if progress.state else {})
+        seconds = save(step, kind, state.parts, run_info, before_commit=exported, best_step=progress.best_step)
         self._trackers.log({"checkpoint/blocking_seconds": seconds}, step)
 
     def log_saved(self, step: int) -> None:

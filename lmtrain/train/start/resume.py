@@ -16,6 +16,9 @@ from lmtrain.runtime.logging import log
 # Key of a checkpoint's run info: the evaluation of its step was ended by a signal.
 EVALUATION_PENDING = "evaluation_pending"
 
+# Key of a checkpoint's run info: the best evaluations so far, as in `lmtrain/train/loop/best.py`.
+PROGRESS = "progress"
+
 # Settings of the initial state: they may change once the run has checkpoints.
 _INITIAL = ("initialize_from", "initialize_from_checkpoint_path", "initialize_from_hf")
 
@@ -36,16 +39,25 @@ def check_identity(checkpoint: Checkpoint, now: Mapping[str, Any]) -> None:
 
 
 def is_done(own: Checkpoint, config: RunConfig, now: Mapping[str, Any], run: str) -> bool:
-    """Whether the run's own checkpoint contains all its steps, evaluated and exported.
+    """Whether the run's own checkpoint contains all its steps, or ended early; evaluated and exported.
 
     `now` is the run's identity. Raises `UserError` if the checkpoint belongs to another run.
     """
-    if own.step < config.trainer.num_train_steps:
+    if own.step < config.trainer.num_train_steps and not ended_early(own, config):
         return False
     check_identity(own, now)
     return EVALUATION_PENDING not in own.read_run_info() and not is_missing(
         export_folder(config.hf_save_path, run), own.step
     )
+
+
+def ended_early(own: Checkpoint, config: RunConfig) -> bool:
+    """Whether early stopping, as set now, has ended the run."""
+    stopping = config.trainer.early_stopping
+    saved = own.read_run_info().get(PROGRESS, {}).get("stop")
+    if stopping is None or saved is None or (saved["metric"], saved["mode"]) != (stopping.metric, stopping.mode):
+        return False
+    return bool(saved["waited"] >= stopping.patience)
 
 
 def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:
