@@ -54,6 +54,12 @@ def _parser() -> Parser:
         "--vocab_size", type=int, default=VOCAB_SIZE, help=f"vocabulary size in tokens (default: {VOCAB_SIZE})"
     )
     parser.add_argument(
+        "--special_tokens",
+        metavar="TOKEN,...",
+        default="",
+        help="special tokens to reserve, such as those of a chat template: '<|im_start|>,<|im_end|>'",
+    )
+    parser.add_argument(
         "--overwrite",
         action="store_true",
         help="overwrite an existing tokenizer; caches and runs made with it do not work with the new one",
@@ -76,20 +82,30 @@ def _bpe(arguments: argparse.Namespace) -> int:
     for name in ("model_type", "input_sentence_size"):
         if getattr(arguments, name) is not None:
             raise UserError(f"--{name}: requires --kind sentencepiece")
-    if arguments.vocab_size < 257:
-        raise UserError(f"--vocab_size {arguments.vocab_size}: a byte-level vocabulary has at least 257 entries")
+    special = _special_tokens(arguments.special_tokens)
+    fewest = 257 + len(special)
+    if arguments.vocab_size < fewest:
+        raise UserError(f"--vocab_size {arguments.vocab_size}: a byte-level vocabulary has at least {fewest} entries")
     start_console_log()
     return learn_from_files(
-        arguments.files, arguments.text_key, arguments.vocab_size, arguments.output, arguments.overwrite
+        arguments.files, arguments.text_key, arguments.vocab_size, arguments.output, arguments.overwrite, special
     )
+
+
+def _special_tokens(text: str) -> list[str]:
+    tokens = [token.strip() for token in text.split(",") if token.strip()]
+    if repeated := next((token for token in tokens if tokens.count(token) > 1), None):
+        raise UserError(f"--special_tokens: {repeated} is listed more than once")
+    return tokens
 
 
 def _sentencepiece(arguments: argparse.Namespace) -> int:
     from lmtrain.hf.sentencepiece import SMALLEST_VOCABULARY
 
-    size = arguments.vocab_size
-    if size < SMALLEST_VOCABULARY:
-        raise UserError(f"--vocab_size {size}: a sentencepiece vocabulary has at least {SMALLEST_VOCABULARY} entries")
+    size, special = arguments.vocab_size, _special_tokens(arguments.special_tokens)
+    fewest = SMALLEST_VOCABULARY + len(special)
+    if size < fewest:
+        raise UserError(f"--vocab_size {size}: a sentencepiece vocabulary has at least {fewest} entries")
     lines = INPUT_SENTENCE_SIZE if arguments.input_sentence_size is None else arguments.input_sentence_size
     if lines < 1:
         raise UserError(f"--input_sentence_size {lines}: expected 1 or more")
@@ -102,4 +118,5 @@ def _sentencepiece(arguments: argparse.Namespace) -> int:
         arguments.model_type or "bpe",
         lines,
         arguments.overwrite,
+        special,
     )

@@ -4,13 +4,14 @@ import functools
 import glob
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.hub import prepare_hub
-from lmtrain.hf.tokenizer import SETTINGS_FILE, TOKENIZER_FILES, read_settings, to_json, token_text
+from lmtrain.hf.tokenizer import SETTINGS_FILE, TOKENIZER_FILES, Tokenizer, read_settings, to_json, token_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"
@@ -18,6 +19,10 @@ _DEFAULT = "default"
 
 # Keys of tokenizer_config.json whose tokens templates may use, under the same names.
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+# Texts in a template that are certainly meant as one token.
+_SPELLED = re.compile(r"<\|[^|<>\s{}'\"]+\|>")
 
 
 class TemplateError(Exception):
@@ -140,6 +145,17 @@ def find_template(folder: str, wanted: str | None, setting: str) -> ChatTemplate
     raise UserError(
         f"{setting}: {wanted}: no such file, and the tokenizer {folder} has no template of this name{known}"
     )
+
+
+def check_tokens(template: ChatTemplate, tokenizer: Tokenizer, setting: str) -> None:
+    """Raise `UserError` if the tokenizer would split a token that the template writes, such as <|im_end|>."""
+    backend = tokenizer.parsing_backend
+    for token in dict.fromkeys(_SPELLED.findall(template.text)):
+        if len(backend.encode(token, add_special_tokens=False).ids) > 1:
+            raise UserError(
+                f"{setting}: the template writes {token}, which is no token of {tokenizer.path}; train the tokenizer "
+                f"with --special_tokens '{token}', or use another template"
+            )
 
 
 def _special_tokens(folder: str) -> tuple[tuple[str, str], ...]:

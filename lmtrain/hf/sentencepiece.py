@@ -10,7 +10,7 @@ none). Text that spells a control token (`<s>`) is plain text in sentencepiece; 
 import io
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -47,12 +47,19 @@ _TRAINING: dict[str, Any] = {
 }
 
 
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str, input_sentence_size: int) -> bytes:
+def train_sentencepiece(
+    texts: Iterable[str],
+    vocab_size: int,
+    model_type: str,
+    input_sentence_size: int,
+    special_tokens: Sequence[str] = (),
+) -> bytes:
     """Train a model; returns the content of a `.model` file of `vocab_size` pieces. Equal texts give equal bytes.
 
-    `model_type` is bpe or unigram. At most `input_sentence_size` lines of up to 1000 characters are used. Any text can
-    be encoded, with bytes if necessary, and decoding restores it, except that U+2581, which sentencepiece uses for a
-    space, is decoded as a space. Raises `UserError` if `vocab_size` is too large or too small for the texts.
+    `model_type` is bpe or unigram; `special_tokens` are added to <unk>, <s> and </s>. At most `input_sentence_size`
+    lines of up to 1000 characters are used. Any text can be encoded, with bytes if necessary, and decoding restores it,
+    except that U+2581, which sentencepiece uses for a space, is decoded as a space. Raises `UserError` if `vocab_size`
+    is too large or too small for the texts.
     """
     import sentencepiece
 
@@ -67,6 +74,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: str, 
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
+            control_symbols=list(special_tokens),
             **_TRAINING,
         )
     except RuntimeError as error:

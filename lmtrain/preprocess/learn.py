@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lmtrain.config.errors import UserError
@@ -18,7 +18,14 @@ _JSON = "tokenizer.json"
 INPUT_SENTENCE_SIZE = 1_000_000
 
 
-def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: str, overwrite: bool = False) -> int:
+def learn_from_files(
+    urls: list[str],
+    text_key: str,
+    vocab_size: int,
+    folder: str,
+    overwrite: bool = False,
+    special_tokens: Sequence[str] = (),
+) -> int:
     """Train a byte-level BPE tokenizer on the documents of `urls`, save it in `folder`, return its vocabulary size.
 
     Raises `UserError` if the folder has another tokenizer, unless `overwrite` is true.
@@ -26,7 +33,7 @@ def learn_from_files(urls: list[str], text_key: str, vocab_size: int, folder: st
     from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
     from lmtrain.hf.tokenizer import save_tokenizer
 
-    backend = learn_bpe(_texts(urls, text_key), vocab_size)
+    backend = learn_bpe(_texts(urls, text_key), vocab_size, special_tokens)
     before = existing(folder)
     if before is not None and not overwrite and _parsed(before) != json.loads(backend.to_str()):
         raise _existing_tokenizer(folder)
@@ -42,6 +49,7 @@ def learn_sentencepiece_from_files(
     model_type: str,
     input_sentence_size: int,
     overwrite: bool = False,
+    special_tokens: Sequence[str] = (),
 ) -> int:
     """Train a sentencepiece model on the documents of `urls`. Returns its vocabulary size.
 
@@ -50,7 +58,8 @@ def learn_sentencepiece_from_files(
     """
     from lmtrain.hf.sentencepiece import train_sentencepiece
 
-    model = train_sentencepiece(_texts(urls, text_key), vocab_size, model_type, input_sentence_size)
+    texts = _texts(urls, text_key)
+    model = train_sentencepiece(texts, vocab_size, model_type, input_sentence_size, special_tokens)
     path = os.path.expanduser(output)
     if not overwrite and existing(output) not in (None, model):
         raise _existing_tokenizer(output)

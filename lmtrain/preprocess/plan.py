@@ -11,7 +11,7 @@ from lmtrain.data.cache_manifest import Manifest, ShardInfo, load_manifest, save
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import ChatFormat, CompletionFormat, TextFormat, TooLong
 from lmtrain.data.shards import Shards
-from lmtrain.hf.chat_template import ChatTemplate, find_template
+from lmtrain.hf.chat_template import ChatTemplate, check_tokens, find_template
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, find_tokenizer, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.document_settings import DocumentSettings, check_special_tokens, token_dtype
@@ -171,6 +171,8 @@ def plan_cache(config: DataConfig, split: str) -> CachePlan:
     tokenizer = open_tokenizer(config.tokenizer, config.vocab_size)
     settings = document_settings(config)
     check_special_tokens(tokenizer, settings)
+    if (template := chat_template_of(config)) is not None:
+        check_tokens(template, tokenizer, "data.format.chat_template")
     recipe, dtype = _recipe(tokenizer, settings), token_dtype(tokenizer.vocab_size).str
     finished = _manifest_of(folder)
     if finished is not None:

@@ -194,3 +194,21 @@ def test_help_states_the_limit_of_lines(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "--input_sentence_size LINES maximum number of lines" in shown
     assert "(default: 1000000)" in shown
+
+
+@pytest.mark.parametrize("kind", [["--vocab_size", "300"], SENTENCEPIECE], ids=["bpe", "sentencepiece"])
+def test_reserved_special_tokens_are_single_tokens(train, kind):
+    assert train("--output", "tok", *kind, "--special_tokens", "<|im_start|>, <|im_end|>") == 0
+    ours = open_tokenizer("tok")
+    assert ours.vocab_size == int(kind[-1])
+    ids = ours.parsing_backend.encode("<|im_start|>a<|im_end|>", add_special_tokens=False).ids
+    assert [ids[0], ids[-1]] == [ours.backend.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>")]
+    assert len(set(ids)) >= 3
+    assert ours.eos_id not in ids
+
+
+def test_bad_special_tokens_are_refused_before_any_text_is_read(train):
+    with pytest.raises(UserError, match="<a> is listed more than once"):
+        train("--output", "tok", "--special_tokens", "<a>,<b>,<a>")
+    with pytest.raises(UserError, match="at least 259 entries"):
+        train("--output", "tok", "--vocab_size", "258", "--special_tokens", "<a>,<b>")

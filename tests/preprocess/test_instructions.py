@@ -268,3 +268,12 @@ def test_a_damaged_completion_is_an_error(record, words):
     assert isinstance(found, UserError)
     for word in ("here: ", *words):
         assert word in str(found)
+
+
+def test_a_token_of_the_template_that_the_tokenizer_would_split_is_an_error(tmp_path):
+    folder = write_chat_tokenizer(tmp_path / "tokenizer", PLAIN.replace("<|im_end|>", "<|eot_id|>"))
+    config = chat_config(tmp_path, folder, write_chats(tmp_path / "chats.jsonl", [CONVERSATION]))
+    with pytest.raises(UserError) as caught:
+        build_cache(config, "train")
+    assert "<|eot_id|>" in str(caught.value)
+    assert "--special_tokens" in str(caught.value)
