@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -89,7 +88,7 @@ def test_the_marker_describes_the_shard_and_its_recipe(build, tmp_path):
     content = (tmp_path / "shard.arrayrecord").read_bytes()
     assert (info.bytes, info.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     assert info.source["url"] == str(tmp_path / "input.jsonl")
-    assert json.loads((tmp_path / "shard.json").read_text()) == {"recipe": {"made": "so"}, "shard": asdict(info)}
+    assert json.loads((tmp_path / "shard.json").read_text()) == {"recipe": {"made": "so"}, "shard": info.described}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["input.jsonl", "shard.arrayrecord", "shard.json"]
 
 
