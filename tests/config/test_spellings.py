@@ -181,3 +181,26 @@ def test_combine_does_not_change_its_arguments():
     combine(under, over)
     assert under.data == {"data": {"demo": "d"}, "trainer": {"tracker": [{"type": "json"}]}}
     assert over.data == {"data": {"id": "i"}, "trainer": {"wandb": {"name": "n"}, "batch_size": 3}}
+
+
+@pytest.mark.parametrize("at", ["data", "data.configs.chats"])
+def test_levanters_formats_of_instructions_load_with_a_notice(load, at):
+    inner = "format: {type: chat, mask_user_turns: true}"
+    text = f"data:\n  {inner}\n" if at == "data" else f"data:\n  configs:\n    chats:\n      {inner}\n"
+    config, layer = load(text)
+    source = config.data if at == "data" else config.data.configs["chats"]
+    assert (source.format.type, source.format.loss_on) == ("chat", "assistant")
+    (notice,) = layer.notices
+    assert notice.endswith(f"{at}.format.mask_user_turns is now written {at}.format.loss_on: assistant")
+    old = inner.replace("chat, mask_user_turns: true", "supervised, input_field: q, output_field: a")
+    config, layer = load(text.replace(inner, old))
+    source = config.data if at == "data" else config.data.configs["chats"]
+    assert (source.format.type, source.format.input_field, source.format.output_field) == ("completion", "q", "a")
+    (notice,) = layer.notices
+    assert "supervised is now called completion" in notice
+
+
+def test_loss_on_all_messages_in_levanters_form(load):
+    assert load("data: {format: {type: chat, mask_user_turns: false}}\n")[0].data.format.loss_on == "all"
+    with pytest.raises(UserError, match="mask_user_turns"):
+        load("data: {format: {type: chat, mask_user_turns: false, loss_on: last}}\n")

@@ -1,4 +1,4 @@
-"""Three small tasks of lm-eval with local data: multiple choice, perplexity of documents, and generation."""
+"""Small tasks of lm-eval with local data: multiple choice, perplexity of documents, and generation."""
 
 import json
 import random
@@ -11,7 +11,7 @@ WORDS += ["happens", "today", "or", "not"]
 
 
 def write_tasks(folder: Path, seq_len: int = 64) -> list[str]:
-    """Write YAML files and data into `folder`. -> the names of the tasks
+    """Write YAML files and data into `folder`. -> the names of the tasks; local_shots is multiple choice with examples
 
     Contexts include an empty one, ones that end in spaces, and ones that are longer than `seq_len` tokens; choices have
     one token or several; documents are shorter and longer than `seq_len`.
@@ -58,7 +58,8 @@ def write_tasks(folder: Path, seq_len: int = 64) -> list[str]:
             "metric_list": [{"metric": "exact_match"}],
         },
     }
-    for name, settings in tasks.items():
+    shots = tasks["local_choice"] | {"num_fewshot": None}
+    for name, settings in [*tasks.items(), ("local_shots", shots)]:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **base, **settings}))
     return list(tasks)
 

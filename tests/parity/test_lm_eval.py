@@ -3,13 +3,14 @@
 import jax
 import numpy as np
 import pytest
+from chat_tokenizer import write_chat_tokenizer
 from conftest import TOKENIZER
 from evaluation.local_tasks import write_tasks
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from models import quick
 
-from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
+from lmtrain.evaluation.benchmarks.config import BenchmarkTask, EvalHarnessConfig
 from lmtrain.evaluation.benchmarks.evaluator import Benchmarks
 from lmtrain.evaluation.benchmarks.tasks import load_tasks
 from lmtrain.evaluation.interface import Context
@@ -29,6 +30,10 @@ FAMILIES = {
     "mpt": {},
     "backpack": {"num_senses": 4},
 }
+
+
+# Two examples in each prompt.
+SHOTS = BenchmarkTask(task="local_shots", num_fewshot=2)
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +91,38 @@ def samples(folder):
         path.stem.removeprefix("samples_"): list(map(json.loads, path.read_text().splitlines()))
         for path in sorted(folder.glob("*.jsonl"))
     }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("multiturn", [False, True])
+def test_likelihoods_of_chats_agree(tasks, tmp_path, multiturn):
+    chat_tokenizer = load_tokenizer(str(write_chat_tokenizer(tmp_path / "tokenizer")))
+    layout = plan_layout(PartitioningConfig())
+    sizes = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": 128, "gradient_checkpointing": False}
+    config = RunConfig.model_validate({"model": {"type": "llama", **sizes}}).model
+    model = build_model(config, chat_tokenizer.vocab_size)
+    params = quick.random_params(model, seed=7)
+    plan = plan_export(config, model, chat_tokenizer, "float32")
+    write_export(str(tmp_path / "hf"), plan, gather_tensors(params, plan.pieces, layout, model.vocab_size))
+
+    context = Context(model, layout, "float32", chat_tokenizer, {}, seq_len=128, batch_size=4, folder=str(tmp_path))
+    chat = {"apply_chat_template": True, "fewshot_as_multiturn": multiturn, "task_spec": [SHOTS]}
+    settings = tasks.model_copy(update=chat)
+    ours = Benchmarks(settings, None)
+    assert ours.prepare(context)
+    ours.evaluate(jax.device_put(params), step=3)
+    theirs = HFLM(str(tmp_path / "hf"), device="cpu", dtype="float32", batch_size=4, max_length=128)
+    expected = evaluate(
+        theirs,
+        load_tasks(settings)[0],
+        bootstrap_iters=0,
+        log_samples=True,
+        apply_chat_template=True,
+        fewshot_as_multiturn=multiturn,
+    )
+    (mine,) = samples(tmp_path / "lm_eval" / "step-3").values()
+    (there,) = expected["samples"].values()
+    for here, other in zip(mine, there, strict=True):
+        assert [list(pair) for pair in here["arguments"]] == [list(pair) for pair in other["arguments"]]
+        assert "<|im_start|>assistant" in here["arguments"][0][0]
+        compare(here["resps"], other["resps"], "local_choice")

@@ -277,3 +277,32 @@ def test_a_token_of_the_template_that_the_tokenizer_would_split_is_an_error(tmp_
         build_cache(config, "train")
     assert "<|eot_id|>" in str(caught.value)
     assert "--special_tokens" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json", "dataset", "jsonl.gz"])
+def test_every_kind_of_source_gives_the_same_tokens(tmp_path, kind):
+    import gzip
+
+    import pyarrow
+    from pyarrow import parquet
+
+    folder = write_chat_tokenizer(tmp_path / "tokenizer")
+    chats = [CONVERSATION, CONVERSATION[1:3]]
+    plain = chat_config(tmp_path, folder, write_chats(tmp_path / "chats.jsonl", chats))
+    expected = read_all(plain, build_cache(plain, "train"))
+    rows = [{"messages": chat, "other": 1} for chat in chats]
+    path = tmp_path / f"chats.{kind}"
+    source = {"train_urls": [str(path)]}
+    if kind == "json":
+        path.write_text(json.dumps(rows))
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    else:
+        path = tmp_path / "parquet" / "train.parquet" if kind == "dataset" else path
+        path.parent.mkdir(exist_ok=True)
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        source = {"id": str(path.parent)} if kind == "dataset" else source
+    config = plain.model_copy(update={"train_urls": None, "cache_dir": str(tmp_path / "other"), **source})
+    found = read_all(config, build_cache(config, "train"))
+    for here, there in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(here, there)
