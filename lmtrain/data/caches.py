@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmtrain.config.errors import UserError
@@ -24,7 +24,7 @@ from lmtrain.runtime.storage import is_url
 class Cache:
     """Token cache of one split of one source, complete or being built. `sources` has the source of each shard.
 
-    `too_long` is the setting of `ChatFormat`, None for text.
+    `too_long` is the setting of `ChatFormat`, None for text. `packed` has the windows that were computed, by length.
     """
 
     folder: str
@@ -33,6 +33,7 @@ class Cache:
     dtype: str
     shards: Shards
     too_long: TooLong | None = None
+    packed: dict[int, PackedWindows] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def has_targets(self) -> bool:
@@ -83,10 +84,11 @@ def num_windows(config: DataConfig, cache: Cache, seq_len: int) -> int:
 
 
 def packed_windows(config: DataConfig, cache: Cache, seq_len: int) -> PackedWindows:
-    """The windows of a cache with targets, so far; the lengths of all its documents are read for it."""
-    windows = PackedWindows(open_store(config, cache), seq_len)
-    windows.for_training()
-    return windows
+    """The windows of a cache with targets, so far. The lengths of all its documents are read for it, once."""
+    if seq_len not in cache.packed:
+        cache.packed[seq_len] = PackedWindows(open_store(config, cache), seq_len)
+    cache.packed[seq_len].for_training()
+    return cache.packed[seq_len]
 
 
 def needs_all(config: DataConfig, epoch: int) -> str | None:
