@@ -44,6 +44,8 @@ def test_every_setting_is_described():
         "data.configs",
         "eval_harness",
         "eval_harness.task_spec",
+        "trainer.early_stopping",
+        "trainer.checkpointer.keep_best",
         "trainer.tracker",
         "trainer.tracker[].type",  # import path of a custom tracker
         "trainer.profiler",

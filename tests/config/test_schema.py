@@ -83,6 +83,8 @@ SECTIONS = [
     "objective",
     "optimizer",
     "trainer.checkpointer",
+    "trainer.checkpointer.keep_best",
+    "trainer.early_stopping",
     "trainer.ray",
     "trainer.distributed",
     "trainer.model_averaging",
