@@ -36,13 +36,16 @@ FAMILIES = {
 SHOTS = BenchmarkTask(task="local_shots", num_fewshot=2)
 
 
+LONG = ("mpt", "backpack")
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     return EvalHarnessConfig(task_spec=write_tasks(folder, LENGTH), include_path=str(folder), log_samples=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_likelihoods_accuracies_and_texts_agree(tasks, tmp_path, monkeypatch, family):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     tokenizer, layout = load_tokenizer(str(TOKENIZER)), plan_layout(PartitioningConfig())
