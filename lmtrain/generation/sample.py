@@ -72,30 +72,28 @@ def build_batch_sampler(
     """The jitted (params, prompts [B, S], lengths [B], seed) -> new tokens [B, max_new_tokens], on `layout`.
 
     Row b of `prompts` has `lengths[b]` tokens; the rest is ignored. B is a multiple of the number of batch shards, and
-    S plus the new tokens fits the model's context. All rows advance by one token at a time, also through the prompts,
-    so that prompts of different lengths share one program. A row's tokens depend on the seed and the row's number.
+    S plus the new tokens fits the model's context. The prompts are read at once, and all rows continue together. A
+    row's tokens depend on the seed and the row's number.
     """
 
     def run(params: Any, prompts: jax.Array, lengths: jax.Array, seed: jax.Array) -> jax.Array:
         apply = functools.partial(model.apply, {"params": cast(params, compute_dtype)})
         rows, longest = prompts.shape
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(rows))
+        cache = apply(rows, longest + settings.max_new_tokens, method="empty_cache")
+        # what follows a shorter prompt is overwritten before any query sees it
+        _, cache = apply(prompts, cache, 0, method="extend")
 
         def one(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:
             token, cache = carry
-            logits, cache = apply(token[:, None], cache, index, method="extend")
-            step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, index)
-            chosen = jax.vmap(functools.partial(choose, settings=settings))(logits[:, 0], step_keys)
-            given = prompts[:, jnp.minimum(index + 1, longest - 1)]
-            token = jnp.where(index + 1 < lengths, given, chosen)
+            places = lengths - 1 + index
+            logits, cache = apply(token[:, None], cache, places, method="extend")
+            step_keys = jax.vmap(jax.random.fold_in)(keys, places)
+            token = jax.vmap(functools.partial(choose, settings=settings))(logits[:, 0], step_keys)
             return (token, cache), token
 
-        length = longest + settings.max_new_tokens
-        cache = apply(rows, length, method="empty_cache")
-        tokens = jax.lax.scan(one, (prompts[:, 0], cache), jnp.arange(length - 1))[1].T  # [B, length - 1]
-        return jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (settings.max_new_tokens,)))(
-            tokens, lengths - 1
-        )
+        last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
+        return jax.lax.scan(one, (last, cache), jnp.arange(settings.max_new_tokens))[1].T
 
     return Within(layout, jax.jit(run, out_shardings=layout.replicated, compiler_options=dict(options or {})))
 
