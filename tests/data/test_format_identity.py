@@ -31,6 +31,6 @@ def test_each_kind_of_format_is_another_run(mixed):
     assert len(ids) == len(formats)
 
 
-def test_a_format_beside_configs_is_refused():
+def test_a_format_next_to_configs_is_refused():
     with pytest.raises(ValueError, match="each source"):
         RunConfig.model_validate({"data": {"configs": {"a": FILES}, "format": {"type": "chat"}}})
