@@ -29,7 +29,10 @@ class Profiler:
         self._begun = True
         try:
             os.makedirs(self.folder, exist_ok=True)
-            jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
+            options = jax.profiler.ProfileOptions()
+            # XLA's tracer of Python sets a hook in all threads, and crashes the process if one is just being created
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(self.folder, create_perfetto_trace=True, profiler_options=options)
         except Exception as error:  # any error of the disk or the driver
             log.warning(f"profiler: cannot write a trace to {self.folder}: {error}; training continues without it")
             return
