@@ -107,7 +107,7 @@ def _on_devices(
     from lmtrain.sharding.mesh import find_devices
     from lmtrain.tracking.goodput import Ledger
     from lmtrain.tracking.timer import RESTORE, START_UP, Timer
-    from lmtrain.train.loop.best import Progress
+    from lmtrain.train.loop.best import Decisions
     from lmtrain.train.loop.loop import Setup, train
     from lmtrain.train.loop.saver import Saver
     from lmtrain.train.program.compile import compilation_cache
@@ -116,7 +116,7 @@ def _on_devices(
     from lmtrain.train.start.facts import describe_run, log_program
     from lmtrain.train.start.initial_state import begin, own_checkpoint
     from lmtrain.train.start.reporting import open_reporting
-    from lmtrain.train.start.resume import PROGRESS, is_done
+    from lmtrain.train.start.resume import DECISIONS, is_done
     from lmtrain.train.start.train_batches import TrainBatches
 
     # 4. Devices; and the run's folders, which are locked for this process from here on.
@@ -169,7 +169,7 @@ def _on_devices(
             open_evaluation(program, caches, tokenizer, run.logs, processes),
             is_pending(own, reporting.trackers, processes),
             Saver(checkpointer, exporter, run_info, reporting.trackers, config.trainer.num_train_steps),
-            Progress.of(config.trainer, {} if own is None else own.read_run_info().get(PROGRESS, {})),
+            Decisions.of(config.trainer, {} if own is None else own.read_run_info().get(DECISIONS, {})),
             reporting,
             processes,
         )

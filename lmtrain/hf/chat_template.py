@@ -65,12 +65,8 @@ class ChatTemplate:
 
         Raises `TemplateError` if the template refuses the conversation.
         """
-        prepare_hub()
-        from jinja2 import TemplateError as JinjaError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        render, jinja_error = _renderer()
         values = {**dict(self.tokens), **(variables or {})}
-        render: Any = render_jinja_template  # its annotation is wrong
         try:
             texts, marks = render(
                 [list(messages)],
@@ -80,10 +76,20 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **values,
             )
-        except (JinjaError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (jinja_error, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             raise TemplateError(str(error) or type(error).__name__) from None
         spans = marks[0] if self.marks_generation and marks else []
         return Rendered(texts[0], tuple((int(start), int(end)) for start, end in spans))
+
+
+@functools.cache
+def _renderer() -> tuple[Any, type[Exception]]:
+    """The function of transformers that renders templates, and the class of their errors; imported at the first use."""
+    prepare_hub()
+    from jinja2 import TemplateError as JinjaError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template, JinjaError
 
 
 def read_templates(folder: str) -> dict[str, str]:

@@ -7,6 +7,10 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.data.formats import ChatFormat, CompletionFormat
+from lmtrain.hf.chat_template import ChatTemplate, find_template
+from lmtrain.hf.find_tokenizer import PASSTHROUGH, find_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 
 
@@ -20,6 +24,31 @@ class DocumentSettings:
     on_bad_record: str = "error"
     text_documents: str = "line"
     format: Mapping[str, Any] | None = None  # of conversations and completions
+
+
+def document_settings(config: DataConfig) -> DocumentSettings:
+    """Settings of the config that change the tokens of a document."""
+    kind = config.format
+    described: dict[str, Any] | None = None
+    if isinstance(kind, ChatFormat):
+        template = chat_template_of(config)
+        assert template is not None
+        described = kind.model_dump(include={"type", "messages_field", "loss_on", "chat_template_kwargs"})
+        described |= {"template": template.digest}
+    elif isinstance(kind, CompletionFormat):
+        described = kind.model_dump(exclude={"too_long"})
+    return DocumentSettings(
+        config.text_key, config.enforce_eos, config.enforce_bos, config.on_bad_record, config.text_documents, described
+    )
+
+
+def chat_template_of(config: DataConfig) -> ChatTemplate | None:
+    """The template of conversations; None for other data. Raises `UserError` if there is none."""
+    if not isinstance(config.format, ChatFormat):
+        return None
+    if config.tokenizer == PASSTHROUGH:
+        raise UserError("data.format: conversations are texts, but the tokenizer is passthrough")
+    return find_template(find_tokenizer(config.tokenizer), config.format.chat_template, "data.format.chat_template")
 
 
 def check_special_tokens(tokenizer: Tokenizer, settings: DocumentSettings) -> None:

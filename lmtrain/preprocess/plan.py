@@ -9,12 +9,18 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.remote import told
 from lmtrain.data.cache_manifest import Manifest, ShardInfo, load_manifest, save_manifest, shard_name
 from lmtrain.data.config import DataConfig
-from lmtrain.data.formats import ChatFormat, CompletionFormat, TextFormat, TooLong
+from lmtrain.data.formats import TextFormat, TooLong
 from lmtrain.data.shards import Shards
-from lmtrain.hf.chat_template import ChatTemplate, check_tokens, find_template
-from lmtrain.hf.find_tokenizer import PASSTHROUGH, find_tokenizer, open_tokenizer
+from lmtrain.hf.chat_template import check_tokens
+from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.document_settings import DocumentSettings, check_special_tokens, token_dtype
+from lmtrain.preprocess.document_settings import (
+    DocumentSettings,
+    chat_template_of,
+    check_special_tokens,
+    document_settings,
+    token_dtype,
+)
 from lmtrain.preprocess.sources import AnySource, FilesMissingError, describe_urls, list_sources
 from lmtrain.runtime.atomic_files import remove_temporaries
 from lmtrain.runtime.lock import FileLock
@@ -201,31 +207,6 @@ def _manifest_of(folder: str) -> Manifest | None:
 def split_folder(config: DataConfig, split: str) -> str:
     """Folder of the cache of a split."""
     return join(config.cache_dir, split)
-
-
-def document_settings(config: DataConfig) -> DocumentSettings:
-    """Settings of the config that change the tokens of a document."""
-    kind = config.format
-    described: dict[str, Any] | None = None
-    if isinstance(kind, ChatFormat):
-        template = chat_template_of(config)
-        assert template is not None
-        described = kind.model_dump(include={"type", "messages_field", "loss_on", "chat_template_kwargs"})
-        described |= {"template": template.digest}
-    elif isinstance(kind, CompletionFormat):
-        described = kind.model_dump(exclude={"too_long"})
-    return DocumentSettings(
-        config.text_key, config.enforce_eos, config.enforce_bos, config.on_bad_record, config.text_documents, described
-    )
-
-
-def chat_template_of(config: DataConfig) -> ChatTemplate | None:
-    """The template of conversations; None for other data. Raises `UserError` if there is none."""
-    if not isinstance(config.format, ChatFormat):
-        return None
-    if config.tokenizer == PASSTHROUGH:
-        raise UserError("data.format: conversations are texts, but the tokenizer is passthrough")
-    return find_template(find_tokenizer(config.tokenizer), config.format.chat_template, "data.format.chat_template")
 
 
 def _sources_of_finished(config: DataConfig, split: str, folder: str, finished: Manifest) -> list[AnySource]:

@@ -11,6 +11,7 @@ from lmtrain.data.cache_manifest import load_manifest
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.shards import Shards
+from lmtrain.hf import chat_template
 from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.hf.tokenizer import load_tokenizer
@@ -306,3 +307,13 @@ def test_every_kind_of_source_gives_the_same_tokens(tmp_path, kind):
     found = read_all(config, build_cache(config, "train"))
     for here, there in zip(found, expected, strict=True):
         np.testing.assert_array_equal(here, there)
+
+
+def test_rendering_looks_for_the_hub_once_in_a_process_not_for_each_conversation(tmp_path, monkeypatch):
+    template = find_template(str(write_chat_tokenizer(tmp_path)), None, "x")
+    looked = []
+    monkeypatch.setattr(chat_template, "prepare_hub", lambda: looked.append(1))
+    chat_template._renderer.cache_clear()
+    for _ in range(3):
+        template.render(CONVERSATION)
+    assert len(looked) == 1

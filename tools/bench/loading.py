@@ -23,7 +23,8 @@ from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.shards import Shards
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.preprocess.plan import _recipe, document_settings, plan_cache
+from lmtrain.preprocess.document_settings import document_settings
+from lmtrain.preprocess.plan import _recipe, plan_cache
 from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.write_shard import _WRITER_OPTIONS, _BlockWriter
 

@@ -14,7 +14,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lmtrain.config.errors import UserError
-from lmtrain.evaluation.benchmarks.scorer import Question, Scorer, lengths
+from lmtrain.evaluation.benchmarks.scorer import Question, Scorer, lengths, rows_for
 from lmtrain.evaluation.interface import Context
 from lmtrain.generation.greedy import GreedyDecoder
 from lmtrain.runtime.logging import log
@@ -156,11 +156,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def _continue(self, prompts: Sequence[_Prompt]) -> list[str]:
         """The texts after prompts with the same `until` and `most_new`."""
-        shards = self._context.layout.num_batch_shards
-        rows = shards
-        while rows < len(prompts):
-            rows *= 2
-        rows = min(rows, self._context.batch_size)
+        rows = rows_for(len(prompts), self._context.batch_size, self._context.layout.num_batch_shards)
         ids = [prompt.ids for prompt in prompts] + [prompts[-1].ids] * (rows - len(prompts))
         most_new, until = prompts[0].most_new, prompts[0].until
         longest = max(map(len, ids)) + most_new

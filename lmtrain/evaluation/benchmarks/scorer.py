@@ -93,10 +93,8 @@ class Scorer:
 
     def _rows_at_once(self, length: int, wanted: int) -> int:
         """As many tokens as a batch of evaluation has, but not many more rows than are wanted."""
-        shards = self._context.layout.num_batch_shards
         most = self._context.batch_size * max(1, self._context.seq_len // length)
-        sizes = (size * shards for power in range(64) for size in sorted({2**power, 3 * 2**power // 2}))
-        return min(next(size for size in sizes if size >= wanted), most)
+        return rows_for(wanted, most, self._context.layout.num_batch_shards)
 
     def _place(self, rows: list[_Row], length: int, size: int) -> Any:
         slots = max(len(row.targets) for row in rows)
@@ -113,6 +111,12 @@ class Scorer:
         sharding = self._context.layout.batch
         mine = local_rows(sharding, size)
         return place_batch({name: array[mine] for name, array in batch.items()}, sharding, mine, size)
+
+
+def rows_for(wanted: int, most: int, shards: int) -> int:
+    """`wanted` rounded up to one of few numbers of rows, which divide over `shards` devices; at most `most`."""
+    sizes = (size * shards for power in range(64) for size in sorted({2**power, 3 * 2**power // 2}))
+    return min(next(size for size in sizes if size >= wanted), most)
 
 
 def lengths(longest: int, shortest: int) -> list[int]:

@@ -54,7 +54,7 @@ class BestSoFar:
             self._warned = True
 
 
-class Progress:
+class Decisions:
     """What evaluations decide: the step of the checkpoint to keep, and whether the run ends.
 
     Every process decides alike. `saved` is the `state` in the checkpoint that the run is resumed from.
@@ -72,7 +72,7 @@ class Progress:
         self._patience = 0 if stop is None else stop.patience
 
     @classmethod
-    def of(cls, trainer: TrainerConfig, saved: Mapping[str, Any]) -> "Progress":
+    def of(cls, trainer: TrainerConfig, saved: Mapping[str, Any]) -> "Decisions":
         return cls(trainer.checkpointer.keep_best, trainer.early_stopping, saved)
 
     @property

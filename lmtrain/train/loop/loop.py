@@ -14,7 +14,7 @@ from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.signals import StoppedError, StopRequest
 from lmtrain.tracking.console import Console
 from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS, SAVING
-from lmtrain.train.loop.best import Progress
+from lmtrain.train.loop.best import Decisions
 from lmtrain.train.loop.profiler import Profiler
 from lmtrain.train.loop.reporter import DivergedError, Reporter
 from lmtrain.train.loop.saver import Saver
@@ -39,7 +39,7 @@ class Setup:
     evaluation: Context
     evaluation_pending: bool
     saver: Saver
-    progress: Progress
+    decisions: Decisions
     reporting: Reporting
     processes: Processes = ALONE
 
@@ -52,7 +52,7 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
     The order within a step matters: metrics, evaluation, export, then the checkpoint. Everything up to a checkpoint has
     been logged and exported before it is saved, so a run killed at any point ends up with every metric and export.
     """
-    program, saver, processes, progress = setup.program, setup.saver, setup.processes, setup.progress
+    program, saver, processes, decisions = setup.program, setup.saver, setup.processes, setup.decisions
     trainer, timer = program.config.trainer, setup.reporting.timer
     state, done, last_step = setup.state, setup.first_step, trainer.num_train_steps
     agreement = Agreement(processes, program.layout)
@@ -82,7 +82,7 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
             log.info(f"evaluation after step {done:,} interrupted; it is repeated when the run resumes")
             return False
         reporter.report_evaluation(done, found)
-        progress.update(done, found.metrics)
+        decisions.update(done, found.metrics)
         return True
 
     def close() -> None:
@@ -104,7 +104,7 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
         with console:
             if setup.evaluation_pending:
                 evaluated = evaluate()
-            while evaluated and done < last_step and not progress.ends:
+            while evaluated and done < last_step and not decisions.ends:
                 profiler.step_begins()
                 try:
                     with timer.section(DATA):
@@ -114,7 +114,7 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
                     if processes.count > 1:  # the others would have to save too, and may not have received the signal
                         log.warning("stopped while waiting for data; the run resumes from the last checkpoint")
                     elif done > setup.first_step:
-                        saver.save(state, done, Kind.TEMPORARY, at_once=True, progress=progress)
+                        saver.save(state, done, Kind.TEMPORARY, at_once=True, decisions=decisions)
                     break
                 mine = agreement.on_devices(requests())
                 with program.explaining_errors():
@@ -143,17 +143,17 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
                             setup.reporting.artifact(profiler.folder, "profile")
                     if evaluating:
                         evaluated = evaluate()
-                        last = last or progress.ends
+                        last = last or decisions.ends
                     with timer.section(SAVING):
-                        if exporting or (last and saver.exports(done, last)):
+                        if saver.exports(done, last):
                             saver.export(state, done)
                         # evaluation and export take long: also include requests made meanwhile
                         granted |= agreement.granted(requests()) | Requests(stop=not evaluated)
-                        is_best = done == progress.best_step
+                        is_best = done == decisions.best_step
                         kind = saver.kind_at(done, granted.save or granted.stop or is_best, last)
                         if kind is not None:
                             at_once = last or granted.stop
-                            saver.save(state, done, kind, at_once=at_once, progress=progress, evaluated=evaluated)
+                            saver.save(state, done, kind, at_once=at_once, decisions=decisions, evaluated=evaluated)
                             agreement.saved(done)
                 with timer.section(HOOKS):
                     saver.log_saved(done)
@@ -169,4 +169,4 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
         close()
     if reporter.summary:
         log.info(reporter.summary)
-    return (done == last_step or progress.ends) and evaluated
+    return (done == last_step or decisions.ends) and evaluated

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.tracking.open import Trackers
-from lmtrain.train.loop.best import Progress
-from lmtrain.train.start.resume import EVALUATION_PENDING, PROGRESS
+from lmtrain.train.loop.best import Decisions
+from lmtrain.train.start.resume import DECISIONS, EVALUATION_PENDING
 from lmtrain.train.step.state import TrainState
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Saver:
         kind: Kind,
         *,
         at_once: bool,
-        progress: Progress,
+        decisions: Decisions,
         evaluated: bool = True,
     ) -> None:
         """Save a checkpoint. `at_once`: wait until it is complete; not `evaluated`: mark the evaluation as pending."""
@@ -80,8 +80,8 @@ class Saver:
         # earlier exports have to be complete before the checkpoint: a resumed run does not repeat them
         exported = (lambda: None) if self._exporter is None else self._exporter.under_way()
         run_info = self._run_info if evaluated else self._run_info | {EVALUATION_PENDING: True}
-        run_info = run_info | ({PROGRESS: progress.state} if progress.state else {})
-        seconds = save(step, kind, state.parts, run_info, before_commit=exported, best_step=progress.best_step)
+        run_info = run_info | ({DECISIONS: decisions.state} if decisions.state else {})
+        seconds = save(step, kind, state.parts, run_info, before_commit=exported, best_step=decisions.best_step)
         self._trackers.log({"checkpoint/blocking_seconds": seconds}, step)
 
     def log_saved(self, step: int) -> None:

@@ -17,7 +17,7 @@ from lmtrain.runtime.logging import log
 EVALUATION_PENDING = "evaluation_pending"
 
 # Key of a checkpoint's run info: the best evaluations so far, as in `lmtrain/train/loop/best.py`.
-PROGRESS = "progress"
+DECISIONS = "decisions"
 
 # Settings of the initial state: they may change once the run has checkpoints.
 _INITIAL = ("initialize_from", "initialize_from_checkpoint_path", "initialize_from_hf")
@@ -54,7 +54,7 @@ def is_done(own: Checkpoint, config: RunConfig, now: Mapping[str, Any], run: str
 def ended_early(own: Checkpoint, config: RunConfig) -> bool:
     """Whether early stopping, as set now, has ended the run."""
     stopping = config.trainer.early_stopping
-    saved = own.read_run_info().get(PROGRESS, {}).get("stop")
+    saved = own.read_run_info().get(DECISIONS, {}).get("stop")
     if stopping is None or saved is None or (saved["metric"], saved["mode"]) != (stopping.metric, stopping.mode):
         return False
     return bool(saved["waited"] >= stopping.patience)

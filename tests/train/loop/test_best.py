@@ -7,7 +7,7 @@ import pytest
 
 from lmtrain.checkpoint.config import BestConfig
 from lmtrain.evaluation.config import EarlyStoppingConfig
-from lmtrain.train.loop.best import BestSoFar, Progress
+from lmtrain.train.loop.best import BestSoFar, Decisions
 
 
 def updates(best, values, first=1):
@@ -43,16 +43,16 @@ def test_a_repeated_evaluation_of_the_best_step_is_still_the_best():
 
 
 def test_the_run_ends_after_as_many_evaluations_without_an_improvement(caplog):
-    progress = Progress(stop=EarlyStoppingConfig(patience=2))
+    decisions = Decisions(stop=EarlyStoppingConfig(patience=2))
     with caplog.at_level(logging.INFO, "lmtrain"):
         for step, value in enumerate([3.0, 3.1, 2.0, 2.1], start=1):
-            progress.update(step, {"eval/loss": value})
-            assert not progress.ends
-        resumed = Progress(stop=EarlyStoppingConfig(patience=2), saved=progress.state)
+            decisions.update(step, {"eval/loss": value})
+            assert not decisions.ends
+        resumed = Decisions(stop=EarlyStoppingConfig(patience=2), saved=decisions.state)
         resumed.update(5, {"eval/loss": 2.0})
     assert resumed.ends
     assert "early stopping after step 5" in caplog.text
-    assert Progress(stop=EarlyStoppingConfig(patience=3), saved=resumed.state).ends is False
+    assert Decisions(stop=EarlyStoppingConfig(patience=3), saved=resumed.state).ends is False
 
 
 def test_a_metric_that_does_not_exist_is_reported_once_with_a_suggestion(caplog):
