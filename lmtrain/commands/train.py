@@ -103,6 +103,7 @@ def _on_devices(
     run: Run, caches: Caches, build: "Build | Complete", processes: Processes, stop: StopRequest, began: float
 ) -> int:
     from lmtrain.checkpoint.checkpointer import Checkpointer
+    from lmtrain.lora.model import AdaptedModel
     from lmtrain.run.identity import run_identity
     from lmtrain.sharding.mesh import find_devices
     from lmtrain.tracking.goodput import Ledger
@@ -112,6 +113,7 @@ def _on_devices(
     from lmtrain.train.loop.saver import Saver
     from lmtrain.train.program.compile import compilation_cache
     from lmtrain.train.program.program import plan_program
+    from lmtrain.train.start.base import BASE, load_base
     from lmtrain.train.start.evaluation import is_pending, open_evaluation
     from lmtrain.train.start.facts import describe_run, log_program
     from lmtrain.train.start.initial_state import begin, own_checkpoint
@@ -153,9 +155,13 @@ def _on_devices(
             exporter = Exporter(config, origin, program.model, tokenizer, program.layout, processes.is_first)
 
         # 6. State: from the run's own checkpoint, from another model, or newly initialized.
-        run_info = describe_run(config, run.id, tokenizer.identity, caches, program)
         with timer.section(START_UP if own is None else RESTORE):
-            state, first_step = begin(program, own, run_info, hf_ref(config), processes)
+            base = None
+            if isinstance(program.model, AdaptedModel):
+                saved = None if own is None else own.read_run_info().get(BASE)
+                base = load_base(config, program.model, program.layout, hf_ref(config), saved, processes)
+            run_info = describe_run(config, run.id, tokenizer.identity, caches, program, base)
+            state, first_step = begin(program, own, run_info, hf_ref(config), processes, base)
         if processes.is_first:
             keep_config(run)  # not before: the config of a refused start is not the run's
 

@@ -25,9 +25,16 @@ def build_schema(model: type[BaseModel], title: str) -> dict[str, Any]:
             settings[name] = _allow_include(_any_kind(setting), definitions)
         settings["<<"] = {"description": "YAML merge key, lowest priority: an !include, an alias, or a list of them"}
     for section, names in SHORT_NAMES.items():
-        definition = definitions[schema["properties"][section]["anyOf"][0]["$ref"].removeprefix("#/$defs/")]
+        definition = definitions[_first_ref(schema["properties"][section]).removeprefix("#/$defs/")]
         definition["properties"] |= {short: definition["properties"][name] for short, name in names.items()}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": title}
+
+
+def _first_ref(setting: dict[str, Any]) -> str:
+    """The reference to the class of a section, which may be optional."""
+    while "$ref" not in setting:
+        setting = setting["anyOf"][0]
+    return str(setting["$ref"])
 
 
 def _any_kind(value: Any) -> Any:

@@ -12,7 +12,10 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.layers import Layer, Path, dotted, merge
 
 # section -> other name -> name
-SHORT_NAMES = {"trainer": {"per_device_train_parallelism": "per_device_parallelism"}}
+SHORT_NAMES = {
+    "trainer": {"per_device_train_parallelism": "per_device_parallelism"},
+    "lora": {"rank": "r", "lora_alpha": "alpha", "lora_dropout": "dropout"},
+}
 _OLD = {
     "trainer": {"batch_size": "train_batch_size", "eval_per_device_parallelism": "per_device_eval_parallelism"},
 }

@@ -35,7 +35,12 @@ _MARK, _RUN, _DATA = "lmtrain_version", "lmtrain_run", "lmtrain_data"
 
 # File of tokenizer settings, and the model_max_length that transformers writes for an unknown length.
 _UNKNOWN = int(1e30)
-_WRITTEN = re.compile(r"config\.json|generation_config\.json|model.*\.safetensors(\.index\.json)?|.*\.py")
+_WRITTEN = re.compile(
+    r"config\.json|generation_config\.json|model.*\.safetensors(\.index\.json)?|.*\.py"
+    r"|adapter_config\.json|adapter_model\.safetensors|lmtrain\.json"
+)
+# Adapters have no config.json, and PEFT accepts no further keys in adapter_config.json.
+_MODEL_CONFIG, _ADAPTER_CONFIG, _ADAPTER_MARK = "config.json", "adapter_config.json", "lmtrain.json"
 
 
 class Origin(NamedTuple):
@@ -50,7 +55,8 @@ class Export:
     """Contents of an export, except for the values of the tensors.
 
     `origin` is the model's run, if any. `seq_len` is the maximum length in tokens, written as `model_max_length` of
-    the tokenizer unless its settings have one.
+    the tokenizer unless its settings have one. `is_adapter`: adapters in PEFT's format, whose `config` is an
+    `adapter_config.json`.
     """
 
     pieces: Sequence[Piece]
@@ -60,6 +66,7 @@ class Export:
     dtype: str
     origin: Origin | None = None
     seq_len: int | None = None
+    is_adapter: bool = False
 
     @property
     def num_parameters(self) -> int:
@@ -80,21 +87,29 @@ def write_export(output: str, export: Export, tensors: Iterable[np.ndarray], sha
         os.makedirs(temporary)
     try:
         names = _write_weights(temporary, export, iter(tensors), shard_bytes)
-        # transformers 5 reads `dtype`, version 4 reads `torch_dtype`
-        config = {**export.config, "dtype": export.dtype, "torch_dtype": export.dtype, _MARK: __version__}
-        if export.origin is not None:
-            config |= {_RUN: export.origin.run, _DATA: export.origin.data}
-        write_json(join(temporary, "config.json"), config)
-        special = {"eos_token_id": export.tokenizer.eos_id, "bos_token_id": export.tokenizer.bos_id}
-        generation = {name: number for name, number in special.items() if number is not None}
-        write_json(join(temporary, "generation_config.json"), generation)
-        names += ["config.json", "generation_config.json"]
+        for name, values in _configs(export).items():
+            write_json(join(temporary, name), values)
+            names.append(name)
         others = {**export.extra_files, **_tokenizer_files(export.tokenizer, export.seq_len)}
         for name, content in others.items():
             write_bytes(join(temporary, name), content)
         _put_in_place(temporary, output, [*others, *names])
     finally:
         _remove(temporary)
+
+
+def _configs(export: Export) -> dict[str, Mapping[str, Any]]:
+    """Contents of the JSON files with settings, by name."""
+    mark = {_MARK: __version__}
+    if export.origin is not None:
+        mark |= {_RUN: export.origin.run, _DATA: export.origin.data}
+    if export.is_adapter:
+        return {_ADAPTER_MARK: mark, _ADAPTER_CONFIG: export.config}
+    special = {"eos_token_id": export.tokenizer.eos_id, "bos_token_id": export.tokenizer.bos_id}
+    generation = {name: number for name, number in special.items() if number is not None}
+    # transformers 5 reads `dtype`, version 4 reads `torch_dtype`
+    dtypes = {"dtype": export.dtype, "torch_dtype": export.dtype}
+    return {_MODEL_CONFIG: {**export.config, **dtypes, **mark}, "generation_config.json": generation}
 
 
 def check_output(output: str, extra_files: Iterable[str] = ()) -> None:
@@ -141,9 +156,10 @@ def check_same_run(output: str, origin: Origin) -> None:
 
 
 def _config_of(folder: str) -> dict[str, Any]:
-    """Content of config.json; empty if the file is missing or invalid."""
-    path = join(folder, "config.json")
-    if file_size(path) is None:
+    """Content of the file with the marks of an export; empty if it is missing or invalid."""
+    paths = [join(folder, name) for name in (_MODEL_CONFIG, _ADAPTER_MARK)]
+    path = next((path for path in paths if file_size(path) is not None), None)
+    if path is None:
         return {}
     try:
         found = json.loads(read_bytes(path))
@@ -169,8 +185,10 @@ def _write_weights(folder: str, export: Export, tensors: Iterator[np.ndarray], s
     """Write the weight files, and an index if there are several. Returns their names."""
     dtype = DTYPES[export.dtype]
     sizes = [dtype.itemsize * int(np.prod(piece.shape)) for piece in export.pieces]
-    shards = plan_shards(sizes, shard_bytes)
+    shards = [list(range(len(sizes)))] if export.is_adapter else plan_shards(sizes, shard_bytes)
     names = [_shard_name(number, len(shards)) for number in range(len(shards))]
+    if export.is_adapter:
+        names = ["adapter_model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
         pieces = [export.pieces[index] for index in shard]
         path = join(folder, name)
@@ -235,8 +253,8 @@ def _open_to_write(path: str) -> Iterator[BinaryIO]:
 def _put_in_place(temporary: str, output: str, names: Sequence[str]) -> None:
     """Rename the temporary folder to `output`, replacing an earlier export.
 
-    Object stores cannot rename a folder. There the old files are deleted, config.json first, and the new ones copied
-    in the order of `names`, with config.json among the last, since nothing loads without it.
+    Object stores cannot rename a folder. There the old files are deleted, settings first, and the new ones copied in
+    the order of `names`, with the settings among the last, since nothing loads without them.
     """
     if not is_url(output):
         before = f"{output}.old-{os.getpid()}"
@@ -247,7 +265,7 @@ def _put_in_place(temporary: str, output: str, names: Sequence[str]) -> None:
         return
     with told(output, "written"):
         fs, inside = open_fs(output)
-        for name in ["config.json", *list_names(output)]:
+        for name in [_MODEL_CONFIG, _ADAPTER_CONFIG, *list_names(output)]:
             with contextlib.suppress(FileNotFoundError):
                 fs.rm_file(f"{inside}/{name}")
         _, source = open_fs(temporary)

@@ -23,6 +23,10 @@ class Weights(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of all tensors by name."""
 
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """Dtypes of all tensors by name, such as bfloat16."""
+
     def read(self, name: str) -> np.ndarray:
         """Read one tensor in its stored dtype."""
 
@@ -74,11 +78,15 @@ def read_model_config(ref: str) -> dict[str, Any]:
     return values
 
 
-def open_weights(ref: str) -> Weights:
-    """Open the model's tensors, safetensors first. Raises `UserError` if there are no readable weights."""
+def open_weights(ref: str, stem: str = "model") -> Weights:
+    """Open the model's tensors, safetensors first. Raises `UserError` if there are no readable weights.
+
+    `stem` of the file names: `model`, or `adapter_model` for adapters of PEFT.
+    """
+    torch_stem = "pytorch_model" if stem == "model" else stem
     for index, single, kind in (
-        ("model.safetensors.index.json", "model.safetensors", SafetensorsWeights),
-        ("pytorch_model.bin.index.json", "pytorch_model.bin", TorchWeights),
+        (f"{stem}.safetensors.index.json", f"{stem}.safetensors", SafetensorsWeights),
+        (f"{torch_stem}.bin.index.json", f"{torch_stem}.bin", TorchWeights),
     ):
         listed = read_model_json(ref, index)
         if listed is not None:
@@ -86,7 +94,7 @@ def open_weights(ref: str) -> Weights:
         path = locate(ref, single)
         if path is not None:
             return kind([path])
-    raise UserError(f"{ref}: there is no model.safetensors and no pytorch_model.bin")
+    raise UserError(f"{ref}: there is no {stem}.safetensors and no {torch_stem}.bin")
 
 
 class SafetensorsWeights:
@@ -103,6 +111,7 @@ class SafetensorsWeights:
                 raise UserError(f"{path}: {twice[0]} is also in {self._where[twice[0]][0]}")
             self._where |= {name: (path, info) for name, info in found.items()}
         self.shapes = {name: info.shape for name, (_, info) in self._where.items()}
+        self.dtypes = {name: str(info.dtype) for name, (_, info) in self._where.items()}
 
     def read(self, name: str) -> np.ndarray:
         return read_tensor(*self._where[name])
@@ -121,6 +130,7 @@ class TorchWeights:
         for path in paths:
             self._tensors |= open_torch(path)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
         from lmtrain.hf.torch_file import to_numpy

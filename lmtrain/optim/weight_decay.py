@@ -8,9 +8,12 @@ import jax
 from lmtrain.config.errors import UserError
 from lmtrain.optim.config import ScheduleConfig
 
+_MATRICES = ("kernel", "lora_a", "lora_b")
+
 
 def decay_mask(config: ScheduleConfig, params: Any) -> Any:
-    """True for parameters that decay. Without settings: leaves named `kernel`, which are the layers' matrices.
+    """True for parameters that decay. Without settings: the layers' matrices, which are leaves named `kernel`, and
+    the matrices of LoRA.
 
     Raises `UserError` for an entry of `weight_decay_modules` that matches no parameter path.
     """
@@ -31,7 +34,7 @@ def decay_mask(config: ScheduleConfig, params: Any) -> Any:
             return True
         use_default = by_default or (by_default is None and modules is None)
         named = any(_is_in(module, path, isinstance(modules, str)) for module in wanted)
-        return named or bool(use_default and path.rsplit("/", 1)[-1] == "kernel")
+        return named or bool(use_default and path.rsplit("/", 1)[-1] in _MATRICES)
 
     return jax.tree.map(decays, paths)
 

@@ -51,7 +51,7 @@ def describe(program: Program, platform: str) -> dict[str, Any]:
         "microbatches": max(program.batching.num_microbatches.values()),
         "flops_per_token": full,
         "causal_flops_per_token": causal,
-        "layout": layout_table(program.model, program.layout, config.trainer.precision.params),
+        "layout": layout_table(program.model, program.layout, config.trainer.precision.params, config.base_dtype),
         "estimate": {"state": dict(memory.state), "work": dict(memory.work), "total": memory.total},
         "advice": advice_for(program),
     }

@@ -111,9 +111,10 @@ class Request:
 def _program_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that a compiled program depends on."""
     exclude = {"trainer": _TRAINER_SKIPS}
-    values = config.model_dump(
-        mode="json", include={"model", "optimizer", "trainer", "objective", "z_loss_weight"}, exclude=exclude
-    )
+    include = {"model", "optimizer", "trainer", "objective", "z_loss_weight"}
+    if config.lora is not None:  # which requires a base
+        include |= {"lora", "initialize_from_hf", "initialize_from_checkpoint_path"}
+    values = config.model_dump(mode="json", include=include, exclude=exclude)
     data = config.data
     kept = {"mask_across_documents": data.mask_across_documents, "reset_positions": data.has_positions}
     return values | {"data": kept}

@@ -15,12 +15,16 @@ from lmtrain.config.redact import redact
 from lmtrain.data.config import DataConfig
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.hf.config import HuggingFaceConfig
+from lmtrain.lora.config import LoraConfig
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.objectives.config import CrossEntropyConfig, ObjectiveConfig, WeightedCrossEntropyConfig
 from lmtrain.optim.config import AdamConfig, OptimizerConfig
 from lmtrain.optim.cycles import plan_cycles
 from lmtrain.run.trainer import TrainerConfig, num_microbatches
+
+# Optimizers whose updates depend on complete matrices or on the curvature of all parameters.
+_FULL_MATRICES = ("muon", "sophia")
 
 
 class RunConfig(HuggingFaceConfig):
@@ -31,7 +35,12 @@ class RunConfig(HuggingFaceConfig):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Steps, batch, precision, mesh, logs")
     optimizer: OptimizerConfig = Field(default_factory=AdamConfig, description="Optimizer and learning-rate schedule")
     initialize_from_checkpoint_path: str | None = Field(
-        None, description="Checkpoint to load parameters and optimizer moments from; training starts at step 0"
+        None,
+        description="Checkpoint to load parameters and optimizer moments from; training starts at step 0. With lora, "
+        "only parameters: those of the frozen base",
+    )
+    lora: LoraConfig | None = Field(
+        None, description="Train low-rank adapters on a frozen base instead of all parameters; null: all parameters"
     )
     epoch: int = Field(
         0, ge=0, description="Number of passes over the data after which training ends; 0: use num_train_steps"
@@ -78,6 +87,7 @@ class RunConfig(HuggingFaceConfig):
         given = [name for name, value in sources.items() if value]
         if len(given) > 1:
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
+        self._check_lora()
         if self.use_hf_model_config and not self.initialize_from_hf:
             raise field_error("use_hf_model_config", "requires initialize_from_hf, which is not set")
         if self.epoch and self.data.configs is not None:
@@ -91,12 +101,35 @@ class RunConfig(HuggingFaceConfig):
                 raise field_error("trainer.per_device_parallelism", str(error)) from None
         return self
 
+    def _check_lora(self) -> None:
+        """Raise an error for settings that do not fit LoRA."""
+        if self.lora is None:
+            return
+        if self.trainer.initialize_from:
+            raise field_error(
+                "trainer.initialize_from", "is the complete state of a run; with lora, set lora.initialize_from"
+            )
+        if not (self.initialize_from_hf or self.initialize_from_checkpoint_path):
+            raise field_error(
+                "lora", "adapters need a base model: set initialize_from_hf or initialize_from_checkpoint_path"
+            )
+        if self.optimizer.type in _FULL_MATRICES:
+            raise field_error(
+                "optimizer.type",
+                f"{self.optimizer.type} is for complete matrices; with lora use adam, lion or adafactor",
+            )
+
     @property
     def loss_weights(self) -> dict[str, float] | None:
         """Weight of each source's tokens in the training loss, in the order of the sources; None: all are 1."""
         if not isinstance(self.objective, WeightedCrossEntropyConfig):
             return None
         return {name: self.objective.source_weights.get(name, 1.0) for name in self.data.sources()}
+
+    @property
+    def base_dtype(self) -> str | None:
+        """Dtype of the frozen parameters; None without LoRA."""
+        return None if self.lora is None else self.lora.base_dtype or self.trainer.precision.params
 
     @property
     def batch_types(self) -> dict[str, str]:

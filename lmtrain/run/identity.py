@@ -38,7 +38,9 @@ def identity(config: RunConfig) -> dict[str, Any]:
     objective = config.objective.model_dump(mode="json", exclude_defaults=True)
     if config.objective.type != "cross_entropy":
         objective["type"] = config.objective.type
-    minimized = {"objective": objective} if objective else {}
+    minimized: dict[str, Any] = {"objective": objective} if objective else {}
+    if config.lora is not None:
+        minimized["lora"] = config.lora.model_dump(mode="json")
     order = {} if config.data_seed is None else {"data_seed": config.data_seed}
     sources = {
         "initialize_from_hf": config.initialize_from_hf,

@@ -17,6 +17,7 @@ PARAMETER_AXES = {
     "vocab": "entries of the vocabulary",
     "position": "positions of a learned position table",
     "layers": "blocks, stacked",
+    "lora_rank": "rank of LoRA adapters",
 }
 
 ACTIVATION_AXES = {

@@ -43,6 +43,7 @@ def test_every_setting_is_described():
     assert set(described - expected) == {
         "data.configs",
         "eval_harness",
+        "lora",
         "eval_harness.task_spec",
         "trainer.early_stopping",
         "trainer.checkpointer.keep_best",

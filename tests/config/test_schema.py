@@ -78,6 +78,7 @@ SECTIONS = [
     "data",
     "data.format",
     "eval_harness",
+    "lora",
     "model",
     "trainer",
     "objective",

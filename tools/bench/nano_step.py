@@ -44,8 +44,8 @@ def lmtrain_step(tokens: np.ndarray, **execution: bool) -> Callable[[], float]:
     model = build_model(config, VOCAB)
     schedule = build_schedule(adam, 1000)
     optimizer = build_optimizer(adam, schedule)
-    _, shardings = state_shardings(model, optimizer, layout, "float32")
-    state = init_state(model, optimizer, shardings, seed=0, dtype="float32")
+    abstract, shardings = state_shardings(model, optimizer, layout, "float32")
+    state = init_state(model, optimizer, abstract, shardings, seed=0)
     step = build_train_step(
         model,
         optimizer,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
+from lmtrain.models.layers.adapter import LORA, RATE, low_rank
 from lmtrain.models.layers.embedding import add_rows, gather_table, look_up
 from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
 from lmtrain.sharding.local import split_over
@@ -61,7 +62,18 @@ class Linear(nn.Module):
         y = jax.lax.dot_general(x, self.kernel, (contracted, ((), ())))
         if self.use_bias:
             y = add_bias(y, self.bias)
+        if self.has_variable(LORA, "lora_a"):
+            y = y + self._adapted(x).reshape(y.shape)
         return y.reshape(*leading, *sizes(self.outputs))
+
+    def _adapted(self, x: jax.Array) -> jax.Array:
+        """The output of the layer's adapter, [..., out]."""
+        x = x.reshape(*x.shape[: x.ndim - len(self.inputs)], -1)
+        a: jax.Array = self.get_variable(LORA, "lora_a")
+        b: jax.Array = self.get_variable(LORA, "lora_b")
+        has_dropout = self.has_rng(LORA) and self.has_variable(LORA, RATE)
+        key = self.make_rng(LORA) if has_dropout else None
+        return low_rank(x, a, b, key, self.get_variable(LORA, RATE) if has_dropout else None)
 
 
 @jax.custom_vjp

@@ -9,6 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from lmtrain.models.layers.adapter import LORA
 from lmtrain.models.layers.remat import remat
 
 
@@ -21,8 +22,8 @@ def stack(block: type[nn.Module], num_layers: int, scan: bool, policy: bool | st
     """
     block = remat(block, policy, scan, static_argnums=(3,))
     shared = {
-        "variable_axes": {"params": 0, "metrics": 0},  # values sown for logging
-        "split_rngs": {"params": True, "dropout": True},
+        "variable_axes": {"params": 0, LORA: 0, "metrics": 0},  # metrics: values sown for logging
+        "split_rngs": {"params": True, "dropout": True, LORA: True},
         "length": num_layers,
         "unroll": 1 if scan else num_layers,
         "metadata_params": {nn.PARTITION_NAME: "layers"},

@@ -77,7 +77,8 @@ def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "
         """Run the evaluations that are due. False if a stop request ended them."""
         try:
             with timer.section(EVALUATION):
-                found = evaluations.run(evaluations.due(done, last_step), state.params, state.ema_params, done)
+                params, average = state.whole(state.params), state.ema_params and state.whole(state.ema_params)
+                found = evaluations.run(evaluations.due(done, last_step), params, average, done)
         except StoppedError:
             log.info(f"evaluation after step {done:,} interrupted; it is repeated when the run resumes")
             return False

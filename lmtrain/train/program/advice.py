@@ -38,7 +38,7 @@ def explain_out_of_memory(program: Program, error: str) -> str:
     """The first line of an error, the estimated use of memory, and what to change."""
     memory, trainer, model = estimate_memory(program), program.config.trainer, program.config.model
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in {**memory.state, **memory.work}.items())
-    biggest = largest_arrays(program.abstract.parts, program.shardings.parts)
+    biggest = largest_arrays(program.abstract.in_memory, program.shardings.in_memory)
     arrays = ", ".join(f"{name} {format_bytes(size)}" for name, size in biggest)
     microbatches = max(program.batching.num_microbatches.values())
     lines = [

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 from clu.parameter_overview import make_table
 
+from lmtrain.lora.model import BASE
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import abstract_params
 from lmtrain.runtime.progress import format_bytes
@@ -23,8 +24,11 @@ class _Row:
     on_each_device: str
 
 
-def layout_table(model: LanguageModel, layout: Layout, dtype: str) -> list[str]:
-    """A table of the parameters: dimensions by name, size and mesh axis, number of scalars, and bytes per device."""
+def layout_table(model: LanguageModel, layout: Layout, dtype: str, base_dtype: str | None = None) -> list[str]:
+    """A table of the parameters: dimensions by name, size and mesh axis, number of scalars, and bytes per device.
+
+    With LoRA, the frozen parameters have `base_dtype`.
+    """
     boxes: Any = jax.tree_util.tree_leaves_with_path(
         abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
     )
@@ -32,10 +36,11 @@ def layout_table(model: LanguageModel, layout: Layout, dtype: str) -> list[str]:
     rows = []
     for path, box in boxes:
         named = list(zip(box.names, box.value.shape, strict=True))
-        dims = [f"{name} {size:,}{_over(rules.get(name), layout)}" for name, size in named]
+        dims = [f"{name} {size:,}{_over(rules.get(name), layout)}" if name else f"{size:,}" for name, size in named]
         parts = math.prod(layout.mesh.shape[axis] for name in box.names for axis in as_names(rules.get(name)))
-        size = math.prod(box.value.shape) * jax.numpy.dtype(dtype).itemsize // parts
         name = jax.tree_util.keystr(path, simple=True, separator="/")
+        own = base_dtype if base_dtype and name.startswith(f"{BASE}/") else dtype
+        size = math.prod(box.value.shape) * jax.numpy.dtype(own).itemsize // parts
         rows.append(_Row(name, ", ".join(dims), math.prod(box.value.shape), format_bytes(size)))
     lines: list[str] = make_table(rows).splitlines()
     lines[1] = lines[1].replace("_", " ")  # headings are field names of _Row

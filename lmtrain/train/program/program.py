@@ -10,6 +10,7 @@ import jax
 from lmtrain.config.describe import written
 from lmtrain.config.errors import RunError
 from lmtrain.evaluation.eval_step import build_eval_step
+from lmtrain.lora.model import adapt
 from lmtrain.models.attention_backends import choose_attention
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import parameter_axes
@@ -26,7 +27,7 @@ from lmtrain.train.program.batching import Batching, check_seq_len, plan_batchin
 from lmtrain.train.program.xla_options import Option, refused_option, xla_options
 from lmtrain.train.step.ema import build_averaging
 from lmtrain.train.step.norms import Watch
-from lmtrain.train.step.state import TrainState, init_state, state_shardings
+from lmtrain.train.step.state import TrainState, init_state, state_shardings, trainable
 from lmtrain.train.step.step import build_train_step
 
 # Signs of an out-of-memory error in XLA's messages.
@@ -55,16 +56,10 @@ class Program:
     watch: Watch
     platform: str
 
-    def init(self) -> TrainState:
-        """A newly initialized state."""
-        trainer = self.config.trainer
-        return init_state(
-            self.model,
-            self.optimizer,
-            self.shardings,
-            seed=trainer.seed,
-            dtype=trainer.precision.params,
-        )
+    def init(self, base: Any = None) -> TrainState:
+        """A newly initialized state. With LoRA, `base` are the frozen parameters; None: newly initialized too."""
+        seed = self.config.trainer.seed
+        return init_state(self.model, self.optimizer, self.abstract, self.shardings, seed=seed, base=base)
 
     def example(self) -> tuple[Any, Any]:
         """An abstract state and the largest batch, each array with its sharding."""
@@ -93,7 +88,7 @@ class Program:
     def eval_example(self) -> tuple[Any, Any]:
         """Abstract parameters and an abstract evaluation batch, each array with its sharding."""
         state, _ = self.example()
-        return state.params, self._batch(self.batching.eval_batch)
+        return state.whole(state.params), self._batch(self.batching.eval_batch)
 
     def compile(self) -> Any:
         """The step compiled for its largest batch, without any arrays: has `as_text()` and `memory_analysis()`."""
@@ -111,9 +106,14 @@ class Program:
 
     @property
     def flops_per_token(self) -> tuple[float, float]:
-        """FLOPs per token of forward and backward pass: with full attention, and with causal attention."""
+        """FLOPs per token of forward and backward pass: with full attention, and with causal attention.
+
+        The backward pass has twice those of the forward pass; with LoRA once, as frozen weights have no gradients.
+        """
+        passes = 3 if self.config.lora is None else 2
         full, causal = (
-            3 * self.config.model.num_flops_per_token(self.model.vocab_size, causal=causal) for causal in (False, True)
+            passes * self.config.model.num_flops_per_token(self.model.vocab_size, causal=causal)
+            for causal in (False, True)
         )
         return full, causal
 
@@ -126,8 +126,8 @@ class Program:
     @property
     def state_bytes(self) -> dict[str, int]:
         """Bytes per device of each part of the state, stored throughout the run."""
-        places = self.shardings.parts
-        return {name: bytes_per_device(part, places[name]) for name, part in self.abstract.parts.items()}
+        places = self.shardings.in_memory
+        return {name: bytes_per_device(part, places[name]) for name, part in self.abstract.in_memory.items()}
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
@@ -168,13 +168,19 @@ def plan_program(
     check_seq_len(config.model.seq_len, layout.num_parts("act_seq"))
     platform = platform or platform_of(devices[0])
     attention = plan_attention(config, platform)
-    model = build_model(config.model, vocab_size, attention)
+    model = adapt(config.lora, config.model, build_model(config.model, vocab_size, attention))
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
-    optimizer = build_optimizer(config.optimizer, schedule, parameter_axes(model))
+    axes = trainable(model, parameter_axes(model))
+    optimizer = build_optimizer(config.optimizer, schedule, axes)
     averaging = build_averaging(trainer.model_averaging)
-    watch = Watch(trainer.watch, parameter_axes(model))
+    watch = Watch(trainer.watch, axes)
     abstract, shardings = state_shardings(
-        model, optimizer, layout, trainer.precision.params, averages=averaging is not None
+        model,
+        optimizer,
+        layout,
+        trainer.precision.params,
+        averages=averaging is not None,
+        base_dtype=config.base_dtype,
     )
     options = xla_options(trainer.xla_options, platform)
     if options:

@@ -14,6 +14,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.hf.export import DTYPES, Export, Origin, write_export
 from lmtrain.hf.export_folder import export_folder, is_missing
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.lora.model import ADAPTERS, AdaptedModel
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.registry import hf_family
@@ -21,7 +22,9 @@ from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import is_url, join
 from lmtrain.sharding.mesh import Layout
+from lmtrain.train.start.hf_model import hf_ref
 from lmtrain.train.start.hf_params import gather_tensors, plan_hf_pieces
+from lmtrain.train.start.peft_params import plan_adapter_export
 
 
 def plan_export(
@@ -49,11 +52,11 @@ def _prepare(folder: str) -> None:
 
 
 class Exporter:
-    """Exports during training. The steps wait only for the copy to the host; files are written in the background.
+    """Exports during training; with LoRA, those of the adapters.
 
-    A failed export is logged and does not end the run: the checkpoint of that step can be exported by hand. All
-    processes of a run have to call `export`; the first one writes. Raises `UserError` for a model that cannot be
-    exported.
+    The steps wait only for the copy to the host; files are written in the background. A failed export is logged and
+    does not end the run: the checkpoint of that step can be exported by hand. All processes of a run have to call
+    `export`; the first one writes. Raises `UserError` for a model that cannot be exported.
     """
 
     def __init__(
@@ -72,9 +75,12 @@ class Exporter:
         if self._folder is not None and is_first:
             _prepare(self._folder)
         self._run = origin.run
-        self._export = plan_export(
-            config.model, model, tokenizer, config.hf_save_dtype or config.trainer.precision.params, origin
-        )
+        dtype = config.hf_save_dtype or config.trainer.precision.params
+        self._export: Export
+        if isinstance(model, AdaptedModel):
+            self._export = plan_adapter_export(config, model, tokenizer, dtype, origin, hf_ref(config))
+        else:
+            self._export = plan_export(config.model, model, tokenizer, dtype, origin)
         self._layout = layout
         self._vocab_size = model.vocab_size
         self._is_first = is_first
@@ -95,6 +101,7 @@ class Exporter:
         """Copy the parameters to the host, then write and upload them in the background."""
         self.finish()
         dtype = DTYPES[self._export.dtype]
+        params = params[ADAPTERS] if self._export.is_adapter else params
         copied = []
         for tensor in gather_tensors(params, self._export.pieces, self._layout, self._vocab_size):
             if self._is_first:

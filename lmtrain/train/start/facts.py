@@ -15,22 +15,31 @@ from lmtrain.runtime.progress import format_bytes
 from lmtrain.train.program.layout_table import layout_table
 from lmtrain.train.program.program import Program
 from lmtrain.train.program.work import Work
+from lmtrain.train.start.base import BASE, Base
 
 
 def log_program(program: Program) -> None:
     """Log the model, the layout of its parameters, and the memory of the training state."""
     config, model = program.config, program.model
-    log.info(f"{config.model.type}, {count_parameters(model):,} parameters, {config.trainer.precision}")
-    for line in layout_table(model, program.layout, config.trainer.precision.params):
+    trained = ""
+    if program.abstract.base is not None:
+        trained = f", of which LoRA trains {sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params)):,}"
+    log.info(f"{config.model.type}, {count_parameters(model):,} parameters{trained}, {config.trainer.precision}")
+    for line in layout_table(model, program.layout, config.trainer.precision.params, config.base_dtype):
         log.info(f"  {line}")
     state = format_bytes(sum(program.state_bytes.values()))
     log.info(f"  training state: {state} per device; `lmtrain plan` estimates the peak memory")
 
 
 def describe_run(
-    config: RunConfig, run: str, tokenizer: dict[str, Any], caches: Caches, program: Program
+    config: RunConfig,
+    run: str,
+    tokenizer: dict[str, Any],
+    caches: Caches,
+    program: Program,
+    base: Base | None = None,
 ) -> dict[str, Any]:
-    """The run info that is stored in every checkpoint next to the arrays."""
+    """The run info that is stored in every checkpoint next to the arrays. `base` of a run with LoRA."""
     # with dropout, the masks depend on the number of microbatches
     microbatches = {str(size): number for size, number in program.batching.num_microbatches.items()}
     return {
@@ -43,6 +52,7 @@ def describe_run(
             "microbatches": microbatches,
             "xla_options": program.xla_options,
         },
+        **({} if base is None else {BASE: base.run_info}),
         "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
     }
 

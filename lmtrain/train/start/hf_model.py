@@ -17,21 +17,26 @@ from lmtrain.run.config import RunConfig
 from lmtrain.run.run import Found, Run, resolve, validate
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import is_url
+from lmtrain.train.start.base import base_dtype
 
 # Maximum share of ids that may belong to other tokens.
 _FEW = 0.01
 
 
 def resolve_hf(run: Run, checkpoint: str | None = None, check_tokenizer: bool = True) -> Run:
-    """The run with the settings that its config leaves to `initialize_from_hf`: the model's sizes, the tokenizer.
+    """The run with the settings that its config leaves to its initial model: sizes, tokenizer, dtype of a LoRA base.
 
     A run that has checkpoints reads both from the newest one (or the one at `checkpoint`), not from the model. Raises
-    `UserError` if the config contradicts the model's own config. Nothing is read without `initialize_from_hf`.
+    `UserError` if the config contradicts the model's own config. Nothing is read without an initial model.
     """
     ref = hf_ref(run.config)
-    if ref is None:
-        return run
-    return resolve(run, _in_checkpoint(run, checkpoint) or _in_model(ref, run.config, check_tokenizer))
+    if ref is not None:
+        run = resolve(run, _in_checkpoint(run, checkpoint) or _in_model(ref, run.config, check_tokenizer))
+    lora = run.config.lora
+    if lora is not None and lora.base_dtype is None:
+        found = {"lora": {"base_dtype": base_dtype(run.config, ref)}}
+        run = resolve(run, Found("the base model", found))
+    return run
 
 
 def _in_checkpoint(run: Run, path: str | None) -> Found | None:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -28,13 +28,22 @@ _SHOWN = 5
 _SMALL = 2**16
 
 
-def load_hf_params(ref: str, config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str) -> Any:
+def load_hf_params(
+    ref: str,
+    config: ModelConfig,
+    model: LanguageModel,
+    layout: Layout,
+    dtype: str,
+    trained: Collection[str] | None = None,
+) -> Any:
     """The parameters of `model` with the weights of `ref`, in `dtype`, on their devices.
 
     The host holds a few tensors at a time: one is read while the previous one is transferred. With several processes,
     each reads its share of the rows of every tensor, and the devices exchange the rows that they need. Embeddings are
-    resized to the model's vocabulary (see `resize_vocab`); only the first `seq_len` learned positions are used. Raises
-    `UserError` for tensors that are missing, unexpected or of another shape.
+    resized to the model's vocabulary (see `resize_vocab`); only the first `seq_len` learned positions are used.
+
+    `trained` are the paths of the parameters that will be trained, None for all. Raises `UserError` for tensors that
+    are missing, unexpected or of another shape, and for new rows in a table that is not trained.
     """
     weights = open_weights(ref)
     boxed = abstract_params(model)
@@ -42,7 +51,7 @@ def load_hf_params(ref: str, config: ModelConfig, model: LanguageModel, layout: 
     shardings = flatten(parameter_shardings(layout, boxed))
     pieces = plan_hf_pieces(config, model)
     names = _match(ref, weights, pieces, config, layout)
-    _log_resizing(ref, weights, names, pieces, model.vocab_size)
+    _log_resizing(ref, weights, names, pieces, model.vocab_size, trained)
     flat = {path: jnp.zeros(leaf.shape, dtype, device=shardings[path]) for path, leaf in abstract.items()}
     for piece in pieces:
         if isinstance(piece.row, Zeros):
@@ -73,7 +82,7 @@ def plan_hf_pieces(config: ModelConfig, model: LanguageModel) -> list[Piece]:
 def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_size: int) -> Iterator[np.ndarray]:
     """The values of the pieces, one after the other; all processes of a run have to iterate over all of them."""
     flat = flatten(params)
-    whole, of_layer = _gathering(layout.replicated)
+    whole, of_layer = gatherers(layout.replicated)
 
     def get(path: str, layer: int | None) -> np.ndarray:
         return np.asarray(whole(flat[path]) if layer is None else of_layer(flat[path], layer))
@@ -82,7 +91,7 @@ def gather_tensors(params: Any, pieces: Sequence[Piece], layout: Layout, vocab_s
 
 
 @functools.cache
-def _gathering(replicated: NamedSharding) -> tuple[Any, Any]:
+def gatherers(replicated: NamedSharding) -> tuple[Any, Any]:
     """Gather an array, or one layer of a stacked one, on every device; compiled once per shape."""
     whole = jax.jit(lambda array: array, out_shardings=replicated)
     of_layer = jax.jit(
@@ -138,13 +147,25 @@ def _equal(ref: str, weights: Weights, one: str, other: str, layout: Layout) -> 
     return bool(jax.jit(jnp.array_equal, out_shardings=layout.replicated)(*(part.array for part in parts)))
 
 
-def _log_resizing(ref: str, weights: Weights, names: dict[str, str], pieces: Sequence[Piece], vocab_size: int) -> None:
+def _log_resizing(
+    ref: str,
+    weights: Weights,
+    names: dict[str, str],
+    pieces: Sequence[Piece],
+    vocab_size: int,
+    trained: Collection[str] | None,
+) -> None:
     for piece in pieces:
         theirs = weights.shapes[names[piece.name]]
         if theirs == piece.shape or not isinstance(piece.row, Row):
             continue
         if theirs[0] > piece.shape[0]:
             what = f"the first {piece.shape[0]:,} of {theirs[0]:,} rows are used"
+        elif trained is not None and piece.row.ours not in trained:
+            raise UserError(
+                f"{ref}: {piece.name} has {theirs[0]:,} rows for {vocab_size:,} tokens, and the new rows would stay "
+                "untrained; set lora.modules_to_save: [embed_tokens, lm_head]"
+            )
         else:
             what = f"{vocab_size - theirs[0]:,} rows are added to {theirs[0]:,}, each the mean of the existing rows"
         log.info(f"{ref}: {piece.name}: {what}, to fit " + ("the tokenizer" if piece.row.vocab else "model.seq_len"))

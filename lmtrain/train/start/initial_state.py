@@ -7,9 +7,11 @@
 4. `initialize_from_hf`: parameters of a Hugging Face model.
 5. Newly initialized values.
 
-A run that resumes ignores 2 to 4 and logs that.
+A run that resumes ignores 2 to 4 and logs that. With LoRA, 3 and 4 name the frozen base, which every start reads again;
+its adapters are newly initialized, or those of `lora.initialize_from`.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +28,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.train.program.program import Program
+from lmtrain.train.start.base import Base
 from lmtrain.train.start.restore import restore_state
 from lmtrain.train.start.resume import check_same_run
 from lmtrain.train.step.state import TrainState
@@ -33,7 +36,7 @@ from lmtrain.train.step.state import TrainState
 _IGNORED = "ignored, as this run has checkpoints and resumes from them; to roll back, move later step-N folders away"
 
 # Parts of a checkpoint's identity that have to match to use the state of another run.
-_SAME_STATE = ("model", "optimizer", "tokenizer")
+_SAME_STATE = ("model", "optimizer", "tokenizer", "lora")
 
 
 def own_checkpoint(config: RunConfig, checkpointer: Checkpointer, processes: Processes = ALONE) -> Checkpoint | None:
@@ -72,8 +75,11 @@ def begin(
     run_info: Mapping[str, Any],
     begin_from_hf: str | None,
     processes: Processes = ALONE,
+    base: Base | None = None,
 ) -> tuple[TrainState, int]:
     """The state to train from, and its number of finished updates; `own` is the checkpoint the run resumes from.
+
+    `base` is the frozen base of a run with LoRA.
 
     Raises `UserError` for a checkpoint that does not match the run.
     """
@@ -87,10 +93,15 @@ def begin(
     }
     if own is not None:
         check_same_run(own, run_info)
+        if base is not None:
+            log.info(f"resuming after step {own.step:,} from {own.path}")
+            return _restore(program, own, partial, base.params), own.step
         for name in [name for name, value in settings.items() if value is not None]:
             log.info(f"{name}: {_IGNORED}")
         log.info(f"resuming after step {own.step:,} from {own.path}")
         return _restore(program, own, partial), own.step
+    if base is not None:
+        return _new_adapters(program, base.params), 0
     if trainer.initialize_from is not None:
         checkpoint = _other_run("trainer.initialize_from", trainer.initialize_from, run_info, program, processes)
         if checkpoint.step >= trainer.num_train_steps:
@@ -119,12 +130,27 @@ def begin(
     return state, 0
 
 
-def _restore(program: Program, checkpoint: Checkpoint, partial: bool) -> TrainState:
+def _new_adapters(program: Program, base: Any) -> TrainState:
+    """The initial state of a run with LoRA."""
     with program.explaining_errors():
-        fresh = program.init if partial else None
+        state = program.init(base)
+    lora = program.config.lora
+    if lora is None or lora.initialize_from is None:
+        return state
+    from lmtrain.train.start.peft_params import load_peft_adapter
+
+    params = load_peft_adapter(program, lora.initialize_from)
+    log.info(f"starting from the adapters of {lora.initialize_from}")
+    return state.replace(params=params, ema_params=state.ema_params and jax.tree.map(jnp.copy, params))
+
+
+def _restore(program: Program, checkpoint: Checkpoint, partial: bool, base: Any = None) -> TrainState:
+    with program.explaining_errors():
+        fresh = functools.partial(program.init, base) if partial else None
         settings = program.config.trainer.checkpointer
         try:
-            return restore_state(checkpoint, program.abstract, program.shardings, fresh, settings.staging_dir)
+            state = restore_state(checkpoint, program.abstract, program.shardings, fresh, settings.staging_dir)
+            return state.replace(base=base)
         except UserError:
             raise
         except (ValueError, KeyError, OSError) as error:  # raised by Orbax for invalid files
@@ -144,7 +170,7 @@ def _other_run(
     except UserError as error:
         raise UserError(f"{setting}: {error}") from None
     saved, ours = (
-        {name: info["identity"][name] for name in _SAME_STATE} for info in (checkpoint.read_run_info(), run_info)
+        {name: info["identity"].get(name) for name in _SAME_STATE} for info in (checkpoint.read_run_info(), run_info)
     )
     if trainer.allow_partial_checkpoint:  # then the shapes of the arrays are checked instead
         saved, ours = ({name: part[name] for name in ("tokenizer",)} for part in (saved, ours))

@@ -17,7 +17,7 @@ from lmtrain.run.precision import parse_precision
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import parameter_shardings
-from lmtrain.train.step.state import TrainState
+from lmtrain.train.step.state import TrainState, trainable
 
 _SHOWN = 5
 
@@ -88,12 +88,12 @@ def params_part(checkpoint: Checkpoint) -> str:
 def restore_params(checkpoint: Checkpoint, model: LanguageModel, layout: Layout, staging_dir: str | None = None) -> Any:
     """Only the parameters, in the dtype they were saved in: for sampling, evaluation and export.
 
-    For a run with `model_averaging`, their average.
+    For a run with `model_averaging`, their average. For one with LoRA, only the adapters.
     """
     part = params_part(checkpoint)
     if part == "average":
         log.info(f"{checkpoint.path}: using the EMA of the parameters (trainer.model_averaging)")
-    boxed = abstract_params(model)
+    boxed = trainable(model, abstract_params(model))
     saved = checkpoint.read_run_info()["config"]["trainer"]["mp"]
     abstract = with_dtype(nn.meta.unbox(boxed), parse_precision(saved).params)
     with local_copy(checkpoint, [part], staging_dir) as path:

@@ -20,7 +20,7 @@ from lmtrain.run.identity import identity
 from lmtrain.run.run import Run
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import join, list_names
-from lmtrain.train.start.hf_model import config_of
+from lmtrain.train.start.hf_model import config_of, hf_ref
 from lmtrain.train.start.run_logs import tokenizer_of
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class TrainedModel:
 
     def load(self) -> Loaded:
         """The model with its parameters, on the devices of this machine."""
+        from lmtrain.lora.model import adapt
         from lmtrain.models.registry import build_model
         from lmtrain.sharding.mesh import plan_layout, platform_of
         from lmtrain.train.program.program import plan_attention
@@ -60,6 +61,7 @@ class TrainedModel:
         layout = plan_layout(self.config.trainer)
         attention = plan_attention(self.config, platform_of(layout.mesh.devices.flat[0]), trains=False)
         model = build_model(self.config.model, self.tokenizer.vocab_size, attention)
+        model = adapt(self.config.lora, self.config.model, model)
         return Loaded(model, self.get_params(model, layout), layout)
 
 
@@ -89,16 +91,23 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
         )
     saved = run_info["identity"]
     tokenizer = tokenizer_of(run, saved["tokenizer"])
-    now = {"model": identity(config)["model"], "tokenizer": tokenizer.identity}
-    differences = describe_differences({name: saved[name] for name in now}, now, "the checkpoint", "this config")
+    ours = identity(config)
+    now = {"model": ours["model"], "tokenizer": tokenizer.identity, "lora": ours.get("lora")}
+    differences = describe_differences({name: saved.get(name) for name in now}, now, "the checkpoint", "this config")
     if differences:
         report = "\n".join(f"  {line}" for line in differences)
         raise UserError(f"{checkpoint.path} does not match this config's model\n{report}")
 
     def get_params(model: "LanguageModel", layout: "Layout") -> Any:
+        from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel
+        from lmtrain.train.start import base
         from lmtrain.train.start.restore import restore_params
 
-        return restore_params(checkpoint, model, layout, settings.staging_dir)
+        params = restore_params(checkpoint, model, layout, settings.staging_dir)
+        if not isinstance(model, AdaptedModel):
+            return params
+        frozen = base.load_base(config, model, layout, hf_ref(config), run_info[base.BASE])
+        return {BASE: frozen.params, ADAPTERS: params}
 
     origin = Origin(run_info["run_id"], saved["data_tokens"])
     return TrainedModel(checkpoint.path, checkpoint.step, config, tokenizer, get_params, origin)

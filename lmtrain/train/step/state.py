@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from lmtrain.lora.adapters import start_from
+from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import abstract_params, initializer, with_dtype
 from lmtrain.sharding.mesh import Layout
@@ -19,22 +21,35 @@ ON_DISK = {"params": "params", "opt_state": "optimizer", "ema_params": "average"
 
 
 class TrainState(struct.PyTreeNode):
-    """Training state. `step`: int32 scalar; the others: trees of arrays, `ema_params` None without model averaging."""
+    """Training state. `step`: int32 scalar; the others: trees of arrays, `ema_params` None without model averaging.
+
+    With LoRA, `params` are the adapters, and `base` the parameters of the frozen model, which no checkpoint has.
+    """
 
     step: Any
     params: Any
     opt_state: Any
     ema_params: Any = None
+    base: Any = None
+
+    def whole(self, params: Any) -> Any:
+        """The parameters of the model: `params`, with LoRA together with the base."""
+        return params if self.base is None else {BASE: self.base, ADAPTERS: params}
 
     @property
     def best_params(self) -> Any:
         """The parameters to export: the average if there is one."""
-        return self.params if self.ema_params is None else self.ema_params
+        return self.whole(self.params if self.ema_params is None else self.ema_params)
 
     @property
     def parts(self) -> dict[str, Any]:
         """Parts of a checkpoint, besides the step, by their names in it (`ON_DISK`); no `average` without averaging."""
         return {name: part for field, name in ON_DISK.items() if (part := getattr(self, field)) is not None}
+
+    @property
+    def in_memory(self) -> dict[str, Any]:
+        """`parts`, and with LoRA the frozen base."""
+        return self.parts | ({} if self.base is None else {BASE: self.base})
 
     @classmethod
     def from_parts(cls, step: Any, parts: Mapping[str, Any]) -> "TrainState":
@@ -48,30 +63,60 @@ def state_shardings(
     layout: Layout,
     dtype: str,
     averages: bool = False,
+    base_dtype: str | None = None,
 ) -> tuple[TrainState, TrainState]:
-    """The abstract `TrainState` of a model with parameters in `dtype`, and the sharding of each of its leaves."""
+    """The abstract `TrainState` of a model with parameters in `dtype`, and the sharding of each of its leaves.
+
+    With LoRA, the base has `base_dtype`.
+    """
     boxed = abstract_params(model)
-    params = with_dtype(nn.meta.unbox(boxed), dtype)
-    shardings = parameter_shardings(layout, boxed)
+    abstract, placed = nn.meta.unbox(boxed), parameter_shardings(layout, boxed)
+    base, base_shardings = None, None
+    if isinstance(model, AdaptedModel):
+        base, base_shardings = with_dtype(abstract[BASE], base_dtype or dtype), placed[BASE]
+    params, shardings = with_dtype(trainable(model, abstract), dtype), trainable(model, placed)
     moments = jax.eval_shape(optimizer.init, params)
-    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, params if averages else None)
+    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, params if averages else None, base)
     moment_shardings = like_parameters(layout, moments, params, shardings)
-    return state, TrainState(layout.replicated, shardings, moment_shardings, shardings if averages else None)
+    return state, TrainState(
+        layout.replicated, shardings, moment_shardings, shardings if averages else None, base_shardings
+    )
+
+
+def trainable(model: LanguageModel, whole: Any) -> Any:
+    """The part of a tree like the model's parameters that is trained: with LoRA the adapters, else all."""
+    return whole[ADAPTERS] if isinstance(model, AdaptedModel) else whole
 
 
 def init_state(
     model: LanguageModel,
     optimizer: optax.GradientTransformation,
-    shardings: Any,
+    abstract: TrainState,
+    shardings: TrainState,
     *,
     seed: int,
-    dtype: str,
+    base: Any = None,
 ) -> TrainState:
-    """An initial state, each array computed on its devices. The same seed gives the same values on any mesh."""
+    """An initial state, each array computed on its devices. The same seed gives the same values on any mesh.
 
-    def init(key: jax.Array) -> TrainState:
-        params = jax.tree.map(lambda p: p.astype(dtype), nn.meta.unbox(initializer(model)(key)))
-        ema_params = None if shardings.ema_params is None else jax.tree.map(jnp.copy, params)
-        return TrainState(jnp.int32(0), params, optimizer.init(params), ema_params)
+    With LoRA, `base` are the frozen parameters; without it they are initialized too.
+    """
 
-    return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+    def init(key: jax.Array, base: Any) -> TrainState:
+        whole = nn.meta.unbox(initializer(model)(key))
+        params = trainable(model, whole)
+        frozen = None
+        if abstract.base is not None:
+            frozen = _like(whole[BASE], abstract.base) if base is None else None
+            params = start_from(params, whole[BASE] if base is None else base)
+        params = _like(params, abstract.params)
+        ema_params = None if abstract.ema_params is None else jax.tree.map(jnp.copy, params)
+        return TrainState(jnp.int32(0), params, optimizer.init(params), ema_params, frozen)
+
+    out = shardings if base is None else shardings.replace(base=None)
+    state: TrainState = jax.jit(init, out_shardings=out)(jax.random.key(seed), base)
+    return state if base is None else state.replace(base=base)
+
+
+def _like(params: Any, abstract: Any) -> Any:
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)

@@ -60,9 +60,13 @@ def build_train_step(
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         scale = 1.0 / sum_of_weights(objective, batch)
         compute_params = cast(state.params, compute_dtype)  # once for all microbatches
+        compute_base = None if state.base is None else cast(state.base, compute_dtype)
 
         def value_and_grad(micro: Any, key: jax.Array) -> Any:
-            return jax.value_and_grad(loss_sum, has_aux=True)(compute_params, micro, key)
+            def loss(params: Any) -> tuple[jax.Array, Metrics]:
+                return loss_sum(state.replace(base=compute_base).whole(params), micro, key)
+
+            return jax.value_and_grad(loss, has_aux=True)(compute_params)
 
         (loss, logged), gradients = sum_over_microbatches(value_and_grad, batch, key, parts)
         loss = loss * scale
@@ -93,7 +97,7 @@ def build_train_step(
         if taken := metrics.keys() & logged.keys():
             raise ValueError(f"jit_log: {', '.join(sorted(taken))}: this name is reserved by lmtrain; use another one")
         metrics |= logged
-        return TrainState(state.step + 1, params, moments, ema_params), metrics, requests
+        return TrainState(state.step + 1, params, moments, ema_params, state.base), metrics, requests
 
     out = (shardings, layout.replicated, layout.replicated)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=out, compiler_options=dict(options or {}))

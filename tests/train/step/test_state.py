@@ -29,8 +29,8 @@ def layout():
 @pytest.fixture(scope="module")
 def make(layout):
     def make(seed: int = 0, dtype: str = "float32"):
-        _, shardings = state_shardings(MODEL, OPTIMIZER, layout, dtype)
-        return init_state(MODEL, OPTIMIZER, shardings, seed=seed, dtype=dtype)
+        abstract, shardings = state_shardings(MODEL, OPTIMIZER, layout, dtype)
+        return init_state(MODEL, OPTIMIZER, abstract, shardings, seed=seed)
 
     return make
 

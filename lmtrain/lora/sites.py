@@ -1,0 +1,131 @@
+"""The layers of a model that LoRA can train: linear layers, which can have an adapter, and the embedding tables."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.suggest import suggest_name
+from lmtrain.hf.key_map import Row, Table
+
+ALL_LINEAR = "all-linear"
+_KERNEL, _WEIGHT = "/kernel", ".weight"
+
+# Names in `modules_to_save` for every family; PEFT's users know them from Llama.
+_EMBEDDING, _HEAD = "embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A linear layer: its path here, its name in Hugging Face (with `{layer}` if it is stacked), and its sizes.
+
+    `layers` is None for a layer that is not in the stack of blocks. `is_conv1d`: theirs stores [in, out].
+    """
+
+    path: str
+    module: str
+    inputs: int
+    outputs: int
+    layers: int | None
+    is_conv1d: bool
+
+    @property
+    def modules(self) -> list[str]:
+        """Its full names in Hugging Face, one for each layer."""
+        return [self.module.format(layer=layer) for layer in range(self.layers or 1)]
+
+
+@dataclass(frozen=True)
+class EmbeddingTable:
+    """An embedding table or a head: the path of its parameter, and the names of its modules in Hugging Face.
+
+    A tied table has two: those of the embeddings and of the head.
+    """
+
+    path: str
+    modules: tuple[str, ...]
+
+
+def list_sites(table: Table, shapes: Mapping[str, Sequence[int]]) -> list[Site]:
+    """All linear layers except the head, in the order of the key table. `shapes` of the parameters, by path."""
+    found = []
+    for row in table:
+        if not isinstance(row, Row) or not row.ours.endswith(_KERNEL):
+            continue
+        layers = shapes[row.ours][0] if row.is_stacked else None
+        shape = shapes[row.ours][1:] if row.is_stacked else shapes[row.ours]
+        split = 1 if row.rows is None else row.rows
+        inputs, outputs = math.prod(shape[:split]), math.prod(shape[split:])
+        path, module = row.ours.removesuffix(_KERNEL), row.theirs.removesuffix(_WEIGHT)
+        found.append(Site(path, module, inputs, outputs, layers, not row.transpose))
+    return found
+
+
+def list_tables(table: Table) -> list[EmbeddingTable]:
+    """The embeddings and the head, as one table if they are tied."""
+    rows = [row for row in table if isinstance(row, Row) and row.vocab]
+    modules = [row.theirs.removesuffix(_WEIGHT) for row in rows]
+    if len(rows) == 1:
+        return [EmbeddingTable(rows[0].ours, (modules[0], _HEAD))]
+    return [EmbeddingTable(row.ours, (module,)) for row, module in zip(rows, modules, strict=True)]
+
+
+def choose_sites(wanted: str | list[str] | None, sites: Sequence[Site]) -> list[Site]:
+    """The layers that `target_modules` names, as PEFT matches them: a list of suffixes, or a regular expression.
+
+    Raises `UserError` for a name that matches nothing, with those that exist.
+    """
+    setting = "lora.target_modules"
+    if wanted is None or wanted == ALL_LINEAR:
+        return list(sites)
+    known = sorted({site.module.rpartition(".")[2] for site in sites})
+    chosen: set[Site] = set()
+    for name in [wanted] if isinstance(wanted, str) else wanted:
+        if isinstance(wanted, str):
+            matches = _pattern(setting, name).fullmatch
+            found = {site for site in sites if any(matches(module) for module in site.modules)}
+        else:
+            found = {site for site in sites if any(m == name or m.endswith(f".{name}") for m in site.modules)}
+        if any(not all(_is_named(wanted, name, module) for module in site.modules) for site in found):
+            raise UserError(
+                f"{setting}: {name} matches some blocks only; adapters are on the same layers of all blocks"
+            )
+        if not found:
+            _refuse(setting, name, "linear layer", known)
+        chosen |= found
+    return [site for site in sites if site in chosen]
+
+
+def choose_tables(wanted: Sequence[str], tables: Sequence[EmbeddingTable]) -> list[EmbeddingTable]:
+    """The tables that `modules_to_save` names: embed_tokens, lm_head, or the family's own names.
+
+    Raises `UserError` for another name.
+    """
+    names = {_EMBEDDING: tables[0], _HEAD: tables[-1]}
+    names |= {module.rpartition(".")[2]: table for table in tables for module in table.modules}
+    for name in wanted:
+        if name not in names:
+            _refuse("lora.modules_to_save", name, "embedding table", sorted(names))
+    chosen = {names[name] for name in wanted}
+    return [table for table in tables if table in chosen]
+
+
+def _is_named(wanted: str | list[str], name: str, module: str) -> bool:
+    if isinstance(wanted, str):
+        return re.fullmatch(name, module) is not None
+    return module == name or module.endswith(f".{name}")
+
+
+def _pattern(setting: str, text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UserError(f"{setting}: {text}: invalid regular expression: {error}") from None
+
+
+def _refuse(setting: str, name: str, what: str, known: Sequence[str]) -> Any:
+    near = suggest_name(name, known)
+    hint = f"; did you mean {near}?" if near else ""
+    raise UserError(f"{setting}: {name} matches no {what}; this model has {', '.join(known)}{hint}")
