@@ -12,6 +12,7 @@ from lmtrain.config.load import shipped_configs
 from lmtrain.config.schema import build_schema
 from lmtrain.config.spellings import SHORT_NAMES
 from lmtrain.config.yaml_loader import load_file
+from lmtrain.lora.config import LoraConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.run.trainer import TrainerConfig
 
@@ -187,7 +188,7 @@ def test_every_setting_of_every_section_is_described():
     for section in seen:
         title = "title" if section is RunConfig else section.__name__
         expected = {name: field.description for name, field in section.model_fields.items()}
-        short = SHORT_NAMES.get("trainer", {}) if section is TrainerConfig else {}
+        short = SHORT_NAMES.get({TrainerConfig: "trainer", LoraConfig: "lora"}.get(section), {})
         expected |= {other: expected[name] for other, name in short.items()}
         assert {name: text for name, text in described[title].items() if name != "<<"} == expected
         seen += [s for f in section.model_fields.values() for s in sections_of(f.annotation) if s not in seen]

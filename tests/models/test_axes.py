@@ -44,7 +44,7 @@ def planned(model, **partitioning):
 
 def placed(model, **partitioning):
     # the same for existing arrays
-    layout, _, shardings = plan(model, **partitioning)
+    layout, abstract, shardings = plan(model, **partitioning)
     params = init_state(model, optimizer, abstract, shardings, seed=0).params
     return {
         path: [list(leaf.shape), list(leaf.addressable_shards[0].data.shape)] for path, leaf in flatten(params).items()
