@@ -24,7 +24,7 @@ from lmtrain.optim.cycles import plan_cycles
 from lmtrain.run.trainer import TrainerConfig, num_microbatches
 
 # Optimizers whose updates depend on complete matrices or on the curvature of all parameters.
-_FULL_MATRICES = ("muon", "sophia")
+_FULL_MATRICES = ("muon", "sophia-h", "sophia-g")
 
 
 class RunConfig(HuggingFaceConfig):

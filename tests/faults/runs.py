@@ -40,6 +40,14 @@ def full_settings(steps: int) -> dict:
     return settings | {"hf_save_path": "exports", "hf_save_steps": 60}
 
 
+def lora_settings(steps: int, folder: Path) -> dict:
+    """The same with LoRA, with dropout, on a base that is trained for two steps and exported in `folder`."""
+    write_config(folder, full_settings(2) | {"hf_save_steps": 2})
+    finish(folder)
+    settings = full_settings(steps) | {"initialize_from_hf": str(folder / "exports" / RUN / "step-2")}
+    return settings | {"lora": {"r": 4, "alpha": 16, "dropout": 0.1, "modules_to_save": ["lm_head"]}}
+
+
 @contextlib.contextmanager
 def working_folder(given: Path | None) -> Iterator[Path]:
     """The folder for the runs of a tool: `given`, or a temporary one."""

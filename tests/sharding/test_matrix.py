@@ -180,3 +180,23 @@ def test_smoothed_and_weighted_losses_do_not_depend_on_the_mesh(tmp_path):
     assert abs(one[0] - found["plain"]["losses"][0]) > 1e-3
     for name in meshes:
         np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", "mpt", "backpack"))]
+)
+def test_lora_does_not_depend_on_the_mesh(tmp_path, family):
+    """With a table that is trained in full, a base in bfloat16, and dropout, whose masks depend on microbatches."""
+    lora = {"r": 4, "alpha": 16, "modules_to_save": ["lm_head"]}
+    common = {"steps": 6, "lora": lora, "model": {"type": family}, "optimizer": {"learning_rate": 3e-2}}
+    dropout = {**common, "lora": {**lora, "dropout": 0.3, "base_dtype": "bfloat16"}}
+    meshes = {"both": BOTH, "accumulating": MESHES["fsdp, accumulating"]}
+    cases = [{"name": name, "trainer": trainer, **common} for name, trainer in meshes.items()]
+    drops = [{**ONE, **dropout, "name": "drop, one"}, {**dropout, "name": "drop, both", "trainer": BOTH}]
+    found = train(tmp_path, [{**ONE, **common}, *cases, *drops])
+    one = found["one"]["losses"]
+    assert one[-1] < 0.99 * one[0]
+    for name in meshes:
+        np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(found["drop, both"]["losses"], found["drop, one"]["losses"], rtol=1e-5)
+    assert abs(found["drop, one"]["losses"][-1] - one[-1]) > 1e-4

@@ -1,7 +1,7 @@
 """Train a tiny model on several meshes of 8 simulated devices, and write the results. Called by test_matrix.py.
 
 train_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, steps, model, trainer, optimizer, data, objective,
-z_loss_weight, tokens}
+z_loss_weight, lora, tokens}
 """
 
 import json
@@ -45,6 +45,8 @@ def run(case: dict) -> dict:
         data={"tokenizer": "passthrough", "vocab_size": vocab, **case.get("data", {})},
         objective=case.get("objective", {}),
         z_loss_weight=case.get("z_loss_weight", 0.0),
+        lora=case.get("lora"),
+        initialize_from_hf="unused" if "lora" in case else False,  # the base is newly initialized
     )
     program = plan_program(config, vocab, jax.devices()[: case.get("devices", 8)])
     compiled = program.compile()

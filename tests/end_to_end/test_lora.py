@@ -1,0 +1,213 @@
+"""LoRA from the command line: train, resume, evaluate, generate, export; and a base that is missing or has changed."""
+
+import json
+import shutil
+import warnings
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import torch
+import yaml
+from conftest import TOKENIZER, run_in_process, tiny_settings
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+pytestmark = [
+    pytest.mark.end_to_end,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # used by PEFT
+]
+
+
+def lora_settings(**lora):
+    settings = tiny_settings()
+    settings["model"] = {"type": "llama", "seq_len": 32}
+    settings["optimizer"]["lr_schedule"] = "constant"  # so that a run of fewer steps has the same beginning
+    settings["trainer"] |= {"id": "adapters", "num_train_steps": 8}
+    more = {"initialize_from_hf": "base", "use_hf_model_config": True, "hf_save_path": "exports", "hf_save_steps": 4}
+    return settings | more | {"lora": {"r": 4, "alpha": 32, "dropout": 0.1, **lora}}
+
+
+def run(folder, *arguments, code=0):
+    done = run_in_process(arguments, folder)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def write(folder, name, settings):
+    (folder / name).write_text(yaml.safe_dump(settings))
+
+
+def arrays(folder, run_id, step):
+    """All arrays of a checkpoint, by name."""
+    found = {}
+    for part in ("params", "optimizer", "average"):
+        path = folder / "checkpoints" / run_id / f"step-{step}" / part
+        if path.is_dir():
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of reading the shardings from the file, which is intended
+                tree = orbax.restore(path.absolute())
+            for where, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                found[part + jax.tree_util.keystr(where)] = np.asarray(leaf)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a run `base`, its export `base`, and lora.yaml, trained for 8 steps."""
+    folder = tmp_path_factory.mktemp("lora")
+    settings = tiny_settings()
+    sizes = {"hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
+    settings["model"] = {"type": "llama", **sizes, "seq_len": 32}
+    settings["trainer"] |= {"id": "base", "steps_per_eval": 12}
+    write(folder, "base.yaml", settings)
+    write(folder, "lora.yaml", lora_settings())
+    run(folder, "train", "base.yaml")
+    run(folder, "export-hf", "base.yaml", "--output", "base")
+    (folder / "output.txt").write_text(run(folder, "train", "lora.yaml").stderr)
+    return folder
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.numpy()
+
+
+def test_a_checkpoint_has_the_adapters_only_with_the_fingerprint_of_the_base(folder):
+    names = arrays(folder, "adapters", 8)
+    assert len(names) > 14
+    assert {name.rpartition("['")[2] for name in names if name.startswith("params")} == {"lora_a']", "lora_b']"}
+    info = json.loads((folder / "checkpoints/adapters/step-8/run.json").read_text())
+    assert info["base"]["initialize_from_hf"] == "base"
+    assert len(info["base"]["fingerprint"]) == 32
+    assert "base model: base, float32, frozen" in (folder / "output.txt").read_text()
+    assert ", of which LoRA trains " in (folder / "output.txt").read_text()
+
+
+def test_exports_as_adapter_and_merged_give_the_same_logits_as_the_model(folder):
+    run(folder, "export-hf", "lora.yaml", "--output", "adapter", "--verify")
+    run(folder, "export-hf", "lora.yaml", "--output", "merged", "--merge", "--verify")
+    tokens = np.random.default_rng(0).integers(0, 384, (2, 32))
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).eval()
+    without = logits(base, tokens)
+    adapted = logits(PeftModel.from_pretrained(base, folder / "adapter").eval(), tokens)
+    merged = logits(AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32).eval(), tokens)
+    assert np.abs(adapted - without).max() > 1e-2
+    np.testing.assert_allclose(adapted, merged, rtol=0, atol=1e-4)
+
+
+def test_exports_during_training_are_the_adapters_of_the_last_step(folder):
+    run(folder, "export-hf", "lora.yaml", "--output", "adapter")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        during = folder / "exports/adapters/step-8" / name
+        assert during.read_bytes() == (folder / "adapter" / name).read_bytes()
+
+
+def test_the_command_eval_gives_the_loss_of_training(folder):
+    lines = (folder / "logs/adapters.metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["eval/loss"] for line in lines if "eval/loss" in line]
+    found = json.loads(run(folder, "eval", "lora.yaml").stdout)
+    assert found["eval/loss"] == pytest.approx(losses[-1], abs=1e-5)
+    assert "The" in run(folder, "generate", "lora.yaml", "--prompt", "The", "--max_new_tokens", "4").stdout
+
+
+def test_a_run_that_is_resumed_ends_with_the_same_bits(folder):
+    settings = lora_settings()
+    settings["trainer"]["id"] = "resumed"
+    write(folder, "resumed.yaml", settings)
+    run(folder, "train", "resumed.yaml", "--trainer.num_train_steps", "4")
+    output = run(folder, "train", "resumed.yaml").stderr
+    assert "resuming after step 4" in output
+    whole, resumed = arrays(folder, "adapters", 8), arrays(folder, "resumed", 8)
+    assert whole.keys() == resumed.keys()
+    for name, values in whole.items():
+        assert values.tobytes() == resumed[name].tobytes(), name
+
+
+def test_a_missing_or_changed_base_is_a_user_error(folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    weights = copy / "base/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for command in (("train", "lora.yaml", "--trainer.num_train_steps", "9"), ("eval", "lora.yaml")):
+        done = run(copy, *command, code=2)
+        assert "the base model of the adapters has changed: base has the fingerprint" in done.stderr
+    weights.unlink()
+    for command in (
+        ("train", "lora.yaml", "--trainer.num_train_steps", "9"),
+        ("export-hf", "lora.yaml", "--output", "x"),
+    ):
+        done = run(copy, *command, code=2)
+        assert "base: there is no model.safetensors" in done.stderr
+    assert not (copy / "x").exists()
+
+
+def test_a_checkpoint_is_a_base_with_averages_and_tables_trained_in_full(folder):
+    settings = lora_settings(modules_to_save=["embed_tokens", "lm_head"])
+    for name in ("initialize_from_hf", "use_hf_model_config"):
+        del settings[name]
+    base = yaml.safe_load((folder / "base.yaml").read_text())
+    settings |= {"model": base["model"], "initialize_from_checkpoint_path": "checkpoints/base"}
+    settings["trainer"] |= {"id": "on a checkpoint".replace(" ", "-"), "model_averaging": {"type": "ema", "beta": 0.5}}
+    write(folder, "checkpoint.yaml", settings)
+    run(folder, "train", "checkpoint.yaml")
+    info = json.loads((folder / "checkpoints/on-a-checkpoint/step-8/run.json").read_text())
+    assert info["base"]["step"] == 12
+    output = run(folder, "export-hf", "checkpoint.yaml", "--output", "second").stderr
+    assert "add --base_model REF" in output
+    run(folder, "export-hf", "checkpoint.yaml", "--output", "second", "--base_model", "base", "--verify")
+    run(folder, "export-hf", "checkpoint.yaml", "--output", "second merged", "--merge", "--verify")
+    # the base run goes on: its new checkpoint is not the adapters' base
+    run(folder, "train", "base.yaml", "--trainer.num_train_steps", "14")
+    assert "resuming after step 8" in run(folder, "train", "checkpoint.yaml", "--trainer.num_train_steps", "9").stderr
+    done = run(
+        folder,
+        "train",
+        "lora.yaml",
+        "--trainer.id",
+        "x",
+        "--initialize_from_hf",
+        "false",
+        "--use_hf_model_config",
+        "false",
+        "--initialize_from_checkpoint_path",
+        "checkpoints/adapters",
+        code=2,
+    )
+    assert "adapters only" in done.stderr or "does not match" in done.stderr
+
+
+def test_training_starts_from_a_peft_adapter(folder):
+    settings = lora_settings(initialize_from="exports/adapters/step-8")
+    settings["trainer"] |= {"id": "continued", "num_train_steps": 2, "steps_per_eval": 1}
+    del settings["hf_save_path"], settings["hf_save_steps"]
+    write(folder, "continued.yaml", settings)
+    output = run(folder, "train", "continued.yaml").stderr
+    assert "starting from the adapters of exports/adapters/step-8" in output
+    settings["lora"]["r"] = 8
+    settings["trainer"]["id"] = "other"
+    write(folder, "other.yaml", settings)
+    assert "lora.r: this config has 8, the adapter has 4" in run(folder, "train", "other.yaml", code=2).stderr
+
+
+def test_tokens_that_the_base_does_not_have_need_trained_tables(folder):
+    from tokenizers import Tokenizer
+
+    larger = folder / "larger"
+    shutil.copytree(TOKENIZER, larger)
+    backend = Tokenizer.from_file(str(larger / "tokenizer.json"))
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.save(str(larger / "tokenizer.json"))
+    settings = lora_settings()
+    settings["data"] |= {"tokenizer": "larger", "cache_dir": "larger cache"}
+    settings["trainer"] |= {"id": "larger", "num_train_steps": 2}
+    write(folder, "larger.yaml", settings)
+    output = run(folder, "train", "larger.yaml", code=2).stderr
+    assert "new rows would stay untrained; set lora.modules_to_save: [embed_tokens, lm_head]" in output
+    settings["lora"]["modules_to_save"] = ["embed_tokens", "lm_head"]
+    write(folder, "larger.yaml", settings)
+    output = run(folder, "train", "larger.yaml").stderr
+    assert "2 rows are added to 384" in output

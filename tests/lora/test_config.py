@@ -1,0 +1,41 @@
+"""The `lora` section: names of PEFT, and settings that do not fit together."""
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.config.load import load_config
+from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import identity
+
+BASE = {"initialize_from_hf": "base"}
+
+
+def test_the_names_of_peft_are_accepted(tmp_path):
+    (tmp_path / "c.yaml").write_text("initialize_from_hf: base\nlora: {rank: 4, lora_alpha: 32, lora_dropout: 0.1}\n")
+    lora = load_config(RunConfig, str(tmp_path / "c.yaml")).config.lora
+    assert (lora.r, lora.alpha, lora.dropout) == (4, 32.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora": {}}, "adapters need a base model: set initialize_from_hf or initialize_from_checkpoint_path"),
+        ({**BASE, "lora": {}, "optimizer": {"type": "muon"}}, "muon is for complete matrices"),
+        ({**BASE, "lora": {}, "optimizer": {"type": "sophia-g"}}, "is for complete matrices"),
+        ({"lora": {}, "trainer": {"initialize_from": "x"}}, "with lora, set lora.initialize_from"),
+        ({**BASE, "lora": {"r": 0}}, "greater than or equal to 1"),
+        ({**BASE, "lora": {"dropout": 1.0}}, "less than 1"),
+        ({**BASE, "lora": {"alpha": 0}}, "greater than 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(settings)
+
+
+def test_the_adapters_are_part_of_the_identity_of_a_run():
+    without, plain, other = (
+        identity(RunConfig.model_validate(BASE | lora)) for lora in ({}, {"lora": {}}, {"lora": {"r": 4}})
+    )
+    assert "lora" not in without
+    assert without != plain != other
