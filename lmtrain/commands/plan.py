@@ -173,12 +173,25 @@ def _target(flags: Any) -> Target:
 
 
 def _with_model_sizes(run: Run) -> Run:
-    """With `use_hf_model_config`, the sizes of a model in a local folder or of a known one; nothing is downloaded."""
+    """With `use_hf_model_config`, the sizes of a model in a local folder or of a known one; nothing is downloaded.
+
+    With LoRA also the dtype of the base, for a model that is not here as published for its family.
+    """
     ref = hf_ref(run.config)
-    if ref is None or not run.config.use_hf_model_config:
-        return run
-    if os.path.isdir(ref):
+    lora = run.config.lora
+    is_here = os.path.exists(run.config.initialize_from_checkpoint_path or "") if ref is None else os.path.isdir(ref)
+    if is_here and (lora is not None or run.config.use_hf_model_config):
         return resolve_hf(run, check_tokenizer=False)
+    if ref is not None and run.config.use_hf_model_config:
+        run = _with_known_sizes(run, ref)
+    if lora is not None and lora.base_dtype is None:
+        dtype = "bfloat16" if run.config.model.type in ("llama", "mpt") else "float32"
+        run = resolve(run, Found("the dtype in which the family is published", {"lora": {"base_dtype": dtype}}))
+    return run
+
+
+def _with_known_sizes(run: Run, ref: str) -> Run:
+    """Raises `UserError` for a model whose sizes are not known."""
     sizes = KNOWN_MODELS.get(ref.partition("@")[0])
     if sizes is None:
         raise UserError(

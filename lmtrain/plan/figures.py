@@ -14,6 +14,8 @@ from lmtrain.compiled.collectives import Collective, Network
 from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures, measure
 from lmtrain.compiled.hlo import Frame
+from lmtrain.lora.model import ADAPTERS
+from lmtrain.models.flops import attention_flops
 from lmtrain.models.layers.blockwise import mean_blocks
 from lmtrain.models.params import abstract_params, count_parameters
 from lmtrain.runtime.accelerators import Accelerator
@@ -147,9 +149,9 @@ def wire_minimum(program: Program, step: str) -> float:
 
     FSDP over n devices gathers each weight twice for each microbatch, forward and backward, and scatters its gradient
     once, (n - 1) / n of it each time; evaluation gathers once. Gradients of embedding tables and of the head are
-    summed in float32, others in the compute dtype. Replicas sum their gradients once per step. Tensor parallelism
-    sums activations after attention and after the MLP, forward and backward, and once more where the forward pass is
-    recomputed.
+    summed in float32, others in the compute dtype. Frozen weights have no gradients. Replicas sum their gradients once
+    per step. Tensor parallelism sums activations after attention and after the MLP, forward and backward, and once more
+    where the forward pass is recomputed.
     """
     layout, config = program.layout, program.config
     sizes = layout.mesh.shape
@@ -157,12 +159,15 @@ def wire_minimum(program: Program, step: str) -> float:
     parts = program.batching.num_microbatches
     microbatches = parts[max(parts)]
     gathered = reduced = 0.0
-    for size, is_table, axes in _parameters(program):
+    for size, is_table, axes, is_trained in _parameters(program):
         share = (sizes["data"] - 1) / sizes["data"] if "data" in axes else 0.0
         held = size / (sizes["model"] if "model" in axes else 1)
         table = 4 if is_table else width
-        gathered += held * share * (2 * width + table) if step == "train" else held * share * width
-        copies = sizes["replica"]
+        scattered = table if is_trained else 0
+        gathered += held * share * (2 * width + scattered) if step == "train" else held * share * width
+        if not is_trained:
+            continue
+        copies = sizes["replica"] * (sizes["data"] if program.config.lora is not None and not share else 1)
         reduced += 2 * (copies - 1) / copies * held / (sizes["data"] if share else 1) * table
     if step == "eval":
         return gathered + _tensor_parallel(program, 2, program.batching.eval_batch)
@@ -180,16 +185,18 @@ def _tensor_parallel(program: Program, sums: int, batch: int) -> float:
     return sums * config.model.num_layers * 2 * (size - 1) / size * rows * config.model.hidden_dim * width
 
 
-def _parameters(program: Program) -> list[tuple[int, bool, set[str]]]:
-    """For each parameter: size, whether it is an embedding table or the head, and the mesh axes that split it."""
+def _parameters(program: Program) -> list[tuple[int, bool, set[str], bool]]:
+    """For each parameter: size, whether it is an embedding table or the head, the mesh axes that split it, and whether
+    it is trained."""
     rules = dict(program.layout.parameter_rules)
-    boxes = jax.tree.leaves(
+    boxes = jax.tree_util.tree_leaves_with_path(
         abstract_params(program.model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
     )
     found = []
-    for box in boxes:
+    for path, box in boxes:
         axes = {axis for name in box.names for axis in as_names(rules.get(name))}
-        found.append((math.prod(box.value.shape), bool({"vocab", "position"} & set(box.names)), axes))
+        is_trained = program.config.lora is None or path[0].key == ADAPTERS
+        found.append((math.prod(box.value.shape), bool({"vocab", "position"} & set(box.names)), axes, is_trained))
     return found
 
 
@@ -205,8 +212,8 @@ def _flops(program: Program, found: Figures, step: str) -> dict[str, float]:
     `attention_model` counts attention in full, as `throughput/mfu` does.
     """
     tokens = _tokens(program, step)
-    full, causal = (part / (1 if step == "train" else 3) for part in program.flops_per_token)
-    scores, causal_scores = _scores(program, full, causal)
+    full, causal = program.flops_per_token if step == "train" else program.forward_flops_per_token
+    scores, causal_scores = attention_flops(program.config.model, full, causal)
     weights = [product for product in found.products if not product.where.startswith(_ATTENTION)]
     attention = sum(product.flops for product in found.products) - sum(product.flops for product in weights)
     optimizer = sum(product.flops for product in weights if product.where.startswith("optim/"))
@@ -231,19 +238,6 @@ def _flops(program: Program, found: Figures, step: str) -> dict[str, float]:
         "attention": attention + kernels,
         "attention_is_formula": bool(kernels),
     }
-
-
-def _scores(program: Program, full: float, causal: float) -> tuple[float, float]:
-    """The part of the FLOPs per token that grows with the number of keys: full, and causal."""
-    from lmtrain.models.flops import mean_keys
-
-    config = program.config.model
-    window = getattr(config, "sliding_window", None)
-    keys, seen = (mean_keys(config.seq_len, causal=causal, window=window) for causal in (False, True))
-    if keys == seen:
-        return 0.0, 0.0
-    each = (full - causal) / (keys - seen)
-    return each * keys, each * seen
 
 
 def _wire_by(found: Figures, network: str) -> float:

@@ -42,6 +42,15 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 8,
         "seq_len": 8192,
     },
+    "meta-llama/Meta-Llama-3-8B-Instruct": {
+        "type": "llama",
+        "hidden_dim": 4096,
+        "intermediate_dim": 14336,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "seq_len": 8192,
+    },
     "mosaicml/mpt-7b": {"type": "mpt", "hidden_dim": 4096, "num_layers": 32, "num_heads": 32, "seq_len": 2048},
     "stanfordnlp/backpack-gpt2": {"type": "backpack", "hidden_dim": 768, "num_layers": 12, "num_heads": 12},
 }

@@ -17,6 +17,7 @@ KNOWN = {
     "meta-llama/Llama-2-70b-hf": 32000,
     "NousResearch/Llama-2-7b-hf": 32000,
     "meta-llama/Meta-Llama-3-8B": 128256,
+    "meta-llama/Meta-Llama-3-8B-Instruct": 128256,
     "meta-llama/Meta-Llama-3-70B": 128256,
     "meta-llama/Llama-3.1-8B": 128256,
     "meta-llama/Llama-3.2-1B": 128256,

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from compiled.plans import GPU, HOSTS, ONE, POD, SMALL_POD, cycles, family, modules, plan
+from compiled.plans import FOUR, GPU, HOSTS, ONE, POD, SMALL_POD, cycles, family, modules, plan
 
 FAMILIES = ["llama2", "llama3", "mpt", "backpack"]
 RECOMPUTED = ("--model.gradient_checkpointing", "true", "--trainer.per_device_parallelism", "-1")
@@ -243,3 +243,26 @@ def test_replicas_on_hosts_sum_only_their_gradients():
     assert slow
     assert {row["kind"] for row in slow} == {"all-reduce"}
     assert all(row["axes"] == ["replica"] for row in slow)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        ("--device", "l4", "--devices", "2"),
+        pytest.param(("--device", "v5e", "--topology", "2x2"), marks=pytest.mark.long),
+    ],
+    ids=["gpu", "tpu"],
+)
+def test_lora_computes_and_sends_no_gradients_of_frozen_weights(device):
+    """Two products for each weight instead of three, besides those that are recomputed; the minimum has no scatter."""
+    found = plan("llama3_8b_chat_lora", *FOUR, "--trainer.train_batch_size", "8", *device, "--step", "train")
+    assert wire(found) <= 1.15
+    assert products(found) <= 1.05
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "number", "gigabytes"), [("h100", "1", 19), ("l4", "2", 15)])
+def test_lora_on_llama_3_8b_fits_on_one_gpu_of_80_gb_and_on_two_of_24_gb(kind, number, gigabytes):
+    found = plan("llama3_8b_chat_lora", "--device", kind, "--devices", number, "--step", "train")
+    assert found["fits"]
+    assert found["memory"]["peak"] <= gigabytes * 1e9

@@ -13,6 +13,7 @@ def estimate_memory(program: Program) -> Memory:
     config = program.config
     return plan_memory(
         config.model,
+        config.lora,
         program.model,
         program.layout,
         program.abstract,

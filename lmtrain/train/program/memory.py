@@ -22,6 +22,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from lmtrain.lora.config import LoraConfig
+from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel, adapt
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import abstract_params, with_dtype
@@ -30,7 +32,7 @@ from lmtrain.objectives.logits import rows_at_once
 from lmtrain.sharding.axes import ACTIVATION_OF, as_names
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import bytes_per_device
-from lmtrain.train.step.state import TrainState
+from lmtrain.train.step.state import TrainState, trainable
 
 # Share of a block's recomputed activations that is in memory at once.
 _HELD_OF_A_BLOCK = {"gpu": 0.4, "tpu": 0.3, "cpu": 0.4}
@@ -75,6 +77,7 @@ class _Activations:
 
 def plan_memory(
     config: ModelConfig,
+    lora: LoraConfig | None,
     model: LanguageModel,
     layout: Layout,
     state: TrainState,
@@ -89,7 +92,10 @@ def plan_memory(
     hessian: str | None = None,
     platform: str = "cpu",
 ) -> Memory:
-    """Estimate the step's memory. `rows`: sequences per device at once; `state` is abstract; `inputs`: batch arrays."""
+    """Estimate the step's memory. `rows`: sequences per device at once; `state` is abstract; `inputs`: batch arrays.
+
+    With `lora`, `model` has adapters; gradients are those of the adapters, and weights those of the frozen base.
+    """
     params = state.params
     of_params = shardings.parts["params"]
     compute_params = with_dtype(params, compute_dtype)
@@ -97,11 +103,16 @@ def plan_memory(
     copy = {}
     if jax.tree.leaves(params)[0].dtype != jnp.dtype(compute_dtype):
         copy["copy of the parameters"] = bytes_per_device(compute_params, of_params)
-    activations = _activations(config, model, layout, compute_dtype, rows, inputs, platform)
+    weights, of_weights = compute_params, of_params
+    if state.base is not None:
+        weights, of_weights = with_dtype(state.base, compute_dtype), shardings.base
+        if jax.tree.leaves(state.base)[0].dtype != jnp.dtype(compute_dtype):
+            copy["copy of the base"] = bytes_per_device(weights, of_weights)
+    activations = _activations(config, lora, model, layout, compute_dtype, rows, inputs, platform)
     block = int(_HELD_OF_A_BLOCK[platform] * activations.again) + activations.largest
-    gathered = min(_GATHERED_BLOCKS, config.num_layers) * _gathered(compute_params, of_params, config.num_layers)
+    gathered = min(_GATHERED_BLOCKS, config.num_layers) * _gathered(weights, of_weights, config.num_layers)
     logits = _logits(config, model, layout, rows, platform)
-    head = _head(config, model, layout, compute_dtype)
+    head = _head(config, model, layout, compute_dtype, has_gradient=_trains_head(model))
     phases = {
         "backward": {
             **copy,
@@ -159,6 +170,7 @@ def _gathered(params: Any, shardings: Any, num_layers: int) -> int:
 
 def _activations(
     config: ModelConfig,
+    lora: LoraConfig | None,
     model: LanguageModel,
     layout: Layout,
     dtype: str,
@@ -168,7 +180,8 @@ def _activations(
 ) -> _Activations:
     def residuals(layers: int, policy: bool | str) -> _Residuals:
         changed = config.model_copy(update={"num_layers": layers, "gradient_checkpointing": policy})
-        built = build_model(changed, model.vocab_size, getattr(model, "attention", "xla"))
+        attention = getattr(getattr(model, "inner", model), "attention", "xla")
+        built = adapt(lora, changed, build_model(changed, model.vocab_size, attention))
         return _residuals(changed, built, layout, dtype, rows, inputs)
 
     policy = config.gradient_checkpointing
@@ -200,10 +213,12 @@ def _residuals(
     config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str, rows: int, inputs: Mapping[str, str]
 ) -> _Residuals:
     tokens = jax.ShapeDtypeStruct((_ROWS, config.seq_len), jnp.int32)
-    params = with_dtype(nn.meta.unbox(abstract_params(model)), dtype)
+    whole = with_dtype(nn.meta.unbox(abstract_params(model)), dtype)
+    params = trainable(model, whole)
 
-    def pull_back(params: Any, tokens: Any, key: Any) -> Any:
+    def pull_back(params: Any, base: Any, tokens: Any, key: Any) -> Any:
         def hidden(params: Any) -> jax.Array:
+            params = params if base is None else {BASE: base, ADAPTERS: params}
             rngs = {"dropout": key} if model.has_dropout else {}
             more = [tokens if name in inputs else None for name in ("segments", "positions")]
             output: jax.Array = model.apply(
@@ -213,7 +228,8 @@ def _residuals(
 
         return jax.vjp(hidden, params)[1]
 
-    leaves = jax.tree.leaves(jax.eval_shape(pull_back, params, tokens, jax.random.key(0)))
+    base = whole[BASE] if isinstance(model, AdaptedModel) else None
+    leaves = jax.tree.leaves(jax.eval_shape(pull_back, params, base, tokens, jax.random.key(0)))
     widths = _split_widths(model, layout)
     sequence, stream = layout.num_parts("act_seq"), layout.num_parts("act_stream")
     split, whole = [], []
@@ -243,10 +259,14 @@ def _logits(config: ModelConfig, model: LanguageModel, layout: Layout, rows: int
     return _BYTES_OF_A_LOGIT * rows_at_once(rows * positions, vocab, platform) * vocab
 
 
-def _head(config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str) -> int:
+def _head(config: ModelConfig, model: LanguageModel, layout: Layout, dtype: str, has_gradient: bool) -> int:
     """Bytes of the gathered head and its float32 gradient."""
     size = config.padded(model.vocab_size) * config.hidden_dim // layout.num_parts("act_vocab")
-    return size * (jnp.dtype(dtype).itemsize + 4)
+    return size * (jnp.dtype(dtype).itemsize + (4 if has_gradient else 0))
+
+
+def _trains_head(model: LanguageModel) -> bool:
+    return not isinstance(model, AdaptedModel) or bool(model.in_full)
 
 
 def _updates(optimizer: str, layout: Layout, params: Any) -> int:

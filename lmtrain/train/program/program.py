@@ -12,6 +12,7 @@ from lmtrain.config.errors import RunError
 from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.lora.model import adapt
 from lmtrain.models.attention_backends import choose_attention
+from lmtrain.models.flops import attention_flops
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import parameter_axes
 from lmtrain.models.registry import build_model
@@ -105,17 +106,23 @@ class Program:
         return attention_choice(self.config, self.platform)[0]
 
     @property
+    def forward_flops_per_token(self) -> tuple[float, float]:
+        """FLOPs per token of the forward pass: with full attention, and with causal attention."""
+        count = self.config.model.num_flops_per_token
+        return count(self.model.vocab_size, causal=False), count(self.model.vocab_size, causal=True)
+
+    @property
     def flops_per_token(self) -> tuple[float, float]:
         """FLOPs per token of forward and backward pass: with full attention, and with causal attention.
 
-        The backward pass has twice those of the forward pass; with LoRA once, as frozen weights have no gradients.
+        The backward pass has twice those of the forward pass. With LoRA, the frozen weights have no gradients, so that
+        only those of attention are counted twice; the adapters' own are not counted.
         """
-        passes = 3 if self.config.lora is None else 2
-        full, causal = (
-            passes * self.config.model.num_flops_per_token(self.model.vocab_size, causal=causal)
-            for causal in (False, True)
-        )
-        return full, causal
+        full, causal = self.forward_flops_per_token
+        if self.config.lora is None:
+            return 3 * full, 3 * causal
+        scores, causal_scores = attention_flops(self.config.model, full, causal)
+        return 2 * full + scores, 2 * causal + causal_scores
 
     @property
     def rows(self) -> int:
