@@ -160,7 +160,7 @@ def test_a_checkpoint_is_a_base_with_averages_and_tables_trained_in_full(folder)
     assert "add --base_model REF" in output
     run(folder, "export-hf", "checkpoint.yaml", "--output", "second", "--base_model", "base", "--verify")
     run(folder, "export-hf", "checkpoint.yaml", "--output", "second merged", "--merge", "--verify")
-    # the base run goes on: its new checkpoint is not the adapters' base
+    # the base run continues: its new checkpoint is not the base of the adapters
     run(folder, "train", "base.yaml", "--trainer.num_train_steps", "14")
     assert "resuming after step 8" in run(folder, "train", "checkpoint.yaml", "--trainer.num_train_steps", "9").stderr
     done = run(
