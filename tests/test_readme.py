@@ -9,8 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import TOKENIZER, TRAIN_FILES, VALIDATION_FILES, run_in_process
 
@@ -133,9 +135,9 @@ def test_the_mixture_is_tokenized_as_written(tmp_path):
         assert f"cache/{name}: complete, {documents} documents" in done.stderr
 
 
-@pytest.mark.long
-def test_the_quickstart_runs_from_text_to_export(tmp_path):
-    """The real script in a copy of the repository, with 4 steps instead of 300."""
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of the repository, with this .venv."""
     if not (ROOT / ".venv").exists():
         pytest.fail("tools/test.sh makes .venv, which the quickstart uses")
     # update an outdated .venv here, else the copy would install itself in it
@@ -146,13 +148,52 @@ def test_the_quickstart_runs_from_text_to_export(tmp_path):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes((ROOT / name).read_bytes())
     (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    return tmp_path
+
+
+@pytest.mark.long
+def test_the_quickstart_runs_from_text_to_export(clone):
+    """The real script, with 4 steps instead of 300."""
     command = ["bash", "tools/quickstart.sh", *SHORT, "--trainer.max_eval_batches", "1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert "train 4/4, loss" in done.stderr
     assert "    def test_read(self):" in done.stdout
-    assert (tmp_path / "exports" / "gpt2_nano" / "config.json").exists()
-    assert len(os.listdir(tmp_path / "checkpoints")) == 1
+    assert (clone / "exports" / "gpt2_nano" / "config.json").exists()
+    assert len(os.listdir(clone / "checkpoints")) == 1
+
+
+@pytest.mark.long
+def test_the_quickstart_of_chat_teaches_a_format_and_exports_it(clone):
+    """The real script with half the steps: the accuracy rises, and adapter and merged model give the same logits."""
+    command = ["bash", "tools/quickstart_chat.sh", "--trainer.num_train_steps", "80", "--trainer.steps_per_eval", "80"]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr
+    before, after = (float(found) for found in re.findall(r'"eval/lm_eval/line_kinds/acc": ([\d.]+)', done.stdout))
+    assert before < 0.3
+    assert after > 0.8
+    assert "It imports a module." in done.stdout
+    adapted, merged = logits_of_exports(clone / "exports")
+    np.testing.assert_allclose(adapted, merged, rtol=0, atol=1e-4)
+
+
+def logits_of_exports(exports):
+    """Logits of transformers: of the base with the adapter, and of the merged model."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    merged, base = (
+        AutoModelForCausalLM.from_pretrained(exports / name, dtype=torch.float32).eval()
+        for name in ("llama_nano_chat_merged", "llama_nano")
+    )
+    base.resize_token_embeddings(merged.config.vocab_size, mean_resizing=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)  # used by PEFT
+        adapted = PeftModel.from_pretrained(base, exports / "llama_nano_chat").eval()
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, merged.config.vocab_size, (2, 64)))
+    with torch.no_grad():
+        return adapted(tokens).logits.numpy(), merged(tokens).logits.numpy()
 
 
 def test_it_has_fewer_than_250_lines():

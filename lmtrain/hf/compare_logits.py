@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.errors import UserError
+from lmtrain.hf.safetensors_file import read_header
 
 # Number of sequences and positions to compare: enough to use every part of the model, and fast.
 _SEQUENCES, _POSITIONS = 2, 64
@@ -43,17 +44,31 @@ def compare_logits(
     if left:
         raise UserError(f"{folder}: transformers reports missing or unexpected tensors: {left}")
     if base_model is not None:
-        from peft import PeftModel
-
-        theirs = PeftModel.from_pretrained(theirs, folder)
-    vocab_size = theirs.config.vocab_size
+        theirs = _with_adapters(theirs, folder)
+    vocab_size = min(theirs.config.vocab_size, ours(np.zeros((1, 1), np.int32)).shape[-1])
     tokens = np.random.default_rng(0).integers(0, vocab_size, (_SEQUENCES, min(_POSITIONS, seq_len)))
     with torch.no_grad():
-        expected = theirs.eval()(torch.from_numpy(tokens)).logits.float().numpy()
-    found = ours(tokens)
+        expected = theirs.eval()(torch.from_numpy(tokens)).logits.float().numpy()[..., :vocab_size]
+    found = ours(tokens)[..., :vocab_size]
     difference = float(np.abs(found - expected).max())
     spread = float(expected.std())
     limit = _TOLERANCE if dtype == "float32" else _TOLERANCE_16_BIT
     if difference > limit * max(1.0, spread):
         raise UserError(f"{folder}: logits differ from transformers' by {difference:.2g}; please report it")
     return f"{folder}: logits agree with transformers' within {difference:.2g} (their spread is {spread:.2g})"
+
+
+def _with_adapters(model: Any, folder: str) -> Any:
+    """The model with PEFT's adapters in `folder`, whose embedding tables may have more or fewer rows than its own."""
+    from peft import PeftModel
+
+    tables = [
+        info.shape for name, info in read_header(f"{folder}/adapter_model.safetensors").items() if _is_table(name)
+    ]
+    if tables and tables[0][0] != model.config.vocab_size:
+        model.resize_token_embeddings(tables[0][0], mean_resizing=False)
+    return PeftModel.from_pretrained(model, folder)
+
+
+def _is_table(name: str) -> bool:
+    return ".lora_" not in name

@@ -28,6 +28,9 @@ KNOWN = {
     "byte": 257,
 }
 
+# Made by tools/demo_chat.py: the demo's tokenizer with two more tokens.
+DEMO_CHAT = "demo/chat/tokenizer"
+
 
 def find_vocab_size(data: DataConfig, given: int | None) -> tuple[int, str]:
     """The number of tokens, and its origin for the report.
@@ -44,6 +47,8 @@ def find_vocab_size(data: DataConfig, given: int | None) -> tuple[int, str]:
     if missing_demo_tokenizer(data):
         return VOCAB_SIZE, "the demo tokenizer, which is not built yet"
     name = data.tokenizer
+    if name == DEMO_CHAT and not os.path.exists(name):
+        return VOCAB_SIZE + 2, "the chat tokenizer of the demo, which is not built yet"
     if os.path.exists(os.path.expanduser(name)):
         from lmtrain.hf.find_tokenizer import open_tokenizer
 

@@ -145,6 +145,7 @@ def test_a_missing_or_changed_base_is_a_user_error(folder, tmp_path):
     assert not (copy / "x").exists()
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_a_base_with_averages_and_tables_trained_in_full(folder):
     settings = lora_settings(modules_to_save=["embed_tokens", "lm_head"])
     for name in ("initialize_from_hf", "use_hf_model_config"):
@@ -211,3 +212,4 @@ def test_tokens_that_the_base_does_not_have_need_trained_tables(folder):
     write(folder, "larger.yaml", settings)
     output = run(folder, "train", "larger.yaml").stderr
     assert "2 rows are added to 384" in output
+    run(folder, "export-hf", "larger.yaml", "--output", "larger adapter", "--verify")

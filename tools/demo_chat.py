@@ -1,0 +1,144 @@
+"""Make a chat corpus of the demo: questions about lines of Python, `python tools/demo_chat.py [FOLDER]`.
+
+Reads FOLDER/train.*.jsonl.gz, FOLDER/validation.jsonl.gz and FOLDER/tokenizer, which `lmtrain train` makes for the demo
+(default: demo). Writes to FOLDER/chat: train.jsonl and validation.jsonl, conversations of real lines of the standard
+library; tokenizer/, the demo's with the special tokens and the template of ChatML; and tasks/, a benchmark of the
+validation file for `lmtrain eval --tasks line_kinds`. The same demo gives the same bytes.
+"""
+
+import glob
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+
+import yaml
+from tokenizers import Tokenizer
+
+TOKENS = ["<|im_start|>", "<|im_end|>"]
+# {% generation %} marks what the assistant writes: the targets of training.
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+QUESTION = "What does this line do?\n"
+# Answer -> the lines that it describes.
+KINDS = {
+    "It defines a function.": re.compile(r"def \w+\(.*\):"),
+    "It defines a class.": re.compile(r"class \w+.*:"),
+    "It imports a module.": re.compile(r"(import [\w.]+|from [\w.]+ import \w.*)"),
+    "It returns a value.": re.compile(r"return .+"),
+    "It raises an exception.": re.compile(r"raise \w+.*"),
+    "It checks a condition.": re.compile(r"(if|elif|while) .+:"),
+    "It is a comment.": re.compile(r"# \w.*"),
+    "It is an assertion.": re.compile(r"(assert .+|self\.assert\w+\(.+\))"),
+}
+CONVERSATIONS = {"train": 4000, "validation": 200}
+LONGEST_LINE, EXAMPLES = 80, 400
+
+
+def lines_by_kind(files: list[str]) -> dict[str, list[str]]:
+    """Different lines of the files, by the answer that describes them, in the order of the files."""
+    found: dict[str, dict[str, None]] = {answer: {} for answer in KINDS}
+    for line in _lines(files):
+        if len(line) <= LONGEST_LINE:
+            answer = next((answer for answer, pattern in KINDS.items() if pattern.fullmatch(line)), None)
+            if answer is not None:
+                found[answer][line] = None
+    return {answer: list(lines) for answer, lines in found.items()}
+
+
+def _lines(files: list[str]) -> Iterator[str]:
+    for path in files:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for record in file:
+                yield from (line.strip() for line in json.loads(record)["text"].splitlines())
+
+
+def conversation(lines: dict[str, list[str]], dice: random.Random) -> list[dict[str, str]]:
+    """One to three questions with their answers."""
+    messages = []
+    for _ in range(dice.randint(1, 3)):
+        answer = dice.choice(list(lines))
+        messages.append({"role": "user", "content": QUESTION + dice.choice(lines[answer])})
+        messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+def write_tokenizer(source: str, folder: str) -> None:
+    """The demo's tokenizer, with the special tokens and the template of ChatML."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    backend = Tokenizer.from_file(os.path.join(source, "tokenizer.json"))
+    backend.add_special_tokens(TOKENS)
+    backend.save(os.path.join(folder, "tokenizer.json"))
+    with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as file:
+        file.write(TEMPLATE)
+
+
+def write_task(folder: str, lines: dict[str, list[str]], dice: random.Random) -> None:
+    """A task of lm-eval: choose the answer to a question."""
+    os.makedirs(folder, exist_ok=True)
+    answers = list(KINDS)
+    rows = []
+    for number in range(EXAMPLES):
+        answer = answers[number % len(answers)]
+        rows.append({"question": QUESTION + dice.choice(lines[answer]), "answer": answers.index(answer)})
+    data = os.path.join(folder, "line_kinds.jsonl")
+    _write_rows(data, rows)
+    task = {
+        "task": "line_kinds",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": os.path.abspath(data)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": answers,
+        "doc_to_target": "answer",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {"version": 1},
+    }
+    with open(os.path.join(folder, "line_kinds.yaml"), "w", encoding="utf-8") as file:
+        yaml.safe_dump(task, file, sort_keys=False)
+
+
+def _write_rows(path: str, rows: list[dict]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def main(folder: str) -> int:
+    files = {
+        "train": sorted(glob.glob(os.path.join(folder, "train.*.jsonl.gz"))),
+        "validation": [os.path.join(folder, "validation.jsonl.gz")],
+    }
+    tokenizer = os.path.join(folder, "tokenizer")
+    needed = [*(files["train"] or [os.path.join(folder, "train.1-of-8.jsonl.gz")]), *files["validation"], tokenizer]
+    missing = [path for path in needed if not os.path.exists(path)]
+    if missing:
+        print(
+            f"demo_chat: error: {missing[0]} not found; `lmtrain preprocess configs/llama_nano.yaml` makes the demo",
+            file=sys.stderr,
+        )
+        return 2
+    chat = os.path.join(folder, "chat")
+    os.makedirs(chat, exist_ok=True)
+    for split, count in CONVERSATIONS.items():
+        lines, dice = lines_by_kind(files[split]), random.Random(split)
+        rows = [{"messages": conversation(lines, dice)} for _ in range(count)]
+        _write_rows(os.path.join(chat, f"{split}.jsonl"), rows)
+    write_task(os.path.join(chat, "tasks"), lines, dice)
+    write_tokenizer(tokenizer, os.path.join(chat, "tokenizer"))
+    print(f"{chat}: {CONVERSATIONS['train']:,} conversations, a tokenizer with a chat template, the task line_kinds")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else "demo"))
