@@ -159,7 +159,9 @@ def _on_devices(
             base = None
             if isinstance(program.model, AdaptedModel):
                 saved = None if own is None else own.read_run_info().get(BASE)
-                base = load_base(config, program.model, program.layout, hf_ref(config), saved, processes)
+                base = load_base(
+                    config, program.model, program.layout, hf_ref(config), tokenizer.identity, saved, processes
+                )
             run_info = describe_run(config, run.id, tokenizer.identity, caches, program, base)
             state, first_step = begin(program, own, run_info, hf_ref(config), processes, base)
         if processes.is_first:

@@ -19,6 +19,10 @@ ADVICE = {
     "profiler_num_steps": "set trainer.profiler: {start_step: 5, num_steps: 100}",
     "quantization": "unsupported: set trainer.mp for bfloat16",
     "log_entropy": "unsupported",
+    "peft_save_path": "set hf_save_path: exports of a run with lora are adapters",
+    "peft_hf_upload": "set hf_upload: exports of a run with lora are adapters",
+    "merged_hf_save_path": "run lmtrain export-hf --merge --output DIR after training",
+    "merged_hf_upload": "run lmtrain export-hf --merge --upload REPO after training",
     "original_max_position_embeddings": "set model.rope.original_seq_len",
     # nanoGPT
     "n_layer": "set model.num_layers",

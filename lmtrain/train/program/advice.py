@@ -60,7 +60,7 @@ def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> li
 
     `is_split`: FSDP already splits the state over several devices.
     """
-    sizes = {"saved activations": 0, "one block's activations": 0, **memory.state, **memory.work}
+    sizes = {"saved activations": 0, "one block's activations": 0, "base": 0, **memory.state, **memory.work}
     saved = sizes["saved activations"] + sizes["one block's activations"]
     options = [
         (
@@ -74,13 +74,18 @@ def advise(memory: Memory, config: ModelConfig, rows: int, is_split: bool) -> li
             f"trainer.per_device_parallelism: {max(rows // 2, 1)} accumulates over more microbatches; same result",
         ),
         (
-            sizes["optimizer"] + sizes["params"],
+            sizes["base"] // 2,
+            "copy of the base" in sizes,
+            "lora.base_dtype: bfloat16 stores the frozen base in half the memory; lower precision of its weights",
+        ),
+        (
+            sizes["optimizer"] + sizes["params"] + sizes["base"],
             not is_split,
             "trainer.fsdp_axis: embed splits parameters and optimizer state over the devices, if there are several; "
             "same result",
         ),
         (
-            sizes["optimizer"] + sizes["params"],
+            sizes["optimizer"] + sizes["params"] + sizes["base"],
             is_split,
             "more devices: each then holds a smaller part of parameters and optimizer state; same result",
         ),

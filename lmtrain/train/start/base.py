@@ -56,10 +56,13 @@ def load_base(
     model: "AdaptedModel",
     layout: "Layout",
     ref: str | None,
+    tokenizer: Mapping[str, Any],
     saved: Mapping[str, Any] | None = None,
     processes: Processes = ALONE,
 ) -> Base:
     """The base on its devices. `saved` describes the base of the checkpoint that adapters come from.
+
+    `tokenizer` is the identity of the run's tokenizer.
 
     Raises `UserError` if the base is missing, or differs from the saved one.
     """
@@ -79,6 +82,7 @@ def load_base(
             from lmtrain.train.start.restore import restore_params
 
             checkpoint = _checkpoint(config, saved, processes)
+            _check_tokenizer(checkpoint, tokenizer)
             source = {_PATH: checkpoint.path, "step": checkpoint.step}
             params = restore_params(checkpoint, model.inner, layout, config.trainer.checkpointer.staging_dir)
             params = cast(params, dtype)
@@ -119,3 +123,15 @@ def _checkpoint(config: RunConfig, saved: Mapping[str, Any] | None, processes: P
         report = "\n".join(f"  {line}" for line in differences)
         raise UserError(f"{_PATH}: {found.path} does not match this run\n{report}")
     return found
+
+
+def _check_tokenizer(checkpoint: Checkpoint, ours: Mapping[str, Any]) -> None:
+    """Raise `UserError` if the base was trained with another tokenizer: its tables have no rows for new tokens."""
+    theirs = checkpoint.read_run_info()["identity"]["tokenizer"]
+    differences = describe_differences({"tokenizer": theirs}, {"tokenizer": ours}, "the checkpoint", "this config")
+    if differences:
+        report = "\n".join(f"  {line}" for line in differences)
+        raise UserError(
+            f"{_PATH}: {checkpoint.path} has another tokenizer\n{report}\n  use the same tokenizer; or export the base "
+            "with `lmtrain export-hf` and set initialize_from_hf, which adds rows for new tokens"
+        )

@@ -106,7 +106,7 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
         params = restore_params(checkpoint, model, layout, settings.staging_dir)
         if not isinstance(model, AdaptedModel):
             return params
-        frozen = base.load_base(config, model, layout, hf_ref(config), run_info[base.BASE])
+        frozen = base.load_base(config, model, layout, hf_ref(config), tokenizer.identity, run_info[base.BASE])
         return {BASE: frozen.params, ADAPTERS: params}
 
     origin = Origin(run_info["run_id"], saved["data_tokens"])

@@ -1,0 +1,65 @@
+"""The program of a run with LoRA: what is stored, what is planned, how much is computed."""
+
+import jax
+import numpy as np
+import pytest
+
+from lmtrain.run.config import RunConfig
+from lmtrain.train.program.advice import advice_for, estimate_memory
+from lmtrain.train.program.program import plan_program
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+VOCAB = 64
+MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_layers": 2, "seq_len": 16}
+
+
+def plan(**settings):
+    base = {"model": MODEL, "trainer": {"train_batch_size": 4, "mp": "p=f32,c=bfloat16"}, "initialize_from_hf": "x"}
+    return plan_program(RunConfig.model_validate(base | settings), VOCAB)
+
+
+def bytes_of(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def test_the_base_is_stored_in_its_own_dtype_and_has_no_moments():
+    whole, adapted = plan(), plan(lora={"r": 2, "base_dtype": "bfloat16"})
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(adapted.abstract.base)} == {"bfloat16"}
+    assert adapted.state_bytes["base"] == whole.state_bytes["params"] // 2
+    assert adapted.state_bytes["optimizer"] == pytest.approx(2 * adapted.state_bytes["params"], abs=100)
+    assert set(adapted.abstract.parts) == {"params", "optimizer"}
+    assert "base" in estimate_memory(adapted).state
+    assert "copy of the base" not in estimate_memory(adapted).work
+
+
+def test_a_base_in_float32_is_copied_and_the_advice_says_how_to_avoid_it():
+    adapted = plan(lora={"r": 2, "base_dtype": "float32"})
+    assert "copy of the base" in estimate_memory(adapted).work
+    assert any(line.startswith("lora.base_dtype: bfloat16") for line in advice_for(adapted))
+
+
+def test_the_flops_are_those_without_gradients_of_weights():
+    """Two passes over the weights, and three over attention."""
+    whole, adapted = plan(), plan(lora={"r": 2})
+    forward, causal = whole.forward_flops_per_token
+    keys, seen = 16, 8.5  # a query of causal attention sees half of the keys on average
+    scores = (forward - causal) / (keys - seen) * keys
+    assert adapted.flops_per_token[0] == pytest.approx(2 * (forward - scores) + 3 * scores)
+    assert whole.flops_per_token[0] == 3 * forward
+
+
+def test_a_step_changes_the_adapters_only_and_both_of_their_matrices():
+    program = plan(lora={"r": 2}, optimizer={"learning_rate": 0.1, "warmup": 0})
+    state = program.init()
+    before = jax.tree.map(np.asarray, (state.params, state.base))
+    batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), program.example()[1])
+    batch["tokens"] = np.random.default_rng(0).integers(0, VOCAB, batch["tokens"].shape, dtype=np.int32)
+    for _ in range(2):  # the first step changes B only, as B is zero
+        state, _, _ = program.train_step(state, batch)
+    for (path, old), new in zip(
+        jax.tree_util.tree_leaves_with_path(before[0]), jax.tree.leaves(state.params), strict=True
+    ):
+        assert np.abs(new - old).max() > 0, path
+    for old, new in zip(jax.tree.leaves(before[1]), jax.tree.leaves(state.base), strict=True):
+        np.testing.assert_array_equal(old, new)
