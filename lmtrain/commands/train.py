@@ -14,6 +14,7 @@ from lmtrain.config.layers import Layer
 from lmtrain.config.load import Loaded
 from lmtrain.data.caches import Caches
 from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.lora.peft import check_adapter_config
 from lmtrain.preprocess.prepare import Complete, plan_caches, require_text, start_build, wait_for_enough
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import run_id
@@ -66,6 +67,8 @@ def _start(run: Run, began: float) -> int:
     if is_cpu_only():
         keep_freed_memory()
     require_text(run.config.data, "train")
+    if run.config.lora is not None:
+        check_adapter_config(run.config.lora)
     processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
     with ending_for_all(processes):
@@ -118,7 +121,7 @@ def _on_devices(
     from lmtrain.train.start.facts import describe_run, log_program
     from lmtrain.train.start.initial_state import begin, own_checkpoint
     from lmtrain.train.start.reporting import open_reporting
-    from lmtrain.train.start.resume import DECISIONS, is_done
+    from lmtrain.train.start.resume import DECISIONS, check_identity, is_done
     from lmtrain.train.start.train_batches import TrainBatches
 
     # 4. Devices; and the run's folders, which are locked for this process from here on.
@@ -158,6 +161,8 @@ def _on_devices(
         with timer.section(START_UP if own is None else RESTORE):
             base = None
             if isinstance(program.model, AdaptedModel):
+                if own is not None:  # first: another base_dtype would look like another base
+                    check_identity(own, run_identity(config, tokenizer.identity, caches.identity))
                 saved = None if own is None else own.read_run_info().get(BASE)
                 base = load_base(
                     config, program.model, program.layout, hf_ref(config), tokenizer.identity, saved, processes

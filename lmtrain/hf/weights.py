@@ -73,6 +73,11 @@ def read_model_json(ref: str, name: str) -> dict[str, Any] | None:
 def read_model_config(ref: str) -> dict[str, Any]:
     """Content of the model's `config.json`. Raises `UserError` if it is missing."""
     values = read_model_json(ref, "config.json")
+    if values is None and locate(ref, "adapter_config.json") is not None:
+        raise UserError(
+            f"{ref}: is a PEFT adapter, not a model; merge it into its base, with `lmtrain export-hf --merge` or PEFT; "
+            "lora.initialize_from starts training from it"
+        )
     if values is None:
         raise UserError(f"{ref}: there is no config.json; not a Hugging Face model")
     return values

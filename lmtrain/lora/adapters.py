@@ -15,10 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmtrain.hf.key_map import flatten, unflatten
-from lmtrain.lora.sites import Site
-
-# Names of an adapter's arrays.
-A, B = "lora_a", "lora_b"
+from lmtrain.lora.sites import A, B, Site
 
 
 def init_adapters(sites: Sequence[Site], r: int, key: jax.Array) -> dict[str, Any]:

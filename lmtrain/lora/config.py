@@ -1,6 +1,6 @@
 """Settings of LoRA, by the names of Levanter and PEFT."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,14 +13,16 @@ class LoraConfig(Section):
     r: int = Field(8, ge=1, description="Rank of the adapters; alias: rank")
     alpha: float = Field(8.0, gt=0, description="The adapters' outputs are multiplied by alpha / r; alias: lora_alpha")
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the inputs of the adapters; alias: lora_dropout")
-    target_modules: str | list[str] | None = Field(
+    target_modules: str | Annotated[list[str], Field(min_length=1)] | None = Field(
         None,
         description="Layers with adapters: a list of Hugging Face names such as q_proj, a regular expression for full "
         "names, or all-linear; null: all linear layers except the head",
     )
     use_rslora: bool = Field(False, description="Multiply by alpha / sqrt(r) instead of alpha / r")
     modules_to_save: list[str] = Field([], description="Tables that are trained in full: embed_tokens, lm_head")
-    initialize_from: str | None = Field(None, min_length=1, description="Folder of a PEFT adapter to start from")
+    initialize_from: str | None = Field(
+        None, min_length=1, description="PEFT adapter to start from: a folder, URL or hub id"
+    )
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="Dtype of the frozen parameters; null: that of the base model"
     )

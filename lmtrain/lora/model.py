@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from lmtrain.hf.key_map import flatten, unflatten
-from lmtrain.lora.adapters import A, B, init_adapters, trained_in_full
+from lmtrain.lora.adapters import init_adapters, trained_in_full
 from lmtrain.lora.config import LoraConfig
-from lmtrain.lora.sites import Site, choose_sites, choose_tables, list_sites, list_tables
+from lmtrain.lora.sites import A, B, Site, choose_sites, choose_tables, list_sites, list_tables
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.adapter import LORA, RATE

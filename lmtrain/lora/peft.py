@@ -1,13 +1,13 @@
 """PEFT's format of adapters: names of tensors, and `adapter_config.json` in both directions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import Row
-from lmtrain.lora.adapters import A, B
+from lmtrain.hf.weights import read_model_json
 from lmtrain.lora.config import LoraConfig
-from lmtrain.lora.sites import EmbeddingTable, Site
+from lmtrain.lora.sites import A, B, EmbeddingTable, Site, is_head_or_embedding
 
 CONFIG_FILE, WEIGHTS_NAME = "adapter_config.json", "adapter_model"
 _PREFIX = "base_model.model."
@@ -25,6 +25,13 @@ _UNSUPPORTED = (
         "kasa_config",
     ),
 )
+
+# Initializations that leave the base as it is. PEFT changes the base for the others (pissa, olora, corda, loftq, ...)
+# when it loads the adapter.
+_PLAIN_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+# Duplicates of tables trained in full, which PEFT writes after embeddings were resized.
+_DUPLICATES = (".modules_to_save.weight", ".original_module.weight")
 
 
 def adapter_rows(sites: Sequence[Site], tables: Sequence[EmbeddingTable]) -> list[Row]:
@@ -81,13 +88,27 @@ def _target_modules(sites: Sequence[Site], all_sites: Sequence[Site]) -> list[st
     return sorted(set(names))
 
 
-def check_adapter_config(where: str, values: Mapping[str, Any], config: LoraConfig) -> None:
-    """Raise `UserError` for adapters that cannot be represented, or that do not fit the `lora` section."""
+def check_adapter_config(config: LoraConfig) -> None:
+    """Check the adapter of `initialize_from`, if any, before its tensors are read.
+
+    Raises `UserError` if it cannot be represented, or does not fit the `lora` section.
+    """
+    if config.initialize_from is None:
+        return
+    where = f"lora.initialize_from: {config.initialize_from}"
+    try:
+        values = read_model_json(config.initialize_from, CONFIG_FILE)
+    except UserError as error:
+        raise UserError(f"lora.initialize_from: {error}") from None
+    if values is None:
+        raise UserError(f"{where}: there is no {CONFIG_FILE}; not a PEFT adapter")
     if values.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type {values.get('peft_type')!r} is not supported; expected LORA")
     unsupported = [name for name in _UNSUPPORTED if values.get(name)]
     if values.get("bias", "none") != "none":
         unsupported.append("bias")
+    if values.get("init_lora_weights", True) not in _PLAIN_INITIALIZATIONS:
+        unsupported.append("init_lora_weights")
     if unsupported:
         listed = ", ".join(f"{name}: {values[name]}" for name in unsupported)
         raise UserError(f"{where}: not supported: {listed}")
@@ -102,13 +123,28 @@ def check_adapter_config(where: str, values: Mapping[str, Any], config: LoraConf
         raise UserError(f"{where} does not match this config's lora section\n" + "\n".join(differ))
 
 
-def explain_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[str]) -> UserError:
-    """The error for an adapter with other tensors than the `lora` section describes."""
-    problems = [
-        f"  {what} {name}" for what, names in (("missing", missing), ("unexpected", unexpected)) for name in names
-    ]
+def read_names(stored: Sequence[str]) -> set[str]:
+    """The names of a file's tensors, without the duplicates of tables."""
+    return {name for name in stored if not (name.endswith(_DUPLICATES) and _original(name) in stored)}
+
+
+def _original(duplicate: str) -> str:
+    return duplicate.rsplit(".", 2)[0] + ".weight"
+
+
+def explain_mismatch(
+    where: str, missing: Sequence[str], unexpected: Sequence[str], tables: Sequence[EmbeddingTable]
+) -> UserError:
+    """The error for an adapter with other tensors than the `lora` section describes. `tables` of the model."""
+    for name in unexpected:
+        module = name.removeprefix(_PREFIX).partition(".lora_")[0]
+        if ".lora_" in name and is_head_or_embedding(module, tables):
+            return UserError(f"{where}: not supported: an adapter on {module}; it can be trained in full only")
+        if ".lora_" not in name and not is_head_or_embedding(module.removesuffix(".weight"), tables):
+            return UserError(f"{where}: not supported: {name} is trained in full; only embeddings and head can be")
+    problems = [f"  missing {name}" for name in missing] + [f"  unexpected {name}" for name in unexpected]
     shown = problems[:5] + ([f"  and {len(problems) - 5} more"] if len(problems) > 5 else [])
     return UserError(
-        f"{where}: its tensors do not match lora.target_modules and lora.modules_to_save; set them as in its "
-        f"{CONFIG_FILE}\n" + "\n".join(shown)
+        f"{where}: its tensors are not those of lora.target_modules and lora.modules_to_save; change these settings\n"
+        + "\n".join(shown)
     )

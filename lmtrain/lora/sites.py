@@ -13,6 +13,9 @@ from lmtrain.hf.key_map import Row, Table
 ALL_LINEAR = "all-linear"
 _KERNEL, _WEIGHT = "/kernel", ".weight"
 
+# Names of an adapter's arrays.
+A, B = "lora_a", "lora_b"
+
 # Names in `modules_to_save` for every family; PEFT's users know them from Llama.
 _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 
@@ -70,6 +73,11 @@ def list_tables(table: Table) -> list[EmbeddingTable]:
     if len(rows) == 1:
         return [EmbeddingTable(rows[0].ours, (modules[0], _HEAD))]
     return [EmbeddingTable(row.ours, (module,)) for row, module in zip(rows, modules, strict=True)]
+
+
+def is_head_or_embedding(module: str, tables: Sequence[EmbeddingTable]) -> bool:
+    """Whether a module of Hugging Face is one of the tables."""
+    return any(module in table.modules for table in tables)
 
 
 def choose_sites(wanted: str | list[str] | None, sites: Sequence[Site]) -> list[Site]:

@@ -109,6 +109,10 @@ def test_the_command_eval_gives_the_loss_of_training(folder):
     losses = [json.loads(line)["eval/loss"] for line in lines if "eval/loss" in line]
     found = json.loads(run(folder, "eval", "lora.yaml").stdout)
     assert found["eval/loss"] == pytest.approx(losses[-1], abs=1e-5)
+    assert json.loads(run(folder, "eval", "--run", "adapters").stdout) == found
+    run(folder, "export-hf", "lora.yaml", "--output", "for eval", "--merge")
+    merged = json.loads(run(folder, "eval", "lora.yaml", "--hf", "for eval").stdout)
+    assert merged["eval/loss"] == pytest.approx(losses[-1], abs=1e-5)
     assert "The" in run(folder, "generate", "lora.yaml", "--prompt", "The", "--max_new_tokens", "4").stdout
 
 
@@ -143,6 +147,25 @@ def test_a_missing_or_changed_base_is_a_user_error(folder, tmp_path):
         done = run(copy, *command, code=2)
         assert "base: there is no model.safetensors" in done.stderr
     assert not (copy / "x").exists()
+
+
+def test_settings_that_do_not_fit_the_checkpoint_are_named(folder):
+    more = ("--trainer.num_train_steps", "9")
+    for setting, value in (("lora.base_dtype", "bfloat16"), ("lora.r", "8"), ("lora.target_modules", "[q_proj]")):
+        done = run(folder, "train", "lora.yaml", *more, f"--{setting}", value, code=2)
+        assert "belongs to another run" in done.stderr
+        assert setting in done.stderr
+
+
+def test_an_adapter_is_not_a_model_and_a_model_is_not_an_adapter(folder):
+    run(folder, "export-hf", "lora.yaml", "--output", "an adapter")
+    done = run(folder, "generate", "--hf", "an adapter", "--prompt", "x", code=2)
+    assert "an adapter: is a PEFT adapter, not a model; merge it" in done.stderr
+    for wrong in ("base", "nowhere/at all"):
+        done = run(folder, "train", "lora.yaml", "--trainer.id", "wrong", "--lora.initialize_from", wrong, code=2)
+        assert "error: lora.initialize_from: " in done.stderr
+        assert wrong in done.stderr
+    assert not (folder / "checkpoints/wrong").exists()
 
 
 @pytest.mark.long

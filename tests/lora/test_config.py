@@ -23,6 +23,7 @@ def test_the_names_of_peft_are_accepted(tmp_path):
         ({**BASE, "lora": {}, "optimizer": {"type": "muon"}}, "muon is for complete matrices"),
         ({**BASE, "lora": {}, "optimizer": {"type": "sophia-g"}}, "is for complete matrices"),
         ({"lora": {}, "trainer": {"initialize_from": "x"}}, "with lora, set lora.initialize_from"),
+        ({**BASE, "lora": {"target_modules": []}}, "at least 1 item"),
         ({**BASE, "lora": {"r": 0}}, "greater than or equal to 1"),
         ({**BASE, "lora": {"dropout": 1.0}}, "less than 1"),
         ({**BASE, "lora": {"alpha": 0}}, "greater than 0"),

@@ -1,6 +1,7 @@
 """Adapters in PEFT's format: PEFT computes the logits of this model with them, and this model with those of PEFT."""
 
 import json
+import warnings
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from flax.linen import meta
 from models import quick
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
+from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from lmtrain.config.errors import UserError
@@ -77,6 +79,7 @@ class Exported:
     """A random base with random adapters, exported to `base`, `adapter` and `merged` in a folder."""
 
     def __init__(self, folder, family, model, lora):
+        self.folder = folder
         self.config = config_of(family, model, lora, str(folder / "base"))
         self.tokenizer, self.layout = load_tokenizer(str(TOKENIZER)), plan_layout(PartitioningConfig())
         inner = build_model(self.config.model, self.tokenizer.vocab_size)
@@ -92,6 +95,11 @@ class Exported:
         )
         values = gather_tensors(self.params[ADAPTERS], plan.pieces, self.layout, size)
         write_export(str(folder / "adapter"), plan, values)
+
+    def reading(self, folder):
+        """The config of a run that starts from the adapters in a folder."""
+        lora = self.config.lora.model_copy(update={"initialize_from": str(self.folder / folder)})
+        return self.config.model_copy(update={"lora": lora})
 
     def tokens(self):
         return np.random.default_rng(0).integers(0, self.model.vocab_size, (2, LENGTH))
@@ -132,7 +140,7 @@ def test_peft_and_merged_weights_give_the_logits_of_the_adapters(tmp_path, modul
 def test_an_exported_adapter_is_read_back_bit_for_bit(tmp_path, modules, case):
     family, model, lora = VARIANTS.get(case, (case, {}, {}))
     exported = Exported(tmp_path, family, model, lora)
-    program = plan_program(exported.config, exported.model.vocab_size)
+    program = plan_program(exported.reading("adapter"), exported.model.vocab_size)
     read = load_peft_adapter(program, str(tmp_path / "adapter"))
     size = exported.model.vocab_size
     leaves = jax.tree_util.tree_leaves_with_path(exported.params[ADAPTERS])
@@ -150,7 +158,7 @@ def test_an_adapter_that_peft_has_initialized_and_saved_gives_its_logits(tmp_pat
         if "lora_B" in name:
             torch.nn.init.normal_(values, std=0.2)
     theirs.save_pretrained(tmp_path / "theirs")
-    program = plan_program(exported.config, exported.model.vocab_size)
+    program = plan_program(exported.reading("theirs"), exported.model.vocab_size)
     params = {BASE: exported.params[BASE], ADAPTERS: load_peft_adapter(program, str(tmp_path / "theirs"))}
     agree(exported.logits(params), torch_logits(theirs.eval(), exported.tokens()))
 
@@ -166,6 +174,8 @@ def test_an_adapter_that_peft_has_initialized_and_saved_gives_its_logits(tmp_pat
         ({"trainable_token_indices": [1]}, "not supported: trainable_token_indices"),
         ({"lora_bias": True}, "not supported: lora_bias"),
         ({"bias": "all"}, "not supported: bias: all"),
+        ({"init_lora_weights": "pissa"}, "not supported: init_lora_weights: pissa"),
+        ({"init_lora_weights": "olora"}, "not supported: init_lora_weights: olora"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
         ({"r": 8}, "lora.r: this config has 4, the adapter has 8"),
         ({"lora_alpha": 8}, "lora.alpha: this config has 24.0, the adapter has 8"),
@@ -176,17 +186,66 @@ def test_an_adapter_that_cannot_be_represented_is_refused_by_name(tmp_path, chan
     exported = Exported(tmp_path, "llama", {}, {"target_modules": ["q_proj"]})
     path = tmp_path / "adapter/adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    program = plan_program(exported.config, exported.model.vocab_size)
+    program = plan_program(exported.reading("adapter"), exported.model.vocab_size)
     with pytest.raises(UserError, match=message):
         load_peft_adapter(program, str(tmp_path / "adapter"))
 
 
 def test_an_adapter_with_other_layers_is_refused_by_name(tmp_path):
     Exported(tmp_path, "llama", {}, {"target_modules": ["q_proj"]})
-    config = config_of("llama", {}, {"target_modules": ["q_proj", "o_proj"]})
+    adapter = str(tmp_path / "adapter")
+    config = config_of("llama", {}, {"target_modules": ["q_proj", "o_proj"], "initialize_from": adapter})
     program = plan_program(config, load_tokenizer(str(TOKENIZER)).vocab_size)
     with pytest.raises(UserError, match=r"(?s)missing base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"):
         load_peft_adapter(program, str(tmp_path / "adapter"))
+
+
+def test_tables_that_peft_has_resized_are_read(tmp_path):
+    """PEFT then writes each table three times."""
+    tables = {"modules_to_save": TABLES, "target_modules": ["q_proj"]}
+    exported = Exported(tmp_path, "llama", {}, tables)
+    model = torch_model(tmp_path / "base")
+    rows = exported.model.vocab_size + 2
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    settings = PeftConfig(r=4, lora_alpha=24, **tables, task_type="CAUSAL_LM")
+    theirs = get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, values in theirs.named_parameters():
+            if "modules_to_save" in name:
+                values.mul_(1.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of saving resized embeddings, which is intended
+        theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=True)
+    names = load_file(tmp_path / "theirs/adapter_model.safetensors")
+    assert any("original_module" in name for name in names)
+    config = config_of("llama", {}, {**tables, "initialize_from": str(tmp_path / "theirs")})
+    read = load_peft_adapter(plan_program(config, rows), str(tmp_path / "theirs"))
+    np.testing.assert_array_equal(read["unembed"]["embedding"][:rows], names["base_model.model.lm_head.weight"])
+    with pytest.raises(UserError, match=r"386 rows, but the tokenizer has 390 tokens; set data.tokenizer"):
+        load_peft_adapter(plan_program(config, rows + 4), str(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, "not supported: an adapter on lm_head"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "not supported: an adapter on model.embed_tokens"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+            "input_layernorm.weight is trained in full; only embeddings and head can be",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_trained_here_are_refused_by_name(tmp_path, settings, message):
+    Exported(tmp_path, "llama", {}, {"target_modules": ["q_proj"]})
+    theirs = get_peft_model(
+        torch_model(tmp_path / "base"), PeftConfig(r=4, lora_alpha=24, task_type="CAUSAL_LM", **settings)
+    )
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    config = config_of("llama", {}, {"target_modules": ["q_proj"], "initialize_from": str(tmp_path / "theirs")})
+    program = plan_program(config, load_tokenizer(str(TOKENIZER)).vocab_size)
+    with pytest.raises(UserError, match=message):
+        load_peft_adapter(program, str(tmp_path / "theirs"))
 
 
 def test_new_adapters_are_distributed_as_those_of_peft(tmp_path):

@@ -30,7 +30,7 @@ def resolve_hf(run: Run, checkpoint: str | None = None, check_tokenizer: bool = 
     `UserError` if the config contradicts the model's own config. Nothing is read without an initial model.
     """
     ref = hf_ref(run.config)
-    if ref is not None:
+    if ref is not None and not run.is_named:  # a run's own config is complete
         run = resolve(run, _in_checkpoint(run, checkpoint) or _in_model(ref, run.config, check_tokenizer))
     lora = run.config.lora
     if lora is not None and lora.base_dtype is None:

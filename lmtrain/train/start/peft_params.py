@@ -11,23 +11,24 @@ from lmtrain.config.errors import UserError
 from lmtrain.hf.export import Export, Origin
 from lmtrain.hf.key_map import Piece, Row, flatten, plan_pieces, resize_vocab, take, unflatten
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.hf.weights import open_weights, read_model_json
-from lmtrain.lora.adapters import A, B, adapted_layers, merge_layer, trained_in_full
+from lmtrain.hf.weights import open_weights
+from lmtrain.lora.adapters import adapted_layers, merge_layer, trained_in_full
 from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel, parameter_shapes
 from lmtrain.lora.peft import (
-    CONFIG_FILE,
     WEIGHTS_NAME,
     adapter_rows,
     check_adapter_config,
     explain_mismatch,
+    read_names,
     table_name,
     to_adapter_config,
 )
-from lmtrain.lora.sites import EmbeddingTable, list_sites, list_tables
+from lmtrain.lora.sites import A, B, EmbeddingTable, list_sites, list_tables
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import hf_family
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
 from lmtrain.train.program.program import Program
 from lmtrain.train.start.hf_params import gatherers
@@ -58,35 +59,40 @@ def load_peft_adapter(program: Program, ref: str) -> Any:
     config, model = program.config, program.model
     assert isinstance(model, AdaptedModel)
     assert config.lora is not None
-    values = read_model_json(ref, CONFIG_FILE)
-    if values is None:
-        raise UserError(f"lora.initialize_from: {ref}: there is no {CONFIG_FILE}; not a PEFT adapter")
-    check_adapter_config(f"lora.initialize_from: {ref}", values, config.lora)
+    check_adapter_config(config.lora)
+    where = f"lora.initialize_from: {ref}"
     weights = open_weights(ref, WEIGHTS_NAME)
+    names = read_names(list(weights.shapes))
     pieces = {piece.name: piece for piece in _pieces(config.model, model)}
     for table in _tables(config.model, model):  # a file may have a tied table under one of its names, or under both
-        names = [name for name in (table_name(module) for module in table.modules) if name not in weights.shapes]
-        for name in names[: len(table.modules) - 1]:
+        absent = [name for name in map(table_name, table.modules) if name not in names]
+        for name in absent[: len(table.modules) - 1]:
             del pieces[name]
-    missing, unexpected = sorted(pieces.keys() - weights.shapes), sorted(weights.shapes.keys() - pieces)
+    missing, unexpected = sorted(pieces.keys() - names), sorted(names - pieces.keys())
     if missing or unexpected:
-        raise explain_mismatch(f"lora.initialize_from: {ref}", missing, unexpected)
+        tables = list_tables(hf_family(config.model.type).table(config.model))
+        raise explain_mismatch(where, missing, unexpected, tables)
     flat: dict[str, np.ndarray] = {}
     abstract, shardings = flatten(program.abstract.params), flatten(program.shardings.params)
     for name, piece in pieces.items():
         assert isinstance(piece.row, Row)
         stored = weights.read(name).astype(np.float32)
         if stored.shape[1:] != piece.shape[1:] or (not piece.row.vocab and stored.shape != piece.shape):
+            raise UserError(f"{where}: {name} is {list(stored.shape)}, expected {list(piece.shape)}")
+        if stored.shape[0] < piece.shape[0]:
             raise UserError(
-                f"lora.initialize_from: {ref}: {name} is {list(stored.shape)}, expected {list(piece.shape)}"
+                f"{where}: {name} has {stored.shape[0]:,} rows, but the tokenizer has {piece.shape[0]:,} tokens; set "
+                "data.tokenizer to that of the adapter"
             )
+        if stored.shape[0] > piece.shape[0]:
+            log.info(f"{where}: {name}: the first {piece.shape[0]:,} of {stored.shape[0]:,} rows are used")
         path, shape = piece.row.ours, abstract[piece.row.ours].shape
         if piece.layer is not None:
             flat.setdefault(path, np.zeros(shape, np.float32))[piece.layer] = stored
             continue
         array = resize_vocab(stored, model.vocab_size, shape[0]) if piece.row.vocab else stored
         if path in flat and not np.array_equal(flat[path], array):
-            raise UserError(f"lora.initialize_from: {ref}: {name} differs from the embeddings, but the model ties them")
+            raise UserError(f"{where}: {name} differs from the embeddings, but the model ties them")
         flat[path] = array
     placed = {}
     for path, array in flat.items():

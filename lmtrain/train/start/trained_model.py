@@ -156,4 +156,5 @@ def from_hf(ref: str, config: RunConfig) -> TrainedModel:
 
         return load_hf_params(ref, config.model, model, layout, config.trainer.precision.params)
 
+    config = config.model_copy(update={"lora": None})  # of the config's own run
     return TrainedModel(ref, None, config, tokenizer, get_params)
