@@ -63,7 +63,8 @@ class AdaptedModel:
         if full := trained_in_full(flat):
             base = unflatten(flatten(base) | {path: flat.pop(path) for path in full})
         for name in [name for name in flat if name.endswith(f"/{B}")]:
-            flat[name] = flat[name] * jnp.asarray(self.scale, flat[name].dtype)
+            # in float32: a scale rounded to bfloat16 would differ from that of merged weights
+            flat[name] = (flat[name].astype(jnp.float32) * self.scale).astype(flat[name].dtype)
         rngs = dict(rngs or {})
         if self.rate and "dropout" in rngs:
             rngs[LORA] = jax.random.fold_in(rngs["dropout"], 1)

@@ -15,15 +15,8 @@ _PREFIX = "base_model.model."
 # Settings of an adapter_config.json whose effect cannot be represented here; values without an effect are fine.
 _UNSUPPORTED = (
     *("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "target_parameters"),
-    *(
-        "trainable_token_indices",
-        "lora_bias",
-        "use_qalora",
-        "use_bdlora",
-        "alora_invocation_tokens",
-        "arrow_config",
-        "kasa_config",
-    ),
+    *("trainable_token_indices", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens"),
+    *("arrow_config", "kasa_config"),
 )
 
 # Initializations that leave the base as it is. PEFT changes the base for the others (pissa, olora, corda, loftq, ...)

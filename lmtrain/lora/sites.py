@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,20 +88,17 @@ def choose_sites(wanted: str | list[str] | None, sites: Sequence[Site]) -> list[
     setting = "lora.target_modules"
     if wanted is None or wanted == ALL_LINEAR:
         return list(sites)
-    known = sorted({site.module.rpartition(".")[2] for site in sites})
     chosen: set[Site] = set()
     for name in [wanted] if isinstance(wanted, str) else wanted:
-        if isinstance(wanted, str):
-            matches = _pattern(setting, name).fullmatch
-            found = {site for site in sites if any(matches(module) for module in site.modules)}
-        else:
-            found = {site for site in sites if any(m == name or m.endswith(f".{name}") for m in site.modules)}
-        if any(not all(_is_named(wanted, name, module) for module in site.modules) for site in found):
+        is_named = _by_pattern(setting, name) if isinstance(wanted, str) else _by_suffix(name)
+        found = {site for site in sites if any(map(is_named, site.modules))}
+        if not found:
+            known = sorted({site.module.rpartition(".")[2] for site in sites})
+            _refuse(setting, name, "linear layer", known)
+        if not all(is_named(module) for site in found for module in site.modules):
             raise UserError(
                 f"{setting}: {name} matches some blocks only; adapters are on the same layers of all blocks"
             )
-        if not found:
-            _refuse(setting, name, "linear layer", known)
         chosen |= found
     return [site for site in sites if site in chosen]
 
@@ -120,17 +117,16 @@ def choose_tables(wanted: Sequence[str], tables: Sequence[EmbeddingTable]) -> li
     return [table for table in tables if table in chosen]
 
 
-def _is_named(wanted: str | list[str], name: str, module: str) -> bool:
-    if isinstance(wanted, str):
-        return re.fullmatch(name, module) is not None
-    return module == name or module.endswith(f".{name}")
+def _by_suffix(name: str) -> Callable[[str], bool]:
+    return lambda module: module == name or module.endswith(f".{name}")
 
 
-def _pattern(setting: str, text: str) -> re.Pattern[str]:
+def _by_pattern(setting: str, text: str) -> Callable[[str], bool]:
     try:
-        return re.compile(text)
+        pattern = re.compile(text)
     except re.error as error:
         raise UserError(f"{setting}: {text}: invalid regular expression: {error}") from None
+    return lambda module: pattern.fullmatch(module) is not None
 
 
 def _refuse(setting: str, name: str, what: str, known: Sequence[str]) -> Any:
