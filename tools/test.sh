@@ -2,7 +2,8 @@
 # Run the test suite except the long tests (tools/test_long.sh). Arguments are passed to pytest:
 #
 #     bash tools/test.sh tests/config -k include
-#     bash tools/test.sh --fast                     only tests that start no processes and need no torch: two minutes
+#     bash tools/test.sh --fast                     only tests that compile no models, start no processes and need no
+#                                                   torch: two minutes
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash tools/install.sh dev
@@ -11,7 +12,8 @@ export HF_HUB_OFFLINE=1
 # in the order of tests/conftest.py, the longest first, so that both workers finish at about the same time.
 two=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [ "${1:-}" = --fast ]; then
-    slow=(deploy end_to_end faults golden multihost parity remote sharding train/start test_readme.py)
+    slow=(deploy end_to_end evaluation faults golden lora models multihost objectives parity plan preprocess remote)
+    slow+=(sharding train test_readme.py)
     shift
     set -- "${two[@]}" -m "not long and not end_to_end and not multi_device" "${slow[@]/#/--ignore=tests/}" "$@"
 fi

@@ -112,7 +112,7 @@ def test_an_empty_config_is_valid_and_has_gpt2_with_adam(tmp_path):
 
 def test_schedules_have_every_shape_of_the_reference():
     (setting,) = [s for group in describe(RunConfig) for s in group.settings if s.name == "optimizer.lr_schedule"]
-    assert set(setting.type.split(" | ")) == {"constant", "linear", "cosine", "inv_sqrt", "inv"}
+    assert set(setting.type.split(" | ")) >= {"constant", "linear", "cosine", "inv_sqrt", "inv"}
 
 
 def test_sophia_and_skipped_steps_have_their_documented_defaults():
