@@ -31,6 +31,7 @@ def prepare_hub() -> bool:
     HF_HUB_OFFLINE only at import, and without it retry for half a minute.
     """
     global _why_offline
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # such as that models require PyTorch
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # the second is read only if the first is not set
         if value := os.environ.get(name, ""):
             if value.upper() in ("1", "TRUE", "YES", "ON"):
