@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE=1
 two=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [ "${1:-}" = --fast ]; then
     slow=(deploy end_to_end evaluation faults golden lora models multihost objectives parity plan preprocess remote)
-    slow+=(sharding train test_readme.py)
+    slow+=(generation sharding tracking/test_jit_log.py train test_pictures.py test_readme.py)
     shift
     set -- "${two[@]}" -m "not long and not end_to_end and not multi_device" "${slow[@]/#/--ignore=tests/}" "$@"
 fi
