@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from lmtrain.checkpoint.discovery import list_checkpoints
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.errors import RunError
 from lmtrain.config.layers import Layer
@@ -67,7 +68,7 @@ def _start(run: Run, began: float) -> int:
     if is_cpu_only():
         keep_freed_memory()
     require_text(run.config.data, "train")
-    if run.config.lora is not None:
+    if run.config.lora is not None and not list_checkpoints(run.checkpoints):  # a run that resumes ignores it
         check_adapter_config(run.config.lora)
     processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)

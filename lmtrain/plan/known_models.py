@@ -2,6 +2,16 @@
 
 from typing import Any
 
+_LLAMA_3_8B = {
+    "type": "llama",
+    "hidden_dim": 4096,
+    "intermediate_dim": 14336,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "seq_len": 8192,
+}
+
 # Settings of the `model` section; missing ones have the family's default.
 KNOWN_MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"type": "gpt2", "hidden_dim": 768, "num_layers": 12, "num_heads": 12},
@@ -33,24 +43,8 @@ KNOWN_MODELS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 8,
         "seq_len": 4096,
     },
-    "meta-llama/Meta-Llama-3-8B": {
-        "type": "llama",
-        "hidden_dim": 4096,
-        "intermediate_dim": 14336,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "seq_len": 8192,
-    },
-    "meta-llama/Meta-Llama-3-8B-Instruct": {
-        "type": "llama",
-        "hidden_dim": 4096,
-        "intermediate_dim": 14336,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "seq_len": 8192,
-    },
+    "meta-llama/Meta-Llama-3-8B": _LLAMA_3_8B,
+    "meta-llama/Meta-Llama-3-8B-Instruct": _LLAMA_3_8B,
     "mosaicml/mpt-7b": {"type": "mpt", "hidden_dim": 4096, "num_layers": 32, "num_heads": 32, "seq_len": 2048},
     "stanfordnlp/backpack-gpt2": {"type": "backpack", "hidden_dim": 768, "num_layers": 12, "num_heads": 12},
 }

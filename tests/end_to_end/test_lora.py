@@ -211,6 +211,9 @@ def test_training_starts_from_a_peft_adapter(folder):
     write(folder, "continued.yaml", settings)
     output = run(folder, "train", "continued.yaml").stderr
     assert "starting from the adapters of exports/adapters/step-8" in output
+    (folder / "exports").rename(folder / "moved")  # a run that resumes does not need it
+    assert "resuming after step 2" in run(folder, "train", "continued.yaml", "--trainer.num_train_steps", "3").stderr
+    (folder / "moved").rename(folder / "exports")
     settings["lora"]["r"] = 8
     settings["trainer"]["id"] = "other"
     write(folder, "other.yaml", settings)
