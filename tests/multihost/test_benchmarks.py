@@ -5,7 +5,7 @@ import json
 import pytest
 from conftest import run_in_process, tiny_settings
 from evaluation.local_tasks import write_tasks
-from multihost.test_training import start
+from multihost.test_training import complete
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
 
@@ -21,9 +21,7 @@ def test_two_processes_have_the_results_of_one(tmp_path):
     found = []
     for count in (1, 2):
         run = f"of-{count}"
-        for number, process in enumerate(start(tmp_path, run, count)):
-            assert process.wait(timeout=300) == 0, (tmp_path / f"{run}.{number}.txt").read_text()
-        lines = map(json.loads, (tmp_path / "logs" / f"{run}.metrics.jsonl").read_text().splitlines())
+        lines = complete(tmp_path, run, count)
         (metrics,) = [line for line in lines if "eval/lm_eval/local_choice/acc" in line]
         found.append({name: value for name, value in metrics.items() if name.startswith("eval/lm_eval/")})
         folder = tmp_path / "logs" / run / "lm_eval" / "step-4"

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from conftest import run_in_process, tiny_settings
-from multihost.test_training import start
+from multihost.test_training import complete
 from safetensors.numpy import load_file
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
@@ -26,9 +26,7 @@ def test_two_processes_have_the_losses_and_adapters_of_one(tmp_path):
     found = []
     for count in (1, 2):
         run = f"of-{count}"
-        for number, process in enumerate(start(tmp_path, run, count)):
-            assert process.wait(timeout=300) == 0, (tmp_path / f"{run}.{number}.txt").read_text()
-        lines = map(json.loads, (tmp_path / "logs" / f"{run}.metrics.jsonl").read_text().splitlines())
+        lines = complete(tmp_path, run, count)
         losses = [line["train/loss"] for line in lines if "train/loss" in line]
         adapters = load_file(tmp_path / "exports" / run / "step-4" / "adapter_model.safetensors")
         info = json.loads((tmp_path / "checkpoints" / run / "step-4" / "run.json").read_text())

@@ -46,12 +46,17 @@ def start(folder, run, count, *flags, **environment):
     return running
 
 
-def finish(folder, run, count):
+def complete(folder, run, count):
+    """Run to the end. -> the entries of the metrics log"""
     for number, process in enumerate(start(folder, run, count)):
         assert process.wait(timeout=300) == 0, (folder / f"{run}.{number}.txt").read_text()
-    lines = (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()]
+
+
+def finish(folder, run, count):
+    lines = complete(folder, run, count)
     names = ("train/loss", "eval/loss", "train/gradient_norm")
-    logged = [{name: entry[name] for name in names if name in entry} for entry in map(json.loads, lines)]
+    logged = [{name: entry[name] for name in names if name in entry} for entry in lines]
     params = load_file(folder / "exports" / run / "step-6" / "model.safetensors")
     return [entry for entry in logged if entry], params
 
