@@ -100,6 +100,11 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+def fake_devices(count: int) -> str:
+    """XLA_FLAGS for a process that has `count` devices on its CPU and compiles as fast as the tests do."""
+    return f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
+
+
 def run_script(script: str, *arguments: object, folder: Path, seconds: float = 300, **environment: str) -> str:
     """Run `python -c SCRIPT ARGUMENTS` in `folder` to its end. -> its output"""
     output = folder / "script.output.txt"

@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from conftest import tiny_settings
-from forked import Forked
+from forked import Forked, fake_devices
 
 pytestmark = pytest.mark.end_to_end
 
@@ -63,13 +63,12 @@ def start(folder: Path, run: str, processes: int, devices: int, flags: Sequence[
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    flags_of_xla = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     running = []
     for number in range(processes):
         meet = {"coordinator_address": f"127.0.0.1:{port}", "num_processes": processes, "process_id": number}
         place = [f"--trainer.distributed.{name}={value}" for name, value in meet.items() if processes > 1]
         arguments = ["train", "tiny.json", "--trainer.id", run, *place, *flags]
-        running.append(Forked(arguments, folder, folder / f"{run}.{number}.txt", XLA_FLAGS=flags_of_xla))
+        running.append(Forked(arguments, folder, folder / f"{run}.{number}.txt", XLA_FLAGS=fake_devices(devices)))
     return running
 
 

@@ -5,15 +5,12 @@ import tarfile
 from pathlib import Path
 
 import jax
-import pytest
 
 from lmtrain.checkpoint.discovery import find_checkpoints
 from lmtrain.checkpoint.verify import FULL, verify
 from lmtrain.run.config import RunConfig
 from lmtrain.train.program.program import plan_program
 from lmtrain.train.start.restore import restore_state
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 VOCAB = 32
 CONFIG = {

@@ -19,8 +19,6 @@ from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 VOCAB = 50
 FAMILIES = ("gpt2", "llama", "mpt", "backpack")
 

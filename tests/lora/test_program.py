@@ -8,8 +8,6 @@ from lmtrain.run.config import RunConfig
 from lmtrain.train.program.advice import advice_for, estimate_memory
 from lmtrain.train.program.program import plan_program
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 VOCAB = 64
 MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_layers": 2, "seq_len": 16}
 

@@ -1,23 +1,10 @@
-"""Fast tests of tiny models: compiled without optimization, with parameters that need no compilation.
+"""Tiny models with random parameters that need no compilation, and what their tests share."""
 
-Such small programs run for microseconds; most of the time is spent on optimizing them.
-"""
-
-import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
-
-jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-        "xla_cpu_use_fusion_emitters": False,
-    },
-)
 
 
 def random_params(lm: nn.Module, scale: float = 0.4, seed: int = 1) -> Any:
@@ -40,7 +27,7 @@ def changed_by_dropout(lm: nn.Module, plain: nn.Module, params: Any, tokens: np.
 
     def hidden(lm: nn.Module, deterministic: bool) -> np.ndarray:
         rngs = {"dropout": jax.random.key(0)}
-        run = jit(lambda p: lm.apply({"params": p}, tokens, deterministic, method="hidden", rngs=rngs))
+        run = jax.jit(lambda p: lm.apply({"params": p}, tokens, deterministic, method="hidden", rngs=rngs))
         return np.asarray(run(params))
 
     return float(np.abs(hidden(lm, False) - hidden(plain, True)).max())
@@ -53,5 +40,5 @@ def reached_tokens(lm: nn.Module, params: Any, segments: np.ndarray | None) -> l
         hidden = lm.apply({"params": params}, np.arange(16).reshape(2, 8), True, segments, method="hidden")
         return (hidden[0, 3:7] ** 3).sum()
 
-    gradient = jit(jax.grad(second))(params)["tokens"]["embedding"]
+    gradient = jax.jit(jax.grad(second))(params)["tokens"]["embedding"]
     return np.flatnonzero(np.abs(np.asarray(gradient)).sum(axis=1)).tolist()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from forked import fake_devices
 
 pytestmark = pytest.mark.multi_device
 
@@ -95,8 +96,7 @@ PARAMETERS = {"gpt2": 16, "llama": 21, "mpt": 16, "backpack": 32}
 
 @pytest.fixture(scope="module")
 def all_found():
-    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = os.environ | {"XLA_FLAGS": fake_devices(8)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(PRESETS)],
         env=environment,

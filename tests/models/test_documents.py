@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from models import quick
 from parity.variants import LENGTH, Variant, make, tokens
 
 from lmtrain.models.interface import LanguageModel
@@ -39,7 +38,7 @@ def run(small: Variant, hidden, **changes):
         found = hidden(model, params)
         return (found * WEIGHTS).sum(), found
 
-    (_, found), gradients = quick.jit(jax.value_and_grad(weighed, has_aux=True))(small.params)
+    (_, found), gradients = jax.jit(jax.value_and_grad(weighed, has_aux=True))(small.params)
     return found, gradients
 
 
@@ -60,6 +59,6 @@ def test_learned_positions_that_continue_change_the_result(variant):
     """The test above would pass if positions were not used."""
     small = make(variant)
     hidden = lambda params: small.model.apply({"params": params}, tokens(), True, SEGMENTS, method="hidden")  # noqa: E731
-    found, expected = quick.jit(hidden)(small.params), quick.jit(lambda p: one_by_one(small.model, p))(small.params)
+    found, expected = jax.jit(hidden)(small.params), jax.jit(lambda p: one_by_one(small.model, p))(small.params)
     assert np.abs(np.asarray(found - expected))[SEGMENTS > 0].max() > 0.01
     np.testing.assert_allclose(found[SEGMENTS == 0], expected[SEGMENTS == 0], rtol=1e-4, atol=1e-4)

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from models import quick
 from parity.variants import LENGTH, Variant, make, tokens
 
 SEGMENTS = np.repeat([[0, 1, 2], [3, 4, 4]], [10, 8, 6], axis=1)
@@ -31,7 +30,7 @@ def test_recomputation_and_unrolling_change_neither_loss_nor_gradients(variant):
 
     def run(scan, policy):
         hidden = hidden_of(small, scan_layers=scan, gradient_checkpointing=policy)
-        return quick.jit(jax.value_and_grad(lambda params: (hidden(params) * WEIGHTS).sum()))(small.params)
+        return jax.jit(jax.value_and_grad(lambda params: (hidden(params) * WEIGHTS).sum()))(small.params)
 
     expected = run(True, False)
     for way in WAYS:
@@ -42,5 +41,5 @@ def test_recomputation_and_unrolling_change_neither_loss_nor_gradients(variant):
 @pytest.mark.parametrize("variant", ["gpt2-upcast", "mistral", "mpt-softmax_scale", "backpack"])
 def test_attention_in_blocks_gives_the_same_hidden_states(variant):
     small = make(variant, flash_attention_block_size=16)
-    found, expected = (quick.jit(hidden_of(small, name))(small.params) for name in ("blockwise", "xla"))
+    found, expected = (jax.jit(hidden_of(small, name))(small.params) for name in ("blockwise", "xla"))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

@@ -4,7 +4,7 @@ import json
 import socket
 from pathlib import Path
 
-from forked import Forked
+from forked import Forked, fake_devices
 
 DEVICES = 4
 
@@ -28,7 +28,7 @@ def run_processes(script: Path, count: int, folder: Path, *arguments: object) ->
             folder,
             output.with_suffix(".txt"),
             script.read_text(),
-            XLA_FLAGS=f"--xla_force_host_platform_device_count={DEVICES // count}",
+            XLA_FLAGS=fake_devices(DEVICES // count),
         )
         for number, output in enumerate(outputs)
     ]

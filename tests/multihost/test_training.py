@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from conftest import run_in_process, tiny_settings
-from forked import Forked
+from forked import Forked, fake_devices
 from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.end_to_end
@@ -35,8 +35,7 @@ def start(folder, run, count, *flags, **environment):
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     meet = [] if count == 1 else ["--trainer.distributed.coordinator_address", f"127.0.0.1:{port}"]
-    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    here = f"{quick} --xla_force_host_platform_device_count={DEVICES // count}"
+    here = fake_devices(DEVICES // count)
     running = []
     for number in range(count):
         place = meet and [*meet, "--trainer.distributed.num_processes", count]

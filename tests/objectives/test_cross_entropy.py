@@ -35,8 +35,6 @@ OF = {
     "weighted": WeightedCrossEntropyConfig(source_weights={"a": 2.0}, label_smoothing=0.1),
 }
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def stepped(name: str, batch=BATCH, microbatches: int = 1):
     _, shardings = state_shardings(MODEL, KEEPER, LAYOUT, "float32")

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.quick import jit
 
 import lmtrain.objectives.logits as logits_module
 from lmtrain.objectives.cross_entropy import CrossEntropyRow, next_token_targets
@@ -156,7 +155,7 @@ LARGEST_CHI_SQUARE = 31.8
 def draw(hidden, head, vocab_size: int, number: int = DRAWS):
     """[number, B, S]"""
     keys = jax.random.split(jax.random.key(11), number)
-    return np.asarray(jit(jax.vmap(lambda key: sample_targets(hidden, head, key, vocab_size)))(keys))
+    return np.asarray(jax.jit(jax.vmap(lambda key: sample_targets(hidden, head, key, vocab_size)))(keys))
 
 
 def chi_square(counts, expected):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models.quick import jit
 
 from lmtrain.optim.config import (
     AdafactorConfig,
@@ -57,7 +56,7 @@ def one_step(config, params, axes):
     def update(gradient, state, rates):
         return build_optimizer(config, lambda count: rates[count], axes).update(gradient, state, params, **more)
 
-    return jit(update)
+    return jax.jit(update)
 
 
 def follow(step, state, gradients: list, rates):
@@ -89,7 +88,7 @@ def run(config, gradients: list, rate=lambda count: 0.1, params=PARAMS, axes=Non
             params = optax.apply_updates(params, updates)
         return params
 
-    return jit(all_of_them)(params, gradients)
+    return jax.jit(all_of_them)(params, gradients)
 
 
 def plain_adamw(params, gradients, rates, b1, b2, eps, decay, nesterov=False):
@@ -273,7 +272,7 @@ def test_adafactor_factors_the_matrices_of_attention_whatever_a_heads_width():
     assert sizes == sorted([2 * 3 * 256, 2 * 3 * 256, 2 * 256, 2 * 256])
     rng = np.random.default_rng(0)
     gradients = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params)
-    updates, _ = jit(lambda g, s: optimizer.update(g, s, params))(gradients, state)
+    updates, _ = jax.jit(lambda g, s: optimizer.update(g, s, params))(gradients, state)
     for name, found in updates.items():
         assert found.shape == params[name].shape
     # the first second moments are those of the gradient: Shazeer and Stern 2018, algorithm 4 with beta_2 = 0

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models.quick import jit
 from pydantic import ValidationError
 
 from lmtrain.optim.config import AdamConfig, SkipStepConfig
@@ -23,7 +22,9 @@ DIRECTION = {"a": np.float32([0.48, 0.36]), "b": np.float32([-0.8])}  # of norm 
 def compiled(length: int, sigma_factor: float):
     """`init` and `update` of `skip_bad_steps` around a momentum."""
     optimizer = skip_bad_steps(optax.trace(0.9), length, sigma_factor)
-    return optimizer.init, jit(lambda gradient, state, loss: optimizer.update(gradient, state, loss=jnp.float32(loss)))
+    return optimizer.init, jax.jit(
+        lambda gradient, state, loss: optimizer.update(gradient, state, loss=jnp.float32(loss))
+    )
 
 
 def gradient_of_norm(norm: float):
@@ -76,7 +77,7 @@ def random_steps(seed: int, number: int) -> list[tuple[float, float]]:
 def test_the_same_steps_are_skipped_as_by_a_plain_reimplementation(length, sigma_factor):
     inner = optax.scale_by_adam()
     optimizer = skip_bad_steps(inner, length, sigma_factor)
-    update, inner_update = jit(optimizer.update), jit(inner.update)
+    update, inner_update = jax.jit(optimizer.update), jax.jit(inner.update)
     state, kept = optimizer.init(PARAMS), inner.init(PARAMS)
     plain = Plain(length, sigma_factor)
     skipped = []

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from models.quick import jit
 
 from lmtrain.optim.config import AdamConfig, SophiaGConfig, SophiaHConfig
 from lmtrain.optim.optimizer import build_optimizer
@@ -61,7 +60,7 @@ def test_updates_follow_the_formula(settings):
     optimizer = scale_by_sophia(**settings)
     gradients = [jax.tree.map(lambda p: RNG.normal(size=p.shape).astype(np.float32), PARAMS) for _ in range(12)]
     state, found = optimizer.init(PARAMS), []
-    update = jit(functools.partial(optimizer.update, hessian=estimate))
+    update = jax.jit(functools.partial(optimizer.update, hessian=estimate))
     for gradient in gradients:
         direction, state = update(gradient, state)
         found.append(direction)
@@ -89,7 +88,7 @@ def test_the_hessian_is_estimated_only_when_due_with_a_new_key_each_time(interva
         return jax.tree.map(jnp.ones_like, PARAMS)
 
     optimizer = scale_by_sophia(**DEFAULTS | {"update_interval": interval})
-    update, state = jit(functools.partial(optimizer.update, hessian=marker)), optimizer.init(PARAMS)
+    update, state = jax.jit(functools.partial(optimizer.update, hessian=marker)), optimizer.init(PARAMS)
     counts, marks = [], []
     for _ in range(21):
         _, state = update(PARAMS, state)
@@ -146,7 +145,7 @@ def best_of(config, learning_rates, curvature, start, num_steps: int) -> float:
         (x, _), _ = jax.lax.scan(step, (start, optimizer.init(start)), None, num_steps)
         return (curvature * x**2).sum() / 2
 
-    return float(jnp.nanmin(jit(jax.vmap(final))(jnp.float32(learning_rates))))
+    return float(jnp.nanmin(jax.jit(jax.vmap(final))(jnp.float32(learning_rates))))
 
 
 def test_on_an_ill_conditioned_quadratic_sophia_ends_lower_than_adam():

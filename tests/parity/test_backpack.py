@@ -50,9 +50,6 @@ def _modules(tmp_path_factory):
         yield
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 def make(**changes):
     """Our model and its parameters, with sense weights and positions large enough to matter."""
     config = BackpackConfig(**SIZES | PADDED | QUICK | changes)

@@ -30,7 +30,6 @@ from lmtrain.train.start.hf_params import gather_tensors
 from lmtrain.train.start.peft_params import gather_merged, load_peft_adapter, plan_adapter_export
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compiles"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # used by PEFT
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning"),  # Backpack has layers of both kinds
 ]

@@ -8,9 +8,6 @@ import pytest
 import yaml
 from conftest import TRAIN_FILES, VALIDATION_FILES
 
-# The compiled programs run only a few steps: compile without optimization.
-FAST = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
-
 
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["gs", "s3"], indirect=True)
@@ -38,8 +35,7 @@ def test_a_run_with_config_text_cache_and_checkpoints_in_a_bucket(store, setting
     assert f"{store.url}/cache/train: complete, 200 documents" in built.stderr
     cache = store.contents("cache")
 
-    environment = os.environ | FAST
-    trained = lmtrain("train", f"{store.url}/configs/tiny.yaml", "--trainer.id", "tiny", env=environment)
+    trained = lmtrain("train", f"{store.url}/configs/tiny.yaml", "--trainer.id", "tiny")
     assert trained.returncode == 0, trained.stderr
     assert "shards to build" not in trained.stderr
     lines = [json.loads(line) for line in (tmp_path / "logs" / "tiny.metrics.jsonl").read_text().splitlines()]
@@ -52,7 +48,7 @@ def test_a_run_with_config_text_cache_and_checkpoints_in_a_bucket(store, setting
     assert listed.returncode == 0, listed.stderr
     assert "step-2         permanent" in listed.stdout
     more = ["--trainer.id", "tiny", "--trainer.num_train_steps", "3"]
-    longer = lmtrain("train", f"{store.url}/configs/tiny.yaml", *more, env=environment)
+    longer = lmtrain("train", f"{store.url}/configs/tiny.yaml", *more)
     assert longer.returncode == 0, longer.stderr
     assert "resuming after step 2 from " in longer.stderr
     assert f"{checkpoints}/tiny/step-3" in longer.stderr

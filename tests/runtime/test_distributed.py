@@ -131,11 +131,7 @@ def test_two_processes_train_together_and_only_the_first_logs(settings, write_co
 
     def start(run, *flags):
         command = [sys.executable, "-m", "lmtrain", "train", str(config), "--trainer.id", run, *map(str, flags)]
-        environment = os.environ | {
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # to compile faster
-        }
-        return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
+        return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
     def finish(process):
         log = process.communicate(timeout=300)[1]

@@ -1,12 +1,11 @@
 """Matrix of mesh, accumulation, remat, scan and precision: equal losses, and no unnecessary collectives or copies."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import run_script
+from forked import fake_devices, run_script
 
 pytestmark = pytest.mark.multi_device
 
@@ -33,8 +32,9 @@ MORE = {
 
 def train(folder, cases):
     output = folder / "found.json"
-    eight = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
-    run_script(SCRIPT.read_text(), output, *map(json.dumps, cases), folder=folder, seconds=500, XLA_FLAGS=eight)
+    run_script(
+        SCRIPT.read_text(), output, *map(json.dumps, cases), folder=folder, seconds=500, XLA_FLAGS=fake_devices(8)
+    )
     return json.loads(output.read_text())
 
 

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from forked import fake_devices
 
 pytestmark = pytest.mark.multi_device
 
@@ -32,8 +33,7 @@ print(json.dumps({"8x1": rows_by_device(fsdp), "4x2": rows_by_device(tensor)}))
 
 @pytest.fixture(scope="module")
 def found():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    environment = os.environ | flags
+    environment = os.environ | {"XLA_FLAGS": fake_devices(8)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -24,8 +24,6 @@ from lmtrain.train.step import step as train_step
 from lmtrain.train.step.microbatches import sum_over_microbatches
 from lmtrain.train.step.state import TrainState, state_shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 
 

@@ -28,7 +28,7 @@ def params():
 
 def apply(lm: BackpackLM, params, method, *arguments):
     rngs = {"dropout": jax.random.key(0)}
-    return quick.jit(lambda p: lm.apply({"params": p}, *arguments, method=method, rngs=rngs))(params)
+    return jax.jit(lambda p: lm.apply({"params": p}, *arguments, method=method, rngs=rngs))(params)
 
 
 def hidden(lm: BackpackLM, params, tokens=TOKENS, deterministic: bool = True, segments=None) -> np.ndarray:
@@ -98,7 +98,7 @@ def test_sense_vectors_depend_only_on_the_token(params):
     def total(params):
         return model().apply({"params": params}, tokens, method=senses).sum()
 
-    gradients = flatten(quick.jit(jax.grad(total))(params))
+    gradients = flatten(jax.jit(jax.grad(total))(params))
     reached = {path for path, gradient in gradients.items() if np.any(gradient)}
     assert reached == {"tokens/embedding"} | {path for path in gradients if path.startswith("senses/")}
 
@@ -106,7 +106,7 @@ def test_sense_vectors_depend_only_on_the_token(params):
 def test_packed_documents_do_not_influence_each_other(params):
     lm = model()
 
-    @quick.jit
+    @jax.jit
     def gradient(params, segments):
         def second(params):
             states = lm.apply({"params": params}, np.arange(16).reshape(2, 8), True, segments, method="hidden")
@@ -141,7 +141,7 @@ def test_the_trunk_has_dropout_after_the_embeddings_too(params):
         rngs = {"dropout": jax.random.key(0)}
         return (lm.apply({"params": params}, TOKENS[:1], False, method="hidden", rngs=rngs) ** 2).sum()
 
-    gradient = quick.jit(jax.grad(total))(params)["positions"]["embedding"]
+    gradient = jax.jit(jax.grad(total))(params)["positions"]["embedding"]
     assert 0.3 < np.mean(np.asarray(gradient) == 0) < 0.7
 
 
@@ -159,7 +159,7 @@ def test_logits_are_products_with_the_embedding_table_without_a_norm(params, pla
 
 def test_initial_values_follow_the_docstring():
     config = BackpackConfig(**SIZES | {"hidden_dim": 64, "num_layers": 8, "seq_len": 256}, initializer_range=0.05)
-    init = quick.jit(BackpackLM(config, 512).init)
+    init = jax.jit(BackpackLM(config, 512).init)
     params = flatten(jax.device_get(nn.meta.unbox(init(jax.random.key(3), TOKENS[:, :2])))["params"])
     residual = 0.05 / 4  # sqrt(2 * 8 layers)
     spread = {

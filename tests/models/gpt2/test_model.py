@@ -35,7 +35,7 @@ def test_each_dropout_changes_training_and_not_evaluation(params, name):
 
     def hidden(lm, deterministic):
         rngs = {"dropout": jax.random.key(0)}
-        run = quick.jit(lambda p: lm.apply({"params": p}, TOKENS, deterministic, method="hidden", rngs=rngs))
+        run = jax.jit(lambda p: lm.apply({"params": p}, TOKENS, deterministic, method="hidden", rngs=rngs))
         return np.asarray(run(params))
 
     assert (lm.has_dropout, model().has_dropout) == (True, False)
@@ -54,7 +54,7 @@ def test_the_layers_draw_different_dropout(params):
     def blocks(lm):
         return lm.blocks(jnp.zeros((2, 8, 16)), jnp.arange(3), False, Documents())[0]
 
-    total = quick.jit(lambda p: lm.apply({"params": p}, method=blocks, rngs=rngs))(zero)
+    total = jax.jit(lambda p: lm.apply({"params": p}, method=blocks, rngs=rngs))(zero)
     assert set(np.unique(np.asarray(total))) == {0.0, 2.0, 4.0, 6.0}
 
 
@@ -71,8 +71,8 @@ def test_packed_documents_do_not_influence_each_other(params):
 @pytest.mark.parametrize("inverse", [False, True])
 def test_extending_a_cache_equals_the_full_forward(params, pieces, inverse):
     lm = model(scale_attn_by_inverse_layer_idx=inverse)
-    full = quick.jit(lambda p: lm.apply({"params": p}, TOKENS))(params)
-    extend = quick.jit(lambda tokens, cache, start: lm.apply({"params": params}, tokens, cache, start, method="extend"))
+    full = jax.jit(lambda p: lm.apply({"params": p}, TOKENS))(params)
+    extend = jax.jit(lambda tokens, cache, start: lm.apply({"params": params}, tokens, cache, start, method="extend"))
     cache = lm.apply({"params": params}, 2, 11, method="empty_cache")  # longer than needed
     logits, start = [], 0
     for size in pieces:
@@ -85,7 +85,7 @@ def test_extending_a_cache_equals_the_full_forward(params, pieces, inverse):
 def test_logits_do_not_depend_on_later_tokens(params):
     changed = TOKENS.copy()
     changed[:, 5:] = (changed[:, 5:] + 1) % VOCAB
-    run = quick.jit(lambda tokens: model().apply({"params": params}, tokens))
+    run = jax.jit(lambda tokens: model().apply({"params": params}, tokens))
     before, after = np.asarray(run(TOKENS)), np.asarray(run(changed))
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert np.abs(before[:, 5:] - after[:, 5:]).max() > 0.1
@@ -124,7 +124,7 @@ def test_upcast_attention_changes_only_half_precision(params, method):
 
 def test_initial_values_follow_the_table():
     config = Gpt2Config(hidden_dim=64, num_heads=4, num_layers=8, seq_len=256, initializer_range=0.05)
-    init = quick.jit(Gpt2LM(config, 512).init)
+    init = jax.jit(Gpt2LM(config, 512).init)
     params = flatten(jax.device_get(nn.meta.unbox(init(jax.random.key(3), TOKENS[:, :2])))["params"])
     residual = 0.05 / 4  # sqrt(2 * 8 layers)
     spread = {

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import quick
 
 from lmtrain.models.layers import attention
 from lmtrain.models.layers.attention import alibi_slopes
@@ -16,11 +15,11 @@ RNG = np.random.default_rng(0)
 
 
 def attend(q, k, v, *scale_and_first, **how):
-    return quick.jit(lambda q, k, v: attention.attend(q, k, v, *scale_and_first, **how))(q, k, v)
+    return jax.jit(lambda q, k, v: attention.attend(q, k, v, *scale_and_first, **how))(q, k, v)
 
 
 def self_attend(q, k, v, scale, **how):
-    return quick.jit(lambda q, k, v: attention.self_attend("xla", q, k, v, scale, **how))(q, k, v)
+    return jax.jit(lambda q, k, v: attention.self_attend("xla", q, k, v, scale, **how))(q, k, v)
 
 
 def arrays(queries: int, keys: int):

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import quick
 
 from lmtrain.models.layers.attention import alibi_slopes, self_attend
 
@@ -54,7 +53,7 @@ class Case(NamedTuple):
             mixed, pull = jax.vjp(attend, q, k, v)
             return {"mixed": mixed} | dict(zip(["dq", "dk", "dv"], pull(d), strict=True))
 
-        return quick.jit(both)(*arrays)
+        return jax.jit(both)(*arrays)
 
 
 CASES = {
@@ -116,7 +115,7 @@ def temporary_bytes(backend: str, length: int) -> int:
     def loss(q, k, v):
         return (self_attend(backend, q, k, v, 0.5, block_size=16) ** 2).sum()
 
-    program = quick.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, k).compile()
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, k).compile()
     return program.memory_analysis().temp_size_in_bytes
 
 
@@ -146,7 +145,7 @@ def test_blocks_are_computed_if_and_only_if_a_query_sees_one_of_their_keys(windo
     def poisoned(array) -> np.ndarray:
         return np.isnan(np.asarray(array)).reshape(blocks, blocks, -1).any(-1)  # [sequence, block]
 
-    @quick.jit
+    @jax.jit
     def both(bad):
         _, dk, dv = jax.vjp(attend, whole, whole, whole)[1](bad)
         return attend(whole, whole, bad), dk, dv

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import quick
 
 from lmtrain.models.layers.attention import self_attend
 
@@ -25,7 +24,7 @@ def test_the_arguments_for_jax_give_plain_attention(monkeypatch, kv_heads, windo
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, heads, 13, 8)).astype(np.float32) for heads in (4, kv_heads, kv_heads))
-    found, expected = quick.jit(
+    found, expected = jax.jit(
         lambda q, k, v: [self_attend(backend, q, k, v, 0.3, window=window) for backend in ("cudnn", "xla")]
     )(q, k, v)
     assert asked == ["cudnn"]

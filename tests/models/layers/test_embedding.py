@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.quick import jit
 
 from lmtrain.models.layers.embedding import add_rows, look_up
 
@@ -39,7 +38,7 @@ def test_a_bfloat16_table_gets_a_gradient_that_was_summed_in_float32(frequent):
     np.add.at(exact, ids, np.asarray(upstream, np.float64))
 
     def pull_back(find):
-        return jit(lambda table: jax.vjp(find, table)[1](upstream)[0])(table)
+        return jax.jit(lambda table: jax.vjp(find, table)[1](upstream)[0])(table)
 
     found = pull_back(lambda table: look_up(table, ids, "vocab"))
     assert found.dtype == jnp.bfloat16

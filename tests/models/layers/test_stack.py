@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from models import quick
 
 from lmtrain.models.base_config import RematPolicy
 from lmtrain.models.layers.linear import Linear
@@ -56,7 +55,7 @@ def test_call_is_a_loop_over_layers(scan, remat):
     expected = X
     for layer in range(3):
         expected = np.tanh(expected @ W[layer]) * (layer + 1)
-    np.testing.assert_allclose(quick.jit(Stack(scan, remat).apply)(VARIABLES, X), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(Stack(scan, remat).apply)(VARIABLES, X), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("scan", "remat"), WAYS)
@@ -71,14 +70,14 @@ def test_extend_gives_each_layer_its_part_of_the_cache(scan, remat):
     expected = X
     for layer in range(3):
         expected = expected @ W[layer] + cache[layer] * 2 + layer
-    run = quick.jit(lambda variables: Stack(scan, remat).apply(variables, X, cache, 2.0, method="extend"))
+    run = jax.jit(lambda variables: Stack(scan, remat).apply(variables, X, cache, 2.0, method="extend"))
     out, after = run(VARIABLES)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(after, cache + 1)
 
 
 def test_layout_and_initial_values_do_not_depend_on_how_the_stack_runs():
-    inits = [quick.jit(Stack(*way).init)(jax.random.key(0), X) for way in WAYS]
+    inits = [jax.jit(Stack(*way).init)(jax.random.key(0), X) for way in WAYS]
     names = nn.get_partition_spec(inits[0])["params"]["blocks"]["linear"]["kernel"]
     assert tuple(names) == ("layers", "embed", "embed")
     kernels = [nn.meta.unbox(init)["params"]["blocks"]["linear"]["kernel"] for init in inits]
@@ -128,7 +127,7 @@ def test_policies_and_unrolling_change_neither_outputs_nor_gradients_nor_dropout
             out = StackOfEverything(scan, policy).apply({"params": params}, x, False, rngs={"dropout": key})
             return (out * weights).sum(), out
 
-        return quick.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+        return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
     plain = program(False, False)
     expected, other = (plain(params, x, jax.random.key(seed)) for seed in (5, 6))

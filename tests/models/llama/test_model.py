@@ -32,7 +32,7 @@ def test_packed_documents_do_not_influence_each_other():
 
 def test_initial_values_follow_the_docstring():
     lm = model(hidden_dim=64, intermediate_dim=96, initializer_range=0.05, use_bias=True)
-    init = quick.jit(lm.init)
+    init = jax.jit(lm.init)
     params = flatten(jax.device_get(nn.meta.unbox(init(jax.random.key(0), TOKENS)))["params"])
     for path, value in params.items():
         if path.endswith("scale"):

@@ -27,7 +27,7 @@ def params():
 
 def hidden(lm: MptLM, params, tokens=TOKENS, deterministic: bool = True, segments=None) -> np.ndarray:
     rngs = {"dropout": jax.random.key(0)}
-    run = quick.jit(lambda p: lm.apply({"params": p}, tokens, deterministic, segments, method="hidden", rngs=rngs))
+    run = jax.jit(lambda p: lm.apply({"params": p}, tokens, deterministic, segments, method="hidden", rngs=rngs))
     return np.asarray(run(params))
 
 
@@ -71,7 +71,7 @@ def test_attention_equals_its_formula(changes, formula):
     attention = MptAttention(config, "xla")
     shapes = nn.meta.unbox(jax.eval_shape(lambda: attention.init(jax.random.key(0), x, True, None)))["params"]
     params = jax.tree.map(lambda p: (rng.normal(size=p.shape) * 0.4).astype(np.float32), shapes)
-    found = quick.jit(lambda p, x: attention.apply({"params": p}, x, True, None))(params, x)
+    found = jax.jit(lambda p, x: attention.apply({"params": p}, x, True, None))(params, x)
     for row in range(2):
         np.testing.assert_allclose(found[row], plain_attention(params, x[row], *formula), rtol=1e-4, atol=1e-4)
 
@@ -107,7 +107,7 @@ def test_the_head_is_tied_or_untied(params, plain, tied):
     lm = model(tie_word_embeddings=tied)
     table = np.random.default_rng(2).normal(size=(128, 24)).astype(np.float32)
     values = params if tied else params | {"unembed": {"embedding": table}}
-    logits = quick.jit(lambda p: lm.apply({"params": p}, TOKENS))(values)
+    logits = jax.jit(lambda p: lm.apply({"params": p}, TOKENS))(values)
     rows = params["tokens"]["embedding"] if tied else table
     np.testing.assert_allclose(logits, plain @ rows[:VOCAB].T, rtol=1e-4, atol=1e-4)
 
@@ -123,7 +123,7 @@ def test_the_head_is_tied_or_untied(params, plain, tied):
 def test_initial_values_follow_the_docstring(scheme, entry, down):
     sizes = SIZES | {"hidden_dim": 64, "num_heads": 4, "num_layers": 8, "mlp_scale": 3}
     lm = MptLM(MptConfig(**sizes, **scheme, tie_word_embeddings=False), 512)
-    params = flatten(jax.device_get(nn.meta.unbox(quick.jit(lm.init)(jax.random.key(3), TOKENS[:, :2])))["params"])
+    params = flatten(jax.device_get(nn.meta.unbox(jax.jit(lm.init)(jax.random.key(3), TOKENS[:, :2])))["params"])
     spread = {
         "tokens/embedding": entry,
         "unembed/embedding": entry,

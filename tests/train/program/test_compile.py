@@ -11,8 +11,6 @@ from lmtrain.train.program import compile as module
 from lmtrain.train.program.compile import CompilingStep
 from lmtrain.train.program.program import plan_program
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SIZES = [{"start": 0, "value": 4}, {"start": 2, "value": 8}]
 
 

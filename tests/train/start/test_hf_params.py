@@ -11,6 +11,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from forked import fake_devices
 from safetensors.numpy import load_file, save_file
 
 from lmtrain.config.errors import UserError
@@ -308,8 +309,7 @@ def test_on_8_devices_values_equal_those_on_one_and_shardings_are_as_planned(tmp
     os.mkdir(tmp_path / "source")
     save_file(tensors, tmp_path / "source" / WEIGHTS)
     arguments = json.dumps([MODELS[family], VOCAB, LAYOUTS, str(tmp_path)])
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    lines = start(MESH, arguments, **flags).splitlines()
+    lines = start(MESH, arguments, XLA_FLAGS=fake_devices(8)).splitlines()
     one = load(str(tmp_path / "source"), config)
     assert_same(one, flatten(random_params(config)))
     for name, line in zip(LAYOUTS, lines, strict=True):

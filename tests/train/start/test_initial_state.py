@@ -20,9 +20,6 @@ MODEL = {"type": "gpt2", "hidden_dim": 8, "num_heads": 2, "num_layers": 1, "seq_
 VOCAB = 16
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

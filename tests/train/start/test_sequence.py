@@ -32,8 +32,6 @@ from lmtrain.train.start.resume import EVALUATION_PENDING
 from lmtrain.train.start.train_batches import TrainBatches
 from lmtrain.train.step.state import TrainState
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @pytest.fixture
 def config(settings, tmp_path, monkeypatch):

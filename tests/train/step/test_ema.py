@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from models import quick
-from models.quick import jit
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
@@ -51,7 +50,7 @@ def test_over_many_steps_the_average_equals_plain_python(config):
     params = {"a": np.float32([1, 2]), "b": {"c": np.float32([[3]])}}
     average, plain = params, jax.tree.map(np.float64, params)
     share_of = build_averaging(config)
-    move = jit(lambda average, params, step: move_average(average, params, share_of(step)))
+    move = jax.jit(lambda average, params, step: move_average(average, params, share_of(step)))
     for step in range(1, 121):
         params = jax.tree.map(lambda p: p + rng.normal(size=p.shape).astype(np.float32), params)
         average = move(average, params, np.int32(step))
@@ -105,13 +104,8 @@ MODEL = Gpt2LM(Gpt2Config(**SIZES), 11)
 LAYOUT = plan_layout(PartitioningConfig())
 OPTIMIZER = optax.sgd(0.5)
 STEP_SQRT = EmaDecaySqrtConfig(beta=0.9, switch_step=3, decay_steps=4)
-# as in models.quick
-QUICK = {"xla_cpu_use_fusion_emitters": False}
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6)).astype(np.int32)
 BATCH = {"tokens": TOKENS, "loss_mask": np.arange(6) < np.array([[5], [5]])}
-
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def initial(dtype: str):
@@ -137,10 +131,9 @@ def train(config, dtype: str) -> list[TrainState]:
         objective=CrossEntropy(),
         averaging=build_averaging(config),
     )
-    compiled = step.lower(state, BATCH).compile(compiler_options=QUICK)
     states = [jax.device_get(state)]
     for _ in range(6):
-        state, _, _ = compiled(state, BATCH)
+        state, _, _ = step(state, BATCH)
         states.append(jax.device_get(state))
     return states
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import quick
-from models.quick import jit
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.registry import build_model
@@ -28,9 +27,6 @@ BATCH = {
 COUNT = 8
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 VALUES = quick.random_params(MODEL, 0.7)
 KEYS = jax.random.split(jax.random.key(5), 6000)
 
@@ -42,7 +38,7 @@ def estimate(method: str, key, microbatches: int = 1, model=MODEL, batch=BATCH):
 @functools.cache
 def compiled(method: str, microbatches: int, backend: str):
     model = MODEL.clone(attention=backend)
-    return jit(lambda batch, key: estimate(method, key, microbatches, model, batch))
+    return jax.jit(lambda batch, key: estimate(method, key, microbatches, model, batch))
 
 
 def one_estimate(method: str, microbatches: int = 1, backend: str = "xla", batch=BATCH):
@@ -55,7 +51,7 @@ def one_estimate(method: str, microbatches: int = 1, backend: str = "xla", batch
 @functools.cache
 def draws(method: str):
     """Estimates with each of the keys."""
-    return jax.device_get(jit(lambda: jax.lax.map(lambda key: estimate(method, key), KEYS, batch_size=200))())
+    return jax.device_get(jax.jit(lambda: jax.lax.map(lambda key: estimate(method, key), KEYS, batch_size=200))())
 
 
 # --- the leaves that exact values are computed for: two norms, one of them in a block
@@ -77,12 +73,12 @@ def exact_hessian():
         chosen = jnp.take_along_axis(log_probs, BATCH["tokens"][:, 1:, None], axis=-1)[..., 0]
         return -(chosen * BATCH["loss_mask"][:, :-1]).sum() / COUNT
 
-    return np.diag(jit(jax.hessian(mean_loss))(leaves(VALUES)))
+    return np.diag(jax.jit(jax.hessian(mean_loss))(leaves(VALUES)))
 
 
 def exact_gauss_newton():
     """The mean over targets of J^T (diag(p) - p p^T) J, where J is the logits' Jacobian; in float64."""
-    found, jacobian = jit(lambda vector: (logits(vector), jax.jacrev(logits)(vector)))(leaves(VALUES))
+    found, jacobian = jax.jit(lambda vector: (logits(vector), jax.jacrev(logits)(vector)))(leaves(VALUES))
     found, jacobian = np.float64(found), np.float64(jacobian)
     p = np.exp(found) / np.exp(found).sum(-1, keepdims=True)
     second = np.einsum("bsv,bsvi->bsi", p, jacobian**2)

@@ -35,9 +35,6 @@ BATCH = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 def fresh(model) -> TrainState:
     params = jax.tree.map(jnp.asarray, quick.random_params(model, 0.3))
     return TrainState(jnp.int32(0), params, KEEPER.init(params))
@@ -59,9 +56,7 @@ def loss_and_gradients(family: str, microbatches: int):
         objective=CrossEntropy(),
     )
     state = fresh(model)
-    # quick to compile, as in models.quick
-    compiled = step.lower(state, BATCH).compile(compiler_options={"xla_cpu_use_fusion_emitters": False})
-    state, metrics, _ = compiled(state, BATCH)
+    state, metrics, _ = step(state, BATCH)
     return float(metrics["train/loss"]), state.opt_state[0].trace
 
 

@@ -18,9 +18,6 @@ MODEL = Gpt2LM(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=2, seq_len=8), 1
 OPTIMIZER = optax.adam(0.1)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 @pytest.fixture(scope="module")
 def layout():
     return plan_layout(PartitioningConfig())

@@ -40,9 +40,6 @@ BATCH = {"tokens": TOKENS, "loss_mask": MASK}
 VALUES = quick.random_params(MODEL, 0.3)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 def fresh(step: int = 0) -> TrainState:
     """A new state for each call, since the step donates it."""
     params = jax.tree.map(jax.numpy.array, VALUES)
