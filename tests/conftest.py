@@ -19,7 +19,6 @@ import io  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
-import sys  # noqa: E402
 import tempfile  # noqa: E402
 from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -36,6 +35,8 @@ if "LMTRAIN_TEST_COMPILATION_CACHE" not in os.environ:
     atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
     os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+from forked import Forked  # noqa: E402  # keeps the environment of this moment
 
 CORPUS = Path(__file__).parent / "corpus"
 TOKENIZER = CORPUS / "tokenizer"
@@ -113,12 +114,19 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def lmtrain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """`lmtrain("train", "tiny.yaml")` runs the command in the test's folder, as a user would."""
+def lmtrain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess]:
+    """`lmtrain("train", "tiny.yaml", VARIABLE="value")` runs the command in the test's folder, in its own process."""
+    outputs = tmp_path_factory.mktemp("output")
 
-    def run(*arguments: object, **keywords: object) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "lmtrain", *map(str, arguments)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, **keywords)
+    def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+        out, err = outputs / "out.txt", outputs / "err.txt"
+        process = Forked(arguments, tmp_path, out, errors=err, **environment)
+        try:
+            code = process.wait(300)
+        finally:
+            process.kill()
+            process.wait()
+        return subprocess.CompletedProcess(process.args, code, out.read_text(), err.read_text())
 
     return run
 

@@ -2,11 +2,13 @@
 
 Python's fork server imports JAX and lmtrain once, and each process is forked from it before JAX has a device or a
 thread. Everything else is as when a user starts the command: arguments, working folder, environment variables, output,
-signals, exit code. Settings that JAX reads from the environment while it is imported are those of the test session.
+signals, exit code. Settings that JAX reads from the environment while it is imported are those of the test session,
+but for JAX_PLATFORMS; and Orbax, imported, has given the root logger a handler.
 """
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -14,8 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
+# The fork server has this environment, whatever the test that starts it has set.
+_SESSION = dict(os.environ)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
@@ -33,15 +38,32 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-def _child(script: str | None, arguments: Sequence[str], cwd: str, output: str, environment: Mapping[str, str]) -> None:
-    os.setsid()
-    os.chdir(cwd)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
+def _set_environment(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+
+
+@functools.cache
+def _start_server() -> None:
+    here = dict(os.environ)
+    _set_environment(_SESSION)
+    forkserver.ensure_running()
+    _set_environment(here)
+
+
+def _child(
+    script: str | None, arguments: Sequence[str], cwd: str, outputs: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    for stream, output in enumerate(outputs, start=1):
+        file = os.open(output, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, stream)
+        os.close(file)
+    _set_environment(environment)
+    import jax
+
+    jax.config.update("jax_platforms", environment.get("JAX_PLATFORMS", ""))
     sys.argv = ["lmtrain" if script is None else "-c", *arguments]
     try:
         if script is None:
@@ -58,20 +80,31 @@ def _child(script: str | None, arguments: Sequence[str], cwd: str, output: str, 
 
 
 class Forked:
-    """A running `lmtrain ARGUMENTS`, or `python -c SCRIPT ARGUMENTS`; its output goes to the file `output`.
+    """A running `lmtrain ARGUMENTS`, or `python -c SCRIPT ARGUMENTS`.
 
+    Its output goes to the file `output`, also that of stderr unless there is a file `errors`.
     It is the leader of a session, has the environment variables of this process and those that are given, and the
     methods of `subprocess.Popen` that tests use.
     """
 
     def __init__(
-        self, arguments: Sequence[object], cwd: Path, output: Path, script: str | None = None, **environment: str
+        self,
+        arguments: Sequence[object],
+        cwd: Path,
+        output: Path,
+        script: str | None = None,
+        errors: Path | None = None,
+        **environment: str,
     ):
         words = list(map(str, arguments))
         self.args, self.output = words, output
-        output.write_bytes(b"")  # exists from now on, as with subprocess
+        files = (output, errors or output)
+        for file in files:
+            file.write_bytes(b"")  # exists from now on, as with subprocess
         everything = {**os.environ, **environment}
-        self._process = _CONTEXT.Process(target=_child, args=(script, words, str(cwd), str(output), everything))
+        child = (script, words, str(cwd), list(map(str, files)), everything)
+        self._process = _CONTEXT.Process(target=_child, args=child)
+        _start_server()
         self._process.start()
         self.pid = self._process.pid or 0
         with contextlib.suppress(ProcessLookupError):  # if it has ended

@@ -31,17 +31,15 @@ JSON_KEYS = {"device", "devices", "topology", "mesh", "attention", "parameters",
 
 
 @pytest.fixture
-def plan(write_config, settings, tmp_path):
+def plan(lmtrain, write_config, settings, tmp_path):
     """Runs `lmtrain plan` on a small config without data or a tokenizer."""
     settings["data"] = {"tokenizer": "passthrough", "vocab_size": 500, "train_urls": ["not/there.jsonl"]}
     settings["model"] |= MODEL
     settings["trainer"]["train_batch_size"] = 64
     config = write_config(settings)
 
-    def run_plan(*flags, name=str(config)):
-        command = [sys.executable, "-m", "lmtrain", "plan", name, *flags]
-        env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "kept")}
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=env)
+    def run_plan(*flags, name=config):
+        return lmtrain("plan", name, *flags, XDG_CACHE_HOME=str(tmp_path / "kept"))
 
     return run_plan
 

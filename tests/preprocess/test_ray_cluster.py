@@ -71,7 +71,7 @@ def test_a_cluster_gives_the_bytes_of_a_local_build(config, lmtrain, undisturbed
 
 
 def test_the_address_may_come_from_the_environment(config, lmtrain, address, tmp_path):
-    done = lmtrain("preprocess", config, "--dry-run", env=os.environ | {"RAY_ADDRESS": address})
+    done = lmtrain("preprocess", config, "--dry-run", RAY_ADDRESS=address)
     assert f"on the Ray cluster at {address}" in done.stdout, done.stderr
 
 

@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -259,11 +261,12 @@ def test_an_inaccessible_bucket_is_reported_at_once_with_advice_and_no_traceback
     assert "Traceback" not in caplog.text
 
 
-def test_the_command_line_reports_an_inaccessible_bucket_in_seconds(private, settings, write_config, lmtrain):
+def test_the_command_line_reports_an_inaccessible_bucket_in_seconds(private, settings, write_config, tmp_path):
     settings["data"]["train_urls"] = [f"{private}/*.jsonl"]
     write_config(settings)
     started = time.monotonic()
-    refused = lmtrain("preprocess", "tiny.yaml")
+    command = [sys.executable, "-m", "lmtrain", "preprocess", "tiny.yaml"]
+    refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert time.monotonic() - started < 30
     assert refused.returncode == 2
     assert refused.stderr.startswith(f"lmtrain: error: {private}/*.jsonl: cannot be read: ")
