@@ -12,6 +12,7 @@ from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.mixture import Mixture, Phase
 from lmtrain.data.shards import Shards
+from lmtrain.data.windows import WindowOrder
 from lmtrain.preprocess.build import build_cache
 from lmtrain.preprocess.plan import split_folder
 
@@ -164,6 +165,16 @@ def test_a_mixture_reads_each_example_from_its_source(store):
         assert batch["loss_mask"].tolist() == [[True] * 15 + [False]] * 4
     assert taken[0] + taken[1] == 24
     assert taken[1] > taken[0] > 0
+
+
+def test_the_seeds_of_the_sources_never_change(store):
+    """Other seeds would change the data of every running mixed run that shuffles."""
+    source = source_of(store, store, store, mixture=Mixture([Phase(0, (1.0, 1.0, 1.0))], seed=5), shuffle=True)
+    examples = np.arange(20)
+    for number, order in enumerate(source.orders):
+        expected = WindowOrder(True, 5 + number * 4294967296)(examples, 1000)
+        np.testing.assert_array_equal(order(examples, 1000), expected)
+    assert len(source.orders) == 3
 
 
 class _Reversed:

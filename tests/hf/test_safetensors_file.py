@@ -10,7 +10,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import load_file, save
 
 from lmtrain.config.errors import UserError
-from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
+from lmtrain.hf.safetensors_file import header_of, read_header, read_rows, read_tensor, write_tensor
 from lmtrain.runtime.storage import open_fs, write_bytes
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.int32, np.uint8, np.bool_]
@@ -61,6 +61,16 @@ def place(request, tmp_path):
         fs, inside = open_fs(folder)
         if fs.exists(inside):
             fs.rm(inside, recursive=True)
+
+
+def test_some_rows_of_a_tensor_are_read(place):
+    matrix = np.arange(30, dtype=np.float32).reshape(10, 3)
+    path = place(written({"before": np.ones(5, np.float32), "matrix": matrix, "after": np.ones(5, np.float32)}))
+    info = read_header(path)["matrix"]
+    for first, last in ((0, 10), (0, 1), (4, 7), (9, 10), (10, 10)):
+        np.testing.assert_array_equal(read_rows(path, info, first, last), matrix[first:last])
+    with pytest.raises(UserError, match="truncated"):
+        read_rows(path, info, 9, 20)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -68,6 +68,7 @@ def test_advice_omits_settings_that_are_already_in_use():
     assert "gradient_checkpointing" not in text
     assert "per_device_parallelism" not in text
     assert "trainer.mp" not in text
+    assert "per_device_parallelism: 1 " in "\n".join(advice_for(program(train_batch_size=2)))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,15 @@ def test_waiting_for_an_export_does_not_wait_for_the_next(exporter, writing):
     assert not exporter.failed
 
 
+def test_a_resumed_run_exports_a_step_that_was_due_and_is_missing(exporter, tmp_path):
+    exporter._every, exporter._last_step = 4, 6
+    assert [step for step in range(8) if exporter.was_missed(step)] == [4, 6, 7]  # 7: a run that was made shorter
+    (tmp_path / "one" / "step-4").mkdir(parents=True)
+    assert exporter.was_missed(4)  # a folder that a kill left
+    (tmp_path / "one" / "step-4" / "config.json").write_text("{}")
+    assert not exporter.was_missed(4)
+
+
 def test_a_resumed_run_removes_partial_exports_and_keeps_complete_ones(exporter, tmp_path):
     for name in ("step-1", "step-2.tmp-77", "step-2.old-77", "notes.tmp-1"):
         (tmp_path / "run" / name).mkdir(parents=True)
