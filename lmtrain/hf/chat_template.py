@@ -124,7 +124,6 @@ def tokenizer_contents(folder: str) -> dict[str, bytes]:
     return contents
 
 
-@functools.cache
 def find_template(folder: str, wanted: str | None, setting: str) -> ChatTemplate:
     """The template `wanted`: a file, a name of the tokenizer's templates, or a text; None for the tokenizer's default.
 

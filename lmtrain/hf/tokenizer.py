@@ -55,11 +55,11 @@ class Tokenizer:
         return {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size}
 
 
-@functools.cache
 def load_tokenizer(path: str) -> Tokenizer:
-    """Load the folder `path`. Raises `UserError` if it does not exist or is not a tokenizer."""
-    import tokenizers
+    """Load the folder `path`. Raises `UserError` if it does not exist or is not a tokenizer.
 
+    A second call returns the same object, unless the files have changed.
+    """
     folder = os.path.expanduser(path)
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.isfile(file):
@@ -69,6 +69,18 @@ def load_tokenizer(path: str) -> Tokenizer:
             f"tokenizer {path!r}: {found}; {hint}make one with "
             f"`lmtrain tokenizer train --output {path} FILES`, or set data.tokenizer to an existing folder"
         )
+    files = [os.path.abspath(os.path.join(folder, name)) for name in TOKENIZER_FILES]
+    states = [os.stat(name) for name in files if os.path.exists(name)]
+    return _load(path, (files[0], *((state.st_mtime_ns, state.st_size, state.st_ino) for state in states)))
+
+
+@functools.lru_cache(16)
+def _load(path: str, _identity: tuple[Any, ...]) -> Tokenizer:
+    """Load the folder `path`; its absolute path and the versions of its files are the `_identity` for the cache."""
+    import tokenizers
+
+    folder = os.path.expanduser(path)
+    file = os.path.join(folder, "tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_file(file)
     except Exception as error:  # the library raises bare Exception

@@ -240,7 +240,7 @@ def test_the_error_of_a_tracker_is_logged_once_and_costs_no_step(seen):
 
 
 def test_the_losses_are_bitwise_those_of_a_run_without_trackers(seen, tmp_path):
-    finish(make(tmp_path, settings(tracker=[], watch={"watch_targets": []})))
+    finish(make(tmp_path, settings(tracker=[])))
     alone, found = by_step(tmp_path), by_step(seen[0])
     names = ("train/loss", "train/learning_rate", "train/gradient_norm", "eval/loss")
     for step in range(1, STEPS + 1):

@@ -48,6 +48,13 @@ def test_the_fingerprint_depends_on_the_content_not_on_the_path(folder, tmp_path
     assert load_tokenizer(str(tmp_path / "other")).fingerprint != load_tokenizer(str(folder)).fingerprint
 
 
+def test_a_folder_is_loaded_again_only_if_its_files_have_changed(folder):
+    first = load_tokenizer(folder)
+    assert load_tokenizer(folder) is first
+    save_tokenizer(learn_bpe(["entirely other text"], 300), folder, eos="<|endoftext|>")
+    assert load_tokenizer(folder).fingerprint != first.fingerprint
+
+
 def test_special_tokens_may_be_written_as_maps(folder):
     config = {"eos_token": {"content": END_OF_TEXT, "lstrip": False}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

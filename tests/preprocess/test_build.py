@@ -46,7 +46,6 @@ def work(original, tmp_path, monkeypatch):
     folder = tmp_path / "work"
     shutil.copytree(original, folder)
     monkeypatch.chdir(folder)
-    load_tokenizer.cache_clear()  # its keys are paths, here relative ones
     return folder
 
 
@@ -66,7 +65,6 @@ def finished(original, tmp_path_factory):
     copy = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(original)
-        load_tokenizer.cache_clear()
         build_cache(config(cache_dir=str(copy)), "train")
     return copy / "train"
 
