@@ -104,7 +104,7 @@ def all_places(packages: list[str]) -> list[Place]:
 
 
 def choose(places: list[Place], number: int, rng: random.Random) -> list[Place]:
-    """So many places at random whose change makes another program."""
+    """`number` places at random, the change of which makes another program."""
     chosen = [place for place in rng.sample(places, number) if _makes_a_difference(place)]
     left = sorted(set(places) - set(chosen))
     while len(chosen) < number:
