@@ -10,7 +10,6 @@ from conftest import TRAIN_FILES, VALIDATION_FILES
 from lmtrain.commands import tokenizer
 from lmtrain.config.errors import UserError
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess.documents import DocumentReader
 
 TEXTS = [text for _, text in DocumentReader(VALIDATION_FILES[0], "text")] + ["", " a\n\n  b\t🙂 123"]

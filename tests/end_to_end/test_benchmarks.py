@@ -67,7 +67,9 @@ def test_a_hugging_face_model_needs_no_config(trained):
     ("arguments", "words"),
     [
         (["tiny.yaml", "--num_fewshot", "2"], ["--num_fewshot", "--tasks"]),
-        (["tiny.yaml", "--tasks", "local_choise"], ["local_choise", "local_choice"]),
+        pytest.param(
+            ["tiny.yaml", "--tasks", "local_choise"], ["local_choise", "local_choice"], marks=pytest.mark.long
+        ),
         (["tiny.yaml", "--tasks", ","], ["--tasks"]),
         (["--hf", "nothing_here", "--tasks", "local_choice"], ["nothing_here"]),
     ],

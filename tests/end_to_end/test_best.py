@@ -59,6 +59,7 @@ def test_the_best_checkpoint_is_kept_and_the_run_ends_when_it_no_longer_improves
     assert kept(folder) == [best, last, last + 4]
 
 
+@pytest.mark.long  # the test above resumes too
 def test_a_resumed_run_keeps_the_best_checkpoint_of_before(config):
     folder = config()
     train(folder, "--trainer.num_train_steps", "20")

@@ -133,7 +133,7 @@ def test_an_unavailable_platform_is_an_error(lmtrain, settings, write_config, tm
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("name", ["steps_per_eval", "validation_urls"])
+@pytest.mark.parametrize("name", ["steps_per_eval", pytest.param("validation_urls", marks=pytest.mark.long)])
 def test_a_run_without_evaluation_is_valid(run_cli, settings, write_config, tmp_path, name):
     """An existing validation cache is ignored."""
     settings["trainer"] |= {"num_train_steps": 1, "id": "one"}

@@ -94,7 +94,7 @@ def logged(folder: Path, run: str) -> list[dict]:
     return [json.loads(line) for line in (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("step", [3, 12])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.long), 12])
 def test_an_evaluation_that_a_signal_interrupts_is_repeated_once_when_the_run_resumes(folder, step):
     """The signal comes between two of its batches. Also for the last step, if the run is started several times."""
     run = f"evaluation-of-{step}"

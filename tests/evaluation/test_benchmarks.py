@@ -97,7 +97,10 @@ def test_a_stop_request_ends_the_scoring_between_batches(gpt2):
         Scorer(dataclasses.replace(context, check_stop=stop)).score(params, [Question((1,), (2,))])
 
 
-@pytest.mark.parametrize("config", [Gpt2Config, LlamaConfig, MptConfig, BackpackConfig])
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig, *(pytest.param(other, marks=pytest.mark.long) for other in (Gpt2Config, MptConfig, BackpackConfig))],
+)
 def test_greedy_texts_of_a_batch_are_those_of_each_prompt_alone(config):
     model, params = model_and_params(config(**SIZES), 40)
     random = np.random.default_rng(1)
@@ -196,6 +199,7 @@ def test_code_of_a_task_runs_if_it_is_confirmed(gpt2, tmp_path):
     assert one.evaluate(params, 0)
 
 
+@pytest.mark.long  # the library reads all its tasks; so it does for the misspelt one above
 def test_a_task_of_the_hub_without_a_network_fails_with_advice(gpt2):
     context, _ = gpt2
     config = EvalHarnessConfig(task_spec=["hellaswag"])

@@ -39,7 +39,10 @@ def model_and_params(config, vocab):
     return model, params
 
 
-@pytest.mark.parametrize("config", [Gpt2Config, LlamaConfig, MptConfig, BackpackConfig])
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig, MptConfig, *(pytest.param(other, marks=pytest.mark.long) for other in (Gpt2Config, BackpackConfig))],
+)
 def test_prompts_of_several_lengths_continue_as_each_does_alone(config):
     model, params = model_and_params(config(**SIZES), 40)
     settings = SamplingSettings(8, temperature=0)

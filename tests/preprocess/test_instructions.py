@@ -280,7 +280,9 @@ def test_a_token_of_the_template_that_the_tokenizer_would_split_is_an_error(tmp_
     assert "--special_tokens" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "json", "dataset", "jsonl.gz"])
+@pytest.mark.parametrize(
+    "kind", ["parquet", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("json", "dataset", "jsonl.gz"))]
+)
 def test_every_kind_of_source_gives_the_same_tokens(tmp_path, kind):
     import gzip
 
