@@ -1,5 +1,7 @@
 """`lmtrain plan` without compilers for accelerators: fake CPU devices, and the estimate for all others."""
 
+import contextlib
+import functools
 import json
 import os
 import signal
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TOKENIZER
+from forked import Forked
 
 from lmtrain.commands.plan import run
 from lmtrain.config.errors import UserError
@@ -30,23 +33,41 @@ JSON_KEYS = {"device", "devices", "topology", "mesh", "attention", "parameters",
              "hbm_bytes", "wire_bytes", "wire_minimum", "collectives", "loops"}  # fmt: skip
 
 
+@contextlib.contextmanager
+def forked_worker(command, log, variables):
+    """Replaces the start of a worker, without the seconds of its imports."""
+    assert command[:3] == [sys.executable, "-m", "lmtrain.plan.worker"]
+    script = "import sys; from lmtrain.plan.worker import main; sys.exit(main(sys.argv[1:]))"
+    process = Forked(command[3:], Path.cwd(), Path(log.name), script, **variables)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.fixture
-def plan(lmtrain, write_config, settings, tmp_path):
-    """Runs `lmtrain plan` on a small config without data or a tokenizer."""
+def config(write_config, settings):
+    """A small config without data or a tokenizer."""
     settings["data"] = {"tokenizer": "passthrough", "vocab_size": 500, "train_urls": ["not/there.jsonl"]}
     settings["model"] |= MODEL
     settings["trainer"]["train_batch_size"] = 64
-    config = write_config(settings)
-
-    def run_plan(*flags, name=config):
-        return lmtrain("plan", name, *flags, XDG_CACHE_HOME=str(tmp_path / "kept"))
-
-    return run_plan
+    return write_config(settings)
 
 
-def test_the_steps_are_compiled_for_fake_devices_and_all_figures_are_printed(plan):
+@pytest.fixture
+def plan(config, run_cli, tmp_path, monkeypatch):
+    """Runs `lmtrain plan` in this process, with forked workers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    monkeypatch.setattr(answers, "_running", forked_worker)
+    return lambda *flags, name=config: run_cli("plan", name, *flags)
+
+
+def test_the_steps_are_compiled_for_fake_devices_and_all_figures_are_printed(lmtrain, config, tmp_path):
+    """In processes as a user has them."""
     flags = ("--devices", "16", "--model_axis_size", "4", "--tensor_parallel_axes", "[mlp, heads]")
-    done = plan(*flags)
+    plan = functools.partial(lmtrain, "plan", config, *flags, XDG_CACHE_HOME=str(tmp_path / "kept"))
+    done = plan()
     assert done.returncode == 0, done.stderr
     for part in (
         "replica 1 x data 4 x model 4",
@@ -58,7 +79,7 @@ def test_the_steps_are_compiled_for_fake_devices_and_all_figures_are_printed(pla
         "models/layers/linear.py:",
     ):
         assert part in done.stdout, part
-    again = plan(*flags)
+    again = plan()
     assert again.stdout == done.stdout
     assert "compiling" not in again.stderr  # it is read from the cache
 
@@ -96,6 +117,7 @@ def test_json_alone_is_on_stdout_and_the_program_in_its_file(plan, tmp_path):
 def without_compilers(monkeypatch, tmp_path):
     """As on a machine without compilers, even if some are installed. Plans in this process."""
     monkeypatch.setattr("lmtrain.plan.request._is_installed", lambda module: False)
+    monkeypatch.setattr(answers, "_running", forked_worker)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
 
 
@@ -377,6 +399,7 @@ def test_a_worker_that_dies_leaves_the_estimate_and_a_reason(monkeypatch, tmp_pa
 
 
 def test_a_corrupt_answer_counts_as_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(answers, "_running", forked_worker)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = replace(Request.of(RunConfig(model=MODEL), 100, Target(shape=(1,)), ("train",), True), compile=False)
     first = answers.ask(asked, 60.0)
@@ -396,6 +419,7 @@ def test_a_corrupt_answer_counts_as_missing(monkeypatch, tmp_path):
 
 
 def test_plans_work_without_a_writable_cache(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(answers, "_running", forked_worker)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     asked = Request.of(RunConfig(model=MODEL), 100, Target(shape=(1,)), ("train",), False)

@@ -33,11 +33,17 @@ from lmtrain.train.start.train_batches import TrainBatches
 from lmtrain.train.step.state import TrainState
 
 
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory):
+    """Built by the first run that needs it."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture
-def config(settings, tmp_path, monkeypatch):
+def config(settings, tmp_path, monkeypatch, shared_cache):
     """`config(model={"seq_len": 8})`: a tiny run in the test's folder, with changed sections."""
     monkeypatch.chdir(tmp_path)
-    settings["data"] |= {"num_preprocess_workers": 1}
+    settings["data"] |= {"num_preprocess_workers": 1, "cache_dir": shared_cache}
     settings["trainer"] |= {"jax_compilation_cache_dir": None, "tracker": {"type": "noop"}}
     settings["model"] |= {"num_layers": 1, "gradient_checkpointing": False}
 
