@@ -56,12 +56,16 @@ def start_processes(config: DistributedConfig) -> Processes:
             local_device_ids=ids,
             heartbeat_timeout_seconds=int(config.heartbeat_timeout.total_seconds()),
         )
+        state = distributed.global_state
+        processes = Processes(state.process_id, state.num_processes or 1, state.coordinator_address)
+        # If the first process ends before another has the reply to its connection, that one tries again for five
+        # minutes. After this exchange all have it, and notice at once that a process has ended.
+        gather(processes, "connected", True)
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"trainer.distributed: cannot connect to the other processes: {str(error).splitlines()[0]}"
         ) from None
-    state = distributed.global_state
-    return Processes(state.process_id, state.num_processes or 1, state.coordinator_address)
+    return processes
 
 
 @contextmanager
