@@ -16,10 +16,9 @@ from lmtrain.data.token_store import TokenStore, check_file
 SIZES = [0, 5, BLOCK_TOKENS, 0, 0, 2 * BLOCK_TOKENS + 7, 1, 0]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """A folder, its manifest, all tokens as one array, and a bool array that is true at document starts."""
-    folder = tmp_path_factory.mktemp("cache")
+def write(folder, targets=None):
+    """-> the folder, its manifest, all tokens as one array, and a bool array that is true at document starts."""
+    targets = np.zeros(0, bool) if targets is None else targets
     rng = np.random.default_rng(0)
     everything = rng.integers(0, 60_000, sum(SIZES)).astype("<u2")
     begins = np.zeros(len(everything) + 1, bool)
@@ -33,15 +32,23 @@ def cache(tmp_path_factory):
         begins[start + ends] = True
         for begin in range(0, size, BLOCK_TOKENS):
             inside = ends[(ends > begin) & (ends <= begin + BLOCK_TOKENS)] - begin
-            writer.write(tokens[begin : begin + BLOCK_TOKENS].tobytes() + inside.astype("<u2").tobytes())
+            bits = np.packbits(targets[start:][begin : min(begin + BLOCK_TOKENS, size)], bitorder="little")
+            writer.write(
+                tokens[begin : begin + BLOCK_TOKENS].tobytes() + inside.astype("<u2").tobytes() + bits.tobytes()
+            )
         writer.close()
         shards.append(ShardInfo(file, {}, os.path.getsize(folder / file), "", size, 1))
         start += size
     return folder, Manifest("train", {}, [], "<u2", shards), everything, begins[:-1]
 
 
-def open_store(folder, manifest):
-    return TokenStore(str(folder), Shards.of(manifest), manifest.dtype, lambda info: str(folder / info.file))
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("cache"))
+
+
+def open_store(folder, manifest, **more):
+    return TokenStore(str(folder), Shards.of(manifest), manifest.dtype, lambda info: str(folder / info.file), **more)
 
 
 def test_windows_anywhere_equal_the_long_array(cache):
@@ -54,6 +61,19 @@ def test_windows_anywhere_equal_the_long_array(cache):
         for row, first, start in zip(found, documents, starts, strict=True):
             np.testing.assert_array_equal(row, everything[start : start + length])
             np.testing.assert_array_equal(first[1:], begins[start + 1 : start + length])
+
+
+def test_targets_of_windows_anywhere_equal_the_long_array(tmp_path):
+    rng = np.random.default_rng(2)
+    targets = rng.random(sum(SIZES)) < 0.5
+    folder, manifest, everything, begins = write(tmp_path, targets)
+    for length in (1, 7, 1000, BLOCK_TOKENS + 3):
+        starts = np.append(rng.integers(0, len(everything) - length, 20), [0, len(everything) - length])
+        tokens, first, found = open_store(folder, manifest, too_long="cut").read_targets(starts, length)
+        for row, start in enumerate(starts):
+            np.testing.assert_array_equal(tokens[row], everything[start : start + length])
+            np.testing.assert_array_equal(first[row, 1:], begins[start + 1 : start + length])
+            np.testing.assert_array_equal(found[row], targets[start : start + length])
 
 
 def test_tokens_past_the_end_are_zeros(cache):
