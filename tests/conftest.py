@@ -1,6 +1,7 @@
 """Shared by all tests: no network, one small corpus, one tiny config, one compilation cache."""
 
 import os
+from importlib.metadata import version
 
 # Before any import of huggingface_hub, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -8,10 +9,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 for _name in ("RUN_ID", "WANDB_API_KEY"):
     os.environ.pop(_name, None)
 # Tiny programs run for microseconds, but compilation takes time, here and in every process that is started. Fusions
-# through LLVM's older emitters compile a training step in less than half the time that the ones through MLIR take.
-os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
-)
+# through LLVM's older emitters compile a training step in less than half the time that the ones through MLIR take;
+# JAX 0.12 has only the latter, and ends on a flag that it does not know.
+_older_fusions = " --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true{_older_fusions}"
 
 import atexit  # noqa: E402
 import contextlib  # noqa: E402
@@ -36,7 +37,9 @@ if "LMTRAIN_TEST_COMPILATION_CACHE" not in os.environ:
     os.environ["LMTRAIN_TEST_COMPILATION_CACHE"] = os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
-from forked import Forked  # noqa: E402  # keeps the environment of this moment
+from forked import Forked, fork_workers_of_pools  # noqa: E402  # keeps the environment of this moment
+
+fork_workers_of_pools()
 
 CORPUS = Path(__file__).parent / "corpus"
 TOKENIZER = CORPUS / "tokenizer"

@@ -18,10 +18,12 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 # The fork server has this environment, whatever the test that starts it has set.
 _SESSION = dict(os.environ)
 _CONTEXT = multiprocessing.get_context("forkserver")
+_get_context = multiprocessing.get_context
 _CONTEXT.set_forkserver_preload(
     [
         *("jax", "flax.linen", "optax", "orbax.checkpoint", "grain", "tokenizers", "clu.metrics", "transformers"),
@@ -77,6 +79,38 @@ def _child(
         sys.stdout.flush()
         sys.stderr.flush()
         atexit._run_exitfuncs()  # multiprocessing ends its processes without them
+
+
+class _PoolWorker(_CONTEXT.Process):
+    """A process of a pool, which has the environment variables of the process that starts it, like a spawned one."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        _set_environment(self._environment)
+        super().run()
+
+
+class _PoolContext(type(_CONTEXT)):
+    Process = _PoolWorker
+
+
+def fork_workers_of_pools() -> None:
+    """From now on, processes that this one would spawn with `multiprocessing` are forked from the fork server.
+
+    Only for workers of builds within a test's own process: forked ones are not in the group of the process that starts
+    them. Those of a run in its own process are spawned as a user's are.
+    """
+
+    def get_context(method: str | None = None) -> Any:
+        if method != "spawn":
+            return _get_context(method)
+        _start_server()
+        return _PoolContext()
+
+    multiprocessing.get_context = get_context
 
 
 class Forked:

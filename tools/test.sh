@@ -4,18 +4,20 @@
 #     bash tools/test.sh tests/config -k include
 #     bash tools/test.sh --fast                     only tests that compile no models, start no processes and need no
 #                                                   torch: two minutes
+#
+# VENV and EXTRA set another environment and what is installed in it (tools/check_matrix.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-bash tools/install.sh dev
+bash tools/install.sh "${EXTRA:-dev}"
 export HF_HUB_OFFLINE=1
 # Two workers, unless arguments are given. Each takes complete files, since fixtures are shared within a file. Files run
 # in the order of tests/conftest.py, the longest first, so that both workers finish at about the same time.
 two=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [ "${1:-}" = --fast ]; then
     slow=(deploy end_to_end evaluation faults golden lora models multihost objectives parity plan preprocess remote)
-    slow+=(generation sharding tracking/test_jit_log.py train test_pictures.py test_readme.py)
+    slow+=(generation hf/test_weights.py sharding tracking/test_jit_log.py train test_pictures.py test_readme.py)
     shift
     set -- "${two[@]}" -m "not long and not end_to_end and not multi_device" "${slow[@]/#/--ignore=tests/}" "$@"
 fi
 [ $# -gt 0 ] || set -- "${two[@]}" -m "not long"
-exec .venv/bin/python -m pytest "$@"
+exec "${VENV:-.venv}/bin/python" -m pytest "$@"

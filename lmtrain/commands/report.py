@@ -14,7 +14,7 @@ def run(argv: list[str]) -> int:
         "runs",
         metavar="RUN",
         nargs="+",
-        help="run id, <log_dir>/<run id>, or a metrics.jsonl; the run may still be running",
+        help="run id, <log_dir>/<run_id>, or a metrics.jsonl; the run may still be running",
     )
     parser.add_argument(
         "--log_dir", metavar="DIR", default="logs/", help="folder in which run ids are looked up (default: %(default)s)"
@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="HTML file to write (default: <log_dir>/<run id>/report.html; for several runs ./report.html)",
+        help="HTML file to write (default: <log_dir>/<run_id>/report.html; for several runs ./report.html)",
     )
     arguments = parser.parse_args(argv)
     found = find_runs(arguments.runs, arguments.log_dir)

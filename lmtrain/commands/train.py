@@ -80,7 +80,7 @@ def _start(run: Run, began: float) -> int:
                 from lmtrain.hf.upload import check_upload
 
                 check_upload(run.config.hf_upload)
-        log.info(f"run {run.id} (to start a new run, set another --trainer.id or delete {run.checkpoints})")
+        log.info(f"run {run.id}")
         open_log(run, processes)
         with StopRequest() as stop:
             return _with_data(run, processes, stop, began)
@@ -140,7 +140,7 @@ def _on_devices(
             steps = f"{own.step:,} steps, as early stopping has ended the run"
             if own.step >= config.trainer.num_train_steps:
                 steps = f"all {config.trainer.num_train_steps:,} steps"
-            log.info(f"nothing to do: {own.path} has {steps}")
+            log.info(f"nothing to do: {own.path} has {steps} (to start a new run, set another trainer.id)")
             return 0
         timer = Timer()
         ledger = Ledger(run.logs if processes.is_first else None, timer, began)

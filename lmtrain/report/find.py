@@ -27,7 +27,7 @@ def find_run(name: str, log_dir: str) -> RunFiles:
     """
     if "://" in name:
         raise UserError(
-            f"{name}: reports read local files only; copy <run id>{_ENDING} and <run id>/ to this machine first"
+            f"{name}: reports read local files only; copy <run_id>{_ENDING} and <run_id>/ to this machine first"
         )
     log_dir = os.path.expanduser(log_dir)
     base = os.path.expanduser(name).rstrip("/") or name

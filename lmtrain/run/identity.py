@@ -20,7 +20,7 @@ _NOT_IDENTITY = {
     "optimizer": set[str](),
 }
 
-# File names, such as `<run id>.metrics.jsonl`, have at most 255 bytes.
+# File names, such as `<run_id>.metrics.jsonl`, have at most 255 bytes.
 _LONGEST_STEM = 100
 
 

@@ -9,6 +9,6 @@ def fill_run_id(path: str, run: str) -> str:
 
 
 def run_path(base: str, run: str) -> str:
-    """`<base>/<run id>`; a literal ${run_id} in `base` is replaced instead, and nothing is appended."""
+    """`<base>/<run_id>`; a literal ${run_id} in `base` is replaced instead, and nothing is appended."""
     filled = fill_run_id(base, run)
     return filled if "${run_id}" in base else f"{filled.rstrip('/')}/{run}"

@@ -8,12 +8,6 @@ from pydantic import ValidationError
 from lmtrain.checkpoint.config import CheckpointerConfig
 
 
-def test_the_defaults_save_every_quarter_hour_and_keep_every_10000_steps():
-    config = CheckpointerConfig()
-    assert config.save_interval == timedelta(minutes=15)
-    assert [(entry.every, entry.until) for entry in config.keep] == [(10000, None)]
-
-
 def test_a_dumped_config_loads_as_an_equal_one():
     config = CheckpointerConfig(save_interval="1h30m", keep=[{"every": 5, "until": 10}, {"every": 50}])
     assert config.save_interval == timedelta(minutes=90)

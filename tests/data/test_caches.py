@@ -76,6 +76,15 @@ def test_epoch_length_follows_from_the_weight_of_the_source():
     assert alone == ["one epoch is not known yet, 100 steps so far"]
 
 
+def test_epochs_are_those_of_the_first_weights_if_they_change():
+    changing = DataConfig(configs=TWO, train_weights=[[0, {"a": 3, "b": 1}], [100, {"a": 1, "b": 3}]])
+    caches = {"a": finished(6400), "b": finished(6400)}
+    assert describe_epochs(changing, caches, 16, BatchSizes.of(4)) == [
+        "one epoch of a (75 % of the examples) is 133 steps",
+        "one epoch of b (25 % of the examples) is 400 steps",
+    ]
+
+
 def test_a_batch_larger_than_the_data_is_refused_with_both_numbers():
     caches = Caches({"": finished(300, 340)}, {})  # 40 sequences of 16
     check_batch(DataConfig(), caches, 16, BatchSizes.of(40))

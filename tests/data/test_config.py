@@ -67,12 +67,6 @@ def test_urls_are_those_of_the_split_or_empty():
     assert DataConfig().urls("train") == []
 
 
-def test_defaults_match_the_reference():
-    c = DataConfig()
-    assert (c.tokenizer, c.cache_dir, c.text_key, c.stream) == ("gpt2", "cache/", "text", False)
-    assert (c.enforce_eos, c.enforce_bos, c.shuffle) == (True, False, False)
-
-
 @pytest.mark.parametrize(
     ("data", "field"),
     [

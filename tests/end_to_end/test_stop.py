@@ -11,14 +11,17 @@ from multihost.processes import free_port
 
 pytestmark = pytest.mark.end_to_end
 
-# Train, with a SIGTERM at a known moment: after the metrics of a step were read, or during the evaluation after it.
+# Train, with a SIGTERM at a known moment: after the metrics of a step were read, during the evaluation after it, or
+# while the run waits for data that is still being tokenized.
 SCRIPT = """
 import os, signal, sys
 from lmtrain.commands import train
 from lmtrain.evaluation import perplexity
+from lmtrain.runtime.signals import StoppedError
 from lmtrain.train.loop import reporter, throughput
+from lmtrain.train.start.train_batches import TrainBatches
 
-built = perplexity.build_eval_step
+built, after = perplexity.build_eval_step, TrainBatches.after
 
 moment, at, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 throughput.LONG_STEP_SECONDS = seconds
@@ -31,12 +34,21 @@ def signalled(function, steps=iter(range(1, 100))):
         return result
     return call
 
+def batches_of_finished_shards(*arguments):
+    for number, batch in enumerate(after(*arguments)):
+        if number == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise StoppedError  # as the reader that waits for the next shard
+        yield batch
+
 if moment == "step":
     reporter.Reporter._check = signalled(reporter.Reporter._check)
 elif moment == "evaluation":
     perplexity.Perplexity.evaluate = signalled(perplexity.Perplexity.evaluate)
 elif moment == "batch":
     perplexity.build_eval_step = lambda *arguments: signalled(built(*arguments))
+elif moment == "data":
+    TrainBatches.after = batches_of_finished_shards
 sys.exit(train.run(sys.argv[4:]))
 """
 SHORT, LONG = 1000.0, 0.0  # limits for a long step: no step exceeds the first, every step exceeds the second
@@ -75,6 +87,15 @@ def test_a_long_step_is_the_last_one_after_a_signal_and_a_short_one_is_followed_
 def test_no_step_starts_after_a_signal_during_evaluation(folder):
     process = start(folder, "evaluating", "evaluation", 1, SHORT, "--trainer.steps_per_eval", 3)
     assert saved_step(folder, "evaluating", [process]) == 3
+
+
+def test_a_signal_while_waiting_for_data_saves_the_steps_of_this_start(folder):
+    run = "waiting"
+    assert saved_step(folder, run, [start(folder, run, "data", 3, SHORT)]) == 3
+    manifest = folder / "checkpoints" / run / "step-3" / "manifest.json"
+    before = manifest.stat().st_mtime_ns
+    assert saved_step(folder, run, [start(folder, run, "data", 0, SHORT)]) == 3  # waits for its first batch
+    assert manifest.stat().st_mtime_ns == before
 
 
 @pytest.mark.long

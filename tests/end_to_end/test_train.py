@@ -67,7 +67,7 @@ def metrics(folder: Path) -> list[dict]:
 
 def test_a_run_prints_its_id_first_and_saves_the_steps_of_its_policy(undisturbed):
     folder, printed = undisturbed
-    assert printed.splitlines()[0].startswith(f"run {RUN} (to start a new run")
+    assert printed.splitlines()[0] == f"run {RUN}"
     assert sorted(os.listdir(folder / "checkpoints" / RUN)) == ["step-12", "step-4", "step-8"]
     assert "2 of 36 batches of cache/validation (trainer.max_eval_batches)" in printed
 
@@ -149,7 +149,9 @@ def test_a_finished_run_with_other_settings_is_refused(undisturbed):
 def test_a_finished_run_has_nothing_to_do_and_changes_nothing(undisturbed):
     folder, _ = undisturbed
     before = arrays(folder, 12), metrics(folder)
-    assert "nothing to do" in train(folder)
+    printed = train(folder)
+    assert "nothing to do" in printed
+    assert "to start a new run, set another trainer.id" in printed
     assert (arrays(folder, 12), metrics(folder)) == before
 
 

@@ -6,17 +6,6 @@ from pydantic import ValidationError
 from lmtrain.hf.config import HuggingFaceConfig
 
 
-def test_defaults_match_the_reference():
-    c = HuggingFaceConfig()
-    assert (c.initialize_from_hf, c.use_hf_model_config, c.hf_save_path, c.hf_save_steps) == (
-        False,
-        False,
-        None,
-        10_000,
-    )
-    assert (c.hf_upload, c.hf_save_dtype) == (None, None)
-
-
 @pytest.mark.parametrize("value", [True, False, "mosaicml/mpt-7b", "mosaicml/mpt-7b@deadbeef", "/a/folder"])
 def test_initial_weights_are_named_or_the_default_of_the_family(value):
     assert HuggingFaceConfig(initialize_from_hf=value).initialize_from_hf == value

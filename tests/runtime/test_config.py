@@ -6,11 +6,6 @@ from pydantic import ValidationError
 from lmtrain.runtime.config import DistributedConfig, RayConfig
 
 
-def test_defaults_are_unset():
-    assert set(DistributedConfig().model_dump(exclude={"heartbeat_timeout"}).values()) == {None}
-    assert RayConfig().model_dump() == {"address": None, "start_workers": True, "auto_start_cluster": True}
-
-
 @pytest.mark.parametrize("devices", [0, [0, 1], None])
 def test_local_device_ids_are_one_several_or_null(devices):
     assert DistributedConfig(local_device_ids=devices).local_device_ids == devices

@@ -48,7 +48,7 @@ class EvalHarnessConfig(Section):
     fewshot_as_multiturn: bool = Field(
         False, description="Examples in a chat are turns of the conversation; false: they are in one message"
     )
-    log_samples: bool = Field(False, description="Requests and results are written to <log_dir>/<run id>/lm_eval/")
+    log_samples: bool = Field(False, description="Requests and results are written to <log_dir>/<run_id>/lm_eval/")
     bootstrap_iters: int = Field(
         0, ge=0, description="Resamplings for the standard errors of metrics; 0: no standard errors"
     )

@@ -93,12 +93,11 @@ def begin(
     }
     if own is not None:
         check_same_run(own, run_info)
+        log.info(f"resuming after step {own.step:,} from {own.path} (to start a new run, set another trainer.id)")
         if base is not None:
-            log.info(f"resuming after step {own.step:,} from {own.path}")
             return _restore(program, own, partial, base.params), own.step
         for name in [name for name, value in settings.items() if value is not None]:
             log.info(f"{name}: {_IGNORED}")
-        log.info(f"resuming after step {own.step:,} from {own.path}")
         return _restore(program, own, partial), own.step
     if base is not None:
         return _new_adapters(program, base.params), 0

@@ -92,11 +92,11 @@ def test_a_device_at_its_peak_has_an_mfu_of_100_percent():
     )
 
 
-def test_hook_time_is_counted_since_the_previous_step(throughput, timer, clock):
-    for seconds in (1.0, 2.0):
-        with timer.section(HOOKS):
+def test_hook_time_is_that_of_hooks_evaluations_and_saves_since_the_previous_step(throughput, timer, clock):
+    for section, seconds in ((HOOKS, 1.0), (EVALUATION, 4.0), (SAVING, 8.0), (HOOKS, 2.0)):
+        with timer.section(section):
             clock.now += seconds
-    assert step(throughput, clock, 0.0, 1.0)["throughput/hook_time"] == pytest.approx(3.0)
+    assert step(throughput, clock, 0.0, 1.0)["throughput/hook_time"] == pytest.approx(15.0)
     assert step(throughput, clock, 0.0, 1.0)["throughput/hook_time"] == 0.0
 
 

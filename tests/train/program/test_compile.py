@@ -8,7 +8,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.train.program import compile as module
-from lmtrain.train.program.compile import CompilingStep
+from lmtrain.train.program.compile import CompilingStep, compilation_cache
 from lmtrain.train.program.program import plan_program
 
 SIZES = [{"start": 0, "value": 4}, {"start": 2, "value": 8}]
@@ -102,3 +102,23 @@ def test_a_larger_program_has_more_hlo():
         return CompilingStep(planned.train_step).compile(*planned.example())["compile/hlo_bytes"]
 
     assert 10_000 < size(1) < 0.8 * size(3)
+
+
+def test_programs_are_cached_in_the_folder_and_afterwards_where_they_were_before(tmp_path):
+    def compile_new(number: float) -> None:
+        jax.jit(lambda x: x * number + 1)(1.0)
+
+    before = jax.config.jax_compilation_cache_dir
+    with compilation_cache(str(tmp_path)):
+        compile_new(3.25)
+    cached = len(list(tmp_path.iterdir()))
+    assert cached > 0
+    compile_new(4.25)
+    assert jax.config.jax_compilation_cache_dir == before
+    assert len(list(tmp_path.iterdir())) == cached
+
+
+def test_without_a_folder_the_settings_of_jax_are_kept():
+    before = jax.config.jax_compilation_cache_dir
+    with compilation_cache(None):
+        assert jax.config.jax_compilation_cache_dir == before

@@ -14,6 +14,7 @@ from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import plan_layout
+from lmtrain.train.step.hessian import estimate_hessian
 from lmtrain.train.step.state import TrainState, state_shardings
 from lmtrain.train.step.step import build_train_step
 
@@ -46,11 +47,11 @@ def fresh(step: int = 0) -> TrainState:
     return TrainState(jax.numpy.int32(step), params, OPTIMIZER.init(params))
 
 
-def build(model=MODEL, microbatches: int = 1, seed: int = 0, compute: str = "float32"):
-    _, shardings = state_shardings(model, OPTIMIZER, LAYOUT, "float32")
+def build(model=MODEL, microbatches: int = 1, seed: int = 0, compute: str = "float32", optimizer=OPTIMIZER, **more):
+    _, shardings = state_shardings(model, optimizer, LAYOUT, "float32")
     return build_train_step(
         model,
-        OPTIMIZER,
+        optimizer,
         lambda step: 0.5 + step,
         LAYOUT,
         shardings,
@@ -59,6 +60,7 @@ def build(model=MODEL, microbatches: int = 1, seed: int = 0, compute: str = "flo
         num_microbatches={4: microbatches},
         dropout=model.has_dropout,
         objective=CrossEntropy(),
+        **more,
     )
 
 
@@ -156,3 +158,20 @@ def test_bfloat16_computation_keeps_float32_parameters_and_is_close(whole):
     assert metrics["train/loss"].dtype == np.float32
     assert float(metrics["train/loss"]) != exact
     assert float(metrics["train/loss"]) == pytest.approx(exact, rel=0.02)
+
+
+def test_an_optimizer_that_uses_the_hessian_gets_an_estimate_of_this_batch():
+    key, method = jax.random.key(3), "gauss_newton_bartlett"
+
+    def update(gradients, state, params=None, *, hessian, **_):
+        return hessian(key), state  # as the update of the parameters
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    params = jax.tree.map(jax.numpy.array, VALUES)
+    before = TrainState(jax.numpy.int32(0), params, optimizer.init(params))
+    state, _, _ = build(optimizer=optimizer, hessian=method)(before, BATCH)
+    expected = jax.jit(lambda: estimate_hessian(method, MODEL, CrossEntropy(), VALUES, BATCH, key, 1))()
+    moved = jax.tree.map(np.subtract, state.params, VALUES)
+    for found, estimate in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, estimate, rtol=1e-4, atol=1e-6)
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
