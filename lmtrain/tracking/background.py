@@ -10,7 +10,6 @@ from lmtrain.runtime.logging import log
 from lmtrain.tracking.tracker import Tracker
 
 _QUEUE_SIZE = 1000
-_FINISH_SECONDS = 30.0
 # Calls that take longer are logged as a warning.
 _HANGING_SECONDS = 60.0
 
@@ -20,6 +19,8 @@ class BackgroundTracker:
 
     A hanging call is logged once. Calls that do not fit in the queue are dropped, logged and counted.
     """
+
+    finish_seconds = 30.0
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]):
         self._name = name
@@ -49,9 +50,9 @@ class BackgroundTracker:
         self._put("text", texts, step)
 
     def finish(self) -> None:
-        """Wait for the queued calls, at most 30 s in total."""
+        """Wait for the queued calls, at most `finish_seconds` in total."""
         self._start()
-        deadline = time.monotonic() + _FINISH_SECONDS
+        deadline = time.monotonic() + self.finish_seconds
         while not self._failed and time.monotonic() < deadline:
             try:
                 self._calls.put(("finish", ()), timeout=0.1)  # the queue may be full: wait, but not for a dead tracker
@@ -60,7 +61,7 @@ class BackgroundTracker:
                 continue
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            log.warning(f"tracker {self._name}: still busy after {_FINISH_SECONDS:.0f} s; abandoned")
+            log.warning(f"tracker {self._name}: still busy after {self.finish_seconds:.0f} s; abandoned")
         if self._dropped:
             log.warning(f"tracker {self._name}: too slow, {self._dropped} calls were dropped; the JSON log has them")
 

@@ -38,8 +38,18 @@ goodput._SECONDS_BETWEEN_WRITES = 0.0  # write goodput at every step, including 
 background._HANGING_SECONDS = 600.0
 
 
+def finish(tracker, original=background.BackgroundTracker.finish):
+    """The tracker that hangs is abandoned after 3 s, the others have their 30."""
+    if "Hangs" in tracker._name:
+        tracker.finish_seconds = 3.0
+    original(tracker)
+
+
+background.BackgroundTracker.finish = finish
+
+
 class Quick:
-    """Works. It finishes before the tracker that hangs, whose timeout of 30 s it shortens for the test."""
+    """Works."""
 
     def __init__(self, run, folder, step, name):
         self._file = open(os.path.join(folder, name), "a")
@@ -62,7 +72,6 @@ class Quick:
     def finish(self):
         self._keep("finish")
         self._file.close()
-        background._FINISH_SECONDS = 3.0
 
     def text(self, texts, step):
         self._keep("text", step, sorted(texts))

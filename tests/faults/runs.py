@@ -160,7 +160,7 @@ def resumed_from(output: str) -> int | None:
     found = re.search(r"resuming after step ([\d,]+)", output)
     if found:
         return int(found[1].replace(",", ""))
-    return 0 if "one epoch is" in output else None  # logged after the state is initialized
+    return 0 if "a new run:" in output else None
 
 
 def arrays(folder: Path, step: int) -> dict[str, bytes]:

@@ -190,7 +190,7 @@ def test_a_full_queue_drops_calls_which_is_logged_once_and_counted_at_the_end(wa
 
 def test_finish_closes_a_tracker_whose_queue_was_full(monkeypatch):
     monkeypatch.setattr(background, "_QUEUE_SIZE", 4)
-    monkeypatch.setattr(background, "_FINISH_SECONDS", 3.0)
+    monkeypatch.setattr(background.BackgroundTracker, "finish_seconds", 3.0)
     recorder = Recorder()
     tracker = fill(recorder)
     ending = threading.Thread(target=tracker.finish)
@@ -251,7 +251,7 @@ def test_a_tracker_that_waits_for_calls_does_not_hang(warnings, monkeypatch):
 
 
 def test_a_tracker_that_does_not_finish_is_abandoned_with_a_warning(warnings, monkeypatch):
-    monkeypatch.setattr(background, "_FINISH_SECONDS", 0.05)
+    monkeypatch.setattr(background.BackgroundTracker, "finish_seconds", 0.05)
     recorder = Recorder()
     recorder.gate.clear()
     tracker = BackgroundTracker("x", lambda: recorder)

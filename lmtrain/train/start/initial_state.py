@@ -126,6 +126,8 @@ def begin(
         ema_params = trainer.model_averaging and jax.tree.map(jnp.copy, params)
         state = state.replace(params=params, ema_params=ema_params)
         log.info(f"starting from the weights of {begin_from_hf}")
+    else:
+        log.info(f"a new run: parameters are initialized from trainer.seed {trainer.seed}")
     return state, 0
 
 
@@ -135,6 +137,7 @@ def _new_adapters(program: Program, base: Any) -> TrainState:
         state = program.init(base)
     lora = program.config.lora
     if lora is None or lora.initialize_from is None:
+        log.info(f"a new run: adapters are initialized from trainer.seed {program.config.trainer.seed}")
         return state
     from lmtrain.train.start.peft_params import load_peft_adapter
 

@@ -123,6 +123,16 @@ def test_3_parameters_and_moments_of_another_run_at_step_0_with_a_new_schedule()
     assert (int(rate.step), int(old_rate.step)) == (0, 9)
 
 
+def test_5_a_new_run_logs_that_its_parameters_are_initialized(caplog):
+    with caplog.at_level(logging.INFO):
+        _, step = start(configure(seed=7))
+        save("mine", 3, configure(seed=7))
+        start(configure(seed=7))
+    assert step == 0
+    expected = "a new run: parameters are initialized from trainer.seed 7"
+    assert [message for message in caplog.messages if message.startswith("a new run")] == [expected]
+
+
 @pytest.mark.parametrize("setting", ["initialize_from", "initialize_from_checkpoint_path"])
 @pytest.mark.parametrize(
     ("change", "message"),
