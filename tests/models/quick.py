@@ -4,7 +4,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from lmtrain.models.layers.head import logits_of
+from lmtrain.models.layers.linear import Embed, Linear
 
 
 def random_params(lm: nn.Module, scale: float = 0.4, seed: int = 1) -> Any:
@@ -42,3 +46,41 @@ def reached_tokens(lm: nn.Module, params: Any, segments: np.ndarray | None) -> l
 
     gradient = jax.jit(jax.grad(second))(params)["tokens"]["embedding"]
     return np.flatnonzero(np.abs(np.asarray(gradient)).sum(axis=1)).tolist()
+
+
+class TwoTokenLM(nn.Module):
+    """A language model that predicts from the last two tokens of a document, for tests of what surrounds a model.
+
+    It compiles in a fraction of the time that the models of lmtrain take. Its table has rows of padding.
+    """
+
+    hidden_dim: int
+    vocab_size: int
+    attention: str = "xla"
+    has_dropout: bool = False
+
+    def setup(self) -> None:
+        embed = ("embed", self.hidden_dim)
+        rows = ("vocab", -(-self.vocab_size // 4) * 4)
+        self.tokens = Embed(rows, self.hidden_dim, nn.initializers.normal(0.5), is_head=True)
+        self.mix = Linear((embed,), (("mlp", self.hidden_dim),), nn.initializers.normal(0.5))
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        return logits_of(self.hidden(tokens_BS, True), self.head(), self.vocab_size)
+
+    def hidden(
+        self,
+        tokens_BS: jax.Array,
+        deterministic: bool,
+        segments_BS: jax.Array | None = None,
+        positions_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        x = self.tokens(tokens_BS)
+        last = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        if segments_BS is not None:
+            same = jnp.diff(segments_BS, prepend=segments_BS[:, :1]) == 0
+            last = last * same[..., None]
+        return x + jnp.tanh(self.mix(x + 2 * last))
+
+    def head(self) -> jax.Array:
+        return self.tokens.embedding

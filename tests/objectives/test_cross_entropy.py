@@ -7,8 +7,6 @@ import optax
 import pytest
 from models import quick
 
-from lmtrain.models.gpt2.config import Gpt2Config
-from lmtrain.models.registry import build_model
 from lmtrain.objectives.config import CrossEntropyConfig, WeightedCrossEntropyConfig
 from lmtrain.objectives.registry import OBJECTIVES, build_objective
 from lmtrain.sharding.config import PartitioningConfig
@@ -18,8 +16,7 @@ from lmtrain.train.step.state import TrainState, state_shardings
 from lmtrain.train.step.step import build_train_step
 
 VOCAB = 11
-SIZES = {"hidden_dim": 8, "num_heads": 2, "num_layers": 1, "seq_len": 6, "gradient_checkpointing": False}
-MODEL = build_model(Gpt2Config(**SIZES), VOCAB)
+MODEL = quick.TwoTokenLM(8, VOCAB)
 LAYOUT = plan_layout(PartitioningConfig())
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, VOCAB, (4, 6)).astype(np.int32)

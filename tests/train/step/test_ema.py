@@ -10,8 +10,6 @@ import optax
 import pytest
 from models import quick
 
-from lmtrain.models.gpt2.config import Gpt2Config
-from lmtrain.models.gpt2.model import Gpt2LM
 from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.run.trainer import EmaConfig, EmaDecaySqrtConfig
 from lmtrain.sharding.config import PartitioningConfig
@@ -92,15 +90,7 @@ def test_a_bfloat16_average_keeps_its_dtype_and_is_rounded_once_per_update():
 
 # --- in the training step
 
-SIZES = {
-    "hidden_dim": 8,
-    "num_heads": 2,
-    "num_layers": 1,
-    "seq_len": 6,
-    "mlp_scale": 2,
-    "gradient_checkpointing": False,
-}
-MODEL = Gpt2LM(Gpt2Config(**SIZES), 11)
+MODEL = quick.TwoTokenLM(8, 11)
 LAYOUT = plan_layout(PartitioningConfig())
 OPTIMIZER = optax.sgd(0.5)
 STEP_SQRT = EmaDecaySqrtConfig(beta=0.9, switch_step=3, decay_steps=4)

@@ -20,9 +20,11 @@ from lmtrain.train.step.step import build_train_step
 VOCAB = 19
 SIZES = {"hidden_dim": 8, "num_heads": 2, "num_layers": 1, "seq_len": 6, "gradient_checkpointing": False}
 MODELS = {
-    "gpt2": Gpt2Config(**SIZES),
-    "llama": LlamaConfig(**SIZES, intermediate_dim=12, num_kv_heads=1),
+    "two tokens": quick.TwoTokenLM(8, VOCAB),
+    "gpt2": build_model(Gpt2Config(**SIZES), VOCAB),
+    "llama": build_model(LlamaConfig(**SIZES, intermediate_dim=12, num_kv_heads=1), VOCAB),
 }
+LONG = ("gpt2", "llama")  # test_step.py has a GPT-2 in the suite
 LAYOUT = plan_layout(PartitioningConfig())
 # an optimizer that stores the gradients in its state, so that tests see them without the rounding of an update
 KEEPER = optax.chain(optax.trace(0.0), optax.scale(0.0))
@@ -41,7 +43,7 @@ def fresh(model) -> TrainState:
 
 
 def loss_and_gradients(family: str, microbatches: int):
-    model = build_model(MODELS[family], VOCAB)
+    model = MODELS[family]
     _, shardings = state_shardings(model, KEEPER, LAYOUT, "float32")
     step = build_train_step(
         model,
@@ -60,7 +62,9 @@ def loss_and_gradients(family: str, microbatches: int):
     return float(metrics["train/loss"]), state.opt_state[0].trace
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in MODELS]
+)
 def whole(request):
     return request.param, *loss_and_gradients(request.param, 1)
 
