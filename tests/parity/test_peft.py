@@ -104,9 +104,8 @@ class Exported:
         return np.random.default_rng(0).integers(0, self.model.vocab_size, (2, LENGTH))
 
     def logits(self, params=None):
-        return np.asarray(self.model.apply({"params": params or self.params}, self.tokens()))[
-            ..., : self.model.vocab_size
-        ]
+        logits = jax.jit(self.model.apply)({"params": params or self.params}, self.tokens())
+        return np.asarray(logits)[..., : self.model.vocab_size]
 
 
 def torch_model(folder):

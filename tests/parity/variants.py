@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from models import quick
 
@@ -73,7 +74,7 @@ class Variant(NamedTuple):
         return self.run_config.model
 
     def logits(self, tokens) -> np.ndarray:
-        return np.asarray(self.model.apply({"params": self.params}, tokens))
+        return np.asarray(jax.jit(self.model.apply)({"params": self.params}, tokens))
 
 
 def make(name: str, **more: Any) -> Variant:
