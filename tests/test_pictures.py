@@ -23,6 +23,7 @@ def tool() -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_pictures_are_up_to_date():
     check = [sys.executable, "tools/pictures.py", "--check"]
     done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)

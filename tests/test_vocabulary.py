@@ -50,8 +50,11 @@ def test_no_replaced_word_returns():
     """Checks all tracked text, names of tests too, except the open work in the build notes."""
     listed = subprocess.run(["git", "grep", "-Il", ""], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = []
+    any_of_them = re.compile(rf"\b({'|'.join(REPLACEMENTS)})\b", re.IGNORECASE)
     for name in (name for name in listed.splitlines() if not name.startswith(EXCLUDED)):
         text = (ROOT / name).read_text().partition("\n## In progress\n")[0].replace("_", " ")
+        if not any_of_them.search(text):
+            continue
         for words, replacement in REPLACEMENTS.items():
             for match in re.finditer(rf"\b({words})\b", text, re.IGNORECASE):
                 line = text.count("\n", 0, match.start()) + 1

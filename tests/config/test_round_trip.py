@@ -91,7 +91,7 @@ CONFIG = section(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=CONFIG)
 def test_shown_and_dumped_configs_load_as_the_same_config(data, tmp_path_factory):
     try:

@@ -188,7 +188,10 @@ os.write(1, (line + "\\n").encode())  # in one piece, so that lines of two proce
     [
         # one process for each of two nodes with four GPUs: JAX alone would give each only the first
         ({}, ("--nodes=2", "--gpus-per-node=4"), ["process 0 has all", "process 1 has all"]),
-        ({"PROCESSES": "gpu"}, ("--gpus-per-node=2",), ["process 0 has 0", "process 1 has 1"]),
+        pytest.param(
+            *({"PROCESSES": "gpu"}, ("--gpus-per-node=2",), ["process 0 has 0", "process 1 has 1"]),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_every_gpu_has_a_process(slurm, environment, options, expected):

@@ -305,7 +305,7 @@ def test_an_unreachable_worker_is_not_a_failure_of_the_command(desk):
     assert desk.run("true").returncode == 69
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
 def test_stopping_the_script_sends_the_command_one_sigterm(desk, number):
     desk.make_vm(workers=2)
     command = (
@@ -340,7 +340,7 @@ def test_launch_leaves_the_command_running_with_a_log_on_each_worker(desk):
     assert "hf_one" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("verb", ["launch", "run"])
+@pytest.mark.parametrize("verb", [pytest.param("launch", marks=pytest.mark.long), "run"])
 def test_a_run_is_not_started_twice(desk, verb):
     desk.make_vm()
     command = ["bash", "-c", "echo once >> ~/begun; while [ ! -e ~/go ]; do sleep 0.1; done"]
@@ -488,7 +488,13 @@ def test_babysit_requires_an_ssh_agent(desk, code, message):
     assert desk.calls() == []
 
 
-@pytest.mark.parametrize("state", ["PREEMPTED", "FAILED", "TERMINATED", "STOPPED", "REPAIRING"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "PREEMPTED",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("FAILED", "TERMINATED", "STOPPED", "REPAIRING")),
+    ],
+)
 def test_a_vm_in_another_state_is_recreated(desk, state):
     desk.make_vm()
     with desk.state() as cloud:
@@ -498,6 +504,7 @@ def test_a_vm_in_another_state_is_recreated(desk, state):
     assert desk.verbs() == ["describe", "delete", "describe", "create", "describe", "ssh", "delete"]
 
 
+@pytest.mark.long
 def test_a_failed_queued_resource_is_requested_again(desk):
     desk.set(queue_states=["ACCEPTED", "FAILED"])
     process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--queued", "--", "true")
@@ -511,6 +518,7 @@ def test_a_failed_queued_resource_is_requested_again(desk):
         assert state["vm"] is None
 
 
+@pytest.mark.long
 def test_network_errors_are_not_failures(desk):
     verbs = ("tpu-vm describe", "tpu-vm create", "tpu-vm ssh", "tpu-vm delete")
     desk.set(faults=[{"verb": verb, "error": NETWORK, "times": 3} for verb in verbs])
@@ -559,6 +567,7 @@ def test_a_clean_stop_is_not_a_failure(desk):
     assert len(runs(desk)) == 4
 
 
+@pytest.mark.long
 def test_a_preemption_is_not_a_failure_even_if_gcloud_reports_it_late(desk):
     command = counting("[ $number -ge 3 ] || { touch ~/up; sleep 100; }")
     process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--retries", "2", "--", *command)
@@ -582,6 +591,7 @@ def test_the_set_up_runs_once_on_a_vm_and_again_on_a_new_one(desk):
     assert (desk.folder / "set-ups").read_text() == "set up\n" * 2
 
 
+@pytest.mark.long
 def test_after_a_broken_connection_the_run_resumes_and_runs_once(desk):
     """The processes left by the broken connection receive one SIGTERM before the next start."""
     command = (
@@ -599,6 +609,7 @@ def test_after_a_broken_connection_the_run_resumes_and_runs_once(desk):
     assert (desk.worker(0, 1) / "terms").read_text() == "TERM\n"
 
 
+@pytest.mark.long
 def test_a_command_whose_connection_is_cut_receives_one_sigterm_and_can_still_print(desk):
     """gcloud dies: the worker and babysit both notice, and both stop the remaining processes."""
     command = (

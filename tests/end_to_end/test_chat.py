@@ -77,6 +77,7 @@ def test_the_loss_on_conversations_is_that_of_transformers_with_the_same_mask(tr
     assert metrics["eval/text/loss"] > 0
 
 
+@pytest.mark.long
 def test_it_resumes_with_the_losses_of_an_undisturbed_run(trained):
     before = losses(trained)
     assert len(before) == 12

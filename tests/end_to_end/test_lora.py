@@ -220,6 +220,7 @@ def test_training_starts_from_a_peft_adapter(folder):
     assert "lora.r: this config has 8, the adapter has 4" in run(folder, "train", "other.yaml", code=2).stderr
 
 
+@pytest.mark.long
 def test_tokens_that_the_base_does_not_have_need_trained_tables(folder):
     from tokenizers import Tokenizer
 

@@ -257,6 +257,7 @@ def test_the_losses_are_bitwise_those_of_a_run_without_trackers(seen, tmp_path):
     assert math.isfinite(alone[STEPS]["eval/loss"])
 
 
+@pytest.mark.long
 def test_after_a_kill_and_a_restart_every_metric_is_logged_once_and_lost_time_is_counted(tmp_path):
     saved, reached, forever = 4, 20, 1_000_000
     keep = {"save_interval": None, "keep": [{"every": saved, "until": saved}]}

@@ -77,13 +77,14 @@ def saved_step(folder: Path, run: str, processes: list[Forked]) -> int:
     return newest
 
 
-@pytest.mark.parametrize(("seconds", "last"), [(LONG, 3), (SHORT, 4)])
+@pytest.mark.parametrize(("seconds", "last"), [(LONG, 3), pytest.param(SHORT, 4, marks=pytest.mark.long)])
 def test_a_long_step_is_the_last_one_after_a_signal_and_a_short_one_is_followed_by_another(folder, seconds, last):
     """Metrics of step 3 are read when it is finished: then no step runs, or step 4 is already running."""
     run = f"alone-{last}"
     assert saved_step(folder, run, [start(folder, run, "step", 3, seconds)]) == last
 
 
+@pytest.mark.long
 def test_no_step_starts_after_a_signal_during_evaluation(folder):
     process = start(folder, "evaluating", "evaluation", 1, SHORT, "--trainer.steps_per_eval", 3)
     assert saved_step(folder, "evaluating", [process]) == 3

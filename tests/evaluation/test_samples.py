@@ -41,7 +41,7 @@ def model_and_params(config, vocab):
 
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig, MptConfig, *(pytest.param(other, marks=pytest.mark.long) for other in (Gpt2Config, BackpackConfig))],
+    [LlamaConfig, *(pytest.param(other, marks=pytest.mark.long) for other in (Gpt2Config, MptConfig, BackpackConfig))],
 )
 def test_prompts_of_several_lengths_continue_as_each_does_alone(config):
     model, params = model_and_params(config(**SIZES), 40)

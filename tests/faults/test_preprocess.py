@@ -116,6 +116,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(config, undisturbe
     finish(config, tmp_path, undisturbed)
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_clear_error_and_the_next_run_resumes(config, undisturbed, tmp_path):
     limited = ["bash", "-c", 'ulimit -f 68; exec "$@"', "limited", *command(config)]  # in KB; a shard has more
     full = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
@@ -148,6 +149,7 @@ def test_a_full_file_system_is_one_clear_error_and_the_next_run_resumes(config, 
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.long
 def test_a_worker_killed_for_its_memory_is_reported_and_the_next_run_resumes(config, undisturbed, tmp_path):
     process = subprocess.Popen(command(config), cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     cache = tmp_path / "cache" / "train"

@@ -1,6 +1,7 @@
 """A model with adapters: at the start it is its base; merged, it computes the same; dropout is on inputs of A only."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,11 @@ from lmtrain.sharding.mesh import plan_layout
 
 VOCAB = 50
 FAMILIES = ("gpt2", "llama", "mpt", "backpack")
+SUITE = [("gpt2", True), ("llama", False), ("backpack", True)]
+
+
+def mark_long(*cases, long):
+    return [*cases, *(pytest.param(*case, marks=pytest.mark.long) for case in long)]
 
 
 def adapted(family="gpt2", model=(), **lora):
@@ -43,7 +49,7 @@ def new_params(model, seed=1):
     return {BASE: base, ADAPTERS: start_from(adapters, base)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mark_long("gpt2", "llama", long=[("mpt",), ("backpack",)]))
 def test_new_adapters_leave_logits_and_merged_weights_as_those_of_the_base(family):
     model = adapted(family, alpha=16, modules_to_save=["embed_tokens", "lm_head"])
     params = new_params(model)
@@ -60,8 +66,10 @@ def test_new_adapters_leave_logits_and_merged_weights_as_those_of_the_base(famil
         assert merged.tobytes() == kernel[layer].tobytes()
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "scan"),
+    mark_long(*SUITE, long=[case for case in itertools.product(FAMILIES, (True, False)) if case not in SUITE]),
+)
 def test_merged_weights_give_the_logits_of_the_adapters(family, scan):
     model = adapted(family, {"scan_layers": scan, "gradient_checkpointing": scan}, alpha=12)
     rng = np.random.default_rng(1)

@@ -13,7 +13,8 @@ SEGMENTS = np.stack([np.repeat(np.arange(len(row)), row) for row in ROWS]).astyp
 POSITIONS = np.stack([np.concatenate([np.arange(length) for length in row]) for row in ROWS]).astype(np.int32)
 WEIGHTS = np.random.default_rng(2).normal(size=(2, LENGTH, 16)).astype(np.float32)
 LONG = [
-    pytest.param(name, marks=pytest.mark.long) for name in ("mistral", "gemma", "olmo2", "llama-yarn", "gpt2-upcast")
+    pytest.param(name, marks=pytest.mark.long)
+    for name in ("gpt2", "mpt", "backpack", "mistral", "gemma", "olmo2", "llama-yarn", "gpt2-upcast")
 ]
 
 
@@ -44,7 +45,7 @@ def run(small: Variant, hidden, **changes):
 
 @pytest.mark.parametrize(
     "variant",
-    ["llama-grouped", "mpt", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", "backpack")), *LONG],
+    ["llama-grouped", *LONG],
 )
 def test_packed_documents_and_their_gradients_equal_separate_ones(variant):
     small = make(variant)
@@ -55,7 +56,7 @@ def test_packed_documents_and_their_gradients_equal_separate_ones(variant):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max(), err_msg=attention)
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "backpack"])
+@pytest.mark.parametrize("variant", ["gpt2", pytest.param("backpack", marks=pytest.mark.long)])
 def test_learned_positions_that_continue_change_the_result(variant):
     """The test above would pass if positions were not used."""
     small = make(variant)

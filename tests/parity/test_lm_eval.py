@@ -36,7 +36,7 @@ FAMILIES = {
 SHOTS = BenchmarkTask(task="local_shots", num_fewshot=2)
 
 
-LONG = ("mpt", "backpack")
+LONG = ("gpt2", "mpt", "backpack")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def tasks(tmp_path_factory):
     return EvalHarnessConfig(task_spec=write_tasks(folder, LENGTH), include_path=str(folder), log_samples=True)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_likelihoods_accuracies_and_texts_agree(tasks, tmp_path, monkeypatch, family):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     tokenizer, layout = load_tokenizer(str(TOKENIZER)), plan_layout(PartitioningConfig())

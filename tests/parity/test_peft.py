@@ -122,7 +122,12 @@ def agree(ours, theirs):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, *VARIANTS])
+SUITE = ("gpt2", "llama", "llama with trained tied tables", "llama with rslora")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in SUITE else pytest.mark.long) for case in (*FAMILIES, *VARIANTS)]
+)
 def test_peft_and_merged_weights_give_the_logits_of_the_adapters(tmp_path, modules, case):
     family, model, lora = VARIANTS.get(case, (case, {}, {}))
     exported = Exported(tmp_path, family, model, lora)

@@ -21,8 +21,8 @@ from lmtrain.train.start.hf_params import load_hf_params
 NOT_LONG = {"gpt2", "llama-grouped", "gemma", "olmo2", "mpt-6-heads", "backpack"}
 
 
-def mark_long(names):
-    return [name if name in NOT_LONG else pytest.param(name, marks=pytest.mark.long) for name in names]
+def mark_long(names, suite=NOT_LONG):
+    return [name if name in suite else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 @pytest.mark.parametrize("name", mark_long(VARIANTS))
@@ -76,7 +76,7 @@ def test_logits_agree_where_positions_restart_and_attention_does_not(in_torch, n
 GRADIENTS = ["gpt2", "gpt2-untied", "llama-grouped", "mistral", "gemma", "olmo2", "qwen3", "mpt-clip"]
 
 
-@pytest.mark.parametrize("name", mark_long(GRADIENTS))
+@pytest.mark.parametrize("name", mark_long(GRADIENTS, {"gpt2", "gemma"}))
 def test_loss_and_every_gradient_agree(in_torch, name):
     variant = make(name)
     theirs = in_torch(variant)

@@ -159,6 +159,7 @@ def test_attention_is_chosen_for_the_planned_device(plan):
     assert "a TPU" in done.stderr
 
 
+@pytest.mark.long
 def test_a_known_model_is_planned_without_downloading_it(plan):
     flags = ("--no_compile", "--device", "h100", "--devices", "8", "--json")
     done = plan(*flags, name="mpt_7b_continued")
@@ -207,6 +208,7 @@ def test_a_mesh_that_does_not_divide_is_refused_by_the_worker_as_by_training(pla
     assert "trainer.model_axis_size: 12 devices do not divide by 5; it could be 4 or 6" in done.stderr
 
 
+@pytest.mark.long
 def test_after_a_timeout_of_the_compiler_the_estimate_is_printed(plan):
     done = plan("--devices", "8", "--compile_timeout", "1", "--model.num_layers", "64", "--model.scan_layers", "false")
     assert done.returncode == 0, done.stderr
@@ -418,6 +420,7 @@ def test_a_corrupt_answer_counts_as_missing(monkeypatch, tmp_path):
     assert answers.read_hlo(asked, "train") is None
 
 
+@pytest.mark.long
 def test_plans_work_without_a_writable_cache(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(answers, "_running", forked_worker)
     (tmp_path / "file").touch()

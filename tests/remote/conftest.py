@@ -99,8 +99,9 @@ def emulators(environment: pytest.MonkeyPatch) -> Iterator[None]:
     amazon.stop()
 
 
-@pytest.fixture(params=["gs", "s3"])
+@pytest.fixture(params=[pytest.param("gs", marks=pytest.mark.long), "s3"])
 def scheme(request: pytest.FixtureRequest) -> str:
+    """The long tests use both stores. Those of the suite that name one use that."""
     return request.param
 
 

@@ -70,7 +70,7 @@ def local(tmp_path_factory):
     return config(root)
 
 
-@pytest.fixture(scope="module", params=["gs", "s3"])
+@pytest.fixture(scope="module", params=["gs", pytest.param("s3", marks=pytest.mark.long)])
 def finished(request, new_store):
     """The same files and their cache in a bucket, and its contents."""
     store = new_store(request.param)
@@ -261,6 +261,14 @@ def test_an_inaccessible_bucket_is_reported_at_once_with_advice_and_no_traceback
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "private",
+    [
+        *(pytest.param(f"{store} without credentials", marks=pytest.mark.long) for store in ("gs", "s3")),
+        "s3 without permission",
+    ],
+    indirect=True,
+)
 def test_the_command_line_reports_an_inaccessible_bucket_in_seconds(private, settings, write_config, tmp_path):
     settings["data"]["train_urls"] = [f"{private}/*.jsonl"]
     write_config(settings)

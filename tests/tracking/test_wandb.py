@@ -111,7 +111,11 @@ def test_samples_are_a_table(offline):
 
 
 @pytest.mark.parametrize(
-    ("mode", "message"), [("offline", "WANDB_MODE=offline, "), ("disabled", "WANDB_MODE=disabled, nothing")]
+    ("mode", "message"),
+    [
+        ("offline", "WANDB_MODE=offline, "),
+        pytest.param("disabled", "WANDB_MODE=disabled, nothing", marks=pytest.mark.long),
+    ],
 )
 def test_a_mode_of_the_environment_is_logged(tmp_path, mode, message):
     """The variable may be forgotten, and the user expects the run on its page."""
@@ -260,9 +264,14 @@ KEY = "0123456789" * 4
     ("variables", "host"),
     [
         ({}, []),
-        ({}, ["--host", "http://wandb.example.com:8080"]),
-        ({"WANDB_BASE_URL": "http://wandb.example.com:8080"}, []),
-        ({"NETRC": "other"}, []),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ({}, ["--host", "http://wandb.example.com:8080"]),
+                ({"WANDB_BASE_URL": "http://wandb.example.com:8080"}, []),
+                ({"NETRC": "other"}, []),
+            )
+        ),
     ],
 )
 def test_the_key_stored_by_wandb_login_is_found(tmp_path, variables, host):

@@ -76,7 +76,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+SUITE = {
+    *("one position", "a block longer than the sequence", "a partial block, wide values, grouped heads"),
+    *("window smaller than a block, ALiBi", "window of several blocks, grouped heads, ALiBi", "upcast"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(CASES[name], id=name, marks=() if name in SUITE else pytest.mark.long) for name in CASES]
+)
 def test_outputs_and_gradients_are_those_of_plain_attention(case):
     arrays = case.arrays()
     found, expected = case.run("blockwise", arrays), case.run("xla", arrays)

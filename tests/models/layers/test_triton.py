@@ -43,18 +43,23 @@ def compare(heads, kv_heads, length, width, columns=None, ends=(), **how):
 ENDS = [[40, 70, 200], [90, 128, 129]]
 
 
+SUITE = [
+    {"heads": 2, "kv_heads": 1, "length": 300, "width": 16, "window": 100, "ends": ENDS},
+    {"heads": 4, "kv_heads": 2, "length": 256, "width": 8, "ends": ENDS, "slopes": alibi_slopes(4, 8)},
+    {"heads": 2, "kv_heads": 2, "length": 200, "width": 12, "columns": 384, "ends": ENDS},
+]
+LONG = [
+    {"heads": 1, "kv_heads": 1, "length": 256, "width": 64},
+    {"heads": 6, "kv_heads": 2, "length": 130, "width": 80, "window": 1},
+    {"heads": 3, "kv_heads": 3, "length": 256, "width": 8, "ends": ENDS, "slopes": alibi_slopes(3, 8)},
+    {"heads": 1, "kv_heads": 1, "length": 128, "width": 256, "ends": ENDS, "upcast": True},
+    {"heads": 1, "kv_heads": 1, "length": 100, "width": 16, "columns": 100},
+]
+
+
 @pytest.mark.parametrize(
     "case",
-    [
-        {"heads": 1, "kv_heads": 1, "length": 256, "width": 64},
-        {"heads": 2, "kv_heads": 1, "length": 300, "width": 16, "window": 100, "ends": ENDS},
-        {"heads": 6, "kv_heads": 2, "length": 130, "width": 80, "window": 1},
-        {"heads": 3, "kv_heads": 3, "length": 256, "width": 8, "ends": ENDS, "slopes": alibi_slopes(3, 8)},
-        {"heads": 4, "kv_heads": 2, "length": 256, "width": 8, "ends": ENDS, "slopes": alibi_slopes(4, 8)},
-        {"heads": 1, "kv_heads": 1, "length": 128, "width": 256, "ends": ENDS, "upcast": True},
-        {"heads": 2, "kv_heads": 2, "length": 200, "width": 12, "columns": 384, "ends": ENDS},
-        {"heads": 1, "kv_heads": 1, "length": 100, "width": 16, "columns": 100},
-    ],
+    [*SUITE, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)],
     ids=lambda case: ", ".join(f"{name} {value}" for name, value in case.items() if name not in ("ends", "slopes")),
 )
 def test_outputs_and_gradients_are_those_of_plain_attention(case):
@@ -62,6 +67,7 @@ def test_outputs_and_gradients_are_those_of_plain_attention(case):
     compare(**case)
 
 
+@pytest.mark.long
 def test_every_block_size_gives_the_same_result(monkeypatch):
     """With documents that end in the middle of a block, at its edge, and one position from it."""
     for found in {*blocks.SMALL.values(), *blocks.LARGE.values()}:

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,7 +50,7 @@ def save(run: str, step: int, config: RunConfig | None = None):
     """Save a checkpoint whose values all differ from initial ones. -> its state"""
     config = config or configure()
     state = plan_program(config, VOCAB).init()
-    state = jax.tree.map(lambda leaf: leaf + step, state)
+    state = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf) + np.asarray(step, leaf.dtype)), state)
     checkpointer = Checkpointer(f"checkpoints/{run}", CheckpointerConfig())
     checkpointer.save(step, Kind.PERMANENT, state.parts, info(config))
     checkpointer.close()

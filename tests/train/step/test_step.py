@@ -167,11 +167,13 @@ def test_an_optimizer_that_uses_the_hessian_gets_an_estimate_of_this_batch():
         return hessian(key), state  # as the update of the parameters
 
     optimizer = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
-    params = jax.tree.map(jax.numpy.array, VALUES)
+    model = quick.TwoTokenLM(8, VOCAB)
+    values = quick.random_params(model)
+    params = jax.tree.map(jax.numpy.array, values)
     before = TrainState(jax.numpy.int32(0), params, optimizer.init(params))
-    state, _, _ = build(optimizer=optimizer, hessian=method)(before, BATCH)
-    expected = jax.jit(lambda: estimate_hessian(method, MODEL, CrossEntropy(), VALUES, BATCH, key, 1))()
-    moved = jax.tree.map(np.subtract, state.params, VALUES)
+    state, _, _ = build(model, optimizer=optimizer, hessian=method)(before, BATCH)
+    expected = jax.jit(lambda: estimate_hessian(method, model, CrossEntropy(), values, BATCH, key, 1))()
+    moved = jax.tree.map(np.subtract, state.params, values)
     for found, estimate in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(found, estimate, rtol=1e-4, atol=1e-6)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-3
