@@ -136,3 +136,11 @@ def test_urls_are_a_copy():
 def test_an_empty_name_is_refused(setting):
     with pytest.raises(ValidationError, match="at least 1 character"):
         DataConfig(**{setting: ""})
+
+
+def test_batches_have_positions_if_documents_have_targets_unless_it_is_set():
+    chat = {"train_urls": ["a.jsonl"], "format": {"type": "chat"}}
+    assert not DataConfig(train_urls=["a.jsonl"]).has_positions
+    assert DataConfig(**chat).has_positions
+    assert DataConfig(train_urls=["a.jsonl"], reset_positions=True).has_positions
+    assert not DataConfig(**chat, reset_positions=False).has_positions

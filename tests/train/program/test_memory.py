@@ -42,6 +42,16 @@ def test_larger_batches_and_other_dtypes_change_the_estimate():
     assert estimate_memory(program(train_batch_size=32, model_averaging={})).state["average"] == plain.state["params"]
 
 
+def test_recomputation_keeps_the_inputs_of_blocks_only():
+    kept, recomputed = (
+        estimate_memory(program({"gradient_checkpointing": policy}, train_batch_size=32)).work["saved activations"]
+        for policy in (False, True)
+    )
+    inputs = 4 * 32 * 128 * 256 * 4  # of four blocks, in float32
+    assert inputs < recomputed < 1.3 * inputs  # and what surrounds the blocks
+    assert kept > 8 * inputs
+
+
 def test_out_of_memory_errors_list_what_uses_memory_and_what_to_change():
     planned = program({"gradient_checkpointing": False}, train_batch_size=32)
     with pytest.raises(OutOfMemoryError) as caught, planned.explaining_errors():

@@ -9,8 +9,12 @@ import pytest
 from conftest import TOKENIZER, run_in_process
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.layers import Layer
+from lmtrain.config.load import Loaded
 from lmtrain.data.config import DataConfig
-from lmtrain.train.start.hf_model import check_tokens, config_of, hf_settings
+from lmtrain.run.config import RunConfig
+from lmtrain.run.run import Run
+from lmtrain.train.start.hf_model import check_tokens, config_of, hf_settings, resolve_hf
 
 LLAMA = {
     "model_type": "llama",
@@ -109,6 +113,26 @@ def test_another_tokenizer_is_refused_before_any_text_is_tokenized_unless_allowe
     assert not (tmp_path / "cache").exists()
     done = preprocess("--allow_other_tokenizer", "true")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_has_the_sizes_of_its_checkpoint_unless_it_starts_from_another_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def configure(base, **model):
+        settings = {"use_hf_model_config": True, "initialize_from_hf": base, "data": {"tokenizer": "byte"}}
+        return RunConfig.model_validate(settings | {"model": {"seq_len": 32, **model}})
+
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**LLAMA, "hidden_size": 64}))
+    checkpoint = tmp_path / "checkpoints" / "one" / "step-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    written = Loaded(configure("base"), Layer(), "one.yaml")
+    for started_from, expected in (("base", 96), ("other", 64)):
+        sizes = {"type": "llama", "hidden_dim": 96, "intermediate_dim": 48, "num_heads": 4, "num_layers": 1}
+        saved = configure(started_from, **sizes).model_dump(mode="json")
+        (checkpoint / "run.json").write_text(json.dumps({"config": saved}))
+        assert resolve_hf(Run(written, "one"), check_tokenizer=False).config.model.hidden_dim == expected
 
 
 @pytest.mark.long
