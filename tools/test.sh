@@ -10,6 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash tools/install.sh "${EXTRA:-dev}"
 export HF_HUB_OFFLINE=1
+export PYTHONDONTWRITEBYTECODE= # test modules with pytest's assertions are compiled once: 8 s of each worker
 # Two workers, unless arguments are given. Each takes complete files, since fixtures are shared within a file. Files run
 # in the order of tests/conftest.py, the longest first, so that both workers finish at about the same time.
 two=(-n 2 --dist loadfile --no-loadscope-reorder)

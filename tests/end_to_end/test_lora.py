@@ -204,6 +204,7 @@ def test_a_checkpoint_is_a_base_with_averages_and_tables_trained_in_full(folder)
     assert "adapters only" in done.stderr or "does not match" in done.stderr
 
 
+@pytest.mark.long
 def test_training_starts_from_a_peft_adapter(folder):
     settings = lora_settings(initialize_from="exports/adapters/step-8")
     settings["trainer"] |= {"id": "continued", "num_train_steps": 2, "steps_per_eval": 1}

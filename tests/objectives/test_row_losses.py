@@ -165,6 +165,7 @@ def chi_square(counts, expected):
     return (np.square(counts - expected) / expected).sum(-1)
 
 
+@pytest.mark.parametrize("chunks", [12, 5], indirect=True, ids=lambda rows: f"chunks of {rows}")
 def test_sampled_targets_follow_the_softmax_of_each_position_and_are_never_padding(chunks):
     """Even though the padding's logits would be the largest."""
     head = np.concatenate([HEAD[:9] / 2, 100 * np.ones((3, D), np.float32)])
@@ -182,6 +183,7 @@ def test_sampled_targets_follow_the_softmax_of_each_position_and_are_never_paddi
     assert chi_square(counts, DRAWS * other).min() > LARGEST_CHI_SQUARE
 
 
+@pytest.mark.parametrize("chunks", [12, 5], indirect=True, ids=lambda rows: f"chunks of {rows}")
 def test_sampled_targets_of_different_positions_and_rows_are_independent(chunks):
     """With equal logits everywhere, two positions agree as often as two dice, in the same or in different chunks."""
     drawn = draw(np.zeros((B, S, D), np.float32), HEAD, V).reshape(DRAWS, B * S)

@@ -60,9 +60,8 @@ def undisturbed(sources, tmp_path_factory):
     return contents(folder)
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param("*.arrayrecord.tmp-*", marks=pytest.mark.long), "shard-00000-of-00003.json"]
-)
+@pytest.mark.long  # tests/faults/test_preprocess.py kills at random moments
+@pytest.mark.parametrize("moment", ["*.arrayrecord.tmp-*", "shard-00000-of-00003.json"])
 def test_a_killed_and_resumed_build_equals_an_uninterrupted_one(settings, sources, undisturbed, tmp_path, moment):
     cache: Path = tmp_path / "cache" / "train"
     process = preprocess(settings, sources, tmp_path)

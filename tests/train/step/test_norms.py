@@ -154,6 +154,7 @@ def test_without_targets_the_compiled_step_computes_no_norms():
     assert not any(planned.watch.shows(step) for step in range(100))
 
 
+@pytest.mark.long
 def test_watching_changes_losses_by_no_more_than_rounding():
     """The two programs are compiled separately, and the compiler may order sums differently."""
     plain = run(program({"watch_targets": []}, num_layers=1), 5)
@@ -164,6 +165,7 @@ def test_watching_changes_losses_by_no_more_than_rounding():
     assert len({metrics["train/loss"] for metrics in plain}) == 5
 
 
+@pytest.mark.long
 def test_norms_of_bfloat16_parameters_are_summed_in_float32():
     """The total is also summed in float32, so it matches its parts."""
     planned = plan_program(
