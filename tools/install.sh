@@ -31,7 +31,8 @@ for done in "$extras" dev; do # dev includes everything of a plain install
 done
 
 if [ ! -x "$venv/bin/python" ]; then
-    "$(find_python)" -m venv "$venv"
+    python=$(find_python)
+    "$python" -m venv "$venv"
 fi
 target=".${extras:+[$extras]}"
 echo "install: $target into $venv ($("$venv/bin/python" --version))" >&2
