@@ -9,7 +9,7 @@ import lmtrain.objectives.logits as logits_module
 from lmtrain.objectives.cross_entropy import CrossEntropyRow, next_token_targets
 from lmtrain.objectives.logits import rows_at_once
 from lmtrain.objectives.row_losses import sum_of_row_losses
-from lmtrain.objectives.sample_targets import sample_targets
+from lmtrain.objectives.sample_targets import _BLOCK, sample_targets
 
 B, S, D, V = 2, 6, 5, 12
 RNG = np.random.default_rng(0)
@@ -197,3 +197,11 @@ def test_the_same_key_samples_the_same_targets():
     one, other = (sample_targets(HIDDEN, HEAD, jax.random.key(2), V) for _ in range(2))
     np.testing.assert_array_equal(one, other)
     assert (one != sample_targets(HIDDEN, HEAD, jax.random.key(3), V)).any()
+
+
+@pytest.mark.parametrize("token", [0, _BLOCK - 1, _BLOCK, 2 * _BLOCK - 1])
+def test_the_first_and_last_token_of_each_block_of_the_vocabulary_are_drawn(token):
+    head = np.zeros((2 * _BLOCK, D), np.float32)
+    head[token] = 5  # a logit of 25, where all others have 0
+    drawn = sample_targets(np.ones((B, S, D), np.float32), head, jax.random.key(4), 2 * _BLOCK)
+    assert (np.asarray(drawn) == token).all()
