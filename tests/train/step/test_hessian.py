@@ -11,7 +11,7 @@ from models import quick
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import CrossEntropy
-from lmtrain.train.step.hessian import estimate_hessian
+from lmtrain.train.step.hessian import _normal_like, estimate_hessian
 
 VOCAB = 7
 CONFIG = Gpt2Config(
@@ -118,6 +118,23 @@ def test_hutchinson_is_the_same_for_any_number_of_microbatches(microbatches):
     whole, parts = one_estimate("hutchinson"), one_estimate("hutchinson", microbatches)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=5e-5 * np.abs(one).max())
+
+
+@pytest.mark.long
+def test_hutchinson_of_a_gpt2_is_the_direction_times_the_product_of_hessian_and_direction():
+    def mean_loss(params):
+        log_probs = jax.nn.log_softmax(WITH_ATTENTION.apply({"params": params}, BATCH["tokens"])[:, :-1])
+        chosen = jnp.take_along_axis(log_probs, BATCH["tokens"][:, 1:, None], axis=-1)[..., 0]
+        return -(chosen * BATCH["loss_mask"][:, :-1]).sum() / COUNT
+
+    values = VALUES_WITH_ATTENTION
+    direction = _normal_like(jax.random.split(KEYS[0])[0], values)
+    exact = jax.jit(lambda: jax.jvp(jax.grad(mean_loss), (values,), (direction,))[1])()
+    found = jax.jit(lambda: estimate_hessian("hutchinson", WITH_ATTENTION, CrossEntropy(), values, BATCH, KEYS[0], 1))()
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(found))
+    jax.tree.map(
+        lambda a, u, hu: np.testing.assert_allclose(a, u * hu, rtol=1e-3, atol=1e-5 * largest), found, direction, exact
+    )
 
 
 @pytest.mark.long
