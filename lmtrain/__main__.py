@@ -1,6 +1,15 @@
-"""`python -m lmtrain` is the same as `lmtrain`."""
+"""The program `lmtrain`, also `python -m lmtrain`: signals get their handlers before anything slow is imported."""
 
-from lmtrain.cli import main
+from lmtrain.runtime.signals import end_at_once
+
+
+def main() -> None:
+    """Run the command of `sys.argv`, and exit with its code."""
+    end_at_once()
+    from lmtrain.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -1,15 +1,18 @@
 """The `lmtrain` program: finds the command, and imports only what that command needs.
 
-Exit codes: 0 done; 2 a user error, with one clear message; 75 stopped by a signal after saving; 1 anything else.
+Exit codes: 0 done; 2 a user error, with one clear message; 75 stopped by a signal, with all finished work saved; 1
+anything else.
 """
 
 import importlib
 import sys
+import traceback
 
 from lmtrain import __version__
-from lmtrain.config.errors import UserError
-from lmtrain.runtime.accelerators import keep_to_cpus
+from lmtrain.config.errors import RunError, UserError
+from lmtrain.config.redact import redact
 from lmtrain.runtime.logging import logging_restored
+from lmtrain.runtime.machine import keep_to_cpus
 
 # command -> (module in lmtrain.commands, what it does)
 VERBS = {
@@ -18,12 +21,12 @@ VERBS = {
     "eval": ("eval", "validation loss of a checkpoint or a Hugging Face model"),
     "export-hf": ("export_hf", "write a checkpoint as a Hugging Face model folder"),
     "generate": ("generate", "sample text from a checkpoint"),
-    "plan": ("plan", "estimate memory, communication and speed on any devices; search for settings"),
+    "plan": ("plan", "memory, communication and speed of a run on any devices; search for settings"),
     "checkpoint": ("checkpoint", "list, inspect and verify checkpoints"),
     "report": ("report", "one HTML page and plots of a run, or of several side by side"),
     "config": ("config", "validate a config, or show it resolved"),
     "doctor": ("doctor", "diagnose this machine: devices, storage, services"),
-    "tokenizer": ("tokenizer", "train a tokenizer on text"),
+    "tokenizer": ("tokenizer", "train a tokenizer on text, or add chat tokens to one"),
 }
 
 
@@ -38,13 +41,13 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(0)
     try:
         sys.exit(_run(argv[0], argv[1:]))
-    except UserError as error:
+    except (UserError, RunError) as error:
         print(f"lmtrain: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("lmtrain: interrupted; run the same command again to resume", file=sys.stderr)
-        sys.exit(75)
+        sys.exit(2 if isinstance(error, UserError) else 1)
     except BrokenPipeError:
+        sys.exit(1)
+    except Exception:
+        print(redact(traceback.format_exc()), end="", file=sys.stderr)
         sys.exit(1)
 
 
@@ -66,15 +69,11 @@ def _run(verb: str, argv: list[str]) -> int:
 
 def usage() -> str:
     """The usage text that `lmtrain` without arguments prints."""
-    lines = [f"  {verb:<12} {text}" for verb, (_, text) in VERBS.items()]
-    return "\n".join(
-        [
-            "usage: lmtrain COMMAND [CONFIG] [--section.field VALUE ...]",
-            "",
-            *lines,
-            "",
-            "CONFIG is a YAML file, a URL, or the name of a shipped config such as gpt2_nano.",
-            "Any setting can be changed on the command line: --trainer.num_train_steps 100",
-            "Run `lmtrain COMMAND --help` for details.",
-        ]
-    )
+    commands = "\n".join(f"  {verb:<12} {text}" for verb, (_, text) in VERBS.items())
+    return f"""usage: lmtrain COMMAND [CONFIG] [--section.field VALUE ...]
+
+{commands}
+
+CONFIG is a YAML file, a URL, or the name of a shipped config such as gpt2_nano.
+Any setting can be changed on the command line: --trainer.num_train_steps 100
+Run `lmtrain COMMAND --help` for details."""

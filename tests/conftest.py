@@ -18,6 +18,7 @@ import atexit  # noqa: E402
 import contextlib  # noqa: E402
 import gc  # noqa: E402
 import io  # noqa: E402
+import json  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
@@ -125,24 +126,45 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def lmtrain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess]:
-    """`lmtrain("train", "tiny.yaml", VARIABLE="value")` runs the command in the test's folder, in its own process."""
+    """`lmtrain("train", "tiny.yaml", VARIABLE="value")` runs the command in the test's folder, in its own process.
+
+    With `code`, its exit code has to be this one.
+    """
     outputs = tmp_path_factory.mktemp("output")
 
-    def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    def run(*arguments: object, code: int | None = None, **environment: str) -> subprocess.CompletedProcess:
         out, err = outputs / "out.txt", outputs / "err.txt"
         process = Forked(arguments, tmp_path, out, errors=err, **environment)
         try:
-            code = process.wait(300)
+            ended = process.wait(300)
         finally:
             process.kill()
             process.wait()
-        return subprocess.CompletedProcess(process.args, code, out.read_text(), err.read_text())
+        return checked(subprocess.CompletedProcess(process.args, ended, out.read_text(), err.read_text()), code)
 
     return run
 
 
-def run_in_process(arguments: Sequence[object], cwd: Path) -> subprocess.CompletedProcess:
+def log_lines(folder: Path, run: str = "one") -> list[dict]:
+    """The lines of a run's metrics log."""
+    return [json.loads(line) for line in (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()]
+
+
+def logged(folder: Path, name: str, run: str = "one") -> dict[int, float]:
+    """The values of a metric, by step."""
+    return {line["step"]: line[name] for line in log_lines(folder, run) if name in line}
+
+
+def checked(done: subprocess.CompletedProcess, code: int | None) -> subprocess.CompletedProcess:
+    """`done`, whose exit code has to be `code` if one is given, without a traceback."""
+    assert code is None or (done.returncode == code and "Traceback" not in done.stderr), done.stderr
+    return done
+
+
+def run_in_process(arguments: Sequence[object], cwd: Path, code: int | None = None) -> subprocess.CompletedProcess:
     """Run `lmtrain` with these arguments in `cwd`, within this process, which saves the seconds of a start.
+
+    With `code`, its exit code has to be this one.
 
     Separate processes are required for signals and kills, several processes and output at exit. One test of each
     command uses one too, as a user does.
@@ -155,7 +177,7 @@ def run_in_process(arguments: Sequence[object], cwd: Path) -> subprocess.Complet
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             main(argv)
     except SystemExit as ended:
-        return subprocess.CompletedProcess(argv, ended.code, out.getvalue(), err.getvalue())
+        return checked(subprocess.CompletedProcess(argv, ended.code, out.getvalue(), err.getvalue()), code)
     finally:
         os.chdir(before)
     raise AssertionError("main() ends with an exit code")
@@ -163,5 +185,5 @@ def run_in_process(arguments: Sequence[object], cwd: Path) -> subprocess.Complet
 
 @pytest.fixture
 def run_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """`run_cli("config", "show", "tiny.yaml")` in the test's folder, within this process."""
-    return lambda *arguments: run_in_process(arguments, tmp_path)
+    """`run_cli("config", "show", "tiny.yaml", code=0)` in the test's folder, within this process."""
+    return lambda *arguments, code=None: run_in_process(arguments, tmp_path, code)

@@ -35,7 +35,7 @@ _CONTEXT.set_forkserver_preload(
         ),
         *("lmtrain.train.start.initial_state", "lmtrain.train.start.evaluation", "lmtrain.train.start.reporting"),
         *("lmtrain.train.start.train_batches", "lmtrain.train.program.program", "lmtrain.checkpoint.checkpointer"),
-        *("lmtrain.train.start.facts", "lmtrain.train.start.exporter", "lmtrain.evaluation.registry"),
+        *("lmtrain.train.start.run_info", "lmtrain.train.start.exporter", "lmtrain.evaluation.registry"),
     ]
 )
 
@@ -69,9 +69,9 @@ def _child(
     sys.argv = ["lmtrain" if script is None else "-c", *arguments]
     try:
         if script is None:
-            from lmtrain.cli import main
+            from lmtrain.__main__ import main
 
-            main(list(arguments))
+            main()
         else:
             sys.path.insert(0, "")
             exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})

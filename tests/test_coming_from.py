@@ -11,13 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import run_in_process
+from conftest import logged, run_in_process
 
 from lmtrain.config.describe import describe
 from lmtrain.config.load import load_config
-from lmtrain.hf.key_map import flatten
 from lmtrain.hf.tokenizer import load_tokenizer
-from lmtrain.models.params import abstract_params, count_parameters
+from lmtrain.models.params import abstract_params, count_parameters, flatten
 from lmtrain.models.registry import build_model
 from lmtrain.optim.weight_decay import decay_mask
 from lmtrain.run.config import RunConfig
@@ -80,38 +79,21 @@ def is_default(name: str, written: str) -> bool:
     return written in DEFAULTS[name]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_a_table_of_contents_with_every_heading(page):
-    text = text_of(page)
-    listed = re.findall(r"^\* \[(.+)\]\(#", text, re.MULTILINE)
-    assert listed == re.findall(r"^## (.+)$", text, re.MULTILINE)
-
-
 def test_the_shakespeare_config_trains_on_a_text_of_one_document(tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8").encode("ascii", "ignore")[:6000]
     (tmp_path / "shakespeare").mkdir()
     (tmp_path / "shakespeare" / "train.txt").write_bytes(text[:5000])
     (tmp_path / "shakespeare" / "validation.txt").write_bytes(text[5000:])
     tiny = ["--model", "{hidden_dim: 32, num_heads: 2, num_layers: 2, seq_len: 32}", "--trainer.train_batch_size", "4"]
-    short = [
-        "--trainer.num_train_steps",
-        "2",
-        "--optimizer.warmup",
-        "1",
-        "--trainer.tracker",
-        "{type: json}",
-        "--trainer.id",
-        "char",
-    ]
-    done = run_in_process(["train", "shakespeare_char", *tiny, *short], tmp_path)
-    assert done.returncode == 0, done.stderr
+    short = ["--trainer.num_train_steps", "2", "--optimizer.warmup", "1"]
+    short += ["--trainer.tracker", "{type: json}", "--trainer.id", "char"]
+    run_in_process(["train", "shakespeare_char", *tiny, *short], tmp_path, code=0)
     cache = tmp_path / "cache" / "shakespeare_char"
     for split, size in (("train", 5000), ("validation", 1000)):
         manifest = json.loads((cache / split / "manifest.json").read_text())
         # one token per character, newlines included, and no end-of-text token
         assert sum(shard["tokens"] for shard in manifest["shards"]) == size
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "char.metrics.jsonl").read_text().splitlines()]
-    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    losses = list(logged(tmp_path, "train/loss", "char").values())
     assert len(losses) == 2
     assert losses[0] == pytest.approx(math.log(257), abs=0.5)
 

@@ -12,16 +12,6 @@ WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(
 RUNS = [step["run"] for job in WORKFLOW["jobs"].values() for step in job["steps"] if "run" in step]
 
 
-def test_every_file_that_the_page_names_exists():
-    named = set(re.findall(r"`((?:lmtrain|tests|tools|configs)/[\w/.]+)`", PAGE))
-    named |= {name.split()[1] for name in re.findall(r"`((?:bash|python) tools/[^`]+)`", PAGE)}
-    assert len(named) > 15
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-    links = re.findall(r"\]\(\.\./([\w/.]+)\)", PAGE)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
-
-
 def test_every_folder_of_tests_outside_the_mirror_is_on_the_page():
     own = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and "__" not in path.name}
     packages = {path.name for path in (ROOT / "lmtrain").iterdir()}

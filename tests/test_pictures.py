@@ -1,26 +1,18 @@
 """The pictures of the pages are up to date, small, linked from a page, and not packaged."""
 
-import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "configs" / "guide" / "pictures"
+TOOL = runpy.run_path(str(ROOT / "tools" / "pictures.py"))
 PAGES = [ROOT / "README.md", *(ROOT / "configs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")]
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "tools" / "pictures.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.long
@@ -30,13 +22,13 @@ def test_pictures_are_up_to_date():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_pictures_are_small_load_nothing_and_are_linked_from_a_page(tool):
+def test_pictures_are_small_load_nothing_and_are_linked_from_a_page():
     linked = {
         (page.parent / link).resolve()
         for page in PAGES
         for link in re.findall(r"!\[[^\]]+\]\(([^)#]+)\)", page.read_text())
     }
-    assert {path.name for path in PICTURES.iterdir()} == set(tool.DRAWN)
+    assert {path.name for path in PICTURES.iterdir()} == set(TOOL["DRAWN"])
     for path in PICTURES.iterdir():
         text = path.read_text()
         assert path.stat().st_size < 60_000
@@ -44,13 +36,14 @@ def test_pictures_are_small_load_nothing_and_are_linked_from_a_page(tool):
         assert not re.findall(r"(?:href|src)=\"(?!#)|url\((?!\"?#)|@import|<script", text)
 
 
-def test_a_changed_picture_is_noticed_and_a_rounding_difference_is_not(tool):
+def test_a_changed_picture_is_noticed_and_a_rounding_difference_is_not():
+    is_same = TOOL["is_same"]
     stored = '<path d="M 10.123456 20"/><text>17 %</text>'
-    assert tool.is_same(stored, stored.replace("10.123456", "10.12345"))
-    assert not tool.is_same(stored, stored.replace("10.123456", "10.223456"))
-    assert not tool.is_same(stored, stored.replace("17", "18"))
-    assert not tool.is_same(stored, stored.replace("path", "line"))
-    assert not tool.is_same(stored, stored.replace("M 10.123456", "M 10.123456 L 3.123456"))
+    assert is_same(stored, stored.replace("10.123456", "10.12345"))
+    assert not is_same(stored, stored.replace("10.123456", "10.223456"))
+    assert not is_same(stored, stored.replace("17", "18"))
+    assert not is_same(stored, stored.replace("path", "line"))
+    assert not is_same(stored, stored.replace("M 10.123456", "M 10.123456 L 3.123456"))
 
 
 def test_pictures_are_in_neither_wheel_nor_sdist():

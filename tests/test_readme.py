@@ -3,22 +3,21 @@
 test_guides.py checks what applies to all pages.
 """
 
-import json
 import os
 import re
 import shutil
 import subprocess
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TOKENIZER, TRAIN_FILES, VALIDATION_FILES, run_in_process
+from conftest import TOKENIZER, run_in_process
 from forked import run_script
+from pages import ROOT, run_as_written, write_own_text
 
 from lmtrain.cli import VERBS
+from lmtrain.config.counts import counted
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
 
@@ -30,18 +29,13 @@ SMALL = [
 SHORT = ["--trainer.num_train_steps", "4"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
 @pytest.fixture
 def own_text(tmp_path):
-    """A folder with `my_text`."""
-    (tmp_path / "my_text").mkdir()
-    for name, source in (("train.jsonl", TRAIN_FILES[0]), ("validation.jsonl", VALIDATION_FILES[0])):
-        lines = [{"text": json.loads(line)["text"]} for line in Path(source).read_text().splitlines()]
-        (tmp_path / "my_text" / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tmp_path
+    return write_own_text(tmp_path)
 
 
 def commands_about(word: str) -> list[str]:
@@ -54,15 +48,6 @@ CHECKPOINTS = commands_about("lmtrain checkpoint")
 REPORT = commands_about("lmtrain report")
 DOCTOR = commands_about("lmtrain doctor")
 PLANS = commands_about("lmtrain plan llama3_8b")  # run with the accelerators' compilers by tests/compiled/test_plan.py
-
-
-def run_as_written(folder, command: str, extra: list[str]) -> subprocess.CompletedProcess:
-    quoted = " ".join(f"'{word}'" for word in extra)
-    words = ["bash", "-c", f"printf '%s\\0' {command} {quoted}"]  # the shell expands quotes and globs
-    arguments = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout.split("\0")
-    done = run_in_process(arguments[1:-1], folder)
-    assert done.returncode == 0, (command, done.stderr)
-    return done
 
 
 def test_every_command_is_run_by_one_of_these_tests():
@@ -115,22 +100,24 @@ def test_the_program_in_python_trains_and_resumes_as_written(own_text):
         assert re.fullmatch(r"checkpoints/tiny_llama-\w+/step-20 \(1, \d+, 384\)", output.splitlines()[-1]), output
 
 
-def test_the_mixture_is_tokenized_as_written(tmp_path):
+def test_the_mixture_of_the_guide_is_tokenized_as_written(tmp_path):
     import pyarrow
     import zstandard
     from pyarrow import parquet
 
-    for name in ("books", "code"):
+    for name in ("web", "code"):
         (tmp_path / name).mkdir()
-        (tmp_path / f"{name}.jsonl").write_text('{"text": "a word", "content": "x = 1"}\n')
-    parquet.write_table(pyarrow.table({"text": ["one book", "another"]}), tmp_path / "books" / "a.parquet")
-    (tmp_path / "code" / "a.jsonl.zst").write_bytes(zstandard.compress(b'{"content": "def f(): pass"}\n' * 3))
+    for name in ("web", "wikipedia"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a word"}\n')
+    (tmp_path / "web" / "a.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "one page"}\n' * 3))
+    parquet.write_table(pyarrow.table({"content": ["x = 1", "y = 2"]}), tmp_path / "code" / "a.parquet")
     (tmp_path / "my_tokenizer").symlink_to(TOKENIZER)
-    (tmp_path / "mixed.yaml").write_text(next(block for block in blocks("yaml") if "mixed.yaml" in block))
-    done = run_in_process(["preprocess", "mixed.yaml"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    for name, documents in (("books/train", 2), ("books/validation", 1), ("code/train", 3), ("code/validation", 1)):
-        assert f"cache/{name}: complete, {documents} documents" in done.stderr
+    guide = (ROOT / "configs" / "guide" / "data.md").read_text()
+    (tmp_path / "mixture.yaml").write_text(next(block for block in blocks("yaml", guide) if "mixture.yaml" in block))
+    done = run_in_process(["preprocess", "mixture.yaml"], tmp_path, code=0)
+    sizes = {"web/train": 3, "web/validation": 1, "code/train": 2, "wikipedia/validation": 1}
+    for name, documents in sizes.items():
+        assert f"cache/mixture/{name}: complete, {counted(documents, 'document')}, " in done.stderr
 
 
 @pytest.fixture
@@ -159,6 +146,10 @@ def test_the_quickstart_runs_from_text_to_export(clone):
     assert "    def test_read(self):" in done.stdout
     assert (clone / "exports" / "gpt2_nano" / "config.json").exists()
     assert len(os.listdir(clone / "checkpoints")) == 1
+    (in_transformers,) = (line for line in done.stdout.splitlines() if line.startswith("  python -c "))
+    shell = ["bash", "-c", f"source .venv/bin/activate; {in_transformers}"]
+    sampled = subprocess.run(shell, cwd=clone, capture_output=True, text=True, timeout=300)
+    assert "'generated_text': 'import os" in sampled.stdout, sampled.stderr
 
 
 @pytest.mark.long
@@ -198,28 +189,33 @@ def test_it_has_fewer_than_250_lines():
     assert len(README.splitlines()) < 250
 
 
+@pytest.mark.parametrize("page", ["README.md", "BUILD-notes.md", ".github/CONTRIBUTING.md"])
+def test_lines_have_at_most_120_characters(page):
+    """Except rows of tables, pictures and code."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = [line for line in text.splitlines() if not line.startswith(("|", "!["))]
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_the_build_notes_can_be_read():
+    assert (ROOT / "BUILD-notes.md").stat().st_size <= 45_000
+
+
 def test_the_table_of_commands_is_the_list_of_verbs():
     table = re.findall(r"^\| `lmtrain (\S+)", README, re.MULTILINE)
     assert list(dict.fromkeys(table)) == list(VERBS)
 
 
 def test_the_tree_names_every_package():
-    tree = next(block for block in re.findall(r"```text\n(.*?)```", CONTRIBUTING, re.DOTALL) if "lmtrain/\n" in block)
+    tree = next(block for block in blocks("text", CONTRIBUTING) if "lmtrain/\n" in block)
     named = set(re.findall(r"^ {2}(\w+)/", tree, re.MULTILINE))
     packages = {path.name for path in (ROOT / "lmtrain").iterdir() if (path / "__init__.py").exists()}
     assert named == packages
-
-
-def test_the_files_to_read_exist():
-    listed = re.search(r"Read these six files.*", CONTRIBUTING)
-    assert listed
-    files = re.findall(r"`(lmtrain/[^`]+)`", listed[0])
-    assert len(files) == 6
-    assert all((ROOT / name).is_file() for name in files)
 
 
 def test_standard_terms_of_the_field_are_found():
     """Terms that users of other projects search for."""
     terms = ["resume", "resumes", "Install", "Multi-GPU", "multi-node", "Mixed precision", "gradient accumulation"]
     terms += ["FSDP", "HSDP", "Tensor parallel", "fine-tuning", "checkpoint", "corrupt", "preempt", "MFU", "microbatch"]
-    assert [term for term in terms if term not in README] == []
+    text = " ".join(README.split())  # lines are wrapped
+    assert [term for term in terms if term not in text] == []

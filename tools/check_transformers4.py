@@ -18,17 +18,17 @@ def export(folder: str, names: list[str]) -> int:
     sys.path.insert(0, TESTS)
     from parity.variants import TOKENIZER, VARIANTS, make, tokens
 
-    from lmtrain.hf.export import write_export
     from lmtrain.sharding.config import PartitioningConfig
-    from lmtrain.sharding.mesh import plan_layout
-    from lmtrain.train.start.exporter import plan_export
-    from lmtrain.train.start.hf_params import gather_tensors
+    from lmtrain.sharding.mesh import build_layout
+    from lmtrain.weights.export import build_export
+    from lmtrain.weights.gather import gather_tensors
+    from lmtrain.weights.write_export import write_export
 
-    layout = plan_layout(PartitioningConfig())
+    layout = build_layout(PartitioningConfig())
     os.makedirs(folder)
     for name in names or VARIANTS:
         variant = make(name)
-        plan = plan_export(variant.config, variant.model, TOKENIZER, "float32")
+        plan = build_export(variant.config, variant.model, TOKENIZER, "float32")
         tensors = gather_tensors(variant.params, plan.pieces, layout, variant.model.vocab_size)
         write_export(os.path.join(folder, name), plan, tensors)
         np.savez(os.path.join(folder, name, LOGITS), ids=tokens(), logits=variant.logits(tokens()))

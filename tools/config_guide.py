@@ -22,7 +22,9 @@ from pydantic import BaseModel
 
 from lmtrain.config.describe import Group, Setting, describe, sections_of
 from lmtrain.config.load import load_config
-from lmtrain.models.attention_backends import BACKENDS, FEATURES
+from lmtrain.config.setting import ROLES
+from lmtrain.models.attention.kernel import kernels
+from lmtrain.models.attention.names import FEATURES
 from lmtrain.run.config import RunConfig, resolved
 from lmtrain.sharding.axes import MESH_AXES, USER_AXES
 
@@ -40,6 +42,10 @@ All settings of a config, by section, with type and default. This page is genera
 On the command line a setting is `--section.name VALUE`; in a file it is a key of its section: \
 [configuration.md](configuration.md). `lmtrain train --help` prints the same list. In names, `[]` is an entry of a \
 list, and `<name>` a key that you choose.
+
+The role of a setting says whether a run can resume with another value:
+
+{roles}
 """
 
 # The guide that explains the settings of a section.
@@ -85,7 +91,9 @@ def settings_page() -> str:
         by_title.setdefault(group.title, []).append(group)
     contents = "\n".join(f"* [{_heading(title)}](#{_anchor(title)})" for title in by_title)
     sections = [_section(title, groups) for title, groups in by_title.items()]
-    return "\n".join([INTRO.format(contents=contents), *sections])
+    return "\n".join(
+        [INTRO.format(contents=contents, roles=_table(("role", "meaning"), list(ROLES.items()))), *sections]
+    )
 
 
 def generated_parts() -> dict[str, str]:
@@ -108,7 +116,7 @@ def _configs() -> str:
     rows = []
     for name in shipped():
         about, _, devices = _about(name).partition(" Devices: ")
-        plans = "; ".join(f"`{one}`" for one in devices.split("; "))
+        plans = "; ".join(f"`{plan}`" for plan in devices.split("; "))
         rows.append((f"[`{name}`]({name}.yaml)", about, plans))
     return _table(("config", "what it trains, and its cost", "devices to `lmtrain plan` it for"), rows)
 
@@ -138,19 +146,17 @@ _IMPLIED = {"very_wide_heads": "wide_heads", "odd_values": "wide_values"}
 
 def _backends() -> str:
     rows = []
-    for name in ("splash", "cudnn", "triton", "blockwise", "xla"):
-        backend = BACKENDS[name]
-        unsupported = FEATURES.keys() - backend.features
+    for kernel in kernels():
+        unsupported = FEATURES.keys() - kernel.features
         implied = {narrow for narrow, wide in _IMPLIED.items() if wide in unsupported}
         missing = [text for feature, text in FEATURES.items() if feature in unsupported - implied]
         rows.append(
             (
-                f"`{name}`",
-                backend.platform.upper() if backend.platform else "any",
+                f"`{kernel.name}`",
+                kernel.platform.upper() if kernel.platform else "any",
                 "; ".join(missing) or "does everything",
             )
         )
-    assert len(rows) == len(BACKENDS)
     return _table(("backend", "device", "cannot do"), rows)
 
 
@@ -188,7 +194,7 @@ def _section(title: str, groups: list[Group]) -> str:
         return "\n\n".join([*blocks, _escape(groups[0].doc), f"{names}: as in {shared}."]) + "\n"
     for group in groups:
         rows = [_row(setting) for setting in group.settings]
-        blocks += [_escape(group.doc), _table(("setting", "meaning", "type", "default"), rows)]
+        blocks += [_escape(group.doc), _table(("setting", "meaning", "type", "default", "role"), rows)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -203,7 +209,13 @@ def _kinds(section: str) -> list[str]:
 
 
 def _row(setting: Setting) -> tuple[str, ...]:
-    return f"`{setting.name}`", _escape(setting.description), _escape(setting.type), f"`{setting.default}`"
+    return (
+        f"`{setting.name}`",
+        _escape(setting.description),
+        _escape(setting.type),
+        f"`{setting.default}`",
+        setting.role,
+    )
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

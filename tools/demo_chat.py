@@ -1,9 +1,8 @@
 """Make a chat corpus of the demo: questions about lines of Python, `python tools/demo_chat.py [FOLDER]`.
 
-Reads FOLDER/train.*.jsonl.gz, FOLDER/validation.jsonl.gz and FOLDER/tokenizer, which `lmtrain train` makes for the demo
-(default: demo). Writes to FOLDER/chat: train.jsonl and validation.jsonl, conversations of real lines of the standard
-library; tokenizer/, the demo's with the special tokens and the template of ChatML; and tasks/, a benchmark of the
-validation file for `lmtrain eval --tasks line_kinds`. The same demo gives the same bytes.
+Reads FOLDER/train.*.jsonl.gz and FOLDER/validation.jsonl.gz, which `lmtrain train` makes for the demo (default: demo).
+Writes to FOLDER/chat: train.jsonl and validation.jsonl, conversations of real lines of the standard library; and
+tasks/, a benchmark of the validation file for `lmtrain eval --tasks line_kinds`. The same demo gives the same bytes.
 """
 
 import glob
@@ -12,21 +11,10 @@ import json
 import os
 import random
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 
 import yaml
-from tokenizers import Tokenizer
-
-TOKENS = ["<|im_start|>", "<|im_end|>"]
-# {% generation %} marks what the assistant writes: the targets of training.
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 QUESTION = "What does this line do?\n"
 # Answer -> the lines that it describes.
@@ -72,16 +60,6 @@ def conversation(lines: dict[str, list[str]], dice: random.Random) -> list[dict[
     return messages
 
 
-def write_tokenizer(source: str, folder: str) -> None:
-    """The demo's tokenizer, with the special tokens and the template of ChatML."""
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    backend = Tokenizer.from_file(os.path.join(source, "tokenizer.json"))
-    backend.add_special_tokens(TOKENS)
-    backend.save(os.path.join(folder, "tokenizer.json"))
-    with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as file:
-        file.write(TEMPLATE)
-
-
 def write_task(folder: str, lines: dict[str, list[str]], dice: random.Random) -> None:
     """A task of lm-eval: choose the answer to a question."""
     os.makedirs(folder, exist_ok=True)
@@ -119,8 +97,7 @@ def main(folder: str) -> int:
         "train": sorted(glob.glob(os.path.join(folder, "train.*.jsonl.gz"))),
         "validation": [os.path.join(folder, "validation.jsonl.gz")],
     }
-    tokenizer = os.path.join(folder, "tokenizer")
-    needed = [*(files["train"] or [os.path.join(folder, "train.1-of-8.jsonl.gz")]), *files["validation"], tokenizer]
+    needed = [*(files["train"] or [os.path.join(folder, "train.1-of-8.jsonl.gz")]), *files["validation"]]
     missing = [path for path in needed if not os.path.exists(path)]
     if missing:
         print(
@@ -135,8 +112,7 @@ def main(folder: str) -> int:
         rows = [{"messages": conversation(lines, dice)} for _ in range(count)]
         _write_rows(os.path.join(chat, f"{split}.jsonl"), rows)
     write_task(os.path.join(chat, "tasks"), lines, dice)
-    write_tokenizer(tokenizer, os.path.join(chat, "tokenizer"))
-    print(f"{chat}: {CONVERSATIONS['train']:,} conversations, a tokenizer with a chat template, the task line_kinds")
+    print(f"{chat}: {CONVERSATIONS['train']:,} conversations, and the task line_kinds")
     return 0
 
 

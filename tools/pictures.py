@@ -13,7 +13,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,11 +21,10 @@ from unittest import mock
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.plan import report
-from lmtrain.plan.answers import Answer
-from lmtrain.report.curve import Curve, Thinner
-from lmtrain.report.draw import Line, Plot, draw
-from lmtrain.report.picture import to_svg
-from lmtrain.report.theme import light
+from lmtrain.plan.answers import Plan
+from lmtrain.report.curve import thin
+from lmtrain.report.draw import draw, styled
+from lmtrain.report.plots import Line, Plot
 from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.tracking import live
 
@@ -46,7 +45,7 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 def loss_curve() -> str:
     """The loss of gpt2_nano over the 200 steps of tests/golden/test_curve.py, as a report shows it."""
     losses = json.loads(CURVE.read_text())
-    line = Line("train/loss", _curve(range(1, len(losses) + 1), losses), 0)
+    line = Line("train/loss", thin(range(1, len(losses) + 1), losses), 0)
     return _chart(Plot("loss", "Training loss of gpt2_nano", "nats per token", [line], len(losses), wide=True))
 
 
@@ -56,7 +55,7 @@ def schedules() -> str:
     steps = range(0, _STEPS, 80)
     for number, (label, settings) in enumerate(_SCHEDULES.items()):
         schedule = build_schedule(AdamConfig(learning_rate=1e-3, warmup=0.05, **settings), _STEPS)
-        lines.append(Line(label, _curve(steps, [float(schedule(step)) for step in steps]), number))
+        lines.append(Line(label, thin(steps, [float(schedule(step)) for step in steps]), number))
     return _chart(Plot("schedules", "Learning rate", "", lines, _STEPS, wide=True, from_zero=True))
 
 
@@ -76,12 +75,11 @@ def plan_memory() -> str:
     """The memory of a training step and the verdict of `lmtrain plan`."""
     figures = json.loads(PLAN.read_text())
     accelerator = find_accelerator(figures["device"])
-    estimate = {"device": figures["device"], "estimate": {"total": figures["memory"]["estimate"]}}
     lines = [
         "training step as compiled, per device",
-        *report.memory_lines(figures, estimate, accelerator),
+        *report.memory_lines(figures, accelerator),
         "",
-        report.verdict(Answer(estimate, {"train": figures}), accelerator),
+        report.verdict(Plan({}, {"train": figures}), accelerator),
     ]
     console = _console(max(map(len, lines)) + 1)
     for line in lines:
@@ -97,17 +95,15 @@ DRAWN: dict[str, Callable[[], str]] = {
 }
 
 
-def _curve(steps: Iterable[int], values: Iterable[float]) -> Curve:
-    thinner = Thinner()
-    thinner.steps += steps
-    thinner.values += values
-    return thinner.curve()
-
-
 def _chart(plot: Plot) -> str:
-    """A plot as a file: without a page's style sheet, its colours are the light ones."""
-    svg = to_svg(draw(plot), plot.name, plot.title)
-    return re.sub(r"var\(--([\w-]+)\)", lambda found: light(found[1]), svg) + "\n"
+    """A plot as a file, with the same bytes each time."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with styled(), matplotlib.rc_context({"svg.hashsalt": plot.name}):
+        draw(plot).savefig(buffer, format="svg", metadata=metadata)
+    return buffer.getvalue()
 
 
 def _console(width: int) -> Any:

@@ -30,3 +30,5 @@ $lmtrain generate configs/gpt2_nano.yaml --prompt $'class TestFile(unittest.Test
 
 printf '\nCheckpoints: checkpoints/   Hugging Face model: exports/gpt2_nano/   Metrics: logs/\n'
 printf 'To run lmtrain commands of your own: source .venv/bin/activate\n'
+printf 'The export in transformers: pip install torch, then\n'
+printf "  python -c \"from transformers import pipeline; print(pipeline('text-generation', 'exports/gpt2_nano')('import os'))\"\n"

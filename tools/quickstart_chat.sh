@@ -19,6 +19,11 @@ $lmtrain export-hf configs/llama_nano.yaml --output exports/llama_nano
 show python tools/demo_chat.py
 .venv/bin/python tools/demo_chat.py
 
+if [ ! -f demo/chat/tokenizer/tokenizer.json ]; then
+    show lmtrain tokenizer extend exports/llama_nano --chat_template chatml --output demo/chat/tokenizer
+    $lmtrain tokenizer extend exports/llama_nano --chat_template chatml --output demo/chat/tokenizer
+fi
+
 show lmtrain eval --hf exports/llama_nano "${task[@]}"
 $lmtrain eval --hf exports/llama_nano "${task[@]}"
 
@@ -38,4 +43,7 @@ show "lmtrain generate configs/llama_nano_chat.yaml --chat --temperature 0 --pro
 $lmtrain generate configs/llama_nano_chat.yaml --chat --temperature 0 --prompt $'What does this line do?\nimport json' < /dev/null
 
 printf '\nAdapter: exports/llama_nano_chat/   Merged model: exports/llama_nano_chat_merged/\n'
+printf 'In Python (source .venv/bin/activate; pip install torch):\n'
+printf "  from transformers import pipeline; chat = pipeline('text-generation', 'exports/llama_nano_chat_merged')\n"
+printf "  chat([{'role': 'user', 'content': 'What does this line do?\\\\nimport json'}])\n"
 printf 'To talk to the model: source .venv/bin/activate; lmtrain generate configs/llama_nano_chat.yaml --chat\n'

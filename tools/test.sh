@@ -16,7 +16,8 @@ export PYTHONDONTWRITEBYTECODE= # test modules with pytest's assertions are comp
 two=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [ "${1:-}" = --fast ]; then
     slow=(deploy end_to_end evaluation faults golden lora models multihost objectives parity plan preprocess remote)
-    slow+=(generation hf/test_weights.py sharding tracking/test_jit_log.py train test_pictures.py test_readme.py)
+    slow+=(generation hf/test_weight_files.py sharding tracking/test_jit_log.py train weights)
+    slow+=(test_pictures.py test_readme.py)
     shift
     set -- "${two[@]}" -m "not long and not end_to_end and not multi_device" "${slow[@]/#/--ignore=tests/}" "$@"
 fi

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the batch scripts. lmtrain's exit codes: 0 is done, 2 is a mistake that a restart would repeat. After all
-# others the same command resumes: 75 stopped by a signal after saving, 134 a collective aborted because another process
-# died, 1 and signals a crash.
+# others the same command resumes: 75 stopped by a signal after saving, or before there was anything to save; 1 a process
+# was lost, or a crash, like other signals.
 
 # run_or_requeue COMMAND ...: exits with its code, after requeueing the job if a restart can help. MAX_REQUEUES (20)
 # ends a crash loop. Slurm counts every requeue of the job, also those after a node failure.
@@ -12,6 +12,9 @@ run_or_requeue() {
         exit 2
     fi
     "$@" || code=$?
+    if [ "$code" -eq 138 ]; then # 128 + SIGUSR1, which came before Python could handle it
+        code=75
+    fi
     if [ "$code" -eq 0 ] || [ "$code" -eq 2 ]; then
         exit "$code"
     fi

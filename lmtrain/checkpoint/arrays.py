@@ -12,9 +12,15 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 # The parts of a checkpoint; `average` is optional.
 _PARTS = ("params", "optimizer", "average")
+# TensorStore's own first wait at a throttled gs:// is a second, and its retries take up to 15 minutes. Orbax has no
+# setting for them. These take up to 2 minutes.
+_RETRIES = {"max_retries": 16, "initial_delay": "100ms", "max_delay": "8s"}
+for _context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
+    _context["gcs_request_retries"] = _RETRIES
 # Timeout of a write, with its barriers among several processes; large states on slow disks take minutes.
 _TIMEOUT_SECONDS = 1800
 
@@ -74,18 +80,15 @@ def load_some_arrays(path: str, part: str, like: Any, fresh: Any) -> Any:
     """The tree `fresh`, with its arrays replaced by those that the checkpoint has."""
     if not _has(path, part):
         return fresh
-    wanted = _named(like)
+    targets = _named(like)
     anywhere = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def target(where: Any, stored: Any) -> Any:
-        found = wanted.get(jax.tree_util.keystr(where, simple=True, separator="/"))
-        return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=anywhere) if found is None else found
+        return targets.get(_name(where), jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=anywhere))
 
     tree = jax.tree_util.tree_map_with_path(target, _stored(path, part))
     loaded = _named(load_arrays(path, part, tree))
-    return jax.tree_util.tree_map_with_path(
-        lambda where, leaf: loaded.get(jax.tree_util.keystr(where, simple=True, separator="/"), leaf), fresh
-    )
+    return jax.tree_util.tree_map_with_path(lambda where, leaf: loaded.get(_name(where), leaf), fresh)
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:
@@ -115,9 +118,12 @@ def _stored(path: str, part: str) -> Any:
     return handler.metadata(epath.Path(_full(path)) / part).tree
 
 
+def _name(where: Any) -> str:
+    return jax.tree_util.keystr(where, simple=True, separator="/")
+
+
 def _named(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(where, simple=True, separator="/"): leaf for where, leaf in leaves}
+    return {_name(where): leaf for where, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def count_bytes(parts: Mapping[str, Any]) -> int:

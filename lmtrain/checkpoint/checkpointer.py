@@ -12,11 +12,10 @@ for saving and keeping.
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lmtrain.checkpoint.arrays import ArrayWriter, count_bytes
 from lmtrain.checkpoint.claim import TakenOverError
@@ -24,14 +23,16 @@ from lmtrain.checkpoint.config import CheckpointerConfig
 from lmtrain.checkpoint.discovery import RUN_INFO, Checkpoint, list_checkpoints, list_set_aside, step_folder
 from lmtrain.checkpoint.manifest import FileRecord, Manifest, record_files
 from lmtrain.checkpoint.policies import Kind, decide, next_permanent_step
-from lmtrain.checkpoint.run_folder import RunFolder
+from lmtrain.checkpoint.run_folder import RunFolder, create_folder, naming_the_setting
 from lmtrain.checkpoint.staging import Staging
 from lmtrain.checkpoint.verify import newest_intact
 from lmtrain.config.errors import RunError, UserError
 from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
-from lmtrain.runtime.storage import check_writable, is_url, join, list_files, write_json
+from lmtrain.runtime.storage import is_url, join, list_files, write_json
+
+T = TypeVar("T")
 
 # Delay before a failed save is retried.
 _RETRY_SECONDS = 60.0
@@ -81,8 +82,8 @@ class Checkpointer:
         self._owes_permanent = False  # a permanent checkpoint failed: the next successful save is permanent instead
         self._save: _Save | None = None
         self._saved: list[float] = []
-        with _naming_the_setting(self.path):
-            self._made = _make(self.path)
+        with naming_the_setting(self.path):
+            self._made = create_folder(self.path)
             self._folder = RunFolder(self.path) if processes.is_first else None
         gather(processes, "checkpoints", None)  # no process reads the folder before it is cleaned
         self._staging = Staging(self.path, config.staging_dir, processes)
@@ -93,9 +94,13 @@ class Checkpointer:
 
         Raises `UserError` if all are corrupt, instead of starting from scratch, so that they can still be recovered.
         """
-        steps = gather(self._processes, "steps", [found.step for found in list_checkpoints(self.path)])[0]
-        found = [Checkpoint(step, step_folder(self.path, step)) for step in steps]
-        newest = newest_intact(found, self._config.verify_on_restore, self._processes, self._set_aside)
+        listed = [checkpoint.step for checkpoint in list_checkpoints(self.path)]
+        steps = gather(self._processes, "steps", listed)[0]
+        checkpoints = [Checkpoint(step, step_folder(self.path, step)) for step in steps]
+        newest, corrupt = newest_intact(checkpoints, self._config.verify_on_restore, self._processes)
+        if self._folder is not None:
+            for checkpoint in corrupt:
+                self._folder.move_away(checkpoint.path, "damaged")
         damaged = gather(self._processes, "set aside", list_set_aside(self.path))[0]
         if newest is None and damaged:
             raise UserError(
@@ -105,20 +110,17 @@ class Checkpointer:
         return newest
 
     @property
-    def is_time(self) -> bool:
-        """Whether a time-based checkpoint, or the retry of a failed one, is due by the clock of this process."""
-        if self._retry_at is not None:
-            return self._clock() >= self._retry_at
-        interval = self._config.save_interval
-        return interval is not None and self._clock() - self._last_save >= interval.total_seconds()
-
-    @property
     def seconds_to_next(self) -> float | None:
         """Seconds until the next time-based checkpoint or the retry of a failed one; None if neither is scheduled."""
         interval, at = self._config.save_interval, self._retry_at
         if at is None and interval is not None:
             at = self._last_save + interval.total_seconds()
         return None if at is None else max(0.0, at - self._clock())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a time-based checkpoint, or the retry of a failed one, is due by the clock of the first process."""
+        return self._processes.is_first and self.seconds_to_next == 0
 
     def next_permanent(self, step: int, last: int) -> int:
         """The first step after `step` whose checkpoint is permanent."""
@@ -149,7 +151,10 @@ class Checkpointer:
         save = self._save = _Save(step, kind, began, run_info | {"step": step}, before_commit, best_step)
         self._last_save = began
         self._retry_at = None
-        self._begin(save, parts)
+        try:
+            self._start(save, parts)
+        except Exception as error:
+            save.problem = error
         save.thread = threading.Thread(target=self._commit, args=(save,), name=f"saving step {step}")
         save.thread.start()
         return self._clock() - began
@@ -221,85 +226,62 @@ class Checkpointer:
             self._writer.close()
         self._writer = ArrayWriter()
 
-    def _begin(self, save: _Save, parts: Mapping[str, Any]) -> None:
+    def _start(self, save: _Save, parts: Mapping[str, Any]) -> None:
         """Copy the arrays and start writing, if all processes are able to."""
-        try:
+
+        def prepare() -> str:
             if self._folder is not None:
                 self._folder.begin(save.step)
                 save.started = True
-            save.target = self._staging.prepare(save.step, count_bytes(parts))
-        except Exception as error:
-            save.problem = error
-        save.problem = self._agree("begin", save.problem)
-        if save.problem is None:
-            try:
-                self._writer.start(save.target, parts)
-            except Exception as error:
-                save.problem = error
+            return self._staging.prepare(save.step, count_bytes(parts))
+
+        save.target = self._together("begin", prepare)
+        self._writer.start(save.target, parts)
 
     def _commit(self, save: _Save) -> None:
         """In the background: wait for the writes, hash the files, write the manifest. Same outcome on all processes."""
-        files: dict[str, FileRecord] = {}
         try:
-            if save.problem is None:
-                self._writer.wait()
-                save.before_commit()
-                files = self._record(save)
+            files = self._together("written", lambda: self._write(save))
+            shares = gather(self._processes, "files", files)
+            self._together("complete", lambda: self._complete(save, shares))
         except Exception as error:
             save.problem = error
-        shares = gather(self._processes, "files", {name: [file.size, file.checksum] for name, file in files.items()})
-        save.problem = self._agree("written", save.problem)
-        try:
-            if save.problem is None and self._folder is not None:
-                records = {name: FileRecord(*file) for share in shares for name, file in share.items()}
-                path = step_folder(self.path, save.step)
-                write_json(join(path, RUN_INFO), save.run_info)
-                records |= record_files(path, [RUN_INFO])
-                self._folder.complete(Manifest(save.step, save.kind, time.time(), records), save.best_step)
-        except Exception as error:
-            save.problem = error
-        save.problem = self._agree("complete", save.problem)
+            if self._folder is not None and save.started and not isinstance(error, TakenOverError):
+                self._folder.discard(save.step)
         self._staging.clear(save.target)
-        taken_over = isinstance(save.problem, TakenOverError)
-        if save.problem is not None and self._folder is not None and save.started and not taken_over:
-            self._folder.discard(save.step)
         save.seconds = self._clock() - save.began
 
-    def _record(self, save: _Save) -> dict[str, FileRecord]:
-        """Sizes and checksums of this process's share of the files, which are uploaded if staged."""
+    def _write(self, save: _Save) -> dict[str, FileRecord]:
+        """Sizes and checksums of this process's share of the written files, which are uploaded if staged."""
+        if save.problem is not None:  # it could not be started
+            raise save.problem
+        self._writer.wait()
+        save.before_commit()
         names = sorted(list_files(save.target))[self._processes.index :: self._processes.count]
         self._staging.upload(save.target, save.step, names)
         return record_files(save.target, names)
 
-    def _agree(self, name: str, problem: Exception | None) -> Exception | None:
-        """The error of this process, or else of another one; None if no process has one."""
+    def _complete(self, save: _Save, shares: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+        """In the first process: write the run info and the manifest, with the records of all processes."""
+        if self._folder is None:
+            return
+        records = {name: FileRecord(*record) for share in shares for name, record in share.items()}
+        path = step_folder(self.path, save.step)
+        write_json(join(path, RUN_INFO), save.run_info)
+        records |= record_files(path, [RUN_INFO])
+        self._folder.complete(Manifest(save.step, save.kind, time.time(), records), save.best_step)
+
+    def _together(self, name: str, work: Callable[[], T]) -> T:
+        """The result of `work` in this process. Raises in all processes if it failed in one of them."""
+        problem = None
+        try:
+            result = work()
+        except Exception as error:
+            problem = error
         reported = gather(self._processes, name, None if problem is None else str(problem) or type(problem).__name__)
-        others = [RuntimeError(f"process {index}: {text}") for index, text in enumerate(reported) if text]
-        return problem or (others[0] if others else None)
-
-    def _set_aside(self, checkpoint: Checkpoint, error: Exception) -> None:
-        if self._folder is not None:
-            log.error(f"{checkpoint.path} is corrupt: {error}")
-            self._folder.move_away(checkpoint.path, "damaged")
-
-
-def _make(folder: str) -> list[str]:
-    """Create the folder; returns the folders that did not exist before, the innermost first."""
-    if not is_url(folder):
-        missing = [str(place) for place in (Path(folder), *Path(folder).parents) if not place.exists()]
-        os.makedirs(folder, exist_ok=True)
-        return missing
-    try:
-        check_writable(folder)
-    except UserError as error:
-        raise UserError(f"trainer.checkpointer.base_path: {error}") from None
-    return []
-
-
-@contextmanager
-def _naming_the_setting(folder: str) -> Iterator[None]:
-    """Convert errors of the file system to errors that name the setting."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"trainer.checkpointer.base_path: {folder} cannot be used: {error.strerror or error}") from None
+        if problem is not None:
+            raise problem
+        for index, text in enumerate(reported):
+            if text:
+                raise RuntimeError(f"process {index}: {text}")
+        return result

@@ -4,58 +4,59 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from lmtrain.config.base import Section
 from lmtrain.config.durations import Duration
 from lmtrain.config.errors import field_error
+from lmtrain.config.section import Section
+from lmtrain.config.setting import changeable, tunable
 from lmtrain.runtime.run_path import fill_run_id, run_path
 
 
 class KeepInterval(Section):
     """Permanent checkpoints every `every` steps, up to step `until`."""
 
-    every: int = Field(ge=1, description="Interval of permanent checkpoints, in steps")
-    until: int | None = Field(None, ge=1, description="Last step that this entry applies to; null: no end")
+    every: int = changeable(ge=1, description="Interval of permanent checkpoints, in steps")
+    until: int | None = changeable(None, ge=1, description="Last step that this entry applies to; null: no end")
 
 
 class BestConfig(Section):
     """What counts as an improvement of a run."""
 
-    metric: str = Field(
+    metric: str = changeable(
         "eval/loss", pattern="^eval/.", description="Evaluation metric, such as eval/loss or eval/ema/loss"
     )
-    mode: Literal["min", "max"] = Field("min", description="Whether lower (min) or higher (max) values are better")
-    min_delta: float = Field(0.0, ge=0, description="Minimum difference to the best value that is an improvement")
+    mode: Literal["min", "max"] = changeable("min", description="Whether lower (min) or higher (max) values are better")
+    min_delta: float = changeable(0.0, ge=0, description="Minimum difference to the best value that is an improvement")
 
 
 class CheckpointerConfig(Section):
     """Saving of checkpoints: time-based ones are temporary and replaced, step-based ones are permanent."""
 
-    base_path: str = Field(
+    base_path: str = changeable(
         "checkpoints/", min_length=1, description="Checkpoint folder; the run id is appended, or replaces ${run_id}"
     )
-    append_run_id_to_base_path: bool = Field(
+    append_run_id_to_base_path: bool = changeable(
         True, description="Append the run id to base_path; false: base_path is the folder of one run"
     )
-    save_interval: Duration | None = Field(
+    save_interval: Duration | None = changeable(
         timedelta(minutes=15), description="Time between temporary checkpoints, e.g. 15m; null: none"
     )
-    keep: list[KeepInterval] = Field(
+    keep: list[KeepInterval] = changeable(
         [KeepInterval(every=10000)], description="Permanent checkpoints: entries of {every, until}, until ascending"
     )
 
-    keep_best: BestConfig | None = Field(
+    keep_best: BestConfig | None = changeable(
         None, description="Keep the checkpoint with the best value of an evaluation metric; null: no"
     )
-    verify_on_restore: Literal["full", "sizes"] = Field(
+    verify_on_restore: Literal["full", "sizes"] = changeable(
         "full",
         description="Integrity check before resuming from a checkpoint: checksums of all files (full), or file sizes",
     )
-    on_save_error: Literal["continue", "stop"] = Field(
+    on_save_error: Literal["continue", "stop"] = changeable(
         "continue", description="Behavior when a checkpoint cannot be saved: continue training and retry, or stop"
     )
-    staging_dir: str | None = Field(
+    staging_dir: str | None = changeable(
         None,
         description="Local folder to stage checkpoints at URLs other than gs://, before upload and after download; "
         "shared by all processes of a run; null: the system's temporary folder",
@@ -87,20 +88,20 @@ class CheckpointerConfig(Section):
 class InitializationConfig(Section):
     """Initial state of a run. A run that already has checkpoints resumes from them."""
 
-    load_checkpoint: bool | None = Field(
+    load_checkpoint: bool | None = changeable(
         None,
         description="Resume from the run's checkpoint; null: if one exists; true: required; "
         "false: an error if one exists",
     )
-    load_checkpoint_path: str | None = Field(
+    load_checkpoint_path: str | None = changeable(
         None, description="Path to resume from: a checkpoint, run folder or parent folder; null: the run's own folder"
     )
-    initialize_from: str | None = Field(
+    initialize_from: str | None = tunable(
         None,
         description="Checkpoint to start from, with its full state and step: path of a checkpoint, run folder or "
         "parent folder",
     )
-    allow_partial_checkpoint: bool = Field(
+    allow_partial_checkpoint: bool = changeable(
         False, description="Randomly initialize parameters missing from a checkpoint; false: an error"
     )
 

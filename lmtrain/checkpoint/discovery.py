@@ -6,7 +6,7 @@ A run's folder may also contain `step-<N>.partial`, a marker that the folder `st
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,17 +55,13 @@ def partial_marker(run_folder: str, step: int) -> str:
 
 def list_checkpoints(run_folder: str) -> list[Checkpoint]:
     """The complete checkpoints directly in `run_folder`, oldest first; empty if the folder does not exist."""
-    return [found for found in _complete(run_folder) if os.path.dirname(found.path) == join(run_folder).rstrip("/")]
-
-
-def list_step_folders(run_folder: str) -> list[int]:
-    """The steps that have a folder, complete or not."""
-    return sorted(int(match[1]) for name in list_names(run_folder) if (match := _STEP.fullmatch(name)))
+    folder = join(run_folder).rstrip("/")
+    return [checkpoint for checkpoint in _complete(folder) if os.path.dirname(checkpoint.path) == folder]
 
 
 def list_partial(run_folder: str) -> list[int]:
     """The steps whose folders were being written or deleted when the process ended."""
-    return sorted(int(match[1]) for name in list_names(run_folder) if (match := _PARTIAL.fullmatch(name)))
+    return _steps(run_folder, _PARTIAL)
 
 
 def list_set_aside(run_folder: str) -> list[str]:
@@ -76,52 +72,50 @@ def list_set_aside(run_folder: str) -> list[str]:
 def list_without_manifest(run_folder: str) -> list[str]:
     """Paths of corrupt step folders: neither complete nor being written or deleted."""
     fine = {checkpoint.step for checkpoint in list_checkpoints(run_folder)} | set(list_partial(run_folder))
-    return [step_folder(run_folder, step) for step in list_step_folders(run_folder) if step not in fine]
+    return [step_folder(run_folder, step) for step in _steps(run_folder, _STEP) if step not in fine]
 
 
 def find_checkpoints(path: str) -> list[Checkpoint]:
     """The checkpoint at `path`, or all checkpoints below it (a run folder or any parent), sorted by step.
 
-    Raises `UserError` if none is found.
+    Raises `UserError` if there is none.
     """
     if not path:
         raise UserError("checkpoint '': expected a path")
     path = join(path).rstrip("/") or "/"
+    names = list_names(path)
     match = _STEP.fullmatch(os.path.basename(path))
-    if match and NAME in list_names(path):
+    if match and NAME in names:
         return [Checkpoint(int(match[1]), path)]
-    found = _complete(path, recursive=True)
-    if not found:
-        there = bool(list_names(path)) or os.path.isdir(path)
-        reason = "there is no complete checkpoint in it" if there else "no such folder"
-        if NAME in list_names(path):
+    checkpoints = _complete(path, recursive=True)
+    if not checkpoints:
+        reason = "there is no complete checkpoint in it" if names or os.path.isdir(path) else "no such folder"
+        if NAME in names:
             reason = "was set aside as corrupt, or renamed: expected the folder name step-<N>"
         raise UserError(f"checkpoint {path}: {reason}; `lmtrain train` saves them")
-    return found
+    return checkpoints
+
+
+def _steps(run_folder: str, pattern: re.Pattern[str]) -> list[int]:
+    return sorted(int(match[1]) for name in list_names(run_folder) if (match := pattern.fullmatch(name)))
 
 
 def _complete(folder: str, recursive: bool = False) -> list[Checkpoint]:
     """Complete checkpoints in `folder`, sorted by step, then path."""
-    found = []
-    for path in _manifests(join(folder).rstrip("/") or "/", recursive):
-        match = _STEP.fullmatch(os.path.basename(path))
-        if match:
-            found.append(Checkpoint(int(match[1]), path))
-    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path))
+    matches = [(path, _STEP.fullmatch(os.path.basename(path))) for path in _with_manifest(folder or "/", recursive)]
+    checkpoints = [Checkpoint(int(match[1]), path) for path, match in matches if match]
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.path))
 
 
-def _manifests(folder: str, recursive: bool) -> Iterable[str]:
-    """Folders that contain a manifest."""
+def _with_manifest(folder: str, recursive: bool) -> Iterator[str]:
+    """Yield the folders that contain a manifest, except those within a step's folder."""
     if is_url(folder):  # one listing of everything: object stores have no folders
-        files: Mapping[str, int] = list_files(folder)
-        places = [os.path.dirname(name) for name in files if os.path.basename(name) == NAME]
-        outer = [place for place in places if not any(map(_STEP.fullmatch, place.split("/")[:-1]))]
-        return [join(folder, place) for place in outer]
-    if not recursive:
-        return [join(folder, name) for name in list_names(folder) if os.path.isfile(join(folder, name, NAME))]
-    found = []
-    for place, folders, names in os.walk(folder, followlinks=True):
+        for inner, name in map(os.path.split, list_files(folder)):
+            if name == NAME and not any(map(_STEP.fullmatch, inner.split("/")[:-1])):
+                yield join(folder, inner)
+        return
+    for path, folders, names in os.walk(folder, followlinks=True):
         if NAME in names:
-            found.append(place)
-        folders[:] = [name for name in folders if not _STEP.fullmatch(os.path.basename(place))]
-    return found
+            yield path
+        if _STEP.fullmatch(os.path.basename(path)) or not (recursive or path == folder):
+            folders.clear()

@@ -6,16 +6,17 @@ several threads can hash a large file. It detects corruption, but does not prote
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import xxhash
 
 from lmtrain.checkpoint.policies import Kind
 from lmtrain.config.errors import UserError
-from lmtrain.runtime.storage import is_url, join, list_files, read_blocks, read_bytes, write_bytes
+from lmtrain.runtime.storage import is_url, join, list_files, read_bytes, read_range, read_reliably, write_bytes
 
 NAME = "manifest.json"
 _BLOCK_BYTES = 1 << 24
@@ -26,8 +27,7 @@ class DamagedError(UserError):
     """A corrupt checkpoint; the message names the files."""
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(NamedTuple):
     """Size and checksum of a file: `size` in bytes, `checksum` in hexadecimal."""
 
     size: int
@@ -60,7 +60,19 @@ def read_manifest(folder: str) -> Manifest:
     Raises FileNotFoundError if it is missing, `DamagedError` if it is corrupt, and `UserError` if it has the format of
     another version of lmtrain.
     """
-    content = read_bytes(join(folder, NAME))
+    path = join(folder, NAME)
+    return _from_bytes(folder, read_reliably(path, lambda: read_bytes(path), partial(_is_intact, folder)))
+
+
+def _is_intact(folder: str, content: bytes) -> bool:
+    try:
+        _from_bytes(folder, content)
+    except DamagedError:
+        return False
+    return True
+
+
+def _from_bytes(folder: str, content: bytes) -> Manifest:
     try:
         value = json.loads(content)
         expected = value.pop("checksum")
@@ -89,7 +101,7 @@ def _to_bytes(manifest: Manifest) -> bytes:
         "kind": manifest.kind.value,
         "saved": manifest.saved,
         "block_bytes": _BLOCK_BYTES,
-        "files": {name: [record.size, record.checksum] for name, record in manifest.files.items()},
+        "files": dict(manifest.files),
     }
     value["checksum"] = _checksum(value)
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
@@ -99,56 +111,61 @@ def _checksum(value: dict[str, Any]) -> str:
     return str(xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode()))
 
 
-def record_files(folder: str, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Size and checksum of these files of a folder; reads them completely."""
-    names = sorted(names)
-    with ThreadPoolExecutor(_threads(folder)) as pool:
-        if is_url(folder):  # one thread per file: reading blocks in parallel would open the file for each block
-            return dict(zip(names, pool.map(lambda name: _record_stream(join(folder, name)), names), strict=True))
-        sizes = {name: os.path.getsize(join(folder, name)) for name in names}
-        hashes = {
-            name: [pool.submit(_hash_block, join(folder, name), start) for start in range(0, size, _BLOCK_BYTES)]
-            for name, size in sizes.items()
+def record_files(folder: str, names: Collection[str]) -> dict[str, FileRecord]:
+    """Size and checksum of these files of a folder; reads them completely.
+
+    Raises FileNotFoundError if one is missing.
+    """
+    listed = list_files(folder)
+    missing = [name for name in names if name not in listed]
+    if missing:
+        raise FileNotFoundError(f"no such file: {join(folder, missing[0])}")
+
+    def hash_block(name: str, start: int) -> bytes:
+        content = read_range(join(folder, name), start, start + _BLOCK_BYTES)
+        return bytes(xxhash.xxh3_128_digest(content))
+
+    # reading from a URL is mostly waiting, whatever the number of CPUs
+    with ThreadPoolExecutor(8 if is_url(folder) else os.cpu_count()) as pool:
+        blocks = {
+            name: [pool.submit(hash_block, name, start) for start in range(0, listed[name], _BLOCK_BYTES)]
+            for name in sorted(names)
         }
-        return {name: FileRecord(size, _combine(job.result() for job in hashes[name])) for name, size in sizes.items()}
+        return {
+            name: FileRecord(listed[name], xxhash.xxh3_128_hexdigest(b"".join(block.result() for block in parts)))
+            for name, parts in blocks.items()
+        }
 
 
 def check_sizes(folder: str, manifest: Manifest) -> None:
     """Raise `DamagedError` if a file is missing or has a wrong size."""
-    found = list_files(folder)
+    sizes = list_files(folder)
     wrong = [
-        f"{name} is missing" if name not in found else f"{name} has {found[name]:,} bytes, not {record.size:,}"
+        f"{name} is missing" if name not in sizes else f"{name} has {sizes[name]:,} bytes, not {record.size:,}"
         for name, record in manifest.files.items()
-        if found.get(name) != record.size
+        if sizes.get(name) != record.size
     ]
     if wrong:
         raise DamagedError("; ".join(wrong))
 
 
-def wrong_bytes(folder: str, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """The files of `names` with a checksum mismatch; reads them completely. Call `check_sizes` first."""
+def wrong_bytes(
+    folder: str, manifest: Manifest, names: Collection[str], fetch: Callable[[str], None] = lambda name: None
+) -> list[str]:
+    """The files of `names` with a checksum mismatch in two equal reads; reads them completely.
+
+    `fetch` is called before a file is read again. Raises `UserError` if all reads differ, as on a bad network. Call
+    `check_sizes` first.
+    """
+
+    def read(name: str) -> FileRecord:
+        fetch(name)
+        return record_files(folder, [name])[name]
+
     records = record_files(folder, names)
-    return [name for name, record in records.items() if record != manifest.files[name]]
-
-
-def _threads(folder: str) -> int:
-    """Number of threads; for URLs independent of the CPUs, because most of the time is waiting."""
-    return 8 if is_url(folder) else os.cpu_count() or 1
-
-
-def _hash_block(path: str, start: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(start)
-        return bytes(xxhash.xxh3_128_digest(file.read(_BLOCK_BYTES)))
-
-
-def _record_stream(path: str) -> FileRecord:
-    size, hashes = 0, []
-    for block in read_blocks(path, _BLOCK_BYTES):
-        size += len(block)
-        hashes.append(xxhash.xxh3_128_digest(block))
-    return FileRecord(size, _combine(hashes))
-
-
-def _combine(hashes: Iterable[bytes]) -> str:
-    return str(xxhash.xxh3_128_hexdigest(b"".join(hashes)))
+    doubtful = [name for name, record in records.items() if record != manifest.files[name]]
+    return [
+        name
+        for name in doubtful
+        if read_reliably(join(folder, name), partial(read, name), manifest.files[name].__eq__) != manifest.files[name]
+    ]

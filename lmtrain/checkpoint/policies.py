@@ -16,16 +16,11 @@ class Kind(Enum):
     TEMPORARY = "temporary"
 
 
-def is_permanent_step(step: int, keep: Sequence[KeepInterval]) -> bool:
-    """Whether `keep` requires a permanent checkpoint at `step`: the first entry whose `until` is not past decides."""
-    for entry in keep:
-        if entry.until is None or step <= entry.until:
-            return step % entry.every == 0
-    return False
-
-
 def next_permanent_step(step: int, keep: Sequence[KeepInterval], last: int) -> int:
-    """The first step after `step` with a permanent checkpoint; the last step of a run has one."""
+    """The first step after `step` with a permanent checkpoint; the last step of a run has one.
+
+    The first entry of `keep` whose `until` is not past decides.
+    """
     for entry in keep:
         candidate = (step // entry.every + 1) * entry.every
         if entry.until is None or candidate <= entry.until:
@@ -39,6 +34,6 @@ def decide(step: int, keep: Sequence[KeepInterval], *, last: bool, asked: bool) 
 
     `last`: the end of the run, which is always saved. `asked`: a save is due by the clock or a signal.
     """
-    if last or is_permanent_step(step, keep):
+    if last or next_permanent_step(step - 1, keep, step + 1) == step:
         return Kind.PERMANENT
     return Kind.TEMPORARY if asked else None

@@ -4,23 +4,26 @@ import contextlib
 import itertools
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from lmtrain.checkpoint.claim import Claim, TakenOverError
 from lmtrain.checkpoint.discovery import (
     Checkpoint,
     list_checkpoints,
     list_partial,
-    list_step_folders,
     list_without_manifest,
     partial_marker,
     step_folder,
 )
 from lmtrain.checkpoint.manifest import NAME, DamagedError, Manifest, write_manifest
 from lmtrain.checkpoint.policies import Kind
-from lmtrain.config.errors import UserError
+from lmtrain.config.errors import UserError, errors_of
 from lmtrain.runtime.atomic_files import remove_temporaries
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import (
+    check_writable,
     delete_file,
     delete_folder,
     is_url,
@@ -30,6 +33,7 @@ from lmtrain.runtime.storage import (
     write_bytes,
 )
 
+_SETTING = "trainer.checkpointer.base_path"
 # Number of checks, and seconds between them, for files that a failed save is still writing.
 _LATE_TRIES, _LATE_SECONDS = 20, 0.1
 
@@ -56,8 +60,9 @@ class RunFolder:
         """Mark the folder of `step` as partial. Raises `TakenOverError` if the run was started again elsewhere."""
         self.claim.check()
         self._delete_late()
-        if step in list_step_folders(self.path):
-            self.move_away(step_folder(self.path, step), "earlier")
+        folder = step_folder(self.path, step)
+        if os.path.basename(folder) in list_names(self.path):
+            self.move_away(folder, "earlier")
         write_bytes(partial_marker(self.path, step), b"")
 
     def complete(self, manifest: Manifest, best_step: int | None = None) -> None:
@@ -124,16 +129,12 @@ class RunFolder:
         A save fails at its first error, while TensorStore's threads still write its other arrays: they create missing
         folders, and a deletion at the same time fails and leaves the step's marker.
         """
-        found = False
-        try:
-            for step in self._failed:
-                start = f"{os.path.basename(step_folder(self.path, step))}."
-                if any(name.startswith(start) for name in list_names(self.path)):
-                    found = True
-                    self._delete(step)
-        except (OSError, UserError):
-            return True
-        return found
+        names = list_names(self.path)
+        late = [step for step in self._failed if any(name.startswith(f"step-{step}.") for name in names)]
+        with contextlib.suppress(OSError, UserError):
+            for step in late:
+                self._delete(step)
+        return bool(late)
 
     def _clean(self) -> None:
         complete = list_checkpoints(self.path)
@@ -153,3 +154,29 @@ class RunFolder:
             with contextlib.suppress(DamagedError):  # reported when the checkpoint is loaded
                 if checkpoint.read_manifest().kind is Kind.TEMPORARY:
                     self._temporary.append(checkpoint)
+
+
+def create_folder(folder: str) -> list[str]:
+    """Create the folder; returns the folders that did not exist before, the innermost first.
+
+    Raises OSError, and `UserError` for a URL, if it is not writable.
+    """
+    if not is_url(folder):
+        missing = [str(path) for path in (Path(folder), *Path(folder).parents) if not path.exists()]
+        os.makedirs(folder, exist_ok=True)
+        return missing
+    with errors_of(_SETTING):
+        check_writable(folder)
+    return []
+
+
+@contextmanager
+def naming_the_setting(folder: str) -> Iterator[None]:
+    """Convert errors of the file system to errors that name the setting."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{_SETTING}: {folder} cannot be used: {error.strerror or error}; set it to a folder that you can write "
+            "to, or to a URL such as gs://bucket/checkpoints"
+        ) from None

@@ -56,9 +56,9 @@ class Staging:
     def upload(self, written: str, step: int, names: Sequence[str]) -> None:
         """Upload files of the staging folder `written` to the checkpoint; nothing to do without staging."""
         if self._needed:
-            place = step_folder(self._run_folder, step)
+            target = step_folder(self._run_folder, step)
             with ThreadPoolExecutor(_TRANSFERS) as pool:
-                list(pool.map(lambda name: upload(os.path.join(written, name), join(place, name)), names))
+                list(pool.map(lambda name: upload(os.path.join(written, name), join(target, name)), names))
 
     def clear(self, written: str) -> None:
         """Delete the local copy."""
@@ -91,7 +91,7 @@ def local_copy(checkpoint: Checkpoint, parts: Sequence[str], directory: str | No
                 list(pool.map(fetch, names))
             except FileNotFoundError as error:
                 raise DamagedError(f"{checkpoint.path}: a file is missing: {error}") from None
-        wrong = wrong_bytes(temporary, manifest, names)
+        wrong = wrong_bytes(temporary, manifest, names, fetch)
         if wrong:
             raise DamagedError(f"{checkpoint.path}: checksum mismatch after the download: {', '.join(wrong)}")
         yield temporary

@@ -1,6 +1,6 @@
 """Integrity check of checkpoints, and choice of the newest valid one."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from lmtrain.checkpoint.discovery import Checkpoint, find_checkpoints
 from lmtrain.checkpoint.manifest import DamagedError, check_sizes, wrong_bytes
@@ -20,21 +20,18 @@ def verify(
 
     All processes have to call it: each reads a share of the files, and all get the same result.
     """
-    failure: Exception | None = None
-    problem = ""
+    problem = failure = None
     try:
         problem = _problem(checkpoint, how, processes, parts)
     except (DamagedError, FileNotFoundError) as error:
         problem = str(error)
     except (UserError, OSError) as error:  # a disk or store that does not respond does not mean a corrupt checkpoint
-        failure = error
-    reported = gather(processes, "verify", [problem, None if failure is None else str(failure)])
-    failures = [text for _, text in reported if text is not None]
-    if failures:
-        raise UserError(f"{checkpoint.path} cannot be checked: {failures[0]}") from failure
-    problems = [text for text, _ in reported if text]
-    if problems:
-        raise DamagedError("; ".join(dict.fromkeys(problems)))
+        failure = str(error) or type(error).__name__
+    problems, failures = zip(*gather(processes, "verify", [problem, failure]), strict=True)
+    if any(failures):
+        raise UserError(f"{checkpoint.path} cannot be checked: {next(filter(None, failures))}")
+    if any(problems):
+        raise DamagedError("; ".join(dict.fromkeys(filter(None, problems))))
 
 
 def _problem(checkpoint: Checkpoint, how: str, processes: Processes, parts: Collection[str] | None) -> str:
@@ -53,21 +50,20 @@ def _problem(checkpoint: Checkpoint, how: str, processes: Processes, parts: Coll
 
 
 def newest_intact(
-    found: Sequence[Checkpoint],
-    how: str,
-    processes: Processes,
-    when_damaged: Callable[[Checkpoint, DamagedError], None],
-    parts: Collection[str] | None = None,
-) -> Checkpoint | None:
-    """The last valid checkpoint of `found`; `when_damaged` is called for each corrupt one after it."""
-    for checkpoint in reversed(found):
+    checkpoints: Sequence[Checkpoint], how: str, processes: Processes, parts: Collection[str] | None = None
+) -> tuple[Checkpoint | None, list[Checkpoint]]:
+    """The last valid checkpoint of `checkpoints`, and the corrupt ones after it, which are logged."""
+    corrupt = []
+    for checkpoint in reversed(checkpoints):
         try:
             verify(checkpoint, how, processes, parts)
         except DamagedError as error:
-            when_damaged(checkpoint, error)
+            if processes.is_first:
+                log.error(f"{checkpoint.path} is corrupt: {error}")
+            corrupt.append(checkpoint)
             continue
-        return checkpoint
-    return None
+        return checkpoint, corrupt
+    return None, corrupt
 
 
 def choose_checkpoint(
@@ -77,15 +73,10 @@ def choose_checkpoint(
 
     Nothing is renamed: the folder may belong to another run. Raises `UserError` if there is no valid checkpoint.
     """
-    listed = [[found.step, found.path] for found in find_checkpoints(path)]
-    found = [Checkpoint(step, place) for step, place in gather(processes, "found", listed)[0]]
-
-    def report(checkpoint: Checkpoint, error: DamagedError) -> None:
-        log.error(f"{checkpoint.path} is corrupt: {error}")
-
-    newest = newest_intact(found, how, processes, report, parts)
+    listed = [[checkpoint.step, checkpoint.path] for checkpoint in find_checkpoints(path)]
+    checkpoints = [Checkpoint(*entry) for entry in gather(processes, "found", listed)[0]]
+    newest, _ = newest_intact(checkpoints, how, processes, parts)
     if newest is None:
-        raise UserError(
-            f"checkpoint {path}: {'it is corrupt' if len(found) == 1 else f'all {len(found)} are corrupt'}, see above"
-        )
+        problem = "it is corrupt" if len(checkpoints) == 1 else f"all {len(checkpoints)} are corrupt"
+        raise UserError(f"checkpoint {path}: {problem}, see above")
     return newest

@@ -1,23 +1,28 @@
-"""The parts that all command lines share: CONFIG, overrides, and the loaded run."""
+"""The parts that all command lines share: CONFIG, overrides, the loaded run, and numbers of flags."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
+from glob import glob
 from typing import NoReturn
 
 from lmtrain.config.describe import describe, format_settings
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Layer
-from lmtrain.config.load import Loaded, load_config
+from lmtrain.config.load import LoadedConfig, load_config
 from lmtrain.config.overrides import split_overrides
+from lmtrain.config.redact import find_masked, redact
 from lmtrain.config.suggest import suggest_name
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import run_id
+from lmtrain.run.masked import fill_masked
 from lmtrain.run.run import Run
 
 # Flags of the reference's programs that are settings in lmtrain.
 _SYNONYMS = {name: f"trainer.ray.{name}" for name in ("address", "start_workers", "auto_start_cluster")}
+
+_MAX_LISTED = 10
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,67 +74,41 @@ def parse_run(
     arguments = parser.parse_args(rest)
     configs = [path for path in [arguments.config, *(arguments.config_flags or [])] if path]
     if getattr(arguments, "run", None):
-        if configs:
-            raise UserError(f"--run {arguments.run}: has its own config; remove {configs[0]}")
-        return arguments, _kept_run(arguments.run, overrides)
+        return arguments, _kept_run(arguments.run, overrides, configs)
     if not configs and not needs_config(arguments):
         if overrides:
             raise UserError(f"--{overrides[0][0]}: is a setting of a CONFIG, but no CONFIG was given")
-        return arguments, Run(Loaded(RunConfig(), Layer(), ""), "")
+        return arguments, Run(LoadedConfig(RunConfig()), "")
     if not configs:
         parser.error("the following arguments are required: CONFIG")
     if len(configs) > 1:
         raise UserError(f"expected one CONFIG, got {' and '.join(configs)}; use !include to combine files")
-    path = configs[0]
-    loaded = load_config(RunConfig, path, overrides)
-    for notice in loaded.layer.notices:
-        print(f"note: {notice}", file=sys.stderr)
+    loaded = fill_masked(load_config(RunConfig, configs[0], overrides))
+    for notice in loaded.tree.notices:
+        print(f"note: {redact(notice)}", file=sys.stderr)
     return arguments, Run(loaded, run_id(loaded.config, loaded.stem))
 
 
-def add_run_flag(parser: Parser) -> None:
-    parser.add_argument(
-        "--run",
-        metavar="ID",
-        help="run id, or the folder of its logs; replaces CONFIG with the config that the run was started with",
-    )
-
-
-def add_checkpoint_flag(parser: Parser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        "--checkpoint_path",
-        metavar="PATH",
-        help="checkpoint to load: step folder, run folder or a parent of it (default: the config's own run)",
-    )
-
-
-def add_hf_flag(parser: Parser) -> None:
-    parser.add_argument(
-        "--hf", metavar="REF", help="Hugging Face model instead of a checkpoint: folder, URL, or id[@revision]"
-    )
-
-
-def _kept_run(name: str, overrides: list[tuple[str, str]]) -> Run:
-    """The run with this id, or with this folder of logs."""
+def _kept_run(name: str, overrides: list[tuple[str, str]], configs: list[str]) -> Run:
+    """The run with this id, or with this folder of logs; `configs` are those on the command line, for its secrets."""
     name = name.rstrip("/")
     given = dict(overrides).get("trainer.log_dir", RunConfig().trainer.log_dir)
-    places = [os.path.join(os.path.expanduser(parent), name) for parent in (given, "")]
-    found = next((place for place in places if os.path.isfile(os.path.join(place, "config.yaml"))), None)
-    if found is None:
-        near = suggest_name(os.path.basename(name), _kept_runs(given))
-        raise UserError(
-            f"--run {name}: {places[0]}/config.yaml not found; "
-            + (f"did you mean {near}?" if near else "set --trainer.log_dir to the folder of its logs")
+    folders = [os.path.join(os.path.expanduser(parent), name) for parent in (given, "")]
+    folder = next((folder for folder in folders if os.path.isfile(os.path.join(folder, "config.yaml"))), None)
+    if folder is None:
+        parent = os.path.expanduser(given)
+        runs = sorted(
+            os.path.basename(os.path.dirname(path)) for path in glob(os.path.join(parent, "*", "config.yaml"))
         )
-    loaded = load_config(RunConfig, os.path.join(found, "config.yaml"), overrides)
-    return Run(loaded, os.path.basename(name), is_named=True)
-
-
-def _kept_runs(log_dir: str) -> list[str]:
-    folder = os.path.expanduser(log_dir)
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return [name for name in names if os.path.isfile(os.path.join(folder, name, "config.yaml"))]
+        near = suggest_name(os.path.basename(name), runs)
+        advice = f"did you mean {near}?" if near else "set --trainer.log_dir to the folder of its logs"
+        listed = f"; runs in {given}: {', '.join(runs)}" if 0 < len(runs) <= _MAX_LISTED else ""
+        raise UserError(f"--run {name}: {folders[0]}/config.yaml not found; {advice}{listed}")
+    loaded = load_config(RunConfig, os.path.join(folder, "config.yaml"), overrides)
+    if configs and not find_masked(loaded.tree.data):
+        raise UserError(f"--run {name}: has its own config; remove {configs[0]}")
+    started_with = load_config(RunConfig, configs[0]).config if configs else None
+    return Run(fill_masked(loaded, started_with), os.path.basename(name), is_named=True)
 
 
 def _short_names(section: str | None) -> dict[str, str]:
@@ -137,3 +116,16 @@ def _short_names(section: str | None) -> dict[str, str]:
         return {}
     fields = type(getattr(RunConfig(), section)).model_fields
     return {name: f"{section}.{name}" for name in fields if name not in RunConfig.model_fields}
+
+
+def at_least(minimum: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """Type of a flag: a finite number of this kind, `minimum` or more."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not minimum <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: expected {minimum} or more")
+        return value
+
+    parse.__name__ = getattr(kind, "__name__", "number")  # of argparse's message for text that is not a number
+    return parse

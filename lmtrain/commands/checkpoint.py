@@ -5,7 +5,7 @@ PATH is a checkpoint, a run's folder, or any folder above; a path or URL.
 
 import os
 import time
-from typing import Any
+from collections.abc import Sequence
 
 from lmtrain.checkpoint.discovery import (
     Checkpoint,
@@ -15,12 +15,13 @@ from lmtrain.checkpoint.discovery import (
     list_without_manifest,
     partial_marker,
 )
-from lmtrain.checkpoint.manifest import DamagedError, Manifest
+from lmtrain.checkpoint.manifest import DamagedError
 from lmtrain.checkpoint.verify import FULL, verify
 from lmtrain.commands.arguments import Parser
 from lmtrain.config.differences import describe_differences
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import dotted, walk_leaves
+from lmtrain.config.redact import redact
+from lmtrain.config.tree import dotted, walk_leaves
 from lmtrain.runtime.progress import format_bytes, format_seconds
 
 
@@ -37,102 +38,103 @@ def run(argv: list[str]) -> int:
 def _list(path: str) -> int:
     """all checkpoints with kind, size and age"""
     try:
-        found = find_checkpoints(path)
+        runs = _by_run(find_checkpoints(path))
     except UserError:
         if not _unusable(path):
             raise
-        found = []
-    for folder in sorted({os.path.dirname(checkpoint.path) for checkpoint in found}) or [path]:
-        print(folder)
-        before: Checkpoint | None = None
-        for checkpoint in [c for c in found if os.path.dirname(c.path) == folder]:
-            print(f"  {_row(checkpoint)}")
+        runs = {path: []}
+    for folder, checkpoints in runs.items():
+        _print(folder)
+        for before, checkpoint in zip([None, *checkpoints], checkpoints, strict=False):
+            _print(f"  {_summary(checkpoint)}")
             for line in _changes(before, checkpoint):
-                print(f"    {line}")
-            before = checkpoint
+                _print(f"    {line}")
         for line in _unusable(folder):
-            print(f"  {line}")
+            _print(f"  {line}")
     return 0
 
 
 def _inspect(path: str) -> int:
     """contents of the newest checkpoint"""
-    found = find_checkpoints(path)
-    checkpoint = found[-1]
-    manifest = _manifest(checkpoint)
+    checkpoints = find_checkpoints(path)
+    checkpoint = checkpoints[-1]
+    before = [None, *_by_run(checkpoints)[os.path.dirname(checkpoint.path)]][-2]
+    try:
+        manifest = checkpoint.read_manifest()
+    except DamagedError as error:
+        raise UserError(f"{checkpoint.path} is corrupt: {error}") from None
     info = checkpoint.read_run_info()
     sizes: dict[str, int] = {}
     for name, record in manifest.files.items():
         part = name.split("/")[0] if "/" in name else ""
         sizes[part] = sizes.get(part, 0) + record.size
-    print(checkpoint.path)
-    print(f"  {_row(checkpoint)}")
     rows = {
         "run": info["run_id"],
         "saved": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(manifest.saved)),
         "arrays": ", ".join(f"{part} {format_bytes(size)}" for part, size in sizes.items() if part),
-        "machine": _plain(info["machine"]),
-        "versions": _plain(info["versions"]),
+        **{
+            part: ", ".join(f"{name} {value}" for name, value in info[part].items()) for part in ("machine", "versions")
+        },
     }
+    _print(checkpoint.path)
+    _print(f"  {_summary(checkpoint)}")
     for name, text in rows.items():
-        print(f"  {name:<9} {text}")
-    print("  settings that identify the run:")
-    for where, value in walk_leaves(info["identity"]):
+        _print(f"  {name:<9} {text}")
+    _print("  settings that identify the run:")
+    for where, value in walk_leaves(redact(info["identity"])):
         if where:
-            print(f"    {dotted(where)} = {value!r}")
-    earlier = [c for c in found if os.path.dirname(c.path) == os.path.dirname(checkpoint.path)][:-1]
-    for line in _changes(earlier[-1] if earlier else None, checkpoint):
-        print(f"  {line}")
+            _print(f"    {dotted(where)} = {value!r}")
+    for line in _changes(before, checkpoint):
+        _print(f"  {line}")
     return 0
 
 
 def _verify(path: str) -> int:
     """checksums of all files of each checkpoint"""
-    found = find_checkpoints(path)
-    damaged = 0
-    for checkpoint in found:
+    checkpoints = find_checkpoints(path)
+    corrupt = 0
+    for checkpoint in checkpoints:
         began = time.monotonic()
         try:
             verify(checkpoint, FULL)
         except DamagedError as error:
-            damaged += 1
-            print(f"{checkpoint.path}: CORRUPT: {error}")
+            corrupt += 1
+            _print(f"{checkpoint.path}: CORRUPT: {error}")
             continue
         size, seconds = checkpoint.read_manifest().size, time.monotonic() - began
-        print(f"{checkpoint.path}: valid, {format_bytes(size)} read at {format_bytes(size / max(seconds, 1e-9))}/s")
-    for folder in _run_folders(found, path):
-        for place in list_without_manifest(folder):
-            damaged += 1
-            print(f"{place}: CORRUPT: manifest missing")
-        for place in list_set_aside(folder):
-            damaged += 1
-            print(f"{place}: CORRUPT: set aside by an earlier start")
-    return 1 if damaged else 0
-
-
-def _run_folders(found: list[Checkpoint], path: str) -> list[str]:
-    """The run folders to check; none if `path` is a checkpoint."""
-    folders = sorted({os.path.dirname(checkpoint.path) for checkpoint in found})
-    return [] if found and found[0].path == path.rstrip("/") else folders or [path]
+        _print(f"{checkpoint.path}: valid, {format_bytes(size)} read at {format_bytes(size / max(seconds, 1e-9))}/s")
+    is_checkpoint = bool(checkpoints) and checkpoints[0].path == path.rstrip("/")
+    for folder in [] if is_checkpoint else _by_run(checkpoints) or [path]:
+        problems = dict.fromkeys(list_without_manifest(folder), "manifest missing")
+        problems |= dict.fromkeys(list_set_aside(folder), "set aside by an earlier start")
+        corrupt += len(problems)
+        for unusable, problem in problems.items():
+            _print(f"{unusable}: CORRUPT: {problem}")
+    return 1 if corrupt else 0
 
 
 _ACTIONS = {"list": _list, "inspect": _inspect, "verify": _verify}
 
 
-def _row(checkpoint: Checkpoint) -> str:
+def _print(line: str) -> None:
+    print(redact(line))
+
+
+def _by_run(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Checkpoint]]:
+    """The checkpoints of each folder of a run, oldest first."""
+    runs: dict[str, list[Checkpoint]] = {}
+    for checkpoint in sorted(checkpoints, key=lambda checkpoint: os.path.dirname(checkpoint.path)):
+        runs.setdefault(os.path.dirname(checkpoint.path), []).append(checkpoint)
+    return runs
+
+
+def _summary(checkpoint: Checkpoint) -> str:
     try:
         manifest = checkpoint.read_manifest()
     except DamagedError as error:
         return f"step-{checkpoint.step:<9} CORRUPT: {error}"
     age = format_seconds(max(0.0, time.time() - manifest.saved))
     return f"step-{checkpoint.step:<9} {manifest.kind.value:<9} {format_bytes(manifest.size):>10}  {age} ago"
-
-
-def _manifest(checkpoint: Checkpoint) -> Manifest:
-    try:
-        return checkpoint.read_manifest()
-    except DamagedError as error:
-        raise UserError(f"{checkpoint.path} is corrupt: {error}") from None
 
 
 def _changes(before: Checkpoint | None, now: Checkpoint) -> list[str]:
@@ -154,7 +156,3 @@ def _unusable(folder: str) -> list[str]:
         "corrupt, set aside": list_set_aside(folder),
     }
     return [f"{os.path.basename(path):<14} {text}" for text, paths in kinds.items() for path in paths]
-
-
-def _plain(value: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {part}" for name, part in value.items())

@@ -5,6 +5,7 @@ import sys
 
 from lmtrain.commands.arguments import Parser, parse_run
 from lmtrain.config.errors import UserError
+from lmtrain.config.redact import redact
 from lmtrain.config.schema import build_schema
 from lmtrain.config.show import show
 from lmtrain.run.config import RunConfig, resolved
@@ -27,7 +28,7 @@ def run(argv: list[str]) -> int:
 
 def _check(argv: list[str]) -> int:
     _, run = parse_run(Parser("config check", "Validate a config without running anything."), argv)
-    print(f"{run.loaded.path}: ok, run id {run.id}")
+    print(f"{redact(run.loaded.path)}: ok, run id {run.id}")
     return 0
 
 
@@ -50,17 +51,17 @@ def _show(argv: list[str]) -> int:
         plot_learning_rate(run.config.optimizer, run.config.trainer.num_train_steps, arguments.plot_lr)
         print(f"wrote {arguments.plot_lr}")
         return 0
-    print(show(resolved(run.config), run.loaded.layer), end="")
+    print(show(resolved(run.config), run.loaded.tree), end="")
     return 0
 
 
 def _resolved(run: Run) -> Run:
     """The run as `lmtrain train` resolves it. Prints a note if the number of steps is not known yet."""
     from lmtrain.data.caches import needs_all
-    from lmtrain.preprocess.plan import has_cache
-    from lmtrain.preprocess.prepare import plan_caches
-    from lmtrain.train.start.hf_model import resolve_hf
+    from lmtrain.preprocess.prepare import find_caches
+    from lmtrain.preprocess.split_cache import has_cache
     from lmtrain.train.start.run_length import length_of_data
+    from lmtrain.weights.hf_config import resolve_hf
 
     run = resolve_hf(run)
     data = run.config.data
@@ -72,7 +73,7 @@ def _resolved(run: Run) -> Run:
             file=sys.stderr,
         )
         return run
-    return resolve(run, length_of_data(run.config, plan_caches(data, validation=False).caches))
+    return resolve(run, length_of_data(run.config, find_caches(data, validation=False)))
 
 
 def _schema(argv: list[str]) -> int:

@@ -5,7 +5,6 @@ import itertools
 from lmtrain.commands.arguments import Parser
 from lmtrain.doctor.cluster import look_at_cluster
 from lmtrain.doctor.devices import look_at_devices
-from lmtrain.doctor.finding import State
 from lmtrain.doctor.machine import look_at_machine
 from lmtrain.doctor.services import look_at_place, look_at_services
 
@@ -24,6 +23,6 @@ def run(argv: list[str]) -> int:
     places = (look_at_place(place) for place in arguments.places)
     for finding in itertools.chain(look_at_machine(), look_at_devices(), look_at_cluster(), places, look_at_services()):
         print("\n".join(finding.lines()), flush=True)
-        bad += finding.state is State.BAD
+        bad += finding.state == "BAD"
     print(f"{bad} blocking problem{'s' if bad > 1 else ''}" if bad else "ready to train")
     return 1 if bad else 0

@@ -7,21 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lmtrain.commands.arguments import Parser, add_checkpoint_flag, add_hf_flag, add_run_flag, parse_run
+from lmtrain.commands.arguments import Parser, at_least, parse_run
+from lmtrain.commands.model_flags import add_model_flags, check_model_flags
 from lmtrain.config.errors import UserError
 from lmtrain.data.caches import Cache
-from lmtrain.data.config import DataConfig
+from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
-from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.models.base_config import FREE
-from lmtrain.preprocess.prepare import plan_caches, start_build, wait
-from lmtrain.run.config import RunConfig
+from lmtrain.preprocess.prepare import find_caches, start_build, wait
+from lmtrain.run.masked import require_secrets
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
-from lmtrain.train.start.hf_model import config_of, resolve_hf
-from lmtrain.train.start.trained_model import TrainedModel, from_checkpoint, from_hf, from_hf_alone
+from lmtrain.weights.trained_model import TrainedModel, from_checkpoint, from_hf
 
 if TYPE_CHECKING:
     from lmtrain.evaluation.run import Findings
@@ -36,32 +34,30 @@ def run(argv: list[str]) -> int:
     parser = Parser(
         "eval", "Validation loss of a checkpoint, or with --tasks its results on benchmarks; JSON on standard output."
     )
-    add_run_flag(parser)
-    add_checkpoint_flag(parser)
-    add_hf_flag(parser)
+    add_model_flags(parser)
     _add_benchmark_flags(parser)
     arguments, run = parse_run(parser, argv, needs_config=lambda arguments: not (arguments.hf and arguments.tasks))
+    require_secrets(run.loaded)
     harness = _harness(arguments, run.config.eval_harness)
     start_console_log()
+    if harness is not None:
+        check_benchmarks(harness)
+    check_model_flags(arguments)
     if arguments.hf is None:
-        trained = from_checkpoint(resolve_hf(run, arguments.checkpoint), arguments.checkpoint)
-    elif arguments.checkpoint is not None:
-        raise UserError("--hf and --checkpoint: choose one")
-    elif run.loaded.path:
-        trained = _from_hf(arguments.hf, run.config)
+        trained = from_checkpoint(run, arguments.checkpoint)
     else:
-        trained = from_hf_alone(arguments.hf)
+        trained = from_hf(arguments.hf, run.config if run.loaded.path else None)
     with StopRequest("ending the evaluation") as stop:
         try:
-            if arguments.tasks is not None:
-                found = _evaluate(trained, {}, harness, stop, alone=not run.loaded.path, folder=arguments.output_path)
+            if arguments.tasks is None:
+                findings = _with_text(trained, harness, stop, arguments.output_path)
             else:
-                found = _with_text(trained, harness, stop, arguments.output_path)
+                findings = _evaluate(trained, {}, harness, stop, arguments.output_path, alone=not run.loaded.path)
         except StoppedError:
             return STOPPED_BY_SIGNAL
-    for line in found.lines:
+    for line in findings.lines:
         log.info(f"{trained.source}: {line}")
-    print(json.dumps({"step": trained.step, **found.metrics}))
+    print(json.dumps({"step": trained.step, **findings.metrics}))
     return 0
 
 
@@ -69,9 +65,11 @@ def _add_benchmark_flags(parser: Parser) -> None:
     parser.add_argument(
         "--tasks", metavar="TASK,...", help="benchmarks of lm-eval to run instead of computing the validation loss"
     )
-    parser.add_argument("--num_fewshot", type=int, metavar="N", help="number of examples in each prompt of --tasks")
     parser.add_argument(
-        "--max_examples", "--limit", type=int, metavar="N", help="maximum number of examples of each of --tasks"
+        "--num_fewshot", type=at_least(0), metavar="N", help="number of examples in each prompt of --tasks"
+    )
+    parser.add_argument(
+        "--max_examples", "--limit", type=at_least(1), metavar="N", help="maximum number of examples of each of --tasks"
     )
     parser.add_argument("--include_path", metavar="DIR", help="folder with YAML files of more --tasks")
     parser.add_argument(
@@ -118,11 +116,11 @@ def _with_errors(values: dict[str, Any]) -> EvalHarnessConfig:
 
 def _with_text(trained: TrainedModel, harness: EvalHarnessConfig | None, stop: StopRequest, folder: str) -> "Findings":
     """Findings of the evaluation that training does after its last step, with caches that are built if missing."""
-    plans = plan_caches(trained.config.data, train=False)
-    build = start_build(trained.config, plans, ALONE)
+    caches = find_caches(trained.config.data, train=False)
+    build = start_build(trained.config, caches, ALONE)
     try:
         wait(build, stop)
-        return _evaluate(trained, plans.caches.validation, harness, stop, folder=folder)
+        return _evaluate(trained, caches.validation, harness, stop, folder)
     finally:
         build.stop()
 
@@ -132,8 +130,8 @@ def _evaluate(
     caches: Mapping[str, Cache],
     harness: EvalHarnessConfig | None,
     stop: StopRequest,
+    folder: str,
     alone: bool = False,
-    folder: str = "",
 ) -> "Findings":
     """Findings on the validation sets of `caches`, or of the benchmarks only if there are none.
 
@@ -143,16 +141,16 @@ def _evaluate(
     from lmtrain.evaluation.registry import build_evaluators
     from lmtrain.evaluation.run import Evaluations
     from lmtrain.evaluation.validation_sets import open_validation_sets
+    from lmtrain.run.batching import choose_batching
+    from lmtrain.runtime.stop_check import StopCheck
+    from lmtrain.runtime.xla_options import refused_option, xla_options
     from lmtrain.sharding.mesh import platform_of
-    from lmtrain.train.program.batching import plan_batching
-    from lmtrain.train.program.xla_options import refused_option, xla_options
-    from lmtrain.train.step.agreement import StopCheck
 
     config = trained.config
     model, params, layout = trained.load()
     trainer, seq_len = config.trainer, config.model.seq_len
     shards = layout.num_batch_shards
-    batch_size = shards * max(1, _TOKENS_AT_ONCE // seq_len) if alone else plan_batching(trainer, shards).eval_batch
+    batch_size = shards * max(1, _TOKENS_AT_ONCE // seq_len) if alone else choose_batching(trainer, shards).eval_batch
     with Progress("eval", 1) as progress:
         context = Context(
             model=model,
@@ -184,26 +182,3 @@ def _evaluate(
             return evaluations.run(evaluations.due(step, last=step), params, None, step)
         except RuntimeError as error:
             raise refused_option(error) or error from None
-
-
-def _from_hf(ref: str, config: RunConfig) -> TrainedModel:
-    """The model `ref` with the config's data, and the config's model settings that do not change what the weights mean.
-
-    Raises `UserError` if the data's tokenizer gives other token ids than the model's own.
-    """
-    alone = config_of(ref)
-    given = config.model.model_fields_set & FREE & type(alone.model).model_fields.keys()
-    model = alone.model.model_copy(update={name: getattr(config.model, name) for name in given})
-    data = config.data
-    if "tokenizer" not in data.model_fields_set:
-        data = data.model_copy(update={"tokenizer": ref})
-    elif "tokenizer" in alone.data.model_fields_set and not _same_tokens(data, ref):
-        raise UserError(
-            f"data.tokenizer: {data.tokenizer} gives other tokens than {ref} was trained on; set "
-            f"data.tokenizer: {ref}, and a cache_dir for it"
-        )
-    return from_hf(ref, config.model_copy(update={"model": model, "data": data}))
-
-
-def _same_tokens(data: DataConfig, ref: str) -> bool:
-    return open_tokenizer(data.tokenizer, data.vocab_size).identity == open_tokenizer(ref).identity

@@ -1,17 +1,19 @@
 """`lmtrain generate (CONFIG | --hf REF) (--prompt TEXT | --chat)`: sample from a model, or talk to it."""
 
 import argparse
-import math
+import io
 import sys
 from collections.abc import Iterator
 
-from lmtrain.commands.arguments import Parser, add_checkpoint_flag, add_hf_flag, add_run_flag, parse_run
+from lmtrain.commands.arguments import Parser, at_least, parse_run
+from lmtrain.commands.model_flags import add_model_flags, check_model_flags
+from lmtrain.config.encodings import require_utf8
 from lmtrain.config.errors import UserError
 from lmtrain.generation.prompt import encode_prompt
 from lmtrain.hf.chat_template import find_template
+from lmtrain.run.masked import require_secrets
 from lmtrain.runtime.logging import log, start_console_log
-from lmtrain.train.start.hf_model import resolve_hf
-from lmtrain.train.start.trained_model import TrainedModel, from_checkpoint, from_hf_alone
+from lmtrain.weights.trained_model import TrainedModel, from_checkpoint, from_hf
 
 _CLEAR, _EXIT = "/clear", "/exit"
 
@@ -26,47 +28,56 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--chat_template",
         metavar="FILE",
-        help="chat template of --chat: a Jinja file, or the name of a tokenizer's template",
+        help="chat template of --chat: a Jinja file, or the name of a tokenizer's template (default: that of the "
+        "training data, else the tokenizer's own)",
     )
-    add_run_flag(parser)
-    add_checkpoint_flag(parser)
-    add_hf_flag(parser)
+    add_model_flags(parser)
     parser.add_argument(
-        "--max_new_tokens", type=int, default=128, help="maximum number of tokens to generate (default: 128)"
+        "--max_new_tokens",
+        type=at_least(1),
+        default=128,
+        metavar="N",
+        help="maximum number of tokens to generate (default: 128)",
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=at_least(0, float),
         default=0.8,
+        metavar="T",
         help="sampling temperature; 0 takes the most likely token (default: 0.8)",
     )
     parser.add_argument(
-        "--top_k", type=int, default=50, help="sample from the N most likely tokens; 0: all (default: 50)", metavar="N"
+        "--top_k",
+        type=at_least(0),
+        default=50,
+        metavar="N",
+        help="sample from the N most likely tokens; 0: all (default: 50)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="random seed; the same seed gives the same text (default: 0)"
+        "--seed",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="random seed; the same seed gives the same text (default: 0)",
     )
     arguments, run = parse_run(parser, argv, needs_config=lambda arguments: arguments.hf is None)
-    if arguments.max_new_tokens < 1:
-        raise UserError(f"--max_new_tokens {arguments.max_new_tokens}: expected 1 or more")
-    if not math.isfinite(arguments.temperature):
-        raise UserError(f"--temperature {arguments.temperature}: expected a finite number")
-    if arguments.temperature < 0 or arguments.top_k < 0 or arguments.seed < 0:
-        raise UserError("--temperature, --top_k and --seed cannot be negative")
+    require_secrets(run.loaded)
     if arguments.prompt is None and not arguments.chat:
         parser.error("--prompt or --chat is required")
     if not arguments.chat and (arguments.system is not None or arguments.chat_template is not None):
         raise UserError(f"--{'system' if arguments.system is not None else 'chat_template'}: requires --chat")
+    for flag in ("prompt", "system"):
+        require_utf8(getattr(arguments, flag) or "", f"--{flag}")
     start_console_log()
+    check_model_flags(arguments)
     if arguments.hf is None:
-        trained = from_checkpoint(resolve_hf(run, arguments.checkpoint), arguments.checkpoint)
+        trained = from_checkpoint(run, arguments.checkpoint)
+    elif run.loaded.path:
+        raise UserError("--hf: cannot be combined with CONFIG; remove CONFIG")
     else:
-        trained = _from_hf(arguments.hf, arguments.checkpoint, given=bool(run.loaded.path))
+        trained = from_hf(arguments.hf)
         log.info(f"sampling from {trained.source}")
-    if arguments.chat:
-        _chat(arguments, trained)
-    else:
-        _continue(arguments, trained)
+    (_chat if arguments.chat else _continue)(arguments, trained)
     return 0
 
 
@@ -99,7 +110,10 @@ def _chat(arguments: argparse.Namespace, trained: TrainedModel) -> None:
     tokenizer = trained.tokenizer
     if tokenizer.library is None:
         raise UserError(f"--chat: conversations are texts, but the tokenizer is {tokenizer.path}")
-    template = find_template(tokenizer.path, arguments.chat_template, "--chat_template")
+    template = trained.chat_template
+    if template is None or arguments.chat_template is not None:
+        template = find_template(tokenizer.path, arguments.chat_template, "--chat_template")
+    template.check()
 
     from lmtrain.generation.chat import Chat
     from lmtrain.generation.sample import SamplingSettings
@@ -108,11 +122,12 @@ def _chat(arguments: argparse.Namespace, trained: TrainedModel) -> None:
     model, params, _ = trained.load()
     seq_len = trained.config.model.seq_len
     chat = Chat(model, params, tokenizer, template, seq_len, settings, arguments.seed, arguments.system)
-    for message in _messages(arguments.prompt):
+    for number, message in enumerate(_messages(arguments.prompt), start=1):
         if message == _CLEAR:
             chat.clear()
             continue
         try:
+            require_utf8(message, f"message {number}")
             for piece in chat.say(message):
                 print(piece, end="", flush=True)
             print(flush=True)
@@ -124,6 +139,8 @@ def _messages(first: str | None) -> Iterator[str]:
     """Messages from standard input until its end, with a prompt on a terminal."""
     if first is not None:
         yield first
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a bad line is refused, and the next one is read
     asks = sys.stdin.isatty()
     while True:
         if asks:
@@ -133,11 +150,3 @@ def _messages(first: str | None) -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
-
-
-def _from_hf(ref: str, checkpoint: str | None, given: bool) -> TrainedModel:
-    if checkpoint is not None:
-        raise UserError("--hf and --checkpoint: choose one")
-    if given:
-        raise UserError("--hf: cannot be combined with CONFIG; remove CONFIG")
-    return from_hf_alone(ref)

@@ -1,32 +1,50 @@
 """`lmtrain preprocess CONFIG`: build the token caches of all splits, or resume a stopped build."""
 
-from lmtrain.commands.arguments import Parser, parse_run
+import os
+import sys
+
+from lmtrain.commands.arguments import Parser, at_least, parse_run
+from lmtrain.config.counts import counted
+from lmtrain.config.errors import UserError
+from lmtrain.config.redact import redact
 from lmtrain.data.caches import describe_epochs
-from lmtrain.data.config import DataConfig
-from lmtrain.preprocess.plan import CachePlan
-from lmtrain.preprocess.prepare import Plans, plan_caches, require_text, start_build, wait
-from lmtrain.preprocess.prepare_demo import missing_demo
+from lmtrain.preprocess.prepare import SplitCaches, find_caches, require_text, start_build, wait
+from lmtrain.preprocess.prepare_demo import missing_demo, prepare_demo
+from lmtrain.preprocess.sources import describe_urls, has_text
 from lmtrain.run.config import RunConfig
+from lmtrain.run.masked import require_secrets
 from lmtrain.runtime.distributed import start_processes
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
-from lmtrain.train.start.hf_model import resolve_hf
+from lmtrain.weights.hf_config import resolve_hf
 
 
 def run(argv: list[str]) -> int:
     parser = Parser("preprocess", "Tokenize the config's text into a cache of ArrayRecord shards.", lists_settings=True)
-    parser.add_argument("--dry-run", action="store_true", help="list the shards to build, without building them")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--dry-run", action="store_true", help="list the shards to build, without building them")
+    only.add_argument(
+        "--show",
+        type=at_least(1),
+        metavar="N",
+        help="print the first N documents of each source as the model will see them: text, tokens, which are targets, "
+        "where sequences begin; nothing is built",
+    )
     arguments, run = parse_run(parser, argv)
+    require_secrets(run.loaded)
     if arguments.dry_run:
-        _print_plan(resolve_hf(run).config)
+        _print_shards(resolve_hf(run).config)
+        return 0
+    if arguments.show is not None:
+        _show_documents(resolve_hf(run).config, arguments.show)
         return 0
     processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
     config = resolve_hf(run).config
+    caches = find_caches(config.data)
     with StopRequest("discarding unfinished shards") as stop:
-        plans = plan_caches(config.data)
-        build = start_build(config, plans, processes)
+        build = start_build(config, caches, processes)
         try:
             wait(build, stop)
         except StoppedError:
@@ -34,47 +52,59 @@ def run(argv: list[str]) -> int:
             return STOPPED_BY_SIGNAL
         finally:
             build.stop()
-    _log_result(config, plans)
+    _log_result(config, caches)
     return 0
 
 
-def _log_result(config: RunConfig, plans: Plans) -> None:
-    for plan in plans.all:
-        shards = plan.shards.infos
+def _log_result(config: RunConfig, caches: SplitCaches) -> None:
+    for cache in caches.all:
+        shards = cache.shards.infos
         documents = sum(shard.documents for shard in shards)
         log.info(
-            f"{plan.folder}: complete, {documents:,} documents, {plan.shards.tokens:,} tokens in {len(shards)} shards"
+            f"{cache.folder}: complete, {counted(documents, 'document')}, {cache.shards.tokens:,} tokens in "
+            f"{counted(len(shards), 'shard')}"
         )
     sizes, seq_len = config.trainer.batch_sizes, config.model.seq_len
-    for epoch in describe_epochs(config.data, plans.caches.train, seq_len, sizes):
+    for epoch in describe_epochs(config.data, caches.train, seq_len, sizes):
         log.info(f"{epoch} of {' or '.join(map(str, sizes.all))} sequences of {seq_len} tokens")
 
 
-def _print_plan(config: RunConfig) -> None:
-    missing = _missing_demo(config.data)
-    if missing:
-        print(f"{missing}: the demo corpus and its tokenizer will be created first; the shards are not known before")
+def _show_documents(config: RunConfig, number: int) -> None:
+    from lmtrain.hf.find_tokenizer import open_tokenizer
+    from lmtrain.preprocess.show import describe_document, first_documents
+
+    require_text(config.data, "train")
+    prepare_demo(config.data)
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for name, source in config.data.sources().items():
+        if not has_text(source, "train"):
+            continue
+        tokenizer = open_tokenizer(source.tokenizer, source.vocab_size)
+        print(f"{f'{name}: ' if name else ''}sequences of {config.model.seq_len:,} tokens, in the order of the files\n")
+        documents = list(first_documents(source, config.model.seq_len, number))
+        for document in documents:
+            print(describe_document(document, tokenizer, colour) + "\n")
+        if not documents:
+            raise UserError(f"{', '.join(describe_urls(source, 'train'))}: no documents")
+
+
+def _print_shards(config: RunConfig) -> None:
+    require_text(config.data, "train")
+    if folder := missing_demo(config.data):
+        print(f"{folder}: the demo corpus and its tokenizer will be created first; the shards are not known before")
         return
-    plans = plan_caches(config.data)
-    for plan in plans.all:
-        _print_split(plan)
-    if any(plan.missing for plan in plans.all):
+    caches = find_caches(config.data)
+    for cache in caches.all:
+        folder, missing = redact(cache.folder), list(cache.missing.values())
+        if cache.manifest is not None:
+            print(f"{folder}: complete, nothing to do")
+            continue
+        size = sum(job.source.bytes for job in missing)
+        print(f"{folder}: {len(missing)} of {counted(len(cache.jobs), 'shard')} to build, {size:,} bytes to read")
+        for job in missing:
+            print(f"  {job.name} <- {job.source.label} ({job.source.bytes:,} bytes)")
+    if any(cache.missing for cache in caches.all):
         from lmtrain.preprocess.executor import choose_executor
 
         # outside a job, its number of processes is unknown
         print(f"on {choose_executor(config.trainer.ray, config.data.num_preprocess_workers, ALONE).label}")
-
-
-def _missing_demo(config: DataConfig) -> str | None:
-    require_text(config, "train")
-    return missing_demo(config)
-
-
-def _print_split(plan: CachePlan) -> None:
-    if plan.manifest is not None:
-        print(f"{plan.folder}: complete, nothing to do")
-        return
-    size = sum(job.source.bytes for job in plan.missing)
-    print(f"{plan.folder}: {len(plan.missing)} of {len(plan.jobs)} shards to build, {size:,} bytes to read")
-    for job in plan.missing:
-        print(f"  {job.path.rpartition('/')[2]} <- {job.source.label} ({job.source.bytes:,} bytes)")

@@ -3,8 +3,9 @@
 import os
 
 from lmtrain.commands.arguments import Parser
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
-from lmtrain.report.find import find_runs, tell_apart
+from lmtrain.report.find import find_runs, name_runs
 from lmtrain.runtime.progress import format_bytes
 
 
@@ -25,20 +26,21 @@ def run(argv: list[str]) -> int:
         help="HTML file to write (default: <log_dir>/<run_id>/report.html; for several runs ./report.html)",
     )
     arguments = parser.parse_args(argv)
-    found = find_runs(arguments.runs, arguments.log_dir)
-    default = os.path.join(found[0].folder, "report.html") if len(found) == 1 else "report.html"
+    files = find_runs(arguments.runs, arguments.log_dir)
+    default = os.path.join(files[0].folder, "report.html") if len(files) == 1 else "report.html"
     output = os.path.expanduser(arguments.output or default)
     if os.path.splitext(output)[1] not in (".html", ".htm"):
         raise UserError(f"--output {arguments.output}: expected a name that ends in .html")
 
-    from lmtrain.report.run import read_run  # numpy is imported only now
-    from lmtrain.report.write import write_report
+    from lmtrain.report.page import write_report  # numpy is imported only now
+    from lmtrain.report.run import read_run
 
-    runs = [read_run(files, name) for files, name in zip(found, tell_apart(found), strict=True)]
+    runs = [read_run(each, name) for each, name in zip(files, name_runs(files), strict=True)]
     plots = write_report(runs, output)
     for each in runs:
-        print(f"{each.name}: {each.last_step:,} steps, {len(each.curves):,} metrics shown")
+        print(f"{each.name}: {counted(each.last_step, 'step')}, {counted(len(each.curves), 'metric')} shown")
         for notice in each.notices:
             print(f"  {notice}")
-    print(f"{output}: {format_bytes(os.path.getsize(output))}; {len(plots)} plots in {os.path.dirname(plots[0])}")
+    size = format_bytes(os.path.getsize(output))
+    print(f"{output}: {size}; {counted(len(plots), 'plot')} in {os.path.dirname(plots[0])}")
     return 0

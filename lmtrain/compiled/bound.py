@@ -16,11 +16,11 @@ def bound(
 ) -> dict[str, Any]:
     """Seconds of each resource, `total`, and `limited_by`, the limiting resource: products, hbm or wire.
 
-    Between islands, each device has an equal share of the slow network, and the devices of one island split the bytes
+    Between slices, each device has an equal share of the slow network, and the devices of one slice split the bytes
     of a collective, as in hierarchical algorithms.
     """
-    asynchronous = sum(_seconds(one, accelerator) for one in collectives if one.asynchronous)
-    synchronous = sum(_seconds(one, accelerator) for one in collectives if not one.asynchronous)
+    asynchronous = sum(_seconds(collective, accelerator) for collective in collectives if collective.asynchronous)
+    synchronous = sum(_seconds(collective, accelerator) for collective in collectives if not collective.asynchronous)
     products = flops / accelerator.peak_flops
     hbm = hbm_bytes / accelerator.memory_bandwidth
     total = max(products, hbm, asynchronous) + synchronous
@@ -33,7 +33,7 @@ def bound(
     }
 
 
-def _seconds(one: Collective, accelerator: Accelerator) -> float:
-    if one.network == accelerator.link:
-        return one.wire_bytes / accelerator.link_bandwidth
-    return one.wire_bytes / one.per_island / accelerator.dcn_bandwidth
+def _seconds(collective: Collective, accelerator: Accelerator) -> float:
+    if collective.network == accelerator.link:
+        return collective.wire_bytes / accelerator.link_bandwidth
+    return collective.wire_bytes / collective.per_slice / accelerator.dcn_bandwidth

@@ -5,17 +5,18 @@ full array, an all-reduce twice that, an all-to-all (n - 1) / n of each device's
 (Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH").
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lmtrain.compiled.executions import Execution
 from lmtrain.compiled.groups import mesh_axes, parse_groups
-from lmtrain.compiled.hlo import Computation, Instruction, Module
+from lmtrain.compiled.hlo import Computation, HloInstruction
 from lmtrain.compiled.products import call_target
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
          "collective-broadcast")  # fmt: skip
+
+_CHANNEL = r"channel_id=(\d+)"
 
 # Instructions that take no time: between the start and the end of a transfer they hide nothing.
 _FREE = {
@@ -26,19 +27,19 @@ _FREE = {
 
 @dataclass(frozen=True)
 class Network:
-    """How the devices are connected. `mesh` maps axis names to sizes; `islands` has the slice or host of each device.
+    """How the devices are connected. `mesh` maps axis names to sizes; `slice_ids` has the slice or host of each device.
 
-    Devices of one island are connected by the network `fast`, islands by `slow`.
+    Devices of one slice are connected by the network `fast`, slices by `slow`.
     """
 
     mesh: Mapping[str, int]
-    islands: Sequence[int]
+    slice_ids: Sequence[int]
     fast: str = "ICI"
     slow: str = "DCN"
 
     @property
     def num_devices(self) -> int:
-        return len(self.islands)
+        return len(self.slice_ids)
 
 
 @dataclass(frozen=True)
@@ -46,46 +47,46 @@ class Collective:
     """One collective of the program, on one device.
 
     `bytes` is the size of the full array: the result of an all-gather, the input of a reduce-scatter. `times` is the
-    number of executions per step, `wire_bytes` the bytes that one device sends in all of these. `per_island` is the
-    number of devices of a group in one island; they share its connection to the others.
+    number of executions per step, `wire_bytes` the bytes that one device sends in all of these. `per_slice` is the
+    number of devices of a group in one slice; they share its connection to the others. `where` is the source line.
     """
 
     kind: str
     devices: int
     axes: tuple[str, ...]
     network: str
-    per_island: int
+    per_slice: int
     dtype: str
     bytes: float
     times: float
     wire_bytes: float
     asynchronous: bool
-    execution: Execution
+    where: str
     shapes: tuple[tuple[int, ...], ...]
 
 
-def find_collectives(module: Module, executions: Sequence[Execution], network: Network) -> list[Collective]:
+def find_collectives(executions: Sequence[Execution], network: Network) -> list[Collective]:
     """Every collective that moves data between devices, in the program's order."""
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     # XLA:TPU repeats an asynchronous collective in each fusion that starts, overlaps or ends it
-    asynchronous = {_channel(one.instruction) for one in executions if _is_fused_asynchronous(one)} - {None}
+    asynchronous = {op.instruction.find(_CHANNEL) for op in executions if _is_fused_asynchronous(op)} - {None}
     counted: set[str | None] = set()
     for execution in executions:
-        one = execution.instruction
-        if one.opcode == "send" and (across := _across_slices(execution, network)) is not None:
-            found.append(across)
-        kind = one.opcode.removesuffix("-start")
+        op = execution.instruction
+        if op.opcode == "send" and (across := _across_slices(execution, network)) is not None:
+            collectives.append(across)
+        kind = op.opcode.removesuffix("-start")
         if kind not in KINDS:
             continue
-        channel = _channel(one)
+        channel = op.find(_CHANNEL)
         if channel in asynchronous and channel in counted:
             continue
-        hidden = channel in asynchronous or _is_asynchronous(module, execution)
+        hidden = channel in asynchronous or _is_asynchronous(execution)
         collective = _collective(execution, kind, network, hidden)
         if collective is not None:
-            found.append(collective)
+            collectives.append(collective)
             counted.add(channel)
-    return found
+    return collectives
 
 
 def _across_slices(execution: Execution, network: Network) -> Collective | None:
@@ -93,19 +94,19 @@ def _across_slices(execution: Execution, network: Network) -> Collective | None:
 
     Devices at the same position in each slice exchange their data.
     """
-    one, inside = execution.instruction, execution.inside
-    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
-    slices = len(set(network.islands))
-    if found is None or slices < 2:
+    op, inside = execution.instruction, execution.inside
+    transfer = op.find(r'_xla_megascale_transfer_type="(\w+)"')
+    slices = len(set(network.slice_ids))
+    if transfer is None or slices < 2:
         return None
-    kind = found[1].lower().replace("_", "-")
-    held = inside.by_name[one.operands[0]].shapes
-    first = [network.islands.index(number) for number in sorted(set(network.islands))]
-    meeting = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', one.attributes)
+    kind = transfer.lower().replace("_", "-")
+    held = inside.by_name[op.operands[0]].shapes
+    first = [network.slice_ids.index(number) for number in sorted(set(network.slice_ids))]
+    meeting = op.find(r'_xla_host_transfer_rendezvous="([^"]*)"')
     received = {
         other.name
         for other in inside.instructions
-        if other.opcode == "recv" and meeting is not None and f'"{meeting[1]}"' in other.attributes
+        if other.opcode == "recv" and meeting is not None and f'"{meeting}"' in other.attributes
     }
     done = next((other for other in inside.instructions if received & set(other.operands)), None)
     return Collective(
@@ -118,8 +119,8 @@ def _across_slices(execution: Execution, network: Network) -> Collective | None:
         _whole(kind, sum(shape.bytes for shape in held), slices),
         execution.times,
         _wire(kind, sum(shape.bytes for shape in held), slices) * execution.times,
-        done is not None and _works_until(inside, one, done),
-        execution,
+        done is not None and _works_until(inside, op, done),
+        execution.where,
         tuple(shape.dims for shape in held),
     )
 
@@ -140,67 +141,61 @@ def _whole(kind: str, held: float, devices: int) -> float:
     return held * devices if kind == "all-gather" else held
 
 
-def _works_until(inside: Computation, start: Instruction, end: Instruction) -> bool:
-    begin, last = (inside.instructions.index(one) for one in (start, end))
-    return any(_takes_time(one) for one in inside.instructions[begin + 1 : last])
-
-
-def _channel(one: Instruction) -> str | None:
-    found = re.search(r"channel_id=(\d+)", one.attributes)
-    return found[1] if found else None
+def _works_until(inside: Computation, start: HloInstruction, end: HloInstruction) -> bool:
+    begin, last = (inside.instructions.index(op) for op in (start, end))
+    return any(_takes_time(op) for op in inside.instructions[begin + 1 : last])
 
 
 def _is_fused_asynchronous(execution: Execution) -> bool:
     return execution.instruction.opcode in KINDS and any(
-        call_target(one).startswith("AsyncCollective") for one in execution.inside.instructions
+        call_target(op).startswith("AsyncCollective") for op in execution.inside.instructions
     )
 
 
 def _collective(execution: Execution, kind: str, network: Network, asynchronous: bool) -> Collective | None:
-    one, inside = execution.instruction, execution.inside
-    groups = parse_groups(one.attributes, network.num_devices)
+    op, inside = execution.instruction, execution.inside
+    groups = parse_groups(op.attributes, network.num_devices)
     group = max(groups, key=len, default=[])
     devices = len(group)
     if devices < 2:
         return None
-    operands = inside.operand_shapes(one)
+    operands = inside.operand_shapes(op)
     held = sum(shape.bytes for shape in operands)
     if kind == "all-reduce" and inside.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # XLA:TPU writes it as a fusion that keeps one slice of an all-reduce
-    islands = {network.islands[number] for number in group if number < len(network.islands)}
+    slice_ids = {network.slice_ids[number] for number in group if number < len(network.slice_ids)}
     return Collective(
         kind,
         devices,
         mesh_axes(group, network.mesh),
-        network.slow if len(islands) > 1 else network.fast,
-        devices // max(len(islands), 1),
+        network.slow if len(slice_ids) > 1 else network.fast,
+        devices // max(len(slice_ids), 1),
         max(operands, key=lambda shape: shape.bytes).dtype if operands else "",
         _whole(kind, held, devices),
         execution.times,
         _wire(kind, held, devices) * execution.times,
         asynchronous,
-        execution,
-        tuple(shape.dims for shape in one.shapes),
+        execution.where,
+        tuple(shape.dims for shape in op.shapes),
     )
 
 
-def _is_asynchronous(module: Module, execution: Execution) -> bool:
+def _is_asynchronous(execution: Execution) -> bool:
     """Whether other work is scheduled between the start and the end of a collective."""
-    one, inside = execution.instruction, execution.inside
-    if '"is_sync":true' in one.attributes:
+    op, inside = execution.instruction, execution.inside
+    if '"is_sync":true' in op.attributes:
         return False
-    if one.opcode.endswith("-start"):
-        return _works_between(inside, one)
-    for (
-        caller
-    ) in module.computations.values():  # XLA:GPU can also wrap it: async-start calls a computation that contains it
+    if op.opcode.endswith("-start"):
+        return _works_between(inside, op)
+    # XLA:GPU can also wrap it: async-start calls a computation that contains it
+    for caller in execution.module.computations.values():
         for start in caller.instructions:
             if start.opcode == "async-start" and start.called("calls") == inside.name:
                 return '"is_sync":true' not in start.attributes and _works_between(caller, start)
     return False
 
 
-def _works_between(inside: Computation, start: Instruction) -> bool:
+def _works_between(inside: Computation, start: HloInstruction) -> bool:
     names = {start.name}
     begun = False
     for other in inside.instructions:
@@ -215,7 +210,7 @@ def _works_between(inside: Computation, start: Instruction) -> bool:
     return False
 
 
-def _takes_time(one: Instruction) -> bool:
-    if one.opcode in _FREE or one.opcode.endswith(("-start", "-done", "-update")):
+def _takes_time(op: HloInstruction) -> bool:
+    if op.opcode in _FREE or op.opcode.endswith(("-start", "-done", "-update")):
         return False
-    return call_target(one) not in ("AllocateBuffer", "ConcatBitcast")
+    return call_target(op) not in ("AllocateBuffer", "ConcatBitcast")

@@ -1,36 +1,58 @@
 """All instructions of a program with their numbers of executions, including those in loops, fusions and calls."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lmtrain.compiled.hlo import Computation, Frame, Instruction, Module
+from lmtrain.compiled.hlo import Computation, HloInstruction, Module
 from lmtrain.compiled.loops import trip_count
 
-# Mean trip count of a loop with a computed bound, by its source lines; None if unknown.
-Trips = Callable[[list[Frame]], float | None]
+# Mean trip count of a loop with a computed bound, by its `op_name`; None if unknown.
+Trips = Callable[[str], float | None]
+
+# Maximum number of instructions to search for a source line.
+_LOOK_BACK = 60
 
 
 @dataclass(frozen=True)
 class Execution:
     """`instruction` of `inside` runs `times` per execution of the program. `fusion` is the fusion that contains it."""
 
-    instruction: Instruction
+    module: Module
+    instruction: HloInstruction
     inside: Computation
     times: float
-    fusion: Instruction | None
+    fusion: HloInstruction | None
+
+    @functools.cached_property
+    def where(self) -> str:
+        """The innermost source line within lmtrain, `models/layers/linear.py:57`; empty if there is none.
+
+        Instructions that the compiler inserted have no line: they get that of their fusion, or of their operands.
+        """
+        seen = [self.instruction, *([self.fusion] if self.fusion else [])]
+        for op in seen:
+            for frame in self.module.stack(op.frame):
+                _, package, path = frame.file.rpartition("lmtrain/")
+                # files of other packages in a virtual environment below the package do not count
+                if package and "site-packages/" not in path:
+                    return f"{path}:{frame.line}"
+            if len(seen) < _LOOK_BACK:
+                seen += [self.inside.by_name[name] for name in op.operands if name in self.inside.by_name]
+        return ""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop whose body runs `times` each time it is reached, and `total` times in all."""
+    """A loop whose body runs `times` each time it is reached, and `total` times in all; `where` is its source line."""
 
     times: float
     total: float
-    execution: Execution
+    where: str
     is_known: bool
 
 
-def walk(module: Module, trips: Trips = lambda stack: None) -> tuple[list[Execution], list[Loop]]:
+def walk(module: Module, trips: Trips = lambda op_name: None) -> tuple[list[Execution], list[Loop]]:
     """All executions, and the loops. All branches of a conditional count, since they differ from step to step.
 
     `trips` gives the mean trip count of loops whose bound is computed at run time; if it returns None, the body counts
@@ -39,32 +61,32 @@ def walk(module: Module, trips: Trips = lambda stack: None) -> tuple[list[Execut
     executions: list[Execution] = []
     loops: list[Loop] = []
 
-    def visit(name: str, times: float, fusion: Instruction | None) -> None:
+    def visit(name: str, times: float, fusion: HloInstruction | None) -> None:
         inside = module.computations[name]
-        for one in inside.instructions:
-            execution = Execution(one, inside, times, fusion)
+        for op in inside.instructions:
+            execution = Execution(module, op, inside, times, fusion)
             executions.append(execution)
-            if one.opcode == "while":
-                count: float | None = trip_count(module, inside, one)
+            if op.opcode == "while":
+                count: float | None = trip_count(module, inside, op)
                 if count is None:
-                    count = trips(module.stack(one.frame))
+                    count = trips(op.op_name)
                 number = 1.0 if count is None else count
-                loops.append(Loop(number, number * times, execution, count is not None))
-                visit(one.called("body") or "", times * number, fusion)
+                loops.append(Loop(number, number * times, execution.where, count is not None))
+                visit(op.called("body") or "", times * number, fusion)
             else:
-                for called in _called(one):
-                    visit(called, times, one if one.opcode == "fusion" else fusion)
+                for called in _called(op):
+                    visit(called, times, op if op.opcode == "fusion" else fusion)
 
     visit(module.entry, 1.0, None)
     return executions, loops
 
 
-def _called(one: Instruction) -> Iterator[str]:
+def _called(op: HloInstruction) -> Iterator[str]:
     """Computations that an instruction runs once; not those applied to single elements, such as a reduction's."""
-    if one.opcode in ("fusion", "async-start"):
-        yield from filter(None, [one.called("calls")])
-    elif one.opcode == "call":
-        yield from filter(None, [one.called("to_apply")])
-    elif one.opcode == "conditional":
-        branches = one.called_all("branch_computations")
-        yield from branches or filter(None, (one.called(f"{side}_computation") for side in ("true", "false")))
+    if op.opcode in ("fusion", "async-start"):
+        yield from filter(None, [op.called("calls")])
+    elif op.opcode == "call":
+        yield from filter(None, [op.called("to_apply")])
+    elif op.opcode == "conditional":
+        branches = op.called_all("branch_computations")
+        yield from branches or filter(None, (op.called(f"{side}_computation") for side in ("true", "false")))

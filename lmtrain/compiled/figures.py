@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lmtrain.compiled.collectives import Collective, Network, find_collectives
-from lmtrain.compiled.executions import Execution, Loop, Trips, walk
-from lmtrain.compiled.hlo import Module, parse_hlo
+from lmtrain.compiled.executions import Loop, Trips, walk
+from lmtrain.compiled.hlo import parse_hlo
 from lmtrain.compiled.products import call_target, flops
 from lmtrain.compiled.traffic import hbm_bytes
 
@@ -17,9 +17,6 @@ _NO_KERNELS = (
     *("MoveToHost", "MoveToDevice", "xla.sdy", "__cublas", "__onednn", "__gpu$TopK"),
 )
 
-# Maximum number of instructions to search for a source line.
-_LOOK_BACK = 60
-
 
 @dataclass(frozen=True)
 class Product:
@@ -29,14 +26,9 @@ class Product:
     op_name: str
     flops: float
 
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether gradient checkpointing recomputes it in the backward pass."""
-        return "rematted_computation" in self.op_name
-
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelCall:
     """A call of a kernel, whose FLOPs are not in the program's text."""
 
     target: str
@@ -47,18 +39,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one device in one execution of the program. Places are source lines, see `place_of`.
-
-    `traffic` has the bytes of HBM read and written, by place. `places` are those of `collectives`.
-    """
+    """Figures of one device in one execution of the program; `traffic` has bytes of HBM by source line."""
 
     products: Sequence[Product]
-    kernels: Sequence[Kernel]
+    kernels: Sequence[KernelCall]
     traffic: Mapping[str, float]
     collectives: Sequence[Collective]
-    places: Sequence[str]
     loops: Sequence[Loop]
-    loop_places: Sequence[str]
 
     @property
     def flops(self) -> float:
@@ -73,57 +60,20 @@ class Figures:
         return sum(collective.wire_bytes for collective in self.collectives)
 
 
-def measure(
-    text: str,
-    network: Network,
-    trips: Trips = lambda stack: None,
-) -> Figures:
-    """Figures of a program from its HLO text.
-
-    `trips` gives the mean trip counts of loops with computed bounds.
-    """
+def measure(text: str, network: Network, trips: Trips = lambda op_name: None) -> Figures:
+    """Figures of a program from its HLO text. `trips` gives the mean trip counts of loops with computed bounds."""
     module = parse_hlo(text)
     executions, loops = walk(module, trips)
-    collectives = find_collectives(module, executions, network)
     products: list[Product] = []
-    kernels: list[Kernel] = []
+    kernels: list[KernelCall] = []
     traffic: dict[str, float] = defaultdict(float)
     for execution in executions:
-        one = execution.instruction
-        operations = flops(execution.inside, one) * execution.times
+        op = execution.instruction
+        operations = flops(execution.inside, op) * execution.times
         if operations:
-            products.append(Product(place_of(module, execution), one.op_name, operations))
-        target = call_target(one)
+            products.append(Product(execution.where, op.op_name, operations))
+        target = call_target(op)
         if target and not target.startswith(_NO_KERNELS):
-            kernels.append(Kernel(target, place_of(module, execution), one.op_name, execution.times))
-        traffic[place_of(module, execution)] += hbm_bytes(module, execution) * execution.times
-    return Figures(
-        products,
-        kernels,
-        traffic,
-        collectives,
-        [place_of(module, one.execution) for one in collectives],
-        loops,
-        [place_of(module, one.execution) for one in loops],
-    )
-
-
-def place_of(module: Module, execution: Execution, package: str = "lmtrain/") -> str:
-    """The innermost source line within the package, `models/layers/linear.py:57`; empty if there is none.
-
-    Instructions that the compiler inserted have no line: they get that of their fusion, or of their operands.
-    """
-    seen = [execution.instruction, *([execution.fusion] if execution.fusion else [])]
-    for one in seen:
-        stack = module.stack(one.frame)
-        found = next((frame for frame in stack if _is_of(package, frame.file)), None)
-        if found is not None:
-            return f"{found.file.rpartition(package)[2]}:{found.line}"
-        if len(seen) < _LOOK_BACK:
-            seen += [execution.inside.by_name[name] for name in one.operands if name in execution.inside.by_name]
-    return ""
-
-
-def _is_of(package: str, file: str) -> bool:
-    """Whether a file belongs to the package; files of other packages in a virtual environment below it do not."""
-    return package in file and "site-packages/" not in file.rpartition(package)[2]
+            kernels.append(KernelCall(target, execution.where, op.op_name, execution.times))
+        traffic[execution.where] += hbm_bytes(execution) * execution.times
+    return Figures(products, kernels, traffic, find_collectives(executions, network), loops)

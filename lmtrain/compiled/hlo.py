@@ -17,7 +17,7 @@ _FIELD = re.compile(r"(\w+)=(\d+)")
 
 
 @dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     """One line of a computation. `operands` are names of other instructions; `attributes` is the text after them."""
 
     name: str
@@ -33,31 +33,34 @@ class Instruction:
         """The arrays of the result."""
         return parse_shapes(self.type_text)
 
+    def find(self, pattern: str) -> str | None:
+        """The group of a regular expression in the attributes; None if they do not match."""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else None
+
     def called(self, attribute: str) -> str | None:
         """The computation named by an attribute such as `calls`, `body`, `condition`."""
-        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else None
+        return self.find(rf"\b{attribute}=%?([\w.\-]+)")
 
     def called_all(self, attribute: str) -> list[str]:
         """The computations of an attribute that is a list, such as `branch_computations`."""
-        found = re.search(rf"\b{attribute}=\{{([^}}]*)\}}", self.attributes)
-        return [name.strip().removeprefix("%") for name in found[1].split(",")] if found else []
+        names = self.find(rf"\b{attribute}=\{{([^}}]*)\}}")
+        return [name.strip().removeprefix("%") for name in names.split(",")] if names else []
 
     @property
     def op_name(self) -> str:
         """JAX's name of the source operation, `jit(step)/jvp(Model.hidden)/while/body/...`; may be empty."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return self.find(r'op_name="([^"]*)"') or ""
 
     @property
     def frame(self) -> int | None:
-        found = re.search(r"stack_frame_id=(\d+)", self.attributes)
-        return int(found[1]) if found else None
+        number = self.find(r"stack_frame_id=(\d+)")
+        return int(number) if number else None
 
     def integers(self, attribute: str) -> tuple[int, ...]:
         """An attribute such as `lhs_contracting_dims={1,2}`."""
-        found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(part) for part in found[1].split(",") if part) if found else ()
+        numbers = self.find(rf"\b{attribute}=\{{([\d,]*)\}}") or ""
+        return tuple(int(part) for part in numbers.split(",") if part)
 
 
 @dataclass(frozen=True)
@@ -65,33 +68,32 @@ class Computation:
     """A list of instructions in scheduled order."""
 
     name: str
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[HloInstruction, ...]
 
     @functools.cached_property
-    def by_name(self) -> Mapping[str, Instruction]:
+    def by_name(self) -> Mapping[str, HloInstruction]:
         return {instruction.name: instruction for instruction in self.instructions}
 
     @functools.cached_property
-    def root(self) -> Instruction:
-        return next((one for one in self.instructions if one.is_root), self.instructions[-1])
+    def root(self) -> HloInstruction:
+        return next((op for op in self.instructions if op.is_root), self.instructions[-1])
 
     @functools.cached_property
-    def parameters(self) -> Mapping[int, Instruction]:
+    def parameters(self) -> Mapping[int, HloInstruction]:
         """Its parameters by number."""
-        return {int(one.arguments): one for one in self.instructions if one.opcode == "parameter"}
+        return {int(op.arguments): op for op in self.instructions if op.opcode == "parameter"}
 
-    def operand_shapes(self, instruction: Instruction) -> list[Shape]:
+    def operand_shapes(self, instruction: HloInstruction) -> list[Shape]:
         """The arrays of all operands."""
         return [shape for name in instruction.operands if name in self.by_name for shape in self.by_name[name].shapes]
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A place in a source file; `parent` is the number of the frame that called it, 0 for none."""
+    """A line of a source file; `parent` is the number of the frame that called it, 0 for none."""
 
     file: str
     line: int
-    function: str
     parent: int
 
 
@@ -105,11 +107,11 @@ class Module:
 
     def stack(self, frame: int | None) -> list[Frame]:
         """The frames of a call, innermost first."""
-        found: list[Frame] = []
-        while frame is not None and frame in self.frames and len(found) < 100:
-            found.append(self.frames[frame])
-            frame = found[-1].parent
-        return found
+        frames: list[Frame] = []
+        while frame is not None and frame in self.frames and len(frames) < 100:
+            frames.append(self.frames[frame])
+            frame = frames[-1].parent
+        return frames
 
 
 def parse_hlo(text: str) -> Module:
@@ -123,15 +125,15 @@ def parse_hlo(text: str) -> Module:
     for line in text.splitlines():
         if name is not None:
             if line == "}" or line.startswith("}, execution_thread"):
-                parsed = (_parse_instruction(one) for one in lines)
-                computations[name] = Computation(name, tuple(one for one in parsed if one is not None))
+                parsed = (_parse_instruction(op) for op in lines)
+                computations[name] = Computation(name, tuple(op for op in parsed if op is not None))
                 name, lines = None, []
             elif line.startswith("  ") or not lines:
                 lines.append(line)
             else:  # an attribute with line breaks, as kernels have
                 lines[-1] += line
-        elif (found := _TABLE.match(line)) is not None:
-            table = tables.setdefault(found[1], {})
+        elif (heading := _TABLE.match(line)) is not None:
+            table = tables.setdefault(heading[1], {})
         elif table is not None and (numbered := _ENTRY.match(line)) is not None:
             table[int(numbered[1])] = numbered[2]
         elif not line.startswith("HloModule") and (header := _COMPUTATION.match(line)) is not None:
@@ -142,7 +144,7 @@ def parse_hlo(text: str) -> Module:
     return Module(computations, entry, _frames(tables))
 
 
-def _parse_instruction(line: str) -> Instruction | None:
+def _parse_instruction(line: str) -> HloInstruction | None:
     named = _NAME.match(line)
     if named is None:
         return None
@@ -152,7 +154,7 @@ def _parse_instruction(line: str) -> Instruction | None:
         return None
     close = _closing(line, opcode.end() - 1)
     arguments = line[opcode.end() : close]
-    return Instruction(
+    return HloInstruction(
         named["name"],
         opcode["opcode"],
         line[named.end() : end],
@@ -166,8 +168,8 @@ def _parse_instruction(line: str) -> Instruction | None:
 def _end_of_type(line: str, start: int) -> int:
     if line[start] == "(":
         return _closing(line, start) + 1
-    found = line.find(" ", start)
-    return len(line) if found < 0 else found
+    end = line.find(" ", start)
+    return len(line) if end < 0 else end
 
 
 def _closing(line: str, start: int) -> int:
@@ -184,18 +186,16 @@ def _closing(line: str, start: int) -> int:
 
 
 def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, Frame]:
-    files, functions = ({number: name.strip('"') for number, name in tables.get(kind, {}).items()}
-                        for kind in ("FileNames", "FunctionNames"))  # fmt: skip
+    files = {number: name.strip('"') for number, name in tables.get("FileNames", {}).items()}
     locations = {number: _fields(entry) for number, entry in tables.get("FileLocations", {}).items()}
     frames = {}
     for number, entry in tables.get("StackFrames", {}).items():
         fields = _fields(entry)
-        place = locations.get(fields.get("file_location_id", 0), {})
+        location = locations.get(fields.get("file_location_id", 0), {})
         # XLA prints the parent's number plus one; 1 means none
         frames[number] = Frame(
-            files.get(place.get("file_name_id", 0), ""),
-            place.get("line", 0),
-            functions.get(place.get("function_name_id", 0), ""),
+            files.get(location.get("file_name_id", 0), ""),
+            location.get("line", 0),
             fields.get("parent_frame_id", 1) - 1,
         )
     return frames

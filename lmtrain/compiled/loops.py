@@ -1,35 +1,58 @@
-"""Trip counts of `while` loops, as far as they follow from the program's text."""
+"""Trip counts of `while` loops, as far as they follow from the program's text.
+
+A loop that runs 12 times, since it counts from 0 by 1 while the counter is less than 12:
+
+    %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+      %i = s32[] get-tuple-element(%p), index=0
+      %step = s32[] constant(1)
+      %next = s32[] add(%i, %step)
+      ...
+      ROOT %out = (s32[], f32[8]) tuple(%next, %y)
+    }
+
+    %condition (p: (s32[], f32[8])) -> pred[] {
+      %i = s32[] get-tuple-element(%p), index=0
+      %end = s32[] constant(12)
+      ROOT %less = pred[] compare(%i, %end), direction=LT
+    }
+
+    ENTRY %main (x: f32[8]) -> f32[8] {
+      %zero = s32[] constant(0)
+      %start = (s32[], f32[8]) tuple(%zero, %x)
+      %loop = (s32[], f32[8]) while(%start), condition=%condition, body=%body
+      ...
+
+The addition and the comparison may be inside fusions, and the bound may be another element of the tuple that the body
+passes on unchanged.
+"""
 
 import re
-from collections.abc import Mapping
 
-from lmtrain.compiled.hlo import Computation, Instruction, Module
+from lmtrain.compiled.hlo import Computation, HloInstruction, Module
 
-_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _THROUGH = ("copy", "bitcast", "convert", "reshape", "broadcast", "copy-start", "copy-done", "opt-barrier")
 
 
-def trip_count(module: Module, inside: Computation, loop: Instruction) -> int | None:
+def trip_count(module: Module, inside: Computation, loop: HloInstruction) -> int | None:
     """The trip count of `loop`, an instruction of `inside`; None if it depends on computed values.
 
     XLA:GPU writes the number into the loop's configuration. Otherwise the loop must count a variable from a constant
     by a constant step to a constant bound in its condition.
     """
-    known = _KNOWN.search(loop.attributes)
+    known = loop.find(r'"known_trip_count":\{"n":"(\d+)"\}')
     if known is not None:
-        return int(known[1])
+        return int(known)
     condition, body = (module.computations[loop.called(part) or ""] for part in ("condition", "body"))
-    counter = _compared(module, condition)
-    if counter is None:
+    compared = _compared(module, condition)
+    if compared is None:
         return None
-    index, direction, bound = counter
-    initial = _carried(inside, loop, index)
-    begin = None if initial is None else _constant(inside, initial)
-    last = bound if isinstance(bound, int) else _invariant(inside, loop, body, bound[0])
+    index, direction, bound = compared
+    begin = _initial(inside, loop, index)
+    end = bound if isinstance(bound, int) else _invariant(inside, loop, body, bound[0])
     step = _step(module, body, index)
-    if begin is None or last is None or not step:
+    if begin is None or end is None or not step:
         return None
-    distance = (last - begin) * (1 if step > 0 else -1)
+    distance = (end - begin) * (1 if step > 0 else -1)
     if direction in ("LE", "GE"):
         distance += 1
     return max(-(-distance // abs(step)), 0)
@@ -37,82 +60,78 @@ def trip_count(module: Module, inside: Computation, loop: Instruction) -> int | 
 
 def _compared(module: Module, condition: Computation) -> tuple[int, str, int | tuple[int]] | None:
     """The tuple index of the loop variable, the direction, and the bound: a constant, or (the index of a value,)."""
-    where: Computation = condition
-    compare = condition.root
-    outer: Mapping[int, Instruction] = {}
+    inside, compare = condition, condition.root
+    outer: dict[int, HloInstruction] = {}
     if compare.opcode == "fusion":
-        where = module.computations[compare.called("calls") or ""]
         outer = {number: condition.by_name[name] for number, name in enumerate(compare.operands)}
-        compare = where.root
+        inside = module.computations[compare.called("calls") or ""]
+        compare = inside.root
     if compare.opcode != "compare":
         return None
 
     def resolve(name: str) -> int | tuple[int] | None:
-        one = where.by_name[name]
-        while one.opcode in _THROUGH:
-            one = where.by_name[one.operands[0]]
-        home = where
-        if one.opcode == "parameter" and outer:
-            one, home = outer[int(one.arguments)], condition
-        value = _constant(home, one)
+        op, computation = _source(inside, inside.by_name[name]), inside
+        if op.opcode == "parameter" and outer:
+            op, computation = outer[int(op.arguments)], condition
+        value = _constant(computation, op)
         if value is not None:
             return value
-        found = re.search(r"index=(\d+)", one.attributes) if one.opcode == "get-tuple-element" else None
-        return (int(found[1]),) if found else None
+        index = op.find(r"index=(\d+)") if op.opcode == "get-tuple-element" else None
+        return (int(index),) if index else None
 
     left, right = (resolve(name) for name in compare.operands[:2])
-    found = re.search(r"direction=(\w+)", compare.attributes)
-    direction = found[1] if found else ""
+    direction = compare.find(r"direction=(\w+)") or ""
     if isinstance(left, tuple) and right is not None and direction in ("LT", "LE", "NE", "GT", "GE"):
         return left[0], direction, right
     return None
 
 
-def _carried(inside: Computation, loop: Instruction, index: int) -> Instruction | None:
-    """The initial value of a loop's variable."""
+def _initial(inside: Computation, loop: HloInstruction, index: int) -> int | None:
+    """The initial value of an element of the loop's tuple, if it is constant."""
     start = inside.by_name.get(loop.operands[0])
     if start is None or start.opcode != "tuple" or index >= len(start.operands):
         return None
-    return inside.by_name.get(start.operands[index])
+    op = inside.by_name.get(start.operands[index])
+    return None if op is None else _constant(inside, op)
 
 
-def _invariant(inside: Computation, loop: Instruction, body: Computation, index: int) -> int | None:
+def _invariant(inside: Computation, loop: HloInstruction, body: Computation, index: int) -> int | None:
     """The loop-invariant constant at this index."""
     if body.root.opcode != "tuple":
         return None
     kept = body.by_name.get(body.root.operands[index])
     if kept is None or kept.opcode != "get-tuple-element" or f"index={index}" not in kept.attributes:
         return None
-    start = _carried(inside, loop, index)
-    return None if start is None else _constant(inside, start)
+    return _initial(inside, loop, index)
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
     """The constant that the body adds to the loop variable."""
     if body.root.opcode != "tuple":
         return None
-    where, one = body, body.by_name[body.root.operands[index]]
-    while one.opcode in _THROUGH:
-        one = where.by_name[one.operands[0]]
-    if one.opcode == "get-tuple-element" and where.by_name[one.operands[0]].opcode == "fusion":
+    inside, op = body, _source(body, body.by_name[body.root.operands[index]])
+    if op.opcode == "get-tuple-element" and body.by_name[op.operands[0]].opcode == "fusion":
         return None
-    if one.opcode == "fusion":
-        fused = module.computations[one.called("calls") or ""]
-        outer = {number: body.by_name[name] for number, name in enumerate(one.operands)}
-        where, one = fused, fused.root
-        constants = [_constant(body, outer[int(p.arguments)]) for p in fused.instructions if p.opcode == "parameter"]
-    else:
-        constants = []
-    if one.opcode not in ("add", "subtract"):
+    constants: list[int | None] = []
+    if op.opcode == "fusion":
+        operands = [body.by_name[name] for name in op.operands]
+        inside = module.computations[op.called("calls") or ""]
+        constants = [_constant(body, operands[number]) for number in inside.parameters]
+        op = inside.root
+    if op.opcode not in ("add", "subtract"):
         return None
-    constants += [_constant(where, where.by_name[name]) for name in one.operands]
-    found = [value for value in constants if value is not None]
-    return (found[0] if one.opcode == "add" else -found[0]) if len(found) == 1 else None
+    constants += [_constant(inside, inside.by_name[name]) for name in op.operands]
+    steps = [value for value in constants if value is not None]
+    return (steps[0] if op.opcode == "add" else -steps[0]) if len(steps) == 1 else None
 
 
-def _constant(where: Computation, one: Instruction) -> int | None:
-    while one.opcode in _THROUGH and one.operands and one.operands[0] in where.by_name:
-        one = where.by_name[one.operands[0]]
-    if one.opcode != "constant" or not re.fullmatch(r"-?\d+", one.arguments):
-        return None
-    return int(one.arguments)
+def _source(inside: Computation, op: HloInstruction) -> HloInstruction:
+    """The instruction whose value `op` copies or converts."""
+    while op.opcode in _THROUGH and op.operands and op.operands[0] in inside.by_name:
+        op = inside.by_name[op.operands[0]]
+    return op
+
+
+def _constant(inside: Computation, op: HloInstruction) -> int | None:
+    op = _source(inside, op)
+    return int(op.arguments) if op.opcode == "constant" and re.fullmatch(r"-?\d+", op.arguments) else None

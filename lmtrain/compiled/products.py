@@ -6,22 +6,19 @@ A multiplication and an addition are two operations. On programs without loops t
 import math
 import re
 
-from lmtrain.compiled.hlo import Computation, Instruction
+from lmtrain.compiled.hlo import Computation, HloInstruction
 
 _GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
-_CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-_WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
-def call_target(instruction: Instruction) -> str:
+def call_target(instruction: HloInstruction) -> str:
     """The target function of a custom call; empty for other instructions."""
-    found = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
-    return found[1] if found else ""
+    target = instruction.find(r'custom_call_target="([^"]*)"') if instruction.opcode == "custom-call" else None
+    return target or ""
 
 
-def flops(inside: Computation, instruction: Instruction) -> float:
+def flops(inside: Computation, instruction: HloInstruction) -> float:
     """FLOPs of one execution of an instruction, 0 if it is not a product."""
     if instruction.opcode == "dot":
         contracted = instruction.integers("lhs_contracting_dims")
@@ -29,18 +26,17 @@ def flops(inside: Computation, instruction: Instruction) -> float:
     if instruction.opcode == "convolution":
         return _convolution(inside, instruction)
     if call_target(instruction).startswith(_GEMM_CALLS):
-        found = _CONTRACTING.search(instruction.attributes)
-        dims = tuple(int(part) for part in re.findall(r"\d+", found[1])) if found else ()
-        return _dot(inside, instruction, dims)
+        numbers = instruction.find(r'"lhs_contracting_dimensions":\[([^\]]*)\]') or ""
+        return _dot(inside, instruction, tuple(map(int, re.findall(r"\d+", numbers))))
     return 0.0
 
 
-def _dot(inside: Computation, instruction: Instruction, contracted: tuple[int, ...]) -> float:
+def _dot(inside: Computation, instruction: HloInstruction, contracted: tuple[int, ...]) -> float:
     left = inside.by_name[instruction.operands[0]].shapes[0]
     return 2.0 * instruction.shapes[0].size * math.prod(left.dims[dim] for dim in contracted)
 
 
-def _convolution(inside: Computation, instruction: Instruction) -> float:
+def _convolution(inside: Computation, instruction: HloInstruction) -> float:
     """2 x batch x output features x input features of a group x valid positions of the window.
 
     XLA:TPU turns products into convolutions whose window extends beyond the array; only positions inside count.
@@ -50,7 +46,7 @@ def _convolution(inside: Computation, instruction: Instruction) -> float:
     of_input, of_kernel, of_output = labels[1], labels[2], labels[3]
     data, kernel = (inside.by_name[name].shapes[0] for name in instruction.operands[:2])
     result = instruction.shapes[0]
-    groups = _number(instruction, "batch_group_count")
+    groups = int(instruction.find(r"\bbatch_group_count=(\d+)") or 1)
     positions = 1
     for axis in range(len(of_input) - 2):
         digit = str(axis)
@@ -66,14 +62,9 @@ def _convolution(inside: Computation, instruction: Instruction) -> float:
     return 2.0 * batch * features * positions
 
 
-def _number(instruction: Instruction, attribute: str) -> int:
-    found = re.search(rf"\b{attribute}=(\d+)", instruction.attributes)
-    return int(found[1]) if found else 1
-
-
-def _window(instruction: Instruction, axis: int) -> dict[str, tuple[int, ...]]:
-    found = _WINDOW.search(instruction.attributes)
-    parts = dict(item.split("=", 1) for item in found[1].split()) if found else {}
+def _window(instruction: HloInstruction, axis: int) -> dict[str, tuple[int, ...]]:
+    window = instruction.find(r"window=\{([^}]*)\}") or ""
+    parts = dict(item.split("=", 1) for item in window.split())
     return {name: tuple(int(part) for part in value.split("x")[axis].split("_")) for name, value in parts.items()}
 
 

@@ -6,7 +6,7 @@ part counts. Caches are not modelled: a GPU, whose cache holds small arrays, may
 """
 
 from lmtrain.compiled.executions import Execution
-from lmtrain.compiled.hlo import Computation, Instruction, Module
+from lmtrain.compiled.hlo import Computation, HloInstruction, Module
 
 # Instructions without memory traffic, or whose traffic is that of the instructions inside.
 _NONE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
@@ -15,55 +15,55 @@ _NONE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "whil
 _SLICING = ("dynamic-slice", "slice", "gather")
 
 
-def hbm_bytes(module: Module, execution: Execution) -> float:
+def hbm_bytes(execution: Execution) -> float:
     """Bytes of one execution of an instruction; instructions inside a fusion are counted with the fusion."""
-    one, inside = execution.instruction, execution.inside
-    if execution.fusion is not None or one.opcode in _NONE or one.opcode.endswith(("-done", "-update")):
+    module, op, inside = execution.module, execution.instruction, execution.inside
+    if execution.fusion is not None or op.opcode in _NONE or op.opcode.endswith(("-done", "-update")):
         return 0.0
-    if one.opcode == "fusion":
-        return _fusion(module, inside, one)
-    operands = [_operand(inside, name) for name in one.operands]
-    result = sum(shape.hbm_bytes for shape in one.shapes)
-    if one.opcode in _SLICING:
+    if op.opcode == "fusion":
+        return _fusion(module, inside, op)
+    operands = [_operand(inside, name) for name in op.operands]
+    result = sum(shape.hbm_bytes for shape in op.shapes)
+    if op.opcode in _SLICING:
         return 2 * result + sum(operands[1:])
-    if one.opcode == "dynamic-update-slice":
+    if op.opcode == "dynamic-update-slice":
         return 2 * operands[1]
-    if one.opcode == "scatter":
+    if op.opcode == "scatter":
         return 3 * sum(operands[len(operands) // 2 + 1 :]) + operands[len(operands) // 2]
-    if one.opcode == "slice-start":  # its result is (operands, slice, context)
-        part = one.shapes[len(one.operands)]
+    if op.opcode == "slice-start":  # its result is (operands, slice, context)
+        part = op.shapes[len(op.operands)]
         return (part.bytes if operands[0] else 0.0) + part.hbm_bytes
-    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+    if op.opcode.endswith("-start") and op.opcode != "all-reduce-start":
         return result  # the result includes the operands
     return sum(operands) + result
 
 
 def _operand(inside: Computation, name: str) -> float:
-    found = inside.by_name.get(name)
-    return sum(shape.hbm_bytes for shape in found.shapes) if found is not None else 0.0
+    operand = inside.by_name.get(name)
+    return sum(shape.hbm_bytes for shape in operand.shapes) if operand is not None else 0.0
 
 
-def _fusion(module: Module, inside: Computation, one: Instruction) -> float:
-    fused = module.computations[one.called("calls") or ""]
+def _fusion(module: Module, inside: Computation, op: HloInstruction) -> float:
+    fused = module.computations[op.called("calls") or ""]
     total = 0.0
-    for number, name in enumerate(one.operands):
-        whole = _operand(inside, name)
+    for number, name in enumerate(op.operands):
+        complete = _operand(inside, name)
         parameter = fused.parameters.get(number)
-        if whole and parameter is not None:
-            total += min(whole, _read(module, fused, parameter))
-    return total + _written(module, fused, one)
+        if complete and parameter is not None:
+            total += min(complete, _read(module, fused, parameter))
+    return total + _written(module, fused, op)
 
 
-def _read(module: Module, fused: Computation, parameter: Instruction) -> float:
+def _read(module: Module, fused: Computation, parameter: HloInstruction) -> float:
     """Bytes that a fusion reads of one of its operands."""
     updated = _updated_in_place(module, fused)
     total = 0.0
     for user in _users(fused, parameter.name):
         if user.opcode == "fusion":
-            within = module.computations[user.called("calls") or ""]
+            nested = module.computations[user.called("calls") or ""]
             names = _aliases(fused, parameter.name)
             numbers = [number for number, name in enumerate(user.operands) if name in names]
-            total += sum(_read(module, within, within.parameters[number]) for number in numbers)
+            total += sum(_read(module, nested, nested.parameters[number]) for number in numbers)
         elif user.opcode in _SLICING and user.operands[0] in _aliases(fused, parameter.name):
             total += sum(shape.bytes for shape in user.shapes)
         elif user.name in updated and user.operands[0] in _aliases(fused, parameter.name):
@@ -76,52 +76,54 @@ def _read(module: Module, fused: Computation, parameter: Instruction) -> float:
 def _aliases(fused: Computation, name: str) -> set[str]:
     """All names of a value: its own, and those of reinterpretations of its bytes."""
     names = {name}
-    for one in fused.instructions:
-        if one.opcode in ("bitcast", "get-tuple-element") and one.operands and one.operands[0] in names:
-            names.add(one.name)
+    for op in fused.instructions:
+        if op.opcode in ("bitcast", "get-tuple-element") and op.operands and op.operands[0] in names:
+            names.add(op.name)
     return names
 
 
-def _users(fused: Computation, name: str) -> list[Instruction]:
+def _users(fused: Computation, name: str) -> list[HloInstruction]:
     names = _aliases(fused, name)
-    return [one for one in fused.instructions if one.name not in names and names & set(one.operands)]
+    return [op for op in fused.instructions if op.name not in names and names & set(op.operands)]
 
 
 def _updated_in_place(module: Module, fused: Computation) -> dict[str, float]:
     """The results of a fusion that are partly updated in place: bytes of the updated part, by name."""
-    found = {}
+    parts_by_name = {}
     for name in _results(fused):
-        one = _source(fused, name)
-        if one.opcode == "dynamic-update-slice":
-            found[one.name] = sum(shape.bytes for shape in fused.by_name[one.operands[1]].shapes)
-        elif one.opcode == "scatter":
-            updates = one.operands[len(one.operands) // 2 + 1 :]
-            found[one.name] = 2 * sum(shape.bytes for update in updates for shape in fused.by_name[update].shapes)
-        elif one.opcode == "fusion" and len(one.shapes) == 1:
-            within = module.computations[one.called("calls") or ""]
-            parts = _updated_in_place(module, within)
+        op = _source(fused, name)
+        if op.opcode == "dynamic-update-slice":
+            parts_by_name[op.name] = sum(shape.bytes for shape in fused.by_name[op.operands[1]].shapes)
+        elif op.opcode == "scatter":
+            updates = op.operands[len(op.operands) // 2 + 1 :]
+            parts_by_name[op.name] = 2 * sum(
+                shape.bytes for update in updates for shape in fused.by_name[update].shapes
+            )
+        elif op.opcode == "fusion" and len(op.shapes) == 1:
+            nested = module.computations[op.called("calls") or ""]
+            parts = _updated_in_place(module, nested)
             if parts:
-                found[one.name] = sum(parts.values())
-    return found
+                parts_by_name[op.name] = sum(parts.values())
+    return parts_by_name
 
 
 def _results(fused: Computation) -> list[str]:
     return list(fused.root.operands) if fused.root.opcode == "tuple" else [fused.root.name]
 
 
-def _source(fused: Computation, name: str) -> Instruction:
+def _source(fused: Computation, name: str) -> HloInstruction:
     """The instruction that computes a result, ignoring changes of its type."""
-    one = fused.by_name[name]
-    while one.opcode in ("bitcast", "convert", "copy") and one.operands and one.operands[0] in fused.by_name:
-        one = fused.by_name[one.operands[0]]
-    return one
+    op = fused.by_name[name]
+    while op.opcode in ("bitcast", "convert", "copy") and op.operands and op.operands[0] in fused.by_name:
+        op = fused.by_name[op.operands[0]]
+    return op
 
 
-def _written(module: Module, fused: Computation, one: Instruction) -> float:
+def _written(module: Module, fused: Computation, op: HloInstruction) -> float:
     """Bytes that a fusion writes: its results, or the parts of them that it updates."""
     updated = _updated_in_place(module, fused)
     return sum(
         min(updated.get(_source(fused, name).name, shape.bytes), shape.bytes)
-        for name, shape in zip(_results(fused), one.shapes, strict=False)
+        for name, shape in zip(_results(fused), op.shapes, strict=False)
         if not shape.space
     )

@@ -12,18 +12,20 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lmtrain.config.durations import format_duration
+from lmtrain.config.setting import role_of
 
 _WORDS = {int: "int", float: "float", str: "text", bool: "true/false", timedelta: "duration", type(None): "null"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its dotted name, its type and default as written in YAML, and its description."""
+    """One setting: its dotted name, its type and default as written in YAML, its description and its role, if any."""
 
     name: str
     type: str
     default: str
     description: str
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,14 @@ class Group:
 
 def describe(model: type[BaseModel], at: str = "") -> list[Group]:
     """All groups below `model`. Settings shared by several kinds of a section come once, before those of each kind."""
-    settings: dict[tuple[str, type], list[Setting]] = {}
-    having: dict[tuple[str, type], list[str | None]] = {}
-    known: dict[str, set[str | None]] = {}
-    for section, kind, cls, found in _groups(model, at, None):
-        settings.setdefault((section, cls), found)
-        having.setdefault((section, cls), []).append(kind)
-        known.setdefault(section, set()).add(kind)
-    groups = []
-    for (section, cls), found in settings.items():
-        kinds = having[section, cls]
-        some = [kind for kind in kinds if kind is not None and known[section] != set(kinds)]
-        groups.append(Group(section, tuple(some), _doc(cls), found))
-    return groups
+    listed = list(_groups(model, at, None))
+    groups: dict[tuple[str, type], Group] = {}
+    for section, _, cls, settings in listed:
+        of_section = {kind for other, kind, *_ in listed if other == section}
+        kinds = [kind for other, kind, defined_in, _ in listed if (other, defined_in) == (section, cls)]
+        some = () if of_section == set(kinds) else tuple(filter(None, kinds))
+        groups.setdefault((section, cls), Group(section, some, _doc(cls), settings))
+    return list(groups.values())
 
 
 def format_settings(groups: list[Group]) -> str:
@@ -86,12 +83,11 @@ def _groups(model: type[BaseModel], at: str, kind: str | None) -> Iterator[tuple
             continue  # it is in the title of the group
         if not sections or not _only_sections(field.annotation):
             by_class.setdefault(_defined_in(model, name), []).append(_setting(path, field))
-        listed = "[]" if _is_list(field.annotation) else ".<name>" if _is_map(field.annotation) else ""
-        below += [(path + listed, section) for section in sections]
+        below += [(path + entry_name(field.annotation), section) for section in sections]
     for cls, settings in by_class.items():
         yield at, kind, cls, settings
     for path, section in below:
-        yield from _groups(section, path, _kind(section))
+        yield from _groups(section, path, kind_of(section))
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
@@ -138,7 +134,7 @@ def _without_defaults(section: BaseModel) -> dict[str, Any]:
 
 def _setting(path: str, field: FieldInfo) -> Setting:
     default = "required" if field.is_required() else written(field.get_default(call_default_factory=True))
-    return Setting(path, type_name(field.annotation), default, field.description or "")
+    return Setting(path, type_name(field.annotation), default, field.description or "", role_of(field) or "")
 
 
 def _defined_in(model: type[BaseModel], name: str) -> type:
@@ -153,16 +149,18 @@ def _only_sections(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _is_list(annotation: Any) -> bool:
-    is_list = get_origin(annotation) is list and bool(sections_of(annotation))
-    return is_list or any(_is_list(part) for part in get_args(annotation))
+def entry_name(annotation: Any) -> str:
+    """What follows the name of a list or map of sections in names of their settings: `[]` or `.<name>`."""
+    origin = get_origin(annotation)
+    if origin is dict:
+        return ".<name>"
+    if origin is list and sections_of(annotation):
+        return "[]"
+    return next(filter(None, map(entry_name, get_args(annotation))), "")
 
 
-def _is_map(annotation: Any) -> bool:
-    return get_origin(annotation) is dict or any(get_origin(part) is dict for part in get_args(annotation))
-
-
-def _kind(section: type[BaseModel]) -> str | None:
+def kind_of(section: type[BaseModel]) -> str | None:
+    """The `type` of one of several kinds of a section."""
     field = section.model_fields.get("type")
     return field.default if field is not None and len(get_args(field.annotation)) == 1 else None
 

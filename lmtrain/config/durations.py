@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from pydantic_core import PydanticCustomError
 
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-_PATTERN = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+_PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 
 
 def parse_duration(value: Any) -> timedelta:
@@ -17,12 +17,13 @@ def parse_duration(value: Any) -> timedelta:
         return value
     if isinstance(value, int | float) or (isinstance(value, str) and value.replace(".", "", 1).isdigit()):
         raise PydanticCustomError("duration", "a duration needs a unit, for example 15m; null turns it off")
-    match = _PATTERN.fullmatch(value.replace(" ", "")) if isinstance(value, str) and value.strip() else None
-    if match is None or not any(match.groups()):
+    text = value.replace(" ", "") if isinstance(value, str) else ""
+    parts = _PART.findall(text)
+    units = [unit for _, unit in parts]
+    if not parts or _PART.sub("", text) or units != [unit for unit in _SECONDS if unit in units]:
         raise PydanticCustomError("duration", "expected a duration such as 90s, 20m, 2h, 1d or 1h30m")
-    numbers = [float(group or 0) for group in match.groups()]
     try:
-        return timedelta(seconds=sum(n * _SECONDS[unit] for n, unit in zip(numbers, "dhms", strict=True)))
+        return timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
     except OverflowError:
         raise PydanticCustomError("duration", "duration is too long; null turns it off") from None
 

@@ -5,6 +5,9 @@
 
 _REMOVE = "remove it"
 
+# Flags without a value -> what to do.
+SWITCHES = {"resume": "run the same command again to resume"}
+
 # The last part of a setting's name -> what to do.
 ADVICE = {
     # Levanter

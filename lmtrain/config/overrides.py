@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Layer, Origin, Path, lift
+from lmtrain.config.other_systems import SWITCHES
 from lmtrain.config.spellings import combine
+from lmtrain.config.tree import ConfigTree, Origin, Path, lift
 from lmtrain.config.yaml_loader import include_value, parse_value
 
 
@@ -26,6 +27,8 @@ def split_overrides(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[list
             continue
         if (own := f"--{name.removeprefix('--').replace('-', '_')}") in own_flags:
             raise UserError(f"{name}: no such flag; did you mean {own}?")
+        if (switch := name.removeprefix("--")) in SWITCHES:
+            raise UserError(f"{name}: no such setting; {SWITCHES[switch]}")
         if not equals:
             if position == len(argv) or argv[position].startswith("--"):
                 raise UserError(f"{name} needs a value, for example {name} VALUE")
@@ -36,13 +39,13 @@ def split_overrides(argv: Sequence[str], own_flags: Sequence[str]) -> tuple[list
 
 
 def apply_overrides(
-    layer: Layer,
+    tree: ConfigTree,
     overrides: Sequence[tuple[str, str]],
-    make_room: Callable[[Layer, Layer], Layer] = lambda under, over: under,
-) -> Layer:
-    """Apply the overrides to `layer` in order; a later one wins over an earlier one.
+    make_room: Callable[[ConfigTree, ConfigTree], ConfigTree] = lambda under, over: under,
+) -> ConfigTree:
+    """Apply the overrides to `tree` in order; a later one wins over an earlier one.
 
-    `make_room` removes settings of the lower layer that conflict with an override.
+    `make_room` removes settings of the lower tree that conflict with an override.
     """
     for name, text in overrides:
         flag = f"--{name}"
@@ -54,7 +57,7 @@ def apply_overrides(
         if text.startswith("include "):
             new = include_value(text.removeprefix("include ").strip(), flag, path)
         else:
-            new = lift(Layer(parse_value(text, flag)), path)
+            new = lift(ConfigTree(parse_value(text, flag)), path)
         new.origins |= {path[: end + 1]: Origin(flag) for end in range(len(path))}
-        layer = combine(make_room(layer, new), new)
-    return layer
+        tree = combine(make_room(tree, new), new)
+    return tree

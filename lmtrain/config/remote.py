@@ -1,17 +1,25 @@
 """Remote files through fsspec, with errors that say what to do. fsspec is imported only when a URL is used."""
 
+import functools
+import http.client
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.redact import find_secrets, without
 
 _ADVICE = {
     "gs": "for private buckets run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "for private buckets set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_ENDPOINT_URL for "
     "stores that are not Amazon's",
 }
+
+# Of a store or server that is throttled or out of order: requests with these answers are repeated.
+BUSY_STATUSES = (408, 429, 500, 502, 503, 504)
+_BUSY = "the server is overloaded or unavailable: repeated requests failed too"
 
 # gcsfs logs a traceback for every exception, and a warning for every request to a bucket without read permission.
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
@@ -21,23 +29,47 @@ def open_fs(path: str) -> tuple[Any, str]:
     """The fsspec file system of a path, and the path within it. Raises `UserError` for an unknown protocol."""
     import fsspec
 
+    if "://" in path:
+        _set_defaults(path.partition("://")[0])
     try:
-        fs, inside = fsspec.core.url_to_fs(path, **_timeouts(path.partition("://")[0]))
+        fs, inside = fsspec.core.url_to_fs(path)
     except (ValueError, ImportError) as error:
         raise UserError(f"{path}: {error}") from None
     fs.invalidate_cache()  # listings: other processes write too, and files missing from a cached listing are not found
     return fs, inside
 
 
-def _timeouts(scheme: str) -> dict[str, Any]:
-    """Timeouts in seconds, where the libraries have none or wait for minutes."""
-    if scheme in ("gs", "gcs"):
+@functools.cache
+def _set_defaults(scheme: str) -> None:
+    """Set timeouts, in seconds, where the libraries have none or wait for minutes; and retries.
+
+    In fsspec's own configuration, so that they also hold for file systems that Orbax opens. Settings of the user's
+    fsspec configuration take precedence.
+    """
+    import fsspec
+
+    name = {"gcs": "gs", "https": "http"}.get(scheme, scheme)
+    defaults: dict[str, Any] = {}
+    if name == "gs":
         import aiohttp
 
-        return {"requests_timeout": aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)}
-    if scheme == "s3":
-        return {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 3}}}
-    return {}
+        from lmtrain.config.retries import retry_soon
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
+        defaults = {"requests_timeout": timeout, "session_kwargs": {"middlewares": (retry_soon,)}}
+    elif name == "http":
+        from lmtrain.config.retries import retry_soon
+
+        defaults = {"client_kwargs": {"middlewares": (retry_soon,)}}
+    elif name == "s3":
+        from lmtrain.config.retries import prepare_s3
+
+        # "standard" does not repeat HEAD requests that are answered with 429. Waits up to 1, 2, 4, ... s, at random
+        retries = {"max_attempts": 5, "mode": "legacy"}
+        session = prepare_s3()
+        config = {"connect_timeout": 10, "read_timeout": 60, "retries": retries, "http_session_cls": session}
+        defaults = {"config_kwargs": config}
+    fsspec.config.conf[name] = {**defaults, **fsspec.config.conf.get(name, {})}
 
 
 def is_missing(error: BaseException) -> bool:
@@ -47,8 +79,13 @@ def is_missing(error: BaseException) -> bool:
     return isinstance(error, FileNotFoundError) and (not over_http or getattr(cause, "status", None) == 404)
 
 
+def without_query(url: str) -> str:
+    """A URL of a web server without its query, such as a signature; others unchanged, as `?` is a glob in them."""
+    return url.partition("?")[0].partition("#")[0] if url.startswith(("http://", "https://")) else url
+
+
 @contextmanager
-def told(path: str, doing: str, missing_too: bool = True) -> Iterator[None]:
+def remote_errors(path: str, doing: str, missing_too: bool = True) -> Iterator[None]:
     """Convert exceptions of a remote file system to a `UserError` that names the path.
 
     Without `missing_too`, FileNotFoundError passes unchanged. All exceptions are caught, because each library has its
@@ -62,7 +99,39 @@ def told(path: str, doing: str, missing_too: bool = True) -> Iterator[None]:
         missing = is_missing(error)
         if (missing and not missing_too) or ("://" not in path and not isinstance(error, OSError)):
             raise
-        cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
-        reason = "no such file or bucket" if missing else (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        advice = _ADVICE.get(path.partition("://")[0])
+        status, reason = (None, "no such file or bucket") if missing else _reason(error)
+        reason = without(reason, find_secrets(path))  # such as KEY:SECRET@bucket, which s3fs takes for a bucket
+        advice = _BUSY if status in BUSY_STATUSES else _ADVICE.get(path.partition("://")[0])
         raise UserError(f"{path}: cannot be {doing}: {reason}" + (f"\n  {advice}" if advice else "")) from None
+
+
+def _reason(error: Exception) -> tuple[int | None, str]:
+    """HTTP status of a failed request, if any, and a line of text that has it. Without URLs, which may have secrets."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
+    for failure in (error, cause):
+        response = getattr(failure, "response", None)  # of botocore
+        if isinstance(response, dict) and "ResponseMetadata" in response:
+            return _describe(response["ResponseMetadata"].get("HTTPStatusCode"), response["Error"].get("Message"))
+        if isinstance(status := getattr(failure, "status", None), int):  # of aiohttp
+            return _describe(status, getattr(failure, "message", ""))
+        if type(failure).__module__ == "gcsfs.retry" and (status := getattr(failure, "code", None)):
+            return _describe(status, str(failure).removesuffix(f", {status}"))
+    first, _, rest = str(error).strip().partition("\n")
+    if first.startswith("Forbidden: "):  # of gcsfs, followed by the URL
+        return _describe(403, rest)
+    if type(error).__name__ == "ProxyError":  # of gcsfs, without text
+        return _describe(502, "")
+    if isinstance(error, FileNotFoundError) and cause is not None:
+        first = str(cause).strip().partition("\n")[0] or type(cause).__name__
+    return None, first or type(error).__name__
+
+
+def _describe(status: int | None, text: str | bytes | None) -> tuple[int | None, str]:
+    """A status with its standard text, and the first line of the server's own, without HTML."""
+    own = text.decode(errors="replace") if isinstance(text, bytes) else text or ""
+    own = " ".join(re.sub(r"<[^>]*>", " ", own.strip().partition("\n")[0]).split())
+    if not str(status).isdigit():
+        return None, own or "the server gave no reason"
+    code = int(status or 0)
+    name = f"HTTP {code} {http.client.responses.get(code, '')}".strip()
+    return code, name if not own or name.endswith(own) else f"{name}: {own}"

@@ -1,6 +1,6 @@
-"""Aliases and deprecated names of settings, converted to the current names before layers are merged.
+"""Aliases and deprecated names of settings, converted to the current names before trees are merged.
 
-Aliases are accepted silently; deprecated names add a notice with the new name. Each layer (a file, an include, the
+Aliases are accepted silently; deprecated names add a notice with the new name. Each tree (a file, an include, the
 command line) is converted before merging, so that `--trainer.wandb.name x` applies to a tracker in the file's list.
 """
 
@@ -9,7 +9,8 @@ from copy import deepcopy
 from typing import Any
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Layer, Path, dotted, merge
+from lmtrain.config.replaced import without_replaced_sources
+from lmtrain.config.tree import ConfigTree, Origin, Path, dotted, value_at
 
 # section -> other name -> name
 SHORT_NAMES = {
@@ -19,167 +20,124 @@ SHORT_NAMES = {
 _OLD = {
     "trainer": {"batch_size": "train_batch_size", "eval_per_device_parallelism": "per_device_eval_parallelism"},
 }
+# Other name -> what to suggest for one like it: a short name is as good as the name, an old one is not.
+OTHER_NAMES = {
+    f"{section}.{other}": f"{section}.{other}" for section, names in SHORT_NAMES.items() for other in names
+} | {f"{section}.{other}": f"{section}.{name}" for section, names in _OLD.items() for other, name in names.items()}
 # The families that the reference documents as `model: {gpt2: {...}}`. Newer families never had this form.
 _REFERENCE_FAMILIES = ("gpt2", "llama", "mpt", "backpack")
 
-# The settings that name a text source, by kind; a layer that sets one replaces the other kinds of lower layers.
-_SOURCES = {
-    "demo": ("demo",),
-    "urls": ("train_urls", "validation_urls"),
-    "id": ("id",),
-    "configs": ("configs",),
-}
-_BELONGS_TO = {"id": ("name", "stream"), "configs": ("train_weights",)}
 
-
-def combine(under: Layer, over: Layer) -> Layer:
+def combine(under: ConfigTree, over: ConfigTree) -> ConfigTree:
     """`over` with current names, merged over `under`. Raises `UserError` if a setting is set under two names."""
-    under = _modernise(under, Layer())
+    under = _modernise(under, ConfigTree())
     over = _modernise(over, under)
-    return merge(_without_replaced_sources(under, over), over)
+    return without_replaced_sources(under, over).merge(over)
 
 
-def _modernise(layer: Layer, under: Layer) -> Layer:
-    """The layer with current names; `under` is the layer that it will be merged over."""
-    layer = Layer(deepcopy(layer.data), dict(layer.origins), list(layer.notices))
-    for renames, is_old in ((SHORT_NAMES, False), (_OLD, True)):
-        for section, names in renames.items():
-            for other, name in names.items():
-                _rename(layer, (section, other), (section, name), is_old)
-    _unwrap_model(layer)
-    for path in _formats(layer):
-        _modernise_format(layer, path)
-    _wandb_to_tracker(layer, under)
-    return layer
+def _modernise(tree: ConfigTree, under: ConfigTree) -> ConfigTree:
+    """The tree with current names; `under` is the tree that it will be merged over."""
+    tree = tree.copy()
+    for section, names in [*SHORT_NAMES.items(), *_OLD.items()]:
+        for other, name in names.items():
+            place = _rename(tree, (section, other), name)
+            if place is not None and names is _OLD.get(section):
+                tree.notices.append(f"{place}: {section}.{other} is now called {section}.{name}")
+    _unwrap_model(tree)
+    for path in _formats(tree):
+        _modernise_format(tree, path)
+    _wandb_to_tracker(tree, under)
+    return tree
 
 
-def _rename(layer: Layer, old: Path, new: Path, is_old: bool) -> None:
-    section = layer.data.get(str(old[0]))
-    if not isinstance(section, dict) or old[1] not in section:
-        return
-    place = layer.origin_of(old)
-    if new[1] in section:
-        raise UserError(f"{place}: {dotted(old)}: the same as {dotted(new)} at {layer.origin_of(new)}; remove one")
-    if is_old:
-        layer.notices.append(f"{place}: {dotted(old)} is now called {dotted(new)}")
-    section[new[1]] = section.pop(old[1])
-    _move_origins(layer, old, new)
+def _rename(tree: ConfigTree, old: Path, name: str) -> Origin | None:
+    """Rename a setting within its section; returns its origin, None if it is not set."""
+    section, new = value_at(tree.data, old[:-1]), (*old[:-1], name)
+    if not isinstance(section, dict) or old[-1] not in section:
+        return None
+    place = tree.origin_of(old)
+    if name in section:
+        raise UserError(f"{place}: {dotted(old)}: the same as {dotted(new)} at {tree.origin_of(new)}; remove one")
+    section[name] = section.pop(old[-1])
+    tree.move_origins(old, new)
+    return place
 
 
-def _unwrap_model(layer: Layer) -> None:
+def _unwrap_model(tree: ConfigTree) -> None:
     """`model: {gpt2: {...}}` -> `model: {type: gpt2, ...}`."""
-    model = layer.data.get("model")
+    model = tree.data.get("model")
     family = next(iter(model)) if isinstance(model, dict) and len(model) == 1 else None
-    if not isinstance(model, dict) or family not in _REFERENCE_FAMILIES or not isinstance(model[family], dict):
+    if family not in _REFERENCE_FAMILIES or not isinstance(settings := value_at(model, (family,)), dict):
         return
-    place = layer.origin_of(("model", family))
-    layer.notices.append(f"{place}: 'model: {{{family}: ...}}' is now written 'model: {{type: {family}, ...}}'")
-    layer.data["model"] = {"type": family, **model[family]}
-    _move_origins(layer, ("model", family), ("model",))
+    place = tree.origin_of(("model", family))
+    tree.notices.append(f"{place}: 'model: {{{family}: ...}}' is now written 'model: {{type: {family}, ...}}'")
+    tree.data["model"] = {"type": family, **settings}
+    tree.move_origins(("model", family), ("model",))
     if place is not None:
-        layer.origins["model", "type"] = place
+        tree.origins["model", "type"] = place
 
 
-def _formats(layer: Layer) -> Iterator[Path]:
+def _formats(tree: ConfigTree) -> Iterator[Path]:
     """The paths of the `format` of `data` and of its sources."""
-    data = layer.data.get("data")
-    if not isinstance(data, dict):
-        return
-    sources: dict[Path, Any] = {("data",): data}
-    if isinstance(data.get("configs"), dict):
-        sources |= {("data", "configs", name): source for name, source in data["configs"].items()}
-    for path, source in sources.items():
-        if isinstance(source, dict) and isinstance(source.get("format"), dict):
+    sources = value_at(tree.data, ("data", "configs"))
+    names = sources if isinstance(sources, dict) else {}
+    for path in [("data",), *(("data", "configs", name) for name in names)]:
+        if isinstance(value_at(tree.data, (*path, "format")), dict):
             yield (*path, "format")
 
 
-def _modernise_format(layer: Layer, path: Path) -> None:
+def _modernise_format(tree: ConfigTree, path: Path) -> None:
     """Levanter's `type: supervised` -> completion, and `mask_user_turns` -> loss_on."""
-    section: Any = layer.data
-    for part in path:
-        section = section[part]
+    section = value_at(tree.data, path)
     if section.get("type") == "supervised":
         section["type"] = "completion"
-        place = layer.origin_of((*path, "type"))
-        layer.notices.append(f"{place}: {dotted((*path, 'type'))}: supervised is now called completion")
-    if "mask_user_turns" in section and isinstance(section["mask_user_turns"], bool):
-        old, new = (*path, "mask_user_turns"), (*path, "loss_on")
-        place = layer.origin_of(old)
-        if "loss_on" in section:
-            raise UserError(f"{place}: {dotted(old)}: the same as {dotted(new)} at {layer.origin_of(new)}; remove one")
-        section["loss_on"] = "assistant" if section.pop("mask_user_turns") else "all"
-        layer.notices.append(f"{place}: {dotted(old)} is now written {dotted(new)}: {section['loss_on']}")
-        _move_origins(layer, old, new)
+        place = tree.origin_of((*path, "type"))
+        tree.notices.append(f"{place}: {dotted((*path, 'type'))}: supervised is now called completion")
+    if isinstance(section.get("mask_user_turns"), bool):
+        place = _rename(tree, (*path, "mask_user_turns"), "loss_on")
+        section["loss_on"] = "assistant" if section["loss_on"] else "all"
+        was = dotted((*path, "mask_user_turns"))
+        tree.notices.append(f"{place}: {was} is now written {dotted((*path, 'loss_on'))}: {section['loss_on']}")
 
 
-def _wandb_to_tracker(layer: Layer, under: Layer) -> None:
+def _wandb_to_tracker(tree: ConfigTree, under: ConfigTree) -> None:
     """`trainer.wandb` -> the W&B tracker: the existing one, or an additional one."""
-    trainer = layer.data.get("trainer")
+    trainer = tree.data.get("trainer")
     if not isinstance(trainer, dict) or "wandb" not in trainer:
         return
     old: Path = ("trainer", "wandb")
-    place = layer.origin_of(old)
+    new: Path = ("trainer", "tracker")
+    place = tree.origin_of(old)
     if "tracker" in trainer:
-        other = layer.origin_of(("trainer", "tracker"))
-        raise UserError(f"{place}: trainer.wandb: an older name of trainer.tracker, set at {other}; remove one")
-    wandb = trainer["wandb"]
+        raise UserError(
+            f"{place}: trainer.wandb: an older name of trainer.tracker, set at {tree.origin_of(new)}; remove one"
+        )
+    wandb = trainer.pop("wandb")
     if wandb is not None and not isinstance(wandb, dict):
         raise UserError(f"{place}: trainer.wandb: expected a map of settings; it is now called trainer.tracker")
-    layer.notices.append(f"{place}: trainer.wandb is now called trainer.tracker, with type: wandb")
-    del trainer["wandb"]
+    tree.notices.append(f"{place}: trainer.wandb is now called trainer.tracker, with type: wandb")
     if wandb is None:
         return
-    below: Any = under.data.get("trainer")
-    there = below.get("tracker") if isinstance(below, dict) else None
-    if isinstance(there, dict) and there.get("type", "wandb") != "wandb":
-        there = [there]
-        _copy_origins(under, ("trainer", "tracker"), layer, ("trainer", "tracker", 0))
-    elif isinstance(there, list):
-        _copy_origins(under, ("trainer", "tracker"), layer, ("trainer", "tracker"))
-    if isinstance(there, list):
-        is_wandb = [isinstance(entry, dict) and entry.get("type", "wandb") == "wandb" for entry in there]
-        index = is_wandb.index(True) if True in is_wandb else len(there)
-        entry = deepcopy(there[index]) if index < len(there) else {}
-        entry = {"type": "wandb"} | entry | (wandb or {})
-        trainer["tracker"] = [*deepcopy(there[:index]), entry, *deepcopy(there[index + 1 :])]
-        _move_origins(layer, old, ("trainer", "tracker", index))
+    trackers = deepcopy(value_at(under.data, new))
+    listed = isinstance(trackers, list)
+    if isinstance(trackers, dict) and not _is_wandb(trackers):
+        trackers = [trackers]
+    if not isinstance(trackers, list):
+        trainer["tracker"] = {"type": "wandb"} | wandb
+        tree.move_origins(old, new)
     else:
-        trainer["tracker"] = {"type": "wandb"} | (wandb or {})
-        _move_origins(layer, old, ("trainer", "tracker"))
+        below = ConfigTree(None, {path: at for path, at in under.origins.items() if path[: len(new)] == new})
+        if not listed:
+            below.move_origins(new, (*new, 0))
+        tree.origins |= below.origins
+        index = next((index for index, entry in enumerate(trackers) if _is_wandb(entry)), len(trackers))
+        entry = trackers[index] if index < len(trackers) else {}
+        trackers[index : index + 1] = [{"type": "wandb"} | entry | wandb]
+        trainer["tracker"] = trackers
+        tree.move_origins(old, (*new, index))
     if place is not None:
-        layer.origins.setdefault(("trainer", "tracker"), place)
+        tree.origins.setdefault(new, place)
 
 
-def _without_replaced_sources(under: Layer, over: Layer) -> Layer:
-    """`under` without the text sources of other kinds than the one in `over`, with a notice for each."""
-    below, above = under.data.get("data"), over.data.get("data")
-    if not isinstance(below, dict) or not isinstance(above, dict):
-        return under
-    named = [kind for kind, settings in _SOURCES.items() if any(above.get(name) for name in settings)]
-    if not named:
-        return under
-    replaced = [name for kind, names in _SOURCES.items() if kind not in named for name in names]
-    # settings that belong to a source are removed with it; another id is another dataset, while maps of configs merge
-    replaced += [name for kind, names in _BELONGS_TO.items() if kind not in named or kind == "id" for name in names]
-    gone = [name for name in replaced if below.get(name) and name not in above]
-    if not gone:
-        return under
-    left = Layer(deepcopy(under.data), dict(under.origins), list(under.notices))
-    by = next(over.origin_of(("data", name)) for kind in named for name in _SOURCES[kind] if above.get(name))
-    for name in gone:
-        left.notices.append(f"{by}: replaces data.{name} of {under.origin_of(('data', name))}")
-        del left.data["data"][name]
-        for stale in [path for path in left.origins if path[:2] == ("data", name)]:
-            del left.origins[stale]
-    return left
-
-
-def _move_origins(layer: Layer, old: Path, new: Path) -> None:
-    for path in [path for path in layer.origins if path[: len(old)] == old]:
-        layer.origins[(*new, *path[len(old) :])] = layer.origins.pop(path)
-
-
-def _copy_origins(source: Layer, old: Path, target: Layer, new: Path) -> None:
-    for path, origin in source.origins.items():
-        if path[: len(old)] == old:
-            target.origins[(*new, *path[len(old) :])] = origin
+def _is_wandb(tracker: Any) -> bool:
+    return isinstance(tracker, dict) and tracker.get("type", "wandb") == "wandb"

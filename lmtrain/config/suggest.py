@@ -3,9 +3,12 @@
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
+
+from lmtrain.config.describe import entry_name, kind_of, sections_of
+from lmtrain.config.tree import value_at
 
 
 def suggest_name(wrong: str, known: Iterable[str]) -> str | None:
@@ -29,20 +32,16 @@ def known_paths(model: type[BaseModel], data: Any) -> list[str]:
     paths: list[str] = []
     for name, field in model.model_fields.items():
         paths.append(name)
-        below = data.get(name) if isinstance(data, dict) else None
-        for section in _sections(field.annotation, below):
-            paths.extend(f"{name}.{path}" for path in known_paths(section, below))
+        sections = sections_of(field.annotation)
+        entries = {"": value_at(data, (name,))}
+        if entry_name(field.annotation) == ".<name>":
+            entries = {f"{key}.": entry for key, entry in entries[""].items()} if isinstance(entries[""], dict) else {}
+        for key, values in entries.items():
+            kind = values.get("type") if isinstance(values, dict) else None
+            chosen = [section for section in sections if kind is not None and kind_of(section) == kind]
+            for section in chosen or sections:
+                paths.extend(f"{name}.{key}{path}" for path in known_paths(section, values))
     return paths
-
-
-def _sections(annotation: Any, data: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    members = [section for arg in get_args(annotation) for section in _sections(arg, data)]
-    if isinstance(data, dict) and "type" in data:
-        chosen = [m for m in members if "type" in m.model_fields and m.model_fields["type"].default == data["type"]]
-        return chosen or members
-    return members
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:

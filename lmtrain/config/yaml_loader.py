@@ -1,24 +1,32 @@
-"""YAML -> a `Layer` with the line of every value, with `!include` as any value and at the top of a file.
+"""YAML -> a `ConfigTree` with the line of every value, with `!include` as any value and at the top of a file.
 
-`!include other.yaml` is resolved relative to the including file, can be nested, and works inside a `<<:` merge and
-with any URL that fsspec opens. On a separate, unindented line it loads the other file's settings with lower priority
-than this file's. Numbers follow YAML 1.2 instead of 1.1: `6E-4` is a float.
+    !include base.yaml                # unindented: settings of lower priority than this file's
+    data: !include data/web.yaml      # a value; relative to this file, or any URL that fsspec opens
+    optimizer:
+      <<: !include optim/muon.yaml    # a merge key: the settings below have priority
+      learning_rate: 6E-4             # a number, as in YAML 1.2; in YAML 1.1 it is text
+
+Includes can be nested.
 """
 
+import io
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
+from lmtrain.config.encodings import not_utf8
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Layer, Origin, Path, lift
+from lmtrain.config.redact import redact
 from lmtrain.config.spellings import combine
+from lmtrain.config.tree import ConfigTree, Origin, Path, lift, value_at
 from lmtrain.config.yaml_scalars import Loader
 
 # A config has a few hundred values. Without a limit, ten short lines of aliases to aliases exhaust the memory.
-_MOST_VALUES = 100_000
+MAX_VALUES = 100_000
+MAX_BYTES = 10_000_000
 
 # An unindented !include merges an entire file at the top level; YAML has no syntax for that.
 _TOP_INCLUDE = re.compile(r"^!include[ \t]+(?P<path>[^\s#][^#\n]*?)[ \t]*(?:#.*)?$", re.MULTILINE)
@@ -27,10 +35,9 @@ _TOP_INCLUDE = re.compile(r"^!include[ \t]+(?P<path>[^\s#][^#\n]*?)[ \t]*(?:#.*)
 Chain = tuple[Origin, ...]
 
 
-def load_file(path: str) -> Layer:
+def load_file(path: str) -> ConfigTree:
     """Load one YAML file and all files it includes. Raises `UserError` with file and line for any error."""
-    built = _load_map(path, (), ())
-    return combine(Layer(), Layer(built.value, built.origins, built.notices))
+    return combine(ConfigTree(), _load_map(path, (), ()))
 
 
 def parse_value(text: str, flag: str) -> Any:
@@ -38,11 +45,12 @@ def parse_value(text: str, flag: str) -> Any:
     try:
         node = Loader(text).get_single_node()
     except yaml.YAMLError as error:
-        raise UserError(f"{flag}: {text!r} is not valid YAML: {_problem(error)}") from None
-    return None if node is None else _Builder(flag).build(node, ()).value
+        (shown,) = redact({flag.rpartition(".")[2]: text}).values()
+        raise UserError(f"{flag}: {shown!r} is not valid YAML: {_problem(error)}") from None
+    return None if node is None else _Builder(flag).build(node, ()).data
 
 
-def include_value(path: str, flag: str, at: Path) -> Layer:
+def include_value(path: str, flag: str, at: Path) -> ConfigTree:
     """Load a file named on the command line (`--data "include data/x.yaml"`), nested at the path `at`.
 
     `path` is relative to the working directory, else to the shipped configs.
@@ -52,8 +60,7 @@ def include_value(path: str, flag: str, at: Path) -> Layer:
     shipped = os.path.join(shipped_configs(), path)
     if "://" not in path and not os.path.exists(path) and os.path.isfile(shipped):
         path = shipped
-    built = _load_map(path, (), at)
-    return lift(Layer(built.value, built.origins, built.notices), at)
+    return lift(_load_map(path, (), at), at)
 
 
 def shipped_configs() -> str:
@@ -63,97 +70,81 @@ def shipped_configs() -> str:
     return installed if os.path.isdir(installed) else os.path.join(os.path.dirname(package), "configs")
 
 
-@dataclass
-class _Built:
-    """A value, the origins of everything in it (by path from the root of the config), notices, and its line."""
-
-    value: Any
-    origins: dict[Path, Origin] = field(default_factory=dict)
-    notices: list[str] = field(default_factory=list)
-    line: int = 1
+def _load_map(path: str, chain: Chain, at: Path) -> ConfigTree:
+    """Load a file that must contain a map of settings, or nothing."""
+    tree = _load(path, chain, at, needs_map=True)
+    return ConfigTree() if tree.data is None else tree
 
 
-def _load_map(path: str, chain: Chain, at: Path) -> _Built:
-    """Load a file that must contain a map of settings."""
-    built = _load(path, chain, at)
-    if built.value is None:
-        return _Built({})
-    if not isinstance(built.value, dict):
-        raise UserError(f"{path}:{built.line}: expected a map of settings at the top of the file")
-    return built
-
-
-def _load(path: str, chain: Chain, at: Path) -> _Built:
-    """Load any file, to be placed at `at` in the config."""
+def _load(path: str, chain: Chain, at: Path, needs_map: bool = False) -> ConfigTree:
+    """Load any file, to be placed at `at` in the config. As in all trees below, data is the value at `at` alone."""
     if path in (origin.source for origin in chain):
         raise UserError(f"circular !include: {' -> '.join([*map(str, chain), path])}")
     text = _read(path, chain)
-    own_text, below = _split_top_includes(path, text, chain, at)
+    below = ConfigTree(None)
+    for match in _TOP_INCLUDE.finditer(text):
+        origin = Origin(path, text.count("\n", 0, match.start()) + 1)
+        below = _under(below, _load_map(_relative_to(path, match["path"]), (*chain, origin), at), at)
     try:
-        node = Loader(own_text).get_single_node()
-        built = _Built(None) if node is None else _Builder(path, chain, is_file=True).build(node, at)
-        built.line = 1 if node is None else node.start_mark.line + 1
+        node = Loader(_TOP_INCLUDE.sub("", text)).get_single_node()
+        tree = ConfigTree(None) if node is None else _Builder(path, chain, is_file=True).build(node, at)
     except RecursionError:
         raise UserError(f"{path}: nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else path
+        place = Origin(path, mark.line + 1 if mark else None)
         raise UserError(f"{place}: this is not valid YAML: {_problem(error)}") from None
-    if below is None:
-        return built
-    if built.value is None:
-        built.value = {}
-    if not isinstance(built.value, dict):
-        raise UserError(f"{path}: expected a map of settings, or nothing, below an unindented !include")
-    return _under(below, built, at)
+    is_map = tree.data is None or isinstance(tree.data, dict)
+    if node is not None and not is_map and (needs_map or below.data is not None):
+        raise UserError(f"{Origin(path, node.start_mark.line + 1)}: expected a map of settings at the top of the file")
+    return _under(below, tree, at)
 
 
-def _split_top_includes(path: str, text: str, chain: Chain, at: Path) -> tuple[str, _Built | None]:
-    """The text without its unindented includes, and these includes merged, a later one over an earlier one."""
-    below: _Built | None = None
-    for match in _TOP_INCLUDE.finditer(text):
-        origin = Origin(path, text.count("\n", 0, match.start()) + 1)
-        loaded = _load_map(_relative_to(path, match["path"]), (*chain, origin), at)
-        below = loaded if below is None else _under(below, loaded, at)
-    return _TOP_INCLUDE.sub("", text), below
-
-
-def _under(below: _Built, above: _Built, at: Path) -> _Built:
-    """Merge two values at `at`; `above` wins."""
-    layers = (lift(Layer(built.value, built.origins, built.notices), at) for built in (below, above))
-    result = combine(*layers)
-    return _Built(_value_at(result.data, at), result.origins, result.notices)
-
-
-def _value_at(data: Any, at: Path) -> Any:
-    for part in at:
-        data = data[part]
-    return data
+def _under(below: ConfigTree, above: ConfigTree, at: Path) -> ConfigTree:
+    """Merge two trees at `at`; `above` wins. A tree without data changes nothing."""
+    if below.data is None or above.data is None:
+        return below if above.data is None else above
+    merged = combine(lift(below, at), lift(above, at))
+    return replace(merged, data=value_at(merged.data, at))
 
 
 def _read(path: str, chain: Chain) -> str:
     included = f" (included from {' -> '.join(map(str, chain))})" if chain else ""
     try:
-        if "://" in path:
-            from lmtrain.config.remote import open_fs, told
-
-            with told(path, "read", missing_too=False):
-                fs, inside = open_fs(path)
-                return str(fs.cat_file(inside).decode())
-        with open(path, encoding="utf-8") as file:
-            return file.read()
+        content = _content(path)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"{path}: larger than {MAX_BYTES:,} bytes; is it a config?")
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file{included}") from None
     except UserError as error:
         raise UserError(f"{error}{included}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file in UTF-8 ({error.reason}){included}") from None
+        raise UserError(f"{path}: {not_utf8(error)}{included}") from None
     except (OSError, ValueError, ImportError) as error:
         raise UserError(f"{path}: cannot be read: {error}{included}") from None
 
 
+def _content(path: str) -> bytes:
+    """Content of a file, at most one byte more than a config may have."""
+    local = path.removeprefix("file://")
+    if "://" in local:
+        from lmtrain.config.remote import open_fs, remote_errors
+
+        with remote_errors(path, "read", missing_too=False):
+            fs, inside = open_fs(path)
+            content: bytes = fs.cat_file(inside)
+            return content
+    if os.path.exists(local) and not os.path.isfile(local) and not os.path.isdir(local):
+        raise UserError(f"{path}: not a regular file")  # reading a device or a pipe may never end
+    with open(local, "rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
 def _problem(error: yaml.YAMLError) -> str:
     parts = (getattr(error, "problem", None), getattr(error, "context", None))
+    if "'\\t'" in str(parts[0]):
+        return "a tab, which cannot indent a line or start a value; use spaces"
     return ", ".join(part for part in parts if part) or str(error)
 
 
@@ -168,14 +159,14 @@ class _Builder:
         self.open: list[yaml.Node] = []  # the nodes that enclose the current one
         self.count = 0  # values built so far: nested aliases multiply
 
-    def build(self, node: yaml.Node, at: Path) -> _Built:
+    def build(self, node: yaml.Node, at: Path) -> ConfigTree:
         self.count += 1
-        if self.count > _MOST_VALUES:
-            raise UserError(f"{self._origin(node)}: with its aliases this file has more than {_MOST_VALUES:,} values")
+        if self.count > MAX_VALUES:
+            raise UserError(f"{self._origin(node)}: with its aliases this file has more than {MAX_VALUES:,} values")
         if node.tag == "!include":
             return self._include(node, at)
         if isinstance(node, yaml.ScalarNode):
-            return _Built(self._scalar(node))
+            return ConfigTree(self._scalar(node))
         if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
             raise UserError(f"{self._origin(node)}: unknown tag {node.tag!r}; only !include is supported")
         if node in self.open:
@@ -192,57 +183,59 @@ class _Builder:
             problem = _problem(error) if isinstance(error, yaml.YAMLError) else error
             raise UserError(f"{self._origin(node)}: {problem}") from None
 
-    def _list(self, node: yaml.Node, at: Path) -> _Built:
-        result = _Built([])
+    def _list(self, node: yaml.Node, at: Path) -> ConfigTree:
+        result = ConfigTree([])
         for index, child in enumerate(node.value):
             path = (*at, index)
             built = self.build(child, path)
-            result.value.append(built.value)
+            result.data.append(built.data)
             result.origins[path] = self._origin(child)
             result.origins.update(built.origins)
             result.notices += built.notices
         return result
 
-    def _map(self, node: yaml.MappingNode, at: Path) -> _Built:
-        own = _Built({})
-        merged: _Built | None = None
+    def _map(self, node: yaml.MappingNode, at: Path) -> ConfigTree:
+        own, merged = ConfigTree(), ConfigTree(None)
         for key_node, value_node in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
-                new = self._merge_key(value_node, at)
-                merged = new if merged is None else _under(merged, new, at)
+                merged = _under(merged, self._merge_key(value_node, at), at)
                 continue
             key = self._scalar(key_node) if isinstance(key_node, yaml.ScalarNode) else None
             if not isinstance(key, str):
                 shown = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else "a map or a list"
                 raise UserError(f"{self._origin(key_node)}: a setting's name must be text, not {shown}")
             path = (*at, key)
-            if key in own.value:
+            if key in own.data:
                 first = own.origins[path]
                 raise UserError(f"{self._origin(key_node)}: duplicate key {key!r}; first set at {first}")
             built = self.build(value_node, path)
-            own.value[key] = built.value
+            own.data[key] = built.data
             own.origins[path] = self._origin(key_node)
             own.origins.update(built.origins)
             own.notices += built.notices
-        return own if merged is None else _under(merged, own, at)
+        return _under(merged, own, at)
 
-    def _merge_key(self, node: yaml.Node, at: Path) -> _Built:
+    def _merge_key(self, node: yaml.Node, at: Path) -> ConfigTree:
         """The maps of a `<<:`, merged."""
         children = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        result: _Built | None = None
+        result = ConfigTree(None)
         for child in reversed(children):  # in YAML the earlier entry of a merge list has priority
             built = self.build(child, at)
-            if not isinstance(built.value, dict):
+            if not isinstance(built.data, dict):
                 raise UserError(f"{self._origin(child)}: '<<:' needs a map, or a list of maps")
-            result = built if result is None else _under(result, built, at)
-        return result or _Built({})
+            result = _under(result, built, at)
+        return result
 
-    def _include(self, node: yaml.Node, at: Path) -> _Built:
+    def _include(self, node: yaml.Node, at: Path) -> ConfigTree:
         if not isinstance(node, yaml.ScalarNode) or not node.value:
             raise UserError(f"{self._origin(node)}: !include needs the path of a file")
         if not self.is_file:
             raise UserError(f'{self.source}: write "include {node.value}" (without !) on the command line')
-        return _load(_relative_to(self.source, node.value), (*self.chain, self._origin(node)), at)
+        path = _relative_to(self.source, node.value)
+        built = _load(path, (*self.chain, self._origin(node)), at)
+        if isinstance(built.data, str):  # later messages would quote a file that may hold anything, such as a password
+            raise UserError(f"{path}: holds a text, not settings (included from {self._origin(node)})")
+        return built
 
     def _origin(self, node: yaml.Node) -> Origin:
         return Origin(self.source, node.start_mark.line + 1 if self.is_file else None)

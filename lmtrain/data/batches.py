@@ -1,14 +1,14 @@
 """Batches as numpy arrays. One item of a Grain source is this process's part of one global batch."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 import grain
 import numpy as np
 
-from lmtrain.config.errors import UserError
+from lmtrain.config.errors import ReadError, UserError
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
@@ -18,6 +18,8 @@ from lmtrain.data.windows import Shuffle, WindowOrder, Windows, wait_for_windows
 
 # Batches prefetched: enough to hide a slow read, small compared with the model in memory.
 _PREFETCH = 8
+# Python's error if a thread cannot be started.
+_NO_THREAD = "can't start new thread"
 
 
 class Batch(TypedDict):
@@ -70,16 +72,14 @@ class TrainSource:
 
     def __getitem__(self, step: int) -> Batch:
         examples = np.int64(self.batch_sizes.before(step)) + self.rows[self.batch_sizes.at(step)]
-        if self.mixture is None:
-            sources = np.zeros_like(examples)
-            tokens, begins, mask = self._read(0, examples)
-        else:
+        sources, numbers = np.zeros_like(examples), examples
+        if self.mixture is not None:
             sources, numbers = self.mixture.source_of(examples)
-            tokens = np.empty((len(examples), self.seq_len), np.int32)
-            begins, mask = np.empty(tokens.shape, bool), np.empty(tokens.shape, bool)
-            for source in np.unique(sources).tolist():
-                chosen = sources == source
-                tokens[chosen], begins[chosen], mask[chosen] = self._read(source, numbers[chosen])
+        tokens = np.empty((len(examples), self.seq_len), np.int32)
+        begins, mask = np.empty(tokens.shape, bool), np.empty(tokens.shape, bool)
+        for source in np.unique(sources).tolist():
+            chosen = sources == source
+            tokens[chosen], begins[chosen], mask[chosen] = self._read(source, numbers[chosen])
         restarts = np.array([restart(store, self.reset_positions) for store in self.stores])
         batch = make_batch(
             tokens, mask, begins, self.mask_across_documents, restarts[sources] if restarts.any() else None
@@ -109,17 +109,21 @@ class EvalSource:
     mask_across_documents: bool
     reset_positions: bool | None = False
 
+    @property
+    def stores(self) -> Sequence[TokenStore]:
+        return [self.store]
+
     @functools.cached_property
     def windows(self) -> Windows:
         return windows_of(self.store, self.seq_len)
 
     @property
-    def whole(self) -> int:
+    def all_batches(self) -> int:
         """Number of batches in the entire split."""
         return -(-self.windows.for_evaluation() // self.batch_size)
 
     def __len__(self) -> int:
-        return self.whole if self.max_batches is None else min(self.whole, self.max_batches)
+        return self.all_batches if self.max_batches is None else min(self.all_batches, self.max_batches)
 
     def __getitem__(self, index: int) -> Batch:
         numbers = np.int64(index) * self.batch_size + self.rows
@@ -164,10 +168,17 @@ def too_little(store: TokenStore, seq_len: int) -> UserError:
     return UserError(f"{store.name}: {tokens:,} tokens are less than one sequence of {seq_len:,} (model.seq_len)")
 
 
-def iterate(source: TrainSource | EvalSource, start: int = 0) -> grain.DatasetIterator[Batch]:
+def iterate(source: TrainSource | EvalSource, start: int = 0) -> Iterator[Mapping[str, np.ndarray]]:
     """Iterate over items `start`, `start + 1`, ..., prefetched in one background thread.
 
     One thread, since a store's readers are not thread-safe and one thread reads far faster than a step computes.
+    Raises `ReadError` if the thread cannot be started, or runs out of memory, or the machine cannot read a file.
     """
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
-    return iter(grain.MapDataset.source(source)[start:].to_iter_dataset(options))
+    try:
+        yield from grain.MapDataset.source(source)[start:].to_iter_dataset(options)
+    except (MemoryError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and str(error) != _NO_THREAD:
+            raise
+        names = ", ".join(store.name for store in source.stores)
+        raise ReadError(f"reading {names} failed: {type(error).__name__}: {str(error) or 'out of memory'}") from error

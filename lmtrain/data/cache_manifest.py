@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.redact import redact
 from lmtrain.runtime.storage import join, read_json, write_json
 
 TEXT_FORMAT = 2
@@ -27,7 +28,7 @@ BLOCK_TOKENS = 16384
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One finished shard: its source and its contents."""
+    """One finished shard: its source, without secrets in its URL, and its contents."""
 
     file: str
     source: dict[str, Any]
@@ -48,8 +49,11 @@ class ShardInfo:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """Manifest of a finished split. `recipe` is how the tokens were made: equal recipe and sources give equal bytes."""
+class CacheManifest:
+    """Manifest of a finished split. `recipe` is how the tokens were made: equal recipe and sources give equal bytes.
+
+    It has no secrets: they are masked in what is loaded, since earlier versions wrote some.
+    """
 
     split: str
     recipe: dict[str, Any]
@@ -90,7 +94,7 @@ def shard_name(index: int, count: int) -> str:
     return f"shard-{index:05d}-of-{count:05d}"
 
 
-def save_manifest(folder: str, manifest: Manifest) -> None:
+def save_manifest(folder: str, manifest: CacheManifest) -> None:
     """Write the manifest, which marks the cache as complete."""
     totals = {
         "format": TARGETS_FORMAT if manifest.has_targets else TEXT_FORMAT,
@@ -102,11 +106,11 @@ def save_manifest(folder: str, manifest: Manifest) -> None:
     write_json(manifest_path(folder), totals | asdict(manifest) | {"shards": shards})
 
 
-def load_manifest(folder: str) -> Manifest | None:
+def load_manifest(folder: str) -> CacheManifest | None:
     """Load the manifest of a finished split; None if there is none. Raises `UserError` if it is invalid."""
     path = manifest_path(folder)
     try:
-        value = read_json(path)
+        value = redact(read_json(path))
     except FileNotFoundError:
         return None
     except UserError:
@@ -119,7 +123,7 @@ def load_manifest(folder: str) -> Manifest | None:
             f"{path}: unsupported format {value.get('format')}, expected {' or '.join(map(str, known))}: written by "
             "another version of lmtrain; delete the folder to build the cache again"
         )
-    return Manifest(
+    return CacheManifest(
         split=value["split"],
         recipe=value["recipe"],
         urls=value["urls"],

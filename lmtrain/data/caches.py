@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TooLong
 from lmtrain.data.mirror import Mirror, warn_if_small
-from lmtrain.data.mixture import Mixture, Phase
+from lmtrain.data.mixture import Mixture
 from lmtrain.data.packing import PackedWindows
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import TokenStore, check_file
-from lmtrain.data.windows import num_train_windows
 from lmtrain.runtime.storage import is_url
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cache:
     """Token cache of one split of one source, complete or being built. `sources` has the source of each shard.
 
@@ -28,7 +28,7 @@ class Cache:
     """
 
     folder: str
-    recipe: Mapping[str, Any]
+    recipe: dict[str, Any]
     sources: Sequence[Mapping[str, Any]]
     dtype: str
     shards: Shards
@@ -79,7 +79,7 @@ def open_store(config: DataConfig, cache: Cache) -> TokenStore:
 def num_windows(config: DataConfig, cache: Cache, seq_len: int) -> int:
     """Number of windows of a cache that training reads, so far."""
     if not cache.has_targets:
-        return num_train_windows(cache.shards.tokens, seq_len)
+        return cache.shards.tokens // seq_len
     return packed_windows(config, cache, seq_len).for_training()
 
 
@@ -102,24 +102,19 @@ def needs_all(config: DataConfig, epoch: int) -> str | None:
     return None
 
 
-def plan_mixture(config: DataConfig, names: list[str], batch_sizes: BatchSizes, seed: int) -> Mixture | None:
+def build_mixture(config: DataConfig, names: list[str], batch_sizes: BatchSizes, seed: int) -> Mixture | None:
     """Mixture of the sources `names`; None for a single source.
 
     Raises `UserError` if a source without training text has a weight.
     """
     if config.configs is None:
         return None
-    weights = config.train_weights
-    if weights is None:
-        weights = dict.fromkeys(names, 1.0)
-    changes = [(0, weights)] if isinstance(weights, dict) else weights
-    for _, shares in changes:
-        for name, share in shares.items():
-            if share and name not in names:
+    phases = []
+    for step, weights in config.weight_changes(names):
+        for name, weight in weights.items():
+            if weight and name not in names:
                 raise UserError(f"data.train_weights: {name!r} has a weight, but no training text")
-    phases = [
-        Phase(batch_sizes.before(step), tuple(shares.get(name, 0.0) for name in names)) for step, shares in changes
-    ]
+        phases.append((batch_sizes.before(step), tuple(weights.get(name, 0.0) for name in names)))
     return Mixture(phases, seed)
 
 
@@ -131,7 +126,7 @@ def check_batch(config: DataConfig, caches: Caches, seq_len: int, batch_sizes: B
     sequences, largest = num_windows(config, cache, seq_len), max(batch_sizes.all)
     if cache.shards.complete and 0 < sequences < largest:
         raise UserError(
-            f"trainer.train_batch_size: {largest:,} sequences of {seq_len:,} tokens, but {cache.folder} has "
+            f"trainer.train_batch_size: {counted(largest, 'sequence')} of {seq_len:,} tokens, but {cache.folder} has "
             f"{sequences:,} ({cache.shards.tokens:,} tokens); set it to {sequences:,} at most, lower model.seq_len, or "
             "add text"
         )
@@ -141,17 +136,16 @@ def describe_epochs(
     config: DataConfig, caches: Mapping[str, Cache], seq_len: int, batch_sizes: BatchSizes
 ) -> list[str]:
     """One line for each source: the number of steps in one epoch at its first weight."""
-    weights = config.train_weights
-    first = dict.fromkeys(caches, 1.0) if weights is None else weights if isinstance(weights, dict) else weights[0][1]
-    whole = sum(first.get(name, 0.0) for name in caches)
+    _, first = config.weight_changes(caches)[0]
+    total = sum(first.get(name, 0.0) for name in caches)
     lines = []
     for name, cache in caches.items():
-        share = first.get(name, 0.0) / whole if name else 1.0
+        share = first.get(name, 0.0) / total if name else 1.0
         if not share:
             lines.append(f"{name} has weight 0 at the first step")
             continue
         sequences = num_windows(config, cache, seq_len)
-        steps = f"{batch_sizes.whole_steps(int(sequences / share)):,} steps"
+        steps = counted(batch_sizes.whole_steps(int(sequences / share)), "step")
         of = f" of {name} ({100 * share:.3g} % of the examples)" if name else ""
         line = f"one epoch{of} is {steps if cache.shards.complete else f'not known yet, {steps} so far'}"
         lines.append(line + _describe_targets(config, cache, seq_len))
@@ -165,11 +159,11 @@ def _describe_targets(config: DataConfig, cache: Cache, seq_len: int) -> str:
     targets = sum(info.targets or 0 for info in cache.shards.infos)
     text = f"; {targets:,} of {cache.shards.tokens:,} tokens are targets"
     long = packed_windows(config, cache, seq_len).too_long
-    done = {"cut": "are cut off there", "drop": "are dropped"}[cache.too_long or "cut"]
-    return f"{text}; {long:,} documents are longer than {seq_len:,} tokens and {done}" if long else text
+    done = {"cut": "cut off there", "drop": "dropped"}[cache.too_long or "cut"]
+    return f"{text}; {counted(long, 'document')} longer than {seq_len:,} tokens, {done}" if long else text
 
 
-def plan_steps(
+def choose_steps(
     config: DataConfig,
     caches: Caches,
     seq_len: int,
@@ -182,7 +176,7 @@ def plan_steps(
     if needs_all(config, epoch) is None:
         return num_train_steps
     windows = [num_windows(config, cache, seq_len) for cache in caches.train.values()]
-    mixture = plan_mixture(config, list(caches.train), batch_sizes, seed)
+    mixture = build_mixture(config, list(caches.train), batch_sizes, seed)
     if mixture is None:
         return min(num_train_steps, batch_sizes.whole_steps(epoch * windows[0])) if epoch else num_train_steps
     if config.stop_strategy == "first_exhausted":

@@ -1,11 +1,13 @@
 """Settings of the data: text sources, tokenizer, and token cache."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictInt, model_validator
 
-from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
+from lmtrain.config.section import Section
+from lmtrain.config.setting import execution, identity
 from lmtrain.data.formats import FormatConfig, TextFormat
 
 
@@ -17,20 +19,20 @@ def demo_tokenizer(demo: str) -> str:
 class SourceConfig(Section):
     """One source of text: files, or a Hugging Face dataset."""
 
-    train_urls: list[str] | None = Field(
+    train_urls: list[str] | None = identity(
         None,
         description="Training files (.jsonl .json .txt .parquet, plain or .gz .zst .bz2 .xz): paths and URLs with "
         "braces ({1..8}) and globs (*), read in this order",
     )
-    validation_urls: list[str] | None = Field(None, description="Validation files, in the same form as train_urls")
-    id: str | None = Field(None, min_length=1, description="Hugging Face dataset: a hub id or a local folder")
-    name: str | None = Field(None, description="Configuration of the dataset `id`; null: its default configuration")
-    stream: bool = Field(False, description="Read the dataset `id` as a stream instead of downloading it first")
-    format: FormatConfig = Field(
+    validation_urls: list[str] | None = identity(None, description="Validation files, in the same form as train_urls")
+    id: str | None = identity(None, min_length=1, description="Hugging Face dataset: a hub id or a local folder")
+    name: str | None = identity(None, description="Configuration of the dataset `id`; null: its default configuration")
+    stream: bool = identity(False, description="Read the dataset `id` as a stream instead of downloading it first")
+    format: FormatConfig = identity(
         default_factory=TextFormat, description="What a record is: text, a conversation, or a prompt and its completion"
     )
-    text_key: str = Field("text", description="Key (or Parquet column) of the text in each record", min_length=1)
-    text_documents: Literal["line", "blank_line", "file"] = Field(
+    text_key: str = identity("text", description="Key (or Parquet column) of the text in each record", min_length=1)
+    text_documents: Literal["line", "blank_line", "file"] = identity(
         "line",
         description="Unit of one document in a .txt file: a line, a block between blank lines, or the entire file",
     )
@@ -63,83 +65,89 @@ Weights = dict[str, Annotated[float, Field(ge=0)]]
 class DataConfig(SourceConfig):
     """Text sources, tokenizer and token cache."""
 
-    demo: str | None = Field(
+    demo: str | None = identity(
         None,
         min_length=1,
         description="Folder of the built-in demo, created on first use: the running Python's standard library as "
         "training and validation files, and an 8k tokenizer trained on it. Replaces train_urls and validation_urls",
     )
-    configs: dict[SourceName, SourceConfig] | None = Field(
+    configs: dict[SourceName, SourceConfig] | None = identity(
         None, description="Sources to mix, by name; each is cached in cache_dir/<name> and evaluated separately"
     )
-    train_weights: Weights | list[tuple[StrictInt, Weights]] | None = Field(
+    train_weights: Weights | list[tuple[StrictInt, Weights]] | None = identity(
         None,
         description="Sampling weight of each source in `configs`, on any scale; a list of [step, weights] changes them "
         "during the run; null: equal weights",
     )
-    tokenizer: str = Field(
+    tokenizer: str = identity(
         "gpt2",
         min_length=1,
         description="Tokenizer: a folder or URL with a tokenizer.json, such a file, a vocab.json with its merges.txt, "
         "a sentencepiece .model, a hub id (owner/name@revision), byte (256 bytes, built in), or "
         "passthrough (documents are lists of token ids)",
     )
-    vocab_size: int | None = Field(
+    vocab_size: int | None = identity(
         None, ge=1, le=2**32, description="Vocabulary size in tokens, for the tokenizer passthrough only"
     )
-    cache_dir: str = Field(
+    cache_dir: str = execution(
         "cache/", min_length=1, description="Folder of the token cache; each split is stored in <cache_dir>/<split>/"
     )
-    enforce_eos: bool = Field(True, description="End-of-text (EOS) token is appended to every document")
-    enforce_bos: bool = Field(False, description="Begin-of-text (BOS) token is prepended to every document")
-    mask_across_documents: bool = Field(
+    enforce_eos: bool = identity(True, description="End-of-text (EOS) token is appended to every document")
+    enforce_bos: bool = identity(False, description="Begin-of-text (BOS) token is prepended to every document")
+    mask_across_documents: bool = identity(
         True, description="Document masking: tokens attend only within their own document when a sequence holds several"
     )
-    reset_positions: bool | None = Field(
+    reset_positions: bool | None = identity(
         None,
         description="Position ids restart at 0 at the start of each document; false: they count through the sequence; "
         "null: they restart in conversations and completions only. MPT also requires mask_across_documents",
     )
-    stop_strategy: Literal["restart", "first_exhausted"] = Field(
+    stop_strategy: Literal["restart", "first_exhausted"] = identity(
         "restart", description="Action when a source of a mixture is exhausted: restart that source, or end the run"
     )
-    shuffle: bool | Annotated[int, Field(ge=2)] = Field(
+    shuffle: bool | Annotated[int, Field(ge=2)] = identity(
         False,
         description="Shuffle the sequences, in a new order each epoch: true shuffles all data, a number N shuffles "
         "within blocks of N sequences",
     )
-    on_bad_record: Literal["error", "skip"] = Field(
+    on_bad_record: Literal["error", "skip"] = identity(
         "error",
         description="Action for a record that is not JSON, lacks the key or has no text: stop, or skip and count it",
     )
-    max_bad_fraction: float = Field(
+    max_bad_fraction: float = identity(
         0.01,
         ge=0,
         le=1,
         description="Maximum fraction of bad records in a file with on_bad_record skip; more are an error",
     )
-    max_document_bytes: int = Field(
+    max_document_bytes: int = execution(
         10_000_000,
         ge=1,
         description="Maximum document size in bytes; a longer one is an error unless the tokenizer can split it safely",
     )
-    split_bytes: int = Field(
+    split_bytes: int = identity(
         256_000_000,
         ge=1,
         description="Part size in bytes: larger uncompressed .jsonl and .txt files are read in parts of this size, one "
         "shard each",
     )
-    mirror_dir: str = Field(
+    max_sequences_without_targets: int = execution(
+        1000,
+        ge=1,
+        description="Number of sequences at the start of conversations or completions, one of which must have a target "
+        "token; otherwise the run ends before its first step",
+    )
+    mirror_dir: str = execution(
         "~/.cache/lmtrain/mirror",
         min_length=1,
         description="Folder of local copies of shards when cache_dir is a URL",
     )
-    max_mirror_bytes: int = Field(
+    max_mirror_bytes: int = execution(
         100_000_000_000,
         ge=1,
         description="Maximum size of mirror_dir in bytes, approximately; least recently used copies are deleted first",
     )
-    num_preprocess_workers: int | None = Field(
+    num_preprocess_workers: int | None = execution(
         None, ge=1, description="Number of tokenizer processes; null: one per core. Does not change the result"
     )
 
@@ -178,25 +186,32 @@ class DataConfig(SourceConfig):
             needed = "required by the tokenizer passthrough, which has no vocabulary"
             known = f"the tokenizer {self.tokenizer} defines its vocabulary size; remove this setting"
             raise field_error("vocab_size", needed if self.vocab_size is None else known)
-        mixed = {} if self.train_weights is None else self.train_weights
-        steps = [] if isinstance(mixed, dict) else [step for step, _ in mixed]
-        if not isinstance(mixed, dict) and (steps[:1] != [0] or steps != sorted(set(steps))):
+        changes = [] if self.train_weights is None else self.weight_changes()
+        steps = [step for step, _ in changes]
+        if self.train_weights is not None and (steps[:1] != [0] or steps != sorted(set(steps))):
             raise field_error(
                 "train_weights", f"expected [step, weights] entries with steps ascending from 0, got steps {steps}"
             )
-        shares = [mixed] if isinstance(mixed, dict) else [shares for _, shares in mixed]
-        shares = shares if self.train_weights is not None else []
-        if any(not sum(share.values()) for share in shares):
+        if any(not sum(weights.values()) for _, weights in changes):
             raise field_error("train_weights", "all weights are 0; set at least one above 0")
-        for name in {name for share in shares for name in share}:
-            if name not in (self.configs or {}):
-                raise field_error("train_weights", f"unknown source {name!r}, not in configs")
+        weighted = {name for _, weights in changes for name in weights}
+        for name in weighted - (self.configs or {}).keys():
+            raise field_error("train_weights", f"unknown source {name!r}, not in configs")
         for name, source in (self.configs or {}).items():
-            if shares and source.has_train and all(name not in share for share in shares):
+            if changes and source.has_train and name not in weighted:
                 raise field_error(
                     "train_weights", f"no weight for the source {name!r} of configs; set one (0 excludes the source)"
                 )
         return self
+
+    def weight_changes(self, names: Iterable[str] = ()) -> list[tuple[int, dict[str, float]]]:
+        """(step, weights) from that step on; without `train_weights`, the sources `names` have equal weights."""
+        weights = dict.fromkeys(names, 1.0) if self.train_weights is None else self.train_weights
+        return [(0, weights)] if isinstance(weights, dict) else weights
+
+    def has_weight(self, name: str) -> bool:
+        """Whether training reads the source of this name; one with weight 0 is left out."""
+        return any(weights.get(name, 0) > 0 for _, weights in self.weight_changes([name]))
 
     def urls(self, split: str) -> list[str]:
         """URLs of a split (`train` or `validation`) as written, before braces and globs are expanded."""

@@ -9,7 +9,7 @@ from lmtrain.data.cache_manifest import ShardInfo
 from lmtrain.data.shards import Shards
 from lmtrain.runtime.atomic_files import file_sha256
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.storage import download, join
+from lmtrain.runtime.storage import download, join, read_reliably
 
 # The most recently requested copies are never deleted, whatever the limit: they are being read.
 _KEPT = 8
@@ -23,7 +23,7 @@ class Mirror:
         self._folder = os.path.expanduser(folder)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._one_at_a_time: dict[str, threading.Lock] = {}
+        self._locks: dict[str, threading.Lock] = {}
         self._recent: list[str] = []
         try:
             os.makedirs(self._folder, exist_ok=True)
@@ -34,7 +34,7 @@ class Mirror:
         """Path of the local copy of a shard, downloaded if missing. Raises `UserError` if unavailable or corrupt."""
         path = os.path.join(self._folder, f"{info.sha256}.arrayrecord")
         with self._lock:
-            alone = self._one_at_a_time.setdefault(path, threading.Lock())
+            alone = self._locks.setdefault(path, threading.Lock())
             self._recent = [*(name for name in self._recent if name != path), path][-_KEPT:]
         with alone:
             if os.path.isfile(path) and os.path.getsize(path) == info.bytes:
@@ -62,9 +62,13 @@ class Mirror:
     def _copy(self, info: ShardInfo, path: str) -> None:
         source = join(self.url, info.file)
         temporary = f"{path}.tmp-{os.getpid()}"
-        try:
+
+        def read() -> str:
             download(source, temporary)
-            if os.path.getsize(temporary) != info.bytes or file_sha256(temporary) != info.sha256:
+            return file_sha256(temporary)
+
+        try:
+            if read_reliably(source, read, lambda checksum: checksum == info.sha256) != info.sha256:
                 raise UserError(
                     f"{source}: checksum mismatch with the manifest: the cache is corrupt; delete that shard, its "
                     f".json and {join(self.url, 'manifest.json')}, and run `lmtrain preprocess` again"
@@ -92,12 +96,12 @@ class Mirror:
 
     def _copies(self) -> list[tuple[str, os.stat_result]]:
         """All copies, least recently used first. Other processes may delete some at the same time."""
-        found = []
+        copies = []
         for entry in os.scandir(self._folder):
             if entry.name.endswith(".arrayrecord"):
                 with contextlib.suppress(FileNotFoundError):
-                    found.append((entry.path, entry.stat()))
-        return sorted(found, key=lambda copy: copy[1].st_mtime)
+                    copies.append((entry.path, entry.stat()))
+        return sorted(copies, key=lambda copy: copy[1].st_mtime)
 
 
 def warn_if_small(url: str, shards: Shards, max_bytes: int) -> None:

@@ -1,15 +1,14 @@
 """Source of each example of a mixture: exact shares in every block, a pure function of the example index.
 
-Examples are taken in blocks of 2048. In each block every source has its share of places, rounded by largest remainder,
-and a keyed permutation of the block assigns the places. If rounding would change a share by more than 1 % (a source
-with few places), shares are rounded over several blocks, and the remaining places are spread over them. A place is
-the next example of its source, so an example index always gives the same example, also after a restart. A new
+Examples are taken in blocks of 2048. Each block has a number of examples of every source, its share rounded by largest
+remainder, in an order that a keyed permutation of the block gives. If rounding would change a share by more than 1 % (a
+source with few examples), shares are rounded over several blocks, and the remaining examples are spread over them. Each
+is the next example of its source, so an example index always gives the same example, also after a restart. A new
 sequence of blocks starts where the weights change.
 """
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,29 +18,26 @@ from lmtrain.data.permutation import permute
 BLOCK = 2048
 
 # Maximum number of blocks to round shares over; fewer are used if no share changes by more than the tolerance.
-_MOST_BLOCKS = 4096
+_MAX_BLOCKS = 4096
 _TOLERANCE = 0.01
 
 
-@dataclass(frozen=True)
-class Phase:
-    """Weights of the sources (on any scale) from example `start` on."""
-
-    start: int
-    weights: tuple[float, ...]
+# First example, and the weights of the sources (on any scale) from it on.
+Phase = tuple[int, tuple[float, ...]]
 
 
 class Mixture:
     """Mixture of sources. `source_of(index)` maps global example numbers to sources and to numbers within them."""
 
     def __init__(self, phases: Sequence[Phase], seed: int):
-        assert phases[0].start == 0
+        starts, weights = zip(*phases, strict=True)
+        assert starts[0] == 0
         self._seed = seed
-        self._starts = np.array([phase.start for phase in phases], np.int64)
-        self._counts = [block_counts(phase.weights) for phase in phases]  # [blocks in a cycle, sources]
-        zeros = np.zeros((1, len(phases[0].weights)), np.int64)
+        self._starts = np.array(starts, np.int64)
+        self._counts = [block_counts(own) for own in weights]  # [blocks in a cycle, sources]
+        zeros = np.zeros((1, len(weights[0])), np.int64)
         self._until = [np.concatenate([zeros, np.cumsum(counts, axis=0)]) for counts in self._counts]
-        self._before = [np.zeros(len(phases[0].weights), np.int64)]
+        self._before = [zeros[0]]
         for number in range(len(phases) - 1):
             self._before.append(self._before[number] + self._taken(number, int(np.diff(self._starts)[number])))
         self._block = functools.lru_cache(64)(self._make_block)
@@ -51,10 +47,10 @@ class Mixture:
         phases = np.searchsorted(self._starts, index, side="right") - 1
         sources, numbers = np.empty_like(index), np.empty_like(index)
         for row, (at, phase) in enumerate(zip(index.tolist(), phases.tolist(), strict=True)):
-            block, place = divmod(at - int(self._starts[phase]), BLOCK)
-            source, rank = (int(part[place]) for part in self._block(phase, block))
+            block, index_in_block = divmod(at - int(self._starts[phase]), BLOCK)
+            source, rank = (int(part[index_in_block]) for part in self._block(phase, block))
             sources[row] = source
-            numbers[row] = self._before[phase][source] + self._whole_blocks(phase, block)[source] + rank
+            numbers[row] = self._before[phase][source] + self._complete_blocks(phase, block)[source] + rank
         return sources, numbers
 
     def examples_within(self, limits: Sequence[int], most: int) -> int:
@@ -69,41 +65,41 @@ class Mixture:
 
     def _taken(self, phase: int, examples: int) -> np.ndarray:
         """Number of examples of each source among the first `examples` of a phase."""
-        whole, rest = divmod(examples, BLOCK)
-        sources, _ = self._make_block(phase, whole)
-        taken: np.ndarray = self._whole_blocks(phase, whole)
+        complete, rest = divmod(examples, BLOCK)
+        sources, _ = self._make_block(phase, complete)
+        taken: np.ndarray = self._complete_blocks(phase, complete)
         return taken + np.bincount(sources[:rest], minlength=len(taken))
 
-    def _whole_blocks(self, phase: int, blocks: int) -> np.ndarray:
+    def _complete_blocks(self, phase: int, blocks: int) -> np.ndarray:
         """Number of examples of each source in the first `blocks` blocks of a phase."""
         turns, rest = divmod(blocks, len(self._counts[phase]))
         until = self._until[phase]
         return np.asarray(turns * until[-1] + until[rest])
 
     def _make_block(self, phase: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each place of a block, and the number of earlier places in the block with the same source."""
+        """Source of each example of a block, and the number of earlier examples in the block with the same source."""
         counts = self._counts[phase][block % len(self._counts[phase])]
         key = np.full(BLOCK, phase * 2**40 + block, np.int64)
         order = permute(np.arange(BLOCK), BLOCK, self._seed, key)
         sources = np.repeat(np.arange(len(counts)), counts)[order]
         ranks = np.empty(BLOCK, np.int64)
         for source in range(len(counts)):
-            places = sources == source
-            ranks[places] = np.arange(int(places.sum()))
+            chosen = sources == source
+            ranks[chosen] = np.arange(int(chosen.sum()))
         return sources, ranks
 
 
 def block_counts(weights: Sequence[float]) -> np.ndarray:
-    """Places of each source in a block, int64 [blocks in a cycle, sources]; each row sums to 2048.
+    """Examples of each source in a block, int64 [blocks in a cycle, sources]; each row sums to 2048.
 
-    Raises `UserError` for a share so small that no block has a place for it.
+    Raises `UserError` for a share so small that no block has an example of it.
     """
     shares = np.array(weights, np.float64) / np.sum(weights)
     blocks = 1
     while True:
         totals = _round(shares * BLOCK * blocks)
         exact = np.abs(totals - shares * BLOCK * blocks) <= _TOLERANCE * shares * BLOCK * blocks
-        if exact.all() or blocks == _MOST_BLOCKS:
+        if exact.all() or blocks == _MAX_BLOCKS:
             break
         blocks *= 2
     if (lost := (totals == 0) & (shares > 0)).any():

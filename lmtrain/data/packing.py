@@ -1,36 +1,26 @@
 """Packing of conversations and completions into windows, none of which splits one."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from lmtrain.data.formats import TooLong
 from lmtrain.data.token_store import TokenStore
 
 
-class Packed(NamedTuple):
-    """Windows of a shard: where each starts and its length, in tokens, int64 [windows]; the number of documents that
-    are longer than a window."""
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    too_long: int
-
-
-def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong) -> Packed:
+def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong) -> tuple[np.ndarray, np.ndarray, int]:
     """Next-fit packing of documents in their order: a window takes documents as long as they fit.
 
     A document longer than `seq_len` has a window of its own, cut off, or none if it is dropped. `lengths` [documents]
-    are in tokens. The windows depend on the arguments only.
+    are in tokens. The windows depend on the arguments only. Returns where each starts and its length, in tokens,
+    int64 [windows]; and the number of documents that are longer than a window.
     """
     ends = np.cumsum(lengths)
     begins = ends - lengths
-    are_long = lengths > seq_len
-    long_ones = np.flatnonzero(are_long)
+    is_long = lengths > seq_len
+    long_documents = np.flatnonzero(is_long)
     starts, sizes = [], []
     document, following = 0, 0  # `following` indexes the first long document that is not packed yet
     while document < len(lengths):
-        if are_long[document]:
+        if is_long[document]:
             following += 1
             if too_long == "cut":
                 starts.append(begins[document])
@@ -38,14 +28,14 @@ def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong) -> Packed:
             document += 1
             continue
         fit = int(np.searchsorted(ends, begins[document] + seq_len, side="right"))
-        if following < len(long_ones):
-            fit = min(fit, int(long_ones[following]))
+        if following < len(long_documents):
+            fit = min(fit, int(long_documents[following]))
         size = ends[fit - 1] - begins[document]
         if size:
             starts.append(begins[document])
             sizes.append(size)
         document = fit
-    return Packed(np.array(starts, np.int64), np.array(sizes, np.int64), len(long_ones))
+    return np.array(starts, np.int64), np.array(sizes, np.int64), len(long_documents)
 
 
 class PackedWindows:
@@ -67,9 +57,7 @@ class PackedWindows:
         self._pack_new()
         return len(self._starts)
 
-    def for_evaluation(self) -> int:
-        """Number of windows."""
-        return self.for_training()
+    for_evaluation = for_training
 
     def wait_for(self, number: int | None) -> int:
         """Wait until `number` windows are known, or all (None); return the number of known windows."""
@@ -87,26 +75,34 @@ class PackedWindows:
         A position's target is the next token, if it is one of the same document. Padding is one more document; numbers
         past the last window give padding.
         """
+        return self._read(numbers, self._seq_len)
+
+    def have_target(self, numbers: np.ndarray) -> bool:
+        """Whether any of these windows has a target. Takes no memory for padding."""
+        return bool(self._read(numbers, int(self._lengths[numbers].max()))[2].any())
+
+    def _read(self, numbers: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         known = numbers < len(self._starts)
         numbers = np.where(known, numbers, 0)
         lengths = np.where(known, self._lengths[numbers], 0)[:, None]
-        tokens, begins, targets = self.store.read_targets(self._starts[numbers], self._seq_len)
-        place = np.arange(self._seq_len)
-        inside = place < lengths
+        tokens, begins, targets = self.store.read(self._starts[numbers], width)
+        positions = np.arange(width)
+        inside = positions < lengths
         tokens[~inside] = 0
-        begins &= place <= lengths
-        begins |= place == lengths
+        begins &= positions <= lengths
+        begins |= positions == lengths
         mask = np.zeros_like(begins)
         mask[:, :-1] = (targets & inside & ~begins)[:, 1:]
         return tokens, begins, mask
 
     def _pack_new(self) -> None:
         shards = self.store.shards
-        parts = [Packed(self._starts, self._lengths, self.too_long)]
+        starts, lengths = [self._starts], [self._lengths]
         for shard in range(self._shards, len(shards.infos)):
-            packed = pack(self.store.document_lengths(shard), self._seq_len, self.store.too_long)
-            parts.append(packed._replace(starts=packed.starts + int(shards.starts[shard])))
+            more, sizes, too_long = pack(self.store.document_lengths(shard), self._seq_len, self.store.too_long)
+            starts.append(more + shards.starts[shard])
+            lengths.append(sizes)
+            self.too_long += too_long
             self._shards += 1
-        if len(parts) > 1:
-            self._starts, self._lengths = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-            self.too_long = sum(part.too_long for part in parts)
+        if len(starts) > 1:
+            self._starts, self._lengths = np.concatenate(starts), np.concatenate(lengths)

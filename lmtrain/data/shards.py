@@ -4,12 +4,14 @@ The builder adds shards without gaps; a reader waits for the number of tokens th
 therefore never depends on how fast the cache grows.
 """
 
+import itertools
+import math
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 
-from lmtrain.data.cache_manifest import Manifest, ShardInfo
+from lmtrain.data.cache_manifest import CacheManifest, ShardInfo
 
 
 class Shards:
@@ -26,7 +28,7 @@ class Shards:
         self._changed = threading.Condition()
 
     @classmethod
-    def of(cls, manifest: Manifest) -> "Shards":
+    def of(cls, manifest: CacheManifest) -> "Shards":
         """Shards of a finished cache."""
         shards = cls()
         shards.infos = list(manifest.shards)
@@ -55,29 +57,31 @@ class Shards:
             self._error = error
             self._changed.notify_all()
 
+    def check(self) -> None:
+        """Raise the error of a failed build, or of a corrupt shard."""
+        if self._error is not None:
+            raise self._error
+
     def follow(self) -> Iterator[ShardInfo]:
         """Iterate over all shards in order, waiting for missing ones. Raises the error of a failed build."""
-        number = 0
-        while True:
-            with self._changed:
-                while not (self._error or self.complete or len(self.infos) > number):
-                    self._changed.wait()
-                if self._error is not None:
-                    raise self._error
-                if number == len(self.infos):
-                    return
-                info = self.infos[number]
-            yield info
-            number += 1
+        for number in itertools.count():
+            self._wait(shards=number + 1)
+            if number == len(self.infos):
+                return
+            yield self.infos[number]
 
     def wait_for(self, tokens: int | None) -> int:
         """Wait for `tokens` tokens, or until the cache is complete (None), and return the number of tokens.
 
         Raises the error of a failed build, whatever has been built.
         """
+        self._wait(tokens=math.inf if tokens is None else tokens)
+        return self.tokens
+
+    def _wait(self, shards: float = math.inf, tokens: float = math.inf) -> None:
+        """Wait until there are as many shards or tokens, or no more will be added."""
         with self._changed:
-            while not (self._error or self.complete or (tokens is not None and self.tokens >= tokens)):
-                self._changed.wait()
-            if self._error is not None:
-                raise self._error
-            return self.tokens
+            self._changed.wait_for(
+                lambda: self._error or self.complete or len(self.infos) >= shards or self.tokens >= tokens
+            )
+            self.check()

@@ -10,6 +10,7 @@ import numpy as np
 from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo
 from lmtrain.data.formats import TooLong
+from lmtrain.data.record_threads import check_threads
 from lmtrain.data.shards import Shards
 
 # Maximum number of open readers. Each holds a file descriptor; the default limit of a process is 1024.
@@ -46,17 +47,14 @@ class TokenStore:
         self._locate = locate
         self._readers: OrderedDict[int, Any] = OrderedDict()
 
-    def read(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Read the windows `[start, start + length)`.
 
-        Returns tokens int32 [len(starts), length], 0 past the end of the data, and bool [len(starts), length], true
-        at the first token of each document. All blocks of one shard are read in one call, for speed.
+        Returns three arrays [len(starts), length]: tokens int32, 0 past the end of the data; bool, true at the first
+        token of each document; and bool, true for targets: in text, all. All blocks of one shard are read in one call,
+        for speed.
         """
-        tokens, begins, _ = self.read_targets(starts, length)
-        return tokens, begins
-
-    def read_targets(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As `read`, with a third array, bool [len(starts), length]: which tokens are targets; in text, all."""
+        self.shards.check()
         tokens = np.zeros((len(starts), length), np.int32)
         begins = np.zeros((len(starts), length), bool)
         targets = np.full((len(starts), length), not self.has_targets)
@@ -78,8 +76,8 @@ class TokenStore:
                     is_target = np.unpackbits(packed, count=offset + count, bitorder="little")[offset:]
                     targets[row, column : column + count] = is_target
                 first, last = np.searchsorted(ends, (offset, offset + count), side="right")
-                places = ends[first:last].astype(np.int64) + (column - offset)
-                begins[row, places[places < length]] = True
+                columns = ends[first:last].astype(np.int64) + (column - offset)
+                begins[row, columns[columns < length]] = True
         return tokens, begins, targets
 
     def document_lengths(self, shard: int) -> np.ndarray:
@@ -110,6 +108,7 @@ class TokenStore:
 
     def _read_blocks(self, shard: int, blocks: list[int]) -> list[bytes]:
         info = self.shards.infos[shard]
+        check_threads()
         try:
             records: list[bytes] = self._reader(shard).read(blocks)
         except RuntimeError as error:  # ArrayRecord verifies the checksum of every record

@@ -6,7 +6,6 @@ window has L - 1 targets: position p predicts the token at p + 1. Conversations 
 """
 
 import functools
-from typing import Protocol
 
 import numpy as np
 
@@ -18,17 +17,6 @@ Shuffle = bool | int
 
 # Examples whose order is computed and cached together.
 _BLOCK = 8192
-
-
-def num_train_windows(tokens: int, seq_len: int) -> int:
-    """Number of complete windows; the tail of fewer than L tokens is dropped."""
-    return tokens // seq_len
-
-
-def num_eval_windows(tokens: int, seq_len: int) -> int:
-    """Number of windows with at least one target; the tail is padded and masked."""
-    whole, tail = divmod(tokens, seq_len)
-    return whole + (tail >= 2)
 
 
 class WindowOrder:
@@ -45,34 +33,16 @@ class WindowOrder:
     def __call__(self, examples: np.ndarray, num_windows: int) -> np.ndarray:
         if self._shuffle is False:
             return train_windows(examples, num_windows)
-        numbers = examples // _BLOCK
-        found = np.empty_like(examples)
-        for number in np.unique(numbers).tolist():
-            chosen = numbers == number
-            found[chosen] = self._block(number, num_windows)[examples[chosen] - number * _BLOCK]
-        return found
+        blocks = examples // _BLOCK
+        windows = np.empty_like(examples)
+        for block in np.unique(blocks).tolist():
+            chosen = blocks == block
+            windows[chosen] = self._block(block, num_windows)[examples[chosen] - block * _BLOCK]
+        return windows
 
     def _compute(self, number: int, num_windows: int) -> np.ndarray:
         examples = np.arange(number * _BLOCK, (number + 1) * _BLOCK)
         return train_windows(examples, num_windows, self._shuffle, self._seed)
-
-
-class Windows(Protocol):
-    """The windows of a store: what the examples of its source are."""
-
-    store: TokenStore
-
-    def for_training(self) -> int:
-        """Number of windows so far that training reads."""
-
-    def for_evaluation(self) -> int:
-        """Number of windows that evaluation reads."""
-
-    def wait_for(self, number: int | None) -> int:
-        """Wait until `number` windows are known, or all (None); return the number of known windows."""
-
-    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens int32, first tokens of documents bool, and loss mask bool of windows, each [windows, L]."""
 
 
 class TextWindows:
@@ -83,22 +53,32 @@ class TextWindows:
         self._seq_len = seq_len
 
     def for_training(self) -> int:
-        return num_train_windows(self.store.shards.tokens, self._seq_len)
+        """Number of complete windows so far; training drops the tail of fewer than L tokens."""
+        return self.store.shards.tokens // self._seq_len
 
     def for_evaluation(self) -> int:
-        return num_eval_windows(self.store.shards.tokens, self._seq_len)
+        """Number of windows with at least one target; the tail is padded and masked."""
+        complete, tail = divmod(self.store.shards.tokens, self._seq_len)
+        return complete + (tail >= 2)
 
     def wait_for(self, number: int | None) -> int:
-        tokens = self.store.shards.wait_for(None if number is None else number * self._seq_len)
-        return num_train_windows(tokens, self._seq_len)
+        """Wait until `number` windows are known, or all (None); return the number of known windows."""
+        return self.store.shards.wait_for(None if number is None else number * self._seq_len) // self._seq_len
 
     def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Every token is a target, also the first one of a document."""
+        """Tokens int32, first tokens of documents bool, and loss mask bool of windows, each [windows, L].
+
+        Every token is a target, also the first one of a document.
+        """
         starts = numbers * self._seq_len
-        tokens, begins = self.store.read(starts, self._seq_len)
-        place = np.arange(self._seq_len)
-        mask = (place < self._seq_len - 1) & (starts[:, None] + place + 1 < self.store.shards.tokens)
+        tokens, begins, _ = self.store.read(starts, self._seq_len)
+        positions = np.arange(self._seq_len)
+        mask = (positions < self._seq_len - 1) & (starts[:, None] + positions + 1 < self.store.shards.tokens)
         return tokens, begins, mask
+
+
+# What the examples of a source are.
+Windows = TextWindows | PackedWindows
 
 
 def windows_of(store: TokenStore, seq_len: int) -> Windows:
@@ -132,10 +112,10 @@ def train_windows(examples: np.ndarray, num_windows: int, shuffle: Shuffle = Fal
     if shuffle is True or shuffle >= num_windows:
         return permute(index, num_windows, seed, epoch)
     blocks = -(-num_windows // shuffle)
-    block, place = np.divmod(index, shuffle)
+    block, offset = np.divmod(index, shuffle)
     key = epoch * blocks + block
     last = block == blocks - 1  # may be shorter
     moved = np.empty_like(index)
-    moved[~last] = permute(place[~last], shuffle, seed, key[~last])
-    moved[last] = permute(place[last], num_windows - (blocks - 1) * shuffle, seed, key[last])
+    moved[~last] = permute(offset[~last], shuffle, seed, key[~last])
+    moved[last] = permute(offset[last], num_windows - (blocks - 1) * shuffle, seed, key[last])
     return block * shuffle + moved

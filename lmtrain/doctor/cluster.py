@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 
-from lmtrain.doctor.finding import Finding, State
+from lmtrain.doctor.finding import Finding
 from lmtrain.runtime.distributed import JOB_STARTERS, detects_others
 
 
@@ -22,15 +22,13 @@ def look_at_cluster(environment: Mapping[str, str] = os.environ) -> Iterator[Fin
     if detects_others(environment):
         yield Finding("processes", "one of several, according to environment variables")
     elif "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment:
+        seen = f"one: inside Slurm job {environment['SLURM_JOB_ID']}, but not started by srun"
         yield Finding(
-            "processes",
-            f"one: inside Slurm job {environment['SLURM_JOB_ID']}, but not started by srun",
-            State.NOTE,
-            "`srun lmtrain train CONFIG` starts one on each node; see deploy/slurm",
+            "processes", seen, "note", "`srun lmtrain train CONFIG` starts one on each node; see deploy/slurm"
         )
     else:
         yield Finding("processes", "one; several hosts without Slurm or TPUs require trainer.distributed")
     if environment.get("RUN_ID"):
         yield Finding(
-            "run id", f"{environment['RUN_ID']}, from RUN_ID: every run in this environment resumes it", State.NOTE
+            "run id", f"{environment['RUN_ID']}, from RUN_ID: every run in this environment resumes it", "note"
         )

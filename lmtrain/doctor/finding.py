@@ -1,26 +1,23 @@
 """The result of one check."""
 
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
-
-class State(Enum):
-    """`NOTE` is information and stops nothing; `BAD` would stop a run or make it wrong."""
-
-    OK = "ok"
-    NOTE = "note"
-    BAD = "BAD"
+from lmtrain.config.redact import redact
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`what` was checked, what was `seen`, and how to `fix` it if there is a problem."""
+    """`what` was checked, what was `seen`, and how to `fix` it.
+
+    A `note` stops nothing; what is `BAD` would stop a run or make it wrong.
+    """
 
     what: str
     seen: str
-    state: State = State.OK
+    state: Literal["ok", "note", "BAD"] = "ok"
     fix: str = ""
 
     def lines(self) -> list[str]:
-        first = f"{self.state.value:<5}{self.what:<13}{self.seen}"
-        return [first, *([f"{'':<18}-> {self.fix}"] if self.fix else [])]
+        first = f"{self.state:<5}{self.what:<13}{self.seen}"
+        return redact([first, *([f"{'':<18}-> {self.fix}"] if self.fix else [])])

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 
 from lmtrain.config.errors import UserError
-from lmtrain.doctor.finding import Finding, State
+from lmtrain.doctor.finding import Finding
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.runtime.storage import (
     delete_file,
@@ -17,8 +17,8 @@ from lmtrain.runtime.storage import (
     is_url,
     join,
     list_names,
-    read_blocks,
     read_bytes,
+    read_range,
     write_bytes,
 )
 from lmtrain.tracking.wandb import HOSTS as WANDB_HOSTS
@@ -38,22 +38,22 @@ def look_at_place(place: str) -> Finding:
     try:
         size = file_size(place)
         if size is not None:
-            next(read_blocks(place, _PROBE_BYTES), b"")
+            if size:
+                read_range(place, 0, _PROBE_BYTES)
             return Finding("storage", f"{place}: a file of {format_bytes(size)}, readable{_after(began)}")
         if _names_files(place):
-            return Finding(
-                "storage", f"{place}: no such file", State.BAD, "to test a folder or a bucket, name it without a file"
-            )
+            fix = "to test a folder or a bucket, name it without a file"
+            return Finding("storage", f"{place}: no such file", "BAD", fix)
         folder = place if is_url(place) else _nearest_folder(place)
         if not _keeps(folder):
-            advice = "do not store checkpoints there"
-            return Finding("storage", f"{folder}: the bytes read differ from those written", State.BAD, advice)
+            fix = "do not store checkpoints there"
+            return Finding("storage", f"{folder}: the bytes read differ from those written", "BAD", fix)
     except UserError as error:
         text, _, advice = str(error).partition("\n")
-        return Finding("storage", text, State.BAD, advice.strip())
+        return Finding("storage", text, "BAD", advice.strip())
     except OSError as error:
-        advice = "the user that runs lmtrain needs write permission"
-        return Finding("storage", f"{place}: {error.strerror or error}", State.BAD, advice)
+        fix = "the user that runs lmtrain needs write permission"
+        return Finding("storage", f"{place}: {error.strerror or error}", "BAD", fix)
     missing = "" if folder == place else f"does not exist yet, can be created; {folder}: "
     room = "" if is_url(place) else f", {format_bytes(shutil.disk_usage(folder).free)} free"
     return Finding("storage", f"{place}: {missing}written, listed, read and deleted{_after(began)}{room}")
@@ -95,23 +95,15 @@ def look_at_services() -> Iterator[Finding]:
 
 def _wandb() -> Finding:
     if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
-        return Finding("wandb", f"WANDB_MODE is {os.environ['WANDB_MODE']}", State.NOTE)
+        return Finding("wandb", f"WANDB_MODE is {os.environ['WANDB_MODE']}", "note")
     if not has_key():
-        return Finding(
-            "wandb",
-            "no API key: runs log offline",
-            State.NOTE,
-            "run `wandb login`, set WANDB_API_KEY, or choose another tracker",
-        )
+        fix = "run `wandb login`, set WANDB_API_KEY, or choose another tracker"
+        return Finding("wandb", "no API key: runs log offline", "note", fix)
     host = os.environ.get("WANDB_BASE_URL", f"https://{WANDB_HOSTS[0]}")
     reason = _unreachable(host)
     if reason:
-        return Finding(
-            "wandb",
-            f"API key found, but {host} is unreachable ({reason}): runs log offline",
-            State.NOTE,
-            "upload them later with `wandb sync`",
-        )
+        seen = f"API key found, but {host} is unreachable ({reason}): runs log offline"
+        return Finding("wandb", seen, "note", "upload them later with `wandb sync`")
     return Finding("wandb", f"API key found, {host} responds")
 
 
@@ -119,19 +111,11 @@ def _hub() -> Finding:
     from lmtrain.hf.hub import endpoint, find_token, offline_reason, prepare_hub
 
     if not prepare_hub():
-        return Finding(
-            "hub",
-            f"offline: {offline_reason()}",
-            State.NOTE,
-            "only models and tokenizers in the hub's local cache can be used",
-        )
+        fix = "only models and tokenizers in the hub's local cache can be used"
+        return Finding("hub", f"offline: {offline_reason()}", "note", fix)
     if find_token() is None:
-        return Finding(
-            "hub",
-            f"{endpoint()} responds; no token",
-            State.NOTE,
-            "run `hf auth login`, or set HF_TOKEN, for gated models and uploads",
-        )
+        fix = "run `hf auth login`, or set HF_TOKEN, for gated models and uploads"
+        return Finding("hub", f"{endpoint()} responds; no token", "note", fix)
     return Finding("hub", f"{endpoint()} responds, token found")
 
 

@@ -2,34 +2,40 @@
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from lmtrain.checkpoint.config import BestConfig
-from lmtrain.config.base import Section
+from lmtrain.config.section import Section
+from lmtrain.config.setting import changeable
+
+# Modules of this package, in the order in which they run, each with a function `build(config) -> Evaluator | None`.
+EVALUATIONS = ("perplexity", "samples")
 
 
 class EarlyStoppingConfig(BestConfig):
     """End of a run whose evaluations no longer improve."""
 
-    patience: int = Field(3, ge=1, description="Number of evaluations without an improvement that end the run")
+    patience: int = changeable(3, ge=1, description="Number of evaluations without an improvement that end the run")
 
 
 class EvaluationConfig(Section):
     """Evaluation during training: how often, and on how many batches."""
 
-    steps_per_eval: int | None = Field(
+    steps_per_eval: int | None = changeable(
         1000, ge=1, description="Evaluation interval in steps; also after the last step; null: never"
     )
-    max_eval_batches: int | None = Field(
+    max_eval_batches: int | None = changeable(
         None, ge=1, description="Maximum batches per validation set and evaluation; null: all"
     )
-    sample_prompts: list[str] = Field(
+    sample_prompts: list[str] = changeable(
         [], description="Prompts that the model continues at every evaluation; the texts are logged"
     )
-    early_stopping: EarlyStoppingConfig | None = Field(
+    early_stopping: EarlyStoppingConfig | None = changeable(
         None, description="End the run when an evaluation metric stops improving; null: no"
     )
-    sample_length: int = Field(64, ge=1, description="Maximum number of tokens that continue each of sample_prompts")
+    sample_length: int = changeable(
+        64, ge=1, description="Maximum number of tokens that continue each of sample_prompts"
+    )
 
     @model_validator(mode="after")
     def _prompts_need_an_interval(self) -> Self:

@@ -1,6 +1,7 @@
-"""The evaluation step: the loss of one batch, as sums over its targets."""
+"""The evaluation step, the loss of one batch as sums over its targets, and steps over many batches."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +11,10 @@ from lmtrain.models.interface import LanguageModel, hidden_and_head
 from lmtrain.models.params import cast
 from lmtrain.objectives.cross_entropy import CrossEntropy, next_token_targets
 from lmtrain.sharding.mesh import Layout
-from lmtrain.sharding.within import Within
+from lmtrain.sharding.mesh_function import MeshFunction
+
+# Maximum number of batches dispatched ahead of the result that is read next.
+_AHEAD = 4
 
 
 def build_eval_step(
@@ -19,7 +23,7 @@ def build_eval_step(
     compute_dtype: str,
     token_bytes: Any = None,
     options: Mapping[str, Any] | None = None,
-) -> Within:
+) -> MeshFunction:
     """The jitted (params, batch) -> (summed loss, targets, bytes of their text), without dropout.
 
     The loss is the plain cross-entropy, regardless of the training objective. `token_bytes` [V] are the lengths of the
@@ -36,4 +40,21 @@ def build_eval_step(
         return CrossEntropy().loss_sum(hidden, head, batch, model.vocab_size), mask.sum(), lengths
 
     jitted = jax.jit(evaluate, out_shardings=layout.replicated, compiler_options=dict(options or {}))
-    return Within(layout, jitted)
+    return MeshFunction(layout, jitted)
+
+
+def read_ahead(
+    step: Callable[[Any, Any], Any], params: Any, batches: Iterable[Any], between: Callable[[], None] = lambda: None
+) -> Iterator[Any]:
+    """`step(params, batch)` of each batch, in order; `between` is called after each is dispatched.
+
+    Some batches are dispatched before the first result is read, so that the device is never idle; not all, because each
+    needs memory, and a run that stops has to wait for them.
+    """
+    waiting = deque[Any]()
+    for batch in batches:
+        waiting.append(step(params, batch))
+        if len(waiting) > _AHEAD:
+            yield waiting.popleft()
+        between()
+    yield from waiting

@@ -1,40 +1,29 @@
 """Validation loss: the mean over all target tokens of a split."""
 
-import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-from clu.metrics import Average
-
-from lmtrain.evaluation.eval_step import build_eval_step
+from lmtrain.evaluation.config import EvaluationConfig
+from lmtrain.evaluation.eval_step import build_eval_step, read_ahead
 from lmtrain.evaluation.interface import Context
-from lmtrain.evaluation.read_ahead import read_ahead
 from lmtrain.hf.token_bytes import token_bytes
 
 _LARGEST_EXPONENT = 700  # math.exp overflows beyond it
+_OF_A_SET = re.compile(r"eval/(?!ema/)(.+)/loss")
 
 
-@dataclass(frozen=True)
-class Means:
-    """Mean loss of a set in nats, per target and per byte of text; the byte count is 0 if unknown.
+class _Sums(NamedTuple):
+    """The loss of a set in nats, its targets, and the bytes of their text, 0 if unknown; accumulated on the host."""
 
-    Totals are accumulated on the host: the loss in float64, counts as integers.
-    """
+    loss: float = 0.0
+    tokens: int = 0
+    size: int = 0
 
-    per_token: Average
-    per_byte: Average
-
-    @classmethod
-    def of(cls, loss: float, tokens: int, size: int) -> "Means":
-        total = np.float64(loss)
-        return cls(Average(total, np.int64(tokens)), Average(total, np.int64(size)))
-
-    def merge(self, other: "Means") -> "Means":
-        return Means(self.per_token.merge(other.per_token), self.per_byte.merge(other.per_byte))
+    def plus(self, loss: Any, tokens: Any, size: Any) -> "_Sums":
+        return _Sums(self.loss + float(loss), self.tokens + int(tokens), self.size + int(size))
 
 
 class Perplexity:
@@ -68,7 +57,21 @@ class Perplexity:
         return measure(self._step, params, context.sets, between)
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        return describe_perplexity(metrics)
+        """All sets together, then the loss of each; losses of averaged parameters are only shown together."""
+        loss = metrics["eval/loss"]
+        perplexity = math.inf if loss >= _LARGEST_EXPONENT else math.exp(loss)
+        parts = [f"perplexity {perplexity:.1f}"]
+        if "eval/bpb" in metrics:
+            parts.append(f"{metrics['eval/bpb']:.3f} bits per byte")
+        if "eval/ema/loss" in metrics:
+            parts.append(f"average {metrics['eval/ema/loss']:.4f}")
+        each = [f"{found[1]} {metrics[name]:.4f}" for name in metrics if (found := _OF_A_SET.fullmatch(name))]
+        return f"eval loss {loss:.4f} ({', '.join(parts)}){'; ' if each else ''}{', '.join(each)}"
+
+
+def build(config: EvaluationConfig) -> Perplexity | None:
+    """The evaluator of a run that evaluates."""
+    return None if config.steps_per_eval is None else Perplexity(config.steps_per_eval)
 
 
 def measure(
@@ -78,52 +81,25 @@ def measure(
     between: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """The metrics of `Perplexity`; `between` is called after each batch."""
-    means = {name: _means(eval_step, params, batches, between) for name, batches in sets.items()}
-    whole = functools.reduce(Means.merge, means.values(), Means.of(0.0, 0, 0))
-    metrics = {**_metrics("", whole), "tokens": float(whole.per_token.count)}
-    if len(means) > 1:
-        for name, part in means.items():
-            metrics |= _metrics(f"{name}/", part)
+    overall, of_sets = _Sums(), dict.fromkeys(sets, _Sums())
+    for name, batches in sets.items():
+        for result in read_ahead(eval_step, params, batches, between):
+            of_sets[name] = of_sets[name].plus(*result)
+        overall = overall.plus(*of_sets[name])
+    metrics = {**_metrics("", overall), "tokens": float(overall.tokens)}
+    if len(of_sets) > 1:
+        for name, sums in of_sets.items():
+            metrics |= _metrics(f"{name}/", sums)
         for kind in ("loss", "bpb"):
-            values = [metrics.get(f"{name}/{kind}") for name in means]
+            values = [metrics.get(f"{name}/{kind}") for name in of_sets]
             known = [value for value in values if value is not None]
             if known:
                 metrics[f"macro_{kind}"] = sum(known) / len(known)
     return metrics
 
 
-def describe_perplexity(metrics: Mapping[str, float]) -> str:
-    """One line from metrics with full names: all sets together, then the loss of each."""
-    loss = metrics["eval/loss"]
-    perplexity = math.inf if loss >= _LARGEST_EXPONENT else math.exp(loss)
-    parts = [f"perplexity {perplexity:.1f}"]
-    if "eval/bpb" in metrics:
-        parts.append(f"{metrics['eval/bpb']:.3f} bits per byte")
-    if "eval/ema/loss" in metrics:
-        parts.append(f"average {metrics['eval/ema/loss']:.4f}")
-    each = {name.split("/", 1)[1].removesuffix("/loss"): value for name, value in metrics.items() if _of_a_set(name)}
-    of_each = f"; {', '.join(f'{name} {value:.4f}' for name, value in each.items())}" if each else ""
-    return f"eval loss {loss:.4f} ({', '.join(parts)}){of_each}"
-
-
-def _of_a_set(name: str) -> bool:
-    """Whether a metric is the loss of one of several sets; losses of averaged parameters are omitted."""
-    return (
-        name.startswith("eval/") and not name.startswith("eval/ema/") and name.endswith("/loss") and name.count("/") > 1
-    )
-
-
-def _metrics(prefix: str, means: Means) -> dict[str, float]:
-    metrics = {f"{prefix}loss": float(means.per_token.compute()) if means.per_token.count else 0.0}
-    if means.per_byte.count:
-        metrics[f"{prefix}bpb"] = float(means.per_byte.compute()) / math.log(2)
+def _metrics(prefix: str, sums: _Sums) -> dict[str, float]:
+    metrics = {f"{prefix}loss": sums.loss / sums.tokens if sums.tokens else 0.0}
+    if sums.size:
+        metrics[f"{prefix}bpb"] = sums.loss / sums.size / math.log(2)
     return metrics
-
-
-def _means(
-    eval_step: Callable[[Any, Any], Any], params: Any, batches: Iterable[Any], between: Callable[[], None]
-) -> Means:
-    means = Means.of(0.0, 0, 0)
-    for loss, tokens, size in read_ahead(eval_step, params, batches, between):
-        means = means.merge(Means.of(float(loss), int(tokens), int(size)))
-    return means

@@ -1,22 +1,17 @@
-"""The evaluations of a run: one row for each kind."""
+"""The evaluations of a run."""
+
+import importlib
 
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.evaluation.benchmarks.evaluator import Benchmarks
-from lmtrain.evaluation.config import EvaluationConfig
+from lmtrain.evaluation.config import EVALUATIONS, EvaluationConfig
 from lmtrain.evaluation.interface import Evaluator
-from lmtrain.evaluation.perplexity import Perplexity
-from lmtrain.evaluation.samples import Samples
 
 
 def build_evaluators(
     config: EvaluationConfig, harness: EvalHarnessConfig | None = None, harness_steps: int | None = None
 ) -> list[Evaluator]:
     """The evaluators that the settings enable, in the order in which they run; benchmarks at every `harness_steps`."""
-    evaluators: list[Evaluator] = []
-    if config.steps_per_eval is not None:
-        evaluators.append(Perplexity(config.steps_per_eval))
-    if config.sample_prompts:
-        evaluators.append(Samples(config.sample_prompts, config.sample_length, config.steps_per_eval))
-    if harness is not None:
-        evaluators.append(Benchmarks(harness, harness_steps))
-    return evaluators
+    modules = [importlib.import_module(f"lmtrain.evaluation.{name}") for name in EVALUATIONS]
+    evaluators: list[Evaluator] = [evaluator for module in modules if (evaluator := module.build(config))]
+    return evaluators if harness is None else [*evaluators, Benchmarks(harness, harness_steps)]

@@ -39,13 +39,13 @@ class Evaluations:
 
     def due(self, step: int, last: int) -> list[Evaluator]:
         """The evaluators that run after `step` updates; after the `last` step, all."""
-        return [one for one in self._evaluators if step == last or (one.every and step % one.every == 0)]
+        return [each for each in self._evaluators if step == last or (each.every and step % each.every == 0)]
 
     def next_after(self, step: int, last: int) -> int | None:
         """The next step after `step` with a due evaluation; None if there is none."""
         if not self._evaluators or step >= last:
             return None
-        return min(last, *(step // one.every * one.every + one.every for one in self._evaluators if one.every), last)
+        return min(last, *((step // each.every + 1) * each.every for each in self._evaluators if each.every), last)
 
     def run(self, due: Sequence[Evaluator], params: Any, ema_params: Any, step: int) -> Findings:
         """All findings, also for `ema_params` unless None.
@@ -83,9 +83,9 @@ class Evaluations:
 
 
 def _split(
-    evaluator: Evaluator, prefix: str, found: Mapping[str, float | str]
+    evaluator: Evaluator, prefix: str, results: Mapping[str, float | str]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Metrics with full names, and texts."""
     prefix = f"{prefix}/{evaluator.name}" if evaluator.name else prefix
-    metrics = {f"{prefix}/{name}": value for name, value in found.items() if not isinstance(value, str)}
-    return metrics, {name: value for name, value in found.items() if isinstance(value, str)}
+    metrics = {f"{prefix}/{name}": value for name, value in results.items() if not isinstance(value, str)}
+    return metrics, {name: value for name, value in results.items() if isinstance(value, str)}

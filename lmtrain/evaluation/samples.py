@@ -5,12 +5,29 @@ from typing import Any
 
 import numpy as np
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
+from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.interface import Context
 from lmtrain.generation.prompt import encode_prompt
 from lmtrain.generation.sample import SamplingSettings, build_batch_sampler, until_eos
+from lmtrain.hf.tokenizer import Tokenizer
 
-_MOST_CHARACTERS = 300  # of a text in the log
+_MAX_CHARACTERS = 300  # of a text in the log
+
+
+def encode_prompts(prompts: Sequence[str], length: int, tokenizer: Tokenizer, seq_len: int) -> list[list[int]]:
+    """The token ids of each prompt. Raises `UserError` if one is too long for the model with `length` more tokens."""
+    encoded = []
+    for prompt in prompts:
+        ids = encode_prompt(tokenizer, prompt, "trainer.sample_prompts")
+        if len(ids) + length > seq_len:
+            raise UserError(
+                f"trainer.sample_prompts: {prompt!r}, {counted(len(ids), 'token')}, with trainer.sample_length "
+                f"{length}: longer than model.seq_len {seq_len}"
+            )
+        encoded.append(ids)
+    return encoded
 
 
 class Samples:
@@ -29,14 +46,8 @@ class Samples:
 
     def prepare(self, context: Context) -> bool:
         """Raises `UserError` for a prompt that is too long for the model, and for a tokenizer without text."""
-        tokenizer, seq_len = context.tokenizer, context.seq_len
-        ids = [encode_prompt(tokenizer, prompt, "trainer.sample_prompts") for prompt in self._prompts]
-        for prompt, prompt_ids in zip(self._prompts, ids, strict=True):
-            if len(prompt_ids) + self._length > seq_len:
-                raise UserError(
-                    f"trainer.sample_prompts: {prompt!r}, {len(prompt_ids)} token(s), with trainer.sample_length "
-                    f"{self._length}: longer than model.seq_len {seq_len}"
-                )
+        tokenizer = context.tokenizer
+        ids = encode_prompts(self._prompts, self._length, tokenizer, context.seq_len)
         shards = context.layout.num_batch_shards
         rows = -(-len(ids) // shards) * shards  # the batch is sharded: the last prompt fills it up
         self._lengths = np.array([len(ids[min(row, len(ids) - 1)]) for row in range(rows)], np.int32)
@@ -58,5 +69,11 @@ class Samples:
         }
 
     def describe(self, metrics: Mapping[str, float | str]) -> str:
-        texts = (f"{prompt!r} -> {str(metrics[prompt])[:_MOST_CHARACTERS]!r}" for prompt in self._prompts)
+        texts = (f"{prompt!r} -> {str(metrics[prompt])[:_MAX_CHARACTERS]!r}" for prompt in self._prompts)
         return f"samples: {'; '.join(texts)}"
+
+
+def build(config: EvaluationConfig) -> Samples | None:
+    """The evaluator of a run with `sample_prompts`."""
+    prompts = config.sample_prompts
+    return Samples(prompts, config.sample_length, config.steps_per_eval) if prompts else None

@@ -7,6 +7,7 @@ from typing import Any
 from lmtrain.data.batches import EvalSource, iterate, open_cache
 from lmtrain.data.caches import Cache
 from lmtrain.data.config import DataConfig
+from lmtrain.data.targets import FirstTargets
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import local_rows, place_batch
@@ -39,7 +40,7 @@ def open_validation_sets(
 ) -> dict[str, ValidationSet]:
     """The validation sets of a run by name; a single source has the name "". `max_batches` per set, None for all.
 
-    Raises `UserError` for a set that is smaller than one sequence.
+    Raises `UserError` for a set that is smaller than one sequence, or without targets.
     """
     rows = local_rows(layout.batch, batch_size)
     sets = {}
@@ -47,10 +48,11 @@ def open_validation_sets(
         store = open_cache(config, cache, seq_len)
         apart, positions = config.mask_across_documents, config.reset_positions
         source = EvalSource(store, seq_len, batch_size, rows, max_batches, apart, positions)
-        if len(source) < source.whole:
+        if len(source) < source.all_batches:
             log.info(
-                f"evaluation uses {len(source):,} of {source.whole:,} batches of {cache.folder} "
+                f"evaluation uses {len(source):,} of {source.all_batches:,} batches of {cache.folder} "
                 "(trainer.max_eval_batches)"
             )
+        FirstTargets(config, cache, seq_len, None if max_batches is None else max_batches * batch_size).found()
         sets[name] = ValidationSet(source, layout)
     return sets

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lmtrain.generation.decode import decode, step
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import cast
 from lmtrain.sharding.mesh import Layout
-from lmtrain.sharding.within import Within
+from lmtrain.sharding.mesh_function import MeshFunction
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,15 @@ def _sample(
     model: LanguageModel, params: Any, prompt_S: jax.Array, key: jax.Array, settings: SamplingSettings
 ) -> jax.Array:
     apply = functools.partial(model.apply, {"params": params})
-    length = prompt_S.shape[0] + settings.max_new_tokens
-    cache = apply(1, length, method="empty_cache")
-    logits, cache = apply(prompt_S[None], cache, 0, method="extend")
+    prompt_length = prompt_S.shape[0]
 
-    def one(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:
-        last, cache = carry
-        token = choose(last, jax.random.fold_in(key, index), settings)
-        logits, cache = apply(token[None, None], cache, prompt_S.shape[0] + index, method="extend")
-        return (logits[0, -1], cache), token
+    def choose_next(logits_BV: jax.Array, position: jax.Array) -> jax.Array:
+        return choose(logits_BV[0], jax.random.fold_in(key, position - (prompt_length - 1)), settings)[None]
 
-    _, tokens = jax.lax.scan(one, (logits[0, -1], cache), jnp.arange(settings.max_new_tokens))
-    return tokens
+    cache = apply(1, prompt_length + settings.max_new_tokens, method="empty_cache")
+    first_B, cache = step(apply, cache, prompt_S[None], 0, choose_next)
+    others_BS, _ = decode(apply, cache, first_B, prompt_length, settings.max_new_tokens - 1, choose_next)
+    return jnp.concatenate([first_B, others_BS[0]])
 
 
 def build_batch_sampler(
@@ -68,7 +66,7 @@ def build_batch_sampler(
     compute_dtype: str,
     settings: SamplingSettings,
     options: Mapping[str, Any] | None = None,
-) -> Within:
+) -> MeshFunction:
     """The jitted (params, prompts [B, S], lengths [B], seed) -> new tokens [B, max_new_tokens], on `layout`.
 
     Row b of `prompts` has `lengths[b]` tokens; the rest is ignored. B is a multiple of the number of batch shards, and
@@ -80,22 +78,18 @@ def build_batch_sampler(
         apply = functools.partial(model.apply, {"params": cast(params, compute_dtype)})
         rows, longest = prompts.shape
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(rows))
+
+        def choose_next(logits_BV: jax.Array, positions: jax.Array) -> jax.Array:
+            step_keys = jax.vmap(jax.random.fold_in)(keys, positions)
+            return jax.vmap(functools.partial(choose, settings=settings))(logits_BV, step_keys)
+
         cache = apply(rows, longest + settings.max_new_tokens, method="empty_cache")
         # what follows a shorter prompt is overwritten before any query sees it
         _, cache = apply(prompts, cache, 0, method="extend")
-
-        def one(carry: Any, index: jax.Array) -> tuple[Any, jax.Array]:
-            token, cache = carry
-            places = lengths - 1 + index
-            logits, cache = apply(token[:, None], cache, places, method="extend")
-            step_keys = jax.vmap(jax.random.fold_in)(keys, places)
-            token = jax.vmap(functools.partial(choose, settings=settings))(logits[:, 0], step_keys)
-            return (token, cache), token
-
         last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
-        return jax.lax.scan(one, (last, cache), jnp.arange(settings.max_new_tokens))[1].T
+        return decode(apply, cache, last, lengths - 1, settings.max_new_tokens, choose_next)[0]
 
-    return Within(layout, jax.jit(run, out_shardings=layout.replicated, compiler_options=dict(options or {})))
+    return MeshFunction(layout, jax.jit(run, out_shardings=layout.replicated, compiler_options=dict(options or {})))
 
 
 def choose(logits_V: jax.Array, key: jax.Array, settings: SamplingSettings) -> jax.Array:

@@ -18,10 +18,11 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.remote import remote_errors
 from lmtrain.hf.chat_template import read_templates
 from lmtrain.hf.hub import prepare_hub
 from lmtrain.hf.tokenizer import (
@@ -33,6 +34,7 @@ from lmtrain.hf.tokenizer import (
     similar_folder,
     token_text,
 )
+from lmtrain.runtime.storage import read_bytes
 
 PASSTHROUGH = "passthrough"
 
@@ -112,13 +114,12 @@ def _once(name: str, make: Callable[[str], None]) -> str:
 def _write_byte_tokenizer(folder: str) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    end = "<|endoftext|>"
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
     backend = Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([end])
-    save_tokenizer(backend, folder, eos=end, bos=end)
+    backend.add_special_tokens([_GPT2_END])
+    save_tokenizer(backend, folder, eos=_GPT2_END, bos=_GPT2_END)
 
 
 def _byte_of(letter: str) -> int:
@@ -132,9 +133,7 @@ def _byte_of(letter: str) -> int:
 def _in_folder(name: str) -> str:
     """A folder with a tokenizer.json is used directly; one with an older format only is converted."""
     has = {file for file in ("tokenizer.json", *_PAIR, "tokenizer.model") if os.path.isfile(_join(name, file))}
-    if "tokenizer.json" in has:
-        return name
-    if has.issuperset(_PAIR):
+    if "tokenizer.json" not in has and has.issuperset(_PAIR):
         return _from_pair(name)
     return _from_sentencepiece(_join(name, "tokenizer.model")) if has == {"tokenizer.model"} else name
 
@@ -153,26 +152,38 @@ def _from_file(name: str) -> str:
             f"tokenizer {name!r}: unsupported file type; set data.tokenizer to a folder, a tokenizer.json, a "
             "vocab.json with its merges.txt, or a sentencepiece .model"
         )
-    content = _read(name)
+    return _copied("file", {"tokenizer.json": _read(name)})
 
-    def write(into: str) -> None:
-        with open(os.path.join(into, "tokenizer.json"), "wb") as target:
-            target.write(content)
 
-    return _once(f"file-{hashlib.sha256(content).hexdigest()[:16]}", write)
+def _from_url(url: str) -> str:
+    contents = {}
+    for file in TOKENIZER_FILES:
+        with contextlib.suppress(FileNotFoundError):
+            contents[file] = _read(f"{url.rstrip('/')}/{file}", url)
+    if "tokenizer.json" not in contents:
+        raise UserError(f"tokenizer {url!r}: tokenizer.json not found")
+    return _copied("url", contents)
+
+
+def _copied(kind: str, contents: Mapping[str, bytes]) -> str:
+    """A folder in the cache with files of these contents."""
+
+    def write(folder: str) -> None:
+        for name, content in contents.items():
+            with open(os.path.join(folder, name), "wb") as file:
+                file.write(content)
+
+    return _once(f"{kind}-{_digest(*(name.encode() + contents[name] for name in sorted(contents)))}", write)
 
 
 def _from_pair(folder: str) -> str:
     """A byte-level BPE from `vocab.json` and `merges.txt`, as GPT-2 was published."""
-    contents = [_read(_join(folder, file)) for file in _PAIR]
-    config = _join(folder, "tokenizer_config.json")
-    contents += [_read(config)] if os.path.isfile(config) else []
-    contents += [text.encode() for _, text in sorted(read_templates(folder).items())]
+    vocab, merges = (os.path.expanduser(_join(folder, file)) for file in _PAIR)
+    settings, templates = read_settings(folder), read_templates(folder)
 
     def convert(into: str) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-        vocab, merges = (os.path.expanduser(_join(folder, file)) for file in _PAIR)
         try:
             backend = Tokenizer(models.BPE.from_file(vocab, merges))
         except Exception as error:  # the library raises bare Exception
@@ -180,74 +191,18 @@ def _from_pair(folder: str) -> str:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
-        settings = read_settings(folder)
-        named = [token_text(settings.get(kind)) for kind in ("eos_token", "bos_token")]
-        eos, bos = (token or _GPT2_END for token in named)
-        known = {token for token in (eos, bos) if backend.token_to_id(token) is not None}
-        backend.add_special_tokens(sorted(known))
-        save_tokenizer(
-            backend,
-            into,
-            eos=eos if eos in known else None,
-            bos=bos if bos in known else None,
-            templates=read_templates(folder),
-        )
+        ends = [token_text(settings.get(kind)) or _GPT2_END for kind in ("eos_token", "bos_token")]
+        eos, bos = (end if backend.token_to_id(end) is not None else None for end in ends)
+        backend.add_special_tokens(sorted({eos, bos} - {None}))
+        save_tokenizer(backend, into, eos=eos, bos=bos, templates=templates)
 
-    return _once(f"pair-{hashlib.sha256(b''.join(contents)).hexdigest()[:16]}", convert)
-
-
-def _join(folder: str, file: str) -> str:
-    return os.path.join(os.path.expanduser(folder), file)
-
-
-def _read(path: str) -> bytes:
-    from lmtrain.config.remote import told
-    from lmtrain.runtime.storage import read_bytes
-
-    with _of_tokenizer(path), told(path, "read"):
-        return read_bytes(os.path.expanduser(path))
-
-
-@contextlib.contextmanager
-def _of_tokenizer(name: str) -> Iterator[None]:
-    """Prefix errors within the context with the tokenizer."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"tokenizer {name!r}: {str(error).removeprefix(f'{name}: ')}") from None
-
-
-def _from_url(url: str) -> str:
-    from lmtrain.config.remote import open_fs, told
-
-    contents = {}
-    with _of_tokenizer(url), told(url, "read"):
-        fs, path = open_fs(url)
-        for file in TOKENIZER_FILES:
-            with contextlib.suppress(FileNotFoundError):
-                contents[file] = fs.cat_file(f"{path.rstrip('/')}/{file}")
-    if "tokenizer.json" not in contents:
-        raise UserError(f"tokenizer {url!r}: tokenizer.json not found")
-    digest = hashlib.sha256(b"".join(name.encode() + contents[name] for name in sorted(contents))).hexdigest()[:16]
-
-    def write(folder: str) -> None:
-        for name, content in contents.items():
-            with open(os.path.join(folder, name), "wb") as file:
-                file.write(content)
-
-    return _once(f"url-{digest}", write)
+    parts = [_read(vocab), _read(merges), *(repr(sorted(part.items())).encode() for part in (settings, templates))]
+    return _once(f"pair-{_digest(*parts)}", convert)
 
 
 def _from_hub(name: str) -> str:
     """Load with transformers, which adds what older repositories omit, such as GPT-2's end-of-text token."""
     repository, _, revision = name.partition("@")
-    safe = re.sub(r"[^\w.-]", "--", name)
-    name_here = f"hub-2-{safe}"
-    folder = os.path.join(cache_folder(), name_here)
-    if os.path.isfile(os.path.join(folder, "tokenizer.json")):
-        return folder
-    before = os.path.join(cache_folder(), f"hub-{safe}")  # without its chat template: fetched again, if possible
-    has_before = os.path.isfile(os.path.join(before, "tokenizer.json"))
 
     def convert(folder: str) -> None:
         prepare_hub()
@@ -273,12 +228,8 @@ def _from_hub(name: str) -> str:
             templates={"default": written} if isinstance(written, str) else written,
         )
 
-    try:
-        return _once(name_here, convert)
-    except UserError:
-        if not has_before:
-            raise
-        return before
+    file_name = re.sub(r"[^\w.-]", "--", name)
+    return _once(f"hub-2-{file_name}", convert)
 
 
 def _from_sentencepiece(name: str) -> str:
@@ -291,4 +242,21 @@ def _from_sentencepiece(name: str) -> str:
         backend, eos, bos = convert_sentencepiece(content, name)
         save_tokenizer(backend, folder, eos=eos, bos=bos, special_text=False)
 
-    return _once(f"sentencepiece-2-{hashlib.sha256(content).hexdigest()[:16]}", convert)
+    return _once(f"sentencepiece-3-{_digest(content)}", convert)
+
+
+def _join(folder: str, file: str) -> str:
+    return os.path.join(os.path.expanduser(folder), file)
+
+
+def _digest(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
+
+
+def _read(path: str, tokenizer: str | None = None) -> bytes:
+    """Content of a local file or one at a URL. Raises FileNotFoundError if one of a `tokenizer` folder is missing."""
+    try:
+        with remote_errors(path, "read", missing_too=tokenizer is None):
+            return read_bytes(os.path.expanduser(path))
+    except UserError as error:
+        raise UserError(f"tokenizer {tokenizer or path!r}: {str(error).removeprefix(f'{path}: ')}") from None

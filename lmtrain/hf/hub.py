@@ -20,31 +20,31 @@ _CONNECT_SECONDS = 3.0
 _NAME = r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _REF = re.compile(rf"((?:{_NAME}/)?{_NAME})(?:@([^\s@~^:?*\[\\]+))?", re.ASCII)
 
-_why_offline = ""  # set by prepare_hub
 
-
-@functools.cache
 def prepare_hub() -> bool:
-    """Check whether the Hub can be reached; if not, set its libraries to offline mode, which uses their cache.
+    """Whether the Hub can be reached; if not, its libraries are in offline mode from then on, and use their cache.
 
     Call this before the first import of huggingface_hub, transformers or datasets in a process: they read
     HF_HUB_OFFLINE only at import, and without it retry for half a minute.
     """
-    global _why_offline
+    return not offline_reason()
+
+
+@functools.cache
+def offline_reason() -> str:
+    """Why the Hub is not used; empty if it can be reached, which is checked once in a process, as in `prepare_hub`."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # such as that models require PyTorch
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # the second is read only if the first is not set
         if value := os.environ.get(name, ""):
             if value.upper() in ("1", "TRUE", "YES", "ON"):
-                _why_offline = f"{name} is set"
-                return False
+                return f"{name} is set"
             break
     try:
         socket.create_connection(_first_hop(), _CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        _why_offline = f"{endpoint()} cannot be reached ({getattr(error, 'strerror', None) or error})"
-        return False
-    return True
+        return f"{endpoint()} cannot be reached ({getattr(error, 'strerror', None) or error})"
+    return ""
 
 
 def endpoint() -> str:
@@ -70,12 +70,11 @@ def fetch_file(ref: str, name: str) -> str | None:
     refuses, if the repository or revision is not found, and if the file is not in the cache while offline.
     """
     repository, revision = parse_ref(ref)
-    online = prepare_hub()
+    reason = offline_reason()
     import huggingface_hub
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    reason = offline_reason()
-    if online:
+    if not reason:
         find_token()
         hide_progress_from_files()
         try:
@@ -87,10 +86,10 @@ def fetch_file(ref: str, name: str) -> str | None:
             reason = explain(error, ref)
             if not may_pass(error):
                 raise UserError(f"{ref}: {name} cannot be read from the hub: {reason}") from None
-    found = huggingface_hub.try_to_load_from_cache(repository, name, revision=revision)
-    if isinstance(found, str):
-        return found
-    if found is not None or _is_unlisted(repository, revision, name):
+    cached = huggingface_hub.try_to_load_from_cache(repository, name, revision=revision)
+    if isinstance(cached, str):
+        return cached
+    if cached is not None or _is_unlisted(repository, revision, name):
         return None  # known to be missing in the repository
     raise UserError(f"{ref}: {name} cannot be read from the hub: {reason}\n  {_instead(ref)}")
 
@@ -113,11 +112,6 @@ def hide_progress_from_files() -> None:
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()
-
-
-def offline_reason() -> str:
-    """Reason why `prepare_hub` returned False."""
-    return _why_offline
 
 
 def may_pass(error: Exception) -> bool:

@@ -74,12 +74,15 @@ class Piece:
     layer: int | None
 
 
-def plan_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: int, vocab_size: int) -> list[Piece]:
+def build_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: int, vocab_size: int) -> list[Piece]:
     """All of their tensors for parameters of these shapes (by path), grouped by layer.
 
     Raises ValueError for a parameter without a row, or a row without a parameter.
     """
-    _check_names({row.ours for row in table if isinstance(row, Row)}, set(shapes), "parameters")
+    rows, parameters = {row.ours for row in table if isinstance(row, Row)}, set(shapes)
+    if rows != parameters:
+        missing, unexpected = sorted(rows - parameters)[:5], sorted(parameters - rows)[:5]
+        raise ValueError(f"parameters do not match the table: missing {missing}, unexpected {unexpected}")
 
     def piece(row: Row | Zeros, layer: int | None) -> Piece:
         name = row.theirs if layer is None else row.theirs.format(layer=layer)
@@ -100,38 +103,6 @@ def take(piece: Piece, get: Callable[[str, int | None], np.ndarray], vocab_size:
     return piece.row.to_theirs(get(piece.row.ours, piece.layer), vocab_size)
 
 
-def to_hf(table: Table, params: Mapping[str, Any], num_layers: int, vocab_size: int) -> dict[str, np.ndarray]:
-    """Convert our parameters to their tensors, all in memory."""
-    flat = {path: np.asarray(array) for path, array in flatten(params).items()}
-    shapes = {path: array.shape for path, array in flat.items()}
-
-    def get(path: str, layer: int | None) -> np.ndarray:
-        return flat[path] if layer is None else flat[path][layer]
-
-    return {piece.name: take(piece, get, vocab_size) for piece in plan_pieces(table, shapes, num_layers, vocab_size)}
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested maps to slash-separated paths."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        path = f"{prefix}/{name}" if prefix else name
-        flat.update(flatten(value, path) if isinstance(value, Mapping) else {path: value})
-    return flat
-
-
-def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`."""
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *folders, name = path.split("/")
-        node = tree
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[name] = value
-    return tree
-
-
 def resize_vocab(array: Any, vocab_size: int, rows: int, numpy: Any = np) -> Any:
     """Resize embeddings [their tokens, D] to [rows, D] for `vocab_size` tokens, with zeros as padding.
 
@@ -143,9 +114,3 @@ def resize_vocab(array: Any, vocab_size: int, rows: int, numpy: Any = np) -> Any
     new = numpy.repeat(mean, vocab_size - len(kept), axis=0)
     padding = numpy.zeros((rows - vocab_size, array.shape[1]), array.dtype)
     return numpy.concatenate([kept, new, padding])
-
-
-def _check_names(expected: set[str], found: set[str], what: str) -> None:
-    if expected != found:
-        missing, unexpected = sorted(expected - found), sorted(found - expected)
-        raise ValueError(f"{what} do not match the table: missing {missing[:5]}, unexpected {unexpected[:5]}")

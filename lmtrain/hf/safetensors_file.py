@@ -10,14 +10,16 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.remote import open_fs, told
-from lmtrain.runtime.storage import file_size, is_url
+from lmtrain.config.json_text import parse_json
+from lmtrain.config.remote import remote_errors
+from lmtrain.runtime.storage import file_size, read_range
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -47,41 +49,57 @@ class TensorInfo(NamedTuple):
 
 
 def read_header(path: str) -> dict[str, TensorInfo]:
-    """Tensors of a file (path or URL). Raises `UserError` if it is not in the format."""
+    """Tensors of a file (path or URL). Raises `UserError` if it is not in the format, or truncated."""
     size = int.from_bytes(_read(path, 0, 8), "little")
     try:
         if size > 1 << 30:
             raise ValueError("header too large")
-        header = json.loads(_read(path, 8, 8 + size))
+        header = parse_json(_read(path, 8, 8 + size))
         if not isinstance(header, dict):
             raise ValueError("the header is not a JSON object")
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         _check_types(path, tensors)
-        return {name: _info(entry, 8 + size) for name, entry in tensors.items()}
+        infos = {name: _info(name, entry, 8 + size) for name, entry in tensors.items()}
+        _check_overlaps(infos)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a safetensors file, or corrupt: {error}") from None
-
-
-def check_length(path: str, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise `UserError` if the file is truncated."""
-    size = file_size(path)
-    if size is not None and any(info.end > size for info in tensors.values()):
-        raise UserError(f"{path}: truncated: shorter than its header says; the download may be incomplete")
+    length = file_size(path)
+    if length is not None and any(info.end > length for info in infos.values()):
+        raise _truncated(path)
+    return infos
 
 
 def read_tensor(path: str, info: TensorInfo) -> np.ndarray:
     """Read one tensor. Raises `UserError` if the file is truncated."""
     content = _read(path, info.begin, info.end)
     if len(content) != info.dtype.itemsize * math.prod(info.shape):
-        raise UserError(f"{path}: truncated: shorter than its header says; the download may be incomplete")
+        raise _truncated(path)
     return np.frombuffer(content, info.dtype).reshape(info.shape)
 
 
-def read_rows(path: str, info: TensorInfo, first: int, last: int) -> np.ndarray:
-    """Read only the rows `first` up to `last` of a tensor. Raises the same errors as `read_tensor`."""
-    width = info.dtype.itemsize * math.prod(info.shape[1:])
-    part = info._replace(shape=(last - first, *info.shape[1:]), begin=info.begin + first * width)
-    return read_tensor(path, part._replace(end=part.begin + (last - first) * width))
+class SafetensorsWeights:
+    """Tensors of several files. Every process reads the headers before any reads its share of the tensors: if an
+    invalid file stopped one process alone, the others would wait for it."""
+
+    def __init__(self, paths: list[str]):
+        self._where: dict[str, tuple[str, TensorInfo]] = {}
+        for path in paths:
+            infos = read_header(path)
+            if twice := sorted(infos.keys() & self._where.keys()):
+                raise UserError(f"{path}: {twice[0]} is also in {self._where[twice[0]][0]}")
+            self._where |= {name: (path, info) for name, info in infos.items()}
+        self.shapes = {name: info.shape for name, (_, info) in self._where.items()}
+        self.dtypes = {name: str(info.dtype) for name, (_, info) in self._where.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return read_tensor(*self._where[name])
+
+    def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        path, info = self._where[name]
+        shape = (last - first, *info.shape[1:])
+        width = info.dtype.itemsize * math.prod(info.shape[1:])
+        begin = info.begin + first * width
+        return read_tensor(path, TensorInfo(info.dtype, shape, begin, begin + shape[0] * width))
 
 
 def header_of(shapes: Mapping[str, Sequence[int]], dtype: np.dtype[Any]) -> bytes:
@@ -102,6 +120,17 @@ def write_tensor(file: BinaryIO, tensor: np.ndarray) -> None:
     file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
 
 
+def _truncated(path: str) -> UserError:
+    return UserError(f"{path}: truncated: shorter than its header says; the download may be incomplete")
+
+
+def _check_overlaps(tensors: Mapping[str, TensorInfo]) -> None:
+    stored = sorted((item for item in tensors.items() if item[1].begin < item[1].end), key=lambda item: item[1].begin)
+    for (before, first), (name, second) in pairwise(stored):
+        if second.begin < first.end:
+            raise ValueError(f"the data of {name} and {before} overlap")
+
+
 def _check_types(path: str, tensors: Mapping[str, Mapping[str, Any]]) -> None:
     for name, entry in tensors.items():
         kind = entry["dtype"]
@@ -109,20 +138,16 @@ def _check_types(path: str, tensors: Mapping[str, Mapping[str, Any]]) -> None:
             raise UserError(f"{path}: {name} has the unsupported dtype {kind}; is the model quantized?")
 
 
-def _info(entry: Mapping[str, Any], data_begin: int) -> TensorInfo:
-    begin, end = entry["data_offsets"]
-    if not 0 <= begin <= end:
-        raise ValueError(f"data_offsets {begin}, {end}")
-    return TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"]), data_begin + begin, data_begin + end)
+def _info(name: str, entry: Mapping[str, Any], data_begin: int) -> TensorInfo:
+    (begin, end), shape, dtype = entry["data_offsets"], tuple(entry["shape"]), _DTYPES[entry["dtype"]]
+    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+        raise ValueError(f"{name} has the shape {list(shape)} and the data_offsets {begin}, {end}")
+    if end - begin != dtype.itemsize * math.prod(shape):
+        raise ValueError(f"the data_offsets {begin}, {end} of {name} do not have the size of its shape {list(shape)}")
+    return TensorInfo(dtype, shape, data_begin + begin, data_begin + end)
 
 
 def _read(path: str, begin: int, end: int) -> bytes:
     """Read only the bytes `begin` up to `end` of a path or URL."""
-    if not is_url(path):
-        with told(path, "read"), open(os.path.expanduser(path), "rb") as file:
-            file.seek(begin)
-            return file.read(end - begin)
-    with told(path, "read"):
-        fs, inside = open_fs(path)
-        content: bytes = fs.cat_file(inside, start=begin, end=end)
-        return content
+    with remote_errors(path, "read"):
+        return read_range(os.path.expanduser(path), begin, end)

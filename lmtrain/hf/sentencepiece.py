@@ -1,10 +1,11 @@
 """Sentencepiece models: training, and conversion to the `tokenizers` library, which tokenizes and is exported.
 
-The conversion follows the model's own description: BPE or unigram, its normalization, byte fallback, the prefix space.
+The conversion follows the model's own description: BPE or unigram, its normalization, byte fallback, the added space.
 The ids are those of the sentencepiece library, with one exception: its single precision sums may prefer another of two
 almost equally likely segmentations of a long text by a unigram model (72 of 3.2 million tokens of Python source; BPE:
-none). Text that spells a control token (`<s>`) is plain text in sentencepiece; `save_tokenizer` sets
-`split_special_tokens` in the folder, so that `tokenizers` also treats it as text.
+none). A model that the `tokenizers` library cannot represent is an error. Text that spells a control token (`<s>`) is
+plain text in sentencepiece; `save_tokenizer` sets `split_special_tokens` in the folder, so that `tokenizers` also
+treats it as text. The decoded text is that of the library, except that `<unk>` has its own name instead of ` ⁇ `.
 """
 
 import io
@@ -16,15 +17,15 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lmtrain.config.errors import UserError
+from lmtrain.hf.sentencepiece_model import CONTROL, Pieces, build_bpe, build_unigram
+from lmtrain.hf.sentencepiece_normalizer import SPACE, build_normalizers
 from lmtrain.runtime.logging import log
 
 # The unknown, begin and end tokens, the bytes, and the prefix space of every text.
-SMALLEST_VOCABULARY = 3 + 256 + 1
+MIN_VOCABULARY = 3 + 256 + 1
 
-# Types of pieces in a sentencepiece model.
-_NORMAL, _UNKNOWN, _CONTROL, _USER = 1, 2, 3, 4
+# Kinds of sentencepiece models.
 _UNIGRAM, _BPE = 1, 2
-_SPACE = "▁"
 
 _PIECE_CHARACTERS = 1000  # at most 4000 bytes; sentencepiece drops what is longer than 4192
 _LINE_ENDS = re.compile("[\n▅]")  # sentencepiece uses ▅ internally, and drops lines with it
@@ -127,11 +128,11 @@ def _consume(lines: list[str]) -> Iterator[str]:
 def _explain(error: RuntimeError, vocab_size: int) -> UserError:
     """Translate an error of sentencepiece, whose messages refer to its source files and flags."""
     text = str(error)
-    if most := re.search(r"Vocabulary size too high .* value <= (\d+)", text):
-        return UserError(f"vocab_size {vocab_size}: too large for this text: at most {most[1]} pieces")
-    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
+    if limit := re.search(r"Vocabulary size too high .* value <= (\d+)", text):
+        return UserError(f"vocab_size {vocab_size}: too large for this text: at most {limit[1]} pieces")
+    if limit := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return UserError(
-            f"vocab_size {vocab_size}: too small for this text: its characters and the bytes require {least[1]}"
+            f"vocab_size {vocab_size}: too small for this text: its characters and the bytes require {limit[1]}"
         )
     return UserError(f"sentencepiece training failed: {text}")
 
@@ -148,82 +149,45 @@ def convert_sentencepiece(content: bytes, name: str) -> tuple[Tokenizer, str | N
         proto.ParseFromString(content)
     except Exception as error:  # the error class of protobuf has no stable import path
         raise UserError(f"tokenizer {name!r}: not a sentencepiece model: {error}") from None
-    pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
-    kind = proto.trainer_spec.model_type
-    if not pieces or kind not in (_UNIGRAM, _BPE):
+    spec, normalization = proto.trainer_spec, proto.normalizer_spec
+    pieces = Pieces(tuple((piece.piece, piece.score, piece.type) for piece in proto.pieces), spec.byte_fallback)
+    if not pieces.all or spec.model_type not in (_UNIGRAM, _BPE):
         raise UserError(f"tokenizer {name!r}: not a sentencepiece model of kind bpe or unigram")
-    tokenizer = Tokenizer(_bpe(pieces, proto) if kind == _BPE else _unigram(pieces, proto))
-    tokenizer.normalizer = _normalizer(proto.normalizer_spec)
-    if alone := _never_in_longer_pieces(pieces, proto):
-        pattern = "|".join(map(re.escape, sorted(alone, key=len, reverse=True)))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        + ([decoders.Strip(" ", 1, 0)] if proto.normalizer_spec.add_dummy_prefix else [])
-    )
-    tokenizer.add_special_tokens([piece for piece, _, type_ in pieces if type_ == _CONTROL])
-    if not proto.normalizer_spec.add_dummy_prefix:
-        tokenizer.add_tokens(sorted(_defined_by_user(pieces)))
-    spec = proto.trainer_spec
-    ends = [pieces[number][0] if 0 <= number < len(pieces) else None for number in (spec.eos_id, spec.bos_id)]
+    # tokenizers looks for added tokens as they are normalized, where a space at the ends would be added or removed
+    changes_ends = normalization.add_dummy_prefix or normalization.remove_extra_whitespaces
+    try:
+        if proto.denormalizer_spec.precompiled_charsmap:
+            raise ValueError("it replaces characters when it decodes (denormalization)")
+        steps = build_normalizers(normalization, spec.treat_whitespace_as_suffix, pieces.symbols)
+        model: models.Model
+        if spec.model_type == _UNIGRAM:
+            model, isolated, absent = build_unigram(pieces, spec.unk_id)
+        else:
+            model, isolated, absent = build_bpe(pieces, isolate_symbols=changes_ends)
+    except ValueError as error:
+        raise UserError(
+            f"tokenizer {name!r}: {error}, which the tokenizers library cannot represent exactly; train another model, "
+            "or set data.tokenizer to a folder with a tokenizer.json"
+        ) from None
+    if absent:  # an unknown character for others; all are equal
+        steps.append(normalizers.Replace(Regex(absent), pieces.unknown_letter))
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    if isolated:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(isolated), "isolated")
+    tokenizer.decoder = decoders.Sequence(_decoders(normalization, SPACE in pieces.single))
+    tokenizer.add_special_tokens([piece for piece, _, kind in pieces.all if kind == CONTROL])
+    if spec.model_type == _BPE and not changes_ends:
+        tokenizer.add_tokens(sorted(pieces.symbols))
+    ends = [pieces.all[number][0] if 0 <= number < len(pieces.all) else None for number in (spec.eos_id, spec.bos_id)]
     return tokenizer, ends[0], ends[1]
 
 
-def _defined_by_user(pieces: list[tuple[str, float, int]]) -> set[str]:
-    return {piece for piece, _, type_ in pieces if type_ == _USER}
-
-
-def _never_in_longer_pieces(pieces: list[tuple[str, float, int]], proto: Any) -> set[str]:
-    """Strings to isolate from a text before tokenization. No longer piece contains them, so other pieces do not change.
-
-    First, user-defined symbols in models with a prefix space: as added tokens they would match only after a space.
-    Second, characters that a unigram model lacks but that occur in the name of a byte (`<0x0A>`): the score of an
-    unknown character is below that of all pieces, so text that spells the name would be encoded as the byte.
-    """
-    alone = _defined_by_user(pieces) if proto.normalizer_spec.add_dummy_prefix else set()
-    if proto.trainer_spec.model_type == _UNIGRAM and proto.trainer_spec.byte_fallback:
-        spelled = {letter for piece, _, type_ in pieces if type_ not in (_NORMAL, _USER) for letter in piece}
-        alone |= spelled - {piece for piece, _, _ in pieces}
-    return alone
-
-
-def _unigram(pieces: list[tuple[str, float, int]], proto: Any) -> models.Unigram:
-    """Unigram model. Names of bytes and control pieces get a score below that of any spelling by letters, since the
-    library treats them as ordinary pieces."""
-    worst = min([0.0, *(score for _, score, type_ in pieces if type_ == _NORMAL)])
-    never = (worst - 1) * max(len(piece) for piece, _, _ in pieces)
-    vocabulary = [(piece, score if type_ in (_NORMAL, _USER) else never) for piece, score, type_ in pieces]
-    return models.Unigram(vocabulary, unk_id=proto.trainer_spec.unk_id, byte_fallback=proto.trainer_spec.byte_fallback)
-
-
-def _bpe(pieces: list[tuple[str, float, int]], proto: Any) -> models.BPE:
-    """BPE model. Sentencepiece stores no merges: any two pieces that form a third may merge, best scores first."""
-    ids = {piece: number for number, (piece, _, _) in enumerate(pieces)}
-    merges = []
-    for piece, score, type_ in pieces:
-        if type_ in (_NORMAL, _USER):
-            halves = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-            known = [(left, right) for left, right in halves if left in ids and right in ids]
-            merges += [(-score, ids[left], ids[right], left, right) for left, right in known]
-    unknown = next((piece for piece, _, type_ in pieces if type_ == _UNKNOWN), None)
-    return models.BPE(
-        ids,
-        [(left, right) for _, _, _, left, right in sorted(merges)],
-        unk_token=unknown,
-        fuse_unk=True,
-        byte_fallback=proto.trainer_spec.byte_fallback,
-        # no merges lead to user-defined symbols, which are isolated before
-        ignore_merges=proto.normalizer_spec.add_dummy_prefix and bool(_defined_by_user(pieces)),
-    )
-
-
-def _normalizer(spec: Any) -> normalizers.Normalizer:
-    steps: list[normalizers.Normalizer] = []
-    if spec.precompiled_charsmap:
-        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
-    if spec.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if spec.add_dummy_prefix:
-        steps.append(normalizers.Prepend(" "))
-    steps.append(normalizers.Replace(" ", _SPACE))
-    return normalizers.Sequence(steps)
+def _decoders(normalization: Any, has_space: bool) -> list[decoders.Decoder]:
+    """Decoders, to be applied in order. They remove the added space, or one from each of the first tokens."""
+    if normalization.remove_extra_whitespaces and has_space:  # no token has " ": it marks where a token starts
+        started = decoders.Replace(Regex(rf"\A{SPACE}"), " ")
+        first = decoders.Replace(Regex(r"\A +"), "")
+        return [started, decoders.ByteFallback(), decoders.Fuse(), first, decoders.Replace(SPACE, " ")]
+    prefix = [decoders.Strip(" ", 1, 0)] if normalization.add_dummy_prefix else []
+    return [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *prefix]

@@ -20,11 +20,11 @@ def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
     if tokenizer.library is None:
         return None
     content = json.loads(tokenizer.library.to_str())
-    kinds = set(_kinds(content.get("decoder")))
+    decoder = json.dumps(content.get("decoder"), ensure_ascii=False)
     size: Callable[[str], int]
-    if "ByteLevel" in kinds:
+    if '"ByteLevel"' in decoder:
         size = len
-    elif kinds & {"ByteFallback", "Metaspace"} or _replaces_space(content.get("decoder")):
+    elif any(part in decoder for part in ('"ByteFallback"', '"Metaspace"', "▁")):
         size = _sentencepiece_bytes
     else:
         return None
@@ -48,13 +48,3 @@ def _unknown_id(model: Any, library: Any) -> int | None:
     if model.get("unk_id") is not None:
         return int(model["unk_id"])
     return None if model.get("unk_token") is None else library.token_to_id(model["unk_token"])
-
-
-def _kinds(decoder: Any) -> list[str]:
-    if decoder is None:
-        return []
-    return [decoder["type"], *(kind for part in decoder.get("decoders", []) for kind in _kinds(part))]
-
-
-def _replaces_space(decoder: Any) -> bool:
-    return "▁" in json.dumps(decoder, ensure_ascii=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import suggest_name
-from lmtrain.runtime.storage import write_json
+from lmtrain.runtime.storage import read_json, write_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -63,10 +63,10 @@ def load_tokenizer(path: str) -> Tokenizer:
     folder = os.path.expanduser(path)
     file = os.path.join(folder, "tokenizer.json")
     if not os.path.isfile(file):
-        found = "the folder holds no tokenizer.json" if os.path.isdir(folder) else "no such folder"
+        reason = "the folder holds no tokenizer.json" if os.path.isdir(folder) else "no such folder"
         hint = similar_folder(folder)
         raise UserError(
-            f"tokenizer {path!r}: {found}; {hint}make one with "
+            f"tokenizer {path!r}: {reason}; {hint}make one with "
             f"`lmtrain tokenizer train --output {path} FILES`, or set data.tokenizer to an existing folder"
         )
     files = [os.path.abspath(os.path.join(folder, name)) for name in TOKENIZER_FILES]
@@ -113,14 +113,16 @@ def save_tokenizer(
     bos: str | None = None,
     special_text: bool = True,
     templates: Mapping[str, str] | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a folder that `transformers.AutoTokenizer` loads, in versions 4 and 5.
 
     With `special_text` false, text that spells a special token is encoded as text, here and in transformers.
-    `templates` are its chat templates by name.
+    `templates` are its chat templates by name, `others` further settings, such as `pad_token`.
     """
     os.makedirs(folder, exist_ok=True)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= others or {}
     config |= {} if special_text else {"split_special_tokens": True}
     config |= {name: token for name, token in (("eos_token", eos), ("bos_token", bos)) if token is not None}
     if templates:
@@ -137,11 +139,10 @@ def read_settings(folder: str) -> dict[str, Any]:
     file = os.path.join(os.path.expanduser(folder), SETTINGS_FILE)
     if not os.path.isfile(file):
         return {}
-    with open(file, encoding="utf-8") as opened:
-        try:
-            config = json.load(opened)
-        except ValueError as error:
-            raise UserError(f"{file}: not valid JSON: {error}") from None
+    try:
+        config = read_json(file)
+    except ValueError as error:
+        raise UserError(f"{file}: not valid JSON: {error}") from None
     return config if isinstance(config, dict) else {}
 
 
@@ -163,8 +164,8 @@ def similar_folder(folder: str) -> str:
     except OSError:
         return ""
     tokenizers = [other for other in others if os.path.isfile(os.path.join(parent, other, "tokenizer.json"))]
-    found = suggest_name(name, tokenizers)
-    return f"did you mean {os.path.join(parent, found)!r}? " if found else ""
+    similar = suggest_name(name, tokenizers)
+    return f"did you mean {os.path.join(parent, similar)!r}? " if similar else ""
 
 
 def _token_id(backend: "tokenizers.Tokenizer", token: str | None, folder: str) -> int | None:

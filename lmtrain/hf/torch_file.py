@@ -1,4 +1,4 @@
-"""Reader of weight files in the format of torch, which requires torch."""
+"""Weight files in the format of torch, which require torch."""
 
 import pickle
 import zipfile
@@ -11,7 +11,24 @@ from lmtrain.config.errors import UserError
 from lmtrain.runtime.storage import is_url
 
 
-def open_torch(path: str) -> dict[str, Any]:
+class TorchWeights:
+    """Tensors of files in the format of torch, memory-mapped. Only tensors are loaded, code is never run."""
+
+    def __init__(self, paths: list[str]):
+        self._tensors: dict[str, Any] = {}
+        for path in paths:
+            self._tensors |= _open(path)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return _to_numpy(self._tensors[name])
+
+    def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        return _to_numpy(self._tensors[name][first:last])
+
+
+def _open(path: str) -> dict[str, Any]:
     """Tensors of a file, memory-mapped. Raises `UserError` without torch, or if the file has other contents."""
     if is_url(path):
         raise UserError(f"{path}: torch files can only be read from local folders; copy the folder first")
@@ -36,7 +53,7 @@ def open_torch(path: str) -> dict[str, Any]:
     return tensors
 
 
-def to_numpy(tensor: Any) -> np.ndarray:
+def _to_numpy(tensor: Any) -> np.ndarray:
     """Copy a torch tensor to numpy; bfloat16, which numpy lacks, is read as bits."""
     import torch
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lmtrain.hf.key_map import flatten, unflatten
 from lmtrain.lora.sites import A, B, Site
+from lmtrain.models.params import flatten, unflatten
 
 
 def init_adapters(sites: Sequence[Site], r: int, key: jax.Array) -> dict[str, Any]:

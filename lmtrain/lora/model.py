@@ -1,21 +1,18 @@
 """A model with adapters, with the interface of every model: evaluation and sampling use it like any other."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lmtrain.hf.key_map import flatten, unflatten
 from lmtrain.lora.adapters import init_adapters, trained_in_full
 from lmtrain.lora.config import LoraConfig
-from lmtrain.lora.sites import A, B, Site, choose_sites, choose_tables, list_sites, list_tables
+from lmtrain.lora.sites import A, B, Site, check_rank, choose_sites, choose_tables, list_sites, list_tables
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.layers.adapter import LORA, RATE
-from lmtrain.models.params import abstract_params
+from lmtrain.models.layers.linear import LORA, RATE
+from lmtrain.models.params import abstract_params, flatten, shapes_by_path, unflatten
 from lmtrain.models.registry import hf_family
 
 # The parts of the parameters.
@@ -78,18 +75,19 @@ class AdaptedModel:
 def adapt(config: LoraConfig | None, model_config: ModelConfig, model: LanguageModel) -> LanguageModel:
     """The model with the adapters of a config; the model itself without one.
 
-    Raises `UserError` for names of layers that the model does not have.
+    Raises `UserError` for names of layers that the model does not have, and for a rank that is too large for one.
     """
     if config is None:
         return model
     table = hf_family(model_config.type).table(model_config)
-    sites = choose_sites(config.target_modules, list_sites(table, parameter_shapes(model)))
+    sites = choose_sites(config.target_modules, list_sites(table, shapes_by_path(abstract_params(model))))
+    check_rank(config.r, sites)
     tables = choose_tables(config.modules_to_save, list_tables(table))
     in_full = tuple(table.path for table in tables)
     adapted: Any = AdaptedModel(model, tuple(sites), in_full, config.r, config.scale, config.dropout)
     return cast(LanguageModel, adapted)  # its other methods are those of `inner`, called through `apply`
 
 
-def parameter_shapes(model: LanguageModel) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of a model's parameters by path."""
-    return {path: leaf.shape for path, leaf in flatten(nn.meta.unbox(abstract_params(model))).items()}
+def trainable(model: LanguageModel, whole: Any) -> Any:
+    """The part of a tree like the model's parameters that is trained: with LoRA the adapters, else all."""
+    return whole[ADAPTERS] if isinstance(model, AdaptedModel) else whole

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.redact import redact
 from lmtrain.hf.key_map import Row
-from lmtrain.hf.weights import read_model_json
+from lmtrain.hf.weight_files import read_model_json
 from lmtrain.lora.config import LoraConfig
 from lmtrain.lora.sites import A, B, EmbeddingTable, Site, is_head_or_embedding
 
@@ -48,8 +49,10 @@ def to_adapter_config(
     tables: Sequence[EmbeddingTable],
     base_model: str | None,
 ) -> dict[str, Any]:
-    """The `adapter_config.json` of adapters on `sites`. `base_model`: NAME or NAME@REVISION in Hugging Face."""
-    name, _, revision = (base_model or "").partition("@")
+    """The `adapter_config.json` of adapters on `sites`. `base_model`: NAME[@REVISION] in Hugging Face, or a URL."""
+    name, revision = redact(base_model) or "", ""
+    if "://" not in name:
+        name, _, revision = name.partition("@")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -118,11 +121,9 @@ def check_adapter_config(config: LoraConfig) -> None:
 
 def read_names(stored: Sequence[str]) -> set[str]:
     """The names of a file's tensors, without the duplicates of tables."""
-    return {name for name in stored if not (name.endswith(_DUPLICATES) and _original(name) in stored)}
-
-
-def _original(duplicate: str) -> str:
-    return duplicate.rsplit(".", 2)[0] + ".weight"
+    return {
+        name for name in stored if not (name.endswith(_DUPLICATES) and f"{name.rsplit('.', 2)[0]}.weight" in stored)
+    }
 
 
 def explain_mismatch(

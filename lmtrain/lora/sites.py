@@ -53,7 +53,7 @@ class EmbeddingTable:
 
 def list_sites(table: Table, shapes: Mapping[str, Sequence[int]]) -> list[Site]:
     """All linear layers except the head, in the order of the key table. `shapes` of the parameters, by path."""
-    found = []
+    sites = []
     for row in table:
         if not isinstance(row, Row) or not row.ours.endswith(_KERNEL):
             continue
@@ -62,8 +62,8 @@ def list_sites(table: Table, shapes: Mapping[str, Sequence[int]]) -> list[Site]:
         split = 1 if row.rows is None else row.rows
         inputs, outputs = math.prod(shape[:split]), math.prod(shape[split:])
         path, module = row.ours.removesuffix(_KERNEL), row.theirs.removesuffix(_WEIGHT)
-        found.append(Site(path, module, inputs, outputs, layers, not row.transpose))
-    return found
+        sites.append(Site(path, module, inputs, outputs, layers, not row.transpose))
+    return sites
 
 
 def list_tables(table: Table) -> list[EmbeddingTable]:
@@ -91,16 +91,33 @@ def choose_sites(wanted: str | list[str] | None, sites: Sequence[Site]) -> list[
     chosen: set[Site] = set()
     for name in [wanted] if isinstance(wanted, str) else wanted:
         is_named = _by_pattern(setting, name) if isinstance(wanted, str) else _by_suffix(name)
-        found = {site for site in sites if any(map(is_named, site.modules))}
-        if not found:
+        matches = {site for site in sites if any(map(is_named, site.modules))}
+        if not matches:
             known = sorted({site.module.rpartition(".")[2] for site in sites})
+            if wanted in known:
+                raise UserError(
+                    f"{setting}: {name} is a text, which is a regular expression for the full names of layers; write "
+                    f"[{name}] for all layers of this name"
+                )
             _refuse(setting, name, "linear layer", known)
-        if not all(is_named(module) for site in found for module in site.modules):
+        if not all(is_named(module) for site in matches for module in site.modules):
             raise UserError(
                 f"{setting}: {name} matches some blocks only; adapters are on the same layers of all blocks"
             )
-        chosen |= found
+        chosen |= matches
     return [site for site in sites if site in chosen]
+
+
+def check_rank(r: int, sites: Sequence[Site]) -> None:
+    """Raise `UserError` if the rank of the adapters is larger than a dimension of a layer that they adapt."""
+    smallest = min(sites, key=lambda site: min(site.inputs, site.outputs))
+    max_rank = min(smallest.inputs, smallest.outputs)
+    if r > max_rank:
+        raise UserError(
+            f"lora.r: {r:,} is larger than the smallest dimension of {smallest.module} "
+            f"({smallest.inputs:,} x {smallest.outputs:,}); set it to {max_rank:,} at most, or leave the layer out of "
+            "lora.target_modules"
+        )
 
 
 def choose_tables(wanted: Sequence[str], tables: Sequence[EmbeddingTable]) -> list[EmbeddingTable]:

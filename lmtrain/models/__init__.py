@@ -1,1 +1,1 @@
-"""Language models in Flax Linen: one folder per family, shared layers in `layers/`."""
+"""Language models in Flax Linen: one folder per family; `decoder.py`, `layers/` and `attention/` are shared."""

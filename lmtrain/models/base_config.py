@@ -1,27 +1,17 @@
 """Settings that all model families share, and the checks between sizes."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
+from lmtrain.config.section import Section
+from lmtrain.config.setting import Role, architecture, execution, identity, settings_of
 from lmtrain.config.suggest import nearest_divisors
+from lmtrain.models import flops
+from lmtrain.models.attention.names import AttentionBackend
 
-# Settings that do not change the meaning of the weights.
-FREE = {
-    "seq_len",
-    "embed_pdrop",
-    "resid_pdrop",
-    "attn_pdrop",
-    "initializer_range",
-    "init_scheme",
-    "gradient_checkpointing",
-    "scan_layers",
-    "attn_backend",
-    "flash_attention_block_size",
-    "pad_vocab_to_multiple_of",
-}
+POSITIONS = 2**31  # positions are 32-bit integers
 
 RematPolicy = Literal["full", "dots", "dots_no_batch", "save_attention", "offload"]
 
@@ -29,33 +19,35 @@ RematPolicy = Literal["full", "dots", "dots_no_batch", "save_attention", "offloa
 class BaseModelConfig(Section):
     """Sizes of a stack of transformer blocks, and settings of its execution."""
 
-    seq_len: int = Field(
-        1024, ge=2, description="Sequence length: tokens per training sequence, and the maximum context"
+    mlp_matrices: ClassVar[int] = 2  # of the MLP: 3 with a gate
+
+    seq_len: int = identity(
+        1024, ge=2, lt=POSITIONS, description="Sequence length: tokens per training sequence, and the maximum context"
     )
-    hidden_dim: int = Field(
+    hidden_dim: int = architecture(
         768, ge=1, description="Hidden dimension: width of the residual stream; a multiple of num_heads"
     )
-    num_layers: int = Field(12, ge=1, description="Number of layers (transformer blocks)")
-    num_heads: int = Field(12, ge=1, description="Number of attention heads per layer")
-    initializer_range: float = Field(0.02, gt=0, description="Standard deviation of the initial weight matrices")
-    layer_norm_epsilon: float = Field(1e-5, gt=0, description="Epsilon of every norm, added to the variance")
-    pad_vocab_to_multiple_of: int = Field(
+    num_layers: int = architecture(12, ge=1, description="Number of layers (transformer blocks)")
+    num_heads: int = architecture(12, ge=1, description="Number of attention heads per layer")
+    initializer_range: float = identity(0.02, gt=0, description="Standard deviation of the initial weight matrices")
+    layer_norm_epsilon: float = architecture(1e-5, gt=0, description="Epsilon of every norm, added to the variance")
+    pad_vocab_to_multiple_of: int = identity(
         128, ge=1, description="Pad the rows of the embedding and the head to a multiple of this, to split over devices"
     )
-    gradient_checkpointing: bool | RematPolicy = Field(
+    gradient_checkpointing: bool | RematPolicy = execution(
         True,
         description="Gradient checkpointing: recompute activations in the backward pass to save memory. true, full: "
         "all of a block; dots: all but matrix products; dots_no_batch: all but products with weights; "
         "save_attention: all but attention; offload: as full, with the inputs of blocks in host memory; false: nothing",
     )
-    scan_layers: bool = Field(
+    scan_layers: bool = execution(
         True, description="Scan over layers: compile one block and loop over it; false unrolls the loop"
     )
-    attn_backend: Literal["auto", "xla", "blockwise", "cudnn", "triton", "splash"] = Field(
+    attn_backend: AttentionBackend = execution(
         "auto", description="Attention backend; auto takes the fastest that supports the model, and logs which"
     )
-    flash_attention_block_size: int | None = Field(
-        None, ge=16, description="Block size of attention in tokens, for attn_backend blockwise and splash; null: 512"
+    flash_attention_block_size: int | None = execution(
+        None, ge=16, description="Block size of attention in tokens, for attention backends that use one; null: 512"
     )
 
     @model_validator(mode="after")
@@ -78,7 +70,7 @@ class BaseModelConfig(Section):
 
         Excluded are settings that may differ between training and use: length, dropout, initial values, execution.
         """
-        return self.model_dump(exclude=FREE)
+        return self.model_dump(include=settings_of(type(self), Role.ARCHITECTURE))
 
     @property
     def head_width(self) -> int:
@@ -86,9 +78,40 @@ class BaseModelConfig(Section):
         return self.hidden_dim // self.num_heads
 
     @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.num_heads
+
+    @property
+    def mlp_dim(self) -> int:
+        """Hidden dimension of the MLP."""
+        raise NotImplementedError
+
+    @property
+    def window(self) -> int | None:
+        """Maximum number of keys that a query sees; None: all before it."""
+        return None
+
+    def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
+        """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
+        keys = flops.mean_keys(self.seq_len, causal, self.window)
+        block = flops.attention(self.hidden_dim, self.num_heads, self.kv_heads, self.head_width, keys)
+        block += flops.mlp(self.hidden_dim, self.mlp_dim, self.mlp_matrices)
+        return self.num_layers * block + flops.linear(self.hidden_dim, vocab_size)  # and the head
+
+    def attention_flops(self, full: float, causal: float) -> tuple[float, float]:
+        """The part of FLOPs per token that grows with the number of keys: of `full` and of `causal` attention."""
+        keys, seen = (flops.mean_keys(self.seq_len, causal, self.window) for causal in (False, True))
+        if keys == seen:
+            return 0.0, 0.0
+        each = (full - causal) / (keys - seen)
+        return each * keys, each * seen
+
+    @property
     def attention_needs(self) -> set[str]:
-        """The features that attention needs, as keys of `attention_backends.FEATURES`."""
+        """The features that attention needs, as keys of `FEATURES` in `models/attention/names.py`."""
         needs = {"odd_length"} if self.seq_len % 128 else set[str]()
         needs |= {"wide_heads"} if self.head_width > 128 else set()
         needs |= {"very_wide_heads"} if self.head_width > 256 else set()
+        needs |= {"window"} if self.window is not None else set()
         return needs | ({"odd_heads"} if self.head_width % 8 else set())

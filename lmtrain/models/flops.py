@@ -8,11 +8,6 @@ There are two conventions for attention. `causal` counts the keys that a query s
 convention counts all keys, as computed without a kernel that skips the rest. State which one when you compare.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lmtrain.models.config import ModelConfig
-
 
 def mean_keys(seq_len: int, causal: bool, window: int | None = None) -> float:
     """Mean number of keys per query, averaged over the sequence."""
@@ -37,13 +32,3 @@ def attention(hidden_dim: int, heads: int, kv_heads: int, head_width: int, keys:
 def mlp(hidden_dim: int, width: int, matrices: int = 2) -> int:
     """FLOPs of an MLP: up and down projections; with three matrices also the gate."""
     return matrices * linear(hidden_dim, width)
-
-
-def attention_flops(config: "ModelConfig", full: float, causal: float) -> tuple[float, float]:
-    """The part of FLOPs per token that grows with the number of keys: of `full` and of `causal` attention."""
-    window = getattr(config, "sliding_window", None)
-    keys, seen = (mean_keys(config.seq_len, causal=causal, window=window) for causal in (False, True))
-    if keys == seen:
-        return 0.0, 0.0
-    each = (full - causal) / (keys - seen)
-    return each * keys, each * seen

@@ -14,11 +14,6 @@ class KvCache(struct.PyTreeNode):
     k: jax.Array
     v: jax.Array
 
-    @classmethod
-    def empty(cls, layers: int, batch: int, heads: int, length: int, head_dim: int, dtype: jnp.dtype) -> "KvCache":
-        shape = (layers, batch, heads, length, head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
     def write(
         self, k_BHSC: jax.Array, v_BHSC: jax.Array, start: jax.Array, layer: jax.Array | None = None
     ) -> "KvCache":
@@ -40,8 +35,8 @@ class KvCache(struct.PyTreeNode):
     ) -> "KvCache":
         """`write` with another start for each sequence."""
         rows = jnp.arange(len(start_B))[:, None]
-        places = start_B[:, None] + jnp.arange(k_BHSC.shape[2])
-        at = (rows, slice(None), places) if layer is None else (layer, rows, slice(None), places)
+        positions = start_B[:, None] + jnp.arange(k_BHSC.shape[2])
+        at = (rows, slice(None), positions) if layer is None else (layer, rows, slice(None), positions)
         k, v = (new.transpose(0, 2, 1, 3) for new in (k_BHSC, v_BHSC))
         return KvCache(self.k.at[at].set(k), self.v.at[at].set(v))
 
@@ -52,7 +47,7 @@ class KvCache(struct.PyTreeNode):
 
 
 class Documents(NamedTuple):
-    """Documents packed into sequences, for the blocks of a model; None where nothing depends on them.
+    """Documents packed into sequences; None where nothing depends on them.
 
     `segments` [B, S]: tokens attend only to those of their own segment. `positions` [B, S] are the tokens' positions
     within their documents; None: positions within the sequence.
@@ -60,6 +55,9 @@ class Documents(NamedTuple):
 
     segments: jax.Array | None = None
     positions: jax.Array | None = None
+
+
+NO_DOCUMENTS = Documents()
 
 
 class LanguageModel(Protocol):
@@ -83,17 +81,8 @@ class LanguageModel(Protocol):
     def clone(self, **changes: Any) -> "LanguageModel":
         """Linen's clone: the same module with other fields, such as `attention`, the name of its backend."""
 
-    def hidden(
-        self,
-        tokens_BS: jax.Array,
-        deterministic: bool,
-        segments_BS: jax.Array | None = None,
-        positions_BS: jax.Array | None = None,
-    ) -> jax.Array:
-        """Hidden states [B, S, D], the input of the head. Needs a `dropout` key unless deterministic.
-
-        For `segments_BS` and `positions_BS` see `Documents`.
-        """
+    def hidden(self, tokens_BS: jax.Array, deterministic: bool, documents: Documents = NO_DOCUMENTS) -> jax.Array:
+        """Hidden states [B, S, D], the input of the head. Needs a `dropout` key unless deterministic."""
 
     def head(self) -> jax.Array:
         """The head's matrix, [V, D]: logits are `hidden @ head.T`. Rows from `vocab_size` on are padding."""
@@ -113,5 +102,5 @@ def hidden_and_head(
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states and head in one `apply(..., method=hidden_and_head)`, so that a tied table is gathered once.
     For `batch` see `lmtrain/data/batches.py`."""
-    documents = {f"{name}_BS": batch[name] for name in ("segments", "positions") if name in batch}
-    return model.hidden(batch["tokens"], deterministic, **documents), model.head()
+    documents = Documents(batch.get("segments"), batch.get("positions"))
+    return model.hidden(batch["tokens"], deterministic, documents), model.head()

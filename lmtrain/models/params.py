@@ -8,8 +8,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
+from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.interface import LanguageModel
+
+# Between nested maps and maps from slash-separated paths.
+flatten, unflatten = functools.partial(flatten_dict, sep="/"), functools.partial(unflatten_dict, sep="/")
 
 
 @functools.lru_cache(maxsize=8)
@@ -26,7 +31,7 @@ def initializer(model: LanguageModel) -> Callable[[jax.Array], Any]:
 
 def without_kernels(model: LanguageModel) -> LanguageModel:
     """The same model with plain attention, for a few tokens in float32, which not every backend supports."""
-    return model.clone(attention="xla")
+    return model.clone(attention=PLAIN)
 
 
 def count_parameters(model: LanguageModel) -> int:
@@ -38,6 +43,11 @@ def count_parameters(model: LanguageModel) -> int:
         )
         for box in boxes
     )
+
+
+def shapes_by_path(boxed: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a tree of abstract parameters, by slash-separated paths."""
+    return {path: leaf.shape for path, leaf in flatten(nn.meta.unbox(boxed)).items()}
 
 
 def parameter_axes(model: LanguageModel) -> Any:

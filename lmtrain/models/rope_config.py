@@ -2,29 +2,34 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
+from lmtrain.config.section import Section
+from lmtrain.config.setting import architecture
 
 
 class RopeConfig(Section):
     """Rotary position embeddings, and their scaling beyond the trained length."""
 
-    type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = Field(
+    type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = architecture(
         "default", description="Type of RoPE scaling to longer contexts; the type default does not scale"
     )
-    theta: float = Field(10_000.0, gt=0, description="Base of the RoPE frequencies")
-    factor: float = Field(1.0, ge=1, description="Scaling factor: new context length / trained length")
-    original_seq_len: int | None = Field(
+    theta: float = architecture(10_000.0, gt=0, description="Base of the RoPE frequencies")
+    factor: float = architecture(1.0, ge=1, description="Scaling factor: new context length / trained length")
+    original_seq_len: int | None = architecture(
         None, ge=1, description="Trained context length in tokens; required by llama3 and yarn"
     )
-    low_freq_factor: float = Field(
+    low_freq_factor: float = architecture(
         1.0, gt=0, description="llama3: wavelengths above original_seq_len / this are scaled"
     )
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: wavelengths below original_seq_len / this are kept")
-    beta_fast: float = Field(32.0, gt=0, description="yarn: frequencies with more rotations than this are kept")
-    beta_slow: float = Field(1.0, gt=0, description="yarn: frequencies with fewer rotations than this are fully scaled")
+    high_freq_factor: float = architecture(
+        4.0, gt=0, description="llama3: wavelengths below original_seq_len / this are kept"
+    )
+    beta_fast: float = architecture(32.0, gt=0, description="yarn: frequencies with more rotations than this are kept")
+    beta_slow: float = architecture(
+        1.0, gt=0, description="yarn: frequencies with fewer rotations than this are fully scaled"
+    )
 
     def meaning(self) -> dict[str, Any]:
         """The settings that this type of scaling uses."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from lmtrain.objectives.row_losses import Row, sum_of_row_losses
+from lmtrain.objectives.row_losses import LogitStatistics, sum_of_row_losses
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CrossEntropyRow:
     def uses_mean(self) -> bool:
         return self.label_smoothing > 0
 
-    def __call__(self, row: Row) -> jax.Array:
+    def __call__(self, row: LogitStatistics) -> jax.Array:
         loss = row.log_sum - row.chosen
         if row.mean is not None:
             loss = loss + self.label_smoothing * (row.chosen - row.mean)

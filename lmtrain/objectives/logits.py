@@ -7,19 +7,20 @@ devices that share the vocabulary with it.
     T rows of a chunk  D embed  V vocab (a device's part of it)
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lmtrain.sharding.local import num_parts, platform, split_over, sum_over
+from lmtrain.sharding.local import num_parts, per_device, platform, split_over, sum_over
 from lmtrain.sharding.placement import stream_axes
 
 # Number of logits that a device holds at once. Each chunk reads the head and adds to its float32 gradient: with few
 # rows that is most of the memory traffic. A CPU is fastest with chunks that fit in its caches.
 _LOGITS_AT_ONCE = {"cpu": 2**22, "gpu": 2**27, "tpu": 2**27}
-_FEWEST_ROWS = {"cpu": 64, "gpu": 1024, "tpu": 1024}
+_MIN_ROWS = {"cpu": 64, "gpu": 1024, "tpu": 1024}
 
 # If the rows do not divide evenly, chunk sizes are multiples of this, which matches the hardware's tiles.
 _TILE = 128
@@ -43,13 +44,13 @@ class Chunks(NamedTuple):
     padded_size: int
 
     @classmethod
-    def plan(cls, hidden_BSD: jax.Array, head_VD: jax.Array, vocab_size: int | None) -> "Chunks":
+    def of(cls, hidden_BSD: jax.Array, head_VD: jax.Array, vocab_size: int | None) -> "Chunks":
         """The split in the program being traced, for these global arrays."""
         batch, positions, vocab = split_over("act_batch"), stream_axes(hidden_BSD.shape[1]), split_over("act_vocab")
         entries = head_VD.shape[0]
-        plan = cls(batch, positions, vocab, 0, vocab_size or entries, entries)
-        rows = hidden_BSD.shape[0] * hidden_BSD.shape[1] // num_parts(plan.rows)
-        return plan._replace(size=rows_at_once(rows, entries // num_parts(vocab), platform()))
+        chunks = cls(batch, positions, vocab, 0, vocab_size or entries, entries)
+        rows = hidden_BSD.shape[0] * hidden_BSD.shape[1] // num_parts(chunks.rows)
+        return chunks._replace(size=rows_at_once(rows, entries // num_parts(vocab), platform()))
 
     @property
     def gathered(self) -> tuple[str, ...]:
@@ -83,6 +84,22 @@ class Chunks(NamedTuple):
         batch, length = like.shape[:2]
         rows = chunks.reshape(-1, *chunks.shape[2:])[: batch * length]
         return rows.reshape(batch, length, *rows.shape[1:])
+
+    def map_rows(
+        self, function: Callable[..., Any], hidden_BSD: jax.Array, head_VD: jax.Array, *arrays_BS: jax.Array
+    ) -> Any:
+        """`function(logits [T, V], head, rows of each array [T])` of each chunk -> a tree of results, [B, S] each."""
+
+        def local(hidden: jax.Array, head: jax.Array, *arrays: jax.Array) -> Any:
+            def chunk(_: None, part: tuple[jax.Array, ...]) -> tuple[None, Any]:
+                return None, function(self.logits(part[0], head), head, *part[1:])
+
+            _, results = jax.lax.scan(chunk, None, tuple(map(self.cut, (hidden, *arrays))))
+            return jax.tree.map(lambda result: self.join(result, hidden), results)
+
+        rows = self.of_rows
+        specs = (rows, self.of_head, *(rows for _ in arrays_BS))
+        return per_device(local, specs, rows)(hidden_BSD, head_VD, *arrays_BS)
 
     def first_token(self, head_VD: jax.Array) -> jax.Array | int:
         """The id of the first token in this device's part of the vocabulary."""
@@ -124,10 +141,10 @@ class Chunks(NamedTuple):
 
 def rows_at_once(rows: int, vocab: int, kind: str) -> int:
     """Rows per chunk, for a device of platform `kind` with `rows` rows and `vocab` entries of the vocabulary."""
-    most = min(max(_LOGITS_AT_ONCE[kind] // vocab, _FEWEST_ROWS[kind]), rows)
-    fewest = -(-rows // most)
-    for chunks in range(fewest, 2 * fewest):
+    limit = min(max(_LOGITS_AT_ONCE[kind] // vocab, _MIN_ROWS[kind]), rows)
+    min_chunks = -(-rows // limit)
+    for chunks in range(min_chunks, 2 * min_chunks):
         if rows % chunks == 0:
             return rows // chunks
-    even = -(-rows // fewest)
+    even = -(-rows // min_chunks)
     return -(-even // _TILE) * _TILE if even > _TILE else even

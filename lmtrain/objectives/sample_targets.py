@@ -1,10 +1,12 @@
 """Targets sampled from the model's own prediction, for Sophia-G."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from lmtrain.objectives.logits import Chunks
-from lmtrain.sharding.local import per_device, sum_over
+from lmtrain.sharding.local import sum_over
 
 # The cumulative sum runs over blocks of the vocabulary, then within the selected block: accurate enough in float32.
 _BLOCK = 128
@@ -16,19 +18,9 @@ def sample_targets(hidden_BSD: jax.Array, head_VD: jax.Array, key: jax.Array, vo
     One uniform number per position, generated from `key` alone, is looked up in the cumulative probabilities: except
     for rounding, the samples do not depend on how rows and vocabulary are split.
     """
-    chunks = Chunks.plan(hidden_BSD, head_VD, vocab_size)
+    chunks = Chunks.of(hidden_BSD, head_VD, vocab_size)
     uniform_BS = jax.random.uniform(key, hidden_BSD.shape[:2])
-
-    def local(hidden: jax.Array, head: jax.Array, uniform: jax.Array) -> jax.Array:
-        def one(_: None, part: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-            rows, uniform = part
-            return None, _draw(chunks, chunks.logits(rows, head), head, uniform)
-
-        parts = chunks.cut(hidden), chunks.cut(uniform)
-        return chunks.join(jax.lax.scan(one, None, parts)[1], hidden)
-
-    rows = chunks.of_rows
-    drawn: jax.Array = per_device(local, (rows, chunks.of_head, rows), rows)(hidden_BSD, head_VD, uniform_BS)
+    drawn: jax.Array = chunks.map_rows(functools.partial(_draw, chunks), hidden_BSD, head_VD, uniform_BS)
     return drawn
 
 

@@ -1,11 +1,10 @@
 """Log-probabilities of given tokens, without the logits of the entire batch."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from lmtrain.objectives.logits import Chunks
-from lmtrain.sharding.local import per_device
 
 
 class TargetScores(NamedTuple):
@@ -23,18 +22,11 @@ def score_targets(
     Rows of the head from `vocab_size` on are padding. Products run in the inputs' precision, all else in float32. Of
     several most likely tokens the first one counts, as in argmax.
     """
-    chunks = Chunks.plan(hidden_BTD, head_VD, vocab_size)
+    chunks = Chunks.of(hidden_BTD, head_VD, vocab_size)
 
-    def local(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def one(_: None, part: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
-            rows, target = part
-            logits = chunks.logits(rows, head)
-            log_prob = chunks.chosen(logits, head, target) - chunks.log_sum(logits)
-            return None, (log_prob, chunks.most_likely(logits, head) == target)
+    def score(logits: jax.Array, head: jax.Array, target: jax.Array) -> TargetScores:
+        log_prob = chunks.chosen(logits, head, target) - chunks.log_sum(logits)
+        return TargetScores(log_prob, chunks.most_likely(logits, head) == target)
 
-        log_prob, is_best = jax.lax.scan(one, None, (chunks.cut(hidden), chunks.cut(targets)))[1]
-        return chunks.join(log_prob, targets), chunks.join(is_best, targets)
-
-    rows = chunks.of_rows
-    scored = per_device(local, (rows, chunks.of_head, rows), (rows, rows))(hidden_BTD, head_VD, targets_BT)
-    return TargetScores(*scored)
+    scores: TargetScores = chunks.map_rows(score, hidden_BTD, head_VD, targets_BT)
+    return scores

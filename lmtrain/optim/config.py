@@ -2,13 +2,14 @@
 
 import re
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictFloat, StrictInt, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from lmtrain.config.base import Section, by_type
 from lmtrain.config.errors import field_error
+from lmtrain.config.section import Section, by_type
+from lmtrain.config.setting import identity, tunable
 
 
 def _fraction_or_steps(value: Any) -> Any:
@@ -23,44 +24,51 @@ def _fraction_or_steps(value: Any) -> Any:
 FractionOrSteps = Annotated[StrictInt | StrictFloat, BeforeValidator(_fraction_or_steps)]
 Steps = Annotated[StrictInt, Field(ge=1)]
 
+Estimator = Literal["hutchinson", "gauss_newton_bartlett"]
+
 
 class ScheduleConfig(Section):
     """Settings of all optimizers: learning-rate schedule and weight decay."""
 
-    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, multiplied by the learning rate")
-    weight_decay_modules: str | Annotated[list[str], Field(min_length=1)] | None = Field(
+    # the estimator of the Hessian that an optimizer requires; None: none
+    hessian: ClassVar[Estimator | None] = None
+    # whether updates depend on complete matrices or on the curvature of all parameters, which LoRA does not have
+    needs_full_matrices: ClassVar[bool] = False
+
+    learning_rate: float = tunable(1e-4, gt=0, description="Peak learning rate")
+    weight_decay: float = tunable(0.0, ge=0, description="Decoupled weight decay, multiplied by the learning rate")
+    weight_decay_modules: str | Annotated[list[str], Field(min_length=1)] | None = tunable(
         None,
         description="Parameters with weight decay: a regular expression, matched at the start of the path "
         "(blocks/mlp/up/kernel), or a list of texts that a path may contain; null: see default_weight_decay_mask",
     )
-    default_weight_decay_mask: bool | None = Field(
+    default_weight_decay_mask: bool | None = tunable(
         None,
         description="Weight decay of all layers' matrices, but not of embeddings, norms and biases; true: in addition "
         "to weight_decay_modules; false: off (without weight_decay_modules, all parameters decay); null: on unless "
         "weight_decay_modules is set",
     )
-    lr_schedule: Literal["constant", "linear", "cosine", "inv_sqrt", "inv"] = Field(
+    lr_schedule: Literal["constant", "linear", "cosine", "inv_sqrt", "inv"] = tunable(
         "cosine", description="Shape of the learning-rate decay"
     )
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Final learning rate, as a fraction of the peak")
-    warmup: FractionOrSteps = Field(
+    min_lr_ratio: float = tunable(0.1, ge=0, le=1, description="Final learning rate, as a fraction of the peak")
+    warmup: FractionOrSteps = tunable(
         0.01, description="Linear warmup from 0: steps (int) or fraction of the first cycle (float)"
     )
-    decay: FractionOrSteps | None = Field(
+    decay: FractionOrSteps | None = tunable(
         None,
         description="Decay at the end of each cycle: steps (int) or fraction of the cycle (float); "
         "null: all steps after the warmup",
     )
-    rewarmup: FractionOrSteps = Field(
+    rewarmup: FractionOrSteps = tunable(
         0.0,
         description="Warm-up of later cycles, from the final rate of the previous one: steps (int) or fraction of the "
         "cycle (float)",
     )
-    cycles: Steps | Annotated[list[Steps], Field(min_length=1)] | None = Field(
+    cycles: Steps | Annotated[list[Steps], Field(min_length=1)] | None = tunable(
         None, description="Number of cycles, or list of the steps where cycles end; null: one cycle"
     )
-    cycle_length: FractionOrSteps | Annotated[list[Steps], Field(min_length=1)] | None = Field(
+    cycle_length: FractionOrSteps | Annotated[list[Steps], Field(min_length=1)] | None = tunable(
         None, description="Length of a cycle: steps (int) or fraction of the run (float), or a list of lengths in steps"
     )
 
@@ -73,11 +81,6 @@ class ScheduleConfig(Section):
             except re.error as error:
                 raise ValueError(f"invalid regular expression {value!r}: {error}") from None
         return value
-
-    @property
-    def hessian(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
-        """Hessian estimator that the optimizer requires; None: none."""
-        return None
 
     @model_validator(mode="after")
     def _cycles_make_sense(self) -> "ScheduleConfig":
@@ -93,27 +96,27 @@ class ScheduleConfig(Section):
 class SkipStepConfig(Section):
     """Skip updates whose loss or gradient norm is far above those of the last steps."""
 
-    rolling_interval_length: int = Field(
+    rolling_interval_length: int = tunable(
         128, ge=2, description="Window of the rolling mean and standard deviation, in steps"
     )
-    sigma_factor: float = Field(6.0, gt=0, description="Threshold above the mean, in standard deviations")
+    sigma_factor: float = tunable(6.0, gt=0, description="Threshold above the mean, in standard deviations")
 
 
 class ClippedConfig(ScheduleConfig):
     """Settings of optimizers that clip gradients."""
 
-    max_grad_norm: float | None = Field(1.0, ge=0, description="Gradient clipping by global norm; null or 0: off")
+    max_grad_norm: float | None = tunable(1.0, ge=0, description="Gradient clipping by global norm; null or 0: off")
 
 
 class AdamConfig(ClippedConfig):
     """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
-    type: Literal["adam"] = Field("adam", description="Optimizer: AdamW")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment per step")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment per step")
-    epsilon: float = Field(1e-8, gt=0, description="Constant added to the root of the second moment")
-    nesterov: bool = Field(False, description="Nesterov momentum (Dozat 2016)")
-    skip_bad_steps: StrictBool | Annotated[StrictInt, Field(ge=2)] | SkipStepConfig = Field(
+    type: Literal["adam"] = identity("adam", description="Optimizer: AdamW")
+    beta1: float = tunable(0.9, ge=0, lt=1, description="Decay of the first moment per step")
+    beta2: float = tunable(0.95, ge=0, lt=1, description="Decay of the second moment per step")
+    epsilon: float = tunable(1e-8, gt=0, description="Constant added to the root of the second moment")
+    nesterov: bool = tunable(False, description="Nesterov momentum (Dozat 2016)")
+    skip_bad_steps: StrictBool | Annotated[StrictInt, Field(ge=2)] | SkipStepConfig = tunable(
         False,
         description="Skip updates with an outlier loss or gradient norm: true, an int (rolling_interval_length), or a "
         "map with rolling_interval_length and sigma_factor",
@@ -132,77 +135,81 @@ class AdamConfig(ClippedConfig):
 class SophiaConfig(ClippedConfig):
     """Sophia: momentum divided by an estimate of the Hessian's diagonal, with elementwise clipping."""
 
-    beta1: float = Field(0.96, ge=0, lt=1, description="Decay of the momentum per step")
-    beta2: float = Field(0.99, ge=0, lt=1, description="Decay of the Hessian estimate per estimate")
-    epsilon: float = Field(1e-12, gt=0, description="Minimum of the denominator")
-    gamma: float = Field(0.01, gt=0, description="Scale of the Hessian estimate")
-    clip_threshold: float | None = Field(1.0, gt=0, description="Elementwise clipping of updates; null: no clipping")
-    update_interval: int = Field(10, ge=1, description="Interval of Hessian estimates, in steps")
-    rng_seed: int = Field(0, ge=0, lt=2**32, description="Random seed of the Hessian estimates")
+    needs_full_matrices: ClassVar[bool] = True
+
+    beta1: float = tunable(0.96, ge=0, lt=1, description="Decay of the momentum per step")
+    beta2: float = tunable(0.99, ge=0, lt=1, description="Decay of the Hessian estimate per estimate")
+    epsilon: float = tunable(1e-12, gt=0, description="Minimum of the denominator")
+    gamma: float = tunable(0.01, gt=0, description="Scale of the Hessian estimate")
+    clip_threshold: float | None = tunable(1.0, gt=0, description="Elementwise clipping of updates; null: no clipping")
+    update_interval: int = tunable(10, ge=1, description="Interval of Hessian estimates, in steps")
+    rng_seed: int = tunable(0, ge=0, lt=2**32, description="Random seed of the Hessian estimates")
 
 
 class SophiaHConfig(SophiaConfig):
     """Sophia with Hutchinson's estimator (Liu et al. 2023)."""
 
-    type: Literal["sophia-h"] = Field("sophia-h", description="Optimizer: Sophia-H")
+    hessian: ClassVar[Estimator | None] = "hutchinson"
 
-    @property
-    def hessian(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
-        return "hutchinson"
+    type: Literal["sophia-h"] = identity("sophia-h", description="Optimizer: Sophia-H")
 
 
 class SophiaGConfig(SophiaConfig):
     """Sophia with the Gauss-Newton-Bartlett estimator (Liu et al. 2023)."""
 
-    type: Literal["sophia-g"] = Field("sophia-g", description="Optimizer: Sophia-G")
-    gamma: float = Field(0.05, gt=0, description="Scale of the Hessian estimate")
+    hessian: ClassVar[Estimator | None] = "gauss_newton_bartlett"
 
-    @property
-    def hessian(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
-        return "gauss_newton_bartlett"
+    type: Literal["sophia-g"] = identity("sophia-g", description="Optimizer: Sophia-G")
+    gamma: float = tunable(0.05, gt=0, description="Scale of the Hessian estimate")
 
 
 class LionConfig(ClippedConfig):
     """Lion: the sign of an interpolated momentum (Chen et al. 2023)."""
 
-    type: Literal["lion"] = Field("lion", description="Optimizer: Lion")
-    beta1: float = Field(0.95, ge=0, lt=1, description="Weight of the momentum in the update")
-    beta2: float = Field(0.98, ge=0, lt=1, description="Decay of the momentum per step")
+    type: Literal["lion"] = identity("lion", description="Optimizer: Lion")
+    beta1: float = tunable(0.95, ge=0, lt=1, description="Weight of the momentum in the update")
+    beta2: float = tunable(0.98, ge=0, lt=1, description="Decay of the momentum per step")
 
 
 class MuonConfig(ClippedConfig):
     """Muon: orthogonalized momentum for the blocks' matrices, Adam for other parameters (Jordan et al. 2024)."""
 
-    type: Literal["muon"] = Field("muon", description="Optimizer: Muon, with Adam for non-matrix parameters")
-    learning_rate: float = Field(0.02, gt=0, description="Peak learning rate of the blocks' matrices")
-    adam_lr: float = Field(6e-4, gt=0, description="Peak learning rate of Adam's parameters, with the same schedule")
-    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the momentum per step")
-    nesterov: bool = Field(True, description="Nesterov momentum")
-    backend_steps: int = Field(5, ge=1, le=20, description="Number of Newton-Schulz iterations")
-    muon_epsilon: float = Field(1e-8, gt=0, description="Constant added to the norm that divides a matrix")
-    use_kimi_scaling: bool = Field(
+    needs_full_matrices: ClassVar[bool] = True
+
+    type: Literal["muon"] = identity("muon", description="Optimizer: Muon, with Adam for non-matrix parameters")
+    learning_rate: float = tunable(0.02, gt=0, description="Peak learning rate of the blocks' matrices")
+    adam_lr: float = tunable(6e-4, gt=0, description="Peak learning rate of Adam's parameters, with the same schedule")
+    momentum: float = tunable(0.95, ge=0, lt=1, description="Decay of the momentum per step")
+    nesterov: bool = tunable(True, description="Nesterov momentum")
+    backend_steps: int = tunable(5, ge=1, le=20, description="Number of Newton-Schulz iterations")
+    muon_epsilon: float = tunable(1e-8, gt=0, description="Constant added to the norm that divides a matrix")
+    use_kimi_scaling: bool = tunable(
         False, description="Scale updates to match Adam's, by 0.2 * sqrt(larger dimension) (Liu et al. 2025)"
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="Adam: decay of the first moment per step")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Adam: decay of the second moment per step")
-    epsilon: float = Field(1e-8, gt=0, description="Adam: constant added to the root of the second moment")
+    beta1: float = tunable(0.9, ge=0, lt=1, description="Adam: decay of the first moment per step")
+    beta2: float = tunable(0.95, ge=0, lt=1, description="Adam: decay of the second moment per step")
+    epsilon: float = tunable(1e-8, gt=0, description="Adam: constant added to the root of the second moment")
 
 
 class AdafactorConfig(ScheduleConfig):
     """Adafactor: second moments factored into row and column means (Shazeer and Stern 2018)."""
 
-    type: Literal["adafactor"] = Field("adafactor", description="Optimizer: Adafactor")
-    learning_rate: float = Field(1e-2, gt=0, description="Peak learning rate")
-    decay_rate: float = Field(0.8, gt=0, le=1, description="Second-moment decay exponent: 1 - t^-decay_rate at step t")
-    epsilon: float = Field(1e-30, gt=0, description="Constant added to squared gradients")
-    clipping_threshold: float | None = Field(
+    type: Literal["adafactor"] = identity("adafactor", description="Optimizer: Adafactor")
+    learning_rate: float = tunable(1e-2, gt=0, description="Peak learning rate")
+    decay_rate: float = tunable(
+        0.8, gt=0, le=1, description="Second-moment decay exponent: 1 - t^-decay_rate at step t"
+    )
+    epsilon: float = tunable(1e-30, gt=0, description="Constant added to squared gradients")
+    clipping_threshold: float | None = tunable(
         1.0, ge=1, description="Update clipping by root mean square, per parameter; null: no clipping"
     )
-    multiply_by_parameter_scale: bool = Field(True, description="Scale each update by its parameter's root mean square")
-    momentum: float | None = Field(
+    multiply_by_parameter_scale: bool = tunable(
+        True, description="Scale each update by its parameter's root mean square"
+    )
+    momentum: float | None = tunable(
         None, ge=0, lt=1, description="Decay of the first moment per step; null: no momentum"
     )
-    min_dim_size_to_factor: int = Field(
+    min_dim_size_to_factor: int = tunable(
         128, ge=2, description="Minimum dimension of a matrix for a factored second moment"
     )
 
@@ -214,5 +221,5 @@ OptimizerConfig = Annotated[
     | Annotated[LionConfig, Tag("lion")]
     | Annotated[MuonConfig, Tag("muon")]
     | Annotated[AdafactorConfig, Tag("adafactor")],
-    by_type("optimizer", "adam", ["adam", "sophia-h", "sophia-g", "lion", "muon", "adafactor"]),
+    by_type("adam"),
 ]

@@ -9,6 +9,8 @@ singular values near 1. The momentum's bias is not corrected: NS does not depend
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,19 +31,9 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def muon_or_adam(config: MuonConfig, axes: Any) -> optax.GradientTransformation:
     """Muon for the blocks' matrices; Adam, scaled by `adam_lr / learning_rate`, for all other parameters."""
     numbers = _matrices(axes)
-
-    def dims(params: Any) -> Any:
-        """The dimension numbers of the parameters that Muon updates, with a masked node for all others."""
-        return jax.tree.map(
-            lambda param, number: param if isinstance(param, optax.MaskedNode) else number,
-            params,
-            numbers,
-            is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-        )
-
     muon = optax.chain(
-        _orthogonalized_momentum(config, dims),
-        optax.stateless(lambda updates, _: _scale_by_shape(config, updates, dims(updates))),
+        _orthogonalized_momentum(config, numbers),
+        optax.stateless(lambda updates, _: _map_matrices(partial(_scale_by_shape, config), updates, numbers)),
     )
     adam = optax.chain(
         optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
@@ -61,7 +53,18 @@ def _matrices(axes: Any) -> Any:
     return jax.tree.map(matrix_dims, axes, is_leaf=lambda names: isinstance(names, tuple))
 
 
-def _orthogonalized_momentum(config: MuonConfig, dims: Any) -> optax.GradientTransformation:
+def _map_matrices(function: Callable[[jax.Array, MuonDimensionNumbers], jax.Array], updates: Any, numbers: Any) -> Any:
+    """Apply `function` to the updates of matrices; those of Adam's parameters are masked nodes, which stay."""
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    return jax.tree.map(
+        lambda x, number: x if is_masked(x) else function(x, number), updates, numbers, is_leaf=is_masked
+    )
+
+
+def _orthogonalized_momentum(config: MuonConfig, numbers: Any) -> optax.GradientTransformation:
     beta = config.momentum
 
     def init(params: Any) -> MuonState:
@@ -74,18 +77,13 @@ def _orthogonalized_momentum(config: MuonConfig, dims: Any) -> optax.GradientTra
 
         momentum = jax.tree.map(average, state.mu, gradients)
         ahead = jax.tree.map(average, momentum, gradients) if config.nesterov else momentum
-        updates = jax.tree.map(
-            lambda x, number: _orthogonalize(x, number, config),
-            ahead,
-            dims(gradients),
-            is_leaf=lambda node: isinstance(node, MuonDimensionNumbers),
-        )
+        updates = _map_matrices(partial(_orthogonalize, config), ahead, numbers)
         return updates, MuonState(optax.safe_increment(state.count), momentum, state.ns_coeffs)
 
     return optax.GradientTransformation(init, update)
 
 
-def _orthogonalize(x: jax.Array, number: MuonDimensionNumbers, config: MuonConfig) -> jax.Array:
+def _orthogonalize(config: MuonConfig, x: jax.Array, number: MuonDimensionNumbers) -> jax.Array:
     """Orthogonalize each matrix of a parameter, on one device each: with split matrices, every iteration gathers."""
     inputs, outputs = tuple(number.reduction_axis), tuple(number.output_axis)
     stacked = tuple(dim for dim in range(x.ndim) if dim not in inputs + outputs)
@@ -109,18 +107,12 @@ def _newton_schulz(x_NIO: jax.Array, steps: int, epsilon: float) -> jax.Array:
     return x.swapaxes(1, 2) if tall else x
 
 
-def _scale_by_shape(config: MuonConfig, updates: Any, numbers: Any) -> Any:
+def _scale_by_shape(config: MuonConfig, update: jax.Array, number: MuonDimensionNumbers) -> jax.Array:
     """Scale by sqrt(max(1, outputs / inputs)), or by 0.2 sqrt(max(inputs, outputs)) with `use_kimi_scaling`."""
-
-    def scale(update: Any, number: Any) -> Any:
-        if isinstance(update, optax.MaskedNode):
-            return update
-        inputs, outputs = (math.prod(update.shape[dim] for dim in dims) for dims in number)
-        if config.use_kimi_scaling:
-            return update * (0.2 * math.sqrt(max(inputs, outputs)))
-        return update * math.sqrt(max(1.0, outputs / inputs))
-
-    return jax.tree.map(scale, updates, numbers, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+    inputs, outputs = (math.prod(update.shape[dim] for dim in dims) for dims in number)
+    if config.use_kimi_scaling:
+        return update * (0.2 * math.sqrt(max(inputs, outputs)))
+    return update * math.sqrt(max(1.0, outputs / inputs))
 
 
 def matrix_dims(axes: tuple[str | None, ...]) -> MuonDimensionNumbers | tuple[()]:

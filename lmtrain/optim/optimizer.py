@@ -1,6 +1,6 @@
 """Construction of the optimizer as one optax transformation: direction, weight decay and learning rate."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -59,36 +59,24 @@ def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransfo
         case SophiaConfig():
             from lmtrain.optim.sophia import scale_by_sophia
 
-            return [
-                scale_by_sophia(
-                    config.beta1,
-                    config.beta2,
-                    config.epsilon,
-                    config.gamma,
-                    config.clip_threshold,
-                    config.update_interval,
-                    config.rng_seed,
-                )
-            ]
+            return [scale_by_sophia(config)]
 
 
 def _decay(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformation]:
     """Weight decay. With Muon, parameters that Adam updates decay by Adam's learning rate."""
-
-    def of(weight_decay: float, among: Callable[[Any], Any] = lambda mask: mask) -> optax.GradientTransformation:
-        return optax.add_decayed_weights(weight_decay, mask=lambda params: among(decay_mask(config, params)))
-
     if not isinstance(config, MuonConfig):
-        return [of(config.weight_decay)]
+        return [optax.add_decayed_weights(config.weight_decay, mask=partial(decay_mask, config))]
     from lmtrain.optim.muon import labels_of
 
     labels = labels_of(axes)
 
-    def only(label: str) -> Callable[[Any], Any]:
-        return lambda mask: jax.tree.map(lambda decays, found: decays and found == label, mask, labels)
+    def decay(label: str, rate: float) -> optax.GradientTransformation:
+        def mask(params: Any) -> Any:
+            return jax.tree.map(lambda decays, own: decays and own == label, decay_mask(config, params), labels)
 
-    rates = {"muon": 1.0, "adam": config.adam_lr / config.learning_rate}
-    return [of(config.weight_decay * rate, only(label)) for label, rate in rates.items()]
+        return optax.add_decayed_weights(config.weight_decay * rate, mask=mask)
+
+    return [decay("muon", 1.0), decay("adam", config.adam_lr / config.learning_rate)]
 
 
 def _adafactor(config: AdafactorConfig, axes: Any) -> list[optax.GradientTransformation]:
@@ -118,8 +106,8 @@ def _with_merged_heads(inner: optax.GradientTransformation, axes: Any) -> optax.
         return inner.init(merged(params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        found, state = inner.update(merged(updates), state, merged(params))
-        return jax.tree.map(lambda x, like: x.reshape(like.shape), found, updates), state
+        scaled, state = inner.update(merged(updates), state, merged(params))
+        return jax.tree.map(lambda x, like: x.reshape(like.shape), scaled, updates), state
 
     return optax.GradientTransformation(init, update)
 
@@ -149,10 +137,6 @@ def scale_by_learning_rate(schedule: Schedule) -> optax.GradientTransformation:
 
 
 def restart_schedule(state: Any) -> Any:
-    """The optimizer state with the schedule reset to step 0 and unchanged moments."""
-    is_rate = lambda node: isinstance(node, LearningRateState)  # noqa: E731  # used twice below
-    return jax.tree.map(
-        lambda node: LearningRateState(jnp.zeros_like(node.step), node.learning_rate) if is_rate(node) else node,
-        state,
-        is_leaf=is_rate,
-    )
+    """The state of `build_optimizer`'s optimizer with the schedule reset to step 0 and unchanged moments."""
+    *moments, rate = state
+    return (*moments, rate._replace(step=jnp.zeros_like(rate.step)))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lmtrain.optim.config import ScheduleConfig
-from lmtrain.optim.cycles import plan_cycles
+from lmtrain.optim.cycles import build_cycles
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
@@ -31,7 +31,7 @@ def build_schedule(config: ScheduleConfig, num_train_steps: int) -> Schedule:
     If `decay` is null, the decay starts right after the warmup. After the last step the rate is constant. The first
     update of a run with warmup has rate 0.
     """
-    cycles = plan_cycles(config, num_train_steps)
+    cycles = build_cycles(config, num_train_steps)
     peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio
 
     def decayed(t: jax.Array, w: jax.Array, d: jax.Array) -> jax.Array:

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# Lower bound of the standard deviation, for losses that hardly vary.
-_LEAST_DEVIATION = 1e-6
+_MIN_DEVIATION = 1e-6  # lower bound of the standard deviation, for losses that hardly vary
 
 
 class SkipStepState(NamedTuple):
@@ -47,7 +46,7 @@ def skip_bad_steps(
             number = jnp.maximum(known.sum(), 1)
             mean = jnp.where(known, past, 0).sum() / number
             deviation = jnp.sqrt(jnp.where(known, (past - mean) ** 2, 0).sum() / number)
-            return value > mean + sigma_factor * jnp.maximum(deviation, _LEAST_DEVIATION)
+            return value > mean + sigma_factor * jnp.maximum(deviation, _MIN_DEVIATION)
 
         enough = state.seen >= max(2, length // 2)
         outlier = is_outlier(loss, state.losses) | is_outlier(norm, state.norms)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lmtrain.optim.config import SophiaConfig
+
 # key -> an estimate of the Hessian's diagonal, a tree like the parameters
 HessianEstimate = Callable[[jax.Array], Any]
 
@@ -23,15 +25,7 @@ class SophiaState(NamedTuple):
     hessian: Any
 
 
-def scale_by_sophia(
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    gamma: float,
-    clip_threshold: float | None,
-    update_interval: int,
-    rng_seed: int,
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_sophia(config: SophiaConfig) -> optax.GradientTransformationExtraArgs:
     """m = beta1 m + (1 - beta1) g;  update = clip(m / (1 - beta1^t) / max(gamma h, epsilon), threshold).
 
     Every `update_interval` updates, starting with the first, h = beta2 h + (1 - beta2) `hessian(key)`. `hessian` is an
@@ -40,6 +34,7 @@ def scale_by_sophia(
     The momentum's bias is corrected, as in optax and Levanter. The authors' algorithm 3 does not correct it, so that
     its first updates are smaller: the first one by a factor of 1 - beta1.
     """
+    beta1, beta2, limit = config.beta1, config.beta2, config.clip_threshold
 
     def init(params: Any) -> SophiaState:
         mu, hessian = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))  # two: each is donated to the step
@@ -51,17 +46,17 @@ def scale_by_sophia(
         mu = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, gradients)
 
         def estimate(h: Any) -> Any:
-            new = hessian(jax.random.fold_in(jax.random.key(rng_seed), state.step))
+            new = hessian(jax.random.fold_in(jax.random.key(config.rng_seed), state.step))
             return jax.tree.map(lambda a, b: beta2 * a + (1 - beta2) * b.astype(a.dtype), h, new)
 
-        due = state.step % update_interval == 0
+        due = state.step % config.update_interval == 0
         h = jax.lax.cond(due, estimate, lambda h: h, state.hessian)
         step = state.step + 1
         correction = 1 - beta1 ** step.astype(jnp.float32)
 
         def direction(m: jax.Array, h: jax.Array) -> jax.Array:
-            ratio = (m / correction / jnp.maximum(gamma * h, epsilon)).astype(m.dtype)
-            return ratio if clip_threshold is None else jnp.clip(ratio, -clip_threshold, clip_threshold)
+            ratio = (m / correction / jnp.maximum(config.gamma * h, config.epsilon)).astype(m.dtype)
+            return ratio if limit is None else jnp.clip(ratio, -limit, limit)
 
         return jax.tree.map(direction, mu, h), SophiaState(step, mu, h)
 

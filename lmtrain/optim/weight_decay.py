@@ -21,8 +21,8 @@ def decay_mask(config: ScheduleConfig, params: Any) -> Any:
     paths = jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), params
     )
-    wanted = [modules] if isinstance(modules, str) else modules or []
-    for module in wanted:
+    entries = [modules] if isinstance(modules, str) else modules or []
+    for module in entries:
         if not any(_is_in(module, path, isinstance(modules, str)) for path in jax.tree.leaves(paths)):
             raise UserError(
                 f"optimizer.weight_decay_modules: {module!r} matches no parameter path; "
@@ -33,7 +33,7 @@ def decay_mask(config: ScheduleConfig, params: Any) -> Any:
         if modules is None and by_default is False:
             return True
         use_default = by_default or (by_default is None and modules is None)
-        named = any(_is_in(module, path, isinstance(modules, str)) for module in wanted)
+        named = any(_is_in(module, path, isinstance(modules, str)) for module in entries)
         return named or bool(use_default and path.rsplit("/", 1)[-1] in _MATRICES)
 
     return jax.tree.map(decays, paths)

@@ -1,8 +1,6 @@
 """Answers to requests: start and watch workers, report their failures, and cache their answers."""
 
-import atexit
 import contextlib
-import functools
 import gzip
 import json
 import os
@@ -20,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lmtrain.config.errors import UserError
-from lmtrain.plan.environment import environment
 from lmtrain.plan.request import Request
+from lmtrain.runtime.signals import StoppedError, StopRequest
 
 _POLL_SECONDS = 0.05
 
@@ -33,54 +31,60 @@ _QUOTED_LINES, _QUOTED_LENGTH = 4, 400
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The estimate, figures by step, and why figures are missing (empty if none are)."""
+class Plan:
+    """The answer to a request: what is known of the `program` without compiling it, figures by step, and why figures
+    are missing (empty if none are)."""
 
-    estimate: dict[str, Any]
+    program: dict[str, Any]
     steps: dict[str, dict[str, Any]] = field(default_factory=dict)
     failure: str = ""
-    seconds: float = 0.0
-    from_cache: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the training state per device."""
+        return sum(self.program["state"].values())
+
+    @property
+    def peaks(self) -> list[int]:
+        """Peak bytes of the compiled steps."""
+        return [step["memory"]["peak"] for step in self.steps.values() if "memory" in step]
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a compiler found that a step does not fit."""
+        return any("does_not_fit" in step for step in self.steps.values())
 
     def fits(self, capacity: float | None) -> bool | None:
-        """Whether all compiled steps fit, by the compilers' figures or, without any, the estimate; None if unknown."""
-        refused = any("does_not_fit" in step for step in self.steps.values())
-        if refused:
+        """Whether all compiled steps fit; without any, false if already the state does not; None if unknown."""
+        if self.is_refused:
             return False
         if capacity is None:
             return None
-        peaks = [step["memory"]["peak"] for step in self.steps.values()] or [self.estimate["estimate"]["total"]]
-        return bool(max(peaks) <= capacity)
+        if not self.steps:
+            return False if self.state_bytes > capacity else None
+        return max(self.peaks) <= capacity
 
 
-def ask(
-    request: Request,
-    timeout: float,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Answer:
+def ask(request: Request, timeout: float, progress: Callable[[str], None] = lambda text: None) -> Plan:
     """The answer to a request, from the cache or by a worker. `progress` is called repeatedly with a line of text.
 
-    If a compiler fails, is killed or takes longer than `timeout` seconds, its figures are missing: the answer then
-    holds the estimate and the reason. Raises `UserError` for errors in settings.
+    If a compiler fails, is killed or takes longer than `timeout` seconds, the answer has the reason instead of its
+    figures. Raises `UserError` for errors in settings, and `StoppedError` after a signal.
     """
     folder = cache_folder() / request.key
     steps = request.steps if request.compile else ()
     known = _read(folder, steps)
     if known is not None and len(known.steps) == len(steps):
-        return replace(known, from_cache=True)
+        return known
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    missing = tuple(step for step in steps if known is None or step not in known.steps)
     # workers of concurrent plans write the same bytes, each file under a unique temporary name first
-    with _terminated() as is_terminated, tempfile.TemporaryDirectory(prefix="lmtrain-plan-") as temporary:
-        path = Path(temporary) / "request.json"
-        missing = tuple(step for step in steps if known is None or step not in known.steps)
-        rest = replace(request, steps=missing)
-        path.write_text(rest.to_json())
-        failure = _work(rest, path, folder, timeout, progress, is_terminated)
-    found = _read(folder, steps)
-    if found is None:
-        raise UserError(f"the worker process of the plan failed: {failure or 'it wrote no estimate'}")
-    return replace(found, failure=failure, seconds=time.monotonic() - began)
+    with StopRequest("ending the compiler") as stop, tempfile.TemporaryDirectory(prefix="lmtrain-plan-") as temporary:
+        failure = _work(replace(request, steps=missing), Path(temporary), folder, timeout, progress, stop)
+    answer = _read(folder, steps)
+    if answer is None:
+        raise UserError(f"the worker process of the plan failed: {failure or 'it wrote no answer'}")
+    return replace(answer, failure=failure)
 
 
 def read_hlo(request: Request, step: str) -> str | None:
@@ -97,71 +101,61 @@ def read_hlo(request: Request, step: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """The cache folder of answers, below XDG_CACHE_HOME (default: ~/.cache)."""
+    """The cache folder of answers, below XDG_CACHE_HOME (default: ~/.cache). Raises `UserError` if it has none."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return _writable(Path(root) / "lmtrain" / "plans")
-
-
-@functools.cache
-def _writable(folder: Path) -> Path:
-    """The folder, or, with a warning, a temporary one if it is not writable."""
+    folder = Path(root) / "lmtrain" / "plans"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        print(f"warning: plans are not cached, since {folder} is not writable: {error}", file=sys.stderr)
-        temporary = tempfile.mkdtemp(prefix="lmtrain-plans-")
-        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-        return Path(temporary)
+        raise UserError(f"{folder}: plans cannot be cached: {error}; set XDG_CACHE_HOME to another folder") from None
     return folder
 
 
-def _read(folder: Path, steps: tuple[str, ...]) -> Answer | None:
-    """The cached parts of an answer; None without a complete estimate. A corrupt file counts as missing."""
-    estimate = _read_json(folder / "estimate.json", ("device", "devices", "mesh", "estimate", "advice"))
-    if estimate is None:
+def _read(folder: Path, steps: tuple[str, ...]) -> Plan | None:
+    """The cached parts of an answer; None without its first part. A corrupt file counts as missing."""
+    program = _read_json(folder / "program.json", ("device", "devices", "mesh", "state", "advice"))
+    if program is None:
         return None
-    found = {step: figures for step in steps if (figures := _read_json(folder / f"{step}.json", ("step",))) is not None}
-    return Answer(estimate, found)
+    read = {step: _read_json(folder / f"{step}.json", ("step",)) for step in steps}
+    return Plan(program, {step: figures for step, figures in read.items() if figures is not None})
 
 
 def _read_json(path: Path, keys: tuple[str, ...]) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and all(key in found for key in keys) else None
+    return values if isinstance(values, dict) and all(key in values for key in keys) else None
 
 
 def _work(
     request: Request,
-    path: Path,
+    temporary: Path,
     folder: Path,
     timeout: float,
     progress: Callable[[str], None],
-    is_terminated: Callable[[], bool],
+    stop: StopRequest,
 ) -> str:
-    """Run a worker until it exits. -> why it failed, in a few lines; empty on success."""
-    log = path.with_name("log.txt")
-    command = [sys.executable, "-m", "lmtrain.plan.worker", str(path), str(path.parent)]
+    """Run a worker until it exits; it writes its answer into `folder`. -> why it failed; empty on success"""
+    asked, log, user_error = (temporary / name for name in ("request.json", "log.txt", "error.txt"))
+    asked.write_text(request.to_json())
+    command = [sys.executable, "-m", "lmtrain.plan.worker", str(asked), str(folder)]
     began = compiling_since = time.monotonic()
-    try:
-        with open(log, "w") as file, _running(command, file, environment(request.target, request.compile)) as process:
-            while process.poll() is None:
-                if is_terminated():
-                    sys.exit(128 + signal.SIGTERM)
-                elapsed = time.monotonic() - began
-                if not (path.parent / "estimate.json").exists():
-                    compiling_since = time.monotonic()
-                elif time.monotonic() - compiling_since > timeout:
-                    return f"timeout: it took longer than --compile_timeout {timeout:.0f} s"
-                progress(_doing(path.parent, request, elapsed))
-                time.sleep(_POLL_SECONDS)
-            code = process.returncode
-    finally:
-        _collect(path.parent, folder)  # after an interruption too: the next plan resumes from these files
-    if (error := path.with_name("error.txt")).exists():
-        raise UserError(error.read_text())
+    variables = request.target.environment(request.compile)
+    with open(log, "w") as file, _running(command, file, variables) as process:
+        while process.poll() is None and not stop.requested:
+            if not (folder / "program.json").exists():
+                compiling_since = time.monotonic()
+            elif time.monotonic() - compiling_since > timeout:
+                return f"timeout: it took longer than --compile_timeout {timeout:.0f} s"
+            progress(f"{_doing(folder, request)}, {time.monotonic() - began:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        if stop.requested:
+            raise StoppedError
+        code = process.returncode
+    if user_error.exists():
+        raise UserError(user_error.read_text())
     if code == 0:
         return ""
     if code == -signal.SIGKILL:
@@ -181,37 +175,13 @@ def _running(command: list[str], log: Any, variables: dict[str, str]) -> Iterato
         process.wait()
 
 
-@contextlib.contextmanager
-def _terminated() -> Iterator[Callable[[], bool]]:
-    """Record SIGTERM instead of raising in its handler: an exception while a worker is being started would leave the
-    worker running."""
-    came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _collect(written: Path, folder: Path) -> None:
-    for path in written.iterdir():
-        if path.name.endswith((".json", ".hlo.gz")) and path.name != "request.json":
-            temporary = folder / f"{path.name}.tmp-{os.getpid()}"
-            temporary.write_bytes(path.read_bytes())
-            temporary.replace(folder / path.name)
-
-
-def _doing(folder: Path, request: Request, seconds: float) -> str:
-    if not (folder / "estimate.json").exists():
-        return f"tracing the model, {seconds:.0f} s"
+def _doing(folder: Path, request: Request) -> str:
+    if not (folder / "program.json").exists():
+        return "tracing the model"
     steps = request.steps if request.compile else ()
-    left = [step for step in steps if not (folder / f"{step}.json").exists()]
-    if not left:
-        return f"finishing, {seconds:.0f} s"
-    if left[0] == "measure":
-        return f"running a few steps, {seconds:.0f} s"
-    what = {"train": "training", "eval": "evaluation"}[left[0]]
-    return f"compiling the {what} step, {seconds:.0f} s"
+    left = next((step for step in steps if not (folder / f"{step}.json").exists()), None)
+    actions = {"train": "compiling the training step", "eval": "compiling the evaluation step"}
+    return "finishing" if left is None else actions.get(left, "running a few steps")
 
 
 def quote(text: str) -> str:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import yaml
+
 from lmtrain.plan.request import Request
 from lmtrain.run.config import RunConfig
 
@@ -39,7 +41,7 @@ def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Chan
     recomputes = "full" if config.model.gradient_checkpointing is True else config.model.gradient_checkpointing
     for policy in POLICIES:
         if policy != recomputes:
-            yield f"gradient_checkpointing {_yaml(policy)}", {**current, "model.gradient_checkpointing": policy}
+            yield f"gradient_checkpointing {policy}".lower(), {**current, "model.gradient_checkpointing": policy}
     if config.model.scan_layers and recomputes is not False:
         # only together: a loop stores all kept values in memory; unrolled, the compiler stores half of them
         unrolled = {"model.gradient_checkpointing": False, "model.scan_layers": False}
@@ -53,7 +55,7 @@ def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Chan
         yield f"per_device_parallelism {size}", {**current, "trainer.per_device_parallelism": size}
     yield from _meshes(request, config, current)
     other = not config.model.scan_layers
-    yield f"scan_layers {_yaml(other)}", {**current, "model.scan_layers": other}
+    yield f"scan_layers {other}".lower(), {**current, "model.scan_layers": other}
 
 
 def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[tuple[str, Changes]]:
@@ -74,16 +76,8 @@ def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[t
 
 def to_yaml(changes: Changes) -> list[str]:
     """YAML lines to paste into a config."""
-    sections: dict[str, list[str]] = {}
-    for path, value in sorted(changes.items()):
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
         section, _, name = path.partition(".")
-        sections.setdefault(section, []).append(f"  {name}: {_yaml(value)}")
-    return [line for section, lines in sections.items() for line in (f"{section}:", *lines)]
-
-
-def _yaml(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
+        sections.setdefault(section, {})[name] = value
+    return yaml.safe_dump(sections).splitlines() if sections else []

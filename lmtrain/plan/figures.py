@@ -1,4 +1,4 @@
-"""Answers as plain data: figures of the estimate and of the compiled program, per device and step."""
+"""Answers as plain data: figures of a program and of its compiled steps, per device and step."""
 
 import math
 from collections import defaultdict
@@ -10,52 +10,44 @@ import jax
 import jax.numpy as jnp
 
 from lmtrain.compiled.bound import bound
-from lmtrain.compiled.collectives import Collective, Network
+from lmtrain.compiled.collectives import Network
 from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures, measure
-from lmtrain.compiled.hlo import Frame
 from lmtrain.lora.model import ADAPTERS
-from lmtrain.models.flops import attention_flops
-from lmtrain.models.layers.blockwise import mean_blocks
+from lmtrain.models.attention.kernel import kernel_of
 from lmtrain.models.params import abstract_params, count_parameters
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.axes import as_names
 from lmtrain.sharding.mesh import Layout
-from lmtrain.train.program.advice import advice_for, estimate_memory
 from lmtrain.train.program.layout_table import layout_table
-from lmtrain.train.program.program import Program, attention_choice
+from lmtrain.train.program.program import Program
+from lmtrain.train.step.step import OPTIMIZER_SCOPE
 
-# The products of attention (scores, weighted values) are in these files; all others are products with parameters.
-_ATTENTION = tuple(f"models/layers/{name}" for name in ("attention.py", "blockwise.py", "splash.py", "triton/"))
-
-# FLOPs of attention kernels, backward relative to forward. Kernels compute only the causal half: 2 products forward, 5
-# backward, or 7 if the gradients of queries and of keys have separate kernels, which compute 2 of them twice.
-_BACKWARD_OVER_FORWARD = {"cudnn": 2.5, "splash": 3.5, "triton": 3.5}
+# Part of the name of all operations that gradient checkpointing recomputes in the backward pass.
+_RECOMPUTED = "rematted_computation"
 
 
-def describe(program: Program, platform: str) -> dict[str, Any]:
-    """Figures that need no compiler: sizes, layout, and the memory estimate."""
-    config = program.config
-    name, why = attention_choice(config, platform)
+def describe(program: Program, accelerator: Accelerator | None) -> dict[str, Any]:
+    """Figures that need no compiler: sizes, layout, and the memory of the state."""
+    config, use = program.config, program.memory_use
     full, causal = program.flops_per_token
-    memory = estimate_memory(program)
     return {
         "model": config.model.type,
         "parameters": count_parameters(program.model),
         "precision": str(config.trainer.precision),
         "seq_len": config.model.seq_len,
         "mesh": dict(program.layout.mesh.shape),
-        "attention": name,
-        "attention_reason": why,
+        "attention": program.attention.name,
+        "attention_reason": program.attention.reason,
         "batches": {str(batch): parts for batch, parts in program.batching.num_microbatches.items()},
         "eval_batch": program.batching.eval_batch,
         "batch_shards": program.layout.num_batch_shards,
-        "microbatches": max(program.batching.num_microbatches.values()),
+        "microbatches": use.microbatches,
         "flops_per_token": full,
         "causal_flops_per_token": causal,
         "layout": layout_table(program.model, program.layout, config.trainer.precision.params, config.base_dtype),
-        "estimate": {"state": dict(memory.state), "work": dict(memory.work), "total": memory.total},
-        "advice": advice_for(program),
+        "state": dict(use.state),
+        "advice": use.advice(accelerator.memory if accelerator else None),
     }
 
 
@@ -63,65 +55,61 @@ def compiled_figures(
     program: Program, compiled: Any, text: str, step: str, accelerator: Accelerator | None
 ) -> dict[str, Any]:
     """Figures of a compiled step, `train` or `eval`, from its HLO text and the compiler's memory analysis."""
-    layout = program.layout
-    network = network_of(layout, accelerator)
-    found = measure(text, network, mean_trips(program))
-    flops = _flops(program, found, step)
-    fast, slow = (_wire_by(found, network_name) for network_name in (network.fast, network.slow))
-    answer = {
+    network = network_of(program.layout, accelerator)
+    measured = measure(text, network, mean_trips(program))
+    flops = _flops(program, measured, step)
+    by_network = {network.fast: 0.0, network.slow: 0.0}
+    for collective in measured.collectives:
+        by_network[collective.network] += collective.wire_bytes
+    figures = {
         "step": step,
         "memory": memory_of(compiled, program.platform),
         "flops": flops,
-        "hbm_bytes": found.hbm_bytes,
-        "hbm_sources": _by_file(found.traffic),
-        "wire_bytes": found.wire_bytes,
-        "wire_by_network": {network.fast: fast, network.slow: slow},
+        "hbm_bytes": measured.hbm_bytes,
+        "hbm_sources": _by_file(measured.traffic),
+        "wire_bytes": measured.wire_bytes,
+        "wire_by_network": by_network,
         "wire_minimum": wire_minimum(program, step),
-        "collectives": _collectives(found),
+        "collectives": _collectives(measured),
         "loops": [
-            {"times": loop.times, "total": loop.total, "known": loop.is_known, "where": where}
-            for loop, where in zip(found.loops, found.loop_places, strict=True)
+            {"times": loop.times, "total": loop.total, "known": loop.is_known, "where": loop.where}
+            for loop in measured.loops
         ],
-        "kernels": _kernels(found),
+        "kernels": _kernels(measured),
     }
     if accelerator is None:
-        return answer
-    seconds = bound(flops["compiled"] + flops["attention"], found.hbm_bytes, found.collectives, accelerator)
-    total = seconds["total"]
+        return figures
+    seconds = bound(flops["compiled"] + flops["attention"], measured.hbm_bytes, measured.collectives, accelerator)
     model_flops = flops["model"] + flops["attention_model"]
-    tokens = _tokens(program, step)
-    return answer | {
+    return figures | {
         "seconds": seconds,
-        "tokens_per_second": tokens * layout.mesh.size / total,
-        "mfu_bound": model_flops / (total * accelerator.peak_flops),
+        "tokens_per_second": _tokens(program, step) * program.layout.mesh.size / seconds["total"],
+        "mfu_bound": model_flops / (seconds["total"] * accelerator.peak_flops),
     }
 
 
 def _by_file(traffic: Mapping[str, float]) -> list[dict[str, Any]]:
     """Bytes by source file, in decreasing order."""
     files: dict[str, float] = defaultdict(float)
-    for place, size in traffic.items():
-        files[place.partition(":")[0]] += size
-    return [{"where": where, "bytes": size} for where, size in sorted(files.items(), key=lambda one: -one[1]) if size]
+    for where, size in traffic.items():
+        files[where.partition(":")[0]] += size
+    return [{"where": where, "bytes": size} for where, size in sorted(files.items(), key=lambda item: -item[1]) if size]
 
 
 def network_of(layout: Layout, accelerator: Accelerator | None) -> Network:
     """How the devices of a layout are connected, in the order in which a program numbers them."""
     fast = accelerator.link if accelerator else "local"
-    return Network(dict(layout.mesh.shape), layout.islands, fast, "DCN")
+    return Network(dict(layout.mesh.shape), layout.slice_ids, fast, "DCN")
 
 
 def mean_trips(program: Program) -> Trips:
-    """Mean trip counts of loops with computed bounds: those of blockwise attention, which skip future blocks."""
-    config = program.config.model
+    """Mean trip counts of loops with computed bounds: those of attention that skips blocks of keys."""
+    config, kernel = program.config.model, kernel_of(program.attention.name)
+    if kernel.mean_trips is None:
+        return lambda op_name: None
     window = getattr(config, "sliding_window", None)
-    mean = mean_blocks(config.seq_len, config.flash_attention_block_size, window)
-
-    def trips(stack: list[Frame]) -> float | None:
-        inner = next((frame.file for frame in stack if "lmtrain/" in frame.file), "")
-        return mean if inner.endswith("models/layers/blockwise.py") else None
-
-    return trips
+    mean = kernel.mean_trips(config.seq_len, config.flash_attention_block_size, window)
+    return lambda op_name: mean if kernel.scope in op_name else None
 
 
 def memory_of(compiled: Any, platform: str) -> dict[str, float]:
@@ -192,12 +180,12 @@ def _parameters(program: Program) -> list[tuple[int, bool, set[str], bool]]:
     boxes = jax.tree_util.tree_leaves_with_path(
         abstract_params(program.model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
     )
-    found = []
+    parameters = []
     for path, box in boxes:
         axes = {axis for name in box.names for axis in as_names(rules.get(name))}
         is_trained = program.config.lora is None or path[0].key == ADAPTERS
-        found.append((math.prod(box.value.shape), bool({"vocab", "position"} & set(box.names)), axes, is_trained))
-    return found
+        parameters.append((math.prod(box.value.shape), bool({"vocab", "position"} & set(box.names)), axes, is_trained))
+    return parameters
 
 
 def _tokens(program: Program, step: str) -> float:
@@ -206,73 +194,58 @@ def _tokens(program: Program, step: str) -> float:
     return batch * program.config.model.seq_len / program.layout.mesh.size
 
 
-def _flops(program: Program, found: Figures, step: str) -> dict[str, float]:
+def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:
     """FLOPs. `model` and `compiled` count products with parameters; products of attention are counted separately.
 
     `attention_model` counts attention in full, as `throughput/mfu` does.
     """
-    tokens = _tokens(program, step)
+    tokens, kernel = _tokens(program, step), kernel_of(program.attention.name)
     full, causal = program.flops_per_token if step == "train" else program.forward_flops_per_token
-    scores, causal_scores = attention_flops(program.config.model, full, causal)
-    weights = [product for product in found.products if not product.where.startswith(_ATTENTION)]
-    attention = sum(product.flops for product in found.products) - sum(product.flops for product in weights)
-    optimizer = sum(product.flops for product in weights if product.where.startswith("optim/"))
-    sometimes = sum(product.flops for product in weights if "/cond/" in product.op_name)
-    recomputed = sum(product.flops for product in weights if product.is_recomputed and "/cond/" not in product.op_name)
-    compiled = sum(product.flops for product in weights) - optimizer - sometimes
-    model = (full - scores) * tokens
-    kernels = 0.0
-    if found.kernels and not attention:
-        forward = causal_scores * tokens / (3 if step == "train" else 1)
-        again = any("rematted_computation" in kernel.op_name for kernel in found.kernels)
-        backward = _BACKWARD_OVER_FORWARD[program.attention]
-        kernels = forward * ((2 if again else 1) + backward if step == "train" else 1)
+    scores, causal_scores = program.config.model.attention_flops(full, causal)
+    sums = dict.fromkeys(("attention", "sometimes", "optimizer", "recomputed", "other"), 0.0)
+    for product in measured.products:
+        parts = {
+            "attention": kernel.scope,
+            "sometimes": "/cond/",
+            "optimizer": OPTIMIZER_SCOPE,
+            "recomputed": _RECOMPUTED,
+        }
+        part = next((part for part, name in parts.items() if name in product.op_name), "other")
+        sums[part] += product.flops
+    compiled, model = sums.pop("other") + sums["recomputed"], (full - scores) * tokens
+    by_formula = 0.0
+    calls = [call for call in measured.kernels if kernel.scope in call.op_name]
+    if calls and kernel.flops is not None:
+        forward, backward = kernel.flops
+        again = any(_RECOMPUTED in call.op_name for call in calls)
+        products = causal_scores * tokens / (3 if step == "train" else 1)
+        by_formula = products * ((2 if again else 1) * forward + backward if step == "train" else forward)
     return {
+        **sums,
         "model": model,
         "compiled": compiled,
-        "recomputed": recomputed,
-        "redundant": max(compiled - recomputed - model, 0.0),
-        "optimizer": optimizer,
-        "sometimes": sometimes,
+        "redundant": max(compiled - sums["recomputed"] - model, 0.0),
         "attention_model": scores * tokens,
-        "attention": attention + kernels,
-        "attention_is_formula": bool(kernels),
+        "attention": sums["attention"] + by_formula,
+        "attention_is_formula": bool(by_formula),
     }
 
 
-def _wire_by(found: Figures, network: str) -> float:
-    return sum(one.wire_bytes for one in found.collectives if one.network == network)
-
-
-def _collectives(found: Figures) -> list[dict[str, Any]]:
+def _collectives(measured: Figures) -> list[dict[str, Any]]:
     """Collectives, grouped by kind and source line, in order of decreasing bytes sent."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for one, where in zip(found.collectives, found.places, strict=True):
-        key = (one.kind, one.devices, one.axes, one.network, one.dtype, one.bytes, one.asynchronous, where)
-        row = rows.setdefault(key, _row(one, where))
-        row["times"] += one.times
-        row["wire_bytes"] += one.wire_bytes
+    for collective in measured.collectives:
+        names = ("kind", "devices", "axes", "network", "dtype", "bytes", "asynchronous", "where")
+        values = {name: getattr(collective, name) for name in names}
+        row = rows.setdefault(tuple(values.values()), {**values, "times": 0.0, "wire_bytes": 0.0})
+        row["times"] += collective.times
+        row["wire_bytes"] += collective.wire_bytes
     return sorted(rows.values(), key=lambda row: -row["wire_bytes"])
 
 
-def _row(one: Collective, where: str) -> dict[str, Any]:
-    return {
-        "kind": one.kind,
-        "devices": one.devices,
-        "axes": list(one.axes),
-        "network": one.network,
-        "dtype": one.dtype,
-        "bytes": one.bytes,
-        "times": 0.0,
-        "wire_bytes": 0.0,
-        "asynchronous": one.asynchronous,
-        "where": where,
-    }
-
-
-def _kernels(found: Figures) -> list[dict[str, Any]]:
+def _kernels(measured: Figures) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for one in found.kernels:
-        row = rows.setdefault((one.target, one.where), {"target": one.target, "where": one.where, "times": 0.0})
-        row["times"] += one.times
+    for call in measured.kernels:
+        row = rows.setdefault((call.target, call.where), {"target": call.target, "where": call.where, "times": 0.0})
+        row["times"] += call.times
     return list(rows.values())

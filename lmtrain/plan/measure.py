@@ -12,8 +12,7 @@ from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.placement import local_rows, place_batch
 from lmtrain.train.program.program import Program
 
-_MOST_STEPS, _SECONDS = 20, 10.0
-_FEWEST_STEPS = 3
+MIN_STEPS, MAX_STEPS, SECONDS = 3, 20, 10.0
 
 
 def measure(program: Program, accelerator: Accelerator | None) -> dict[str, Any]:
@@ -28,15 +27,14 @@ def measure(program: Program, accelerator: Accelerator | None) -> dict[str, Any]
     compiled = program.compile()
     state = program.init()
     seconds: list[float] = []
-    while len(seconds) <= _FEWEST_STEPS or (sum(seconds) < _SECONDS and len(seconds) <= _MOST_STEPS):
+    while len(seconds) <= MIN_STEPS or (sum(seconds) < SECONDS and len(seconds) <= MAX_STEPS):
         began = time.perf_counter()
         state, metrics, _ = compiled(state, placed)
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - began)
     figures = compiled_figures(program, compiled, compiled.as_text(), "train", accelerator)
     median = statistics.median(seconds[1:])
-    tokens_per_second = batch_size * shape[1] / median
     return figures | {
         "seconds": {**figures.get("seconds", {}), "total": median, "steps": len(seconds) - 1},
-        "tokens_per_second": tokens_per_second,
+        "tokens_per_second": batch_size * shape[1] / median,
     }

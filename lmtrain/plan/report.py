@@ -1,9 +1,14 @@
-"""The text of a plan: model, layout, memory, FLOPs, communication, and the bound on speed."""
+"""A plan as text and as JSON: model, layout, memory, FLOPs, communication, and the bound on speed."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from lmtrain.plan.answers import Answer
+from lmtrain.plan.answers import Plan
+from lmtrain.plan.candidates import to_yaml
+from lmtrain.plan.request import Target
+from lmtrain.plan.search import Search
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.runtime.progress import format_bytes
 
@@ -21,50 +26,79 @@ def capacity_of(accelerator: Accelerator | None) -> float | None:
     return accelerator.memory * (1.0 if accelerator.platform == "tpu" else USABLE_OF_GPU)
 
 
-def model_lines(estimate: Mapping[str, Any], device: str, vocabulary: str) -> Iterator[str]:
+def plan_lines(plan: Plan, accelerator: Accelerator | None, target: Target, vocabulary: str) -> Iterator[str]:
+    """The complete text of a plan, up to its verdict."""
+    program, topology = plan.program, target.topology
+    kind = accelerator.name if accelerator else program["device"]
+    shape = f" ({topology.name})" if topology and topology.num_devices > 1 else ""
+    yield from model_lines(program, f"{program['devices']} x {kind}{shape}", vocabulary)
+    yield ""
+    yield "memory of the training state per device"
+    for name, size in {**program["state"], "total": plan.state_bytes}.items():
+        yield f"  {name:<26}{format_bytes(size):>12}"
+    for figures in plan.steps.values():
+        yield from step_lines(figures, accelerator)
+    yield ""
+    yield verdict(plan, accelerator)
+
+
+def as_json(plan: Plan, accelerator: Accelerator | None, target: Target) -> dict[str, Any]:
+    """The figures of the first step at the top level, those of the evaluation step under `eval`."""
+    topology, capacity = target.topology, capacity_of(accelerator)
+    fits = plan.fits(capacity)
+    names = ("device", "devices", "mesh", "attention", "parameters", "microbatches")
+    steps = {name: _step_json(figures, plan, capacity) for name, figures in plan.steps.items()}
+    first = next(iter(steps), None)
+    return {
+        **{name: plan.program[name] for name in names},
+        "topology": topology.name if topology else "local",
+        "fits": fits,
+        "fits_by": None if fits is None else "compiler" if steps else "state",
+        "failure": plan.failure or None,
+        **(_step_json({}, plan, capacity) if first is None else steps[first]),
+        **{name: figures for name, figures in steps.items() if name != first},
+    }
+
+
+def _step_json(figures: dict[str, Any], plan: Plan, capacity: float | None) -> dict[str, Any]:
+    unknown = dict.fromkeys(("flops", "hbm_bytes", "wire_bytes", "wire_minimum", "seconds", "mfu_bound"))
+    empty: dict[str, Any] = {"hbm_sources": [], "collectives": [], "loops": [], "kernels": []}
+    memory = dict.fromkeys(("arguments", "peak", "temporary", "total", "host")) | figures.get("memory", {})
+    return {**unknown, **empty, **figures, "memory": {**memory, "capacity": capacity, "state": plan.state_bytes}}
+
+
+def model_lines(program: Mapping[str, Any], device: str, vocabulary: str) -> Iterator[str]:
     """Model, devices, batch and the table of parameters."""
-    mesh = " x ".join(f"{name} {size}" for name, size in estimate["mesh"].items())
-    yield f"model       {estimate['model']}, {estimate['parameters']:,} parameters"
+    mesh = " x ".join(f"{name} {size}" for name, size in program["mesh"].items())
+    yield f"model       {program['model']}, {program['parameters']:,} parameters"
     yield f"vocabulary  {vocabulary}"
-    yield f"precision   {estimate['precision']}"
+    yield f"precision   {program['precision']}"
     yield f"devices     {device}: {mesh}"
-    yield f"attention   {estimate['attention']} ({estimate['attention_reason']})"
-    for batch, parts in estimate["batches"].items():
-        each = int(batch) // estimate["batch_shards"]
+    yield f"attention   {program['attention']} ({program['attention_reason']})"
+    for batch, parts in program["batches"].items():
+        each = int(batch) // program["batch_shards"]
         micro = f", in {parts} microbatches of {each // parts}" if parts > 1 else ""
-        yield f"batch       {batch} sequences of {estimate['seq_len']} tokens, {each} per data shard{micro}"
-        flops = estimate["flops_per_token"] * int(batch) * estimate["seq_len"]
+        yield f"batch       {batch} sequences of {program['seq_len']} tokens, {each} per data shard{micro}"
+        flops = program["flops_per_token"] * int(batch) * program["seq_len"]
         yield f"FLOPs       {flops:.3g} per step"
-    full, causal = estimate["flops_per_token"], estimate["causal_flops_per_token"]
+    full, causal = program["flops_per_token"], program["causal_flops_per_token"]
     yield f"            {full:.4g} per token, forward and backward; {causal:.4g} with causal attention counted as half"
     yield ""
     yield "parameters, how they are split, and bytes per device"
-    yield from (f"  {line}" for line in estimate["layout"])
+    yield from (f"  {line}" for line in program["layout"])
 
 
-def estimate_lines(estimate: Mapping[str, Any]) -> Iterator[str]:
-    """The memory estimate, part by part."""
-    parts = estimate["estimate"]
-    yield "memory per device, estimated"
-    for name, size in parts["state"].items():
-        yield f"  {name:<26}{format_bytes(size):>12}   exact"
-    for name, size in parts["work"].items():
-        yield f"  {name:<26}{format_bytes(size):>12}   temporary"
-    yield f"  {'total':<26}{format_bytes(parts['total']):>12}"
-
-
-def step_lines(
-    figures: Mapping[str, Any], estimate: Mapping[str, Any], accelerator: Accelerator | None
-) -> Iterator[str]:
+def step_lines(figures: Mapping[str, Any], accelerator: Accelerator | None) -> Iterator[str]:
     """All figures of a compiled step."""
     name = {"train": "training", "eval": "evaluation"}[figures["step"]]
     yield ""
     if "does_not_fit" in figures:
         yield f"{name} step: does not fit, refused by the compiler"
-        yield from (f"  {line}" for line in _refusal(figures["does_not_fit"]))
+        lines = [line.strip() for line in figures["does_not_fit"].splitlines() if line.strip()]
+        yield from (f"  {line[:200]}" for line in lines[:3])
         return
     yield f"{name} step as compiled, per device"
-    yield from memory_lines(figures, estimate, accelerator)
+    yield from memory_lines(figures, accelerator)
     yield from _work_lines(figures)
     yield from _collective_lines(figures)
     yield from _loop_lines(figures)
@@ -72,32 +106,20 @@ def step_lines(
         yield from _bound_lines(figures, accelerator)
 
 
-def _refusal(text: str) -> list[str]:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return [line[:200] for line in lines[:3]]
-
-
-def memory_lines(
-    figures: Mapping[str, Any], estimate: Mapping[str, Any], accelerator: Accelerator | None
-) -> Iterator[str]:
+def memory_lines(figures: Mapping[str, Any], accelerator: Accelerator | None) -> Iterator[str]:
     """The memory of a compiled step as figures and a bar."""
     memory = figures["memory"]
     capacity = capacity_of(accelerator)
+    fragments = " with fragments" if accelerator is not None and accelerator.platform == "tpu" else ""
     yield (
         f"  memory      arguments {format_bytes(memory['arguments'])}, live peak {format_bytes(memory['peak'])}, "
-        f"temporary buffers {format_bytes(memory['temporary'])}{_fragments(accelerator)}"
+        f"temporary buffers {format_bytes(memory['temporary'])}{fragments}"
         + (f", in host memory {format_bytes(memory['host'])}" if memory["host"] else "")
     )
-    if figures["step"] == "train":
-        yield f"              estimated {format_bytes(estimate['estimate']['total'])}"
     if capacity is not None and accelerator is not None:
         share = memory["peak"] / capacity
         yield f"              [{_bar(memory, capacity)}] {100 * share:.0f} % of {format_bytes(capacity)}"
         yield "              # arguments, + rest of the peak, . free"
-
-
-def _fragments(accelerator: Accelerator | None) -> str:
-    return " with fragments" if accelerator is not None and accelerator.platform == "tpu" else ""
 
 
 def _bar(memory: Mapping[str, float], capacity: float) -> str:
@@ -118,7 +140,7 @@ def _work_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"{'; ' + ', '.join(parts) if parts else ''}"
     )
     by = "by formula" if flops["attention_is_formula"] else "as compiled"
-    kernels = ", ".join(f"{one['times']:.0f} x {one['target']}" for one in figures["kernels"])
+    kernels = ", ".join(f"{call['times']:.0f} x {call['target']}" for call in figures["kernels"])
     yield (
         f"  attention   {_flops(flops['attention'])} {by}; {_flops(flops['attention_model'])} in the model, full "
         f"attention{f' ({kernels})' if kernels else ''}"
@@ -172,39 +194,76 @@ def _bound_lines(figures: Mapping[str, Any], accelerator: Accelerator) -> Iterat
     )
 
 
-def verdict(answer: Answer, accelerator: Accelerator | None) -> str:
+def verdict(plan: Plan, accelerator: Accelerator | None) -> str:
     """Whether it fits, in one line."""
-    capacity = capacity_of(accelerator)
-    fits = answer.fits(capacity)
-    if fits is None:
+    if accelerator is None:
         return "unknown whether it fits: add a kind of device, such as --device h100"
-    assert accelerator is not None
-    peaks = [step["memory"]["peak"] for step in answer.steps.values() if "memory" in step]
-    by = "by the compiler" if answer.steps else "by the estimate"
-    need = max(peaks) if peaks else answer.estimate["estimate"]["total"]
-    of = f"{format_bytes(capacity or 0)} of {accelerator.name}"
-    if fits:
+    capacity = capacity_of(accelerator) or 0
+    of = f"{format_bytes(capacity)} of {accelerator.name}"
+    if plan.is_refused:
+        return f"does not fit into {of} (by the compiler)"
+    need, by = (max(plan.peaks), "by the compiler") if plan.peaks else (plan.state_bytes, "by the training state alone")
+    if need > capacity:
+        return f"does not fit: {format_bytes(need)}, {need / capacity:.3g} times {of} ({by})"
+    if plan.peaks:
         return f"fits: {format_bytes(need)} of {of} ({by})"
-    if any("does_not_fit" in step for step in answer.steps.values()):
-        return f"does not fit into {of} ({by})"
-    return f"does not fit: {format_bytes(need)}, {need / (capacity or 1):.3g} times {of} ({by})"
+    return f"unknown whether it fits: the training state needs {format_bytes(need)} of {of}, and a step needs more"
+
+
+def advice_lines(plan: Plan, smaller: Search | None) -> Iterator[str]:
+    """What to change in a run that does not fit: the largest setting that does, if one was found, and general advice.
+
+    `smaller` is the search for that setting; None if nothing was compiled.
+    """
+    name = "trainer.per_device_parallelism"
+    largest = None if smaller is None else smaller.best
+    if largest is not None:
+        yield f"largest that fits ({largest.peak / 2**30:.2f} GiB by the compiler): {largest.name}"
+        yield from (f"  {line}" for line in to_yaml(largest.changes))
+    elif smaller is not None:
+        yield "no value of per_device_parallelism and gradient_checkpointing fits these devices; use more devices"
+    yield "what to reduce, most effective first:"
+    yield from (f"  {line}" for line in plan.program["advice"] if largest is None or not line.startswith(name))
+
+
+def search_lines(search: Search) -> Iterator[str]:
+    """The settings that a search found, as YAML with comments."""
+    best = search.best
+    if best is None:
+        tried = f"{len(search.trials)} tried, {search.too_large} with too large a state"
+        yield f"no settings fit: {tried}; use more devices"
+        return
+    memory = f"{best.peak / 2**30:.2f} GiB per device"
+    yield f"# best of {len(search.trials)} tried: {best.seconds:.4g} s per step, {memory}"
+    yield f"# {search.too_large} had too large a state, {search.untried} were not tried before the time limit"
+    yield from to_yaml(best.changes) or ["# the config unchanged"]
+
+
+def search_json(search: Search) -> dict[str, Any]:
+    """The best settings and all trials of a search; null for the time and memory of a trial that was refused."""
+    trials = [
+        {**asdict(trial), **({} if trial.seconds < math.inf else {"seconds": None, "peak": None})}
+        for trial in search.trials
+    ]
+    best = None if search.best is None else dict(search.best.changes)
+    return {"best": best, "trials": trials, "too_large": search.too_large, "untried": search.untried}
 
 
 def _flops(number: float) -> str:
-    for unit in ("", "K", "M", "G", "T"):
-        if number < 1000:
-            return f"{number:.4g} {unit}FLOP"
-        number /= 1000
-    return f"{number:,.4g} PFLOP"
+    return _scaled(number, 4, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
 
 def _decimal(size: float) -> str:
     """A size in decimal units, like bandwidths."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"
+    return _scaled(size, 3, ("B", "kB", "MB", "GB", "TB"))
+
+
+def _scaled(number: float, digits: int, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
+        if number < 1000:
+            return f"{number:.{digits}g} {unit}"
+        number /= 1000
+    return f"{number:,.{digits}g} {units[-1]}"
 
 
 def _seconds(seconds: float) -> str:

@@ -1,7 +1,8 @@
 """Answers a request in a separate process: `python -m lmtrain.plan.worker REQUEST.json FOLDER`.
 
-Writes `estimate.json`, then for each step `<step>.json` and `<step>.hlo.gz`, all atomically. A user error is written to
-`error.txt`, with exit code 2; errors of the compiler go to standard error, with exit code 1.
+Writes into the folder `program.json`, then for each step `<step>.json` and `<step>.hlo.gz`, all atomically. A user
+error is written to `error.txt` next to the request, with exit code 2; errors of the compiler go to standard error, with
+exit code 1.
 """
 
 import gzip
@@ -15,6 +16,7 @@ from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.plan.request import Request
+from lmtrain.runtime.atomic_files import write_atomically
 
 # Parts of compilers' messages that a program does not fit.
 _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory", "exceeds available memory")
@@ -23,12 +25,11 @@ _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory", "ex
 def main(argv: list[str]) -> int:
     """Answer one request, `argv[0]`, into the folder `argv[1]`. -> exit code"""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    request = Request.from_json(Path(argv[0]).read_text())
-    folder = Path(argv[1])
+    path = Path(argv[0])
     try:
-        answer(request, folder)
+        answer(Request.from_json(path.read_text()), argv[1])
     except UserError as error:
-        write(folder / "error.txt", str(error).encode())
+        path.with_name("error.txt").write_text(str(error))
         return 2
     return 0
 
@@ -40,45 +41,40 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def answer(request: Request, folder: Path) -> None:
+def answer(request: Request, folder: str) -> None:
     """Write all figures of a request to a folder."""
     from lmtrain.plan.devices import open_devices
     from lmtrain.plan.figures import compiled_figures, describe
     from lmtrain.plan.measure import measure
     from lmtrain.runtime.accelerators import find_accelerator
+    from lmtrain.runtime.xla_options import refused_option
     from lmtrain.sharding.mesh import platform_of
-    from lmtrain.train.program.program import plan_program
-    from lmtrain.train.program.xla_options import refused_option
+    from lmtrain.train.program.program import build_program
 
     devices = open_devices(request.target, request.compile)
     topology = request.target.topology
     accelerator = topology.accelerator if topology else find_accelerator(devices[0].device_kind)
     platform = accelerator.platform if accelerator else platform_of(devices[0])
-    islands = topology.islands if topology else None
-    program = plan_program(request.run_config, request.vocab_size, devices, platform, islands)
-    described = describe(program, platform) | {
-        "device": accelerator.kind if accelerator else devices[0].device_kind,
-        "devices": len(devices),
-    }
-    write(folder / "estimate.json", json.dumps(described).encode())
+    slice_ids = topology.slice_ids if topology else None
+    program = build_program(request.run_config, request.vocab_size, devices, platform, slice_ids)
+    kind = accelerator.kind if accelerator else devices[0].device_kind
+    _write(folder, "program", {"device": kind, "devices": len(devices), **describe(program, accelerator)})
     for step in request.steps if request.compile else ():
         if step == "measure":
-            write(folder / "measure.json", json.dumps(measure(program, accelerator)).encode())
+            _write(folder, step, measure(program, accelerator))
             continue
-        lowered = lower(program, step)
         try:
-            compiled = lowered.compile()
+            compiled = lower(program, step).compile()
         except Exception as error:
             if refused := refused_option(error):
                 raise refused from None
             if not any(sign in str(error) for sign in _DOES_NOT_FIT):
                 raise
-            write(folder / f"{step}.json", json.dumps({"step": step, "does_not_fit": str(error)}).encode())
+            _write(folder, step, {"step": step, "does_not_fit": str(error)})
             continue
         text = compiled.as_text()
-        figures = compiled_figures(program, compiled, text, step, accelerator)
-        write(folder / f"{step}.hlo.gz", gzip.compress(text.encode(), 4))
-        write(folder / f"{step}.json", json.dumps(figures).encode())
+        write_atomically(os.path.join(folder, f"{step}.hlo.gz"), gzip.compress(text.encode(), 4), durable=False)
+        _write(folder, step, compiled_figures(program, compiled, text, step, accelerator))
 
 
 def lower(program: Any, step: str) -> Any:
@@ -90,11 +86,8 @@ def lower(program: Any, step: str) -> Any:
     return program.eval_step(lengths).lower(*program.eval_example())
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+def _write(folder: str, name: str, content: dict[str, Any]) -> None:
+    write_atomically(os.path.join(folder, f"{name}.json"), json.dumps(content).encode(), durable=False)
 
 
 if __name__ == "__main__":

@@ -53,11 +53,11 @@ def file_names() -> list[str]:
 
 
 def _python_files(library: str) -> list[str]:
-    found = []
+    paths: list[str] = []
     for folder, subfolders, names in os.walk(library):
         subfolders[:] = [name for name in subfolders if name not in _NOT_THE_LIBRARY]
-        found += [os.path.relpath(os.path.join(folder, name), library) for name in names if name.endswith(".py")]
-    return sorted(path.replace(os.sep, "/") for path in found)
+        paths += [os.path.relpath(os.path.join(folder, name), library) for name in names if name.endswith(".py")]
+    return sorted(path.replace(os.sep, "/") for path in paths)
 
 
 def _read(path: str) -> str:

@@ -8,12 +8,13 @@ from functools import partial
 
 import numpy as np
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import ShardInfo
 from lmtrain.preprocess.local import build_locally
 from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.runtime.config import RayConfig
-from lmtrain.runtime.cores import usable_cores
+from lmtrain.runtime.machine import usable_cores
 from lmtrain.runtime.processes import Processes
 
 # Progress of each job, int64 [jobs, COUNTS of lmtrain/preprocess/write_shard.py].
@@ -35,6 +36,9 @@ class Executor:
     helping: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
+LOCAL = Executor("this machine", build_locally)
+
+
 def choose_executor(ray: RayConfig, workers: int | None, processes: Processes, background: bool = False) -> Executor:
     """Ray if an address is set or if the run has several processes; otherwise this machine.
 
@@ -42,18 +46,17 @@ def choose_executor(ray: RayConfig, workers: int | None, processes: Processes, b
     """
     address = ray.address or os.environ.get("RAY_ADDRESS")
     if address is None and processes.count == 1:
-        label = f"{workers or usable_cores()} local processes"
+        label = counted(workers or usable_cores(), "local process", "local processes")
         return Executor(label, partial(build_locally, max_workers=workers, background=background))
     _check_ray(f"ray at {address}" if address else f"a run of {processes.count} processes")
     from lmtrain.preprocess.ray_cluster import build_on_ray, cluster
 
     label = f"the Ray cluster at {address}" if address else f"a Ray cluster on the {processes.count} hosts of the run"
-
     joined = partial(cluster, ray, address, processes)
 
     def run(jobs: list[ShardJob], on_counts: OnCounts, stopped: Stopped) -> Iterator[tuple[int, ShardInfo]]:
-        with joined() as found:
-            yield from build_on_ray(jobs, on_counts, stopped, found, workers)
+        with joined() as joined_address:
+            yield from build_on_ray(jobs, on_counts, stopped, joined_address, workers)
 
     return Executor(label, run, joined)
 

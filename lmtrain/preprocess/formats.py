@@ -1,4 +1,4 @@
-"""Readers of text file formats: each is a function from an open file to numbered records.
+"""Text file formats: each is a function from an open file to numbered records.
 
     .jsonl    one JSON object per line, numbered by line; blank lines are skipped
     .json     the same, or one JSON document: an object, or an array of objects, numbered from 1
@@ -6,7 +6,7 @@
               `data.text_documents`: a block between blank lines, or the entire file, numbered by its first line
     .parquet  one document per row, numbered from 1
 
-A record that cannot be read yields an error instead of its text, and reading continues after it.
+A record that cannot be parsed is a `BadRecordError` in its place, and reading continues after it.
 """
 
 import json
@@ -14,95 +14,109 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import IO, Any
 
-from lmtrain.config.errors import UserError
-from lmtrain.preprocess.text import Field, Record
+from lmtrain.config.encodings import likely_encoding, not_utf8
+from lmtrain.config.json_text import parse_json
+from lmtrain.preprocess.records import BadRecordError, Record, RecordReader, Texts, TokenIds, no_object
 
 _CHUNK_BYTES = 1 << 20
 _PARQUET_ROWS = 256
 
 
-def read_jsonl(file: Iterable[bytes], field: Field, name: str) -> Iterator[Record]:
-    """One document for each line of JSON, with the number of its line."""
+class UnreadableError(Exception):
+    """Why the rest of a file cannot be read; `number` is that of the record where it starts, or None."""
+
+    def __init__(self, reason: str, number: int | None = None):
+        super().__init__(reason)
+        self.number = number
+
+
+def read_jsonl(file: Iterable[bytes], reader: RecordReader) -> Iterator[Record]:
+    """A record for each line of JSON, with the number of its line."""
     for number, line in enumerate(file, start=1):
         if line.strip():
-            yield number, field.read_json(line, f"{name}:{number}")
+            record = _parsed(line)
+            if line.lstrip().startswith(b"["):
+                reason = record if isinstance(record, BadRecordError) else no_object(reader)
+                record = BadRecordError(f"{reason}; it looks like a JSON array: name the file .json")
+            yield number, record
 
 
-def read_txt(file: Iterable[bytes], field: Field, name: str) -> Iterator[Record]:
+def _parsed(content: bytes) -> Any:
+    try:
+        return parse_json(content)
+    except UnicodeDecodeError as error:
+        return BadRecordError(not_utf8(error))
+    except ValueError as error:
+        return BadRecordError(f"not JSON: {error}")
+
+
+def read_txt(file: Iterable[bytes], reader: RecordReader) -> Iterator[Record]:
     """Documents of plain text, divided by `data.text_documents`, with the number of their first line."""
-    if field.vocab_size is not None:
-        raise UserError(f"{name}: a .txt holds text, but the passthrough tokenizer requires token ids")
-    if field.instructions is not None:
-        raise UserError(f"{name}: a .txt holds text without fields; use .jsonl, or remove data.format")
-    if field.text_documents == "line":
-        yield from (record for record in _txt_lines(file, name) if not _is_blank(record[1]))
-        return
-    first = 0
+    if isinstance(reader, TokenIds):
+        raise UnreadableError("a .txt holds text, but the passthrough tokenizer requires token ids")
+    if not isinstance(reader, Texts):
+        raise UnreadableError("a .txt holds text without fields; use .jsonl, or remove data.format")
+    unit, first = reader.text_documents, 0
     lines: list[str] = []
-    for number, line in _txt_lines(file, name):
-        if isinstance(line, UserError):
+    for number, line in _txt_lines(file):
+        if isinstance(line, BadRecordError):
             yield number, line
-        elif not _is_blank(line) or (lines and field.text_documents == "file"):
-            first = number if not lines else first
+            continue
+        if line.strip() or (lines and unit == "file"):
+            first = first if lines else number
             lines.append(line)
-        elif lines:
-            yield first, "\n".join(lines)
+        if lines and (unit == "line" or (unit == "blank_line" and not line.strip())):
+            yield first, {reader.key: "\n".join(lines)}
             lines = []
     if lines:
-        yield first, "\n".join(lines)
+        yield first, {reader.key: "\n".join(lines)}
 
 
-def _txt_lines(file: Iterable[bytes], name: str) -> Iterator[tuple[int, str | UserError]]:
+def _txt_lines(file: Iterable[bytes]) -> Iterator[tuple[int, str | BadRecordError]]:
     """Every line without its break and without a byte order mark."""
     for number, line in enumerate(file, start=1):
         try:
+            if number == 1 and b"\0" in line and (encoding := likely_encoding(line)):
+                # without a mark at its start, UTF-16 of English text is UTF-8 as well
+                raise UnicodeDecodeError("utf-8", line, line.index(0), len(line), f"a zero byte, as in {encoding},")
             yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            yield number, UserError(f"{name}:{number}: not UTF-8: {error.reason} at byte {error.start}")
+            yield number, BadRecordError(not_utf8(error))
 
 
-def _is_blank(line: str | UserError) -> bool:
-    return isinstance(line, str) and not line.strip()
-
-
-def read_json(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
-    """Documents of a .json file. An array is read in chunks, so that its size does not matter."""
+def read_json(file: IO[Any], reader: RecordReader) -> Iterator[Record]:
+    """Records of a .json file. An array is read in chunks, so that its size does not matter."""
     first = next((line for line in file if line.strip()), b"")
     if first.lstrip().startswith(b"["):
-        for number, document in enumerate(_array_items(first, file, name), start=1):
-            yield number, field.read(document, f"{name}:{number}")
+        yield from enumerate(_array_items(first, file), start=1)
         return
     try:
-        json.loads(first or b"{}")
+        parse_json(first or b"{}")
     except ValueError:  # one object over several lines
-        yield 1, field.read_json(first + file.read(), name)
+        yield 1, _parsed(first + file.read())
     else:
-        yield from read_jsonl(chain([first], file), field, name)
+        yield from read_jsonl(chain([first], file), reader)
 
 
-def read_parquet(file: IO[Any], field: Field, name: str) -> Iterator[Record]:
-    """One document for each row, with the number of its row."""
+def read_parquet(file: IO[Any], reader: RecordReader) -> Iterator[Record]:
+    """One record for each row, with the number of its row."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         table = parquet.ParquetFile(file)
         present = table.schema_arrow.names
-        columns = [column for column in field.columns if column in present]
-        if field.columns[0] not in columns:
-            names, setting = ", ".join(map(repr, present[:8])), "text_key" if field.instructions is None else "format"
-            raise UserError(
-                f"{name}: no column {field.columns[0]!r} (it has {names}); set data.{setting} to the column"
-            )
+        reader.check_keys(present)
+        columns = [column for column in reader.columns if column in present]
         batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
-        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-        for number, row in enumerate(rows, start=1):
-            yield number, field.read(row, f"{name}:{number}")
+        yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
+    except BadRecordError as error:
+        raise UnreadableError(str(error)) from None
     except pyarrow.ArrowException as error:
-        raise UserError(f"{name}: corrupt, or not Parquet: {error}") from None
+        raise UnreadableError(f"corrupt, or not Parquet: {error}") from None
 
 
-READERS: dict[str, Callable[[IO[Any], Field, str], Iterator[Record]]] = {
+READERS: dict[str, Callable[[IO[Any], RecordReader], Iterator[Record]]] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
     ".txt": read_txt,
@@ -110,7 +124,7 @@ READERS: dict[str, Callable[[IO[Any], Field, str], Iterator[Record]]] = {
 }
 
 
-def _array_items(first: bytes, file: IO[Any], name: str) -> Iterator[Any]:
+def _array_items(first: bytes, file: IO[Any]) -> Iterator[Any]:
     """Items of a JSON array whose first line has been read; holds one item and one chunk in memory."""
     decoder = json.JSONDecoder()
     number, text, pending = 0, "", first.lstrip()[1:]
@@ -121,7 +135,7 @@ def _array_items(first: bytes, file: IO[Any], name: str) -> Iterator[Any]:
             pending = b""
         except UnicodeDecodeError as error:
             if len(pending) - error.start > 3 or ended:
-                raise UserError(f"{name}:{number + 1}: not UTF-8: {error.reason}") from None
+                raise UnreadableError(not_utf8(error), number + 1) from None
             text += pending[: error.start].decode()
             pending = pending[error.start :]
         while True:
@@ -130,9 +144,11 @@ def _array_items(first: bytes, file: IO[Any], name: str) -> Iterator[Any]:
                 return
             try:
                 item, end = decoder.raw_decode(text)
-            except ValueError as error:
-                if ended:
-                    raise UserError(f"{name}:{number + 1}: not JSON: {error}") from None
+            except RecursionError:
+                raise UnreadableError("not JSON: nested too deeply", number + 1) from None
+            except ValueError as error:  # the rest of an item may be in the next chunk, which does not help a number
+                if ended or not isinstance(error, json.JSONDecodeError):
+                    raise UnreadableError(f"not JSON: {getattr(error, 'msg', error)}", number + 1) from None
                 break
             if end == len(text) and not ended:
                 break  # a number may continue in the next chunk

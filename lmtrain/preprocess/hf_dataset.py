@@ -10,7 +10,7 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import SourceConfig
 from lmtrain.hf.hub import prepare_hub
-from lmtrain.preprocess.text import Field, Record
+from lmtrain.preprocess.records import Record
 
 # Approximate size of the shards of a downloaded dataset; a stream has one shard per file.
 _SHARD_BYTES = 256_000_000
@@ -73,20 +73,19 @@ def list_dataset_shards(config: SourceConfig, split: str) -> list[DatasetShard]:
     ]
 
 
-class DatasetReader:
-    """Iterates over the records of a shard, with rows counted from 1. `position` is in bytes of the shard."""
+class DatasetRows:
+    """Iterates over the rows of a shard, counted from 1. `position` is in bytes of the shard."""
 
-    def __init__(self, shard: DatasetShard, field: Field):
+    def __init__(self, shard: DatasetShard):
         self.position = 0
         self._shard = shard
-        self._field = field
 
     def __iter__(self) -> Iterator[Record]:
         shard = self._shard
         dataset = _load(shard.id, shard.name, shard.stream)[shard.split].shard(shard.count, shard.index)
         rows = 0 if shard.stream else len(dataset)
         for number, row in enumerate(dataset, start=1):
-            yield number, self._field.read(row, f"{shard.url}:{number}")
+            yield number, row
             self.position = shard.bytes * number // max(rows, 1)
 
 

@@ -1,21 +1,29 @@
 """Conversations and completions as texts, and the parts of them that are targets."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
-from lmtrain.config.errors import UserError
-from lmtrain.hf.chat_template import ChatTemplate, TemplateError
-from lmtrain.preprocess.text import Instruction
+from lmtrain.data.config import DataConfig
+from lmtrain.data.formats import CompletionFormat, TextFormat
+from lmtrain.hf.chat_template import ChatTemplate, Rendered, TemplateError
+from lmtrain.preprocess.messages import ASSISTANT, find_key, message_keys, parsed, read_messages
+from lmtrain.preprocess.records import (
+    BadRecordError,
+    InstructionText,
+    RecordReader,
+    Texts,
+    TokenIds,
+    checked_text,
+    listed_keys,
+)
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_ASSISTANT = "assistant"
 # Keys of a record besides the messages that reach the template.
 _TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
-# Names of keys in another common form of messages.
-_OTHER_FORM = {"from", "value"}
+# Stands before a conversation that the assistant starts, to learn what the template writes for its message elsewhere.
+_OPENING = {"role": "user", "content": "x"}
+
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -29,67 +37,103 @@ class Conversations:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys of a record that are read; all but the first may be missing."""
-        return self.messages_field, _TOOLS, _VARIABLES
+        """Keys of a record that are read."""
+        return *message_keys(self.messages_field), _TOOLS, _VARIABLES
 
-    def read(self, record: Mapping[str, Any], place: str) -> Instruction | UserError:
-        """The conversation of a record; error messages start with `place`."""
-        try:
-            messages = self._messages(record)
-            tools, own = (_parsed(record.get(name)) for name in (_TOOLS, _VARIABLES))
-            return self._render(messages, tools or None, {**self.variables, **(own or {})})
-        except _BadConversationError as error:
-            return UserError(f"{place}: {error}")
+    def check_keys(self, keys: Collection[str]) -> None:
+        find_key(keys, self.messages_field)
 
-    def _messages(self, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        if self.messages_field not in record:
-            keys = ", ".join(map(repr, list(record)[:8])) or "none"
-            raise _BadConversationError(
-                f"no key {self.messages_field!r} (it has {keys}); set format.messages_field to the key of the messages"
-            )
-        found = _parsed(record[self.messages_field])
-        if not isinstance(found, list) or not found:
-            what = "an empty list" if found == [] else type(found).__name__
-            raise _BadConversationError(f"{self.messages_field!r} is {what}, not a list of messages")
-        messages = [_without_nulls(message, number) for number, message in enumerate(found, start=1)]
-        for number, (before, after) in enumerate(pairwise(messages), start=2):
-            if before["role"] == after["role"] == _ASSISTANT:
-                raise _BadConversationError(f"messages {number - 1} and {number} are both of the assistant")
-        return messages
+    def read(self, record: Mapping[str, Any]) -> InstructionText:
+        """The conversation of a record. Raises `BadRecordError`, and `UserError` for a fault of the template."""
+        messages = read_messages(record, self.messages_field)
+        tools, own = (parsed(record.get(name), name) for name in (_TOOLS, _VARIABLES))
+        rendering = _Rendering(self.template, messages, tools or None, {**self.variables, **(own or {})})
+        written = all(_is_written(message, rendering.text) for message in messages if message["role"] == ASSISTANT)
+        return InstructionText(rendering.text, rendering.targets(self.loss_on), _strings(messages), written)
 
-    def _render(self, messages: list[dict[str, Any]], tools: Any, variables: Mapping[str, Any]) -> Instruction:
-        def render(count: int, prompt: bool = False) -> tuple[str, tuple[tuple[int, int], ...]]:
-            try:
-                rendered = self.template.render(messages[:count], tools, variables, prompt)
-            except TemplateError as error:
-                raise _BadConversationError(f"the chat template fails: {error}") from None
-            return rendered.text, rendered.generated
 
-        text, marked = render(len(messages))
-        if self.loss_on == "all":
-            return Instruction(text, ((0, len(text)),), _strings(messages))
-        spans = tuple(span for span in marked if span[0] < span[1])
-        if not spans:
-            turns = [number for number, message in enumerate(messages) if message["role"] == _ASSISTANT]
-            turns = turns[-1:] if self.loss_on == "last" else turns
-            spans = tuple(self._turn(n, text, lambda count, prompt=False: render(count, prompt)[0]) for n in turns)
-        return Instruction(text, spans[-1:] if self.loss_on == "last" else spans, _strings(messages))
+class _Rendering:
+    """A conversation as text, and its targets."""
 
-    @staticmethod
-    def _turn(number: int, text: str, render: Any) -> tuple[int, int]:
-        """The part of the text that the assistant writes in message `number`, from 0, by comparing prefixes."""
-        before, after = render(number, True) if number else "", render(number + 1)
-        if not after.startswith(before):
-            raise _BadConversationError(
+    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, variables: Any):
+        self._template = template
+        self._messages = messages
+        self._more = (tools, variables)
+        whole = self._render(messages)
+        self.text = whole.text
+        self._marked = tuple(span for span in whole.generated if span[0] < span[1])
+
+    def targets(self, loss_on: str) -> tuple[Span, ...]:
+        """The parts of the text that are targets, ascending."""
+        if loss_on == "all":
+            return ((0, len(self.text)),)
+        turns = [number for number, message in enumerate(self._messages) if message["role"] == ASSISTANT]
+        if not self._marked:
+            return tuple(self._turn(number) for number in (turns[-1:] if loss_on == "last" else turns))
+        if loss_on == "last" and len(turns) > 1:
+            return self._marked_from(turns[-1])
+        return self._marked
+
+    def _marked_from(self, number: int) -> tuple[Span, ...]:
+        """The parts that the template marks in message `number` (from 0) and later ones. A message may have several."""
+        start = self._end(self._render(self._messages[:number]).text, number - 1, "loss_on: assistant")
+        return tuple(span for span in self._marked if span[0] >= start)
+
+    def _turn(self, number: int) -> Span:
+        """The part that the template writes for the assistant's message `number` (from 0), after its header."""
+        through = self._render(self._messages[: number + 1]).text
+        start = self._start_of_first(through) if number == 0 else len(self._prompt(number, through))
+        return start, self._end(through, number, "loss_on: last")
+
+    def _prompt(self, number: int, through: str) -> str:
+        """The text up to the header of message `number`, inclusive. `through` is the text up to the message's end."""
+        before = self._render(self._messages[:number], prompt=True).text
+        if not through.startswith(before):
+            raise BadRecordError(
                 f"message {number + 1}: the chat template does not write it after the prompt for it; use a template "
                 "with {% generation %} marks"
             )
-        if not text.startswith(after):
-            raise _BadConversationError(
-                f"message {number + 1}: the chat template rewrites it once later messages follow (such as removing its "
-                "reasoning), so its targets are ambiguous; use a template that keeps it, or loss_on: last"
+        return before
+
+    def _start_of_first(self, text: str) -> int:
+        """Where the message starts in the `text` of a conversation that consists of one message of the assistant.
+
+        Templates cannot write the prompt for a first message, after their own system text and tools. It is found by
+        what the template writes after the header for the same message as a second one; or, if it writes a first message
+        differently (such as without its reasoning), by the header: the first after the point where the text differs
+        from that of a user's message.
+        """
+        asked, prompted = (self._render([_OPENING], prompt=prompt).text for prompt in (False, True))
+        second = self._render([_OPENING, self._messages[0]]).text
+        reply = second.removeprefix(prompted)
+        if reply != second and text.endswith(reply):
+            return len(text) - len(reply)
+        header = prompted[len(asked) :] if prompted.startswith(asked) else ""
+        differs = next((at for at, (a, b) in enumerate(zip(text, asked, strict=False)) if a != b), 0)
+        start = text.find(header, max(0, differs + 1 - len(header)))
+        if not header or start < 0:
+            raise BadRecordError(
+                "message 1: the chat template does not show where a first message of the assistant starts; use a "
+                "template with {% generation %} marks"
             )
-        return len(before), len(after)
+        return start + len(header)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> Rendered:
+        try:
+            return self._template.render(messages, *self._more, prompt)
+        except TemplateError as error:
+            raise BadRecordError(f"the chat template fails: {error}") from None
+
+    def _end(self, through: str, number: int, alternative: str) -> int:
+        """Where message `number` ends in the text. `through` is the text of the messages up to it."""
+        if not self.text.startswith(through):  # perhaps because of an EOS token at the end of every conversation
+            through = through.removesuffix(dict(self._template.tokens).get("eos_token", ""))
+        if not self.text.startswith(through):
+            raise BadRecordError(
+                f"message {number + 1}: the chat template rewrites it once later messages follow (such as removing its "
+                f"reasoning), so its targets are ambiguous; use a template that keeps it, or {alternative}"
+            )
+        return len(through)
 
 
 @dataclass(frozen=True)
@@ -105,65 +149,45 @@ class Completions:
         """Keys of a record that are read."""
         return self.input_field, self.output_field
 
-    def read(self, record: Mapping[str, Any], place: str) -> Instruction | UserError:
-        """Prompt and completion of a record; error messages start with `place`."""
-        parts = []
+    def check_keys(self, keys: Collection[str]) -> None:
         for key, setting in ((self.input_field, "input_field"), (self.output_field, "output_field")):
-            if key not in record:
-                keys = ", ".join(map(repr, list(record)[:8])) or "none"
-                return UserError(f"{place}: no key {key!r} (it has {keys}); set format.{setting} to the key")
-            if not isinstance(record[key], str):
-                return UserError(f"{place}: {key!r} is {type(record[key]).__name__}, not text")
-            parts.append(record[key])
-        if not parts[1]:
-            return UserError(f"{place}: {self.output_field!r} is empty")
-        before = parts[0] + self.separate_with
-        return Instruction(before + parts[1], ((len(before), len(before) + len(parts[1])),), tuple(parts))
+            if key not in keys:
+                raise BadRecordError(
+                    f"no key {key!r} (it has {listed_keys(keys)}); set data.format.{setting} to the key"
+                )
 
-
-def instruction_reader(
-    settings: Mapping[str, Any] | None, template: ChatTemplate | None
-) -> Conversations | Completions | None:
-    """The reader for `DocumentSettings.format`; None for text."""
-    if settings is None:
-        return None
-    if settings["type"] == "completion":
-        return Completions(settings["input_field"], settings["output_field"], settings["separate_with"])
-    assert template is not None
-    return Conversations(
-        template, settings["messages_field"], settings["loss_on"], settings.get("chat_template_kwargs", {})
-    )
-
-
-class _BadConversationError(Exception):
-    """What is wrong with a conversation, without its place."""
-
-
-def _parsed(value: Any) -> Any:
-    """A list or map; some datasets store them as JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise _BadConversationError(f"not JSON: {error}") from None
-
-
-def _without_nulls(message: Any, number: int) -> dict[str, Any]:
-    """A checked message without null values, which columns of datasets contain for missing keys."""
-    if not isinstance(message, dict):
-        raise _BadConversationError(f"message {number} is {type(message).__name__}, not a map with role and content")
-    kept = {name: value for name, value in message.items() if value is not None}
-    if "role" not in kept:
-        hint = "; rename 'from' to role and 'value' to content" if kept.keys() >= _OTHER_FORM else ""
-        raise _BadConversationError(
-            f"message {number} has no role (it has {', '.join(map(repr, kept)) or 'nothing'}){hint}"
+    def read(self, record: Mapping[str, Any]) -> InstructionText:
+        """Prompt and completion of a record. Raises `BadRecordError`."""
+        self.check_keys(record)
+        prompt, completion = (checked_text(record[key], key) for key in self.columns)
+        if not completion:
+            raise BadRecordError(f"{self.output_field!r} is empty")
+        before = prompt + self.separate_with
+        return InstructionText(
+            before + completion, ((len(before), len(before) + len(completion)),), (prompt, completion)
         )
-    if kept["role"] not in ROLES:
-        raise _BadConversationError(f"message {number}: unknown role {kept['role']!r}; known are {', '.join(ROLES)}")
-    if kept.get("content") in (None, "", []) and not kept.get("tool_calls"):
-        raise _BadConversationError(f"message {number} of the {kept['role']} is empty")
-    return kept
+
+
+def record_reader(config: DataConfig, template: ChatTemplate | None) -> RecordReader:
+    """The reader of the records of a source; `template` is for conversations only."""
+    if isinstance(config.format, CompletionFormat):
+        return Completions(config.format.input_field, config.format.output_field, config.format.separate_with)
+    if isinstance(config.format, TextFormat):
+        if config.vocab_size is not None:
+            return TokenIds(config.text_key, vocab_size=config.vocab_size)
+        return Texts(config.text_key, config.text_documents)
+    assert template is not None
+    chat = config.format
+    return Conversations(template, chat.messages_field, chat.loss_on, chat.chat_template_kwargs)
+
+
+def _is_written(message: Mapping[str, Any], text: str) -> bool:
+    """Whether a text has the content of a message and the names of its calls. Templates may drop its reasoning."""
+    calls = message.get("tool_calls") or []
+    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
+    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
+    content = str(message.get("content") or "").rpartition("</think>")[2].strip()
+    return content in text and all(str(name) in text for name in names if name)
 
 
 def _strings(value: Any) -> tuple[str, ...]:

@@ -1,12 +1,10 @@
 """Tokenizer training from the documents of files, and writing of the result."""
 
-import json
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from lmtrain.config.errors import UserError
-from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.documents import read_texts
 from lmtrain.preprocess.sources import expand_urls
 from lmtrain.runtime.atomic_files import write_atomically
 from lmtrain.runtime.storage import is_url
@@ -22,47 +20,35 @@ def learn_from_files(
     urls: list[str],
     text_key: str,
     vocab_size: int,
-    folder: str,
+    output: str,
     overwrite: bool = False,
     special_tokens: Sequence[str] = (),
+    model_type: str | None = None,
+    input_sentence_size: int = INPUT_SENTENCE_SIZE,
 ) -> int:
-    """Train a byte-level BPE tokenizer on the documents of `urls`, save it in `folder`, return its vocabulary size.
+    """Train a tokenizer on the documents of `urls`, save it at `output`, return its vocabulary size.
 
-    Raises `UserError` if the folder has another tokenizer, unless `overwrite` is true.
+    It is a byte-level BPE tokenizer, or a sentencepiece model of `model_type`. `output` is a folder; or the file of the
+    sentencepiece model if it ends in `.model`. Raises `UserError` if it has another tokenizer, unless `overwrite`.
     """
     from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
+    from lmtrain.hf.sentencepiece import train_sentencepiece
     from lmtrain.hf.tokenizer import save_tokenizer
 
-    backend = learn_bpe(_texts(urls, text_key), vocab_size, special_tokens)
-    before = existing(folder)
-    if before is not None and not overwrite and _parsed(before) != json.loads(backend.to_str()):
-        raise _existing_tokenizer(folder)
-    save_tokenizer(backend, folder, eos=END_OF_TEXT, bos=END_OF_TEXT)
-    return backend.get_vocab_size()
-
-
-def learn_sentencepiece_from_files(
-    urls: list[str],
-    text_key: str,
-    vocab_size: int,
-    output: str,
-    model_type: str,
-    input_sentence_size: int,
-    overwrite: bool = False,
-    special_tokens: Sequence[str] = (),
-) -> int:
-    """Train a sentencepiece model on the documents of `urls`. Returns its vocabulary size.
-
-    `output` is the model's file if it ends in `.model`, otherwise a folder for the model and its converted form.
-    Raises `UserError` if it has another tokenizer, unless `overwrite` is true.
-    """
-    from lmtrain.hf.sentencepiece import train_sentencepiece
-
-    texts = _texts(urls, text_key)
-    model = train_sentencepiece(texts, vocab_size, model_type, input_sentence_size, special_tokens)
+    texts = (text for url in expand_urls(urls) for text in read_texts(url, text_key))
+    before = existing(output)
+    if model_type is None:
+        backend = learn_bpe(texts, vocab_size, special_tokens)
+        is_same = before in (None, backend.to_str(pretty=True).encode())
+    else:
+        model = train_sentencepiece(texts, vocab_size, model_type, input_sentence_size, special_tokens)
+        is_same = before in (None, model)
+    if not is_same and not overwrite:
+        raise holds_another(output)
+    if model_type is None:
+        save_tokenizer(backend, output, eos=END_OF_TEXT, bos=END_OF_TEXT)
+        return backend.get_vocab_size()
     path = os.path.expanduser(output)
-    if not overwrite and existing(output) not in (None, model):
-        raise _existing_tokenizer(output)
     try:
         if is_model_file(output):
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -72,6 +58,14 @@ def learn_sentencepiece_from_files(
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written: {error.strerror or error}") from None
     return vocab_size
+
+
+def holds_another(output: str) -> UserError:
+    """The error for an existing tokenizer that differs."""
+    return UserError(
+        f"--output {output}: holds another tokenizer; caches and runs made with it are incompatible with the new one; "
+        "choose another folder, or add --overwrite"
+    )
 
 
 def is_model_file(output: str) -> bool:
@@ -87,20 +81,6 @@ def existing(output: str) -> bytes | None:
         with open(candidate, "rb") as file:
             return file.read()
     return None
-
-
-def _existing_tokenizer(output: str) -> UserError:
-    return UserError(
-        f"--output {output}: holds another tokenizer; caches and runs made with it are incompatible with the new one; "
-        "choose another folder, or add --overwrite"
-    )
-
-
-def _parsed(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except ValueError:
-        return None
 
 
 def check_output(output: str, kind: str) -> None:
@@ -132,7 +112,3 @@ def _write_folder(folder: str, model: bytes) -> None:
         os.remove(older)
     write_atomically(os.path.join(folder, MODEL_FILE), model)
     save_tokenizer(backend, folder, eos=eos, bos=bos, special_text=False)
-
-
-def _texts(urls: list[str], text_key: str) -> Iterator[str]:
-    return (str(text) for url in expand_urls(urls) for _, text in DocumentReader(url, text_key))

@@ -15,10 +15,11 @@ import numpy as np
 from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import ShardInfo
 from lmtrain.preprocess.write_shard import COUNTS, ShardJob, build_shard
-from lmtrain.runtime.cores import usable_cores
-from lmtrain.runtime.signals import StoppedError
+from lmtrain.runtime.machine import usable_cores
+from lmtrain.runtime.signals import STOP_SIGNALS, StoppedError
 
 _POLL_SECONDS = 0.2
+_DIED = "died without an error, most likely killed for using too much memory"
 
 # In a worker: the counts of each job, shared with the parent.
 _counters: Any = None
@@ -60,10 +61,11 @@ def build_locally(
             if stopped() and pending:
                 raise StoppedError
         finished = True
-    except BrokenProcessPool:
+    except (BrokenProcessPool, MemoryError) as error:
+        what = "ran out of memory" if isinstance(error, MemoryError) else _DIED
         raise UserError(
-            "a tokenizer process died without an error, most likely killed for using too much memory; finished shards "
-            "are kept. Run the same command again with a smaller data.num_preprocess_workers"
+            f"a tokenizer process {what}; finished shards are kept. Run the same command again with a smaller "
+            "data.num_preprocess_workers"
         ) from None
     finally:
         if not finished:  # an error or a request to stop: unfinished shards are discarded
@@ -75,7 +77,7 @@ def build_locally(
 def _start_worker(counters: Any, threads: int, background: bool) -> None:
     global _counters  # a worker is one process with one job at a time
     _counters = np.frombuffer(counters, np.int64).reshape(-1, COUNTS)
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the entire process group; the parent handles them
+    for number in STOP_SIGNALS:  # sent to the entire process group; the parent handles them
         signal.signal(number, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"

@@ -29,7 +29,6 @@ from lmtrain.runtime.signals import StoppedError
 from lmtrain.runtime.storage import file_size
 
 _POLL_SECONDS = 0.5
-_REPORT_SECONDS = 1.0
 _CONNECT_SECONDS = 60
 _END_SECONDS = 5
 
@@ -111,25 +110,29 @@ def build_on_ray(
     address: str,
     max_workers: int | None = None,
 ) -> Iterator[tuple[int, ShardInfo]]:
-    """Build all shards, yielding (number of the job, shard) when one is finished, in any order."""
+    """Build all shards, yielding (number of the job, shard) when one is finished, in any order.
+
+    The counts are those of finished shards.
+    """
     _connect(address)
-    actor: Any = ray.remote(num_cpus=0)(_Progress)
-    progress = actor.remote(len(jobs))
     # one core per task: Ray does not account for the tokenizer's threads
     environment = {"env_vars": {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}}
     task: Any = ray.remote(num_cpus=1, max_retries=3, runtime_env=environment)(_build)
+    counts = np.zeros((len(jobs), COUNTS), np.int64)
     waiting = list(enumerate(jobs))
     under_way: dict[Any, tuple[int, ShardJob]] = {}
     try:
         while waiting or under_way:
             while waiting and len(under_way) < (max_workers or len(jobs)):
                 number, job = waiting.pop(0)
-                under_way[task.remote(number, job, os.getcwd(), progress)] = number, job
+                under_way[task.remote(job, os.getcwd())] = number, job
             done, _ = ray.wait(list(under_way), timeout=_POLL_SECONDS)
-            on_counts(ray.get(progress.counts.remote()))
             for reference in done:
                 number, job = under_way.pop(reference)
-                yield number, _result(reference, job)
+                info = _result(reference, job)
+                counts[number] = info.documents, info.tokens, job.source.bytes
+                on_counts(counts)
+                yield number, info
             if stopped() and (waiting or under_way):
                 raise StoppedError
     finally:
@@ -185,32 +188,7 @@ def _result(reference: Any, job: ShardJob) -> ShardInfo:
     return info
 
 
-class _Progress:
-    """Actor that collects the counts of the tasks."""
-
-    def __init__(self, jobs: int):
-        self._counts = np.zeros((jobs, COUNTS), np.int64)
-
-    def set(self, job: int, counts: tuple[int, ...]) -> None:
-        self._counts[job] = counts
-
-    def counts(self) -> np.ndarray:
-        return self._counts
-
-
-def _build(number: int, job: ShardJob, folder: str, progress: Any) -> ShardInfo:
+def _build(job: ShardJob, folder: str) -> ShardInfo:
     """The Ray task. Relative paths are relative to the folder of the process that submitted it."""
     os.chdir(folder)
-    counts = [0] * COUNTS
-    reported = 0.0
-
-    def report(*increments: int) -> None:
-        nonlocal reported
-        counts[:] = [count + more for count, more in zip(counts, increments, strict=True)]
-        if time.monotonic() - reported > _REPORT_SECONDS:
-            reported = time.monotonic()
-            progress.set.remote(number, tuple(counts))
-
-    info = build_shard(job, report)
-    ray.get(progress.set.remote(number, tuple(counts)))
-    return info
+    return build_shard(job)

@@ -2,15 +2,15 @@
 
 import hashlib
 import os
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import IO, Any
 
 from braceexpand import braceexpand
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.remote import is_missing, open_fs, told
+from lmtrain.config.redact import find_masked, redact
+from lmtrain.config.remote import is_missing, open_fs, remote_errors, without_query
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.formats import READERS
 from lmtrain.preprocess.hf_dataset import DatasetShard, dataset_splits, list_dataset_shards
@@ -39,26 +39,38 @@ class Source:
     @property
     def label(self) -> str:
         """Name of the source in messages."""
-        return self.url if self.start is None else f"{self.url} from byte {self.start:,}"
+        url = redact(self.url)
+        return url if self.start is None else f"{url} from byte {self.start:,}"
 
 
 AnySource = Source | DatasetShard
+
+
+def as_recorded(source: AnySource) -> dict[str, Any]:
+    """A source as in manifests: without secrets in its URL, so that a renewed signature does not change it."""
+    return redact(asdict(source))
 
 
 def list_sources(config: DataConfig, split: str) -> list[AnySource]:
     """Sources of a split in order. Raises `UserError` if any is missing or unavailable."""
     if config.id is not None:
         return list(list_dataset_shards(config, split))
+    written = config.urls(split)
     try:
-        urls = expand_urls(config.urls(split))
+        if masked := find_masked(written):
+            raise FilesMissingError(
+                f"the secrets of {written[int(masked[0][0])]} are masked, since they are not saved with a run; use the "
+                "config that the run was started with (after --run ID, add it as CONFIG)"
+            )
+        urls = expand_urls(written)
     except FilesMissingError as error:
         setting = {"train": "train_urls", "validation": "validation_urls"}[split]
         raise FilesMissingError(f"data.{setting}: {error}") from None
     if any(map(is_url, urls)):
         with ThreadPoolExecutor(_THREADS) as pool:
             files = list(pool.map(describe_source, urls))
-    else:
-        files = [describe_source(url) for url in urls]
+    else:  # local files need no threads, each of which takes memory
+        files = list(map(describe_source, urls))
     unsplit = config.text_documents != "line"  # parts are split at lines
     return [
         part
@@ -77,10 +89,10 @@ def split_source(file: Source, part_bytes: int) -> list[Source]:
 
 
 def describe_urls(config: DataConfig, split: str) -> list[str]:
-    """Sources of a split as written in the config; stored in the manifest of a finished cache."""
+    """Sources of a split as written in the config, without secrets; stored in the manifest of a finished cache."""
     if config.id is not None:
         return [f"dataset {config.id} {config.name or ''} {split}{' (stream)' if config.stream else ''}"]
-    return config.urls(split)
+    return redact(config.urls(split))
 
 
 def has_text(config: DataConfig, split: str) -> bool:
@@ -92,7 +104,7 @@ def has_text(config: DataConfig, split: str) -> bool:
 
 def expand_urls(urls: list[str]) -> list[str]:
     """Expand braces, then globs, in the order written. Raises `UserError` with all URLs that match nothing."""
-    found: list[str] = []
+    files: list[str] = []
     missing: list[str] = []
     for url in urls:
         try:
@@ -101,7 +113,7 @@ def expand_urls(urls: list[str]) -> list[str]:
             raise UserError(f"{url}: unbalanced braces") from None
         for name in names:
             matches = _matches(name)
-            found.extend(matches)
+            files.extend(matches)
             if not matches:
                 missing.append(name)
     folders = [name for name in missing if os.path.isdir(name)]
@@ -110,60 +122,64 @@ def expand_urls(urls: list[str]) -> list[str]:
         raise UserError(f"{folders[0]}: is a folder; set the files in it, such as '{name}/*.jsonl'")
     if missing:
         raise FilesMissingError("no such file: " + ", ".join(missing))
-    repeated = sorted(name for name, count in Counter(found).items() if count > 1)
+    by_file: dict[str, list[str]] = {}
+    for name in files:
+        by_file.setdefault(name if is_url(name) else os.path.realpath(name), []).append(name)
+    repeated = sorted(" = ".join(dict.fromkeys(names)) for names in by_file.values() if len(names) > 1)
     if repeated:
         raise UserError("listed more than once: " + ", ".join(repeated))
-    for name in found:
+    for name in files:
         format_of(name)
-    return found
+    return files
 
 
 class FilesMissingError(UserError):
-    """Missing input files; a finished cache does not need them."""
+    """Input files that are missing, or whose secrets are; a finished cache does not need them."""
 
 
 def _matches(name: str) -> list[str]:
     if not is_url(name) and os.path.isfile(name):
         return [name]
-    with told(name, "read"):
+    with remote_errors(name, "read"):
         fs, path = open_fs(name)
-        if _is_file(fs, path):  # first, since a file name may contain glob characters
-            return [name]
-        if not any(sign in path for sign in "*?["):
+        try:  # first, since a file name may contain glob characters; not `isfile`, which hides that access is denied
+            if fs.info(path)["type"] == "file":
+                return [name]
+        except FileNotFoundError as error:
+            if not is_missing(error):
+                raise
+        if not any(sign in without_query(path) for sign in "*?["):
             return []
         try:
-            found = [entry for entry, info in fs.glob(path, detail=True).items() if info["type"] == "file"]
+            matches = [entry for entry, info in fs.glob(path, detail=True).items() if info["type"] == "file"]
         except FileNotFoundError:  # the bucket
             return []
-        return sorted(fs.unstrip_protocol(match) if is_url(name) else match for match in found)
+        return sorted(fs.unstrip_protocol(match) if is_url(name) else match for match in matches)
 
 
-def _is_file(fs: Any, path: str) -> bool:
-    """Whether `path` is a file. Unlike fsspec's `isfile`, raises if access is denied."""
-    try:
-        return bool(fs.info(path)["type"] == "file")
-    except FileNotFoundError as error:
-        if not is_missing(error):
-            raise
-        return False
+def open_source(url: str) -> IO[Any]:
+    """A file, to read its bytes."""
+    if not is_url(url):
+        return open(url, "rb")
+    fs, path = open_fs(url)
+    opened: IO[Any] = fs.open(path, "rb")
+    return opened
 
 
 def describe_source(url: str) -> Source:
     """Size and fingerprint of one file, from its first and last bytes."""
-    with told(url, "read"):
+    with remote_errors(url, "read"):
         if is_url(url):
             fs, path = open_fs(url)
             size = fs.info(path)["size"]
-            opened = fs.open(path, "rb")
         else:
             size = os.path.getsize(url)
-            opened = open(url, "rb")  # noqa: SIM115  # closed below for both kinds of file
         if size is None:
             raise UserError(
                 f"{url}: the server does not report the file size; download the file and use the local path"
             )
         digest = hashlib.sha256(str(size).encode())
-        with opened as file:
+        with open_source(url) as file:
             digest.update(file.read(_SAMPLE_BYTES))
             file.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(file.read(_SAMPLE_BYTES))
@@ -172,11 +188,13 @@ def describe_source(url: str) -> Source:
 
 def format_of(url: str) -> tuple[str, str | None]:
     """Extension and compression of an input file. Raises `UserError` for an unsupported format."""
-    stem, extension = os.path.splitext(url)
+    stem, extension = os.path.splitext(without_query(url))
+    if extension not in READERS and extension not in COMPRESSIONS:
+        stem, extension = os.path.splitext(url)  # such as download?file=a.jsonl
     compression = COMPRESSIONS.get(extension)
     if compression:
         extension = os.path.splitext(stem)[1]
     if extension not in READERS or (compression and extension == ".parquet"):
         readable = f"{' '.join(READERS)}, and all but .parquet with {' '.join(COMPRESSIONS)} after it"
-        raise UserError(f"{url}: unsupported format (supported: {readable})")
+        raise UserError(f"{without_query(url)}: unsupported format (supported: {readable})")
     return extension, compression

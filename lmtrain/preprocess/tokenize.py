@@ -2,38 +2,53 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from lmtrain.data.config import DataConfig
+from lmtrain.data.formats import CompletionFormat, TextFormat
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.document_settings import DocumentSettings, token_dtype
 from lmtrain.preprocess.long_documents import split_document
+from lmtrain.preprocess.recipe import token_dtype
+from lmtrain.preprocess.records import InstructionText
 
 # Characters to encode in one call; encodings take 100 times the memory of their text.
 _GROUP_CHARACTERS = 2_000_000
 
 
-def tokenize_batch(
-    texts: list[Any], tokenizer: Tokenizer, settings: DocumentSettings, split_long: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenated token ids of all documents, [tokens], and the length of each, int64 [documents].
+class TokenBatch(NamedTuple):
+    """Concatenated token ids of documents, [tokens], and the length of each, int64 [documents]. Of instructions also
+    which tokens are targets, bool [tokens], and the numbers of documents whose contents spell a special token, without
+    targets, and with something from the assistant that the template does not write."""
 
-    The documents are texts, or lists of ids for the tokenizer passthrough.
+    tokens: np.ndarray
+    lengths: np.ndarray
+    targets: np.ndarray | None = None
+    spelled: int = 0
+    without_targets: int = 0
+    unwritten: int = 0
 
-    Special tokens are added as ids, never as text, so the tokenizer alone decides about text that spells one.
+
+def tokenize(documents: list[Any], tokenizer: Tokenizer, config: DataConfig, split_long: bool = False) -> TokenBatch:
+    """Encode documents of one kind: instructions, texts, or lists of ids with the
+    tokenizer passthrough.
+
+    Special tokens are added to texts as ids, never as text, so the tokenizer alone decides about text that spells one.
     `split_long` encodes long texts in pieces, for tokenizers whose tokens do not change by it.
     """
-    before = tokenizer.bos_id if settings.enforce_bos else None
-    after = tokenizer.eos_id if settings.enforce_eos else None
+    if not isinstance(config.format, TextFormat):
+        return _tokenize_instructions(documents, tokenizer, config)
+    before = tokenizer.bos_id if config.enforce_bos else None
+    after = tokenizer.eos_id if config.enforce_eos else None
     dtype = token_dtype(tokenizer.vocab_size)
-    if not texts:
-        return np.zeros(0, dtype), np.zeros(0, np.int64)
+    if not documents:
+        return TokenBatch(np.zeros(0, dtype), np.zeros(0, np.int64))
     if tokenizer.library is None:
-        lengths = np.array([len(ids) for ids in texts], np.int64)
-        ids = np.fromiter(chain.from_iterable(texts), dtype, count=int(lengths.sum()))
+        lengths = np.array([len(ids) for ids in documents], np.int64)
+        ids = np.fromiter(chain.from_iterable(documents), dtype, count=int(lengths.sum()))
         return _with_ends(ids, lengths, before, after)
-    pieces = [split_document(text) if split_long else [text] for text in texts]
+    pieces = [split_document(text) if split_long else [text] for text in documents]
     parts, counts = zip(*_encode(tokenizer, list(chain.from_iterable(pieces)), dtype), strict=True)
     first_piece = np.cumsum([0, *map(len, pieces[:-1])])
     lengths = np.add.reduceat(np.concatenate(counts), first_piece)
@@ -55,10 +70,8 @@ def _encode(tokenizer: Tokenizer, pieces: list[str], dtype: np.dtype) -> Iterato
             group, characters = [], 0
 
 
-def _with_ends(
-    tokens: np.ndarray, lengths: np.ndarray, before: int | None, after: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Add the ids `before` and `after` to each document; returns the tokens and the new lengths."""
+def _with_ends(tokens: np.ndarray, lengths: np.ndarray, before: int | None, after: int | None) -> TokenBatch:
+    """Add the ids `before` and `after` to each document."""
     extended = lengths + (before is not None) + (after is not None)
     ends = np.cumsum(extended)
     out = np.empty(int(ends[-1]), tokens.dtype)
@@ -70,4 +83,42 @@ def _with_ends(
         out[ends - 1] = after
         text[ends - 1] = False
     out[text] = tokens
-    return out, extended
+    return TokenBatch(out, extended)
+
+
+def _tokenize_instructions(documents: list[InstructionText], tokenizer: Tokenizer, config: DataConfig) -> TokenBatch:
+    """Encode instructions with their special tokens, which the text spells.
+
+    A token is a target if any of its characters is. Completions get an EOS token, a target, and a BOS token if it is
+    enforced; conversations have what their template writes.
+    """
+    completes = isinstance(config.format, CompletionFormat)
+    before = [tokenizer.bos_id] if completes and config.enforce_bos else []
+    after = [tokenizer.eos_id] if completes else []
+    texts = [document.text for document in documents]
+    encodings = tokenizer.parsing_backend.encode_batch(texts, add_special_tokens=False)
+    ids, targets = [], []
+    for document, encoding in zip(documents, encodings, strict=True):
+        ids.append(np.array([*before, *encoding.ids, *after], token_dtype(tokenizer.vocab_size)))
+        inside = _overlaps(np.array(encoding.offsets, np.int64).reshape(-1, 2), document.targets)
+        targets.append(np.concatenate([np.zeros(len(before), bool), inside, np.ones(len(after), bool)]))
+    added = tokenizer.parsing_backend.get_added_tokens_decoder().values()
+    special = [token.content for token in added if token.special]
+    return TokenBatch(
+        np.concatenate(ids),
+        np.array([len(part) for part in ids], np.int64),
+        np.concatenate(targets),
+        sum(any(token in content for token in special for content in document.contents) for document in documents),
+        sum(not part.any() for part in targets),
+        sum(not document.is_written for document in documents),
+    )
+
+
+def _overlaps(offsets: np.ndarray, spans: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Which of the character ranges `offsets` [tokens, 2] overlap any of the ascending, disjoint `spans`; bool."""
+    if not spans:
+        return np.zeros(len(offsets), bool)
+    starts, ends = np.array(spans, np.int64).T
+    first = np.searchsorted(ends, offsets[:, 0], side="right")  # the first span that ends after the token's start
+    start = starts[np.minimum(first, len(starts) - 1)]
+    return np.asarray((first < len(starts)) & (start < offsets[:, 1]))

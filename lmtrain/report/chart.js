@@ -1,23 +1,22 @@
-// One chart of the page: a crosshair at the point nearest to the pointer, and the picture drawn again for other axes.
+// One chart of the page: its picture for the chosen axes, and a crosshair at the point nearest to the pointer.
 
-const DRAWN = /^(axis|line|faint|bad|restart)-?/; // parts of the picture that depend on the axes
+const WIDE = 806, NARROW = 396; // widths of pictures in their coordinates
 
 class Chart {
   constructor(figure, data, runs) {
     this.data = data;
     this.runs = runs;
     this.figure = figure;
-    this.svg = figure.querySelector("svg");
-    const part = (element) => element.id.slice(data.name.length + 1);
-    const parts = [...this.svg.querySelectorAll("[id]")];
-    this.drawn = parts.filter((element) => DRAWN.test(part(element)));
-    this.notes = parts.filter((element) => part(element) === "note");
+    const [width, height] = data.wide ? [WIDE, 260] : [NARROW, 190];
+    this.box = [58, 6, width - 68, height - 36]; // left, top, width and height of the area in the axes
+    const label = figure.querySelector("b").textContent;
+    this.svg = svgElement(figure, "svg", { class: "chart", role: "img", "aria-label": label, viewBox: `0 0 ${width} ${height}` });
     this.series = data.lines.flatMap((line) =>
       [["faint", line.faint], ["curve", line.curve]]
         .filter(([, stored]) => stored)
         .map(([kind, stored]) => ({ line, kind, ...decode(stored) })),
     );
-    this.layer = svgElement(this.svg, "g", { class: "redrawn" });
+    this.layer = svgElement(this.svg, "g", { class: "drawn", "stroke-linejoin": "round" });
     this.cross = svgElement(this.svg, "g", { class: "cross" });
     this.tip = document.createElement("div");
     this.tip.className = "tip";
@@ -26,16 +25,14 @@ class Chart {
     this.svg.addEventListener("pointerleave", () => this.leave());
   }
 
-  // Draw for `settings` = {x, logX, logY}: as the page came if they are its own.
+  // Draw for `settings` = {x, logX, logY}.
   show(settings) {
     this.settings = settings;
-    const plain = settings.x === "step" && !settings.logX && !settings.logY;
-    this.place(plain);
+    this.place();
     this.leave();
     this.layer.replaceChildren();
-    for (const element of this.drawn) hide(element, !plain);
-    for (const element of this.notes) hide(element, settings.logY);
-    if (!plain) redraw(this);
+    this.figure.querySelector(".note").hidden = settings.logY; // then the highest value is in the picture
+    draw(this);
   }
 
   // The x of a step of a run; NaN if it is unknown.
@@ -46,12 +43,13 @@ class Chart {
   }
 
   // Compute the scales and where each point is in the picture.
-  place(plain) {
-    const { logX, logY } = this.settings;
-    const [left, top, width, height] = this.data.box;
+  place() {
+    const { x: axis, logX, logY } = this.settings;
+    const [left, top, width, height] = this.box;
     for (const each of this.series) each.along = each.steps.map((step) => this.along(each.line.run, step));
     const all = this.series.map((each) => each.along);
-    this.rangeX = plain ? this.data.x : rangeOf(logX ? all : [[0], ...all], logX, 0.01);
+    const ends = [0, axis === "step" ? this.data.last_step : 0]; // all charts over steps show all steps
+    this.rangeX = rangeOf(logX ? all : [ends, ...all], logX, 0.01);
     this.rangeY = logY ? rangeOf(this.series.map((each) => each.values), true, 0.05) : this.data.y;
     const [x, y] = [scaleOf(this.rangeX, logX), scaleOf(this.rangeY, logY)];
     this.toX = (value) => left + width * x(value);
@@ -68,7 +66,7 @@ class Chart {
     const found = nearestPoint(this.series, (event.clientX - area.left) * scale, (event.clientY - area.top) * scale);
     if (found === null) return;
     const { line: series, at } = found;
-    const [left, top, width, height] = this.data.box;
+    const [left, top, width, height] = this.box;
     const [x, y] = [series.xs[at], Math.min(Math.max(series.ys[at], top), top + height)];
     const style = { stroke: "var(--soft)", "stroke-width": 0.6, "stroke-dasharray": "2 2" };
     this.cross.replaceChildren();
@@ -102,9 +100,4 @@ class Chart {
     this.cross.replaceChildren();
     this.tip.className = "tip";
   }
-}
-
-function hide(element, hidden) {
-  if (hidden) element.setAttribute("display", "none");
-  else element.removeAttribute("display");
 }

@@ -8,7 +8,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import suggest_name
 
 _ENDING = ".metrics.jsonl"
-_MOST_LISTED = 20
+_MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -39,36 +39,32 @@ def find_run(name: str, log_dir: str) -> RunFiles:
     if len(matching) == 1:
         return _files(os.path.join(folder, matching[0] + _ENDING))
     if matching and os.path.basename(base):
-        raise UserError(f"{name} is ambiguous: {', '.join(matching[:_MOST_LISTED])}")
+        raise UserError(f"{name} is ambiguous: {', '.join(matching[:_MAX_LISTED])}")
     raise UserError(_unknown(name, base, log_dir))
 
 
 def find_runs(names: Sequence[str], log_dir: str) -> list[RunFiles]:
     """All runs in the order of their names. Raises `UserError` for a run that is named twice."""
-    found = [find_run(name, log_dir) for name in names]
+    runs = [find_run(name, log_dir) for name in names]
     seen: dict[str, str] = {}
-    for name, files in zip(names, found, strict=True):
-        place = os.path.realpath(files.metrics)
-        if place in seen:
-            raise UserError(f"{seen[place]} and {name} are the same run: {files.metrics}")
-        seen[place] = name
-    return found
+    for name, files in zip(names, runs, strict=True):
+        path = os.path.realpath(files.metrics)
+        if path in seen:
+            raise UserError(f"{seen[path]} and {name} are the same run: {files.metrics}")
+        seen[path] = name
+    return runs
 
 
-def tell_apart(runs: Sequence[RunFiles]) -> list[str]:
+def name_runs(runs: Sequence[RunFiles]) -> list[str]:
     """A name for each run: its id, and for runs with the same id the part of the path in which they differ."""
-    return [_name(run, [other for other in runs if other.id == run.id]) for run in runs]
-
-
-def _name(run: RunFiles, same: Sequence[RunFiles]) -> str:
-    if len(same) == 1:
-        return run.id
-    places = [os.path.dirname(os.path.abspath(other.metrics)).split(os.sep) for other in same]
-    own = places[same.index(run)]
-    for depth in range(1, len(own)):
-        if [place[-depth:] for place in places].count(own[-depth:]) == 1:
-            return f"{run.id} ({os.sep.join(own[-depth:])})"
-    return f"{run.id} ({run.metrics})"  # logs in one folder whose names differ in the ending
+    names = []
+    for run in runs:
+        folders = [os.path.dirname(os.path.abspath(other.metrics)) for other in runs if other.id == run.id]
+        folder = os.path.dirname(os.path.abspath(run.metrics))
+        # logs in one folder differ in the ending of their names
+        where = os.path.relpath(folder, os.path.commonpath(folders)) if folders.count(folder) == 1 else run.metrics
+        names.append(run.id if len(folders) == 1 else f"{run.id} ({where})")
+    return names
 
 
 def _files(metrics: str) -> RunFiles:
@@ -84,9 +80,9 @@ def _unknown(name: str, base: str, log_dir: str) -> str:
     if not ids:
         return f"run {name} not found: no {base}{_ENDING}, and no *{_ENDING} in {folder}; --log_dir sets the folder"
     last = os.path.basename(base).removesuffix(_ENDING)
-    hint = next((run for run in ids if run.startswith(last)), None) or suggest_name(last, ids)
-    more = f", and {len(ids) - _MOST_LISTED} more" if len(ids) > _MOST_LISTED else ""
-    listed = f"runs in {folder}: {', '.join(ids[:_MOST_LISTED])}{more}"
+    hint = suggest_name(last, ids)
+    more = f", and {len(ids) - _MAX_LISTED} more" if len(ids) > _MAX_LISTED else ""
+    listed = f"runs in {folder}: {', '.join(ids[:_MAX_LISTED])}{more}"
     return f"run {name} not found; " + (f"did you mean {hint!r}? " if hint else "") + listed
 
 

@@ -1,146 +1,134 @@
-"""The page: one HTML file that needs nothing else. Its policy forbids loading anything, and any script but its own."""
+"""The page: one HTML file that needs nothing else, and its plots as PNG files in a folder next to it.
 
+`page.html` is its markup, which receives texts, tables and plots. Its policy forbids loading anything, and any script
+but its own. The script draws the curves; without it the page shows the PNG files, which it contains.
+"""
+
+import base64
+import hashlib
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from lmtrain import __version__
-from lmtrain.report.chart_data import run_data
+from lmtrain.config.errors import UserError
+from lmtrain.report.chart_data import plot_data, run_data
 from lmtrain.report.curve import RULE
-from lmtrain.report.html import Markup, element, swatch
-from lmtrain.report.run import Run
-from lmtrain.report.samples import samples_tables
-from lmtrain.report.script import script_elements, script_source
-from lmtrain.report.summary import summarize
+from lmtrain.report.draw import draw, to_png
+from lmtrain.report.plots import Plot, choose_plots, colour_of
+from lmtrain.report.run import LoggedRun
+from lmtrain.report.summary import Cell, summarize
 from lmtrain.report.tables import (
     attempts_table,
     differences_table,
     evaluations_table,
     facts_table,
     format_time,
+    samples_tables,
     summaries_table,
     times_table,
 )
-from lmtrain.report.theme import CURVES, STYLE
+from lmtrain.report.theme import TIMES, css_variables
+from lmtrain.runtime.atomic_files import write_atomically
 
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src "
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A plot on the page: its SVG, whether it is as wide as the page, and its data for the script."""
-
-    svg: Markup
-    wide: bool
-    data: dict[str, Any]
+SCRIPTS = ("scale.js", "draw.js", "chart.js", "controls.js")  # in the order in which they use one another
 
 
-def build_page(runs: Sequence[Run], pictures: Sequence[Picture], times: Markup, notes: list[str]) -> str:
-    """`times` is the bar of wall time, empty if it is unknown; `notes` are shown below the plots."""
+def write_report(runs: Sequence[LoggedRun], output: str) -> list[str]:
+    """Write `output` and `<output stem>-plots/*.png`. Returns the PNG files. Raises `UserError` if writing fails.
+
+    The page is written last, so that it exists only with its plots.
+    """
+    folder = f"{os.path.splitext(output)[0]}-plots"
+    plots, notes = choose_plots(runs)
+    pictures = {plot.name: to_png(draw(plot)) for plot in plots}
+    page = build_page(runs, plots, pictures, notes)
+    paths = {os.path.join(folder, f"{name}.png"): picture for name, picture in pictures.items()}
+    try:
+        os.makedirs(folder, exist_ok=True)
+        for path, picture in paths.items():
+            write_atomically(path, picture, durable=False)
+        write_atomically(output, page.encode("utf-8", errors="replace"))
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {error.strerror or error}") from None
+    return list(paths)
+
+
+def build_page(
+    runs: Sequence[LoggedRun], plots: Sequence[Plot], pictures: dict[str, bytes], notes: Sequence[str]
+) -> str:
+    """The page as text. `pictures` are the plots as PNG by name; `notes` are shown below the plots."""
+    from jinja2 import Environment, StrictUndefined
+
     several = len(runs) > 1
-    names = [_name(run, number if several else None) for number, run in enumerate(runs)]
-    title = " and ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY + script_source()),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="generator", content=f"lmtrain {__version__}"),
-        element("title", f"{title} - lmtrain report"),
-        element("style", Markup(STYLE)),
+    names = [Cell(run.name, colour=colour_of(number) if several else "") for number, run in enumerate(runs)]
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False, "ensure_ascii": False}
+    return environment.from_string(_package_file("page.html")).render(
+        policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {script_source()}",
+        version=__version__,
+        light=css_variables(0),
+        dark=css_variables(1),
+        style=_package_file("page.css"),
+        script=script(),
+        data={
+            "runs": [run_data(run) for run in runs],
+            "plots": {plot.name: plot_data(plot) for plot in plots},
+        },
+        title=" and ".join(run.name for run in runs) if len(runs) <= 3 else f"{len(runs)} runs",
+        several=several,
+        paths=[run.files.metrics for run in runs],
+        notices=[f"{run.name}: {text}" if several else text for run in runs for text in run.notices],
+        summary=summaries_table(runs, names),
+        figures={name: cell for name, cell in summarize(runs[0]).items() if cell.value},
+        differences=differences_table(runs, names),
+        plots=plots,
+        pictures={name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
+        restarts=any(run.restarts for run in runs),
+        notes=notes,
+        bars=[_bar(run) for run in runs if sum(run.fractions.values()) > 0],
+        times=times_table(runs, names),
+        evaluations=evaluations_table(runs, names),
+        abouts=[_about(run, name) for run, name in zip(runs, names, strict=True)],
+        made=format_time(time.time()),
+        rule=RULE,
     )
-    parts = [_header(runs, title), _notices(runs, several)]
-    parts.append(_section("Summary", summaries_table(runs, names)) if several else _tiles(runs[0]))
-    parts.append(_differences(runs, names) if several else Markup(""))
-    parts += [_curves(pictures, notes, runs), _times(runs, names, times), _evaluations(runs, names)]
-    for run, name in zip(runs, names, strict=True):
-        parts.append(_about(run, name if several else None))
-    made = f"Made {format_time(time.time())} by lmtrain {__version__}. {RULE}"
-    data = {"runs": [run_data(run) for run in runs], "plots": {each.data["name"]: each.data for each in pictures}}
-    body = element("body", element("main", *parts, element("p", element("small", made))), script_elements(data))
-    return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
-def _name(run: Run, number: int | None) -> Markup:
-    """The name of a run, with the colour that it has in all plots."""
-    mark = "" if number is None else swatch(CURVES[number % len(CURVES)])
-    return Markup(mark + element("span", run.name))
+def script() -> str:
+    """The page's JavaScript."""
+    return '"use strict";\n' + "\n".join(map(_package_file, SCRIPTS))
 
 
-def _header(runs: Sequence[Run], title: str) -> Markup:
-    what = "Training run" if len(runs) == 1 else "Training runs side by side"
-    paths = [element("p", run.files.metrics, class_="soft path") for run in runs]
-    return element("header", element("p", what, class_="soft"), element("h1", title), *paths)
+def script_source() -> str:
+    """What a Content-Security-Policy allows: a script with these bytes. Text of a run can never run as one."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()}'"
 
 
-def _notices(runs: Sequence[Run], several: bool) -> Markup:
-    lines = [f"{run.name}: {text}" if several else text for run in runs for text in run.notices]
-    return element("ul", *(element("li", line) for line in lines), class_="notices") if lines else Markup("")
+@cache
+def _package_file(name: str) -> str:
+    return files("lmtrain.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _tiles(run: Run) -> Markup:
-    tiles = [
-        element(
-            "div", element("span", entry.label), element("b", entry.value), element("span", entry.note), class_="tile"
-        )
-        for entry in summarize(run)
-        if entry.value
+def _bar(run: LoggedRun) -> dict[str, Any]:
+    """The wall time of a run by kind, as the parts of a bar."""
+    parts = [
+        {"title": f"{run.name}: {kind.replace('_', ' ')} {100 * part:.1f} %", "percent": 100 * part, "colour": colour}
+        for kind, (colour, _) in TIMES.items()
+        if (part := run.fractions.get(kind, 0.0)) > 0
     ]
-    return element("section", *tiles, class_="tiles")
+    return {"name": run.name, "parts": parts}
 
 
-def _differences(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
-    known = sum(run.config is not None for run in runs)
-    if known < 2:
-        return Markup("")
-    found = differences_table(runs, names)
-    return _section("Settings that differ", found or element("p", "All settings are the same.", class_="soft"))
-
-
-def _curves(pictures: Sequence[Picture], notes: list[str], runs: Sequence[Run]) -> Markup:
-    text = "The measured values of a noisy curve are drawn faintly under a smoothed curve. "
-    text += "A ▲ marks the highest value if it is above the plot. "
-    if any(run.restarts for run in runs):
-        text += f"Dotted vertical lines are restarts{', in the colour of their run' if len(runs) > 1 else ''}. "
-    figures = [
-        element("figure", each.svg, class_="wide" if each.wide else "", data_chart=each.data["name"])
-        for each in pictures
-    ]
-    remarks = [element("p", element("small", line)) for line in [text, *notes]]
-    return element("section", element("h2", "Curves"), element("div", *figures, class_="plots"), *remarks)
-
-
-def _times(runs: Sequence[Run], names: Sequence[Markup], bar: Markup) -> Markup:
-    if not bar:
-        return Markup("")
-    text = "Goodput is the fraction of the wall time since the first start of a run that was spent on steps that count."
-    return _section("Goodput", element("figure", bar), element("p", element("small", text)), times_table(runs, names))
-
-
-def _evaluations(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
-    found = evaluations_table(runs, names)
-    return _section("Evaluation", found) if found else Markup("")
-
-
-def _about(run: Run, name: Markup | None) -> Markup:
-    """Samples, starts, versions and config of one run; with several runs, folded under the run's name."""
-    facts = facts_table(run)
-    parts = []
-    if run.samples:
-        parts.append(_section("Samples", samples_tables(run.samples)))
-    if run.attempts:
-        parts.append(_section("Starts", attempts_table(run.attempts)))
-    if facts is not None:
-        parts.append(_section("Versions and devices", facts))
-    if run.config_text is not None:
-        title = element("summary", "Resolved config" if name is None else "Show")
-        shown = element("details", title, element("pre", run.config_text))
-        parts.append(_section("Config", shown))
-    if name is None or not parts:
-        return Markup("".join(parts))
-    return element("details", element("summary", name), *parts)
-
-
-def _section(title: str, *content: str) -> Markup:
-    return element("section", element("h2", title), *content)
+def _about(run: LoggedRun, name: Cell) -> dict[str, Any]:
+    """Samples, starts, versions and config of one run."""
+    return {
+        "name": name,
+        "samples": samples_tables(run.samples),
+        "starts": attempts_table(run.attempts) if run.attempts else None,
+        "facts": facts_table(run),
+        "config": run.config_text,
+    }

@@ -3,26 +3,33 @@
 import json
 import math
 import os
-from dataclasses import dataclass, field
+import sys
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
+from lmtrain.config.redact import find_secrets, redact, without
 from lmtrain.config.yaml_scalars import Loader
-from lmtrain.report.charts import GOODPUT, TOKENS, is_wanted
-from lmtrain.report.curve import Curve, Thinner
+from lmtrain.report.charts import TOKENS, is_wanted
+from lmtrain.report.curve import Curve, thin
 from lmtrain.report.find import RunFiles
-from lmtrain.report.samples import NAME as SAMPLES
-from lmtrain.report.samples import Sample, read_samples
-from lmtrain.tracking.goodput import NAME, Attempt, read_attempts, total_seconds
+from lmtrain.tracking.goodput import NAME as LEDGER
+from lmtrain.tracking.goodput import Attempt, read_attempts, total_seconds
 
-_LINES_BETWEEN_FOLDS = 16_384
-_LARGEST_STEP = 2**53
+_MAX_STEP = 2**53
+
+
+Samples = dict[str, dict[int, str]]  # generated texts by prompt, then by the number of updates
 
 
 @dataclass(frozen=True)
-class Run:
+class LoggedRun:
     """A run: `curves` of its log by metric; `facts` from its first line; `notices` list missing and corrupt files."""
 
     name: str
@@ -30,11 +37,11 @@ class Run:
     curves: dict[str, Curve]
     facts: dict[str, Any]
     last_step: int
-    attempts: list[Attempt] = field(default_factory=list)
-    config: dict[str, Any] | None = None
-    config_text: str | None = None
-    notices: list[str] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    attempts: list[Attempt]
+    config: dict[str, Any] | None
+    config_text: str | None
+    notices: list[str]
+    samples: Samples
 
     @property
     def restarts(self) -> list[int]:
@@ -43,96 +50,96 @@ class Run:
 
     @property
     def fractions(self) -> dict[str, float]:
-        """Fractions of the wall time by kind: from the ledger, or the last ones in the log."""
-        seconds = total_seconds(self.attempts) if self.attempts else {}
+        """Fractions of the wall time by kind; empty without a ledger."""
+        seconds = total_seconds(self.attempts)
         total = sum(seconds.values())
-        if total > 0:
-            return {kind: value / total for kind, value in seconds.items()}
-        logged = {name.removeprefix(GOODPUT): curve.last for name, curve in self.curves.items() if _is_goodput(name)}
-        return {kind: value for kind, value in logged.items() if math.isfinite(value) and value >= 0}
+        return {kind: value / total for kind, value in seconds.items()} if total > 0 else {}
 
 
-def read_run(files: RunFiles, name: str) -> Run:
+def read_run(files: RunFiles, name: str) -> LoggedRun:
     """Read the files of a run. Raises `UserError` if the log cannot be read or contains no metric."""
     notices: list[str] = []
     curves, facts, last_step = _read_log(files.metrics, notices)
-    attempts = _read_ledger(os.path.join(files.folder, NAME), notices)
+    attempts = _read_ledger(os.path.join(files.folder, LEDGER), notices)
     text, config = _read_config(os.path.join(files.folder, "config.yaml"), notices)
-    samples = read_samples(os.path.join(files.folder, SAMPLES), notices)
-    return Run(name, files, curves, facts, last_step, attempts, config, text, notices, samples)
+    samples = read_samples(os.path.join(files.folder, "samples.jsonl"), notices)
+    return LoggedRun(name, files, curves, facts, last_step, attempts, config, text, notices, samples)
+
+
+def read_samples(path: str, notices: list[str]) -> Samples:
+    """The generated texts of a run; of several for one prompt and step, the last. Empty if there is no file.
+
+    Adds a notice for lines that are not samples.
+    """
+    samples: Samples = {}
+    unreadable = 0
+    try:
+        for entry in _read_objects(path):
+            step, prompt, text = (entry.get(name) for name in ("step", "prompt", "text"))
+            if type(step) is int and isinstance(prompt, str) and isinstance(text, str):
+                samples.setdefault(prompt, {})[step] = text
+            else:
+                unreadable += 1
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        notices.append(f"{path} cannot be read: {error.strerror or error}")
+    if unreadable:
+        notices.append(f"left out of {path}: {counted(unreadable, 'line')} without a sample")
+    return samples
+
+
+def _read_objects(path: str) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; an empty one for a line that is none. A last line may be half written."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                yield value
+            elif line.endswith("\n") and not line.isspace():
+                yield {}
 
 
 def _read_log(path: str, notices: list[str]) -> tuple[dict[str, Curve], dict[str, Any], int]:
-    """Read a log line by line, in memory that does not grow with the log."""
-    thinners: dict[str, Thinner | None] = {}  # None for metrics that no plot has
+    """Read a log line by line; a value takes 16 bytes of memory until its metric is thinned."""
+    values: defaultdict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
     facts: dict[str, Any] = {}
     last_step = unreadable = 0
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for number, text in enumerate(file, start=1):
-                line = _parse(text)
-                if line is None:
-                    unreadable += text.endswith("\n") and not text.isspace()  # a last line may be half written
-                    continue
-                step = line.pop("step")
-                last_step = max(last_step, step)
-                for metric, value in line.items():
-                    if metric not in thinners:
-                        thinners[metric] = Thinner() if is_wanted(metric) else None
-                    thinner = thinners[metric]
-                    if thinner is None:
-                        if step == 0 and number == 1:
-                            facts[metric] = value
-                    elif value is None or type(value) is float or type(value) is int:
-                        thinner.steps.append(step)
-                        thinner.values.append(math.nan if value is None else _float(value))
-                if number % _LINES_BETWEEN_FOLDS == 0:
-                    for each in filter(None, thinners.values()):
-                        each.fold()
+        for number, line in enumerate(_read_objects(path)):
+            step = line.pop("step", None)
+            if type(step) not in (int, float) or not 0 <= step < _MAX_STEP or step % 1:
+                unreadable += 1
+                continue
+            last_step = max(last_step, int(step))
+            for metric, value in line.items():
+                if not is_wanted(metric):
+                    if number == step == 0:
+                        facts[metric] = value
+                elif value is None or type(value) in (int, float):
+                    steps, column = values[metric]
+                    steps.append(int(step))
+                    # an integer of any length is valid JSON
+                    column.append(math.nan if value is None or abs(value) > sys.float_info.max else value)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    curves = {metric: thinner.curve() for metric, thinner in thinners.items() if thinner is not None}
-    curves = {metric: curve for metric, curve in curves.items() if len(curve.mean_steps)}
-    if all(_is_goodput(metric) or metric == TOKENS for metric in curves):
-        reason = "the run has not finished a step yet"
-        if unreadable:
-            reason = f"{unreadable} of its lines are not JSON objects with a step"
+    left_out = f"{counted(unreadable, 'line')} without a JSON object with a step"
+    if not values.keys() - {TOKENS}:
+        reason = f"left out: {left_out}" if unreadable else "the run has not finished a step yet"
         raise UserError(f"{path} has no metric that a report shows; {reason}")
     if unreadable:
-        notices.append(f"{unreadable:,} lines of {path} are not JSON objects with a step, and are left out")
-    return curves, facts, last_step
-
-
-def _parse(text: str) -> dict[str, Any] | None:
-    """The object on a line; None for a line that is not an object with a step."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict):
-        return None
-    step = line.get("step")
-    if isinstance(step, float) and step.is_integer():
-        step = line["step"] = int(step)
-    return line if type(step) is int and 0 <= step < _LARGEST_STEP else None
-
-
-def _float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return math.inf
-
-
-def _is_goodput(metric: str) -> bool:
-    return metric.startswith(GOODPUT)
+        notices.append(f"left out of {path}: {left_out}")
+    return {metric: thin(*columns) for metric, columns in values.items()}, facts, last_step
 
 
 def _read_ledger(path: str, notices: list[str]) -> list[Attempt]:
     attempts = read_attempts(path)
     if not attempts:
-        what = f"{path} is corrupt" if os.path.exists(path) else f"{path} not found"
-        notices.append(f"{what}: restarts and wall times are unknown")
+        problem = f"{path} is corrupt" if os.path.exists(path) else f"{path} not found"
+        notices.append(f"{problem}: restarts and wall times are unknown")
     return attempts
 
 
@@ -140,7 +147,7 @@ def _read_config(path: str, notices: list[str]) -> tuple[str | None, dict[str, A
     """The text of the config, and its settings; None if there is none or it is not a YAML map."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read()
+            text = redact(file.read())
     except OSError:
         notices.append(f"{path} not found: the settings of the run are unknown")
         return None, None
@@ -151,4 +158,4 @@ def _read_config(path: str, notices: list[str]) -> tuple[str | None, dict[str, A
     if not isinstance(config, dict):
         notices.append(f"{path} is not a YAML map: it is shown, but not compared")
         return text, None
-    return text, config
+    return without(text, find_secrets(config)), redact(config)  # earlier versions saved some

@@ -7,8 +7,8 @@ import numpy as np
 
 from lmtrain.report.curve import Curve
 
-# Curves with fewer points than _FEW are not smoothed; with fewer than _VERY_FEW, all are in the visible range.
-_FEW, _VERY_FEW = 100, 20
+_MIN_SMOOTHED = 100  # a curve with fewer points is not smoothed
+_MIN_CUT = 20  # a curve with fewer points is visible with all of them
 _WINDOW = 0.01  # points on each side of a smoothed one, as a fraction of all points
 _CLOSE = 0.75  # values farther from most others than this fraction of their range are outliers
 _NOISE = 0.01  # a curve whose neighbours differ less, as a fraction of the visible range, is not noisy
@@ -38,7 +38,7 @@ def _filter(values: np.ndarray, reach: int, of: Callable[..., Any]) -> np.ndarra
 def is_noisy(curve: Curve) -> bool:
     """Whether the trend is visible only in a smoothed curve."""
     known = curve.values[np.isfinite(curve.values)]
-    if len(known) < _FEW:
+    if len(known) < _MIN_SMOOTHED:
         return False
     low, high = visible_range([curve])
     return bool(np.median(np.abs(np.diff(known))) > _NOISE * (high - low))
@@ -55,7 +55,7 @@ def visible_range(curves: Sequence[Curve]) -> tuple[float, float]:
         if not len(known):
             continue
         low, high = float(known.min()), float(known.max())
-        if len(known) >= _VERY_FEW:
+        if len(known) >= _MIN_CUT:
             inner_low, inner_high = (float(value) for value in np.quantile(known, [0.005, 0.98]))
             close = _CLOSE * (inner_high - inner_low)
             low = low if inner_low - low <= close else inner_low

@@ -3,38 +3,44 @@
 import math
 from dataclasses import dataclass
 
-from lmtrain.report.charts import TOKENS
-from lmtrain.report.run import Run
+from lmtrain.report.charts import DURATION, TOKENS, TOKENS_PER_SECOND
+from lmtrain.report.curve import Curve
+from lmtrain.report.run import LoggedRun
 from lmtrain.report.smooth import smooth
 from lmtrain.runtime.progress import format_seconds
 from lmtrain.tracking.goodput import STEPS
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A figure, and a note about it."""
+class Cell:
+    """A value, a note in small letters, and the name of a colour that a square before the value has."""
 
-    label: str
-    value: str
+    value: str = ""
     note: str = ""
+    colour: str = ""
 
 
-def summarize(run: Run) -> list[Entry]:
-    """The figures of a run; unknown ones are empty. All runs have the same entries in the same order."""
-    return [
-        _steps(run),
-        Entry("parameters", _parameters(run)),
-        _tokens(run),
-        _train_loss(run),
-        _best(run, "best eval loss", "eval/loss"),
-        _last(run, "last eval loss", "eval/loss"),
-        _best(run, "best bits per byte", "eval/bpb"),
-        _median(run, "tokens/s", "throughput/tokens_per_second"),
-        _median(run, "MFU", "throughput/mfu"),
-        _wall_time(run),
-        _goodput(run),
-        _starts(run),
-    ]
+def summarize(run: LoggedRun) -> dict[str, Cell]:
+    """The figures of a run by name; unknown ones are empty. All runs have the same names in the same order."""
+    trainer = (run.config or {}).get("trainer")
+    planned = trainer.get("num_train_steps") if isinstance(trainer, dict) else None
+    parameters = run.facts.get("parameter_count")
+    tokens = run.curves[TOKENS].last if TOKENS in run.curves else math.nan
+    starts = len(run.attempts)
+    return {
+        "steps done": Cell(f"{run.last_step:,}", f"of {planned:,}" if isinstance(planned, int) else ""),
+        "parameters": Cell(_count(parameters) if isinstance(parameters, int) else ""),
+        "tokens seen": Cell("" if math.isnan(tokens) else _count(tokens)),
+        "last train loss": _train_loss(run.curves.get("train/loss")),
+        "best eval loss": _best(run.curves.get("eval/loss")),
+        "last eval loss": _last(run.curves.get("eval/loss")),
+        "best bits per byte": _best(run.curves.get("eval/bpb")),
+        "tokens/s": _median(run.curves.get(TOKENS_PER_SECOND), "{:,.0f}"),
+        "MFU": _median(run.curves.get("throughput/mfu"), "{:.1f} %"),
+        "wall time": _wall_time(run),
+        "goodput": _goodput(run),
+        "starts": Cell(f"{starts:,}" if starts else ""),
+    }
 
 
 def format_value(value: float) -> str:
@@ -46,22 +52,6 @@ def format_value(value: float) -> str:
     return f"{value:.4f}" if abs(value) >= 0.01 or value == 0 else f"{value:.3e}"
 
 
-def _steps(run: Run) -> Entry:
-    trainer = (run.config or {}).get("trainer")
-    planned = trainer.get("num_train_steps") if isinstance(trainer, dict) else None
-    return Entry("steps done", f"{run.last_step:,}", f"of {planned:,}" if isinstance(planned, int) else "")
-
-
-def _parameters(run: Run) -> str:
-    found = run.facts.get("parameter_count")
-    return _count(found) if isinstance(found, int) else ""
-
-
-def _tokens(run: Run) -> Entry:
-    curve = run.curves.get(TOKENS)
-    return Entry("tokens seen", "" if curve is None or math.isnan(curve.last) else _count(curve.last))
-
-
 def _count(number: float) -> str:
     """All digits below a billion; else billions (B) or trillions (T)."""
     if number < 1e9:
@@ -69,48 +59,35 @@ def _count(number: float) -> str:
     return f"{number / 1e9:.4g} B" if number < 1e12 else f"{number / 1e12:,.4g} T"
 
 
-def _train_loss(run: Run) -> Entry:
-    curve = run.curves.get("train/loss")
+def _train_loss(curve: Curve | None) -> Cell:
     if curve is None:
-        return Entry("last train loss", "")
+        return Cell()
     smoothed = smooth(curve)[1]
-    note = f"smoothed {format_value(float(smoothed[-1]))}" if len(smoothed) else ""
-    return Entry("last train loss", format_value(curve.last), note)
+    return Cell(format_value(curve.last), f"smoothed {format_value(float(smoothed[-1]))}" if len(smoothed) else "")
 
 
-def _best(run: Run, label: str, metric: str) -> Entry:
-    curve = run.curves.get(metric)
+def _best(curve: Curve | None) -> Cell:
     if curve is None or curve.lowest is None:
-        return Entry(label, "")
+        return Cell()
     step, value = curve.lowest
-    return Entry(label, format_value(value), f"at step {step:,}")
+    return Cell(format_value(value), f"at step {step:,}")
 
 
-def _last(run: Run, label: str, metric: str) -> Entry:
-    curve = run.curves.get(metric)
-    return Entry(label, "") if curve is None else Entry(label, format_value(curve.last), f"at step {curve.last_step:,}")
+def _last(curve: Curve | None) -> Cell:
+    return Cell() if curve is None else Cell(format_value(curve.last), f"at step {curve.last_step:,}")
 
 
-def _median(run: Run, label: str, metric: str) -> Entry:
-    curve = run.curves.get(metric)
-    if curve is None or not math.isfinite(curve.median):
-        return Entry(label, "")
-    value = f"{curve.median:.1f} %" if label == "MFU" else f"{curve.median:,.0f}"
-    return Entry(label, value, "median")
+def _median(curve: Curve | None, text: str) -> Cell:
+    return Cell() if curve is None or curve.lowest is None else Cell(text.format(curve.median), "median")
 
 
-def _wall_time(run: Run) -> Entry:
+def _wall_time(run: LoggedRun) -> Cell:
     if run.attempts:
-        return Entry("wall time", format_seconds(max(0.0, run.attempts[-1].updated - run.attempts[0].started)))
-    curve = run.curves.get("throughput/duration")
-    return Entry("wall time", format_seconds(curve.sum), "steps only") if curve else Entry("wall time", "")
+        return Cell(format_seconds(max(0.0, run.attempts[-1].updated - run.attempts[0].started)))
+    curve = run.curves.get(DURATION)
+    return Cell() if curve is None else Cell(format_seconds(curve.sum), "steps only")
 
 
-def _goodput(run: Run) -> Entry:
+def _goodput(run: LoggedRun) -> Cell:
     part = run.fractions.get(STEPS)
-    return Entry("goodput", "" if part is None else f"{100 * part:.1f} %", "of the wall time" if part else "")
-
-
-def _starts(run: Run) -> Entry:
-    number = len(run.attempts)
-    return Entry("starts", f"{number:,}" if number else "")
+    return Cell("" if part is None else f"{100 * part:.1f} %", "of the wall time" if part else "")

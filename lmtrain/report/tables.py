@@ -1,93 +1,100 @@
-"""The tables of a report."""
+"""The tables of a report: text by row and column, which the page's template turns into markup."""
 
 import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.config.layers import dotted, walk_leaves
+from lmtrain.config.tree import dotted, walk_leaves
 from lmtrain.report.charts import CHARTS, metrics_of
-from lmtrain.report.html import Markup, element, swatch, table
-from lmtrain.report.run import Run
-from lmtrain.report.summary import format_value, summarize
+from lmtrain.report.run import LoggedRun, Samples
+from lmtrain.report.summary import Cell, format_value, summarize
 from lmtrain.report.theme import TIMES
 from lmtrain.runtime.progress import format_seconds
 from lmtrain.tracking.goodput import Attempt, lost_steps, total_seconds
 
 NOTHING = "-"
+_MAX_SAMPLES = 100  # of a prompt
+_OPEN_SAMPLES = 3
 
 
-def summaries_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
+Row = Sequence[Cell | str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first cell of each row is its name. With an empty head, columns have no names."""
+
+    head: Row
+    rows: Sequence[Row]
+
+
+def summaries_table(runs: Sequence[LoggedRun], names: Sequence[Cell]) -> Table:
     """The summary, with a column per run."""
-    columns = [summarize(run) for run in runs]
-    rows: list[list[str]] = []
-    for entries in zip(*columns, strict=True):
-        if any(entry.value for entry in entries):
-            cells = [_with_note(entry.value or NOTHING, entry.note) for entry in entries]
-            rows.append([entries[0].label, *cells])
-    return table(["", *names], rows)
+    figures = [summarize(run) for run in runs]
+    rows: list[Row] = [
+        [name, *(Cell(each[name].value or NOTHING, each[name].note) for each in figures)]
+        for name in figures[0]
+        if any(each[name].value for each in figures)
+    ]
+    return Table(["", *names], rows)
 
 
-def evaluations_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup | None:
+def evaluations_table(runs: Sequence[LoggedRun], names: Sequence[Cell]) -> Table | None:
     """Last and best value of every evaluation metric; best is the lowest, of losses only. None if there are none."""
-    rows: list[list[str]] = []
+    rows: list[Row] = []
     for chart in (chart for chart in CHARTS if chart.name.startswith("eval-")):
         for metric in metrics_of(chart, [metric for run in runs for metric in run.curves]):
-            cells: list[str] = []
+            row: list[Cell | str] = [metric]
             for run in runs:
                 curve = run.curves.get(metric)
                 last = NOTHING if curve is None else format_value(curve.last)
                 step, best = curve.lowest if curve is not None and curve.lowest is not None else (0, math.nan)
                 known = math.isfinite(best) and chart.name != "eval-other"
                 lowest = f"{format_value(best)} at step {step:,}" if known else NOTHING
-                cells += [_with_note(last, f"best {lowest}")] if len(runs) > 1 else [last, lowest]
-            rows.append([metric, *cells])
-    head = ["", *names] if len(runs) > 1 else ["", "last", "best"]
-    return table(head, rows) if rows else None
+                row += [Cell(last, f"best {lowest}")] if len(runs) > 1 else [last, lowest]
+            rows.append(row)
+    head: Row = ["", *names] if len(runs) > 1 else ["", "last", "best"]
+    return Table(head, rows) if rows else None
 
 
-def times_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup:
-    """Wall time by kind: fractions, and durations if there is a ledger."""
-    rows: list[list[str]] = []
-    for kind in [*TIMES, *{kind for run in runs for kind in run.fractions if kind not in TIMES}]:
+def times_table(runs: Sequence[LoggedRun], names: Sequence[Cell]) -> Table:
+    """Wall time by kind: fractions and durations."""
+    rows: list[Row] = []
+    for kind, (colour, meaning) in TIMES.items():
         if not any(run.fractions.get(kind) for run in runs):
             continue
-        colour, meaning = TIMES.get(kind, ("c7", ""))
-        cells: list[str] = []
+        row: list[Cell | str] = [Cell(_words(kind), meaning, colour)]
         for run in runs:
-            seconds = total_seconds(run.attempts).get(kind) if run.attempts else None
-            cells.append(f"{100 * run.fractions.get(kind, 0.0):.1f} %")
-            cells.append(NOTHING if seconds is None else format_seconds(seconds))
-        if len(runs) > 1:
-            cells = [_with_note(part, duration) for part, duration in zip(cells[::2], cells[1::2], strict=True)]
-        rows.append([Markup(swatch(colour) + element("span", _words(kind)) + element("small", f" {meaning}")), *cells])
-    return table(["", *names] if len(runs) > 1 else ["", "fraction", "duration"], rows)
+            percent = f"{100 * run.fractions.get(kind, 0.0):.1f} %"
+            duration = format_seconds(total_seconds(run.attempts)[kind]) if run.attempts else NOTHING
+            row += [Cell(percent, duration)] if len(runs) > 1 else [percent, duration]
+        rows.append(row)
+    return Table(["", *names] if len(runs) > 1 else ["", "fraction", "duration"], rows)
 
 
-def attempts_table(attempts: Sequence[Attempt]) -> Markup:
+def attempts_table(attempts: Sequence[Attempt]) -> Table:
     """A row for each start of a run, with the kinds of time that occurred."""
     kinds = [kind for kind in TIMES if any(attempt.seconds.get(kind, 0.0) >= 0.5 for attempt in attempts)]
-    rows: list[list[str]] = []
-    for number, (attempt, lost) in enumerate(zip(attempts, lost_steps(attempts), strict=True), start=1):
-        rows.append(
-            [
-                f"{number}",
-                format_time(attempt.started),
-                format_time(attempt.updated),
-                f"{attempt.first_step:,}",
-                f"{attempt.last_step:,}",
-                f"{lost:,}",
-                *(format_seconds(attempt.seconds.get(kind, 0.0)) for kind in kinds),
-            ]
-        )
-    return table(
-        ["start", "started", "last update", "from step", "to step", "steps lost", *(_words(kind) for kind in kinds)],
-        rows,
-    )
+    rows = [
+        [
+            f"{number}",
+            format_time(attempt.started),
+            format_time(attempt.updated),
+            f"{attempt.first_step:,}",
+            f"{attempt.last_step:,}",
+            f"{lost:,}",
+            *(format_seconds(attempt.seconds.get(kind, 0.0)) for kind in kinds),
+        ]
+        for number, (attempt, lost) in enumerate(zip(attempts, lost_steps(attempts), strict=True), start=1)
+    ]
+    head = ["start", "started", "last update", "from step", "to step", "steps lost", *(_words(kind) for kind in kinds)]
+    return Table(head, rows)
 
 
-def facts_table(run: Run) -> Markup | None:
+def facts_table(run: LoggedRun) -> Table | None:
     """Versions and devices of a run: a column for each start whose facts differ from those of the one before."""
     columns: list[tuple[str, dict[str, str]]] = []
     for number, attempt in enumerate(run.attempts, start=1):
@@ -100,12 +107,11 @@ def facts_table(run: Run) -> Markup | None:
         return None
     names = dict.fromkeys(name for _, facts in columns for name in facts)
     rows = [[name, *(facts.get(name, NOTHING) for _, facts in columns)] for name in names]
-    head = ["", *(name for name, _ in columns)] if len(columns) > 1 else []
-    return table(head, rows, class_="text")
+    return Table(["", *(name for name, _ in columns)] if len(columns) > 1 else [], rows)
 
 
-def differences_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup | None:
-    """The settings that differ between the runs whose config is known; None if none differ."""
+def differences_table(runs: Sequence[LoggedRun], names: Sequence[Cell]) -> Table | None:
+    """The settings that differ between the runs whose config is known; None if that are fewer than two runs."""
     known = [(name, _flat(run.config)) for name, run in zip(names, runs, strict=True) if run.config is not None]
     settings = dict.fromkeys(setting for _, config in known for setting in config)
     rows = [
@@ -113,7 +119,19 @@ def differences_table(runs: Sequence[Run], names: Sequence[Markup]) -> Markup | 
         for setting in settings
         if len({config.get(setting) for _, config in known}) > 1
     ]
-    return table(["", *(name for name, _ in known)], rows, class_="text") if rows else None
+    return Table(["", *(name for name, _ in known)], rows) if len(known) > 1 else None
+
+
+def samples_tables(samples: Samples) -> dict[str, tuple[Table, Table]]:
+    """For each prompt a table of its newest texts and one of earlier ones: a row for each step, newest first."""
+    tables = {}
+    for prompt, texts in samples.items():
+        newest = sorted(texts, reverse=True)
+        rows = [[f"step {step:,}", texts[step]] for step in newest[:_MAX_SAMPLES]]
+        if more := len(newest) - len(rows):
+            rows.append(["", f"{more:,} earlier steps are not shown."])
+        tables[prompt] = Table([], rows[:_OPEN_SAMPLES]), Table([], rows[_OPEN_SAMPLES:])
+    return tables
 
 
 def format_time(seconds: float) -> str:
@@ -122,10 +140,6 @@ def format_time(seconds: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
     except (OverflowError, OSError, ValueError):
         return f"{seconds:g}"
-
-
-def _with_note(value: str, note: str) -> Markup:
-    return Markup(element("span", value) + (element("small", note) if note else ""))
 
 
 def _words(kind: str) -> str:
@@ -138,8 +152,6 @@ def _flat(tree: Any) -> dict[str, str]:
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, list | dict):
+    if isinstance(value, bool) or value is None or isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     return f"{value:,}" if type(value) is int and value >= 1_000_000 else str(value)

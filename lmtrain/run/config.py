@@ -8,23 +8,22 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from lmtrain.config.base import as_base
 from lmtrain.config.describe import sections_of
 from lmtrain.config.errors import field_error
 from lmtrain.config.redact import redact
+from lmtrain.config.section import as_base
+from lmtrain.config.setting import changeable, identity, tunable
 from lmtrain.data.config import DataConfig
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.hf.config import HuggingFaceConfig
 from lmtrain.lora.config import LoraConfig
+from lmtrain.models.attention.names import AttentionNeeds
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.objectives.config import CrossEntropyConfig, ObjectiveConfig, WeightedCrossEntropyConfig
 from lmtrain.optim.config import AdamConfig, OptimizerConfig
-from lmtrain.optim.cycles import plan_cycles
+from lmtrain.optim.cycles import build_cycles
 from lmtrain.run.trainer import TrainerConfig, num_microbatches
-
-# Optimizers whose updates depend on complete matrices or on the curvature of all parameters.
-_FULL_MATRICES = ("muon", "sophia-h", "sophia-g")
 
 
 class RunConfig(HuggingFaceConfig):
@@ -34,7 +33,7 @@ class RunConfig(HuggingFaceConfig):
     model: ModelConfig = Field(default_factory=Gpt2Config, description="Model architecture; type selects the family")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Steps, batch, precision, mesh, logs")
     optimizer: OptimizerConfig = Field(default_factory=AdamConfig, description="Optimizer and learning-rate schedule")
-    initialize_from_checkpoint_path: str | None = Field(
+    initialize_from_checkpoint_path: str | None = tunable(
         None,
         description="Checkpoint to load parameters and optimizer moments from; training starts at step 0. With lora, "
         "only parameters: those of the frozen base",
@@ -42,16 +41,20 @@ class RunConfig(HuggingFaceConfig):
     lora: LoraConfig | None = Field(
         None, description="Train low-rank adapters on a frozen base instead of all parameters; null: all parameters"
     )
-    epoch: int = Field(
+    epoch: int = changeable(
         0, ge=0, description="Number of passes over the data after which training ends; 0: use num_train_steps"
     )
-    data_seed: int | None = Field(None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed")
-    z_loss_weight: float = Field(0.0, ge=0, description="Weight of logsumexp(logits)^2, added to the training loss")
+    data_seed: int | None = identity(
+        None, ge=0, lt=2**32, description="Seed of the order of the data; null: trainer.seed"
+    )
+    z_loss_weight: float = changeable(
+        0.0, ge=0, description="Weight of logsumexp(logits)^2, added to the training loss"
+    )
     objective: ObjectiveConfig = Field(
         default_factory=CrossEntropyConfig, description="Training loss; evaluation always uses plain cross-entropy"
     )
-    eval_harness: EvalHarnessConfig | None = Field(None, description="Benchmarks during training; null: none")
-    eval_harness_steps: int = Field(
+    eval_harness: EvalHarnessConfig | None = changeable(None, description="Benchmarks during training; null: none")
+    eval_harness_steps: int = changeable(
         10_000, ge=1, description="Interval of the benchmarks in steps; they also run after the last step"
     )
 
@@ -65,7 +68,7 @@ class RunConfig(HuggingFaceConfig):
     @model_validator(mode="after")
     def _parts_fit(self) -> "RunConfig":
         try:
-            plan_cycles(self.optimizer, self.trainer.num_train_steps)
+            build_cycles(self.optimizer, self.trainer.num_train_steps)
         except PydanticCustomError as error:
             context = error.context or {}
             raise field_error(f"optimizer.{context['field']}", context["message"]) from None
@@ -113,10 +116,9 @@ class RunConfig(HuggingFaceConfig):
             raise field_error(
                 "lora", "adapters need a base model: set initialize_from_hf or initialize_from_checkpoint_path"
             )
-        if self.optimizer.type in _FULL_MATRICES:
+        if self.optimizer.needs_full_matrices:
             raise field_error(
-                "optimizer.type",
-                f"{self.optimizer.type} is for complete matrices; with lora use adam, lion or adafactor",
+                "optimizer.type", f"{self.optimizer.type} is for complete matrices; with lora use another, such as adam"
             )
 
     @property
@@ -125,6 +127,20 @@ class RunConfig(HuggingFaceConfig):
         if not isinstance(self.objective, WeightedCrossEntropyConfig):
             return None
         return {name: self.objective.source_weights.get(name, 1.0) for name in self.data.sources()}
+
+    def attention_needs(self, trains: bool = True) -> AttentionNeeds:
+        """What the run needs of attention; `trains` false: neither dropout nor derivatives are needed."""
+        model, features = self.model, self.model.attention_needs
+        if self.data.mask_across_documents:
+            features.add("segments")
+        if self.trainer.precision.compute == "float32":
+            features.add("float32")
+        if self.optimizer.hessian == "hutchinson":
+            features.add("second_derivatives")
+        if not trains:
+            features -= {"dropout", "second_derivatives"}
+        block_size = model.flash_attention_block_size
+        return AttentionNeeds(model.attn_backend, frozenset(features), model.seq_len, block_size)
 
     @property
     def base_dtype(self) -> str | None:
@@ -144,5 +160,4 @@ def data_seed(config: RunConfig) -> int:
 
 def resolved(config: RunConfig) -> dict[str, Any]:
     """The complete config as plain data, without secrets, as saved with checkpoints and logs."""
-    plain: dict[str, Any] = redact(config.model_dump(mode="json"))
-    return plain
+    return redact(config.model_dump(mode="json"))

@@ -7,49 +7,53 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
+from lmtrain.config.setting import Role, settings_of
 from lmtrain.data.config import DataConfig
 from lmtrain.run.config import RunConfig
+from lmtrain.run.trainer import TrainerConfig
 from lmtrain.tracking.config import WandbConfig
 
-# Settings of storage and of execution: with other values the same run resumes.
-_NOT_IDENTITY = {
-    "data": {"cache_dir", "num_preprocess_workers", "mirror_dir", "max_mirror_bytes", "max_document_bytes"},
-    "model": {"gradient_checkpointing", "scan_layers", "attn_backend", "flash_attention_block_size"},
-    "optimizer": set[str](),
-}
+# Roles of settings that a run id depends on.
+_IDENTITY = (Role.ARCHITECTURE, Role.IDENTITY, Role.TUNABLE)
 
 # File names, such as `<run_id>.metrics.jsonl`, have at most 255 bytes.
-_LONGEST_STEM = 100
+_MAX_STEM = 100
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """Identity of a run: data, model, optimizer, seed and batch size; not steps, intervals or mesh.
+    """Identity of a run: the settings whose role says so, of data, model, optimizer, seed and batch size.
 
-    Contains only values that differ from the defaults, so that settings added by later versions do not change it.
+    Sections contain only values that differ from the defaults, so that settings added by later versions do not change
+    it, and no secrets, so that a renewed signature of a URL does not.
     """
     sections = {}
-    for name, skip in _NOT_IDENTITY.items():
+    for name in ("data", "model", "optimizer"):
         section = getattr(config, name)
         kind = {"type": section.type} if hasattr(section, "type") else {}
-        sections[name] = kind | redact(section.model_dump(mode="json", exclude=skip, exclude_defaults=True))
+        sections[name] = kind | _settings(section, exclude_defaults=True)
     _describe_data(sections["data"], config.data)
-    objective = config.objective.model_dump(mode="json", exclude_defaults=True)
+    objective = _settings(config.objective, exclude_defaults=True)
     if config.objective.type != "cross_entropy":
         objective["type"] = config.objective.type
     minimized: dict[str, Any] = {"objective": objective} if objective else {}
     if config.lora is not None:
-        minimized["lora"] = config.lora.model_dump(mode="json")
-    order = {} if config.data_seed is None else {"data_seed": config.data_seed}
-    sources = {
-        "initialize_from_hf": config.initialize_from_hf,
-        "initialize_from_checkpoint_path": config.initialize_from_checkpoint_path,
-        "initialize_from": config.trainer.initialize_from,
-    }
-    initial = {name: value for name, value in sources.items() if value}
-    sizes = config.trainer.model_dump(mode="json", include={"seed", "train_batch_size"})
-    return sections | minimized | order | initial | sizes
+        minimized["lora"] = _settings(config.lora)
+    others = _settings(config) | _settings(config.trainer)
+    return redact(sections | minimized | {name: value for name, value in others.items() if not _is_unset(value)})
+
+
+def _settings(section: BaseModel, exclude_defaults: bool = False) -> dict[str, Any]:
+    names = settings_of(type(section), *_IDENTITY)
+    return section.model_dump(mode="json", include=names, exclude_defaults=exclude_defaults)
+
+
+def _is_unset(value: Any) -> bool:
+    """Whether a setting has no value; 0 is one."""
+    return value is None or value is False or value == ""
 
 
 def _describe_data(described: dict[str, Any], data: DataConfig) -> None:
@@ -68,12 +72,15 @@ def _describe_data(described: dict[str, Any], data: DataConfig) -> None:
 
 
 def run_identity(config: RunConfig, tokenizer: Mapping[str, Any], data_tokens: str) -> dict[str, Any]:
-    """What must stay the same between two starts of a run.
-
-    The state can be resumed with other learning rates and decays, but not with another optimizer.
-    """
+    """The identity of a run as saved with its checkpoints: of the optimizer, whose settings may change, the type."""
     other = {"optimizer": {"type": config.optimizer.type}, "tokenizer": dict(tokenizer), "data_tokens": data_tokens}
     return identity(config) | other
+
+
+def without_tunable(run_identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a saved identity that a run may never change: without settings of its initial state."""
+    tunable = settings_of(RunConfig, Role.TUNABLE) | settings_of(TrainerConfig, Role.TUNABLE)
+    return {name: value for name, value in run_identity.items() if name not in tunable}
 
 
 def run_id(config: RunConfig, stem: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -83,7 +90,7 @@ def run_id(config: RunConfig, stem: str, environment: Mapping[str, str] = os.env
     """
     wandb_ids = [t.id for t in config.trainer.tracker if isinstance(t, WandbConfig) and t.id]
     text = json.dumps(identity(config), sort_keys=True)
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:_LONGEST_STEM] or "run"
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:_MAX_STEM] or "run"
     made = f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     chosen = config.trainer.id or environment.get("RUN_ID") or next(iter(wandb_ids), None) or made
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", chosen):

@@ -28,11 +28,8 @@ def parse_precision(text: str) -> Precision:
     Defaults: params f32, compute as params. Raises ValueError for any other syntax. The output dtype of jmp, `o=`, must
     be equal to the compute dtype.
     """
-    if "=" not in text:
-        dtype = _dtype(text)
-        return Precision(dtype, dtype)
     given: dict[str, str] = {}
-    for item in text.split(","):
+    for item in text.split(",") if "=" in text else [f"p={text}"]:
         name, equals, dtype = item.partition("=")
         if not equals:
             raise ValueError(f"in {text!r}: {item.strip()!r} has no dtype; expected for example c=bfloat16")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from lmtrain.config.errors import UserError
-from lmtrain.config.layers import Layer, Origin, lift, merge, walk_leaves
-from lmtrain.config.load import Loaded
+from lmtrain.config.load import LoadedConfig
+from lmtrain.config.tree import ConfigTree, Origin, lift, walk_leaves
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.run_path import fill_run_id
 
@@ -18,7 +18,7 @@ from lmtrain.runtime.run_path import fill_run_id
 class Run:
     """A run with its config as written, or as executed after `resolve`. `is_named`: it was selected by its id."""
 
-    loaded: Loaded[RunConfig]
+    loaded: LoadedConfig[RunConfig]
     id: str
     is_named: bool = False
 
@@ -36,7 +36,7 @@ class Run:
         return self.config.trainer.checkpointer.run_folder(self.id)
 
 
-class Found(NamedTuple):
+class ResolvedSettings(NamedTuple):
     """Settings that a config leaves open and that come from the initial model or from the data.
 
     A `model` section is complete. `source` is their origin, as shown in errors and by `config show`.
@@ -46,18 +46,19 @@ class Found(NamedTuple):
     settings: Mapping[str, Mapping[str, Any]]
 
 
-def resolve(run: Run, found: Found | None) -> Run:
-    """Apply `found` to the config as written. No other function changes a config.
+def resolve(run: Run, derived: ResolvedSettings | None) -> Run:
+    """Apply `derived` to the config as written. No other function changes a config.
 
     Raises `UserError` if the result is invalid.
     """
-    if found is None:
+    if derived is None:
         return run
     values = run.config.model_dump()
-    for name, section in found.settings.items():
+    for name, section in derived.settings.items():
         values[name] = section if name == "model" else values[name] | section
     loaded = run.loaded
-    return replace(run, loaded=replace(loaded, config=validate(values, found.source), layer=_with(loaded.layer, found)))
+    config = validate(values, derived.source)
+    return replace(run, loaded=replace(loaded, config=config, tree=_with(loaded.tree, derived)))
 
 
 def validate(values: Mapping[str, Any], source: str) -> RunConfig:
@@ -73,11 +74,10 @@ def validate(values: Mapping[str, Any], source: str) -> RunConfig:
         raise UserError(f"{source} gives {'.'.join(map(str, parts))}: {first['msg']}") from None
 
 
-def _with(written: Layer, found: Found) -> Layer:
-    """The layer as written, plus the found settings that differ from it, with their origin."""
-    before = dict(walk_leaves(written.data))
-    over = Layer()
-    for path, value in walk_leaves(found.settings):
+def _with(written: ConfigTree, derived: ResolvedSettings) -> ConfigTree:
+    """The tree as written, plus the settings that differ from it, with their origin."""
+    tree, before = written, dict(walk_leaves(written.data))
+    for path, value in walk_leaves(derived.settings):
         if path not in before or before[path] != value:
-            over = merge(over, lift(Layer(value, {path: Origin(found.source)}), path))
-    return merge(written, over)
+            tree = tree.merge(lift(ConfigTree(value, {path: Origin(derived.source)}), path))
+    return tree

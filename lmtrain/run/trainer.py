@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, field_validator
 
 from lmtrain.checkpoint.config import CheckpointerConfig, InitializationConfig
-from lmtrain.config.base import Section, by_type
+from lmtrain.config.section import Section, by_type
+from lmtrain.config.setting import changeable, execution, identity
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.evaluation.config import EvaluationConfig
@@ -22,68 +23,68 @@ def _as_list(value: Any) -> Any:
 class BatchPhase(Section):
     """Batch size from step `start` on."""
 
-    start: int = Field(ge=0, description="First step with this batch size, counted from 0")
-    value: int = Field(ge=1, description="Batch size: sequences per update, over all devices")
+    start: int = identity(ge=0, description="First step with this batch size, counted from 0")
+    value: int = identity(ge=1, description="Batch size: sequences per update, over all devices")
 
 
 class EmaConfig(Section):
     """Exponential moving average (EMA) of the parameters."""
 
-    type: Literal["ema"] = Field("ema", description="Kind of average")
-    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay per step")
+    type: Literal["ema"] = changeable("ema", description="Kind of average")
+    beta: float = changeable(0.999, ge=0, lt=1, description="EMA decay per step")
 
 
 class EmaDecaySqrtConfig(Section):
     """EMA of the parameters until switch_step, then restarted with an update weight that decays as 1 - sqrt."""
 
-    type: Literal["ema_decay_sqrt"] = Field("ema_decay_sqrt", description="Kind of average")
-    beta: float = Field(0.999, ge=0, lt=1, description="EMA decay per step, before switch_step")
-    switch_step: int = Field(
+    type: Literal["ema_decay_sqrt"] = changeable("ema_decay_sqrt", description="Kind of average")
+    beta: float = changeable(0.999, ge=0, lt=1, description="EMA decay per step, before switch_step")
+    switch_step: int = changeable(
         100_000, ge=0, description="First step of the 1 - sqrt decay, at which the average restarts"
     )
-    decay_steps: int = Field(100_000, ge=1, description="Length of the 1 - sqrt decay, in steps")
-    epsilon: float = Field(1e-5, ge=0, lt=1, description="Minimum weight of an update in the average")
+    decay_steps: int = changeable(100_000, ge=1, description="Length of the 1 - sqrt decay, in steps")
+    epsilon: float = changeable(1e-5, ge=0, lt=1, description="Minimum weight of an update in the average")
 
 
 AveragingConfig = Annotated[
     Annotated[EmaConfig, Tag("ema")] | Annotated[EmaDecaySqrtConfig, Tag("ema_decay_sqrt")],
-    by_type("kind of average", "ema", ["ema", "ema_decay_sqrt"]),
+    by_type("ema"),
 ]
 
 
 class LoopConfig(Section):
     """The training loop."""
 
-    seed: int = Field(0, ge=0, lt=2**32, description="Seed of parameter initialization, dropout and data shuffling")
-    num_train_steps: int = Field(400_000, ge=1, lt=2**31, description="Number of optimizer updates in the run")
-    train_batch_size: Annotated[int, Field(ge=1)] | Annotated[list[BatchPhase], Field(min_length=1)] = Field(
+    seed: int = identity(0, ge=0, lt=2**32, description="Seed of parameter initialization, dropout and data shuffling")
+    num_train_steps: int = changeable(400_000, ge=1, lt=2**31, description="Number of optimizer updates in the run")
+    train_batch_size: Annotated[int, Field(ge=1)] | Annotated[list[BatchPhase], Field(min_length=1)] = identity(
         32,
         description="Batch size: sequences per update, over all devices; or a list of {start: step, value: sequences}",
     )
-    per_device_parallelism: int = Field(
+    per_device_parallelism: int = execution(
         -1,
         description="Microbatch size: sequences per device at once, with gradient accumulation over the rest of the "
         "batch; alias per_device_train_parallelism. -1: train_batch_size * model_axis_size / devices, no accumulation. "
         "With dropout, the number of microbatches changes the random stream",
     )
-    per_device_eval_parallelism: int = Field(
+    per_device_eval_parallelism: int = execution(
         -1, description="Evaluation batch size: sequences per device at once. -1: as per_device_parallelism"
     )
-    mp: str = Field(
+    mp: str = changeable(
         "f32", description="Mixed-precision policy: f32, bf16, or p=f32,c=bfloat16 (parameters, computation)"
     )
-    model_averaging: AveragingConfig | None = Field(
+    model_averaging: AveragingConfig | None = changeable(
         None,
         description="Moving average of the parameters, which is also evaluated, and used for export and sampling; "
         "null: off",
     )
-    crash_on_nan: bool = Field(True, description="Stop with an error when the loss is NaN, before a save")
-    crash_on_inf: bool = Field(True, description="Stop with an error when the loss is infinite, before a save")
-    jax_compilation_cache_dir: str | None = Field(
+    crash_on_nan: bool = changeable(True, description="Stop with an error when the loss is NaN, before a save")
+    crash_on_inf: bool = changeable(True, description="Stop with an error when the loss is infinite, before a save")
+    jax_compilation_cache_dir: str | None = execution(
         "~/.cache/lmtrain/jax", description="Compilation cache folder: a restart loads compiled programs; null: off"
     )
 
-    xla_options: dict[str, bool | int | float | str | None] = Field(
+    xla_options: dict[str, bool | int | float | str | None] = execution(
         {},
         description="XLA compiler options, added to lmtrain's defaults for the platform; null removes a default. "
         "They may change the last bits of results",
@@ -123,37 +124,45 @@ class LoopConfig(Section):
 class WatchConfig(Section):
     """Norms of gradients and parameters, computed in the compiled step whenever they are logged."""
 
-    watch_targets: list[Literal["grads", "params", "updates"]] = Field(
+    watch_targets: list[Literal["grads", "params", "updates"]] = changeable(
         ["grads", "params"], description="Trees to log norms of, in total and by layer; []: none"
     )
-    include_per_parameter_norms: bool = Field(False, description="Also log the norm of each parameter (many metrics)")
-    split_scan_layers: bool = Field(True, description="Log one norm per layer; false: one norm over stacked layers")
-    interval: int = Field(10, ge=1, description="Logging interval of the norms, in steps")
+    include_per_parameter_norms: bool = changeable(
+        False, description="Also log the norm of each parameter (many metrics)"
+    )
+    split_scan_layers: bool = changeable(
+        True, description="Log one norm per layer; false: one norm over stacked layers"
+    )
+    interval: int = changeable(10, ge=1, description="Logging interval of the norms, in steps")
 
 
 class ProfilerConfig(Section):
     """Profiler trace of a few steps, for TensorBoard, XProf and Perfetto, in `<log_dir>/<run_id>/profiler`."""
 
-    start_step: int = Field(
+    start_step: int = changeable(
         5, ge=1, description="Number of steps of this process before the trace; at least 1, because the first compiles"
     )
-    num_steps: int = Field(100, ge=1, description="Number of steps in the trace")
+    num_steps: int = changeable(100, ge=1, description="Number of steps in the trace")
 
 
 class LoggingConfig(Section):
     """Logs and trackers."""
 
-    id: str | None = Field(None, description="Run id; null: RUN_ID, else the W&B id, else generated from the config")
-    log_dir: str = Field("logs/", min_length=1, description="Log folder; files in it are named after the run id")
+    id: str | None = changeable(
+        None, description="Run id; null: RUN_ID, else the W&B id, else generated from the config"
+    )
+    log_dir: str = changeable("logs/", min_length=1, description="Log folder; files in it are named after the run id")
     tracker: Annotated[
         list[TrackerConfig], BeforeValidator(_as_list, json_schema_input_type=TrackerConfig | list[TrackerConfig])
-    ] = Field(
+    ] = changeable(
         [WandbConfig()],
         description="Tracker or list of trackers; type: wandb, tensorboard, trackio, json, noop, or the import path "
         "package.module.Class of a custom tracker",
     )
-    watch: WatchConfig = Field(default_factory=WatchConfig, description="Logging of gradient and parameter norms")
-    profiler: bool | ProfilerConfig = Field(False, description="Profiler trace of a few steps; true: default settings")
+    watch: WatchConfig = changeable(default_factory=WatchConfig, description="Logging of gradient and parameter norms")
+    profiler: bool | ProfilerConfig = changeable(
+        False, description="Profiler trace of a few steps; true: default settings"
+    )
 
     @property
     def profile(self) -> ProfilerConfig | None:
@@ -168,9 +177,11 @@ class TrainerConfig(
 ):  # in descriptions, the fields of the last base class come first
     """Execution of a run; data, model and optimizer have separate sections."""
 
-    checkpointer: CheckpointerConfig = Field(default_factory=CheckpointerConfig, description="Saving of checkpoints")
-    ray: RayConfig = Field(default_factory=RayConfig, description="Preprocessing on a Ray cluster")
-    distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="Processes of a run")
+    checkpointer: CheckpointerConfig = changeable(
+        default_factory=CheckpointerConfig, description="Saving of checkpoints"
+    )
+    ray: RayConfig = execution(default_factory=RayConfig, description="Preprocessing on a Ray cluster")
+    distributed: DistributedConfig = execution(default_factory=DistributedConfig, description="Processes of a run")
 
 
 def num_microbatches(batch: int, per_device: int, shards: int = 1) -> int:

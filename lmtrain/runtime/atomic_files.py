@@ -27,9 +27,9 @@ def file_sha256(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def remove_temporaries(folder: str) -> None:
-    """Delete temporary files of killed writers."""
+def remove_temporaries(folder: str, of: str = "") -> None:
+    """Delete temporary files of killed writers: all in the folder, or only those of the file called `of`."""
     with contextlib.suppress(FileNotFoundError):  # the folder may have been deleted
         for name in os.listdir(folder):
-            if ".tmp-" in name:
+            if name.startswith(of) and ".tmp-" in name[len(of) :]:
                 os.remove(os.path.join(folder, name))

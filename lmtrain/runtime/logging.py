@@ -5,8 +5,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
 from typing import Any
 
+from lmtrain.config.redact import redact
 from lmtrain.runtime.processes import ALONE, Processes
 
 log = logging.getLogger("lmtrain")
@@ -15,12 +18,27 @@ log = logging.getLogger("lmtrain")
 _CHATTY = ("absl", "jax", "orbax", "tensorboardX", "urllib3", "asyncio", "grain")
 
 
+class _Formatter(logging.Formatter):
+    """Formatter of all logs: masks secrets in URLs, also those in tracebacks and in messages of libraries."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
 class _StderrHandler(logging.StreamHandler[Any]):
     """Handler that writes to the current `sys.stderr`: the live view replaces it, to draw below the log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+
+class _FileHandler(WatchedFileHandler):
+    """Handler that creates its file again if it is removed, with its folder."""
+
+    def _open(self) -> TextIOWrapper:
+        os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)
+        return super()._open()
 
 
 @contextmanager
@@ -34,13 +52,22 @@ def logging_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        for handler in [handler for handler in log.handlers if handler not in handlers]:
-            log.removeHandler(handler)
-            handler.close()
-        for handler in [handler for handler in handlers if handler not in log.handlers]:
-            log.addHandler(handler)
+        for handler in log.handlers:
+            if handler not in handlers:
+                handler.close()
+        log.handlers[:] = handlers
         log.setLevel(level)
         log.propagate = propagate
+
+
+@contextmanager
+def nothing_logged() -> Iterator[None]:
+    """Context of work that is done again later, and logged then."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def start_console_log(processes: Processes = ALONE) -> None:
@@ -49,15 +76,17 @@ def start_console_log(processes: Processes = ALONE) -> None:
     With several processes, only the first logs below WARNING; the others add their index to each line.
     """
     handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Formatter("%(message)s"))
     if not processes.is_first:
-        handler.setFormatter(logging.Formatter(f"[process {processes.index}] %(message)s"))
+        handler.setFormatter(_Formatter(f"[process {processes.index}] %(message)s"))
         handler.setLevel(logging.WARNING)
     for earlier in [handler for handler in log.handlers if isinstance(handler, _StderrHandler)]:
         log.removeHandler(earlier)  # from another run in this process
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    if logging.lastResort is not None:  # prints the warnings of libraries
+        logging.lastResort.setFormatter(_Formatter("%(message)s"))
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("absl", "asyncio"):  # Orbax logs errors there, at length, before it raises them
@@ -71,7 +100,7 @@ def start_file_log(log_dir: str, run: str, processes: Processes = ALONE) -> str:
     """
     os.makedirs(log_dir, exist_ok=True)
     path = os.path.join(log_dir, f"{run}.log" if processes.is_first else f"{run}.process-{processes.index}.log")
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler = _FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log.addHandler(handler)
     return path

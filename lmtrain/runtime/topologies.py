@@ -2,9 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import suggest_name
 from lmtrain.runtime.accelerators import ACCELERATORS, Accelerator
@@ -21,10 +21,10 @@ _SOLID = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 
 _SHAPES = {"v4": _SOLID[:-1], "v5p": _SOLID, "v5e": _FLAT, "v6e": _FLAT}
 
 # The largest v5p slice, in chips.
-_MOST_CHIPS = 16 * 16 * 24
+_MAX_CHIPS = 16 * 16 * 24
 
 # Limit of planned devices: with more, tracing takes minutes.
-_MOST_DEVICES = 65_536
+MAX_DEVICES = 65_536
 
 # In names such as v5p-128, Google counts cores for these kinds (two per chip), and chips for the others.
 _CORES_PER_CHIP = {"v4": 2, "v5p": 2}
@@ -49,12 +49,8 @@ class Topology:
     @property
     def name(self) -> str:
         """`4x4x4`, `2 slices of 4x4x4`, `8`, `2 hosts of 8`."""
-        one = "x".join(map(str, self.shape))
-        return one if self.slices == 1 else f"{self.slices} {self._unit}s of {one}"
-
-    @property
-    def _unit(self) -> str:
-        return "slice" if self.accelerator.platform == "tpu" else "host"
+        unit = "slices" if self.accelerator.platform == "tpu" else "hosts"
+        return _text(self.shape) if self.slices == 1 else f"{self.slices} {unit} of {_text(self.shape)}"
 
     @property
     def wrap(self) -> tuple[bool, bool, bool]:
@@ -69,7 +65,7 @@ class Topology:
         return (1, 1, 1) if self.shape == (1, 1) else (2, 2, 1)
 
     @property
-    def islands(self) -> list[int]:
+    def slice_ids(self) -> list[int]:
         """Index of the slice or host of each device."""
         return [index // self.per_slice for index in range(self.num_devices)]
 
@@ -80,64 +76,54 @@ def find_topology(
     """The topology for the flags `--device`, `--topology`, `--devices`, `--hosts` and `--slices`.
 
     `device` is a kind (h100, v5p) or one of Google's names (v5p-128, v5litepod-16). Without a size: one GPU, or the
-    smallest TPU host. Raises `UserError` for unsupported values, with the nearest supported ones.
+    smallest TPU host. Raises `UserError` for unsupported values, with the supported ones.
     """
     kind, cores = _kind(device)
     accelerator = ACCELERATORS[kind]
-    for flag, value in (("--devices", devices), ("--hosts", hosts), ("--slices", slices)):
-        if value is not None and value < 1:
-            raise UserError(f"{flag}: expected 1 or more, not {value}")
-    if accelerator.platform == "gpu":
-        found = _gpus(accelerator, topology, devices, hosts, slices)
+    if accelerator.platform == "tpu":
+        chosen = _tpu_slices(accelerator, cores, topology, devices, hosts, slices)
+    elif topology is not None or slices > 1:
+        flag = "--slices" if topology is None else "--topology"
+        raise UserError(f"{flag}: {kind} is a GPU; use --devices N and --hosts H instead")
     else:
-        found = _slice(accelerator, cores, topology, devices, hosts, slices)
-    if found.num_devices > _MOST_DEVICES:
-        raise UserError(f"{found.num_devices:,} devices: at most {_MOST_DEVICES:,} are supported")
-    return found
+        chosen = _gpu_hosts(accelerator, devices, hosts)
+    if chosen.num_devices > MAX_DEVICES:
+        raise UserError(f"{chosen.num_devices:,} devices: at most {MAX_DEVICES:,} are supported")
+    return chosen
 
 
 def _kind(device: str) -> tuple[str, int | None]:
+    """`v5p-128` -> the kind v5p, and the number 128 of Google's name; other names are kinds without a number."""
     name = device.lower().strip()
-    known = {*KINDS, *_OTHER_NAMES}
     stem, _, number = name.rpartition("-")
-    cores = int(number) if number.isdigit() and stem in known and name not in known else None
-    base = stem if cores is not None else name
-    base = _OTHER_NAMES.get(base, base)
-    if base not in KINDS or (cores is not None and base not in _SHAPES):
-        hint = suggest_name(base, list(KINDS))
-        did_you_mean = f"did you mean {hint}? " if hint else ""
+    kind, cores = _OTHER_NAMES.get(stem, stem), int(number) if number.isdigit() else None
+    if cores is None or kind not in _SHAPES:
+        kind, cores = _OTHER_NAMES.get(name, name), None
+    if kind not in KINDS:
+        hint = suggest_name(kind, KINDS)
         raise UserError(
-            f"--device {device}: unknown kind; {did_you_mean}known: {', '.join(KINDS)}, and Google's names such as "
-            "v5p-128, v5litepod-16, v6e-8"
+            f"--device {device}: unknown kind; {f'did you mean {hint}? ' if hint else ''}known: {', '.join(KINDS)}, "
+            "and Google's names such as v5p-128, v5litepod-16, v6e-8"
         )
-    return base, cores
+    return kind, cores
 
 
-def _gpus(
-    accelerator: Accelerator, topology: str | None, devices: int | None, hosts: int | None, slices: int
-) -> Topology:
-    if topology is not None:
-        raise UserError(f"--topology: {accelerator.kind} is a GPU; use --devices N and --hosts H instead")
-    if slices > 1:
-        raise UserError(f"--slices: {accelerator.kind} is a GPU; use --hosts H instead")
-    number = devices if devices is not None else 1 if hosts is None else hosts * accelerator.host_devices
-    hosts = hosts or max(-(-number // accelerator.host_devices), 1)
-    if number % hosts:
-        raise UserError(f"--devices {number}: not divisible by {hosts} hosts; it could be {_around(number, hosts)}")
-    if number // hosts > (most := _most_in_a_host(accelerator)):
+def _gpu_hosts(accelerator: Accelerator, devices: int | None, hosts: int | None) -> Topology:
+    in_host = accelerator.host_devices
+    number = devices or (1 if hosts is None else hosts * in_host)
+    hosts = hosts or -(-number // in_host)
+    per_host = _divided(number, hosts, "hosts")
+    # Google Cloud's a2-megagpu-16g has 16 A100
+    most = 16 if accelerator.link == "PCIe" or accelerator.kind.startswith("a100") else 8
+    if per_host > most:
         raise UserError(
-            f"--hosts {hosts}: no host has {number // hosts} {accelerator.name}, {most} at most; "
-            f"remove --hosts to use {-(-number // accelerator.host_devices)} hosts of {accelerator.host_devices}"
+            f"--hosts {hosts}: no host has {per_host} {accelerator.name}, {most} at most; remove --hosts to use "
+            f"{counted(-(-number // in_host), 'host')} of {in_host}"
         )
-    return Topology(accelerator, (number // hosts,), hosts)
+    return Topology(accelerator, (per_host,), hosts)
 
 
-def _most_in_a_host(accelerator: Accelerator) -> int:
-    """Most GPUs per host: 16 for A100 (Google Cloud's a2-megagpu-16g) and for PCIe cards, else 8."""
-    return 16 if accelerator.link == "PCIe" or accelerator.kind.startswith("a100") else 8
-
-
-def _slice(
+def _tpu_slices(
     accelerator: Accelerator,
     cores: int | None,
     topology: str | None,
@@ -146,79 +132,65 @@ def _slice(
     slices: int,
 ) -> Topology:
     kind = accelerator.kind
-    shapes = _SHAPES[kind]
     per_chip = _CORES_PER_CHIP.get(kind, 1)
     if topology is not None:
-        shape = _parse_shape(kind, topology, shapes)
-        chips = math.prod(shape)
-        if devices is not None and devices != slices * chips:
-            raise UserError(
-                f"--topology {topology}: {slices} x {chips} chips are {slices * chips}, not --devices {devices}"
-            )
-        if cores is not None and cores != per_chip * chips:
-            raise UserError(f"--topology {topology}: has {chips} chips, but {kind}-{cores} has {cores // per_chip}")
-        return _checked_hosts(Topology(accelerator, shape, slices), hosts)
-    wanted: int | None = None
-    if cores is not None:
-        if cores % per_chip:
-            raise UserError(f"--device: {kind}-{cores} counts cores, two per chip, so the number must be even")
-        wanted = cores // per_chip
-        if devices is not None and devices != wanted * slices:
-            raise UserError(f"--devices {devices}: {kind}-{cores} has {wanted} chips; remove one of them")
+        shape = _parse_shape(kind, topology)
+    elif cores is not None:
+        shape = _shape_of(kind, cores / per_chip, f"--device {kind}-{cores}")
     elif devices is not None:
-        if devices % slices:
-            raise UserError(
-                f"--devices {devices}: not divisible by {slices} slices; it could be {_around(devices, slices)}"
-            )
-        wanted = devices // slices
+        shape = _shape_of(kind, _divided(devices, slices, "slices"), f"--devices {devices}")
     elif hosts is not None:
-        wanted = hosts * accelerator.host_devices
-    if wanted is None:
-        wanted = math.prod(shapes[0])  # the smallest host
-    found = next((shape for shape in shapes if math.prod(shape) == wanted), None)
-    if found is None:
-        sizes_known = sorted({math.prod(shape) for shape in shapes})
-        near = sorted(sizes_known, key=lambda size: abs(size - wanted))[:3]
-        listed = ", ".join(f"{size} ({_text(_shape_of(shapes, size))})" for size in sorted(near))
-        asked = f"--devices {devices}" if cores is None else f"--device {kind}-{cores}"
-        names = f": {', '.join(f'{kind}-{size * per_chip}' for size in sorted(near))}" if cores is not None else ""
-        raise UserError(f"{asked}: no slice of {kind} has {wanted} chips; the nearest have {listed}{names}")
-    return _checked_hosts(Topology(accelerator, found, slices), hosts)
-
-
-def _checked_hosts(found: Topology, hosts: int | None) -> Topology:
-    there = max(found.per_slice // math.prod(found.host_bounds), 1)
-    if hosts is not None and hosts != there:
-        raise UserError(f"--hosts {hosts}: a {_text(found.shape)} slice has {there}; remove --hosts")
-    return found
-
-
-def _parse_shape(kind: str, text: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Parse `4x4x4`, with the sizes in any order. Shapes of v4 and v5p beyond the table are multiples of 4x4x4."""
-    if re.fullmatch(r"\d+(x\d+){1,2}", text.lower()):
-        sizes = tuple(int(part) for part in text.lower().split("x"))
-        same = next((shape for shape in shapes if sorted(shape) == sorted(sizes)), None)
-        if same is not None:
-            return same
-        cubes = len(sizes) == 3 and all(size and size % 4 == 0 for size in sizes)
-        if kind in _CORES_PER_CHIP and cubes and math.prod(sizes) <= _MOST_CHIPS:
-            return tuple(sorted(sizes))
-    wanted = math.prod(int(part) for part in re.findall(r"\d+", text)) if re.search(r"\d", text) else 0
-    near = sorted(shapes, key=lambda shape: abs(math.prod(shape) - wanted))[:4]
-    raise UserError(
-        f"--topology {text}: no slice of {kind} has this shape; the nearest are "
-        f"{', '.join(_text(shape) for shape in sorted(near, key=math.prod))}"
+        shape = _shape_of(kind, hosts * accelerator.host_devices, f"--hosts {hosts}")
+    else:
+        shape = _SHAPES[kind][0]  # the smallest host
+    chosen = Topology(accelerator, shape, slices)
+    chips = chosen.per_slice
+    counts = (
+        (f"--device {kind}-", cores, chips * per_chip, "cores" if per_chip > 1 else "chips"),
+        ("--devices ", devices, chosen.num_devices, "chips"),
+        ("--hosts ", hosts, max(chips // math.prod(chosen.host_bounds), 1), "hosts"),
     )
+    for flag, given, number, unit in counts:
+        if given is not None and given != number:
+            raise UserError(f"{flag}{given}: {kind} {chosen.name} has {number} {unit}; remove one of the two flags")
+    return chosen
 
 
-def _shape_of(shapes: Sequence[tuple[int, ...]], chips: int) -> tuple[int, ...]:
-    return next(shape for shape in shapes if math.prod(shape) == chips)
+def _shape_of(kind: str, chips: float, flag: str) -> tuple[int, ...]:
+    """The shape of a slice with the number of chips that `flag` requires."""
+    by_size = {math.prod(shape): shape for shape in reversed(_SHAPES[kind])}
+    if chips in by_size:
+        return by_size[int(chips)]
+    raise UserError(f"{flag}: no slice of {kind} has {chips:g} chips; slices: {_listed(kind)}")
+
+
+def _parse_shape(kind: str, text: str) -> tuple[int, ...]:
+    """Parse `4x4x4`, with the sizes in any order. Shapes of v4 and v5p beyond the table are multiples of 4x4x4."""
+    sizes = tuple(sorted(int(size) for size in re.findall(r"\d+", text)))
+    if re.fullmatch(r"\d+(x\d+){1,2}", text.lower()):
+        for shape in _SHAPES[kind]:
+            if sorted(shape) == list(sizes):
+                return shape
+        are_cubes = len(sizes) == 3 and all(size and size % 4 == 0 for size in sizes)
+        if kind in _CORES_PER_CHIP and are_cubes and math.prod(sizes) <= _MAX_CHIPS:
+            return sizes
+    raise UserError(f"--topology {text}: no slice of {kind} has this shape; slices: {_listed(kind)}")
+
+
+def _listed(kind: str) -> str:
+    """The shapes of slices with their number of chips and Google's name."""
+    sizes = ((shape, math.prod(shape)) for shape in _SHAPES[kind])
+    per_chip = _CORES_PER_CHIP.get(kind, 1)
+    return ", ".join(f"{size} ({_text(shape)}, {kind}-{size * per_chip})" for shape, size in sizes)
 
 
 def _text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _around(number: int, parts: int) -> str:
-    below, above = number // parts * parts, -(-number // parts) * parts
-    return f"{below} or {above}" if below else str(above)
+def _divided(number: int, parts: int, unit: str) -> int:
+    if number % parts:
+        below, above = number // parts * parts, -(-number // parts) * parts
+        near = f"{below} or {above}" if below else str(above)
+        raise UserError(f"--devices {number}: not divisible by {parts} {unit}; it could be {near}")
+    return number // parts

@@ -34,16 +34,8 @@ ACTIVATION_AXES = {
 
 # Name in user settings -> activation axis. `mlp` in a setting applies to parameters and activations; only activations
 # have `batch`.
-ACTIVATION_OF = {
-    "batch": "act_batch",
-    "position": "act_seq",
-    "embed": "act_embed",
-    "heads": "act_heads",
-    "kv_heads": "act_kv_heads",
-    "senses": "act_senses",
-    "mlp": "act_mlp",
-    "vocab": "act_vocab",
-}
+_SHARED = ("batch", "position", "embed", "heads", "kv_heads", "senses", "mlp", "vocab")
+ACTIVATION_OF = {name: "act_seq" if name == "position" else f"act_{name}" for name in _SHARED}
 
 # The axis names allowed in user settings.
 USER_AXES = {"batch": "sequences of the batch"} | PARAMETER_AXES

@@ -1,12 +1,13 @@
 """Settings of partitioning, and the parameter and compute mappings from logical axes to mesh axes."""
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lmtrain.config.base import Section
 from lmtrain.config.errors import field_error
+from lmtrain.config.section import Section
+from lmtrain.config.setting import execution
 from lmtrain.config.suggest import suggest_name
 from lmtrain.sharding.axes import ACTIVATION_AXES, ACTIVATION_OF, MESH_AXES, PARAMETER_AXES, USER_AXES, as_names
 
@@ -20,39 +21,34 @@ Mapping = dict[str, tuple[str, ...]]
 class PartitioningConfig(Section):
     """Sharding of model and batch over devices."""
 
-    batch_axis: str = Field("batch", description="Logical axis split over the replica and data axes of the mesh")
-    fsdp_axis: str | list[str] | None = Field(
+    batch_axis: Literal["batch"] = execution(
+        "batch", description="Logical axis split over the replica and data axes of the mesh"
+    )
+    fsdp_axis: str | list[str] | None = execution(
         "embed",
         description="FSDP: logical axis or axes of parameters split over the data axis, gathered when used; null: off",
     )
-    tensor_parallel_axes: str | list[str] | None = Field(
+    tensor_parallel_axes: str | list[str] | None = execution(
         None,
         description="Tensor parallelism: logical axis or axes of parameters and activations split over the model axis; "
         "[mlp, heads, vocab] splits all work. heads implies kv_heads, unless axis_resources sets it",
     )
-    model_axis_size: int = Field(1, ge=1, description="Tensor-parallel size: devices along the model axis")
-    replica_ici_axis_size: int = Field(
+    model_axis_size: int = execution(1, ge=1, description="Tensor-parallel size: devices along the model axis")
+    replica_ici_axis_size: int = execution(
         1, ge=1, description="Number of model replicas within a slice; each is split over the other devices (HSDP)"
     )
-    replica_dcn_axis_size: int = Field(
+    replica_dcn_axis_size: int = execution(
         1, ge=-1, description="Number of model replicas over slices, on the slow network (DCN); -1: one per slice"
     )
-    axis_resources: AxisResources = Field(
+    axis_resources: AxisResources = execution(
         {}, description="Mapping of logical axis to mesh axis or axes (null: not split), for parameters and computation"
     )
-    parameter_axis_resources: AxisResources = Field(
+    parameter_axis_resources: AxisResources = execution(
         {}, description="Mapping as axis_resources, for parameters and optimizer state only; overrides it"
     )
-    compute_axis_resources: AxisResources = Field(
+    compute_axis_resources: AxisResources = execution(
         {}, description="Mapping as axis_resources, for computation only; overrides it"
     )
-
-    @field_validator("batch_axis")
-    @classmethod
-    def _batch_is_batch(cls, value: str) -> str:
-        if value != "batch":
-            raise ValueError(f"expected 'batch', not {value!r}")
-        return value
 
     @field_validator("fsdp_axis", "tensor_parallel_axes")
     @classmethod

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from lmtrain.sharding.axes import as_names
+from lmtrain.sharding.mesh import platform_of
 
 
 def split_over(axis: str) -> tuple[str, ...]:
@@ -40,15 +41,18 @@ def platform() -> str:
 
     It decides whether kernels are interpreted, and chunk sizes.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    name: str = jax.default_backend() if mesh.empty else mesh.abstract_device.platform
-    return "gpu" if name in ("cuda", "rocm") else name
+    return platform_of(_device())
 
 
 def device_kind() -> str:
     """JAX's name of the devices that the program is compiled for; empty if unknown."""
+    kind: str = _device().device_kind
+    return kind
+
+
+def _device() -> Any:
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.devices()[0].device_kind if mesh.empty else mesh.abstract_device.device_kind
+    return jax.devices()[0] if mesh.empty else mesh.abstract_device
 
 
 def spread(x: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +13,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.sharding.axes import MESH_AXES, as_names
-from lmtrain.sharding.config import Mapping as AxisMapping
-from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.config import Mapping, PartitioningConfig
 
 Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
@@ -26,13 +26,13 @@ Rules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 class Layout:
     """The mesh, and the sharding rules of parameters (with optimizer state) and of computation.
 
-    `islands` has, for each device in mesh order, the index of the slice or host whose fast network it is on.
+    `slice_ids` has, for each device in mesh order, the index of the slice or host whose fast network it is on.
     """
 
     mesh: Mesh
     parameter_rules: Rules
     compute_rules: Rules
-    islands: tuple[int, ...] = ()
+    slice_ids: tuple[int, ...] = ()
 
     @property
     def num_batch_shards(self) -> int:
@@ -62,26 +62,30 @@ class Layout:
         return as_names(dict(self.compute_rules)[axis])
 
 
-def plan_layout(
-    config: PartitioningConfig, devices: Sequence[Any] | None = None, islands: Sequence[int] | None = None
+def build_layout(
+    config: PartitioningConfig, devices: Sequence[Any] | None = None, slice_ids: Sequence[int] | None = None
 ) -> Layout:
-    """The layout over all `devices` of the run. `islands`: slice or host of each device, by default JAX's.
+    """The layout over all `devices` of the run. `slice_ids`: slice or host of each device, by default JAX's.
 
     Raises `UserError` if the number of devices is not divisible by the configured sizes.
     """
     devices = find_devices() if devices is None else devices
-    numbers = dict(zip(devices, islands or [island_of(device) for device in devices], strict=True))
-    slices = _slices(devices, numbers)
-    across = len(slices) if config.replica_dcn_axis_size == -1 else config.replica_dcn_axis_size
-    _check_sizes(config, len(devices), len(slices), across)
-    replicas = config.replica_ici_axis_size
-    data = len(devices) // (across * replicas * config.model_axis_size)
-    shape = (replicas, data, config.model_axis_size)
-    grid = np.concatenate([_grid(shape, group) for group in _grouped(slices, across)], axis=0)
+    ids = dict(zip(devices, slice_ids or [slice_id(device) for device in devices], strict=True))
+    slices = len(set(ids.values()))
+    across = slices if config.replica_dcn_axis_size == -1 else config.replica_dcn_axis_size
+    _check_sizes(config, len(devices), slices, across)
+    data = len(devices) // (across * config.replica_ici_axis_size * config.model_axis_size)
+    shape = (config.replica_ici_axis_size, data, config.model_axis_size)
+    by_slice = sorted(devices, key=lambda device: ids[device])
+    size = len(devices) // across
+    groups = [by_slice[first : first + size] for first in range(0, len(devices), size)]
+    # neighbours in the grid of a group are also physical neighbours
+    grids = [mesh_utils.create_device_mesh(shape, group, allow_split_physical_axes=True) for group in groups]
+    grid = np.concatenate(grids, axis=0)
     # Explicit axis types, the default of recent JAX, reject ordinary contractions over a sharded dimension.
     mesh = Mesh(grid, tuple(MESH_AXES), axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    on = tuple(numbers[device] for device in grid.flat)
-    return Layout(mesh, _rules(config.parameter_mapping), _rules(config.compute_mapping), on)
+    in_mesh_order = tuple(ids[device] for device in grid.flat)
+    return Layout(mesh, _rules(config.parameter_mapping), _rules(config.compute_mapping), in_mesh_order)
 
 
 def find_devices() -> list[Any]:
@@ -103,21 +107,16 @@ def platform_of(device: Any) -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
-def island_of(device: Any) -> int:
+def slice_id(device: Any) -> int:
     """Index of the slice or GPU host of a device; devices with the same index are on the same fast network.
 
     TPUs of a single slice have no `slice_index`. Other devices without one are grouped by process.
     """
-    number = getattr(device, "slice_index", None)
-    alone: int = 0 if platform_of(device) == "tpu" else device.process_index
-    return alone if number is None else number
-
-
-def _slices(devices: Sequence[Any], numbers: Mapping[Any, int]) -> list[list[Any]]:
-    groups: dict[int, list[Any]] = {}
-    for device in devices:
-        groups.setdefault(numbers[device], []).append(device)
-    return [groups[number] for number in sorted(groups)]
+    index: int | None = getattr(device, "slice_index", None)
+    if index is not None:
+        return index
+    process: int = device.process_index
+    return 0 if platform_of(device) == "tpu" else process
 
 
 def _check_sizes(config: PartitioningConfig, devices: int, slices: int, across: int) -> None:
@@ -127,30 +126,22 @@ def _check_sizes(config: PartitioningConfig, devices: int, slices: int, across: 
             f"trainer.replica_dcn_axis_size: {slices} slices do not divide into {across} replicas; it could be {near}"
         )
     if devices % across:
-        raise UserError(f"trainer.replica_dcn_axis_size: {devices} devices do not divide into {across} replicas")
+        raise UserError(f"trainer.replica_dcn_axis_size: {_do_not_divide(devices)} into {across} replicas")
     for name, size, rest in (
         ("model_axis_size", config.model_axis_size, devices // across),
         ("replica_ici_axis_size", config.replica_ici_axis_size, devices // across // config.model_axis_size),
     ):
         if rest % size:
-            per = f"{devices} devices" if rest == devices else f"{devices} devices, {rest} left after the other axes,"
+            left = "" if rest == devices else f", {rest} left after the other axes,"
             near = " or ".join(map(str, nearest_divisors(rest, size)))
-            raise UserError(f"trainer.{name}: {per} do not divide by {size}; it could be {near}")
+            raise UserError(f"trainer.{name}: {_do_not_divide(devices, left)} by {size}; it could be {near}")
 
 
-def _grouped(slices: list[list[Any]], groups: int) -> list[list[Any]]:
-    """The devices in `groups` equal groups, in the order of the slices."""
-    devices = [device for group in slices for device in group]
-    size = len(devices) // groups
-    return [devices[i * size : (i + 1) * size] for i in range(groups)]
+def _do_not_divide(devices: int, left: str = "") -> str:
+    return f"{counted(devices, 'device')}{left} {'does' if devices == 1 else 'do'} not divide"
 
 
-def _grid(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
-    """The devices in a grid in which neighbours are also physical neighbours."""
-    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-
-
-def _rules(mapping: AxisMapping) -> Rules:
+def _rules(mapping: Mapping) -> Rules:
     return tuple(
         (axis, mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None) for axis, mesh_axes in mapping.items()
     )

@@ -1,5 +1,6 @@
 """Conversion of logical axis names to shardings, and of numpy rows to global arrays."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,11 +30,11 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if rules and not mesh.empty:
         # a batch of one at initialization, or a few tokens at generation, may leave devices idle
-        sizes = [
-            0 if axis in ("act_batch", "act_seq", "act_stream") else size
+        any_size = ("act_batch", "act_seq", "act_stream")
+        split = [
+            (axis, 0 if axis in any_size else size, as_names(rules.get(axis or "")))
             for axis, size in zip(axes, x.shape, strict=True)
         ]
-        split = [(axis, size, as_names(rules.get(axis or ""))) for axis, size in zip(axes, sizes, strict=True)]
         _check_split("computation", split, mesh.shape, "trainer.compute_axis_resources or tensor_parallel_axes")
     return nn.with_logical_constraint(x, axes)
 
@@ -87,9 +88,8 @@ def _check_split(
         parts = math.prod(sizes[name] for name in mesh_axes)
         if size % parts:
             near = " or ".join(map(str, nearest_divisors(size, parts)))
-            advice = ""
-            if axis in ("kv_heads", "act_kv_heads"):
-                advice = "; trainer.axis_resources: {kv_heads: null} gives each device all of them"
+            is_kv = axis in ("kv_heads", "act_kv_heads")
+            advice = "; trainer.axis_resources: {kv_heads: null} gives each device all of them" if is_kv else ""
             raise UserError(
                 f"{what}: {axis!r} of size {size} cannot be split over {parts} devices (mesh axis "
                 f"{'+'.join(mesh_axes)}), only over {near}; change that size, the mesh, or {settings}{advice}"
@@ -118,19 +118,17 @@ def like_parameters(layout: Layout, state: Any, params: Any, shardings: Any) -> 
 
     def place(path: Any, leaf: Any) -> NamedSharding:
         names = _trailing_names(path)
-        matches = (by_path.get(names[start:]) for start in range(len(names)))
-        found = next((match for match in matches if match is not None), None)
-        if found is None:
+        match = next((names[start:] for start in range(len(names)) if names[start:] in by_path), None)
+        if match is None:
             return layout.replicated
-        param, sharding = found
-        rank = len(param.shape)
-        spec = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+        param, sharding = by_path[match]
         if leaf.shape == param.shape:
             return sharding
+        rank = len(param.shape)
+        spec = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
         for dim in range(rank):
-            kept = [i for i in range(rank) if i != dim]
-            if leaf.shape == tuple(param.shape[i] for i in kept):
-                return NamedSharding(layout.mesh, PartitionSpec(*(spec[i] for i in kept)))
+            if leaf.shape == (*param.shape[:dim], *param.shape[dim + 1 :]):
+                return NamedSharding(layout.mesh, PartitionSpec(*spec[:dim], *spec[dim + 1 :]))
         return layout.replicated
 
     return jax.tree_util.tree_map_with_path(place, state)
@@ -138,12 +136,8 @@ def like_parameters(layout: Layout, state: Any, params: Any, shardings: Any) -> 
 
 def _trailing_names(path: Any) -> tuple[str, ...]:
     """The dictionary keys at the end of a path."""
-    names: list[str] = []
-    for key in reversed(path):
-        if not isinstance(key, jax.tree_util.DictKey):
-            break
-        names.insert(0, key.key)
-    return tuple(names)
+    keys = itertools.takewhile(lambda key: isinstance(key, jax.tree_util.DictKey), reversed(path))
+    return tuple(key.key for key in keys)[::-1]
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:

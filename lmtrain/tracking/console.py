@@ -26,17 +26,11 @@ class Console:
         self._lines = Progress("train", total, start, quiet=not is_first, bar=False)
 
     def __enter__(self) -> "Console":
-        if self._view is not None:
-            self._view.__enter__()
-        else:
-            self._lines.__enter__()
+        (self._view or self._lines).__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._view is not None:
-            self._view.__exit__(kind, error, at)
-        else:
-            self._lines.__exit__(kind, error, at)
+        (self._view or self._lines).__exit__(kind, error, at)
 
     def show_evaluation(self, evaluated: Evaluated) -> None:
         """Show an evaluation: at once in the live view, otherwise in the next line."""

@@ -33,8 +33,7 @@ def import_custom(path: str) -> Callable[..., Tracker]:
     if custom is None:
         hint = suggest_name(class_name, dir(module))
         advice = f"; did you mean {hint!r}?" if hint else ""
-        place = getattr(module, "__file__", None) or module_name
-        raise UserError(f"trainer.tracker: {place} has no {class_name!r}{advice}")
+        raise UserError(f"trainer.tracker: {getattr(module, '__file__', module_name)} has no {class_name!r}{advice}")
     missing = [verb for verb in _VERBS if not callable(getattr(custom, verb, None))]
     if missing:
         raise UserError(f"trainer.tracker: {path} is not a tracker: missing methods {', '.join(missing)}")

@@ -11,7 +11,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from lmtrain.runtime.atomic_files import write_atomically
 from lmtrain.runtime.logging import log
@@ -27,16 +29,23 @@ LOST, DOWN = "lost", "down"
 _SECONDS_BETWEEN_WRITES = 10.0
 
 
+_Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Steps = Annotated[int, Field(ge=0)]
+
+
 @dataclass
 class Attempt:
     """One start of a run. Times are seconds since 1970, `seconds` by kind; steps are updates done."""
 
-    started: float
-    updated: float
-    first_step: int
-    last_step: int
-    seconds: dict[str, float] = field(default_factory=dict)
+    started: _Number
+    updated: _Number
+    first_step: _Steps
+    last_step: _Steps
+    seconds: dict[str, _Number] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+_LEDGER = TypeAdapter(dict[Literal["attempts"], list[Attempt]])
 
 
 class Ledger:
@@ -82,8 +91,8 @@ class Ledger:
         """`goodput/<kind>`: the fraction of the wall time since the run was first started."""
         self._book()
         seconds = total_seconds([*self._earlier, self._attempt])
-        whole = sum(seconds.values()) or 1.0
-        return {f"goodput/{kind}": value / whole for kind, value in seconds.items()}
+        total = sum(seconds.values()) or 1.0
+        return {f"goodput/{kind}": value / total for kind, value in seconds.items()}
 
     def write(self) -> None:
         """Write the ledger to its file; after an error it is not written again."""
@@ -93,6 +102,7 @@ class Ledger:
             return
         attempts = [asdict(attempt) for attempt in (*self._earlier, self._attempt)]
         try:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)  # it may have been removed during the run
             write_atomically(self._path, json.dumps({"attempts": attempts}, indent=1).encode(), durable=False)
         except OSError as error:
             log.warning(f"{self._path} cannot be written, goodput is no longer recorded: {error.strerror or error}")
@@ -108,20 +118,10 @@ class Ledger:
 def read_attempts(path: str) -> list[Attempt]:
     """The entries of a ledger, the oldest first; none if the ledger is missing or invalid."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return [_attempt(entry) for entry in json.load(file)["attempts"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        with open(path, "rb") as file:
+            return _LEDGER.validate_json(file.read())["attempts"]
+    except (OSError, ValidationError):
         return []
-
-
-def _attempt(entry: Mapping[str, Any]) -> Attempt:
-    """Parse an entry. Raises the errors of conversions, and ValueError for impossible numbers."""
-    seconds = {str(kind): float(value) for kind, value in entry["seconds"].items()}
-    times = float(entry["started"]), float(entry["updated"])
-    steps = int(entry["first_step"]), int(entry["last_step"])
-    if not all(math.isfinite(number) and number >= 0 for number in (*times, *steps, *seconds.values())):
-        raise ValueError("a negative or non-finite number")
-    return Attempt(*times, *steps, seconds, dict(entry["facts"]))
 
 
 def total_seconds(attempts: Sequence[Attempt]) -> dict[str, float]:

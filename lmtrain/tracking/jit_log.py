@@ -8,12 +8,13 @@ does the same inside a module. Names are the full metric names, such as `train/e
         jit_log({"train/router_entropy": entropy(scores_BE)})
 
 Outside a training step, in evaluation and sampling, nothing is collected and nothing is computed. A custom `nn.scan`
-needs `"metrics": 0` in its `variable_axes`, as in `lmtrain.models.layers.stack`: Flax drops values without it.
+needs the collections `SOWN` of `lmtrain.models.layers.pattern` in its `variable_axes`, as in
+`lmtrain.models.layers.stack`: Flax drops values without them.
 """
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import flax.linen as nn
@@ -24,13 +25,6 @@ from jax.extend.core import get_opaque_trace_state
 
 # The collection of variables that models sow into.
 METRICS = "metrics"
-
-
-class _Open(threading.local):
-    """The active collectors, the innermost last; one list per thread."""
-
-    def __init__(self) -> None:
-        self.collectors: list[Collected] = []
 
 
 class Collected:
@@ -61,18 +55,19 @@ class Collected:
         }
 
 
-_open = _Open()
+# The innermost active collector; each thread has its own.
+_collector: ContextVar[Collected | None] = ContextVar("collector", default=None)
 
 
 @contextmanager
 def collecting() -> Iterator[Collected]:
     """Collect values logged in this context; return them from the traced function that contains it."""
     collected = Collected()
-    _open.collectors.append(collected)
+    token = _collector.set(collected)
     try:
         yield collected
     finally:
-        _open.collectors.remove(collected)
+        _collector.reset(token)
 
 
 def jit_log(metrics: Mapping[str, Any]) -> None:
@@ -90,8 +85,8 @@ def jit_log(metrics: Mapping[str, Any]) -> None:
             if current_trace() != scope.trace_level:
                 raise _no_way_out(name)
             module.sow(METRICS, name, _mean(value))
-        elif _open.collectors:
-            _open.collectors[-1].add(name, value)
+        elif (collector := _collector.get()) is not None:
+            collector.add(name, value)
 
 
 def _mean(value: Any) -> jax.Array:

@@ -8,10 +8,11 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any
 
-from lmtrain.runtime.atomic_files import write_atomically
+from lmtrain.config.counts import counted
+from lmtrain.runtime.atomic_files import remove_temporaries, write_atomically
 from lmtrain.runtime.logging import log
 
 
@@ -22,20 +23,30 @@ class JsonLog:
 
     Opening it for a run that resumes after `step` updates drops the lines of later steps and a truncated last line, so
     that no metric appears twice, however often a run is killed.
+
+    If its file is removed while the run writes it, it is written again with all its lines, and `on_removed` is called.
     """
 
-    def __init__(self, path: str, step: int):
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        kept = _lines_until(path, step)
-        self.losses = _losses(kept)
-        self.names = _names(kept, step)
+    def __init__(self, path: str, step: int, on_removed: Callable[[], None] = lambda: None):
+        folder = os.path.dirname(path) or "."
+        os.makedirs(folder, exist_ok=True)
+        kept: list[str] = []
+        self.losses: list[float] = []
+        self.names: set[str] = set()
+        for line, values in _read_lines(path, step):
+            kept.append(line)
+            if values.get("train/loss") is not None:
+                self.losses.append(values["train/loss"])
+            if values["step"] == step:
+                self.names |= values.keys()
         self._is_new = not kept
-        temporary = f"{path}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(kept)
-        os.replace(temporary, path)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # closed by finish
-        self._whole = os.path.getsize(path)  # bytes of complete lines
+        remove_temporaries(folder, os.path.basename(path))  # other runs write to the same folder
+        write_atomically(path, "".join(kept).encode(), durable=False)
+        self._path = path
+        self._folder = folder
+        self._on_removed = on_removed
+        self._file = _open(path)
+        self._size = os.path.getsize(path)  # of complete lines
         self._waiting = bytearray()  # lines that are not written yet
         self._warned = False
         self._samples = os.path.join(path.removesuffix(".metrics.jsonl"), "samples.jsonl")
@@ -56,7 +67,7 @@ class JsonLog:
             if not self._warned:
                 self._warned = True
                 log.error(
-                    f"{self._file.name} cannot be written: {error.strerror or error}; training continues, and metrics "
+                    f"{self._path} cannot be written: {error.strerror or error}; training continues, and metrics "
                     "are kept in memory until the file can be written"
                 )
 
@@ -78,7 +89,7 @@ class JsonLog:
         """Append the texts, and drop those of this step and later ones, which a killed run wrote."""
         entries = ({"step": step, "prompt": prompt, "text": text} for prompt, text in texts.items())
         try:
-            kept = _lines_until(self._samples, step - 1)
+            kept = [line for line, _ in _read_lines(self._samples, step - 1)]
             os.makedirs(os.path.dirname(self._samples), exist_ok=True)
             lines = [*kept, *(json.dumps(entry) + "\n" for entry in entries)]
             write_atomically(self._samples, "".join(lines).encode(), durable=False)
@@ -90,46 +101,55 @@ class JsonLog:
             self._write()
         lost = self._waiting.count(b"\n")
         if lost:
-            log.error(f"{self._file.name}: {lost} lines of metrics could not be written")
+            log.error(f"{self._path}: {counted(lost, 'line')} of metrics could not be written")
         self._file.close()
 
     def _write(self) -> None:
-        """Write pending lines; a line that is written only in part is removed again."""
-        while self._waiting:
-            try:
-                written = self._file.write(self._waiting) or 0
-            except OSError:
-                os.ftruncate(self._file.fileno(), self._whole)
-                raise
-            if written < len(self._waiting):  # a partial write: the disk is full
-                whole = self._waiting.rfind(b"\n", 0, written) + 1
-                os.ftruncate(self._file.fileno(), self._whole + whole)
-                self._whole += whole
-                del self._waiting[:whole]
+        """Write pending lines, all or none: what a full disk took of them is removed again."""
+        if not self._exists():
+            self._restore()
+        try:
+            if self._file.write(self._waiting) != len(self._waiting):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._whole += written
-            self._waiting.clear()
+        except OSError:
+            os.ftruncate(self._file.fileno(), self._size)
+            raise
+        self._size += len(self._waiting)
+        self._waiting.clear()
+
+    def _exists(self) -> bool:
+        """Whether the open file is still the one at its path."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def _restore(self) -> None:
+        """Write the file again, from the removed one, which stays readable as long as it is open."""
+        os.makedirs(self._folder, exist_ok=True)
+        content = os.pread(self._file.fileno(), self._size, 0)
+        write_atomically(self._path, content)
+        self._file.close()
+        self._file = _open(self._path)
+        self._size = len(content)
+        log.warning(
+            f"{self._path} was removed or replaced while the run writes it; it is written again, with its "
+            f"{content.count(10):,} lines. Other files in {self._folder}, such as the earlier lines of the log, are "
+            "not restored"
+        )
+        self._on_removed()
 
 
-def _lines_until(path: str, step: int) -> list[str]:
-    if not os.path.exists(path):
-        return []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return [line for line in file if _step_of(line) <= step]
+def _open(path: str) -> IO[bytes]:
+    return open(path, "a+b", buffering=0)
 
 
-def _losses(lines: list[str]) -> list[float]:
-    values = [json.loads(line).get("train/loss") for line in lines]
-    return [value for value in values if value is not None]
-
-
-def _names(lines: list[str], step: int) -> frozenset[str]:
-    return frozenset(name for line in lines if _step_of(line) == step for name in json.loads(line))
-
-
-def _step_of(line: str) -> float:
-    """The step of a line; infinity for a line truncated by a crash."""
-    try:
-        return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+def _read_lines(path: str, step: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the lines up to this step, each with its values; a line truncated by a crash is left out."""
+    if os.path.exists(path):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    values = json.loads(line)
+                    if line.endswith("\n") and values["step"] <= step:
+                        yield line, values

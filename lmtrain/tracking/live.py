@@ -1,13 +1,14 @@
 """The live view of a training run on a terminal: a few lines below the log that are redrawn continuously."""
 
-import math
 import sys
 import time
-from collections import deque
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from lmtrain.runtime.progress import format_seconds
 
@@ -50,9 +51,7 @@ class LiveView:
         self._title = title
         self._total, self._start = total, start
         self._began = time.monotonic()
-        self._losses = Thinned(_POINTS)
-        for loss in losses:
-            self._losses.add(loss)
+        self._losses = array("d", losses)
         self._shown: Shown | None = None
         self._live = Live(
             console=console or Console(stderr=True),
@@ -72,7 +71,7 @@ class LiveView:
     def show(self, shown: Shown) -> None:
         """Set the values to draw; drawing happens in another thread and does not delay the step."""
         if self._shown is None or shown.step > self._shown.step:
-            self._losses.add(shown.loss)
+            self._losses.append(shown.loss)
         self._shown = shown
 
     def render(self) -> Any:
@@ -95,9 +94,8 @@ class LiveView:
             return Group(head, bar, Text("compiling the first step", style="dim"))
         grid = Table.grid(padding=(0, 2))
         mfu = "" if shown.mfu is None else f"    MFU {shown.mfu:.1f} %"
-        grid.add_row(
-            Text("loss", "dim"), Text.assemble((f"{shown.loss:.4f}", "bold"), f"  {sparkline(self._losses.points)}")
-        )
+        curve = sparkline(thin(self._losses, _POINTS))
+        grid.add_row(Text("loss", "dim"), Text.assemble((f"{shown.loss:.4f}", "bold"), f"  {curve}"))
         if shown.evaluated is not None:
             grid.add_row(Text("eval", "dim"), Text(f"{shown.evaluated.loss:.4f}  after step {shown.evaluated.step:,}"))
         speed = f"{shown.tokens_per_second:,.0f} tokens/s    {_short(shown.seconds_per_step)} a step{mfu}"
@@ -120,31 +118,15 @@ class LiveView:
         return f"    {format_seconds(self._shown.seconds_per_step * (self._total - step))} left"
 
 
-class Thinned:
-    """A long series averaged into at most `most` points; each is the mean of the same number of values."""
-
-    def __init__(self, most: int):
-        self._most = most
-        self._each = 1
-        self._means: deque[float] = deque()
-        self._sum, self._count = 0.0, 0
-
-    def add(self, value: float) -> None:
-        if not math.isfinite(value):
-            return
-        self._sum, self._count = self._sum + value, self._count + 1
-        if self._count < self._each:
-            return
-        self._means.append(self._sum / self._count)
-        self._sum, self._count = 0.0, 0
-        if len(self._means) == self._most:
-            values = list(self._means)
-            self._means = deque((a + b) / 2 for a, b in zip(values[::2], values[1::2], strict=True))
-            self._each *= 2
-
-    @property
-    def points(self) -> list[float]:
-        return list(self._means)
+def thin(values: Sequence[float], limit: int) -> list[float]:
+    """Fewer than `limit` points, each the mean of the same number of values; NaN and infinities are left out."""
+    finite = np.asarray(values, np.float64)
+    finite = finite[np.isfinite(finite)]
+    each = 1
+    while len(finite) // each >= limit:
+        each *= 2
+    complete = finite[: len(finite) // each * each]
+    return complete.reshape(-1, each).mean(axis=1).tolist()
 
 
 def sparkline(values: list[float]) -> str:

@@ -38,8 +38,13 @@ class TrackioTracker:
     def hyperparameters(self, config: Mapping[str, Any]) -> None:
         self._run.config.update(dict(config))
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._log(metrics, step)
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log what the run does not have yet."""
+        if step <= self._last:
+            has = self._last_has if step == self._last else None
+            metrics = {} if has is None else {name: value for name, value in metrics.items() if name not in has}
+        if metrics:
+            self._run.log(dict(metrics), step=step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._run.config.update(dict(values))
@@ -51,15 +56,7 @@ class TrackioTracker:
         import trackio
 
         rows = [list(pair) for pair in texts.items()]
-        self._log({"samples": trackio.Table(columns=["prompt", "text"], data=rows)}, step)
-
-    def _log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log what the run does not have yet."""
-        if step <= self._last:
-            has = self._last_has if step == self._last else None
-            values = {} if has is None else {name: value for name, value in values.items() if name not in has}
-        if values:
-            self._run.log(dict(values), step=step)
+        self.log({"samples": trackio.Table(columns=["prompt", "text"], data=rows)}, step)
 
     def finish(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

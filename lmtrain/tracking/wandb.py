@@ -7,20 +7,23 @@ import netrc
 import os
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from lmtrain.config.errors import UserError
+from lmtrain.config.redact import redact
 from lmtrain.config.suggest import suggest_name
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import list_files
 from lmtrain.tracking.config import WandbConfig
+from lmtrain.tracking.provenance import remote_with_credentials
 
 # Timeout of wandb.init: shorter than the wait for trackers at the end, so that a short run is offline before it ends.
 _INIT_SECONDS = 20.0
 # Maximum length of an artifact's name; longer names keep their end, which contains the kind.
-_MOST_NAME_CHARACTERS = 128
+_MAX_NAME_CHARACTERS = 128
 # The hyperparameter that differs between runs with the same settings on different data.
 DATA = "data_tokens"
 # Hosts under which versions of `wandb login` store the API key; the first is the current default.
@@ -49,6 +52,9 @@ class WandbTracker:
         if config.resume_from or config.fork_from:  # W&B accepts only one of the three
             keywords.pop("resume", None)
         settings = {"silent": True, "init_timeout": _INIT_SECONDS, **keywords.pop("settings", {})}
+        if (remote := remote_with_credentials()) is not None:  # W&B would save the user name, which may be a token
+            settings = {"git_remote_url": remote, **settings}
+        keywords = redact(keywords)  # W&B saves them
         keywords.pop("mode", None)
         start = functools.partial(wandb.init, **keywords, settings=wandb.Settings(**settings))
         try:
@@ -77,10 +83,13 @@ class WandbTracker:
     def artifact(self, path: str, name: str, kind: str) -> None:
         import wandb
 
-        allowed = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-_MOST_NAME_CHARACTERS:]
+        allowed = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[-_MAX_NAME_CHARACTERS:]
         artifact = wandb.Artifact(allowed, type=kind)
-        for name_within, file in _files(path):  # add_dir would print a message
-            artifact.add_file(file, name=name_within)
+        if os.path.isdir(path):
+            for file in list_files(path):  # add_dir would print a message
+                artifact.add_file(os.path.join(path, file), name=file)
+        else:
+            artifact.add_file(path)
         self._run.log_artifact(artifact)
 
     def text(self, texts: Mapping[str, str], step: int) -> None:
@@ -108,26 +117,17 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         ) from None
 
 
-def _files(path: str) -> Iterator[tuple[str, str]]:
-    """Yield (relative name, path) of each file in a folder, or of a single file."""
-    if not os.path.isdir(path):
-        yield os.path.basename(path), path
-    for folder, _, names in os.walk(path):
-        for file in (os.path.join(folder, name) for name in sorted(names)):
-            yield os.path.relpath(file, path), file
-
-
 def has_key() -> bool:
     """Whether there is a W&B API key, in the environment or in the netrc file, where `wandb login` stores it."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     url = os.environ.get("WANDB_BASE_URL") or _host_of_login()
     hosts = HOSTS if url is None else (urllib.parse.urlsplit(url).netloc or url,)
-    places = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
-    for place in map(os.path.expanduser, places):
+    paths = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    for path in map(os.path.expanduser, paths):
         with contextlib.suppress(OSError, netrc.NetrcParseError):
-            found = netrc.netrc(place)
-            if any(found.authenticators(host) for host in hosts):
+            logins = netrc.netrc(path)
+            if any(logins.authenticators(host) for host in hosts):
                 return True
     return False
 

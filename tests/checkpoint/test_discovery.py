@@ -10,13 +10,11 @@ from lmtrain.checkpoint.discovery import (
     list_checkpoints,
     list_partial,
     list_set_aside,
-    list_step_folders,
-    partial_marker,
-    step_folder,
+    list_without_manifest,
 )
 from lmtrain.checkpoint.manifest import NAME
 from lmtrain.config.errors import UserError
-from lmtrain.runtime.storage import join, write_json
+from lmtrain.runtime.storage import join
 
 
 def steps(found) -> list[int]:
@@ -35,12 +33,9 @@ def test_checkpoints_are_listed_by_number_not_by_name(folder, make_checkpoint):
     [
         "step-",
         "step-5.orbax-checkpoint-tmp",
-        "step-5.partial",
         "damaged-step-5",
-        "damaged-step-5.1",
         "earlier-step-5",
         "step-x",
-        "xstep-5",
         "step--5",
         "Step-5",
     ],
@@ -56,23 +51,12 @@ def test_a_manifest_in_a_folder_with_another_name_is_not_a_checkpoint(folder, pu
 
 def test_a_step_folder_without_manifest_is_not_a_checkpoint(folder, put, make_checkpoint):
     put(folder, "step-5", "params", "a")
-    assert (list_checkpoints(folder), list_step_folders(folder)) == ([], [5])
+    assert (list_checkpoints(folder), list_without_manifest(folder)) == ([], [join(folder, "step-5")])
     with pytest.raises(UserError, match=r"step-5: .*no complete checkpoint"):
         find_checkpoints(join(folder, "step-5"))
     make_checkpoint(folder, 3)
     assert steps(find_checkpoints(folder)) == [3]
-    assert list_step_folders(folder) == [3, 5]
-
-
-def test_a_file_is_not_a_checkpoint(tmp_path, make_checkpoint):
-    make_checkpoint(str(tmp_path), 3)
-    (tmp_path / "step-5").write_text("")
-    assert steps(list_checkpoints(str(tmp_path))) == [3]
-
-
-def test_a_missing_folder_has_no_checkpoints(folder):
-    assert list_checkpoints(join(folder, "none")) == []
-    assert list_step_folders(join(folder, "none")) == list_partial(join(folder, "none")) == []
+    assert list_without_manifest(folder) == [join(folder, "step-5")]
 
 
 def test_a_path_may_name_the_checkpoint_the_run_or_any_parent(folder, make_checkpoint):
@@ -93,17 +77,14 @@ def test_equal_steps_of_several_runs_are_sorted_by_path(folder, make_checkpoint)
     assert find_checkpoints(folder) == made[::-1]
 
 
-def test_folders_inside_a_checkpoint_are_not_searched(folder, make_checkpoint):
-    made = make_checkpoint(folder, 3)
-    make_checkpoint(join(made.path, "params"), 99)
-    assert steps(find_checkpoints(folder)) == steps(list_checkpoints(folder)) == [3]
-
-
-def test_folders_inside_a_step_folder_without_manifest_are_not_searched(folder, put, make_checkpoint):
+@pytest.mark.parametrize("complete", [True, False])
+def test_folders_inside_a_step_folder_are_not_searched(folder, put, make_checkpoint, complete):
+    make_checkpoint(folder, 3)
+    if complete:
+        make_checkpoint(folder, 4)
     put(folder, "step-4", "params", "a")
     make_checkpoint(join(folder, "step-4", "params"), 99)
-    make_checkpoint(folder, 3)
-    assert steps(find_checkpoints(folder)) == [3]
+    assert steps(find_checkpoints(folder)) == steps(list_checkpoints(folder)) == ([3, 4] if complete else [3])
 
 
 def test_a_home_folder_is_expanded(tmp_path, make_checkpoint, monkeypatch):
@@ -122,15 +103,20 @@ def test_a_relative_path_is_followed(tmp_path, make_checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "step-5", "größe"])
-def test_a_missing_path_is_an_error(folder, name):
-    message = re.escape(f"checkpoint {join(folder, name)}: no such folder; `lmtrain train` saves them")
+def test_a_missing_path_is_an_error_without_checkpoints(folder, name):
+    missing = join(folder, name)
+    assert list_checkpoints(missing) == list_without_manifest(missing) == list_partial(missing) == []
+    message = re.escape(f"checkpoint {missing}: no such folder; `lmtrain train` saves them")
     with pytest.raises(UserError, match=f"^{message}$"):
-        find_checkpoints(join(folder, name))
+        find_checkpoints(missing)
 
 
-def test_an_empty_local_folder_is_not_reported_as_missing(tmp_path):
+def test_an_empty_local_folder_is_not_reported_as_missing_and_a_file_is_not_a_checkpoint(tmp_path, make_checkpoint):
     with pytest.raises(UserError, match="no complete checkpoint"):
         find_checkpoints(str(tmp_path))
+    make_checkpoint(str(tmp_path), 3)
+    (tmp_path / "step-5").write_text("")
+    assert steps(list_checkpoints(str(tmp_path))) == [3]
 
 
 def test_partial_markers_and_set_aside_checkpoints_are_listed_separately(folder, put, make_checkpoint):
@@ -139,17 +125,3 @@ def test_partial_markers_and_set_aside_checkpoints_are_listed_separately(folder,
         put(folder, name, *(["a"] if name.startswith("damaged") else []))
     assert list_partial(folder) == [3, 20]
     assert list_set_aside(folder) == [join(folder, name) for name in ("damaged-step-10", "damaged-step-9")]
-    assert list_step_folders(folder) == [3]
-
-
-def test_paths_of_a_step():
-    assert step_folder("gs://b/run/", 7) == "gs://b/run/step-7"
-    assert partial_marker("run", 7) == "run/step-7.partial"
-
-
-def test_run_info_and_manifest_are_read_from_the_checkpoint(folder, make_checkpoint):
-    made = make_checkpoint(folder, 4)
-    write_json(join(made.path, "run.json"), {"identity": {"größe": 1}})
-    assert made.read_run_info() == {"identity": {"größe": 1}}
-    assert made.read_manifest().step == 4
-    assert sorted(made.read_manifest().files) == ["optimizer/a", "params/d/a", "run.json"]

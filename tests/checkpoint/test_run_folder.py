@@ -62,13 +62,25 @@ def names(folder: str) -> list[str]:
     return [name for name in list_names(folder) if name not in CLAIMED]
 
 
-def test_a_folder_that_was_being_written_is_deleted(start, folder, put, make_checkpoint):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # being written, and killed before the folder was created
+        (["step-2/params/a", "step-2.partial", "step-3.partial"], []),
+        # on file systems, Orbax renames its folders when they are complete
+        (["step-2.orbax-checkpoint-tmp/params.orbax-checkpoint-tmp/d/a", "step-2.partial"], []),
+        # being deleted: the manifest is deleted first
+        (["step-2/run.json", "step-2.partial"], []),
+        (["notes.txt", "damaged-step-1/a", "exports/step-1/a"], ["damaged-step-1", "exports", "notes.txt"]),
+    ],
+    ids=["written", "orbax", "deleted", "unrelated"],
+)
+def test_what_a_killed_process_was_writing_or_deleting_is_deleted(start, folder, put, make_checkpoint, before, after):
     make_checkpoint(folder, 1)
-    put(folder, "step-2", "params", "a")
-    put(folder, "step-2.partial")
-    put(folder, "step-3.partial")  # killed before the folder was created
+    for path in before:
+        put(folder, *path.split("/"))
     start()
-    assert names(folder) == ["step-1"]
+    assert names(folder) == sorted([*after, "step-1"])
 
 
 def test_files_that_a_failed_save_writes_later_are_deleted(start, folder, put):
@@ -97,16 +109,6 @@ def test_a_failed_save_that_could_not_be_deleted_at_once_is_deleted_at_the_end(s
     assert names(folder) == []
 
 
-def test_a_folder_that_was_being_deleted_is_deleted(start, folder, put, make_checkpoint):
-    """Its manifest is deleted first, so that it does not count as complete."""
-    for step in (1, 2):
-        make_checkpoint(folder, step)
-    put(folder, "step-1.partial")
-    delete_file(join(folder, "step-1", NAME))
-    start()
-    assert names(folder) == ["step-2"]
-
-
 def test_a_complete_checkpoint_with_a_partial_marker_is_kept(start, folder, put, make_checkpoint):
     made = make_checkpoint(folder, 1)
     before = list_files(made.path)
@@ -116,29 +118,12 @@ def test_a_complete_checkpoint_with_a_partial_marker_is_kept(start, folder, put,
     assert list_files(made.path) == before
 
 
-@pytest.mark.parametrize("folder", ["path"], indirect=True)  # at gs:// Orbax writes directly to the step's folder
-def test_temporary_folders_of_orbax_are_deleted(start, folder, put, make_checkpoint):
-    make_checkpoint(folder, 1)
-    put(folder, "step-2.orbax-checkpoint-tmp", "params.orbax-checkpoint-tmp", "d", "a")
-    put(folder, "step-2.partial")
-    start()
-    assert names(folder) == ["step-1"]
-
-
 @pytest.mark.parametrize("folder", ["path"], indirect=True)  # object stores have no partially written files
 def test_temporary_files_of_a_killed_writer_are_deleted(start, folder, put):
     put(folder, "step-2.partial.tmp-12345")
     put(folder, "attempt.json.tmp-12345")
     start()
     assert names(folder) == []
-
-
-def test_unrelated_files_are_kept(start, folder, put):
-    put(folder, "notes.txt")
-    put(folder, "damaged-step-1", "a")
-    put(folder, "exports", "step-1", "a")
-    start()
-    assert names(folder) == ["damaged-step-1", "exports", "notes.txt"]
 
 
 def test_a_checkpoint_without_manifest_is_set_aside_unchanged(start, folder, make_checkpoint, caplog):
@@ -155,22 +140,6 @@ def test_a_checkpoint_without_manifest_is_set_aside_unchanged(start, folder, mak
     assert names(folder) == ["damaged-step-5", "damaged-step-5.1", "damaged-step-5.2"]
 
 
-def test_set_aside_checkpoints_are_never_overwritten(start, folder, put, make_checkpoint):
-    """Case: the user has deleted the first of two."""
-    put(folder, "damaged-step-5.1", "a", content=b"of before")
-    delete_file(join(make_checkpoint(folder, 5).path, NAME))
-    start()
-    assert list_files(join(folder, "damaged-step-5.1")) == {"a": 9}
-    assert len(names(folder)) == 2
-
-
-def test_steps_with_the_same_first_digits_are_not_mixed_up(start, folder, put, make_checkpoint):
-    put(folder, "damaged-step-55", "a")
-    delete_file(join(make_checkpoint(folder, 5).path, NAME))
-    start()
-    assert names(folder) == ["damaged-step-5", "damaged-step-55"]
-
-
 def test_a_temporary_checkpoint_is_deleted_when_the_next_is_complete(start, folder):
     run = start()
     save(run, 1, Kind.TEMPORARY)
@@ -180,34 +149,25 @@ def test_a_temporary_checkpoint_is_deleted_when_the_next_is_complete(start, fold
     assert names(folder) == ["step-1"]
     save(run, 3, Kind.PERMANENT)
     assert names(folder) == ["step-3"]
-
-
-def test_permanent_checkpoints_are_never_deleted(start, folder):
-    run = start()
-    for step, kind in [(10, Kind.PERMANENT), (13, Kind.TEMPORARY), (20, Kind.PERMANENT), (21, Kind.TEMPORARY)]:
+    for step, kind in [(13, Kind.TEMPORARY), (20, Kind.PERMANENT), (21, Kind.TEMPORARY)]:
         save(run, step, kind)
-    assert names(folder) == ["step-10", "step-20", "step-21"]
-    save(start(), 22, Kind.TEMPORARY)
-    assert names(folder) == ["step-10", "step-20", "step-22"]
+    assert names(folder) == ["step-20", "step-21", "step-3"]  # permanent ones are never deleted
 
 
-def test_temporary_checkpoints_of_an_earlier_start_are_kept_until_the_next_is_complete(start, folder, make_checkpoint):
-    for step in (1, 2):
+def test_temporary_checkpoints_of_an_earlier_start_are_deleted_later_unless_corrupt(
+    start, folder, put, make_checkpoint
+):
+    put(make_checkpoint(folder, 1, Kind.TEMPORARY).path, NAME, content=b"?")
+    for step in (2, 3):
         make_checkpoint(folder, step, Kind.TEMPORARY)
-    make_checkpoint(folder, 3)
     run = start()
     assert names(folder) == ["step-1", "step-2", "step-3"]
     save(run, 4, Kind.TEMPORARY)
-    assert names(folder) == ["step-3", "step-4"]
+    assert names(folder) == ["step-1", "step-4"]
 
 
-def test_a_checkpoint_with_a_corrupt_manifest_is_kept(start, folder, put, make_checkpoint):
-    put(make_checkpoint(folder, 1, Kind.TEMPORARY).path, NAME, content=b"?")
-    save(start(), 2, Kind.TEMPORARY)
-    assert names(folder) == ["step-1", "step-2"]
-
-
-def test_a_failed_deletion_is_logged_and_retried(start, folder, caplog):
+@pytest.mark.parametrize("at_the_next_start", [False, True])
+def test_a_failed_deletion_is_logged_and_retried(start, folder, caplog, at_the_next_start):
     run = start()
     save(run, 1, Kind.TEMPORARY)
     with nothing_can_be_deleted():
@@ -215,17 +175,12 @@ def test_a_failed_deletion_is_logged_and_retried(start, folder, caplog):
     assert [checkpoint.step for checkpoint in list_checkpoints(folder)] == [2]
     assert "step-1 could not be deleted, will retry: " in caplog.text
     assert "Device or resource busy" in caplog.text
-    save(run, 3, Kind.TEMPORARY)
-    assert names(folder) == ["step-3"]
-
-
-def test_a_failed_deletion_is_retried_at_the_next_start(start, folder):
-    run = start()
-    save(run, 1, Kind.TEMPORARY)
-    with nothing_can_be_deleted():
-        save(run, 2, Kind.PERMANENT)
-    start()
-    assert names(folder) == ["step-2"]
+    if at_the_next_start:
+        start()
+        assert names(folder) == ["step-2"]
+    else:
+        save(run, 3, Kind.TEMPORARY)
+        assert names(folder) == ["step-3"]
 
 
 def test_saving_a_step_again_keeps_the_existing_checkpoint_under_another_name(start, folder, make_checkpoint, caplog):
@@ -264,6 +219,11 @@ def test_a_failed_start_releases_the_folder(start, folder, put):
     assert names(folder) == []
 
 
-def test_discarding_a_missing_step_is_not_an_error(start, folder):
-    start().discard(7)
-    assert names(folder) == []
+def test_set_aside_checkpoints_are_never_overwritten(start, folder, put, make_checkpoint):
+    """Case: the user has deleted the first of two; another step has the same first digits."""
+    put(folder, "damaged-step-5.1", "a", content=b"of before")
+    put(folder, "damaged-step-55", "a")
+    delete_file(join(make_checkpoint(folder, 5).path, NAME))
+    start()
+    assert list_files(join(folder, "damaged-step-5.1")) == {"a": 9}
+    assert names(folder) == ["damaged-step-5", "damaged-step-5.1", "damaged-step-55"]

@@ -117,3 +117,23 @@ def test_a_step_without_manifest_is_listed_and_does_not_verify(capsys, tmp_path)
 def test_checkpoints_that_are_links_are_found_like_others(made, capsys, tmp_path):
     (tmp_path / "run").symlink_to(made / "one")
     assert "step-8 " in lmtrain(capsys, "checkpoint", "list", tmp_path)[1]
+
+
+def test_secrets_that_an_earlier_version_saved_are_not_shown(tmp_path, capsys):
+    secret = {"initialize_from": "https://me:planted@host/a?sig=planted", "api_key": "planted"}
+    checkpointer = Checkpointer(str(tmp_path / "one"), CheckpointerConfig())
+    for step in (1, 2):
+        info = {
+            "run_id": "one",
+            "config": {"a": {"password": f"planted{step}"}},
+            "identity": {"lora": secret},
+            "machine": {},
+            "versions": {},
+        }
+        checkpointer.save(step, Kind.PERMANENT, {"params": {"w": jnp.arange(8.0)}}, info)
+    checkpointer.close()
+    for action in ("list", "inspect"):
+        code, out, err = lmtrain(capsys, "checkpoint", action, tmp_path / "one")
+        assert code == 0
+        assert "planted" not in out + err
+    assert "lora.initialize_from = 'https://***@host/a?***'" in out

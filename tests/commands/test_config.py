@@ -1,10 +1,10 @@
 """`config check` validates a config; `config show` prints a config with the same run id."""
 
 import json
+import os
 
 import pytest
 import yaml
-from pydantic import BaseModel
 
 from lmtrain.commands import config
 from lmtrain.config.errors import UserError
@@ -19,14 +19,10 @@ def _folder(settings, write_config, tmp_path, monkeypatch):
     write_config(settings)
 
 
-def test_check_names_the_file_and_the_run(capsys):
+def test_check_names_the_file_and_the_run_and_writes_nothing(capsys):
     assert config.run(["check", "tiny.yaml", "--trainer.id", "mine"]) == 0
     assert capsys.readouterr().out == "tiny.yaml: ok, run id mine\n"
-
-
-def test_check_writes_nothing(tmp_path):
-    config.run(["check", "tiny.yaml"])
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+    assert os.listdir() == ["tiny.yaml"]
 
 
 def test_show_prints_defaults_and_overrides(capsys):
@@ -36,15 +32,7 @@ def test_show_prints_defaults_and_overrides(capsys):
     assert shown["trainer"]["checkpointer"]["save_interval"] == "1h30m"
     assert shown["optimizer"]["beta2"] == 0.95
     assert shown["model"]["hidden_dim"] == 32
-
-
-def test_show_prints_every_setting(capsys):
-    config.run(["show", "tiny.yaml"])
-    shown = yaml.safe_load(capsys.readouterr().out)
     assert shown.keys() == RunConfig.model_fields.keys()
-    for name, section in load_config(RunConfig, "tiny.yaml").config:
-        if isinstance(section, BaseModel):
-            assert shown[name].keys() == type(section).model_fields.keys()
 
 
 def test_show_prints_the_origin_of_each_value(capsys):
@@ -77,10 +65,6 @@ def test_the_shown_config_loads_as_the_same_run(argv, capsys, tmp_path):
     original = load_config(RunConfig, argv[0], overrides)
     assert shown.config == original.config
     assert run_id(shown.config, "x", {}) == run_id(original.config, "x", {})
-    assert shown.config.data.tokenizer == original.config.data.tokenizer
-    assert [shown.config.data.urls(split) for split in ("train", "validation")] == [
-        original.config.data.urls(split) for split in ("train", "validation")
-    ]
 
 
 @pytest.mark.parametrize(

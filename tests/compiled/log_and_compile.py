@@ -5,11 +5,9 @@ log_and_compile.py FOLDER CONFIG [--SETTING VALUE ...]      for eight H100s; wri
 
 import os
 import sys
-from pathlib import Path
 
 from lmtrain.config.load import load_config
 from lmtrain.plan import worker
-from lmtrain.plan.environment import environment
 from lmtrain.plan.request import Request, Target
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.topologies import find_topology
@@ -19,21 +17,21 @@ def main(folder: str, name: str, *flags: str) -> None:
     overrides = [(flag.removeprefix("--"), value) for flag, value in zip(flags[::2], flags[1::2], strict=True)]
     config = load_config(RunConfig, name, overrides).config
     request = Request.of(config, 50257, Target.of(find_topology("h100", devices=8)), ("train",), True)
-    os.environ.update(environment(request.target, True))  # before JAX is imported
+    os.environ.update(request.target.environment(True))  # before JAX is imported
     import jax.numpy as jnp
 
-    from lmtrain.models.gpt2.model import Gpt2Mlp
+    from lmtrain.models.layers.mlp import Mlp
     from lmtrain.tracking.jit_log import jit_log
 
-    call = Gpt2Mlp.__call__
+    call = Mlp.__call__
 
     def logging(self, x):
         out = call(self, x)
         jit_log({"train/mlp_size": jnp.abs(out)})
         return out
 
-    Gpt2Mlp.__call__ = logging
-    worker.answer(request, Path(folder))
+    Mlp.__call__ = logging
+    worker.answer(request, folder)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,6 @@ def modules(*arguments: str) -> Module:
 
 def cycles(module: Module) -> float:
     """Cycles of a step as estimated by XLA:TPU, without kernels."""
-    executions, _ = walk(module, lambda stack: None)
+    executions, _ = walk(module, lambda op_name: None)
     found = ((_CYCLES.search(one.instruction.attributes), one.times) for one in executions)
     return sum(int(match[1]) * times for match, times in found if match)

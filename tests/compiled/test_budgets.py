@@ -158,7 +158,7 @@ def test_attention_on_gpus_is_fused_forward_and_backward(name, length, sequences
         "gpt2": (12, 12, 64),
     }[name]
     arrays = 2 * sequences * length * width * (2 * heads + 2 * kv_heads)  # q, k, v, o in bfloat16
-    traffic = sum(row["bytes"] for row in found["hbm_sources"] if row["where"].startswith("models/layers/triton/"))
+    traffic = sum(row["bytes"] for row in found["hbm_sources"] if row["where"].startswith("models/attention/triton/"))
     assert traffic <= 4 * 6 * 2 * arrays  # 4 layers; with gradients
 
 

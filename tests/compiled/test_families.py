@@ -1,4 +1,4 @@
-"""Every family compiled by the TPU's and the GPU's compiler: attention, memory and its estimate, FLOPs, loops."""
+"""Every family compiled by the TPU's and the GPU's compiler: attention, memory, FLOPs, loops."""
 
 import pytest
 from compiled.plans import GPU, POD, family, plan
@@ -30,18 +30,17 @@ def test_attention_uses_the_kernel_of_the_device(compiled):
     found, attention = compiled
     assert found["attention"] == attention
     kernels = {kernel["where"].partition(":")[0] for kernel in found["kernels"]}
-    kernels = {"models/layers/triton" if "/triton/" in where else where for where in kernels}
-    where = {"xla": set(), "splash": {"models/layers/splash.py"}, "triton": {"models/layers/triton"}}
+    kernels = {"models/attention/triton" if "/triton/" in where else where for where in kernels}
+    where = {"xla": set(), "splash": {"models/attention/splash.py"}, "triton": {"models/attention/triton"}}
     assert kernels == where[attention]
 
 
-def test_it_fits_and_the_estimate_agrees_with_the_compiler(compiled):
+def test_it_fits_and_the_state_is_a_part_of_the_arguments(compiled):
     found, _ = compiled
     memory = found["memory"]
     assert found["fits"]
     assert memory["arguments"] < memory["peak"] < memory["capacity"]
-    if memory["peak"] > 2**30:
-        assert memory["estimate"] == pytest.approx(memory["peak"], rel=0.15)
+    assert 0.9 * memory["arguments"] < memory["state"] <= memory["arguments"]
 
 
 def test_flops_are_the_models_and_one_recomputed_forward_pass(compiled):
@@ -72,12 +71,8 @@ def test_collectives_use_the_data_axis_and_name_their_source_lines(compiled):
         assert row["network"] in ("ICI", "NVLink")
 
 
-def test_the_bound_is_the_sum_of_its_parts(compiled):
-    seconds = compiled[0]["seconds"]
-    hidden = seconds["wire"] - seconds["wire_synchronous"]
-    expected = max(seconds["products"], seconds["hbm"], hidden) + seconds["wire_synchronous"]
-    assert seconds["total"] == pytest.approx(expected)
-    # the model's FLOPs count full attention; the kernel computes half of it
+def test_the_bound_on_utilization_follows_from_the_flops(compiled):
+    """The model's FLOPs count full attention; the kernel computes half of it."""
     flops = compiled[0]["flops"]
     most = (flops["model"] + flops["attention_model"]) / (flops["compiled"] + flops["attention"])
     assert 0 < compiled[0]["mfu_bound"] <= most

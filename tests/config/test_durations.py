@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 from pydantic_core import PydanticCustomError
 
-from lmtrain.config.base import Section
 from lmtrain.config.durations import Duration, format_duration, parse_duration
+from lmtrain.config.section import Section
 
 
 class Timed(Section):
@@ -18,15 +18,11 @@ class Timed(Section):
     ("text", "seconds"),
     [
         ("90s", 90),
-        ("20m", 1200),
-        ("2h", 7200),
-        ("1d", 86400),
         ("1h30m", 5400),
         ("1d2h3m4s", 86400 + 7200 + 180 + 4),
         (" 1h 30m ", 5400),
         ("1.5h", 5400),
         ("0.5s", 0.5),
-        ("90m", 5400),
         ("0s", 0),
     ],
 )

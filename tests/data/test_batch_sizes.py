@@ -1,6 +1,5 @@
 """Batch sizes in phases, against a loop that counts step by step."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,29 +51,6 @@ def test_steps_and_sequences_are_inverse(phases, step):
         assert sizes.whole_steps(sizes.before(step) - 1) == step - 1
 
 
-@pytest.mark.parametrize("size", [1, 7])
-def test_one_size_is_one_phase(size):
-    sizes = BatchSizes.of(size)
-    assert sizes == BatchSizes.of([(0, size)])
-    assert (sizes.all, sizes.at(0), sizes.at(10**9)) == ([size], size, size)
-    assert (sizes.before(0), sizes.before(5)) == (0, 5 * size)
-    assert (sizes.whole_steps(0), sizes.whole_steps(size - 1), sizes.whole_steps(3 * size)) == (0, 0, 3)
-
-
-def test_a_phase_starts_at_its_step():
-    sizes = BatchSizes.of([(0, 2), (3, 4), (5, 1)])
-    assert [sizes.at(step) for step in range(7)] == [2, 2, 2, 4, 4, 1, 1]
-    assert [sizes.before(step) for step in range(8)] == [0, 2, 4, 6, 10, 14, 15, 16]
-    # 7 to 9 sequences fill the three small batches and no large one
-    assert [sizes.whole_steps(number) for number in (6, 7, 9, 10, 13, 14, 15)] == [3, 3, 3, 4, 4, 5, 6]
-
-
-def test_all_sizes_are_ascending_and_distinct():
+def test_one_size_is_one_phase_and_all_sizes_are_ascending_and_distinct():
+    assert BatchSizes.of(7) == BatchSizes.of([(0, 7)])
     assert BatchSizes.of([(0, 8), (2, 4), (5, 8), (9, 16)]).all == [4, 8, 16]
-
-
-def test_batch_sizes_can_be_compared_and_hashed():
-    one, other = BatchSizes.of([(0, 2), (3, 4)]), BatchSizes.of(((0, 2), (3, 4)))
-    assert one == other
-    assert hash(one) == hash(other)
-    assert one != BatchSizes.of(2)

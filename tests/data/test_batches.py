@@ -1,20 +1,22 @@
 """Batches from a real cache."""
 
+import re
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from cache_building import build_cache
 
-from lmtrain.config.errors import UserError
+from lmtrain.config.errors import ReadError, UserError
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import EvalSource, TrainSource, iterate
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
-from lmtrain.data.mixture import Mixture, Phase
+from lmtrain.data.mixture import Mixture
 from lmtrain.data.shards import Shards
 from lmtrain.data.windows import WindowOrder
-from lmtrain.preprocess.build import build_cache
-from lmtrain.preprocess.plan import split_folder
+from lmtrain.preprocess.split_cache import split_folder
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def test_every_row_has_one_target_fewer_than_tokens(store):
 
 def test_loss_weights_of_a_source_apply_to_all_its_tokens(store):
     """Each row is from one source; both stores have the same tokens, so only the weights differ."""
-    mixture = Mixture([Phase(0, (0.5, 0.5))], seed=1)
+    mixture = Mixture([(0, (0.5, 0.5))], seed=1)
     sizes, rows = BatchSizes.of(4), {4: np.arange(4)}
     weighted = TrainSource([store, store], mixture, 16, sizes, rows, 30, False, 5, True, loss_weights=[2.0, 0.25])
     for step in range(5):
@@ -57,7 +59,7 @@ def test_loss_weights_of_a_source_apply_to_all_its_tokens(store):
 
 def test_training_windows_are_the_text_in_order(store):
     rows = [source_of(store)[step]["tokens"] for step in range(3)]
-    expected, _ = store.read(np.array([0]), 3 * 4 * 16)
+    expected, _, _ = store.read(np.array([0]), 3 * 4 * 16)
     np.testing.assert_array_equal(np.concatenate(rows).ravel(), expected[0])
 
 
@@ -118,7 +120,7 @@ def test_processes_share_a_batch_without_changing_it(store):
 def test_phases_of_batch_sizes_cut_the_same_sequence_of_examples_differently(store, shuffle, mixed):
     stores, mixture = [store], None
     if mixed:
-        stores, mixture = [store, _Reversed(store)], Mixture([Phase(0, (1.0, 3.0))], seed=5)
+        stores, mixture = [store, _Reversed(store)], Mixture([(0, (1.0, 3.0))], seed=5)
 
     def read(sizes, num_steps: int):
         sizes = BatchSizes.of(sizes)
@@ -142,6 +144,40 @@ def test_phases_of_batch_sizes_cut_the_same_sequence_of_examples_differently(sto
         np.testing.assert_array_equal(batch["tokens"], batches[step]["tokens"])
 
 
+def failing(error):
+    def fail(*arguments):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "MemoryError: out of memory"),
+        (MemoryError("Unable to allocate 2 GiB"), "MemoryError: Unable to allocate 2 GiB"),
+        (OSError(5, "Input/output error"), r"OSError: \[Errno 5\] Input/output error"),
+    ],
+)
+def test_a_reader_thread_that_fails_is_an_error_that_names_the_data_and_the_cause(store, monkeypatch, error, message):
+    monkeypatch.setattr(store, "_read_blocks", failing(error))
+    with pytest.raises(ReadError, match=f"^reading {re.escape(store.name)} failed: {message}$"):
+        next(iterate(source_of(store)))
+
+
+def test_a_reader_thread_that_cannot_be_started_is_an_error_that_names_the_data(store, monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", failing(RuntimeError("can't start new thread")))
+    with pytest.raises(ReadError, match=f"^reading {re.escape(store.name)} failed: .*can't start new thread$"):
+        next(iterate(source_of(store)))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a mistake in the code"), UserError("a corrupt shard")])
+def test_other_errors_of_a_reader_thread_are_raised_as_they_are(store, monkeypatch, error):
+    monkeypatch.setattr(store, "_read_blocks", failing(error))
+    with pytest.raises(type(error), match=str(error)):
+        next(iterate(source_of(store)))
+
+
 def test_less_than_one_sequence_is_a_user_error(store):
     source = TrainSource([store], None, 10**6, BatchSizes.of(4), {4: np.arange(4)}, 30, False, 5, True)
     with pytest.raises(UserError, match=r"one sequence of 1,000,000 \(model.seq_len\)"):
@@ -149,7 +185,7 @@ def test_less_than_one_sequence_is_a_user_error(store):
 
 
 def test_a_mixture_reads_each_example_from_its_source(store):
-    mixture = Mixture([Phase(0, (1.0, 3.0))], seed=5)
+    mixture = Mixture([(0, (1.0, 3.0))], seed=5)
     reversed_store = _Reversed(store)
     source = source_of(store, reversed_store, mixture=mixture)
     alone = [source_of(one) for one in (store, reversed_store)]
@@ -169,7 +205,7 @@ def test_a_mixture_reads_each_example_from_its_source(store):
 
 def test_the_seeds_of_the_sources_never_change(store):
     """Other seeds would change the data of every running mixed run that shuffles."""
-    source = source_of(store, store, store, mixture=Mixture([Phase(0, (1.0, 1.0, 1.0))], seed=5), shuffle=True)
+    source = source_of(store, store, store, mixture=Mixture([(0, (1.0, 1.0, 1.0))], seed=5), shuffle=True)
     examples = np.arange(20)
     for number, order in enumerate(source.orders):
         expected = WindowOrder(True, 5 + number * 4294967296)(examples, 1000)
@@ -188,4 +224,4 @@ class _Reversed:
 
     def read(self, starts, length):
         tokens = np.stack([self._all[start : start + length] for start in starts])
-        return tokens, np.zeros(tokens.shape, bool)
+        return tokens, np.zeros(tokens.shape, bool), np.ones(tokens.shape, bool)

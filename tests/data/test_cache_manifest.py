@@ -5,10 +5,10 @@ import json
 import pytest
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import Manifest, ShardInfo, load_manifest, manifest_path, save_manifest
+from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, load_manifest, manifest_path, save_manifest
 
 SHARD = ShardInfo("shard-00000-of-00001.arrayrecord", {"url": "a"}, 100, "abc", 40, 3)
-MANIFEST = Manifest("train", {"tokenizer": {"fingerprint": "f"}}, ["a"], "<u2", [SHARD, SHARD])
+MANIFEST = CacheManifest("train", {"tokenizer": {"fingerprint": "f"}}, ["a"], "<u2", [SHARD, SHARD])
 
 
 def test_a_manifest_reads_back_as_written(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from lmtrain.config.errors import UserError
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.cache_manifest import ShardInfo
-from lmtrain.data.caches import Cache, Caches, check_batch, describe_epochs, needs_all, plan_mixture, plan_steps
+from lmtrain.data.caches import Cache, Caches, build_mixture, check_batch, choose_steps, describe_epochs, needs_all
 from lmtrain.data.config import DataConfig
 from lmtrain.data.shards import Shards
 
@@ -53,20 +53,23 @@ def test_settings_that_require_the_complete_cache_give_the_reason(settings, epoc
 
 def test_epochs_end_the_run_also_with_a_growing_cache():
     caches = Caches({"": cache(1000, 640)}, {})  # 102 windows of 16, 25 batches of 4
-    plan = lambda epoch, steps=500: plan_steps(DataConfig(), caches, 16, BatchSizes.of(4), steps, epoch, 0)  # noqa: E731
+    plan = lambda epoch, steps=500: choose_steps(DataConfig(), caches, 16, BatchSizes.of(4), steps, epoch, 0)  # noqa: E731
     assert (plan(1), plan(2), plan(2, 30), plan(0)) == (25, 51, 30, 500)
 
 
 def test_a_weight_for_a_source_without_training_text_is_a_user_error():
     config = DataConfig(configs=TWO, train_weights={"a": 1.0, "b": 0.5})
     with pytest.raises(UserError, match=r"data\.train_weights: 'b' has a weight, but no training text"):
-        plan_mixture(config, ["a"], BatchSizes.of(4), 0)
-    assert plan_mixture(DataConfig(), [""], BatchSizes.of(4), 0) is None
+        build_mixture(config, ["a"], BatchSizes.of(4), 0)
+    assert build_mixture(DataConfig(), [""], BatchSizes.of(4), 0) is None
 
 
-def test_epoch_length_follows_from_the_weight_of_the_source():
+@pytest.mark.parametrize(
+    "weights", [{"a": 0.75, "b": 0.25, "c": 0}, [[0, {"a": 3, "b": 1, "c": 0}], [100, {"a": 1, "b": 3, "c": 1}]]]
+)
+def test_epoch_length_follows_from_the_first_weight_of_the_source(weights):
     caches = {"a": finished(1000, 5400), "b": finished(1000, 5400), "c": cache(1000, 5400)}
-    config = DataConfig(configs=TWO | {"c": {"train_urls": ["c"]}}, train_weights={"a": 0.75, "b": 0.25, "c": 0})
+    config = DataConfig(configs=TWO | {"c": {"train_urls": ["c"]}}, train_weights=weights)
     assert describe_epochs(config, caches, 16, BatchSizes.of(4)) == [
         "one epoch of a (75 % of the examples) is 133 steps",
         "one epoch of b (25 % of the examples) is 400 steps",
@@ -74,15 +77,6 @@ def test_epoch_length_follows_from_the_weight_of_the_source():
     ]
     alone = describe_epochs(DataConfig(), {"": caches["c"]}, 16, BatchSizes.of(4))
     assert alone == ["one epoch is not known yet, 100 steps so far"]
-
-
-def test_epochs_are_those_of_the_first_weights_if_they_change():
-    changing = DataConfig(configs=TWO, train_weights=[[0, {"a": 3, "b": 1}], [100, {"a": 1, "b": 3}]])
-    caches = {"a": finished(6400), "b": finished(6400)}
-    assert describe_epochs(changing, caches, 16, BatchSizes.of(4)) == [
-        "one epoch of a (75 % of the examples) is 133 steps",
-        "one epoch of b (25 % of the examples) is 400 steps",
-    ]
 
 
 def test_a_batch_larger_than_the_data_is_refused_with_both_numbers():

@@ -4,6 +4,7 @@ import hashlib
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
@@ -66,16 +67,22 @@ def used(folder, info, seconds_ago):
     os.utime(folder / f"{info.sha256}.arrayrecord", (then, then))
 
 
+class Downloads(list):
+    """Names of the files downloaded so far. `before` is called with the name before each download."""
+
+    def before(self, name):
+        pass
+
+
 @pytest.fixture
 def downloads(monkeypatch):
-    """Names of the files downloaded so far."""
-    seen = []
+    seen, real = Downloads(), mirror.download
 
     def download(source, target):
         seen.append(source.rpartition("/")[2])
+        seen.before(seen[-1])
         real(source, target)
 
-    real = mirror.download
     monkeypatch.setattr(mirror, "download", download)
     return seen
 
@@ -100,25 +107,26 @@ def test_a_copy_is_named_by_its_checksum_and_downloaded_once(cache, folder, info
         for _ in range(2):
             path = mirrored.locate(infos[3])
             assert path == str(folder / f"{infos[3].sha256}.arrayrecord")
-            with open(path, "rb") as file:
-                assert file.read() == content_of(3)
+            assert content(path) == content_of(3)
     assert downloads == ["shard-3.arrayrecord"]
     assert numbers_in(folder, infos) == [3]
+
+
+def content(path):
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def test_a_copy_with_a_wrong_size_is_downloaded_again(cache, folder, infos):
     mirrored = Mirror(cache, str(folder), 10**6)
     path = mirrored.locate(infos[0])
-    with open(path, "wb") as file:
-        file.write(content_of(0)[:-1])
-    assert mirrored.locate(infos[0]) == path
-    with open(path, "rb") as file:
-        assert file.read() == content_of(0)
+    os.truncate(path, SIZE - 1)
+    assert content(mirrored.locate(infos[0])) == content_of(0)
 
 
-@pytest.mark.parametrize("content", [b"", content_of(5)[:-1], content_of(5) + b"\x05", content_of(6)], ids=len)
-def test_a_corrupt_shard_is_not_kept_and_the_error_gives_advice(cache, folder, infos, content):
-    change(cache, 5, content)
+@pytest.mark.parametrize("damaged", [b"", content_of(5)[:-1], content_of(5) + b"\x05", content_of(6)], ids=len)
+def test_a_corrupt_shard_is_not_kept_and_the_error_gives_advice(cache, folder, infos, damaged):
+    change(cache, 5, damaged)
     mirrored = Mirror(cache, str(folder), 10**6)
     with pytest.raises(UserError) as caught:
         mirrored.locate(infos[5])
@@ -128,6 +136,20 @@ def test_a_corrupt_shard_is_not_kept_and_the_error_gives_advice(cache, folder, i
     assert os.listdir(folder) == []
     change(cache, 5, content_of(5))
     assert os.path.getsize(mirrored.locate(infos[5])) == SIZE
+
+
+def test_a_shard_that_the_network_garbles_is_downloaded_again(cache, folder, infos, monkeypatch):
+    garbled, download = iter((b"1", b"2")), mirror.download
+
+    def garble(url, local):
+        download(url, local)
+        if (change := next(garbled, None)) is not None:
+            with open(local, "wb") as file:
+                file.write(content_of(0)[:-1] + change)
+
+    monkeypatch.setattr(mirror, "download", garble)
+    assert content(Mirror(cache, str(folder), 10**9).locate(infos[0])) == content_of(0)
+    assert next(garbled, None) is None
 
 
 def test_a_missing_shard_is_named(cache, folder, infos):
@@ -157,35 +179,22 @@ def test_a_mirror_in_the_home_folder_is_found(cache, tmp_path, infos, monkeypatc
     assert Mirror(cache, "~/mirror", 10**6).locate(infos[0]).startswith(f"{tmp_path}/home/mirror/")
 
 
+def copied(cache, folder, infos, count):
+    """A mirror without a limit, which has the first shards; the first one was used the longest ago."""
+    mirrored = Mirror(cache, str(folder), 10**6)
+    for number in range(count):
+        mirrored.locate(infos[number])
+        used(folder, infos[number], 1000 - number)
+    return mirrored
+
+
 def test_least_recently_used_copies_are_evicted_first(cache, folder, infos):
-    before = Mirror(cache, str(folder), 10**6)
-    for number, seconds_ago in ((0, 100), (1, 400), (2, 300), (3, 200)):
-        before.locate(infos[number])
-        used(folder, infos[number], seconds_ago)
+    copied(cache, folder, infos, 4)
     mirrored = Mirror(cache, str(folder), 4 * SIZE)
-    mirrored.locate(infos[1])  # the least recently used copy is now the most recent one
-    for new, left in ((4, [0, 1, 3, 4]), (5, [0, 1, 4, 5]), (6, [1, 4, 5, 6])):
+    mirrored.locate(infos[0])  # the least recently used copy is now the most recent one
+    for new, left in ((4, [0, 2, 3, 4]), (5, [0, 3, 4, 5]), (6, [0, 4, 5, 6])):
         mirrored.locate(infos[new])
         assert numbers_in(folder, infos) == left
-
-
-def test_use_before_later_copies_also_counts(cache, folder, infos):
-    before = Mirror(cache, str(folder), 10**6)
-    for number in range(3):
-        before.locate(infos[number])
-        used(folder, infos[number], 1000 - number)
-    before.locate(infos[0])
-    Mirror(cache, str(folder), 3 * SIZE).locate(infos[3])
-    assert numbers_in(folder, infos) == [0, 2, 3]
-
-
-def test_no_more_copies_are_evicted_than_necessary(cache, folder, infos):
-    before = Mirror(cache, str(folder), 10**6)
-    for number in range(6):
-        before.locate(infos[number])
-        used(folder, infos[number], 1000 - number)
-    Mirror(cache, str(folder), 3 * SIZE).locate(infos[6])
-    assert numbers_in(folder, infos) == [4, 5, 6]
 
 
 def test_recently_requested_copies_are_kept_whatever_the_limit(cache, folder, infos):
@@ -198,61 +207,43 @@ def test_recently_requested_copies_are_kept_whatever_the_limit(cache, folder, in
     assert numbers_in(folder, infos) == [0, 2, 3, 4, 5, 6, 7, 8]
 
 
-def test_an_open_reader_can_read_an_evicted_copy(cache, folder, infos):
+def test_an_open_reader_can_read_an_evicted_copy_and_other_files_are_left_alone(cache, folder, infos):
     mirrored = Mirror(cache, str(folder), 1)
+    (folder / "notes.txt").write_bytes(b"mine" * SIZE)
     with open(mirrored.locate(infos[0]), "rb") as reader:
         for info in infos[1:]:
             mirrored.locate(info)
-        assert 0 not in numbers_in(folder, infos)
+        assert 0 not in numbers_in_copies(folder, infos)
         assert reader.read() == content_of(0)
-
-
-def test_other_files_in_the_folder_are_left_alone(cache, folder, infos):
-    mirrored = Mirror(cache, str(folder), 1)
-    (folder / "notes.txt").write_bytes(b"mine" * SIZE)
-    for info in infos:
-        mirrored.locate(info)
     assert (folder / "notes.txt").exists()
 
 
-def test_threads_that_request_the_same_shard_share_one_download(cache, folder, infos, monkeypatch):
-    real, downloads = mirror.download, []
-
-    def download(source, target):
-        downloads.append(source)
-        time.sleep(0.05)
-        real(source, target)
-
-    monkeypatch.setattr(mirror, "download", download)
+def test_threads_that_request_the_same_shard_share_one_download(cache, folder, infos, downloads):
+    downloads.before = lambda name: time.sleep(0.05)
     mirrored = Mirror(cache, str(folder), 10**6)
-    paths = []
-    threads = [threading.Thread(target=lambda: paths.append(mirrored.locate(infos[0]))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(mirrored.locate, infos[:1] * 8))
     assert len(downloads) == 1
     assert paths == [str(folder / f"{infos[0].sha256}.arrayrecord")] * 8
 
 
-def test_a_shard_does_not_wait_for_the_download_of_another(cache, folder, infos, monkeypatch):
-    real, started, released = mirror.download, threading.Event(), threading.Event()
+def test_a_shard_does_not_wait_for_the_download_of_another(cache, folder, infos, downloads):
+    started, released = threading.Event(), threading.Event()
 
-    def download(source, target):
-        if "shard-0" in source:
+    def wait(name):
+        if "shard-0" in name:
             started.set()
             assert released.wait(10)
-        real(source, target)
 
-    monkeypatch.setattr(mirror, "download", download)
+    downloads.before = wait
     mirrored = Mirror(cache, str(folder), 10**6)
-    slow = threading.Thread(target=mirrored.locate, args=(infos[0],))
-    slow.start()
-    assert started.wait(10)
-    mirrored.locate(infos[1])
-    assert numbers_in_copies(folder, infos) == [1]
-    released.set()
-    slow.join()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(mirrored.locate, infos[0])
+        assert started.wait(10)
+        mirrored.locate(infos[1])
+        assert numbers_in_copies(folder, infos) == [1]
+        released.set()
+        slow.result(10)
     assert numbers_in(folder, infos) == [0, 1]
 
 
@@ -304,9 +295,7 @@ def test_a_mirror_too_small_for_a_full_shuffle_logs_a_warning(caplog, infos):
 
 
 def test_processes_that_share_a_folder_may_evict_at_the_same_time(cache, folder, infos, monkeypatch):
-    before = Mirror(cache, str(folder), 10**6)
-    for info in infos[:3]:
-        before.locate(info)
+    copied(cache, folder, infos, 3)
     remove = os.remove
 
     def remove_after_another(path):

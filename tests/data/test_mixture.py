@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.mixture import BLOCK, Mixture, Phase, block_counts
+from lmtrain.data.mixture import BLOCK, Mixture, block_counts
 
 
 def given(mixture, examples):
@@ -26,7 +26,7 @@ def given(mixture, examples):
 )
 def test_a_block_has_the_shares_rounded_by_largest_remainder(weights, counts):
     assert block_counts(weights).tolist() == [counts]
-    sources, _ = given(Mixture([Phase(0, weights)], 1), 3 * BLOCK)
+    sources, _ = given(Mixture([(0, weights)], 1), 3 * BLOCK)
     for block in sources.reshape(3, BLOCK):
         assert np.bincount(block, minlength=len(weights)).tolist() == counts
 
@@ -56,23 +56,23 @@ def test_a_share_too_small_for_any_example_is_refused():
 
 @pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (0.001, 0.3, 0.2)])
 def test_every_source_is_taken_in_order_without_gaps(weights):
-    sources, numbers = given(Mixture([Phase(0, weights)], 3), 20 * BLOCK + 100)
+    sources, numbers = given(Mixture([(0, weights)], 3), 20 * BLOCK + 100)
     for source in range(3):
         taken = numbers[sources == source]
         assert taken.tolist() == list(range(len(taken)))
 
 
 def test_sources_are_spread_over_a_block_in_its_own_order():
-    sources, _ = given(Mixture([Phase(0, (1, 1))], 3), 2 * BLOCK)
+    sources, _ = given(Mixture([(0, (1, 1))], 3), 2 * BLOCK)
     first, second = sources.reshape(2, BLOCK)
     assert abs(first[:200].mean() - 0.5) < 0.15
     assert (first != second).any()
-    assert (given(Mixture([Phase(0, (1, 1))], 4), BLOCK)[0] != first).any()
+    assert (given(Mixture([(0, (1, 1))], 4), BLOCK)[0] != first).any()
 
 
 @pytest.mark.parametrize("change", [1, 100, BLOCK, BLOCK + 1, 5000])
 def test_weights_change_at_their_step_and_sources_continue_without_gaps(change):
-    mixture = Mixture([Phase(0, (1, 0, 1)), Phase(change, (0, 1, 3))], 3)
+    mixture = Mixture([(0, (1, 0, 1)), (change, (0, 1, 3))], 3)
     sources, numbers = given(mixture, change + 3 * BLOCK)
     assert 1 not in sources[:change]
     assert 0 not in sources[change:]
@@ -82,7 +82,7 @@ def test_weights_change_at_their_step_and_sources_continue_without_gaps(change):
 
 
 def test_an_example_does_not_depend_on_the_order_of_requests():
-    phases = [Phase(0, (1, 2)), Phase(3000, (2, 1))]
+    phases = [(0, (1, 2)), (3000, (2, 1))]
     index = np.random.default_rng(0).integers(0, 20_000, 500)
     whole = given(Mixture(phases, 9), 20_000)
     asked = Mixture(phases, 9).source_of(index)
@@ -92,14 +92,14 @@ def test_an_example_does_not_depend_on_the_order_of_requests():
 
 def test_the_order_never_changes():
     """Another order would change the data of every running mixed run."""
-    sources, numbers = Mixture([Phase(0, (1, 2, 1))], 7).source_of(np.arange(2040, 2056))
+    sources, numbers = Mixture([(0, (1, 2, 1))], 7).source_of(np.arange(2040, 2056))
     assert sources.tolist() == [1, 2, 1, 1, 0, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0]
     assert numbers.tolist() == [1020, 511, 1021, 1022, 509, 1023, 510, 511, 1024, 1025, 512, 1026, 1027, 1028, 513, 514]
 
 
 @pytest.mark.parametrize("limits", [(10, 10), (1000, 10_000), (10**6, 300), (0, 5)])
 def test_examples_end_before_a_source_would_restart(limits):
-    mixture = Mixture([Phase(0, (1, 3)), Phase(500, (3, 1))], 2)
+    mixture = Mixture([(0, (1, 3)), (500, (3, 1))], 2)
     within = mixture.examples_within(limits, 20_000)
     sources, _ = given(mixture, 20_000)
     counts = [np.bincount(sources[:n], minlength=2) for n in (within, within + 1)]

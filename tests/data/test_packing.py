@@ -1,6 +1,7 @@
 """Packing of documents with targets: no document is split, and windows depend on the lengths only."""
 
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ LENGTHS = st.lists(st.integers(1, 30), max_size=60)
 
 @given(LENGTHS, st.integers(2, 20), st.sampled_from(["cut", "drop"]))
 def test_windows_hold_complete_documents_in_order_and_the_next_one_does_not_fit(lengths, seq_len, too_long):
-    packed = pack(np.array(lengths, np.int64), seq_len, too_long)
+    found, sizes, num_long = pack(np.array(lengths, np.int64), seq_len, too_long)
     starts = np.cumsum([0, *lengths]).tolist()
     expected, window = [], []
 
@@ -37,8 +38,8 @@ def test_windows_hold_complete_documents_in_order_and_the_next_one_does_not_fit(
             close()
         window.append(number)
     close()
-    assert list(zip(packed.starts.tolist(), packed.lengths.tolist(), strict=True)) == expected
-    assert packed.too_long == sum(length > seq_len for length in lengths)
+    assert list(zip(found.tolist(), sizes.tolist(), strict=True)) == expected
+    assert num_long == sum(length > seq_len for length in lengths)
 
 
 class Documents:
@@ -66,7 +67,7 @@ class Documents:
     def document_lengths(self, shard):
         return self._lengths[shard]
 
-    def read_targets(self, starts, length):
+    def read(self, starts, length):
         padded = np.append(self._tokens, np.zeros(length, np.int32))
         tokens = np.array([padded[start : start + length] for start in starts.tolist()])
         return tokens.copy(), (tokens % 100 == 0) & (np.arange(length) > 0), tokens % 2 == 1
@@ -83,13 +84,28 @@ def test_a_position_is_trained_if_the_next_token_is_a_target_of_the_same_documen
     assert batch["loss_mask"].astype(int).tolist() == [[1, 0, 0, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
     assert batch["segments"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 1, 1, 1, 1, 1, 1]]
     assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4, 5]]
+    assert "positions" not in source(Documents([3]), reset_positions=False)[0]
     following = source(Documents([3, 4, 2], [9, 8]))[1]
     assert following["tokens"].tolist() == [list(range(300, 308)), list(range(400, 408))]
     assert following["segments"].max() == 0
 
 
-def test_positions_restart_only_if_asked_for():
-    assert "positions" not in source(Documents([3]), reset_positions=False)[0]
+@given(st.lists(LENGTHS.filter(bool), min_size=1, max_size=3), st.integers(2, 20))
+def test_windows_have_a_target_if_their_loss_mask_has_one(shards, seq_len):
+    windows = PackedWindows(Documents(*shards), seq_len)
+    for number in range(windows.for_training()):
+        numbers = np.array([number])
+        assert windows.have_target(numbers) == windows.read(numbers)[2].any()
+
+
+def test_looking_for_a_target_takes_no_memory_for_the_rest_of_a_long_sequence():
+    windows = PackedWindows(Documents([1, 4]), 2**24)
+    windows.for_training()
+    tracemalloc.start()
+    assert windows.have_target(np.arange(1))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
 
 
 def test_dropped_documents_are_in_no_window():

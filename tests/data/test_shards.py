@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from lmtrain.data.cache_manifest import Manifest, ShardInfo
+from lmtrain.data.cache_manifest import CacheManifest, ShardInfo
 from lmtrain.data.shards import Shards
 
 
@@ -27,7 +27,7 @@ def still_waiting(future):
 
 
 def test_shards_of_a_manifest_are_complete():
-    shards = Shards.of(Manifest("train", {}, [], "<u2", [info(3), info(0), info(4)]))
+    shards = Shards.of(CacheManifest("train", {}, [], "<u2", [info(3), info(0), info(4)]))
     assert (shards.tokens, shards.complete, shards.starts.tolist()) == (7, True, [0, 3, 3, 7])
     assert shards.wait_for(10**9) == shards.wait_for(None) == 7
     assert [shard.tokens for shard in shards.follow()] == [3, 0, 4]

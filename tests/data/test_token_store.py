@@ -8,7 +8,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from lmtrain.config.errors import UserError
 from lmtrain.data import token_store
-from lmtrain.data.cache_manifest import BLOCK_TOKENS, Manifest, ShardInfo
+from lmtrain.data.cache_manifest import BLOCK_TOKENS, CacheManifest, ShardInfo
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import TokenStore, check_file
 
@@ -39,7 +39,7 @@ def write(folder, targets=None):
         writer.close()
         shards.append(ShardInfo(file, {}, os.path.getsize(folder / file), "", size, 1))
         start += size
-    return folder, Manifest("train", {}, [], "<u2", shards), everything, begins[:-1]
+    return folder, CacheManifest("train", {}, [], "<u2", shards), everything, begins[:-1]
 
 
 @pytest.fixture(scope="module")
@@ -51,35 +51,27 @@ def open_store(folder, manifest, **more):
     return TokenStore(str(folder), Shards.of(manifest), manifest.dtype, lambda info: str(folder / info.file), **more)
 
 
-def test_windows_anywhere_equal_the_long_array(cache):
-    folder, manifest, everything, begins = cache
+@pytest.mark.parametrize("with_targets", [False, True])
+def test_windows_anywhere_equal_the_long_array(tmp_path, with_targets):
     rng = np.random.default_rng(1)
-    for length in (1, 7, 1000, BLOCK_TOKENS + 3):
-        starts = np.append(rng.integers(0, len(everything) - length, 40), [0, len(everything) - length])
-        found, documents = open_store(folder, manifest).read(starts, length)
-        assert (found.dtype, documents.dtype) == (np.int32, bool)
-        for row, first, start in zip(found, documents, starts, strict=True):
-            np.testing.assert_array_equal(row, everything[start : start + length])
-            np.testing.assert_array_equal(first[1:], begins[start + 1 : start + length])
-
-
-def test_targets_of_windows_anywhere_equal_the_long_array(tmp_path):
-    rng = np.random.default_rng(2)
-    targets = rng.random(sum(SIZES)) < 0.5
+    targets = rng.random(sum(SIZES)) < 0.5 if with_targets else None
     folder, manifest, everything, begins = write(tmp_path, targets)
+    store = open_store(folder, manifest, too_long="cut" if with_targets else None)
+    expected = np.ones(sum(SIZES), bool) if targets is None else targets
     for length in (1, 7, 1000, BLOCK_TOKENS + 3):
-        starts = np.append(rng.integers(0, len(everything) - length, 20), [0, len(everything) - length])
-        tokens, first, found = open_store(folder, manifest, too_long="cut").read_targets(starts, length)
+        starts = np.append(rng.integers(0, len(everything) - length, 30), [0, len(everything) - length])
+        tokens, first, is_target = store.read(starts, length)
+        assert (tokens.dtype, first.dtype) == (np.int32, bool)
         for row, start in enumerate(starts):
             np.testing.assert_array_equal(tokens[row], everything[start : start + length])
             np.testing.assert_array_equal(first[row, 1:], begins[start + 1 : start + length])
-            np.testing.assert_array_equal(found[row], targets[start : start + length])
+            np.testing.assert_array_equal(is_target[row], expected[start : start + length])
 
 
 def test_tokens_past_the_end_are_zeros(cache):
     folder, manifest, everything, begins = cache
     total = len(everything)
-    found, documents = open_store(folder, manifest).read(np.array([total - 3, total, total + 10]), 5)
+    found, documents, _ = open_store(folder, manifest).read(np.array([total - 3, total, total + 10]), 5)
     np.testing.assert_array_equal(documents[0, 1:], [*begins[-2:], True, False])
     np.testing.assert_array_equal(found[0], [*everything[-3:], 0, 0])
     assert not found[1:].any()

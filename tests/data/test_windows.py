@@ -8,23 +8,25 @@ import pytest
 
 from lmtrain.data import windows
 from lmtrain.data.cache_manifest import ShardInfo
-from lmtrain.data.permutation import permute
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import TokenStore
-from lmtrain.data.windows import (
-    TextWindows,
-    WindowOrder,
-    num_eval_windows,
-    num_train_windows,
-    train_windows,
-    wait_for_windows,
-)
+from lmtrain.data.windows import TextWindows, WindowOrder, train_windows, wait_for_windows
 
 
-def test_training_drops_the_tail_and_evaluation_keeps_a_tail_with_a_target():
-    assert [num_train_windows(tokens, 4) for tokens in (3, 4, 7, 8)] == [0, 1, 1, 2]
+def of(shards):
+    """Windows of 10 tokens of a store that is never read."""
+    return TextWindows(TokenStore("text", shards, "<u2", lambda info: info.file), 10)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "train", "evaluation"),
     # a tail of one token has nothing to predict
-    assert [num_eval_windows(tokens, 4) for tokens in (0, 1, 2, 4, 5, 6, 8)] == [0, 0, 1, 1, 1, 2, 2]
+    [(0, 0, 0), (1, 0, 0), (2, 0, 1), (9, 0, 1), (10, 1, 1), (11, 1, 1), (12, 1, 2), (20, 2, 2)],
+)
+def test_training_drops_the_tail_and_evaluation_keeps_a_tail_with_a_target(tokens, train, evaluation):
+    shards = Shards()
+    shards.add(ShardInfo("f", {}, 1, "", tokens, 1))
+    assert (of(shards).for_training(), of(shards).for_evaluation()) == (train, evaluation)
 
 
 def test_without_shuffle_windows_are_in_order_and_restart():
@@ -60,24 +62,6 @@ def test_the_order_follows_the_seed():
     assert len(orders) == 20
 
 
-def test_permutation_is_valid_for_every_size():
-    for n in (1, 2, 3, 4, 5, 17, 64, 65, 1000):
-        for seed in (0, 2**63 - 1):
-            order = permute(np.arange(n), n, seed, np.zeros(n, np.int64))
-            assert sorted(order.tolist()) == list(range(n))
-
-
-def test_permutation_never_changes():
-    """Another order would change the data of every running run."""
-    assert permute(np.arange(10), 10, 1, np.ones(10, np.int64)).tolist() == [3, 1, 7, 0, 9, 4, 2, 8, 6, 5]
-
-
-def test_permutation_scatters_neighbours():
-    order = permute(np.arange(50_000), 50_000, 0, np.zeros(50_000, np.int64))
-    assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.02
-    assert abs(np.corrcoef(order, np.arange(50_000))[0, 1]) < 0.02
-
-
 @pytest.mark.parametrize("shuffle", [False, True, 7, 5000])
 def test_orders_requested_in_parts_equal_one_request(shuffle, monkeypatch):
     monkeypatch.setattr(windows, "_BLOCK", 64)
@@ -87,11 +71,6 @@ def test_orders_requested_in_parts_equal_one_request(shuffle, monkeypatch):
         for _ in range(20):
             examples = np.sort(rng.integers(0, 1000, 9))
             np.testing.assert_array_equal(order(examples, count), train_windows(examples, count, shuffle, 3))
-
-
-def of(shards):
-    """Windows of 10 tokens of a store that is never read."""
-    return TextWindows(TokenStore("text", shards, "<u2", lambda info: info.file), 10)
 
 
 @pytest.mark.parametrize("shuffle", [False, 4])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import tiny_settings
-from deploy.scripts import BIN, DEPLOY, ROOT, blocks, needs
+from deploy.scripts import BIN, DEPLOY, ROOT
 from faults.runs import write_config
 
 DOCKER = DEPLOY / "docker"
@@ -101,43 +101,21 @@ def test_everything_copied_is_in_the_context(name, context):
         assert all((context / source).exists() for source in sources)
 
 
-def install_step(name: str, home: Path, extras: str | None = None) -> str:
-    """The RUN step that installs, with /opt/lmtrain below `home`, and with other extras if they are given."""
-    step = arguments(name, "RUN")[0].replace("/opt/lmtrain", str(home / "lmtrain"))
-    return step if extras is None else re.sub(r'"\.\[[^]]*\]"', f'".{extras}"', step)
-
-
-def run_step(step: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    path = {"PATH": f"{folder / 'python' / 'bin'}:{os.environ['PATH']}"}
-    return subprocess.run(
-        ["bash", "-euc", step],
-        cwd=folder,
-        env=os.environ | path | environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-
-
-@pytest.fixture
-def builder(tmp_path, context):
-    """A copy of the context with a separate Python, like that of the base image: `pip install` installs into it."""
+@pytest.mark.long
+def test_the_install_step_creates_an_environment_that_runs(context, tmp_path):
+    """The step of both images, without the accelerator's extra, whose wheels are gigabytes: see test_gpu.py."""
+    gpu, tpu = (arguments(name, "RUN")[0] for name in FILES)
+    step = gpu.replace("${CUDA},ray", "ray")
+    assert step == tpu.replace("tpu,ray", "ray") != gpu  # the steps differ in the extra only
     folder = tmp_path / "src"
     shutil.copytree(context, folder)
+    # a separate Python, like that of the base image, into which `pip install` installs
     subprocess.run([sys.executable, "-m", "venv", folder / "python"], check=True)
-    return folder
-
-
-@pytest.mark.long
-def test_the_install_step_creates_an_environment_that_runs(builder, tmp_path):
-    """The step of both images, without the accelerator's extra, whose wheels are gigabytes."""
-    extras = [re.search(r"\.\[([^]]*)\]", arguments(name, "RUN")[0])[1] for name in FILES]
-    assert extras == ["${CUDA},ray", "tpu,ray"]
-    steps = {install_step(name, tmp_path, "[ray]") for name in FILES}
-    assert len(steps) == 1  # the steps differ in the extra only
-    done = run_step(steps.pop(), builder)
+    environment = os.environ | {"PATH": f"{folder / 'python' / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", "-euc", step.replace("/opt/lmtrain", str(tmp_path / "lmtrain"))]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    shutil.rmtree(builder)  # nothing may depend on the build stage
+    shutil.rmtree(folder)  # nothing may depend on the build stage
     installed = tmp_path / "lmtrain" / "bin"
     assert not (installed / "pip").exists()
     assert not (installed / "uv").exists()
@@ -150,29 +128,5 @@ def test_the_install_step_creates_an_environment_that_runs(builder, tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "argument"), [("Dockerfile.gpu", "cuda12"), ("Dockerfile.gpu", "cuda13"), ("Dockerfile.tpu", "")]
-)
-def test_the_install_step_resolves_with_its_accelerator(name, argument, builder, tmp_path):
-    """A dry run in a clean environment, since the wheels are gigabytes. The rest of the step runs as written.
-
-    The platform is that of the base image, Debian 12 with glibc 2.36: libtpu has no wheels for one before 2.31.
-    """
-    step = install_step(name, tmp_path).replace(
-        "--compile-bytecode", "--dry-run --python-platform x86_64-manylinux_2_36"
-    )
-    assert "--dry-run" in step
-    done = run_step(step, builder, CUDA=argument)
-    assert done.returncode == 0, done.stderr
-    expected = f"jax-{argument}-plugin" if argument else "libtpu"
-    assert f"+ {expected}==" in done.stderr
-    assert "+ ray==" in done.stderr
-
-
 def test_cuda_12_is_the_default():
     assert arguments("Dockerfile.gpu", "ARG") == ["CUDA=cuda12"]
-
-
-def test_the_page_states_what_its_commands_need():
-    assert all(needs(before) for before, _ in blocks(DOCKER / "README.md"))

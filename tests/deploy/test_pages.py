@@ -1,14 +1,22 @@
-"""The page for all targets. What holds for all pages is in tests/test_guides.py."""
+"""The pages and scripts of all targets. What holds for all pages of the repository is in tests/test_guides.py."""
 
 import re
 
-from deploy.scripts import DEPLOY, blocks, needs
+import pytest
+from deploy.scripts import DEPLOY, blocks, needs, shellcheck
 
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
 
 
-def test_commands_on_the_common_pages_state_what_they_need():
-    assert all(needs(before) for page in DEPLOY.glob("*.md") for before, _ in blocks(page))
+def test_commands_on_the_pages_state_what_they_need():
+    assert all(needs(before) for page in DEPLOY.rglob("*.md") for before, _ in blocks(page))
+
+
+@pytest.mark.parametrize(("folder", "count"), [("gpu", 2), ("slurm", 3), ("tpu", 7)])
+def test_shell_scripts_are_clean(folder, count):
+    scripts = [path for path in sorted((DEPLOY / folder).iterdir()) if path.suffix != ".md"]
+    assert len(scripts) == count
+    shellcheck(*scripts)
 
 
 def test_the_exit_code_of_a_stop_is_the_documented_one():

@@ -7,19 +7,15 @@ import subprocess
 import sys
 
 import pytest
-from conftest import tiny_settings
+from conftest import log_lines, tiny_settings
 from deploy.fake_slurm import install, warn
-from deploy.scripts import DEPLOY, ROOT, blocks, needs, shellcheck
+from deploy.scripts import DEPLOY, ROOT
 from faults.runs import end, wait_for, write_config
 
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
 
 SLURM = DEPLOY / "slurm"
 STEPS = 60
-
-
-def test_shell_scripts_are_clean():
-    shellcheck(*SLURM.glob("*.sbatch"), *SLURM.glob("*.sh"))
 
 
 def job_with_free_port() -> int:
@@ -34,13 +30,9 @@ def job_with_free_port() -> int:
     raise AssertionError("no free port")
 
 
-@pytest.fixture
-def slurm(tmp_path):
-    """`slurm.start("train.sbatch", ...)` submits from `slurm.folder`."""
-    return Slurm(tmp_path)
-
-
 class Slurm:
+    """`start("train.sbatch", ...)` submits from `folder`."""
+
     def __init__(self, folder):
         self.folder, self.state = folder, folder / "slurm"
         self.state.mkdir()
@@ -87,89 +79,68 @@ class Slurm:
             f"code = {list(codes)}[start - 1]\n"
             "os.abort() if code == 134 else sys.exit(code)\n"
         )
-        return len(codes)
 
 
-def of_two(slurm):
-    """The metrics of a run of two processes by step, without times."""
-    run = f"slurm-{slurm.job}"
-    lines = (slurm.folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines()
-    names = ("step", "train/loss", "eval/loss", "train/gradient_norm")
-    found = [{name: line[name] for name in names if name in line} for line in map(json.loads, lines)]
-    return [line for line in found if len(line) > 1]
+@pytest.fixture
+def slurm(tmp_path):
+    return Slurm(tmp_path)
 
 
-@pytest.mark.end_to_end
-@pytest.mark.long
-def test_two_processes_signalled_and_requeued_equal_an_uninterrupted_pair(tmp_path):
-    settings = tiny_settings()
-    settings["trainer"] |= {"num_train_steps": STEPS, "steps_per_eval": 30, "id": None}
-    settings["trainer"]["checkpointer"] = {"save_interval": None, "keep": []}
-    two_nodes = ("--nodes", "2", "--gpus-per-node", "0")  # one process on each, without GPUs
-    found = {}
-    for name in ("uninterrupted", "signalled"):
-        folder = tmp_path / name
-        write_config(folder, settings)
-        slurm = found[name] = Slurm(folder)
-        process = slurm.start("train.sbatch", "tiny.json", options=two_nodes)
-        try:
-            if name == "signalled":
-                log = folder / "logs" / f"slurm-{slurm.job}.metrics.jsonl"
-                wait_for(lambda log=log: log.exists() and log.read_text().count("train/loss") > 3, [process])
-                warn(slurm.state)
-            code = process.wait(timeout=300)
-        finally:
-            end([process])
-        assert code == 0, (folder / "output.txt").read_text()
-    output = (tmp_path / "signalled" / "output.txt").read_text()
-    assert f"exit {STOPPED_BY_SIGNAL}, requeue 1 of" in output
-    assert "resuming after step" in output
-    assert [len(found[name].steps) for name in ("uninterrupted", "signalled")] == [1, 2]
-    assert found["signalled"].steps[0]["ntasks"] == "2"
-    logged = of_two(found["signalled"])
-    assert [line["step"] for line in logged if "train/loss" in line] == list(range(1, STEPS + 1))
-    assert logged == of_two(found["uninterrupted"])
+UNTIL_SIGNALLED = """
+import signal, time
+if start > 1:
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+open("up-" + os.environ["SLURM_PROCID"], "w").close()
+while True:
+    time.sleep(0.01)
+"""
+
+
+def test_the_signal_before_the_time_limit_reaches_the_processes_of_all_nodes_and_the_job_is_requeued(slurm):
+    """tests/faults/test_signals.py tests what two processes of a run do then."""
+    slurm.fake_lmtrain(UNTIL_SIGNALLED)
+    process = slurm.start("train.sbatch", "my.yaml", options=("--nodes", "2", "--gpus-per-node", "0"))
+    try:
+        wait_for(lambda: len(list(slurm.folder.glob("up-*"))) == 2, [process])
+        warn(slurm.state)
+        assert process.wait(timeout=300) == 0
+    finally:
+        end([process])
+    assert f"exit {STOPPED_BY_SIGNAL}, requeue 1 of" in (slurm.folder / "output.txt").read_text()
+    assert [step["ntasks"] for step in slurm.steps] == ["2", "2"]
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "preprocess.sbatch"])
-@pytest.mark.parametrize("code", [75, 134, 1, 137])
-def test_what_a_restart_can_resume_is_requeued(slurm, script, code):
-    slurm.exits(code, 0)
-    assert slurm.run(script, "my.yaml", "--a.b", "c d")[0] == 0
-    assert len(slurm.steps) == 2
+@pytest.mark.parametrize(
+    ("codes", "starts", "given"),
+    [
+        *(((code, 0), 2, {}) for code in (75, 134, 1, 137)),  # what a restart can resume is requeued
+        *(((code, 1), 1, {}) for code in (0, 2)),  # success and mistakes are not
+        ((1, 75, 137, 1), 3, {"MAX_REQUEUES": "2"}),
+        ((1, 1, 1), 2, {"SLURM_RESTART_COUNT": "19"}),  # requeues by Slurm count too
+    ],
+)
+def test_what_is_requeued_and_how_often(slurm, script, codes, starts, given):
+    slurm.exits(*codes)
+    assert slurm.run(script, "my.yaml", "--a.b", "c d", **given)[0] == codes[starts - 1]
+    assert len(slurm.steps) == starts
 
 
 @pytest.mark.parametrize("script", ["train.sbatch", "preprocess.sbatch"])
-@pytest.mark.parametrize("code", [0, 2])
-def test_success_and_mistakes_are_not_requeued(slurm, script, code):
-    slurm.exits(code, 1)
-    assert slurm.run(script, "my.yaml")[0] == code
-    assert len(slurm.steps) == 1
-
-
-def test_requeues_are_limited(slurm):
-    slurm.exits(1, 75, 134, 1)
-    code, output = slurm.run("train.sbatch", "my.yaml", MAX_REQUEUES="2")
-    assert code == 134
-    assert len(slurm.steps) == 3
-    assert "after 2 requeues, MAX_REQUEUES is 2: not requeued" in output
-
-
-def test_requeues_by_slurm_count_too(slurm):
-    slurm.exits(1, 1, 1)
-    assert slurm.run("train.sbatch", "my.yaml", SLURM_RESTART_COUNT="19")[0] == 1
-    assert len(slurm.steps) == 2
-
-
-def seen(slurm):
-    return (slurm.folder / "seen.txt").read_text().splitlines()
+def test_death_by_the_signal_before_the_time_limit_counts_as_stopped(slurm, script):
+    slurm.fake_lmtrain("import signal\nos.kill(os.getpid(), signal.SIGUSR1)\n")  # before its handlers are installed
+    code, output = slurm.run(script, "my.yaml", MAX_REQUEUES="0")
+    assert code == STOPPED_BY_SIGNAL, output
+    assert "exit 75 after 0 requeues, MAX_REQUEUES is 0: not requeued" in output
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, None), ({"RUN_ID": "mine"}, "mine")])
 def test_the_run_id_stays_the_same_after_requeues(slurm, given, expected):
     slurm.exits(75, 134, 0)
     assert slurm.run("train.sbatch", "my.yaml", "--a.b=c", **given)[0] == 0
-    assert seen(slurm) == [f"{expected or f'slurm-{slurm.job}'} train my.yaml --a.b=c"] * 3
+    seen = (slurm.folder / "seen.txt").read_text().splitlines()
+    assert seen == [f"{expected or f'slurm-{slurm.job}'} train my.yaml --a.b=c"] * 3
 
 
 DEVICES = """
@@ -217,6 +188,46 @@ def test_steps_use_all_cores_and_are_not_killed_by_another_exit(slurm):
     assert preprocess["cpus-per-task"] == "6"
 
 
+def of_two(slurm):
+    """The metrics of a run of two processes by step, without times."""
+    names = ("step", "train/loss", "eval/loss", "train/gradient_norm")
+    lines = log_lines(slurm.folder, f"slurm-{slurm.job}")
+    found = [{name: line[name] for name in names if name in line} for line in lines]
+    return [line for line in found if len(line) > 1]
+
+
+@pytest.mark.end_to_end
+@pytest.mark.long
+def test_two_processes_signalled_and_requeued_equal_an_uninterrupted_pair(tmp_path):
+    settings = tiny_settings()
+    settings["trainer"] |= {"num_train_steps": STEPS, "steps_per_eval": 30, "id": None}
+    settings["trainer"]["checkpointer"] = {"save_interval": None, "keep": []}
+    two_nodes = ("--nodes", "2", "--gpus-per-node", "0")  # one process on each, without GPUs
+    found = {}
+    for name in ("uninterrupted", "signalled"):
+        folder = tmp_path / name
+        write_config(folder, settings)
+        slurm = found[name] = Slurm(folder)
+        process = slurm.start("train.sbatch", "tiny.json", options=two_nodes)
+        try:
+            if name == "signalled":
+                log = folder / "logs" / f"slurm-{slurm.job}.metrics.jsonl"
+                wait_for(lambda log=log: log.exists() and log.read_text().count("train/loss") > 3, [process])
+                warn(slurm.state)
+            code = process.wait(timeout=300)
+        finally:
+            end([process])
+        assert code == 0, (folder / "output.txt").read_text()
+    output = (tmp_path / "signalled" / "output.txt").read_text()
+    assert f"exit {STOPPED_BY_SIGNAL}, requeue 1 of" in output
+    assert "resuming after step" in output
+    assert [len(found[name].steps) for name in ("uninterrupted", "signalled")] == [1, 2]
+    assert found["signalled"].steps[0]["ntasks"] == "2"
+    logged = of_two(found["signalled"])
+    assert [line["step"] for line in logged if "train/loss" in line] == list(range(1, STEPS + 1))
+    assert logged == of_two(found["uninterrupted"])
+
+
 @pytest.mark.end_to_end
 def test_signalled_preprocessing_is_requeued_and_finishes(slurm):
     """The real command, restarted after a start that was stopped by the signal."""
@@ -231,10 +242,6 @@ def test_signalled_preprocessing_is_requeued_and_finishes(slurm):
     assert code == 0, output
     assert "exit 75, requeue 1 of" in output
     assert (slurm.folder / "cache" / "train" / "manifest.json").exists()
-
-
-def test_the_page_states_what_its_commands_need():
-    assert all(needs(before) for before, _ in blocks(SLURM / "README.md"))
 
 
 def test_secrets_are_nowhere_in_the_scripts():

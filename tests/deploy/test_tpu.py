@@ -8,13 +8,13 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from deploy.fake_gcloud import Cloud
-from deploy.scripts import DEPLOY, ROOT, blocks, needs, shellcheck
+from deploy.scripts import DEPLOY, ROOT
+from faults.runs import wait_for
 
 SCRIPTS = DEPLOY / "tpu"
 NAMES = ("spin-up", "run", "launch", "babysit")
@@ -100,29 +100,26 @@ class Desk(Cloud):
         self.started.append(process)
         return process
 
-    def do(self, script: str, *words: str, **environment: str) -> subprocess.CompletedProcess:
-        process = self.start(script, *words, **environment)
-        out, err = process.communicate(timeout=DEADLINE_SECONDS)
-        return subprocess.CompletedProcess(words, process.returncode, out, err)
+    def do(self, script: str, *words: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess:
+        """Run a script to its end, with this exit code."""
+        return finish(self.start(script, *words, **environment), code)
 
-    def run(self, *cmd: str, **environment: str) -> subprocess.CompletedProcess:
-        return self.do("run", *PLACE, "--", *cmd, **environment)
+    def run(self, *cmd: str, code: int = 0, **environment: str) -> subprocess.CompletedProcess:
+        return self.do("run", *PLACE, "--", *cmd, code=code, **environment)
 
-    def babysit(self, *words: str, **environment: str) -> subprocess.CompletedProcess:
-        return self.do("babysit", *PLACE, *MADE_OF, *self.own_setup, *words, **environment)
+    def spin_up(self, *words: str, code: int = 0) -> subprocess.CompletedProcess:
+        return self.do("spin-up", *PLACE, *MADE_OF, *self.own_setup, *words, code=code)
 
-    def preempt(self, number: int) -> None:
-        """Preempt like Google: SIGTERM to every process, or SIGKILL for no warning. The disk is lost."""
+    def start_babysit(self, *words: str) -> subprocess.Popen:
+        return self.start("babysit", *PLACE, *MADE_OF, *self.own_setup, *words)
+
+    def babysit(self, *words: str, code: int = 0) -> subprocess.CompletedProcess:
+        return finish(self.start_babysit(*words), code)
+
+    @property
+    def vm(self) -> dict | None:
         with self.state() as state:
-            vm = state["vm"]
-        self.signal(vm, number)
-        deadline = time.monotonic() + 300
-        while self.processes(vm) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        self.signal(vm, signal.SIGKILL)
-        with self.state() as state:
-            if state["vm"] and state["vm"]["number"] == vm["number"]:
-                state["vm"]["states"] = ["PREEMPTED"]
+            return state["vm"]
 
     def end(self) -> None:
         """Kill the processes that a failed test has left."""
@@ -134,6 +131,13 @@ class Desk(Cloud):
             self.signal({"number": number}, signal.SIGKILL)
 
 
+def finish(process: subprocess.Popen, code: int = 0) -> subprocess.CompletedProcess:
+    """Wait for a script, which must have this exit code."""
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == code, err
+    return subprocess.CompletedProcess(process.args, code, out, err)
+
+
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
     made = Desk(tmp_path / "desk")
@@ -141,30 +145,9 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     made.end()
 
 
-def wait_for(found: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-# ------------------------------------------------------------------------------------------------- flags and shellcheck
-
-
-def test_shellcheck_finds_nothing():
-    scripts = [path for path in sorted(SCRIPTS.iterdir()) if path.suffix != ".md"]
-    assert len(scripts) == 7
-    shellcheck(*(path.relative_to(ROOT) for path in scripts))
-
-
-def test_every_command_of_the_page_states_its_requirements():
-    assert all(needs(before) for before, _ in blocks(SCRIPTS / "README.md"))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_help_lists_every_accepted_flag(desk, name):
     done = desk.do(name, "--help")
-    assert done.returncode == 0
     assert done.stdout.startswith(f"{name} NAME -z ZONE")
     taken = re.search(r'^parse "(.*)" "\$@"', (SCRIPTS / name).read_text(), re.MULTILINE)
     assert taken
@@ -193,21 +176,16 @@ def test_help_lists_every_accepted_flag(desk, name):
     ],
 )
 def test_a_mistake_in_the_flags_is_one_line_without_a_call_to_gcloud(desk, name, words, message):
-    done = desk.do(name, *words)
-    assert done.returncode == 2
+    done = desk.do(name, *words, code=2)
     lines = [line for line in done.stderr.splitlines() if "uncommitted changes" not in line]
     assert len(lines) == 1
     assert message in lines[0]
     assert desk.calls() == []
 
 
-# ------------------------------------------------------------------------------------------------------------------ run
-
-
 def test_run_returns_the_exit_code_and_the_output_of_the_command(desk):
     desk.make_vm()
-    done = desk.run("bash", "-c", "echo out; echo err >&2; pwd; exit 7")
-    assert done.returncode == 7
+    done = desk.run("bash", "-c", "echo out; echo err >&2; pwd; exit 7", code=7)
     assert done.stdout == f"out\n{desk.worker()}/lmtrain\n"
     assert "\nerr\n" in done.stderr
     assert "begun" not in done.stderr
@@ -221,24 +199,15 @@ def test_every_word_of_the_command_arrives_as_given(desk):
     assert json.loads(done.stdout) == [words, "a  b\n$'", ""]
 
 
-def test_all_workers_run_with_the_same_run_id_and_the_worst_exit_code_is_returned(desk):
-    desk.make_vm(workers=3)
-    command = 'echo "$RUN_ID $HOSTNAME"; case $HOSTNAME in *-1) exit 75 ;; *-2) exit 5 ;; esac'
-    done = desk.run("bash", "-c", command)
-    assert done.returncode == 5
-    lines = sorted(done.stdout.splitlines())
-    assert [line.split()[0] for line in lines] == ["[0]", "[1]", "[2]"]
-    assert [line.split()[2] for line in lines] == ["t1v-0", "t1v-1", "t1v-2"]
-    (run_id,) = {line.split()[1] for line in lines}
+@pytest.mark.parametrize(("codes", "expected"), [("75 0", 75), ("1 2", 2), ("2 75", 2), ("75 1", 1)])
+def test_all_workers_run_with_the_same_run_id_and_the_worst_exit_code_is_returned(desk, codes, expected):
+    desk.make_vm(workers=2)
+    command = f'codes=({codes}); echo "$RUN_ID $HOSTNAME"; exit ${{codes[${{HOSTNAME#t1v-}}]}}'
+    done = desk.run("bash", "-c", command, code=expected)
+    run_id = done.stdout.split()[1]
+    assert sorted(done.stdout.splitlines()) == [f"[{number}] {run_id} t1v-{number}" for number in range(2)]
     assert run_id.startswith("my-tpu-")
     assert f"RUN_ID={run_id}" in done.stderr
-
-
-@pytest.mark.parametrize(("codes", "expected"), [("0 0", 0), ("75 0", 75), ("1 2", 2), ("2 75", 2), ("75 1", 1)])
-def test_exit_code_of_several_workers(desk, codes, expected):
-    desk.make_vm(workers=2)
-    first, second = codes.split()
-    assert desk.run("bash", "-c", f"[[ $HOSTNAME == *-0 ]] && exit {first}; exit {second}").returncode == expected
 
 
 def test_the_run_id_depends_on_name_and_command_not_on_secrets_and_can_be_set(desk):
@@ -271,7 +240,6 @@ print("arrived")
     script = desk.folder / "look.py"
     script.write_text(program)
     done = desk.run("WANDB_API_KEY=from-CMD", "python3", str(script), HF_TOKEN=SECRET, WANDB_API_KEY="from here")
-    assert done.returncode == 0, done.stderr
     assert done.stdout.count("arrived") == 2
     printed = done.stdout + done.stderr + json.dumps(desk.calls())
     for secret in (SECRET, "from-CMD", "from here"):
@@ -282,27 +250,20 @@ print("arrived")
     assert not any(b"hf_do" in path.read_bytes() or b"from-CMD" in path.read_bytes() for path in left)
 
 
-def test_a_missing_vm_or_program_is_one_clear_line(desk):
-    done = desk.run("true")
-    assert done.returncode == 1
+def test_a_missing_vm_or_program_is_one_clear_line_and_an_unreachable_worker_has_its_own_code(desk):
+    done = desk.run("true", code=1)
     assert "is MISSING, not READY" in done.stderr
     desk.make_vm()
-    done = desk.run("no-such-program")
-    assert done.returncode == 127
+    done = desk.run("no-such-program", code=127)
     assert "not found on this worker: no-such-program" in done.stderr
+    desk.set(faults=[{"verb": "tpu-vm ssh", "error": "Could not SSH", "times": 1, "code": 2}])
+    desk.run("true", code=69)
 
 
 def test_when_a_worker_fails_the_others_are_stopped_after_the_grace_period(desk):
     desk.make_vm(workers=2)
-    done = desk.run("bash", "-c", "trap 'exit 75' TERM; [[ $HOSTNAME == *-0 ]] && exit 3; sleep 100 & wait")
-    assert done.returncode == 3
+    done = desk.run("bash", "-c", "trap 'exit 75' TERM; [[ $HOSTNAME == *-0 ]] && exit 3; sleep 100 & wait", code=3)
     assert "stopping 1 worker(s)" in done.stderr
-
-
-def test_an_unreachable_worker_is_not_a_failure_of_the_command(desk):
-    desk.make_vm()
-    desk.set(faults=[{"verb": "tpu-vm ssh", "error": "Could not SSH", "times": 1, "code": 2}])
-    assert desk.run("true").returncode == 69
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
@@ -318,8 +279,7 @@ def test_stopping_the_script_sends_the_command_one_sigterm(desk, number):
         out, _ = process.communicate(timeout=DEADLINE_SECONDS)
         assert process.returncode == 75
         assert sorted(out.splitlines()) == ["[0] stopped", "[1] stopped"]
-    with desk.state() as state:
-        wait_for(lambda: not desk.processes(state["vm"]))
+    wait_for(lambda: not desk.processes(desk.vm))
     assert [(desk.worker(worker) / "term").read_text() for worker in range(2)] == ["once\n", "once\n"]
     process.communicate()
 
@@ -328,7 +288,6 @@ def test_launch_leaves_the_command_running_with_a_log_on_each_worker(desk):
     desk.make_vm(workers=2)
     command = 'echo "$A $HF_TOKEN"; while [ ! -e ~/go ]; do sleep 0.1; done; echo "end of $RUN_ID"'
     done = desk.do("launch", *PLACE, "--", "A=x y", "bash", "-c", command, HF_TOKEN="hf_one")
-    assert done.returncode == 0, done.stderr
     run_id = re.search(r"RUN_ID=(\S+):", done.stderr)
     assert run_id
     for number in range(2):
@@ -344,20 +303,20 @@ def test_launch_leaves_the_command_running_with_a_log_on_each_worker(desk):
 def test_a_run_is_not_started_twice(desk, verb):
     desk.make_vm()
     command = ["bash", "-c", "echo once >> ~/begun; while [ ! -e ~/go ]; do sleep 0.1; done"]
-    assert desk.do("launch", *PLACE, "--", *command).returncode == 0
+    desk.do("launch", *PLACE, "--", *command)
     begun = desk.worker(0) / "begun"
     wait_for(begun.exists)
-    second = desk.do(verb, *PLACE, "--", *command)
-    assert second.returncode == 1
+    second = desk.do(verb, *PLACE, "--", *command, code=1)
     assert "already running" in second.stderr
     assert "another RUN_ID" in second.stderr
-    assert desk.do(verb, *PLACE, "--", "true").returncode == 0  # another run is not affected
+    desk.do(verb, *PLACE, "--", "true")  # another run is not affected
     (desk.worker(0) / "go").touch()
-    assert desk.do(verb, *PLACE, "--", *command).returncode == 0  # it waits for a run that is exiting
+    desk.do(verb, *PLACE, "--", *command)  # it waits for a run that is exiting
     wait_for(lambda: begun.read_text() == "once\nonce\n")
 
 
-# -------------------------------------------------------------------------------------------------------------- spin-up
+def git(folder: Path, *words: str) -> None:
+    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=folder, check=True)
 
 
 def own_repository(folder: Path) -> Path:
@@ -369,9 +328,9 @@ def own_repository(folder: Path) -> Path:
         'echo "installed $* from $(cat which)" >> ~/done; echo "$PYTHON" > ~/python\n'
     )
     (folder / "which").write_text("the commit")
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q", "-b", "main"], ["add", "."], [*who, "commit", "-q", "-m", "one"]):
-        subprocess.run(["git", *words], cwd=folder, check=True)
+    git(folder, "init", "-q", "-b", "main")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "one")
     return folder
 
 
@@ -381,7 +340,6 @@ def test_spin_up_creates_and_sets_up_every_worker_with_the_committed_files(desk,
     desk.set(workers=2, states=["CREATING", "CREATING", "READY"])
     script = checkout / "deploy" / "tpu" / "spin-up"
     done = desk.do(str(script), *PLACE, *MADE_OF)
-    assert done.returncode == 0, done.stderr
     assert "uncommitted changes" in done.stderr
     assert "gcloud compute tpus tpu-vm delete my-tpu --zone us-east1-d" in done.stderr
     assert "--spot" not in desk.call("create")
@@ -392,10 +350,8 @@ def test_spin_up_creates_and_sets_up_every_worker_with_the_committed_files(desk,
     assert desk.verbs() == ["describe", "create", "describe", "ssh"]
     # again: the VM stays, the workers get the new commit, and deleted files are removed
     (checkout / "deploy" / "tpu" / "run").unlink()
-    subprocess.run(
-        ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "2"], cwd=checkout, check=True
-    )
-    assert desk.do(str(script), *PLACE, *MADE_OF).returncode == 0
+    git(checkout, "commit", "-qam", "2")
+    desk.do(str(script), *PLACE, *MADE_OF)
     assert desk.verbs().count("create") == 1
     assert (desk.worker(0, 1) / "done").read_text().endswith("installed tpu from not committed\n")
     assert not (desk.worker(0, 1) / "lmtrain" / "deploy" / "tpu" / "run").exists()
@@ -403,14 +359,11 @@ def test_spin_up_creates_and_sets_up_every_worker_with_the_committed_files(desk,
 
 def test_spin_up_clones_a_repository_at_a_branch(desk, tmp_path):
     checkout = own_repository(tmp_path / "elsewhere")
-    subprocess.run(["git", "checkout", "-q", "-b", "other"], cwd=checkout, check=True)
+    git(checkout, "checkout", "-q", "-b", "other")
     (checkout / "which").write_text("the branch")
-    subprocess.run(
-        ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "2"], cwd=checkout, check=True
-    )
-    subprocess.run(["git", "checkout", "-q", "main"], cwd=checkout, check=True)
-    done = desk.do("spin-up", *PLACE, *MADE_OF, "-r", f"file://{checkout}", "-b", "other")
-    assert done.returncode == 0, done.stderr
+    git(checkout, "commit", "-qam", "2")
+    git(checkout, "checkout", "-q", "main")
+    desk.do("spin-up", *PLACE, *MADE_OF, "-r", f"file://{checkout}", "-b", "other")
     assert (desk.worker(0, 1) / "done").read_text() == "installed tpu from the branch\n"
 
 
@@ -427,62 +380,50 @@ def test_spin_up_clones_a_repository_at_a_branch(desk, tmp_path):
 def test_flags_become_requests_to_gcloud(desk, words, expected):
     desk.set(queue_states=["WAITING_FOR_RESOURCES", "PROVISIONING"])
     done = desk.do("spin-up", *PLACE, *desk.own_setup, *words)
-    assert done.returncode == 0, done.stderr
     assert set(expected) <= set(desk.call("create"))
     assert ("QUEUE_PROVISIONING" in done.stderr) == ("--queued" in words)
 
 
-def test_spin_up_retries_network_errors_and_stops_when_gcloud_refuses(desk):
-    faults = [{"verb": f"tpu-vm {verb}", "error": NETWORK, "times": 2} for verb in ("describe", "create", "ssh")]
-    desk.set(faults=faults)
-    done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
-    assert done.returncode == 0, done.stderr
-    assert NETWORK in done.stderr
-    desk.set(vm=None, faults=[{"verb": "tpu-vm create", "error": "PERMISSION_DENIED: no TPUs for you", "times": 9}])
-    done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
-    assert done.returncode == 2
-    assert "no TPUs for you" in done.stderr
-    desk.set(faults=[{"verb": "tpu-vm create", "error": "RESOURCE_EXHAUSTED: no more capacity", "times": 9}])
-    done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
-    assert done.returncode == 1
-    assert "no capacity" in done.stderr
+@pytest.mark.parametrize(
+    ("start", "error", "code", "message"),
+    [
+        (Desk.spin_up, "PERMISSION_DENIED: no TPUs for you", 2, "no TPUs for you"),
+        (Desk.spin_up, "RESOURCE_EXHAUSTED: no more capacity", 1, "no capacity"),
+        (Desk.babysit, "INVALID_ARGUMENT: no such type", 2, "no such type"),
+    ],
+)
+def test_a_request_that_gcloud_refuses_ends_the_script(desk, start, error, code, message):
+    desk.set(faults=[{"verb": "tpu-vm create", "error": error, "times": 9}])
+    assert message in start(desk, *(["--", "true"] if start is Desk.babysit else []), code=code).stderr
+    assert desk.verbs().count("create") == 1
 
 
 def test_a_failed_set_up_is_reported_with_its_exit_code(desk):
     desk.setup.write_text("echo broken >&2; exit 9")
-    done = desk.do("spin-up", *PLACE, *MADE_OF, *desk.own_setup)
-    assert done.returncode == 9
+    done = desk.spin_up(code=9)
     assert "broken" in done.stderr
     assert "exit code 9; my-tpu is running and costs money" in done.stderr
-
-
-# -------------------------------------------------------------------------------------------------------------- babysit
 
 
 def test_babysit_creates_runs_and_deletes(desk):
     desk.set(states=["CREATING", "READY"])
     done = desk.babysit("-p", "--", "echo", "hello")
-    assert done.returncode == 0, done.stderr
     assert done.stdout == "hello\n"
     assert desk.verbs() == ["describe", "create", "describe", "ssh", "delete"]
     assert "--spot" in desk.call("create")
-    with desk.state() as state:
-        assert state["vm"] is None
+    assert desk.vm is None
 
 
 def test_babysit_uses_an_existing_vm_and_keeps_it_with_the_flag(desk):
     desk.make_vm()
-    done = desk.babysit("--keep", "--", "true")
-    assert done.returncode == 0, done.stderr
+    assert "my-tpu is not deleted and costs money" in desk.babysit("--keep", "--", "true").stderr
     assert desk.verbs() == ["describe", "ssh"]
-    assert "my-tpu is not deleted and costs money" in done.stderr
 
 
 @pytest.mark.parametrize(("code", "message"), [(2, "no ssh-agent"), (1, "ssh-agent has no key")])
 def test_babysit_requires_an_ssh_agent(desk, code, message):
     desk.agent(code)
-    done = desk.babysit("--", "true")
-    assert done.returncode == 2
+    done = desk.babysit("--", "true", code=2)
     assert message in done.stderr
     assert "ssh-add ~/.ssh/google_compute_engine" in done.stderr
     assert desk.calls() == []
@@ -499,34 +440,29 @@ def test_a_vm_in_another_state_is_recreated(desk, state):
     desk.make_vm()
     with desk.state() as cloud:
         cloud["vm"]["states"] = [state]
-    done = desk.babysit("--", "true")
-    assert done.returncode == 0, done.stderr
+    desk.babysit("--", "true")
     assert desk.verbs() == ["describe", "delete", "describe", "create", "describe", "ssh", "delete"]
 
 
 @pytest.mark.long
 def test_a_failed_queued_resource_is_requested_again(desk):
     desk.set(queue_states=["ACCEPTED", "FAILED"])
-    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--queued", "--", "true")
+    process = desk.start_babysit("--queued", "--", "true")
     wait_for(lambda: "delete" in desk.verbs())
     desk.set(queue_states=["WAITING_FOR_RESOURCES"])
-    _, printed = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, printed
+    printed = finish(process).stderr
     assert "QUEUE_FAILED" in printed
     assert "--force" in desk.call("delete")
-    with desk.state() as state:
-        assert state["vm"] is None
+    assert desk.vm is None
 
 
-@pytest.mark.long
 def test_network_errors_are_not_failures(desk):
     verbs = ("tpu-vm describe", "tpu-vm create", "tpu-vm ssh", "tpu-vm delete")
     desk.set(faults=[{"verb": verb, "error": NETWORK, "times": 3} for verb in verbs])
     done = desk.babysit("--retries", "1", "--", "echo", "hello")
-    assert done.returncode == 0, done.stderr
     assert done.stdout == "hello\n"
-    with desk.state() as state:
-        assert state["vm"] is None
+    assert NETWORK in done.stderr
+    assert desk.vm is None
 
 
 def counting(then: str) -> list[str]:
@@ -538,47 +474,33 @@ def runs(desk: Desk) -> list[str]:
     return (desk.folder / "runs").read_text().splitlines()
 
 
-def test_retries_are_limited_and_the_exit_code_is_that_of_the_command(desk):
-    done = desk.babysit("--retries", "3", "--", *counting("exit 6"))
-    assert done.returncode == 6
-    assert len(runs(desk)) == 3
+@pytest.mark.parametrize(
+    ("retries", "then", "code", "starts"),
+    [
+        (3, "exit 6", 6, 3),
+        (3, "exit 2", 2, 1),  # a mistake
+        (1, "[ $number -ge 4 ] || exit 75", 0, 4),  # clean stops are not failures
+    ],
+)
+def test_retries_are_limited_and_the_exit_code_is_that_of_the_command(desk, retries, then, code, starts):
+    done = desk.babysit("--retries", str(retries), "--", *counting(then), code=code)
+    assert len(runs(desk)) == starts
     assert len(set(runs(desk))) == 1
-    assert "failed 3 time(s)" in done.stderr
+    assert ("failed 3 time(s)" in done.stderr) == (code == 6)
     assert desk.verbs()[-1] == "delete"
-
-
-def test_a_mistake_is_not_retried(desk):
-    done = desk.babysit("--", *counting("exit 2"))
-    assert done.returncode == 2
-    assert len(runs(desk)) == 1
-    assert desk.verbs()[-1] == "delete"
-
-
-def test_a_request_that_gcloud_refuses_ends_babysit(desk):
-    desk.set(faults=[{"verb": "tpu-vm create", "error": "INVALID_ARGUMENT: no such type", "times": 9}])
-    done = desk.babysit("--", "true")
-    assert done.returncode == 2
-    assert "no such type" in done.stderr
-
-
-def test_a_clean_stop_is_not_a_failure(desk):
-    done = desk.babysit("--retries", "1", "--", *counting("[ $number -ge 4 ] || exit 75"))
-    assert done.returncode == 0, done.stderr
-    assert len(runs(desk)) == 4
 
 
 @pytest.mark.long
 def test_a_preemption_is_not_a_failure_even_if_gcloud_reports_it_late(desk):
     command = counting("[ $number -ge 3 ] || { touch ~/up; sleep 100; }")
-    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--retries", "2", "--", *command)
+    process = desk.start_babysit("--retries", "2", "--", *command)
     for vm in (1, 2):
         wait_for(lambda vm=vm: (desk.worker(0, vm) / "up").exists())
         with desk.state() as state:
             desk.signal(state["vm"], signal.SIGKILL)
             # gcloud still reports READY after the failure and before the next run
             state["vm"]["states"] = ["READY", "READY", "PREEMPTED"]
-    _, printed = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, printed
+    finish(process)
     assert len(runs(desk)) == 3
 
 
@@ -598,15 +520,26 @@ def test_after_a_broken_connection_the_run_resumes_and_runs_once(desk):
         "trap 'echo TERM >> ~/terms; sleep 0.5; rm ~/one; exit 75' TERM; [ ! -e ~/one ] || exit 2; touch ~/one; "
         "[ $number -ge 2 ] || while :; do sleep 0.1; done"
     )
-    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--retries", "2", "--", *counting(command))
+    process = desk.start_babysit("--retries", "2", "--", *counting(command))
     wait_for(lambda: (desk.worker(0, 1) / "one").exists())
     # the real gcloud reconnects with no script left to send: this must not count as a success
     (desk.worker(0, 1) / "break").touch()
-    _, printed = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, printed
+    printed = finish(process).stderr
     assert "CMD exited with 69" in printed
     assert len(runs(desk)) == 2
     assert (desk.worker(0, 1) / "terms").read_text() == "TERM\n"
+
+
+def test_ctrl_c_stops_the_command_and_keeps_the_vm_with_a_warning(desk):
+    command = "trap 'exit 75' TERM; touch ~/up; while :; do sleep 0.1; done"
+    process = desk.start_babysit("--", "bash", "-c", command)
+    wait_for(lambda: (desk.worker(0, 1) / "up").exists())
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    printed = finish(process, 75).stderr
+    assert "my-tpu is not deleted and costs money" in printed
+    assert "gcloud compute tpus tpu-vm delete my-tpu --zone us-east1-d" in printed
+    assert "delete" not in desk.verbs()
+    wait_for(lambda: not desk.processes(desk.vm))
 
 
 @pytest.mark.long
@@ -617,29 +550,14 @@ def test_a_command_whose_connection_is_cut_receives_one_sigterm_and_can_still_pr
         'until [ -n "$asked" ] || [ $number -ge 2 ]; do sleep 0.1; done; '
         "[ $number -ge 2 ] || { sleep 4; echo end >> ~/terms; }"
     )
-    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--", *counting(command))
+    process = desk.start_babysit("--", *counting(command))
     wait_for(lambda: (desk.worker(0, 1) / "up").exists())
     mark = f"FAKE_GCLOUD={desk.folder}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if mark in (path / "environ").read_bytes() and b"fake_gcloud.py" in (path / "cmdline").read_bytes():
                 os.kill(int(path.name), signal.SIGKILL)
-    _, printed = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, printed
+    printed = finish(process).stderr
     assert "stopping the remaining processes" in printed
     assert len(runs(desk)) == 2
     assert (desk.worker(0, 1) / "terms").read_text() == "TERM\nend\n"
-
-
-def test_ctrl_c_stops_the_command_and_keeps_the_vm_with_a_warning(desk):
-    command = "trap 'exit 75' TERM; touch ~/up; while :; do sleep 0.1; done"
-    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--", "bash", "-c", command)
-    wait_for(lambda: (desk.worker(0, 1) / "up").exists())
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, printed = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 75, printed
-    assert "my-tpu is not deleted and costs money" in printed
-    assert "gcloud compute tpus tpu-vm delete my-tpu --zone us-east1-d" in printed
-    assert "delete" not in desk.verbs()
-    with desk.state() as state:
-        wait_for(lambda: not desk.processes(state["vm"]))

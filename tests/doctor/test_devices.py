@@ -4,7 +4,6 @@ import pytest
 
 from lmtrain.doctor import devices
 from lmtrain.doctor.devices import look_at_devices
-from lmtrain.doctor.finding import State
 
 H100 = {"backend": "gpu", "kind": "NVIDIA H100 80GB HBM3", "count": 8, "memory": 80 << 30, "right": True}
 CPU = {"backend": "cpu", "kind": "cpu", "count": 1, "memory": None, "right": True}
@@ -16,7 +15,7 @@ def play(monkeypatch, tmp_path):
 
     def set_up(nvidia: str | None, jax: dict | str, code: int = 0) -> list:
         folder = tmp_path / "bin"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         if nvidia is not None:
             tool = folder / "nvidia-smi"
             tool.write_text(f"#!/bin/sh\ncat <<'END'\n{nvidia}\nEND\nexit {code}\n")
@@ -31,13 +30,13 @@ def play(monkeypatch, tmp_path):
 
 def test_the_device_of_this_machine_computes():
     found = list(look_at_devices())
-    assert [(finding.what, finding.state) for finding in found] == [("devices", State.OK), ("peak", State.NOTE)]
+    assert [(finding.what, finding.state) for finding in found] == [("devices", "ok"), ("peak", "note")]
     assert "x cpu (cpu)" in found[0].seen
 
 
 def test_a_machine_with_gpus_that_jax_uses(play):
     found = play("NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06\n" * 8, H100)
-    assert [finding.state for finding in found] == [State.OK] * 3
+    assert [finding.state for finding in found] == ["ok"] * 3
     assert found[0].seen == "8 x NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06"
     assert found[1].seen == "8 x NVIDIA H100 80GB HBM3 (gpu, 80.0 GiB each)"
     assert found[2].seen.startswith("989 TFLOP/s")
@@ -47,37 +46,40 @@ def test_a_machine_with_gpus_that_jax_uses(play):
 def test_a_gpu_that_jax_does_not_use_is_bad(play, monkeypatch, platforms, fix):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     _, finding = play("NVIDIA A100, 40960 MiB, 535.1", CPU)
-    assert finding.state is State.BAD
+    assert finding.state == "BAD"
     assert fix in finding.fix
 
 
 def test_a_driver_that_fails_is_bad(play):
     finding = play("Failed to initialize NVML: Driver/library version mismatch", CPU, code=18)[0]
-    assert finding.state is State.BAD
+    assert finding.state == "BAD"
     assert finding.seen == "Failed to initialize NVML: Driver/library version mismatch"
 
 
-def test_a_tpu_that_jax_does_not_use_is_bad(play, monkeypatch):
-    monkeypatch.setattr(devices, "has_tpu", lambda: True)
-    (finding,) = play(None, CPU)
-    assert finding.state is State.BAD
-    assert "lmtrain[tpu]" in finding.fix
+def test_a_driver_without_a_gpu_is_noted(play):
+    assert (play("", CPU)[0].seen, play("", CPU)[0].state) == ("no GPU", "note")
 
 
-def test_a_compiler_for_tpus_without_a_tpu_is_ok(play, monkeypatch):
-    monkeypatch.setattr(devices, "has_tpu", lambda: False)
-    assert all(finding.state is not State.BAD for finding in play(None, CPU))
+@pytest.mark.parametrize("has_tpu", [True, False])
+def test_a_tpu_that_jax_does_not_use_is_bad_and_a_compiler_for_tpus_alone_is_not(play, monkeypatch, has_tpu):
+    monkeypatch.setattr(devices, "has_tpu", lambda: has_tpu)
+    finding = play(None, CPU)[0]
+    assert (finding.state == "BAD") == ("lmtrain[tpu]" in finding.fix) == has_tpu
 
 
-def test_jax_without_a_response_is_bad(play):
-    (finding,) = play(None, "no response within 120 s")
-    assert (finding.state, finding.seen) == (State.BAD, "JAX finds none: no response within 120 s")
-
-
-def test_a_device_that_computes_wrongly_is_bad(play):
-    (finding,) = play(None, H100 | {"right": False})
-    assert finding.state is State.BAD
-    assert "wrong" in finding.seen
+@pytest.mark.parametrize(
+    ("jax", "seen"),
+    [
+        ("no response within 120 s", "JAX finds none: no response within 120 s"),
+        (
+            H100 | {"right": False},
+            "8 x NVIDIA H100 80GB HBM3 (gpu, 80.0 GiB each): wrong result of a small matrix product",
+        ),
+    ],
+)
+def test_jax_without_a_response_and_a_device_that_computes_wrongly_are_bad(play, jax, seen):
+    (finding,) = play(None, jax)
+    assert (finding.state, finding.seen) == ("BAD", seen)
 
 
 def test_a_process_that_does_not_respond_is_killed(monkeypatch):

@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from lmtrain.doctor import machine
-from lmtrain.doctor.finding import Finding, State
+from lmtrain.doctor.finding import Finding
 from lmtrain.doctor.machine import look_at_machine
 
 
@@ -15,7 +15,7 @@ def look() -> dict[str, Finding]:
 
 def test_this_machine_has_no_problem_and_versions_are_those_installed():
     found = look()
-    assert [finding for finding in found.values() if finding.state is State.BAD] == []
+    assert [finding for finding in found.values() if finding.state == "BAD"] == []
     import jax
 
     assert f"jax {jax.__version__}" in found["libraries"].seen
@@ -28,7 +28,7 @@ def test_a_library_that_is_missing_or_too_old_is_bad(monkeypatch, found, seen):
     real = machine.installed_version
     monkeypatch.setattr(machine, "installed_version", lambda name: found if name == "flax" else real(name))
     libraries = look()["libraries"]
-    assert libraries.state is State.BAD
+    assert libraries.state == "BAD"
     assert seen in libraries.seen
     assert "pip install" in libraries.fix
 
@@ -38,38 +38,27 @@ def test_libraries_of_extras_are_not_required(monkeypatch):
     monkeypatch.setattr(
         machine, "installed_version", lambda name: None if name in ("ray", "torch", "trackio") else real(name)
     )
-    assert look()["libraries"].state is State.OK
+    assert look()["libraries"].state == "ok"
 
 
 @pytest.mark.parametrize(
     ("limit", "value", "what", "state"),
     [
-        (resource.RLIMIT_NOFILE, (256, 4096), "open files", State.NOTE),
-        (resource.RLIMIT_NOFILE, (4096, 4096), "open files", State.OK),
-        (resource.RLIMIT_NOFILE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), "open files", State.OK),
-        (resource.RLIMIT_FSIZE, (1 << 20, 1 << 20), "file size", State.BAD),
+        (resource.RLIMIT_NOFILE, (256, 4096), "open files", "note"),
+        (resource.RLIMIT_NOFILE, (4096, 4096), "open files", "ok"),
+        (resource.RLIMIT_NOFILE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), "open files", "ok"),
+        (resource.RLIMIT_FSIZE, (1 << 20, 1 << 20), "file size", "BAD"),
     ],
 )
 def test_limits_of_the_system(monkeypatch, limit, value, what, state):
     real = resource.getrlimit
     monkeypatch.setattr(resource, "getrlimit", lambda kind: value if kind == limit else real(kind))
     finding = look()[what]
-    assert finding.state is state
-    assert bool(finding.fix) == (state is not State.OK)
+    assert finding.state == state
+    assert bool(finding.fix) == (state != "ok")
 
 
 def test_a_full_disk_is_noted(monkeypatch):
     usage = machine.shutil.disk_usage("/")
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    assert look()["disk"].state is State.NOTE
-
-
-@pytest.mark.parametrize(
-    ("finding", "lines"),
-    [
-        (Finding("disk", "all there"), ["ok   disk         all there"]),
-        (Finding("disk", "full", State.BAD, "delete"), ["BAD  disk         full", "                  -> delete"]),
-    ],
-)
-def test_a_finding_is_one_line_and_one_with_the_fix(finding, lines):
-    assert finding.lines() == lines
+    assert look()["disk"].state == "note"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import yaml
-from conftest import run_in_process, tiny_settings
+from conftest import log_lines, run_in_process, tiny_settings
 from evaluation.local_tasks import write_tasks
 
 pytestmark = pytest.mark.end_to_end
@@ -22,19 +22,17 @@ def trained(tmp_path_factory):
         "eval_harness_steps": 4,
     }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
-    done = run_in_process(["train", "tiny.yaml"], folder)
-    assert done.returncode == 0, done.stderr
+    run_in_process(["train", "tiny.yaml"], folder, code=0)
     return folder
 
 
 def evaluate(folder, *arguments, code=0):
-    done = run_in_process(["eval", *arguments], folder)
-    assert done.returncode == code, done.stderr
+    done = run_in_process(["eval", *arguments], folder, code)
     return json.loads(done.stdout) if code == 0 else done.stderr
 
 
 def test_metrics_are_logged_at_their_interval_and_eval_gives_them_again(trained):
-    lines = map(json.loads, (trained / "logs" / "one.metrics.jsonl").read_text().splitlines())
+    lines = log_lines(trained)
     logged = {line["step"]: line for line in lines if "eval/lm_eval/local_choice/acc" in line}
     assert sorted(logged) == [4, 8]
     samples = trained / "logs" / "one" / "lm_eval" / "step-8" / "samples_local_choice.jsonl"
@@ -53,8 +51,7 @@ def test_tasks_on_the_command_line_replace_those_of_the_config_and_have_standard
 
 
 def test_a_hugging_face_model_needs_no_config(trained):
-    done = run_in_process(["export-hf", "tiny.yaml", "--output", "model"], trained)
-    assert done.returncode == 0, done.stderr
+    run_in_process(["export-hf", "tiny.yaml", "--output", "model"], trained, code=0)
     flags = ["--tasks", "local_choice", "--include_path", "tasks"]
     exported = evaluate(trained, "--hf", "model", *flags, "--log_samples", "--output_path", "samples")
     assert (trained / "samples" / "lm_eval" / "step-0" / "samples_local_choice.jsonl").exists()
@@ -71,7 +68,7 @@ def test_a_hugging_face_model_needs_no_config(trained):
             ["tiny.yaml", "--tasks", "local_choise"], ["local_choise", "local_choice"], marks=pytest.mark.long
         ),
         (["tiny.yaml", "--tasks", ","], ["--tasks"]),
-        (["--hf", "nothing_here", "--tasks", "local_choice"], ["nothing_here"]),
+        (["--hf", "nothing_here", "--tasks", "local_choice", "--include_path", "tasks"], ["nothing_here"]),
     ],
 )
 def test_bad_flags_are_errors(trained, arguments, words):

@@ -1,14 +1,18 @@
 """Training on conversations, mixed with text; the loss is that of transformers; the model is talked to."""
 
+import io
 import json
 import math
+import shutil
 
 import pytest
 import torch
 import yaml
 from chat_tokenizer import CONVERSATION, MARKED, write_chat_tokenizer, write_chats
-from conftest import TRAIN_FILES, VALIDATION_FILES, run_in_process, tiny_settings
+from conftest import TRAIN_FILES, VALIDATION_FILES, logged, run_in_process, tiny_settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lmtrain.generation.chat import Chat
 
 pytestmark = pytest.mark.end_to_end
 
@@ -46,9 +50,7 @@ def trained(tmp_path_factory):
     settings["optimizer"]["lr_schedule"] = "constant"  # so that a run of fewer steps has the same beginning
     (folder / "chat.yaml").write_text(yaml.safe_dump(settings))
     for command in (["train", "chat.yaml"], ["export-hf", "chat.yaml", "--output", "model"]):
-        done = run_in_process(command, folder)
-        assert done.returncode == 0, done.stderr
-        (folder / f"{command[0]}.txt").write_text(done.stderr)
+        (folder / f"{command[0]}.txt").write_text(run_in_process(command, folder, code=0).stderr)
     return folder
 
 
@@ -70,42 +72,16 @@ def test_the_loss_on_conversations_is_that_of_transformers_with_the_same_mask(tr
         losses = -log_probs[torch.arange(len(ids) - 1), ids[1:]]
         total += losses[mask[1:]].double().sum().item()
         count += int(mask[1:].sum())
-    done = run_in_process(["eval", "chat.yaml", "--trainer.max_eval_batches", "100"], trained)
-    assert done.returncode == 0, done.stderr
+    done = run_in_process(["eval", "chat.yaml", "--trainer.max_eval_batches", "100"], trained, code=0)
     metrics = json.loads(done.stdout)
     assert metrics["eval/chats/loss"] == pytest.approx(total / count, abs=1e-4)
     assert metrics["eval/text/loss"] > 0
 
 
-@pytest.mark.long
-def test_it_resumes_with_the_losses_of_an_undisturbed_run(trained):
-    before = losses(trained)
-    assert len(before) == 12
-    assert all(math.isfinite(loss) for loss in before.values())
-    again = ["train", "chat.yaml", "--trainer.id", "again"]
-    stopped = run_in_process([*again, "--trainer.num_train_steps", "7"], trained)
-    assert stopped.returncode == 0, stopped.stderr
-    resumed = run_in_process(again, trained)
-    assert resumed.returncode == 0, resumed.stderr
-    assert losses(trained, "again") == before
-
-
-def losses(folder, run="talks"):
-    lines = map(json.loads, (folder / "logs" / f"{run}.metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
-
-
-def test_the_export_has_the_chat_template(trained):
-    assert (trained / "model" / "chat_template.jinja").read_text() == MARKED
-    assert (trained / "logs" / "talks" / "tokenizer" / "chat_template.jinja").read_text() == MARKED
-
-
 def talk(folder, monkeypatch, lines, *arguments, code=0):
-    import io
-
-    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    done = run_in_process(["generate", *arguments, "--chat", "--max_new_tokens", "12"], folder)
-    assert done.returncode == code, done.stderr
+    content = lines.encode() if isinstance(lines, str) else lines
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
+    done = run_in_process(["generate", *arguments, "--chat", "--max_new_tokens", "12"], folder, code)
     return done.stdout if code == 0 else done.stderr
 
 
@@ -131,10 +107,10 @@ def test_each_line_gets_a_reply_and_clear_starts_again(trained, monkeypatch):
     )
 
 
-def test_a_conversation_that_fills_the_context_is_an_error_and_is_not_kept(trained, monkeypatch):
-    long = "stars " * LENGTH
+def test_a_message_that_fills_the_context_or_is_not_utf8_is_an_error_and_is_not_kept(trained, monkeypatch):
+    refused = f"{'stars ' * LENGTH}\ncaf\u00e9\n".encode("latin-1")
     alone = talk(trained, monkeypatch, "Stars?\n", "chat.yaml", "--temperature", "0")
-    after = talk(trained, monkeypatch, f"{long}\nStars?\n", "chat.yaml", "--temperature", "0")
+    after = talk(trained, monkeypatch, refused + b"Stars?\n", "chat.yaml", "--temperature", "0")
     assert after == alone
 
 
@@ -142,15 +118,103 @@ def test_a_conversation_that_fills_the_context_is_an_error_and_is_not_kept(train
     ("arguments", "words"),
     [
         (["chat.yaml", "--chat_template", "nothing"], ["--chat_template: nothing"]),
+        (["chat.yaml", "--chat_template", "{{ messages"], ["--chat_template, line 1: not valid Jinja"]),
+        (["chat.yaml", "--chat_template", "bad.jinja"], ["bad.jinja:2: division by zero"]),
         (["--hf", "plain"], ["--chat_template", "no default chat template"]),
     ],
 )
-def test_a_missing_template_is_an_error(trained, monkeypatch, arguments, words):
-    if not (trained / "plain").exists():
-        import shutil
-
-        shutil.copytree(trained / "model", trained / "plain")
-        (trained / "plain" / "chat_template.jinja").unlink()
-    output = talk(trained, monkeypatch, "", *arguments, code=2)
+def test_a_missing_or_wrong_template_ends_a_chat(trained, monkeypatch, arguments, words):
+    shutil.copytree(trained / "model", trained / "plain", dirs_exist_ok=True)
+    (trained / "plain" / "chat_template.jinja").unlink()
+    (trained / "bad.jinja").write_text("a\n{{ 1 / 0 }}")
+    output = talk(trained, monkeypatch, "Stars?\n", *arguments, code=2)
     for word in words:
         assert word in output
+
+
+@pytest.fixture
+def chat_config(tmp_path, settings, write_config):
+    """`chat_config(template, first)` writes a config with conversations; the first line of its data is `first`."""
+
+    def write(template, first=""):
+        write_chat_tokenizer(tmp_path / "tokenizer", template)
+        data = write_chats(tmp_path / "train.jsonl", CHATS)
+        data.write_text(f"{first}\n{data.read_text()}")
+        format = {"type": "chat"}
+        settings["data"] = {"tokenizer": "tokenizer", "cache_dir": "c", "train_urls": ["train.jsonl"], "format": format}
+        return write_config(settings)
+
+    return write
+
+
+@pytest.mark.parametrize("command", ["train", "preprocess"])
+def test_a_syntax_error_of_a_template_is_found_before_data_is_read(chat_config, run_cli, tmp_path, command):
+    chat_config("{% for m in messages %}\n{{ m.content }\n{% endfor %}", first="{broken")
+    done = run_cli(command, "tiny.yaml", code=2)
+    assert "tokenizer/chat_template.jinja:2: not valid Jinja: " in done.stderr
+    assert "train.jsonl" not in done.stderr
+    assert not (tmp_path / "c" / "train").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "flags", "words"),
+    [
+        ("a\n{{ 1 / 0 }}", ["error"], "the chat template fails: tokenizer/chat_template.jinja:2: division by zero"),
+        # without end: not tried for one record after another
+        *(
+            (
+                "a\n{{ 'a' * 10**10 }}",
+                flags,
+                "tokenizer/chat_template.jinja:2: the chat template uses more than 1,024 MiB",
+            )
+            for flags in (["error"], ["skip", "--data.max_bad_fraction", "1"])
+        ),
+    ],
+)
+def test_a_template_that_fails_in_a_worker_is_an_error_with_both_lines(chat_config, run_cli, template, flags, words):
+    chat_config(template)
+    done = run_cli("preprocess", "tiny.yaml", "--data.on_bad_record", *flags, code=2)
+    assert f"train.jsonl:2: {words}" in done.stderr
+
+
+def test_the_template_of_the_training_data_is_that_of_exports_and_chats(tmp_path, trained, monkeypatch):
+    """Also if its file is gone: the run keeps it."""
+    (tmp_path / "qa.jinja").write_text(
+        "{% for m in messages %}{{ ('Q: ' if m.role == 'user' else 'A: ') + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'A: ' }}{% endif %}"
+    )
+    settings = yaml.safe_load((trained / "chat.yaml").read_text())
+    for source in settings["data"]["configs"].values():
+        for split in ("train_urls", "validation_urls"):
+            source[split] = [str(trained / url) for url in source[split]]
+    settings["data"]["configs"]["chats"]["format"]["chat_template"] = "qa.jinja"
+    settings["data"]["tokenizer"] = str(trained / "tokenizer")
+    settings["trainer"] |= {"id": "qa", "num_train_steps": 2}
+    settings |= {"hf_save_path": "exports"}
+    (tmp_path / "qa.yaml").write_text(yaml.safe_dump(settings))
+    run_in_process(["train", "qa.yaml"], tmp_path, code=0)
+    template = (tmp_path / "qa.jinja").read_text()
+    (tmp_path / "qa.jinja").unlink()
+    run_in_process(["export-hf", "qa.yaml", "--output", "model"], tmp_path, code=0)
+    for folder in ("exports/qa/step-2", "model", "logs/qa/tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert tokenizer.chat_template == template
+        assert tokenizer.apply_chat_template(CONVERSATION[1:2], tokenize=False, add_generation_prompt=True).endswith(
+            "A: "
+        )
+    monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
+    seen = []
+    monkeypatch.setattr(Chat, "__init__", lambda self, *arguments: seen.append(arguments[3].text))
+    run_in_process(["generate", "qa.yaml", "--chat"], tmp_path, code=0)
+    assert seen == [template]
+
+
+@pytest.mark.long
+def test_it_resumes_with_the_losses_of_an_undisturbed_run(trained):
+    before = logged(trained, "train/loss", "talks")
+    assert len(before) == 12
+    assert all(math.isfinite(loss) for loss in before.values())
+    again = ["train", "chat.yaml", "--trainer.id", "again"]
+    run_in_process([*again, "--trainer.num_train_steps", "7"], trained, code=0)
+    assert "resuming after step 7" in run_in_process(again, trained, code=0).stderr
+    assert logged(trained, "train/loss", "again") == before

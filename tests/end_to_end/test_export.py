@@ -32,9 +32,7 @@ def trained(tmp_path_factory):
 
 
 def run(folder, *arguments: str) -> str:
-    done = run_in_process(arguments, folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_in_process(arguments, folder, code=0).stdout
 
 
 def test_the_export_contains_the_tokenizer(trained):
@@ -64,8 +62,7 @@ def test_the_export_of_another_run_is_replaced_only_with_overwrite(trained):
         (data, "0" * 16, "exported on other data"),
     ):
         config.write_text(mine.replace(f'"{ours}"', f'"{others}"'))
-        refused = run_in_process(command, trained)
-        assert refused.returncode == 2
+        refused = run_in_process(command, trained, code=2)
         for part in ("--output model", expected, "--overwrite"):
             assert part in refused.stderr.splitlines()[-1]
         assert others in config.read_text()
@@ -87,14 +84,11 @@ def test_a_run_keeps_its_tokenizer(trained, tmp_path, change):
     if change == "replaced":
         shutil.copytree(find_tokenizer("byte"), folder / "tok")
     command = ["export-hf", "tiny.yaml", "--output", "again"]
-    done = run_in_process(command, folder)
-    assert done.returncode == 0, done.stderr
-    assert "using the copy in logs/exported/tokenizer" in done.stderr
+    assert "using the copy in logs/exported/tokenizer" in run_in_process(command, folder, code=0).stderr
     for name in os.listdir(trained / "model"):
         assert (folder / "again" / name).read_bytes() == (trained / "model" / name).read_bytes(), name
     shutil.rmtree(folder / "logs" / "exported" / "tokenizer")
-    refused = run_in_process(command, folder)
-    assert refused.returncode == 2
+    refused = run_in_process(command, folder, code=2)
     assert ("tokenizer" in refused.stderr.splitlines()[-1]) or "tokenizer.fingerprint" in refused.stderr
 
 
@@ -115,9 +109,7 @@ def test_the_checkpoint_in_use_and_newer_runs_of_the_same_config_are_logged(trai
 
     def export(*arguments, code=0):
         sizes_only = ["--trainer.checkpointer.verify_on_restore", "sizes"]
-        done = run_in_process(["export-hf", *arguments, *sizes_only], folder)
-        assert done.returncode == code, done.stderr
-        return done.stderr
+        return run_in_process(["export-hf", *arguments, *sizes_only], folder, code).stderr
 
     add("tiny-ffffff", later=100)
     add("other-ffffff", later=100)
@@ -139,6 +131,14 @@ def test_the_checkpoint_in_use_and_newer_runs_of_the_same_config_are_logged(trai
 
 
 @pytest.mark.long
+def test_the_checkpoint_flag_selects_the_checkpoint(trained):
+    prompt = ["generate", "tiny.yaml", "--prompt", "The", "--max_new_tokens", "20", "--checkpoint"]
+    run_folder = trained / "checkpoints" / "exported"
+    assert run(trained, *prompt, str(run_folder)) == run(trained, *prompt, str(run_folder / "step-8"))
+    assert run(trained, *prompt, str(run_folder / "step-4")) != run(trained, *prompt, str(run_folder / "step-8"))
+
+
+@pytest.mark.long
 def test_generate_continues_the_prompt_and_is_deterministic(trained):
     prompt = ["generate", "tiny.yaml", "--prompt", "The quiet river", "--max_new_tokens", "12"]
     first = run(trained, *prompt)
@@ -146,11 +146,3 @@ def test_generate_continues_the_prompt_and_is_deterministic(trained):
     assert len(first) > len("The quiet river\n")
     assert run(trained, *prompt) == first
     assert run(trained, *prompt, "--seed", "1") != first
-
-
-@pytest.mark.long
-def test_the_checkpoint_flag_selects_the_checkpoint(trained):
-    prompt = ["generate", "tiny.yaml", "--prompt", "The", "--max_new_tokens", "20", "--checkpoint"]
-    run_folder = trained / "checkpoints" / "exported"
-    assert run(trained, *prompt, str(run_folder)) == run(trained, *prompt, str(run_folder / "step-8"))
-    assert run(trained, *prompt, str(run_folder / "step-4")) != run(trained, *prompt, str(run_folder / "step-8"))

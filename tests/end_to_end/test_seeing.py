@@ -2,15 +2,14 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import tiny_settings
-from faults.runs import RUN, complete_steps, finish, log_file, running, wait_for, write_config
+from conftest import log_lines, tiny_settings
+from faults.runs import RUN, complete_steps, finish, last_logged, running, wait_for, write_config
 
 from lmtrain.tracking.goodput import KINDS, NAME, read_attempts, total_seconds
 
@@ -49,8 +48,6 @@ background.BackgroundTracker.finish = finish
 
 
 class Quick:
-    """Works."""
-
     def __init__(self, run, folder, step, name):
         self._file = open(os.path.join(folder, name), "a")
 
@@ -89,42 +86,30 @@ class Hangs(Quick):
 '''
 
 
-def settings(steps: int = STEPS, **trainer) -> dict:
-    found = tiny_settings()
-    found["trainer"] |= {"num_train_steps": steps, "watch": {"interval": 4}, **trainer}
-    return found
-
-
-def make(folder: Path, trainer_settings: dict) -> Path:
-    write_config(folder, trainer_settings)
-    (folder / "my_trackers.py").write_text(TRACKERS)
-    return folder
-
-
-def lines(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in log_file(folder).read_text().splitlines()]
-
-
 def by_step(folder: Path) -> dict[int, dict]:
     """The metrics of each step, joined from several lines; each must be in the log once."""
-    pairs = Counter((line["step"], name) for line in lines(folder) for name in line if name != "step")
+    pairs = Counter((line["step"], name) for line in log_lines(folder) for name in line if name != "step")
     assert [pair for pair, count in pairs.items() if count > 1] == []
     found: dict[int, dict] = {}
-    for line in lines(folder):
+    for line in log_lines(folder):
         found.setdefault(line["step"], {}).update(line)
     return found
 
 
-def last_logged(folder: Path) -> int:
-    """The last step with a complete line in the log; 0 before the first."""
-    if not log_file(folder).exists():
-        return 0
-    complete = [line for line in log_file(folder).read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return max((json.loads(line)["step"] for line in complete), default=0)
-
-
 def own(name: str) -> dict:
     return {"type": f"my_trackers.{name}", "arguments": {"name": f"{name}.jsonl"}}
+
+
+def make(folder: Path, **trainer) -> None:
+    settings = tiny_settings()
+    settings["trainer"] |= {"num_train_steps": STEPS, "watch": {"interval": 4}, **trainer}
+    write_config(folder, settings)
+    (folder / "my_trackers.py").write_text(TRACKERS)
+
+
+def train(folder: Path, **trainer) -> str:
+    make(folder, **trainer)
+    return finish(folder)
 
 
 @pytest.fixture(scope="module")
@@ -138,32 +123,19 @@ def seen(tmp_path_factory):
         own("Quick"),
         own("Hangs"),
     ]
-    folder = make(
-        tmp_path_factory.mktemp("seen"),
-        settings(
-            tracker=trackers,
-            profiler={"start_step": 2, "num_steps": 2},
-            sample_prompts=["The first", ""],
-            sample_length=5,
-            checkpointer={"save_interval": None, "keep": [{"every": 1}]},
-        ),
-    )
+    folder = tmp_path_factory.mktemp("seen")
+    (folder / "my_trackers.py").write_text(TRACKERS)
     git = ["git", "-c", "user.name=one", "-c", "user.email=one@example.org"]
     for arguments in (["init", "-q"], ["add", "my_trackers.py"], ["commit", "-q", "-m", "one"]):
         subprocess.run([*git, *arguments], cwd=folder, check=True)
-    return folder, finish(folder)
-
-
-def test_samples_of_each_evaluation_are_in_their_file_and_in_trackers(seen):
-    folder, printed = seen
-    found = [json.loads(line) for line in (folder / "logs" / RUN / "samples.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["prompt"]) for line in found] == [
-        (step, prompt) for step in (6, 12) for prompt in ("The first", "")
-    ]
-    assert all(type(line["text"]) is str for line in found)
-    assert "step 12: samples: 'The first' -> " in printed
-    calls = [json.loads(line) for line in (folder / "logs" / RUN / "Quick.jsonl").read_text().splitlines()]
-    assert [call[1:] for call in calls if call[0] == "text"] == [[step, ["", "The first"]] for step in (6, 12)]
+    return folder, train(
+        folder,
+        tracker=trackers,
+        profiler={"start_step": 2, "num_steps": 2},
+        sample_prompts=["The first", ""],
+        sample_length=5,
+        checkpointer={"save_interval": None, "keep": [{"every": 1}]},
+    )
 
 
 def test_every_step_has_all_its_metrics_once(seen):
@@ -172,42 +144,26 @@ def test_every_step_has_all_its_metrics_once(seen):
     for step in range(1, STEPS + 1):
         assert found[step].keys() >= EVERY_STEP, step
     assert "parameter_count" in found[0]
+    assert [step for step in found if "grad/norm/blocks/1" in found[step]] == [4, 8, 12]
     assert [step for step in found if "eval/loss" in found[step]] == [6, 12]
     assert [step for step in found if "compile/seconds" in found[step]] == [1]
-    assert {"compile/tracing_seconds", "compile/hlo_bytes"} < found[1].keys()
+    assert "compile/tracing_seconds" in found[1]
     assert any("checkpoint/total_seconds" in metrics for metrics in found.values())
     assert found[STEPS]["throughput/total_tokens"] == STEPS * 4 * 32
 
 
-def test_norms_are_logged_at_their_interval_and_agree_with_the_gradient_norm_of_the_step(seen):
-    found = by_step(seen[0])
-    names = {f"{tree}/norm/{name}" for tree in ("grad", "params") for name in ("total", "blocks/0", "blocks/1")}
-    assert [step for step in found if names & found[step].keys()] == [4, 8, 12]
-    for step in (4, 8, 12):
-        assert {name for name in found[step] if "/norm/" in name} == names
-        assert found[step]["grad/norm/total"] == pytest.approx(found[step]["train/gradient_norm"], rel=1e-5)
-
-
 def test_goodput_accounts_for_all_of_the_time(seen):
     found = by_step(seen[0])
-    with_goodput = [metrics for metrics in found.values() if "goodput/steps" in metrics]
-    assert with_goodput[-1]["step"] == STEPS
-    assert len(with_goodput) > 2
-    for metrics in with_goodput:
-        assert {name for name in metrics if name.startswith("goodput/")} == GOODPUT
-        assert sum(metrics[name] for name in GOODPUT) == pytest.approx(1.0)
-        assert min(metrics[name] for name in GOODPUT) >= 0
-        assert metrics["memory/host_peak_bytes"] > 2**20
-    last = with_goodput[-1]
+    last = found[STEPS]
+    assert {name for name in last if name.startswith("goodput/")} == GOODPUT
+    assert sum(last[name] for name in GOODPUT) == pytest.approx(1.0)
+    assert last["memory/host_peak_bytes"] > 2**20
     for kind in ("start_up", "compile", "data_wait", "steps", "evaluation", "save_blocking"):
         assert last[f"goodput/{kind}"] > 0, kind
     assert last["goodput/restore"] == last["goodput/lost"] == last["goodput/down"] == 0
     (attempt,) = read_attempts(str(seen[0] / "logs" / RUN / NAME))
     assert (attempt.first_step, attempt.last_step) == (0, STEPS)
     assert sum(attempt.seconds.values()) == pytest.approx(attempt.updated - attempt.started, rel=0.02, abs=0.5)
-    # the last metrics follow the last evaluation: later time is in neither of the two kinds
-    evaluation, data = (attempt.seconds[kind] for kind in ("evaluation", "data_wait"))
-    assert last["goodput/evaluation"] / last["goodput/data_wait"] == pytest.approx(evaluation / data)
     assert attempt.facts["parameters"] == found[0]["parameter_count"]
 
 
@@ -221,10 +177,20 @@ def test_the_files_of_the_run_are_in_its_folder(seen):
     assert list(seen[0].glob(f"tblogs/{RUN}/events.out.*"))
 
 
-def test_a_custom_tracker_gets_all_metrics_of_the_json_log(seen):
-    calls = [json.loads(line) for line in (seen[0] / "logs" / RUN / "Quick.jsonl").read_text().splitlines()]
+def test_a_custom_tracker_gets_all_metrics_of_the_json_log_and_the_samples_of_their_file(seen):
+    folder, printed = seen
+    assert "step 12: samples: 'The first' -> " in printed
+    logs = folder / "logs" / RUN
+    calls, samples = (
+        [json.loads(line) for line in (logs / name).read_text().splitlines()]
+        for name in ("Quick.jsonl", "samples.jsonl")
+    )
+    assert [(line["step"], line["prompt"]) for line in samples] == [
+        (step, prompt) for step in (6, 12) for prompt in ("The first", "")
+    ]
+    assert [call[1:] for call in calls if call[0] == "text"] == [[step, ["", "The first"]] for step in (6, 12)]
     logged = [(step, names) for verb, step, *names in (call for call in calls if call[0] == "log")]
-    assert logged == [(line["step"], [sorted(line.keys() - {"step"})]) for line in lines(seen[0])[1:]]
+    assert logged == [(line["step"], [sorted(line.keys() - {"step"})]) for line in log_lines(seen[0])[1:]]
     artifacts = {kind: name for verb, *_, name, kind in (call for call in calls if call[0] == "artifact")}
     assert artifacts == {kind: f"{RUN}-{kind}" for kind in ("config", "code", "profile")}
     assert [call[0] for call in calls if call[0] not in ("log", "text", "artifact")] == [
@@ -249,7 +215,7 @@ def test_the_error_of_a_tracker_is_logged_once_and_costs_no_step(seen):
 
 
 def test_the_losses_are_bitwise_those_of_a_run_without_trackers(seen, tmp_path):
-    finish(make(tmp_path, settings(tracker=[])))
+    train(tmp_path, tracker=[])
     alone, found = by_step(tmp_path), by_step(seen[0])
     names = ("train/loss", "train/learning_rate", "train/gradient_norm", "eval/loss")
     for step in range(1, STEPS + 1):
@@ -261,7 +227,8 @@ def test_the_losses_are_bitwise_those_of_a_run_without_trackers(seen, tmp_path):
 def test_after_a_kill_and_a_restart_every_metric_is_logged_once_and_lost_time_is_counted(tmp_path):
     saved, reached, forever = 4, 20, 1_000_000
     keep = {"save_interval": None, "keep": [{"every": saved, "until": saved}]}
-    folder = make(tmp_path, settings(forever, tracker=[own("Quick")], checkpointer=keep, steps_per_eval=50))
+    make(tmp_path, num_train_steps=forever, tracker=[own("Quick")], checkpointer=keep, steps_per_eval=50)
+    folder = tmp_path
     with running(folder) as process:
         # either can come first: the asynchronous save of an early step, or a later step
         wait_for(lambda: complete_steps(folder) == [saved] and last_logged(folder) >= reached, [process])
@@ -289,15 +256,3 @@ def test_after_a_kill_and_a_restart_every_metric_is_logged_once_and_lost_time_is
     assert found[last]["goodput/lost"] > 0
     assert found[last]["goodput/down"] > 0
     assert sum(found[last][name] for name in GOODPUT) == pytest.approx(1.0)
-
-
-@pytest.mark.long
-def test_xla_dumps_are_saved_with_the_run(tmp_path):
-    tracker = {"type": "wandb", "mode": "disabled", "save_code": False, "save_xla_dumps": True}
-    # without a compilation cache: XLA dumps nothing for programs that come from it
-    write_config(tmp_path, settings(3, tracker=tracker, jax_compilation_cache_dir=None))
-    finish(tmp_path, XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_dump_to=dumps")
-    dumped = {path.name for path in (tmp_path / "dumps").iterdir()}
-    kept = {path.name for path in (tmp_path / "logs" / RUN / "xla_dumps").iterdir()}
-    assert kept == dumped
-    assert [name for name in kept if "jit_step" in name]

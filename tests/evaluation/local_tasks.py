@@ -6,6 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
+
 WORDS = ["the", "a", "quiet", "small", "robot", "café", "counts", "sees", "stars", "rain", "and", "then", "nothing"]
 WORDS += ["happens", "today", "or", "not"]
 
@@ -66,3 +68,9 @@ def write_tasks(folder: Path, seq_len: int = 64) -> list[str]:
 
 def _write(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def harness(folder: Path, *tasks: str | dict, **settings: object) -> EvalHarnessConfig:
+    """The settings of these tasks, by default all of `write_tasks`, which writes them into `folder`."""
+    names = write_tasks(folder, 128)
+    return EvalHarnessConfig(**{"task_spec": list(tasks) or names, "include_path": str(folder)} | settings)

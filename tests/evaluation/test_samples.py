@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import TOKENIZER
-from flax.core.meta import unbox
+from models import quick
 
 from lmtrain.config.errors import UserError
 from lmtrain.evaluation.config import EvaluationConfig
@@ -21,22 +21,11 @@ from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.mpt.config import MptConfig
-from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
+from lmtrain.sharding.mesh import build_layout
 
 SIZES = {"seq_len": 32, "hidden_dim": 16, "num_heads": 2, "num_layers": 2}
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6]]
-
-
-def model_and_params(config, vocab):
-    model = build_model(config, vocab, "xla")
-    shapes = unbox(jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 2), np.int32))["params"])
-    random = np.random.default_rng(3)
-    params = jax.tree.map(lambda leaf: random.normal(size=leaf.shape, scale=0.5).astype(np.float32), shapes)
-    if "bias" in params["norm_final"]:
-        params["norm_final"]["bias"] *= 0  # it would favour the same token everywhere
-    return model, params
 
 
 @pytest.mark.parametrize(
@@ -44,9 +33,9 @@ def model_and_params(config, vocab):
     [LlamaConfig, *(pytest.param(other, marks=pytest.mark.long) for other in (Gpt2Config, MptConfig, BackpackConfig))],
 )
 def test_prompts_of_several_lengths_continue_as_each_does_alone(config):
-    model, params = model_and_params(config(**SIZES), 40)
+    model, params = quick.writing_model(config(**SIZES), 40)
     settings = SamplingSettings(8, temperature=0)
-    run = build_batch_sampler(model, plan_layout(PartitioningConfig()), "float32", settings)
+    run = build_batch_sampler(model, build_layout(PartitioningConfig()), "float32", settings)
     longest = max(map(len, PROMPTS))
     tokens = np.array([prompt + [7] * (longest - len(prompt)) for prompt in PROMPTS], np.int32)
     found = run(params, tokens, np.array(list(map(len, PROMPTS)), np.int32), np.uint32(0))
@@ -61,8 +50,8 @@ def test_prompts_of_several_lengths_continue_as_each_does_alone(config):
 @pytest.fixture(scope="module")
 def context():
     tokenizer = load_tokenizer(str(TOKENIZER))
-    model, params = model_and_params(Gpt2Config(**SIZES), tokenizer.vocab_size)
-    return Context(model, plan_layout(PartitioningConfig()), "bfloat16", tokenizer, {}, seq_len=32), params
+    model, params = quick.writing_model(Gpt2Config(**SIZES), tokenizer.vocab_size)
+    return Context(model, build_layout(PartitioningConfig()), "bfloat16", tokenizer, {}, seq_len=32), params
 
 
 def test_texts_are_those_of_averaged_parameters_and_have_no_metrics(context):

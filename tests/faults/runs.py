@@ -5,19 +5,18 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from conftest import tiny_settings
+from conftest import log_lines, tiny_settings
 from forked import Forked
 
 RUN = "one"
@@ -64,18 +63,19 @@ def write_config(folder: Path, settings: dict) -> None:
 
 
 def start(
-    folder: Path, *flags: object, verb: str = "train", output: str = "output.txt", **environment: str
-) -> Forked | subprocess.Popen:
+    folder: Path,
+    *flags: object,
+    verb: str = "train",
+    output: str = "output.txt",
+    before: str | None = None,
+    **environment: str,
+) -> Forked:
     """Start a process whose output goes to the file `output`. It leads a process group with its workers: see `end`.
 
-    It is a new Python if `environment` has variables, which Python itself may read.
+    `before`: Python code to run before lmtrain starts.
     """
-    arguments = [verb, "tiny.json", "--trainer.id", RUN, *map(str, flags)]
-    if not environment:
-        return Forked(arguments, folder, folder / output)
-    with open(folder / output, "w") as file:
-        keywords = {"cwd": folder, "stdout": file, "stderr": file, "env": os.environ | environment}
-        return subprocess.Popen([sys.executable, "-m", "lmtrain", *arguments], start_new_session=True, **keywords)
+    script = f"{before}\nfrom lmtrain.__main__ import main\nmain()\n" if before else None
+    return Forked([verb, "tiny.json", "--trainer.id", RUN, *flags], folder, folder / output, script, **environment)
 
 
 def end(processes: Sequence[Forked]) -> None:
@@ -95,53 +95,41 @@ def running(folder: Path, *flags: object, **keywords: str) -> Iterator[Forked]:
         end([process])
 
 
-def finish(folder: Path, *flags: object, **keywords: str) -> str:
-    """Run to the end with exit code 0. -> the output"""
+def finish(folder: Path, *flags: object, code: int = 0, **keywords: str) -> str:
+    """Run to the end with this exit code. -> the output"""
     with running(folder, *flags, **keywords) as process:
-        code = process.wait(timeout=_DEADLINE_SECONDS)
-    output = (folder / keywords.get("output", "output.txt")).read_text()
-    assert code == 0, output
+        return output_of(process, code)
+
+
+def output_of(process: Forked, code: int) -> str:
+    """Wait for a process, which must end with this exit code and without a traceback. -> the output"""
+    found, output = process.wait(timeout=_DEADLINE_SECONDS), process.output.read_text()
+    assert found == code, output
+    assert "Traceback" not in output
     return output
 
 
-@contextlib.contextmanager
-def running_two(folder: Path, *flags: object, attempt: str) -> Iterator[list[Forked]]:
-    """A run of two processes with one device each, with output to `<attempt>.0.txt` and `<attempt>.1.txt`."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{found.getsockname()[1]}"
-    meet = ("--trainer.distributed.coordinator_address", address, "--trainer.distributed.num_processes", 2)
-    processes: list[Forked] = []
-    try:
-        for number in range(2):
-            place = (*meet, "--trainer.distributed.process_id", number)
-            processes.append(start(folder, *place, *flags, output=f"{attempt}.{number}.txt"))
-        yield processes
-    finally:
-        end(processes)
-
-
-def wait_for(found: Callable[[], object], processes: Sequence[Forked]) -> None:
-    """Wait until `found` returns a true value. Fails if a process ends before."""
+def wait_for(found: Callable[[], Any], processes: Sequence[Forked] = ()) -> Any:
+    """Wait until `found` returns a true value. Fails if a process ends before. -> the value"""
     deadline = time.monotonic() + _DEADLINE_SECONDS
-    while not found():
+    while not (result := found()):
         assert all(process.poll() is None for process in processes), "a process ended before the event"
         assert time.monotonic() < deadline
         time.sleep(0.002)
+    return result
 
 
-def log_file(folder: Path) -> Path:
-    return folder / "logs" / f"{RUN}.metrics.jsonl"
+def log_file(folder: Path, run: str = RUN) -> Path:
+    return folder / "logs" / f"{run}.metrics.jsonl"
 
 
-def run_folder(folder: Path) -> Path:
-    return folder / "checkpoints" / RUN
+def run_folder(folder: Path, run: str = RUN) -> Path:
+    return folder / "checkpoints" / run
 
 
 def metrics(folder: Path) -> list[dict]:
     """The lines of the metrics log, without times."""
-    lines = map(json.loads, log_file(folder).read_text().splitlines())
-    plain = [{name: value for name, value in line.items() if not name.startswith(_TIMES)} for line in lines]
+    plain = [{name: line[name] for name in line if not name.startswith(_TIMES)} for line in log_lines(folder)]
     return [line for line in plain if line.keys() != {"step"}]
 
 
@@ -149,10 +137,22 @@ def trained_steps(folder: Path) -> list[int]:
     return [line["step"] for line in metrics(folder) if "train/loss" in line]
 
 
-def complete_steps(folder: Path) -> list[int]:
+def last_logged(folder: Path, run: str = RUN) -> int:
+    """The last step with a complete line in the log; 0 before the first."""
+    if not log_file(folder, run).exists():
+        return 0
+    complete = [line for line in log_file(folder, run).read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return max((json.loads(line)["step"] for line in complete), default=0)
+
+
+def complete_steps(folder: Path, run: str = RUN) -> list[int]:
     """Steps whose checkpoint has its manifest."""
-    manifests = run_folder(folder).glob("step-*/manifest.json")
+    manifests = run_folder(folder, run).glob("step-*/manifest.json")
     return sorted(int(path.parent.name.removeprefix("step-")) for path in manifests)
+
+
+def last_saved(folder: Path) -> int:
+    return max(complete_steps(folder), default=0)
 
 
 def resumed_from(output: str) -> int | None:
@@ -163,17 +163,23 @@ def resumed_from(output: str) -> int | None:
     return 0 if "a new run:" in output else None
 
 
-def arrays(folder: Path, step: int) -> dict[str, bytes]:
-    """Every array of a checkpoint as bytes, by name: parameters, optimizer state, and EMA if any."""
+def arrays(folder: Path, step: int, run: str = RUN) -> dict[str, np.ndarray]:
+    """Every array of a checkpoint by name, saved from any devices: parameters, optimizer state, and EMA if any."""
     tree = {}
     for part in ("params", "optimizer", "average"):
-        path = run_folder(folder) / f"step-{step}" / part
+        path = (run_folder(folder, run) / f"step-{step}" / part).absolute()
         if path.exists():
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of reading the shardings from the file, which is intended
-                tree[part] = orbax.restore(path.absolute())
+            handler = ocp.PyTreeCheckpointHandler()
+            with ocp.Checkpointer(handler) as orbax, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the devices of the shardings in the file may not exist here
+                to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(path).tree)
+                tree[part] = orbax.restore(path, restore_args=to_host)
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(name): np.asarray(leaf).tobytes() for name, leaf in leaves}
+    return {jax.tree_util.keystr(name): np.asarray(leaf) for name, leaf in leaves}
+
+
+def array_bytes(folder: Path, step: int, run: str = RUN) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in arrays(folder, step, run).items()}
 
 
 def exports(folder: Path) -> dict[str, bytes]:
@@ -199,7 +205,7 @@ def differences(folder: Path, undisturbed: Path, steps: int) -> list[str]:
     if wrong or len(metrics(folder)) != len(metrics(undisturbed)):
         problems.append(f"metrics differ, first in line {wrong[0] if wrong else 'the last'}")
     for what, found, expected in (
-        ("array", arrays(folder, steps), arrays(undisturbed, steps)),
+        ("array", array_bytes(folder, steps), array_bytes(undisturbed, steps)),
         ("export", exports(folder), exports(undisturbed)),
     ):
         different = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))

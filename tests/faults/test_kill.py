@@ -34,10 +34,14 @@ def test_temporary_files_of_a_killed_process_are_deleted_at_the_next_start(tmp_p
         tmp_path / "logs" / "one" / "config.yaml.tmp-1",
         tmp_path / "cache" / "train" / "manifest.json.tmp-1",
         tmp_path / "exports" / "one" / "step-1.tmp-1" / "config.json",
-        tmp_path / "logs" / "one.metrics.jsonl.tmp",
+        tmp_path / "logs" / "one.metrics.jsonl.tmp-1",
     ]
     for path in temporary:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{")
+    of_another_run = tmp_path / "logs" / "two.metrics.jsonl.tmp-1"
+    of_another_run.write_text("{")
     finish(tmp_path)
+    assert of_another_run.exists()
+    of_another_run.unlink()
     assert [name for name in sorted(names(tmp_path)) if ".tmp" in name] == []

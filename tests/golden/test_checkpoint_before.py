@@ -9,7 +9,7 @@ import jax
 from lmtrain.checkpoint.discovery import find_checkpoints
 from lmtrain.checkpoint.verify import FULL, verify
 from lmtrain.run.config import RunConfig
-from lmtrain.train.program.program import plan_program
+from lmtrain.train.program.program import build_program
 from lmtrain.train.start.restore import restore_state
 
 VOCAB = 32
@@ -27,7 +27,7 @@ def test_every_byte_of_its_state_is_restored(tmp_path):
         file.extractall(tmp_path, filter="data")
     (checkpoint,) = find_checkpoints(str(tmp_path))
     verify(checkpoint, FULL)
-    program = plan_program(RunConfig(**CONFIG), VOCAB)
+    program = build_program(RunConfig(**CONFIG), VOCAB)
     state = restore_state(checkpoint, program.abstract, program.shardings)
     assert int(state.step) == 7
     arrays = jax.device_get(jax.tree.leaves((state.params, state.opt_state, state.ema_params)))

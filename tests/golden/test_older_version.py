@@ -6,7 +6,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from conftest import run_in_process
+from conftest import logged, run_in_process
 
 RUN = "old-98406a"  # as that commit named it
 
@@ -20,13 +20,8 @@ def written(tmp_path_factory) -> Path:
 
 
 def test_its_checkpoint_has_the_same_loss(written):
-    (then,) = [
-        line["eval/loss"]
-        for line in map(json.loads, (written / "logs" / f"{RUN}.metrics.jsonl").read_text().splitlines())
-        if line["step"] == 4 and "eval/loss" in line
-    ]
-    done = run_in_process(["eval", "old.yaml"], written)
-    assert done.returncode == 0, done.stderr
+    then = logged(written, "eval/loss", RUN)[4]
+    done = run_in_process(["eval", "old.yaml"], written, code=0)
     assert f"run {RUN}, step 4" in done.stderr
     assert json.loads(done.stdout)["eval/loss"] == pytest.approx(then, abs=1e-4)
 
@@ -35,8 +30,7 @@ def test_its_run_resumes_with_its_cache(written, tmp_path):
     folder = shutil.copytree(written, tmp_path / "older")
     before = {path.name: path.read_bytes() for path in (folder / "cache" / "train").iterdir()}
     flags = ["--trainer.num_train_steps", "6", "--trainer.jax_compilation_cache_dir", "null"]
-    done = run_in_process(["train", "old.yaml", *flags], folder)
-    assert done.returncode == 0, done.stderr
+    done = run_in_process(["train", "old.yaml", *flags], folder, code=0)
     assert f"resuming after step 4 from {folder}/checkpoints/{RUN}/step-4" in done.stderr
     assert (folder / "checkpoints" / RUN / "step-6" / "manifest.json").exists()
     assert {path.name: path.read_bytes() for path in (folder / "cache" / "train").iterdir()} == before

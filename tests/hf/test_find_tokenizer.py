@@ -1,5 +1,6 @@
 """Every form of a tokenizer name resolves to a folder that loads, or is an error with the reason."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -8,11 +9,14 @@ import sys
 
 import fsspec
 import pytest
+import sentencepiece
 from conftest import TOKENIZER
+from sentencepiece_texts import train
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.chat_template import read_templates
 from lmtrain.hf.find_tokenizer import cache_folder, find_tokenizer, open_tokenizer
+from lmtrain.hf.tokenizer import load_tokenizer
 
 TEXTS = ["def f(x):\n    return x\n", "ünï ☃ 🙂", "", "a  b\t\r\n", "<|endoftext|>"]
 
@@ -26,21 +30,18 @@ def test_a_folder_is_used_directly():
     assert find_tokenizer(str(TOKENIZER)) == str(TOKENIZER)
 
 
-def test_byte_maps_each_byte_to_its_value_and_has_an_end_token():
-    tokenizer = open_tokenizer("byte")
-    assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
-    for text in TEXTS[:-1]:
-        ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
-        assert ids == list(text.encode())
-        assert tokenizer.backend.decode(ids) == text
+def ids(tokenizer, text):
+    return tokenizer.backend.encode(text, add_special_tokens=False).ids
 
 
-def test_byte_loads_in_transformers_with_the_same_ids():
+def test_byte_maps_each_byte_to_its_value_and_has_an_end_token_also_in_transformers():
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(find_tokenizer("byte"))
-    assert theirs.eos_token_id == 256
-    assert theirs("ünï", add_special_tokens=False)["input_ids"] == list("ünï".encode())
+    tokenizer, theirs = open_tokenizer("byte"), AutoTokenizer.from_pretrained(find_tokenizer("byte"))
+    assert (tokenizer.vocab_size, tokenizer.eos_id, theirs.eos_token_id) == (257, 256, 256)
+    for text in TEXTS[:-1]:
+        assert ids(tokenizer, text) == theirs(text, add_special_tokens=False)["input_ids"] == list(text.encode())
+        assert tokenizer.backend.decode(list(text.encode())) == text
 
 
 def test_a_url_is_copied_once_and_is_the_same_tokenizer():
@@ -88,17 +89,7 @@ def test_a_hub_id_is_read_from_the_hub_cache_when_offline(tmp_path):
     assert found[0][:2] == [str(ours.vocab_size), str(ours.eos_id)]
     folder = found[0][2]
     assert read_templates(folder) == {"default": "{{ messages }}"}
-    for text in TEXTS:
-        ids = open_tokenizer(folder).backend.encode(text, add_special_tokens=False).ids
-        assert ids == ours.backend.encode(text, add_special_tokens=False).ids
-
-
-def test_a_copy_without_its_chat_template_is_used_if_the_hub_cannot_be_reached(tmp_path, monkeypatch):
-    """Copies of older versions have none, and are fetched again where possible."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = tmp_path / "lmtrain" / "tokenizers" / "hub-acme--old"
-    shutil.copytree(TOKENIZER, before)
-    assert open_tokenizer("acme/old").path == str(before)
+    assert [ids(open_tokenizer(folder), text) for text in TEXTS] == [ids(ours, text) for text in TEXTS]
 
 
 def tiny_pair(folder, merges):
@@ -143,18 +134,12 @@ def test_vocab_and_merges_give_the_tokenizer_of_gpt2(tmp_path, given):
 
     folder = tmp_path / "pair"
     tiny_pair(folder, [("r", "e"), ("t", "u"), ("re", "tu"), ("Ġ", "x")])
-    found = open_tokenizer(str(folder / given))
+    ours = open_tokenizer(str(folder / given))
     theirs = GPT2TokenizerFast.from_pretrained(find_tokenizer(str(folder)))
-    files = {"vocab": str(folder / "vocab.json"), "merges": str(folder / "merges.txt")}
-    from tokenizers import ByteLevelBPETokenizer
-
-    plain = ByteLevelBPETokenizer(files["vocab"], files["merges"])
-    assert found.eos_id == found.bos_id == theirs.eos_token_id == 260
+    assert ours.eos_id == ours.bos_id == theirs.eos_token_id == 260
     for text in TEXTS:
-        ids = found.backend.encode(text, add_special_tokens=False).ids
-        assert ids == theirs(text, add_special_tokens=False)["input_ids"]
-        assert text == TEXTS[-1] or ids == plain.encode(text).ids
-        assert found.backend.decode(ids, skip_special_tokens=False) == text
+        assert ids(ours, text) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.backend.decode(ids(ours, text), skip_special_tokens=False) == text
     tiny_pair(folder, [("d", "e")])  # retrained
     assert open_tokenizer(str(folder / given)).vocab_size == 258
 
@@ -174,6 +159,37 @@ def test_a_folder_with_only_a_sentencepiece_model_is_converted(tmp_path, monkeyp
     assert asked == [str(tmp_path / "tokenizer.model")]
 
 
+def test_a_conversion_of_an_older_version_is_not_used(tmp_path):
+    """It may give other ids; a token cache that was built with it has another fingerprint."""
+    content = train(model_type="unigram")
+    (tmp_path / "my.model").write_bytes(content)
+    for version in ("", "2-"):
+        older = tmp_path / f"cache/lmtrain/tokenizers/sentencepiece-{version}{hashlib.sha256(content).hexdigest()[:16]}"
+        older.mkdir(parents=True)
+        (older / "tokenizer.json").write_bytes((TOKENIZER / "tokenizer.json").read_bytes())
+    ours = open_tokenizer(str(tmp_path / "my.model"))
+    assert ours.vocab_size == sentencepiece.SentencePieceProcessor(model_proto=content).vocab_size()
+    assert ours.fingerprint != load_tokenizer(str(older)).fingerprint
+
+
+def test_a_conversion_is_the_same_in_each_process(tmp_path):
+    """Its fingerprint decides whether a token cache can be used, on this host and others."""
+    symbols = ["foo", "the", "bar", "<B>"]
+    (tmp_path / "my.model").write_bytes(train(byte_fallback=True, user_defined_symbols=symbols, model_type="unigram"))
+    code = "from lmtrain.hf.find_tokenizer import open_tokenizer; print(open_tokenizer('my.model').fingerprint)"
+    fingerprints = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONHASHSEED": seed, "XDG_CACHE_HOME": str(tmp_path / seed)},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(fingerprints) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -181,23 +197,6 @@ def test_a_folder_with_only_a_sentencepiece_model_is_converted(tmp_path, monkeyp
         ("vocab.json", "merges.txt is missing"),
         ("text.md", "unsupported file type"),
         ("broken/vocab.json", "invalid vocab.json or merges.txt"),
-    ],
-)
-def test_invalid_tokenizer_files_are_never_requested_from_the_hub(name, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "vocab.json").write_text("{}")
-    (tmp_path / "text.md").write_text("text")
-    (tmp_path / "broken").mkdir()
-    for file in ("vocab.json", "merges.txt"):
-        (tmp_path / "broken" / file).write_text("{")
-    with pytest.raises(UserError, match=message):
-        find_tokenizer(name)
-    assert not os.path.isdir(cache_folder()) or os.listdir(cache_folder()) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
         ("no/such/folder", "no such folder; make one with `lmtrain tokenizer train --output no/such/folder FILES`"),
         ("acme/none", "not found locally or on the Hugging Face Hub"),
         ("memory://none", "tokenizer.json not found"),
@@ -207,7 +206,13 @@ def test_invalid_tokenizer_files_are_never_requested_from_the_hub(name, message,
 )
 def test_an_unavailable_tokenizer_is_an_error_with_the_reason(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "text.md").write_text("text")
+    (tmp_path / "broken").mkdir()
+    for file in ("vocab.json", "merges.txt"):
+        (tmp_path / "broken" / file).write_text("{")
     with pytest.raises(UserError) as caught:
         find_tokenizer(name)
-    assert str(caught.value).startswith(f"tokenizer {name!r}: ")
+    assert str(caught.value).startswith(f"tokenizer {name.removesuffix('/vocab.json')!r}: ")
     assert message in str(caught.value)
+    assert not os.path.isdir(cache_folder()) or os.listdir(cache_folder()) == []

@@ -21,13 +21,13 @@ OWN += ["--use_hf_model_config", "false", "--data.tokenizer", str(TOKENIZER)]
 @pytest.fixture
 def base(hub):
     """Files of a gated model on the Hub with a tokenizer."""
-    from lmtrain.hf.export import write_export
     from lmtrain.hf.tokenizer import load_tokenizer
     from lmtrain.models.registry import build_model
-    from lmtrain.train.start.exporter import plan_export
+    from lmtrain.weights.export import build_export
+    from lmtrain.weights.write_export import write_export
 
     config = RunConfig.model_validate({"model": {"type": "llama", **SIZES, **LLAMA, "seq_len": 32}}).model
-    plan = plan_export(config, build_model(config, 384), load_tokenizer(str(TOKENIZER)), "float32")
+    plan = build_export(config, build_model(config, 384), load_tokenizer(str(TOKENIZER)), "float32")
     rng = np.random.default_rng(0)
     write_export(str(hub.home / "made"), plan, (rng.normal(size=p.shape).astype(np.float32) * 0.3 for p in plan.pieces))
     files = {name: (hub.home / "made" / name).read_bytes() for name in os.listdir(hub.home / "made")}

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hf_tensors import to_hf
 
-from lmtrain.hf.key_map import Row, Zeros, flatten, plan_pieces, resize_vocab, to_hf, unflatten
+from lmtrain.hf.key_map import Row, Zeros, build_pieces, resize_vocab
+from lmtrain.models.params import flatten, unflatten
 
 TABLE = (
     Row("plain", "p"),
@@ -44,7 +46,7 @@ def test_a_round_trip_is_bit_exact(params):
 
 def test_planned_shapes_match_the_tensors_and_layers_are_contiguous(params):
     shapes = {path: array.shape for path, array in flatten(params).items()}
-    pieces = plan_pieces(TABLE, shapes, num_layers=3, vocab_size=4)
+    pieces = build_pieces(TABLE, shapes, num_layers=3, vocab_size=4)
     tensors = to_hf(TABLE, params, num_layers=3, vocab_size=4)
     assert {piece.name: piece.shape for piece in pieces} == {name: tensor.shape for name, tensor in tensors.items()}
     assert [piece.layer for piece in pieces] == [None] + [0] * 4 + [1] * 4 + [2] * 4

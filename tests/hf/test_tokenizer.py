@@ -20,21 +20,12 @@ def folder(tmp_path):
     return tmp_path / "a"
 
 
-def test_any_text_is_restored_exactly(folder):
-    backend = load_tokenizer(str(folder)).backend
-    assert backend.decode(backend.encode(TEXT).ids, skip_special_tokens=False) == TEXT
-
-
-def test_training_twice_gives_the_same_tokenizer():
-    texts = ["one two three two", "two three"] * 50
-    assert learn_bpe(texts, 280).to_str() == learn_bpe(texts, 280).to_str()
-
-
-def test_transformers_loads_the_folder_with_the_same_ids(folder):
+def test_transformers_loads_the_folder_with_the_same_ids_and_any_text_is_restored(folder):
     theirs = AutoTokenizer.from_pretrained(folder)
     ours = load_tokenizer(str(folder))
-    assert theirs.encode(TEXT) == ours.backend.encode(TEXT).ids
-    assert theirs.decode(theirs.encode(TEXT)) == TEXT
+    ids = ours.backend.encode(TEXT).ids
+    assert theirs.encode(TEXT) == ids
+    assert theirs.decode(ids) == ours.backend.decode(ids, skip_special_tokens=False) == TEXT
     assert (theirs.eos_token, theirs.eos_token_id) == (END_OF_TEXT, ours.eos_id)
     assert len(theirs) == ours.vocab_size
 
@@ -68,6 +59,8 @@ def test_special_tokens_may_be_written_as_maps(folder):
         ("tokenizer.json", None, "the folder holds no tokenizer.json; make one with `lmtrain tokenizer train"),
         ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
+        ("tokenizer_config.json", '{"a":' * 100_000, "tokenizer_config.json: not valid JSON: nested too deeply"),
+        ("tokenizer.json", '{"a":' * 100_000, "tokenizer.json: not a tokenizer: "),
         (
             "tokenizer_config.json",
             '{"eos_token": "<end>"}',
@@ -83,11 +76,6 @@ def test_a_corrupt_folder_is_a_user_error(folder, file, content, message):
         load_tokenizer(str(folder))
 
 
-def test_a_missing_folder_is_a_user_error():
-    with pytest.raises(UserError, match="tokenizer 'no/such': no such folder"):
-        load_tokenizer("no/such")
-
-
 def test_a_tokenizer_with_a_similar_name_is_suggested(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("my_tokenizer", "my_tokens"):
@@ -97,6 +85,5 @@ def test_a_tokenizer_with_a_similar_name_is_suggested(tmp_path, monkeypatch):
         for load in (load_tokenizer, open_tokenizer):
             with pytest.raises(UserError, match=rf"did you mean {hint}\?"):
                 load(wrong)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match="tokenizer 'other': no such folder; make one with"):
         load_tokenizer("other")
-    assert "did you mean" not in str(error.value)

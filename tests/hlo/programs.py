@@ -1,4 +1,20 @@
-"""Small programs as HLO text, in the forms written by XLA's compilers for CPU, GPU and TPU."""
+"""Small programs as HLO text, in the forms written by XLA's compilers for CPU, GPU and TPU; and networks."""
+
+import jax
+
+from lmtrain.compiled.collectives import Network
+from lmtrain.compiled.figures import measure
+
+ALONE = Network({"data": 1}, [0])
+EIGHT = Network({"replica": 1, "data": 8, "model": 1}, [0] * 8)
+FOUR = Network({"replica": 1, "data": 4, "model": 1}, [0] * 4)
+
+
+def count_flops(function, *shapes):
+    """FLOPs of a function of float32 arrays as compiled for this CPU: lmtrain's count, and XLA's."""
+    compiled = jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)).compile()
+    return measure(compiled.as_text(), ALONE).flops, compiled.cost_analysis()["flops"]
+
 
 NESTED_LOOPS = """
 HloModule nested, is_scheduled=true

@@ -3,7 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
+from lmtrain.config.describe import sections_of
 from lmtrain.config.load import load_config
+from lmtrain.lora.config import LoraConfig
+from lmtrain.optim.config import OptimizerConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import identity
 
@@ -34,9 +37,24 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
         RunConfig.model_validate(settings)
 
 
+@pytest.mark.parametrize("kind", sections_of(OptimizerConfig))
+def test_an_optimizer_says_where_it_is_declared_whether_it_works_with_adapters(kind, monkeypatch):
+    settings = {**BASE, "lora": {}, "optimizer": {"type": kind.model_fields["type"].default}}
+    monkeypatch.setattr(kind, "needs_full_matrices", False)
+    RunConfig.model_validate(settings)
+    monkeypatch.setattr(kind, "needs_full_matrices", True)
+    with pytest.raises(ValidationError, match="is for complete matrices"):
+        RunConfig.model_validate(settings)
+
+
 def test_the_adapters_are_part_of_the_identity_of_a_run():
     without, plain, other = (
         identity(RunConfig.model_validate(BASE | lora)) for lora in ({}, {"lora": {}}, {"lora": {"r": 4}})
     )
     assert "lora" not in without
     assert without != plain != other
+
+
+def test_the_scale_is_alpha_over_r_or_over_its_root():
+    assert LoraConfig(r=4, alpha=8).scale == 2.0
+    assert LoraConfig(r=4, alpha=8, use_rslora=True).scale == 4.0

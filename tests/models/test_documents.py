@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from parity.variants import LENGTH, Variant, make, tokens
 
-from lmtrain.models.interface import LanguageModel
+from lmtrain.models.interface import Documents, LanguageModel
 
 # lengths of the documents of each row
 ROWS = ((10, 14), (8, 9, 7))
@@ -19,7 +19,7 @@ LONG = [
 
 
 def together(model: LanguageModel, params, segments=SEGMENTS):
-    return model.apply({"params": params}, tokens(), True, segments, POSITIONS, method="hidden")
+    return model.apply({"params": params}, tokens(), True, Documents(segments, POSITIONS), method="hidden")
 
 
 def one_by_one(model: LanguageModel, params):
@@ -60,7 +60,7 @@ def test_packed_documents_and_their_gradients_equal_separate_ones(variant):
 def test_learned_positions_that_continue_change_the_result(variant):
     """The test above would pass if positions were not used."""
     small = make(variant)
-    hidden = lambda params: small.model.apply({"params": params}, tokens(), True, SEGMENTS, method="hidden")  # noqa: E731
+    hidden = lambda params: small.model.apply({"params": params}, tokens(), True, Documents(SEGMENTS), method="hidden")  # noqa: E731
     found, expected = jax.jit(hidden)(small.params), jax.jit(lambda p: one_by_one(small.model, p))(small.params)
     assert np.abs(np.asarray(found - expected))[SEGMENTS > 0].max() > 0.01
     np.testing.assert_allclose(found[SEGMENTS == 0], expected[SEGMENTS == 0], rtol=1e-4, atol=1e-4)

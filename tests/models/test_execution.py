@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from parity.variants import LENGTH, Variant, make, tokens
 
+from lmtrain.models.interface import Documents
+
 SEGMENTS = np.repeat([[0, 1, 2], [3, 4, 4]], [10, 8, 6], axis=1)
 WEIGHTS = np.random.default_rng(2).normal(size=(2, LENGTH, 16)).astype(np.float32)
 
@@ -15,10 +17,11 @@ def hidden_of(small: Variant, attention: str = "xla", **changes: Any):
     """Hidden states as a function of parameters, in training."""
     model = small.model.clone(attention=attention, config=small.config.model_copy(update=changes))
     rngs = {"dropout": jax.random.key(5)}
-    return lambda params: model.apply({"params": params}, tokens(), False, SEGMENTS, method="hidden", rngs=rngs)
+    return lambda params: model.apply(
+        {"params": params}, tokens(), False, Documents(SEGMENTS), method="hidden", rngs=rngs
+    )
 
 
-# layers/test_stack.py tests all pairs of the two settings, with smaller blocks.
 WAYS = [(False, "full"), (True, "dots"), (False, "dots_no_batch"), (True, "save_attention"), (True, "offload")]
 
 

@@ -1,5 +1,6 @@
 """The formulas against counts in the models' own programs, and against figures calculated by hand."""
 
+import dataclasses
 import math
 
 import jax
@@ -7,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from lmtrain.models.attention import xla
+from lmtrain.models.attention.attend import attend
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.flops import mean_keys
 from lmtrain.models.gpt2.config import Gpt2Config
-from lmtrain.models.layers import attention
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.mpt.config import MptConfig
 from lmtrain.models.registry import build_model
@@ -43,7 +45,8 @@ def products(jaxpr) -> int:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_formulas_equal_the_matrix_products_and_nearly_all_flops(monkeypatch, config):
     # the split of attention into halves is not part of the convention
-    monkeypatch.setattr(attention, "_in_halves", lambda q, k, v, scale, *_: attention.attend(q, k, v, scale))
+    plain = dataclasses.replace(xla.KERNEL, call=lambda q, k, v, scale, options: attend(q, k, v, scale))
+    monkeypatch.setattr(xla, "KERNEL", plain)
     model = build_model(config, VOCAB)
     tokens = jax.ShapeDtypeStruct((2, LENGTH), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)

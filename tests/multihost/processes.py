@@ -2,9 +2,15 @@
 
 import json
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from forked import Forked, fake_devices
+
+from lmtrain.runtime.config import DistributedConfig
+from lmtrain.runtime.distributed import start_processes
 
 DEVICES = 4
 
@@ -15,11 +21,46 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def run_processes(script: Path, count: int, folder: Path, *arguments: object) -> list[tuple[int, str, object]]:
-    """Run `script OUTPUT PROCESS COUNT PORT ARGUMENT...` as `count` processes.
+def meeting_place(number: int, count: int, port: int) -> list[str]:
+    """The flags of process `number` of a run of several; none for a run of one."""
+    meet = {"coordinator_address": f"127.0.0.1:{port}", "num_processes": count, "process_id": number}
+    return [f"--trainer.distributed.{name}={value}" for name, value in meet.items() if count > 1]
 
-    -> of each its exit code, its output, and the JSON that it wrote to OUTPUT, or None
-    """
+
+def start_run(
+    folder: Path, run: str, count: int, *flags: object, devices: int | None = None, **environment: str
+) -> list[Forked]:
+    """The processes of a run, each with `devices`, with output to `<run>.<number>.txt`."""
+    port, here = free_port(), fake_devices(devices or DEVICES // count)
+    running = []
+    for number in range(count):
+        arguments = ["train", "tiny.json", "--trainer.id", run, *meeting_place(number, count, port), *flags]
+        running.append(Forked(arguments, folder, folder / f"{run}.{number}.txt", XLA_FLAGS=here, **environment))
+    return running
+
+
+@contextmanager
+def killed_at_the_end(processes: list[Forked]) -> Iterator[list[Forked]]:
+    """The processes, of which none is left afterwards."""
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def join_processes() -> tuple[str, list[str]]:
+    """In a script of `run_processes`: meet the other processes. -> OUTPUT, ARGUMENTS"""
+    output, process, count, port, *arguments = sys.argv[1:]
+    place = {"coordinator_address": f"127.0.0.1:{port}", "num_processes": int(count), "process_id": int(process)}
+    processes = start_processes(DistributedConfig(**(place if count != "1" else {})))
+    assert (processes.index, processes.count) == (int(process), int(count))
+    return output, arguments
+
+
+def run_processes(script: Path, count: int, folder: Path, *arguments: object) -> list[dict]:
+    """Run `script OUTPUT PROCESS COUNT PORT ARGUMENT...` as `count` processes. -> the JSON that each wrote to OUTPUT"""
     port = free_port()
     outputs = [folder / f"{count}-{number}.json" for number in range(count)]
     running = [
@@ -32,20 +73,7 @@ def run_processes(script: Path, count: int, folder: Path, *arguments: object) ->
         )
         for number, output in enumerate(outputs)
     ]
-    try:
-        for process in running:
-            process.wait(timeout=240)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    texts = [process.output.read_text() for process in running]
-    found = [json.loads(output.read_text()) if output.exists() else None for output in outputs]
-    return [(process.returncode, text, result) for process, text, result in zip(running, texts, found, strict=True)]
-
-
-def finished(script: Path, count: int, folder: Path, *arguments: object) -> list:
-    """The JSON of each process; all must exit with 0."""
-    ended = run_processes(script, count, folder, *arguments)
-    assert [code for code, _, _ in ended] == [0] * count, [text for _, text, _ in ended]
-    return [result for _, _, result in ended]
+    with killed_at_the_end(running):
+        codes = [process.wait(timeout=240) for process in running]
+    assert codes == [0] * count, [process.output.read_text() for process in running]
+    return [json.loads(output.read_text()) for output in outputs]

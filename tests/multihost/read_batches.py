@@ -5,46 +5,37 @@ read_batches.py OUTPUT PROCESS COUNT PORT CONFIG
 
 import hashlib
 import json
-import sys
 
 import numpy as np
+from multihost.processes import join_processes
 
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import TrainSource, iterate
-from lmtrain.data.caches import open_store, plan_mixture
-from lmtrain.preprocess.prepare import plan_caches
+from lmtrain.data.caches import build_mixture, open_store
+from lmtrain.preprocess.prepare import find_caches
 from lmtrain.run.config import RunConfig, data_seed
-from lmtrain.runtime.config import DistributedConfig
-from lmtrain.runtime.distributed import start_processes
 
 STEPS = 100
 
 
 def main() -> None:
-    output, process, count, port, config_file = sys.argv[1:]
-    distributed = DistributedConfig()
-    if count != "1":
-        distributed = DistributedConfig(
-            coordinator_address=f"127.0.0.1:{port}", num_processes=int(count), process_id=int(process)
-        )
-    processes = start_processes(distributed)
-    assert (processes.index, processes.count) == (int(process), int(count))
+    output, (config_file,) = join_processes()
 
     import jax
 
-    from lmtrain.sharding.mesh import plan_layout
+    from lmtrain.sharding.mesh import build_layout
     from lmtrain.sharding.placement import local_rows, place_batch
 
     assert jax.device_count() == 4
     with open(config_file) as file:
         config = RunConfig(**json.load(file))
-    caches = plan_caches(config.data).caches
-    layout = plan_layout(config.trainer)
+    caches = find_caches(config.data)
+    layout = build_layout(config.trainer)
     size, seq_len = config.trainer.train_batch_size, config.model.seq_len
     rows = local_rows(layout.batch, size)
     stores = [open_store(config.data, cache) for cache in caches.train.values()]
     sizes = BatchSizes.of(size)
-    mixture = plan_mixture(config.data, list(caches.train), sizes, data_seed(config))
+    mixture = build_mixture(config.data, list(caches.train), sizes, data_seed(config))
     source = TrainSource(
         stores, mixture, seq_len, sizes, {size: rows}, STEPS, config.data.shuffle, data_seed(config), True
     )

@@ -4,23 +4,15 @@ read_hf_params.py OUTPUT PROCESS COUNT PORT MODEL REF
 """
 
 import json
-import sys
 
 import numpy as np
+from multihost.processes import join_processes
 
 import lmtrain.hf.safetensors_file as safetensors_file
-from lmtrain.runtime.config import DistributedConfig
-from lmtrain.runtime.distributed import start_processes
 
 
 def main() -> None:
-    output, process, count, port, model, ref = sys.argv[1:]
-    distributed = DistributedConfig()
-    if count != "1":
-        distributed = DistributedConfig(
-            coordinator_address=f"127.0.0.1:{port}", num_processes=int(count), process_id=int(process)
-        )
-    start_processes(distributed)
+    output, (model, ref) = join_processes()
     taken = [0]
     real = safetensors_file._read
 
@@ -31,16 +23,16 @@ def main() -> None:
 
     safetensors_file._read = counting
 
-    from lmtrain.hf.key_map import flatten
+    from lmtrain.models.params import flatten
     from lmtrain.models.registry import build_model
     from lmtrain.run.config import RunConfig
     from lmtrain.sharding.config import PartitioningConfig
-    from lmtrain.sharding.mesh import plan_layout
-    from lmtrain.train.start.hf_params import load_hf_params
+    from lmtrain.sharding.mesh import build_layout
+    from lmtrain.weights.load_hf import load_hf_params
 
     config = RunConfig.model_validate({"model": json.loads(model)}).model
     vocab_size = 500
-    layout = plan_layout(PartitioningConfig())
+    layout = build_layout(PartitioningConfig())
     params = flatten(load_hf_params(ref, config, build_model(config, vocab_size), layout, "float32"))
     held = {
         f"{path} {shard.index}": float(np.abs(np.asarray(shard.data, np.float64)).sum())

@@ -1,7 +1,6 @@
 """Objectives in complete steps: means over the batch for any number of microbatches, and their gradients."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,23 +8,16 @@ from models import quick
 
 from lmtrain.objectives.config import CrossEntropyConfig, WeightedCrossEntropyConfig
 from lmtrain.objectives.registry import OBJECTIVES, build_objective
-from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.step.hessian import estimate_hessian
-from lmtrain.train.step.state import TrainState, state_shardings
-from lmtrain.train.step.step import build_train_step
 
 VOCAB = 11
 MODEL = quick.TwoTokenLM(8, VOCAB)
-LAYOUT = plan_layout(PartitioningConfig())
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, VOCAB, (4, 6)).astype(np.int32)
 MASK = np.arange(6) < np.array([[5], [3], [0], [4]])
 WEIGHTS = RNG.uniform(0, 0.2, (4, 6)).astype(np.float32)
 BATCH = {"tokens": TOKENS, "loss_mask": MASK, "loss_weights": WEIGHTS}
 PARAMS = quick.random_params(MODEL, 0.3)
-# an optimizer that stores the gradients in its state
-KEEPER = optax.chain(optax.trace(0.0), optax.scale(0.0))
 OF = {
     "plain": CrossEntropyConfig(),
     "smoothed": CrossEntropyConfig(label_smoothing=0.3),
@@ -34,22 +26,8 @@ OF = {
 
 
 def stepped(name: str, batch=BATCH, microbatches: int = 1):
-    _, shardings = state_shardings(MODEL, KEEPER, LAYOUT, "float32")
-    step = build_train_step(
-        MODEL,
-        KEEPER,
-        lambda step: 0.0,
-        LAYOUT,
-        shardings,
-        seed=0,
-        compute_dtype="float32",
-        num_microbatches={4: microbatches},
-        dropout=False,
-        objective=build_objective(OF[name], 0.01),
-    )
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    state, metrics, _ = step(TrainState(jnp.int32(0), params, KEEPER.init(params)), batch)
-    return float(metrics["train/loss"]), state.opt_state[0].trace
+    objective = build_objective(OF[name], 0.01)
+    return quick.loss_and_gradients(MODEL, PARAMS, batch, objective=objective, microbatches=microbatches)
 
 
 def by_formula(params, name: str):
@@ -98,14 +76,7 @@ def test_the_hessian_is_that_of_the_objective():
     for method in ("hutchinson", "gauss_newton_bartlett"):
         one, scaled = (estimate("weighted", np.full_like(WEIGHTS, scale), method) for scale in (1.0, 0.25))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), one, scaled)
-    direction = exact_direction(key)
+    direction = optax.tree.random_like(jax.random.split(key)[0], PARAMS, jax.random.normal)
     exact = jax.jvp(jax.grad(lambda p: by_formula(p, "weighted")), (PARAMS,), (direction,))[1]
     found = estimate_hessian("hutchinson", MODEL, build_objective(OF["weighted"], 0.01), PARAMS, BATCH, key, 1)
     jax.tree.map(lambda a, u, hu: np.testing.assert_allclose(a, u * hu, rtol=1e-3, atol=1e-4), found, direction, exact)
-
-
-def exact_direction(key):
-    """The direction that the estimate draws, computed with the estimate's own code."""
-    from lmtrain.train.step.hessian import _normal_like
-
-    return _normal_like(jax.random.split(key)[0], PARAMS)

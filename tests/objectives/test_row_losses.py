@@ -5,11 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import lmtrain.objectives.logits as logits_module
 from lmtrain.objectives.cross_entropy import CrossEntropyRow, next_token_targets
-from lmtrain.objectives.logits import rows_at_once
 from lmtrain.objectives.row_losses import sum_of_row_losses
-from lmtrain.objectives.sample_targets import _BLOCK, sample_targets
 
 B, S, D, V = 2, 6, 5, 12
 RNG = np.random.default_rng(0)
@@ -38,17 +35,6 @@ def naive(hidden, head, targets, mask, z=0.0, smoothing=0.0):
     loss = ((log_sum - (logits * one_hot).sum(-1) + z * log_sum**2) * mask).sum()
     d_logits = (probabilities * (1 + 2 * z * log_sum[..., None]) - one_hot) * mask[..., None]
     return loss, d_logits @ head, np.einsum("bsv,bsd->vd", d_logits, hidden)
-
-
-# rows of a chunk: all, half, one at a time, and sizes that do not divide the twelve rows, so the last chunk is padded
-ROWS = [12, 6, 1, 5, 7]
-
-
-@pytest.fixture(params=ROWS, ids=lambda rows: f"chunks of {rows}")
-def chunks(request, monkeypatch):
-    """Compute the loss in chunks of this number of rows."""
-    monkeypatch.setattr(logits_module, "rows_at_once", lambda *sizes: request.param)
-    return request.param
 
 
 def test_values_and_gradients_equal_the_naive_formula(chunks):
@@ -125,83 +111,6 @@ def test_padding_of_the_vocabulary_changes_nothing_and_gets_no_gradient(chunks):
     assert not d_head[9:].any()
 
 
-@pytest.mark.parametrize("kind", ["gpu", "tpu"])
-@pytest.mark.parametrize(
-    ("rows", "vocab"),
-    [(64 * 1024, 50304), (64 * 1021, 50304), (4 * 4093, 32000), (4093, 32000), (8 * 8192, 128256), (1000, 50304)],
-)
-def test_chunks_on_accelerators_have_about_a_thousand_rows_and_little_padding(kind, rows, vocab):
-    """Also for prime sequence lengths."""
-    size = rows_at_once(rows, vocab, kind)
-    assert min(rows, 1024) <= size <= max(2**27 // vocab + 128, 1024)
-    number = -(-rows // size)
-    assert number * size - rows < max(0.06 * rows, 128)
-
-
-@pytest.mark.parametrize(
-    ("rows", "vocab", "expected"), [(100, 2**10, 100), (2**14, 2**10, 2**12), (2**10, 2**20, 64), (10, 2**22, 10)]
-)
-def test_chunks_on_a_cpu_fit_its_caches(rows, vocab, expected):
-    assert rows_at_once(rows, vocab, "cpu") == expected
-
-
 def test_targets_are_the_next_tokens():
     tokens = np.array([[1, 2, 3], [4, 5, 6]])
     np.testing.assert_array_equal(next_token_targets(tokens)[:, :-1], tokens[:, 1:])
-
-
-DRAWS = 4000
-# 99.99% of chi-square values of 8 degrees of freedom are below 31.8; there are 12 positions, and the key is fixed
-LARGEST_CHI_SQUARE = 31.8
-
-
-def draw(hidden, head, vocab_size: int, number: int = DRAWS):
-    """[number, B, S]"""
-    keys = jax.random.split(jax.random.key(11), number)
-    return np.asarray(jax.jit(jax.vmap(lambda key: sample_targets(hidden, head, key, vocab_size)))(keys))
-
-
-def chi_square(counts, expected):
-    return (np.square(counts - expected) / expected).sum(-1)
-
-
-@pytest.mark.parametrize("chunks", [12, 5], indirect=True, ids=lambda rows: f"chunks of {rows}")
-def test_sampled_targets_follow_the_softmax_of_each_position_and_are_never_padding(chunks):
-    """Even though the padding's logits would be the largest."""
-    head = np.concatenate([HEAD[:9] / 2, 100 * np.ones((3, D), np.float32)])
-    drawn = draw(HIDDEN, head, 9)
-    assert drawn.shape == (DRAWS, B, S)
-    assert drawn.dtype == np.int32
-    assert drawn.min() >= 0
-    assert drawn.max() < 9
-    counts = (drawn[..., None] == np.arange(9)).sum(0)
-    logits = HIDDEN.astype(np.float64) @ head[:9].astype(np.float64).T
-    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    assert chi_square(counts, DRAWS * probabilities).max() < LARGEST_CHI_SQUARE
-    # the samples of another position do not pass
-    other = np.roll(probabilities, 1, axis=1)
-    assert chi_square(counts, DRAWS * other).min() > LARGEST_CHI_SQUARE
-
-
-@pytest.mark.parametrize("chunks", [12, 5], indirect=True, ids=lambda rows: f"chunks of {rows}")
-def test_sampled_targets_of_different_positions_and_rows_are_independent(chunks):
-    """With equal logits everywhere, two positions agree as often as two dice, in the same or in different chunks."""
-    drawn = draw(np.zeros((B, S, D), np.float32), HEAD, V).reshape(DRAWS, B * S)
-    for first in range(B * S):
-        for second in range(first):
-            agree = (drawn[:, first] == drawn[:, second]).mean()
-            assert abs(agree - 1 / V) < 5 * (1 / V / DRAWS) ** 0.5, (first, second)
-
-
-def test_the_same_key_samples_the_same_targets():
-    one, other = (sample_targets(HIDDEN, HEAD, jax.random.key(2), V) for _ in range(2))
-    np.testing.assert_array_equal(one, other)
-    assert (one != sample_targets(HIDDEN, HEAD, jax.random.key(3), V)).any()
-
-
-@pytest.mark.parametrize("token", [0, _BLOCK - 1, _BLOCK, 2 * _BLOCK - 1])
-def test_the_first_and_last_token_of_each_block_of_the_vocabulary_are_drawn(token):
-    head = np.zeros((2 * _BLOCK, D), np.float32)
-    head[token] = 5  # a logit of 25, where all others have 0
-    drawn = sample_targets(np.ones((B, S, D), np.float32), head, jax.random.key(4), 2 * _BLOCK)
-    assert (np.asarray(drawn) == token).all()

@@ -1,9 +1,13 @@
-"""Which parameters of each model family Muon orthogonalizes, with their input and output dimensions."""
+"""Muon compared with numpy, and which parameters of each model family it orthogonalizes."""
+
+import functools
 
 import jax
+import numpy as np
 import pytest
 from flax.core.meta import unbox
 from optax.contrib import MuonDimensionNumbers
+from optim.test_optimizer import plain_adamw, steps
 
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.config import Gpt2Config
@@ -65,28 +69,123 @@ def test_the_dimensions_of_all_matrices_of_layers_and_of_nothing_else(name):
     assert len(axes) > len(matrices)
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("vocab", "embed"), ()),
-        (("position", "embed"), ()),
-        (("embed",), ()),
-        (("layers", "embed"), ()),
-        (("layers", "mlp"), ()),
-        (("layers", "qkv", "heads", "head_dim"), ()),
-        (("layers", "heads", "head_dim"), ()),
-        (("senses", "embed"), ()),
-        (("embed", "mlp"), MuonDimensionNumbers((0,), (1,))),
-        (("layers", "mlp", "embed"), MuonDimensionNumbers((1,), (2,))),
-        (("layers", "embed", "qkv", "heads", "head_dim"), MuonDimensionNumbers((1,), (3, 4))),
-        (("layers", "heads", "head_dim", "embed"), MuonDimensionNumbers((1, 2), (3,))),
-        (("mlp", "senses", "embed"), MuonDimensionNumbers((0,), (2,))),
-        (("embed", "qkv", "senses", "head_dim"), MuonDimensionNumbers((0,), (3,))),
-    ],
-    ids=str,
-)
-def test_matrix_dims_of_logical_names(names, expected):
-    assert matrix_dims(names) == expected
+# Two layers of two heads.
+BLOCK_AXES = {
+    "tokens": {"embedding": ("vocab", "embed")},
+    "blocks": {
+        "qkv": {
+            "kernel": ("layers", "embed", "qkv", "heads", "head_dim"),
+            "bias": ("layers", "qkv", "heads", "head_dim"),
+        },
+        "out": {"kernel": ("layers", "heads", "head_dim", "embed")},
+        "up": {"kernel": ("layers", "embed", "mlp")},
+        "down": {"kernel": ("layers", "mlp", "embed"), "bias": ("layers", "embed")},
+        "norm": {"scale": ("layers", "embed")},
+    },
+}
+SIZE = {"vocab": 11, "embed": 8, "layers": 2, "qkv": 3, "heads": 2, "head_dim": 4, "mlp": 12}
+NAMES = ("qkv", "out", "up", "down")
+WIDTHS = {"qkv": (8, 8), "out": (8, 8), "up": (8, 12), "down": (12, 8)}  # inputs, outputs
+
+
+def random_blocks(seed: int):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda names: rng.normal(size=[SIZE[name] for name in names]).astype(np.float32),
+        BLOCK_AXES,
+        is_leaf=lambda names: isinstance(names, tuple),
+    )
+
+
+BLOCKS, BLOCK_GRADIENTS = random_blocks(0), [random_blocks(1), random_blocks(2)]
+
+
+def as_matrices(name: str, leaf):
+    """[number of matrices, inputs, outputs]"""
+    leaf = np.asarray(leaf, np.float64)
+    if name == "qkv":
+        leaf = leaf.transpose(0, 2, 1, 3, 4)
+    return leaf.reshape(-1, *WIDTHS[name])
+
+
+def newton_schulz(x, iterations: int):
+    """Jordan et al. 2024, in float64."""
+    x = x / np.linalg.norm(x)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+@functools.cache
+def muon_updates(**settings):
+    """Two updates of Muon with a learning rate of 0.5."""
+    config = MuonConfig(**{"max_grad_norm": None, **settings})
+    return steps(config, BLOCK_GRADIENTS, (0.5, 0.5), BLOCKS, BLOCK_AXES)[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"momentum": 0.5, "backend_steps": 2}], ids=str)
+def test_muon_orthogonalizes_the_momentum_by_newton_schulz(settings):
+    config = MuonConfig(**settings)
+    beta = config.momentum
+    for name in NAMES:
+        inputs, outputs = WIDTHS[name]
+        momentum = 0.0
+        for gradient, update in zip(BLOCK_GRADIENTS, muon_updates(**settings), strict=True):
+            gradient = as_matrices(name, gradient["blocks"][name]["kernel"])
+            momentum = beta * momentum + (1 - beta) * gradient
+            ahead = beta * momentum + (1 - beta) * gradient if config.nesterov else momentum
+            expected = [-0.5 * max(1, outputs / inputs) ** 0.5 * newton_schulz(x, config.backend_steps) for x in ahead]
+            np.testing.assert_allclose(
+                as_matrices(name, update["blocks"][name]["kernel"]), expected, rtol=1e-3, atol=1e-4
+            )
+
+
+def test_other_parameters_are_updated_by_adam_with_adam_lr():
+    """The schedule is the same as for matrices; at its peak, Adam's rate is adam_lr."""
+    peak, adam_lr = 0.02, 6e-4
+    config = MuonConfig(beta1=0.8, beta2=0.9, epsilon=1e-3, max_grad_norm=None, learning_rate=peak, adam_lr=adam_lr)
+    updates, _ = steps(config, BLOCK_GRADIENTS, (peak, peak / 4), BLOCKS, BLOCK_AXES)
+    for path in (
+        ("tokens", "embedding"),
+        ("blocks", "norm", "scale"),
+        ("blocks", "qkv", "bias"),
+        ("blocks", "down", "bias"),
+    ):
+        leaves = []
+        for tree in (*BLOCK_GRADIENTS, *updates):
+            for key in path:
+                tree = tree[key]
+            leaves.append(np.asarray(tree, np.float64))
+        expected = plain_adamw(np.zeros_like(leaves[0]), leaves[:2], [adam_lr, adam_lr / 4], 0.8, 0.9, 1e-3, 0.0)
+        np.testing.assert_allclose(leaves[2] + leaves[3], expected, rtol=1e-4, atol=1e-9)
+
+
+def test_parameters_of_adam_decay_by_its_rate():
+    """In both groups, a parameter decays by its own learning rate times `weight_decay`."""
+    settings = {"max_grad_norm": None, "learning_rate": 0.02, "adam_lr": 6e-4, "default_weight_decay_mask": False}
+    found = []
+    for weight_decay in (0.0, 0.3):
+        config = MuonConfig(weight_decay=weight_decay, **settings)
+        found.append(steps(config, BLOCK_GRADIENTS[:1], (0.02,), BLOCKS, BLOCK_AXES)[0][0])
+    more = jax.tree.map(lambda a, b: b - a, *found)
+    rates = jax.tree.map(lambda _: 6e-4, BLOCKS)
+    for name in NAMES:
+        rates["blocks"][name]["kernel"] = 0.02
+    jax.tree.map(lambda d, p, rate: np.testing.assert_allclose(d, -rate * 0.3 * p, rtol=2e-3, atol=2e-6),
+                 more, BLOCKS, rates)  # fmt: skip
+
+
+def test_kimi_scaling_changes_only_the_size_of_matrix_updates():
+    plain, scaled = muon_updates()[1], muon_updates(use_kimi_scaling=True)[1]
+    for name in NAMES:
+        inputs, outputs = WIDTHS[name]
+        factor = 0.2 * max(inputs, outputs) ** 0.5 / max(1, outputs / inputs) ** 0.5
+        np.testing.assert_allclose(
+            scaled["blocks"][name]["kernel"], factor * plain["blocks"][name]["kernel"], rtol=1e-5, atol=1e-7
+        )
+    np.testing.assert_array_equal(scaled["tokens"]["embedding"], plain["tokens"]["embedding"])
+    np.testing.assert_array_equal(scaled["blocks"]["norm"]["scale"], plain["blocks"]["norm"]["scale"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,15 +1,13 @@
-"""Sophia compared with numpy; the interval of Hessian estimates; convergence compared with Adam."""
+"""Sophia compared with numpy in float64; the interval of Hessian estimates."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from lmtrain.optim.config import AdamConfig, SophiaGConfig, SophiaHConfig
-from lmtrain.optim.optimizer import build_optimizer
+from lmtrain.optim.config import SophiaHConfig
 from lmtrain.optim.sophia import scale_by_sophia
 
 RNG = np.random.default_rng(0)
@@ -57,7 +55,7 @@ def plain_sophia(gradients, estimates, beta1, beta2, epsilon, gamma, clip_thresh
 )
 def test_updates_follow_the_formula(settings):
     settings = DEFAULTS | settings
-    optimizer = scale_by_sophia(**settings)
+    optimizer = scale_by_sophia(SophiaHConfig(**settings))
     gradients = [jax.tree.map(lambda p: RNG.normal(size=p.shape).astype(np.float32), PARAMS) for _ in range(12)]
     state, found = optimizer.init(PARAMS), []
     update = jax.jit(functools.partial(optimizer.update, hessian=estimate))
@@ -70,15 +68,6 @@ def test_updates_follow_the_formula(settings):
         np.testing.assert_allclose([u[name] for u in found], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_where_the_curvature_is_not_positive_the_update_is_the_sign():
-    optimizer = scale_by_sophia(**DEFAULTS | {"epsilon": 1e-12, "gamma": 1.0})
-    curvature = jnp.float32([-5, 0, 1e-20, 5])
-    gradient = np.float32([0.1, -0.2, 0.3, 0.4])
-    update, _ = optimizer.update(gradient, optimizer.init(gradient), hessian=lambda key: curvature)
-    # the estimate is (1 - beta2) * 5 = 1 after the first
-    np.testing.assert_allclose(update, [1, -1, 1, 0.4], rtol=1e-5)
-
-
 @pytest.mark.parametrize("interval", [1, 3, 10])
 def test_the_hessian_is_estimated_only_when_due_with_a_new_key_each_time(interval):
     called = []
@@ -87,7 +76,7 @@ def test_the_hessian_is_estimated_only_when_due_with_a_new_key_each_time(interva
         jax.debug.callback(lambda data: called.append(tuple(data.tolist())), jax.random.key_data(key))
         return jax.tree.map(jnp.ones_like, PARAMS)
 
-    optimizer = scale_by_sophia(**DEFAULTS | {"update_interval": interval})
+    optimizer = scale_by_sophia(SophiaHConfig(**DEFAULTS | {"update_interval": interval}))
     update, state = jax.jit(functools.partial(optimizer.update, hessian=marker)), optimizer.init(PARAMS)
     counts, marks = [], []
     for _ in range(21):
@@ -102,58 +91,8 @@ def test_the_hessian_is_estimated_only_when_due_with_a_new_key_each_time(interva
     assert int(state.step) == 21
 
 
-def test_estimates_depend_on_the_seed():
-    def first(seed):
-        optimizer = scale_by_sophia(**DEFAULTS | {"rng_seed": seed})
-        return optimizer.update(PARAMS, optimizer.init(PARAMS), hessian=estimate)[1].hessian["b"].tolist()
-
-    assert first(1) == first(1) != first(2)
-
-
-@pytest.mark.parametrize("config", [SophiaHConfig, SophiaGConfig])
-def test_all_settings_of_the_config_are_used(config):
-    settings = DEFAULTS | {"beta1": 0.7, "rng_seed": 3}
-    built = build_optimizer(config(**settings, max_grad_norm=None), lambda count: 0.1)
-    gradient = jax.tree.map(lambda p: p + 1, PARAMS)
-    by_hand = scale_by_sophia(**settings)
-    expected, _ = by_hand.update(gradient, by_hand.init(PARAMS), hessian=estimate)
-    updates, _ = built.update(gradient, built.init(PARAMS), PARAMS, hessian=estimate)
-    for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, -0.1 * other, rtol=1e-6)
-
-
 def test_moments_have_the_parameters_types_and_updates_the_gradients():
-    optimizer = scale_by_sophia(**DEFAULTS)
+    optimizer = scale_by_sophia(SophiaHConfig(**DEFAULTS))
     half = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), PARAMS)
     update, state = optimizer.update(half, optimizer.init(half), hessian=estimate)  # the estimate is float32
     assert {leaf.dtype for leaf in jax.tree.leaves((update, state.mu, state.hessian))} == {jnp.bfloat16.dtype}
-
-
-def best_of(config, learning_rates, curvature, start, num_steps: int) -> float:
-    """The minimum over the learning rates of sum(curvature * x^2) / 2 after `num_steps` steps."""
-
-    def final(rate):
-        optimizer = build_optimizer(config, lambda count: rate)
-
-        def step(carry, _):
-            x, state = carry
-            updates, state = optimizer.update(
-                curvature * x, state, x, loss=jnp.float32(0), hessian=lambda key: curvature
-            )
-            return (optax.apply_updates(x, updates), state), None
-
-        (x, _), _ = jax.lax.scan(step, (start, optimizer.init(start)), None, num_steps)
-        return (curvature * x**2).sum() / 2
-
-    return float(jnp.nanmin(jax.jit(jax.vmap(final))(jnp.float32(learning_rates))))
-
-
-def test_on_an_ill_conditioned_quadratic_sophia_ends_lower_than_adam():
-    """Curvatures from 0.01 to 100. At a constant rate Adam oscillates around the minimum, while Sophia, which gets the
-    exact curvature, converges. Default settings, except Sophia's momentum, which is set to Adam's."""
-    curvature, start = jnp.logspace(-2, 2, 9), jnp.float32([3, 0.1, 1, 2, 0.5, 1, 0.2, 3, 1])
-    rates = np.geomspace(1e-3, 1, 13)
-    adam = best_of(AdamConfig(max_grad_norm=None), rates, curvature, start, 300)
-    sophia = best_of(SophiaGConfig(gamma=1.0, beta1=0.9, max_grad_norm=None), rates, curvature, start, 300)
-    assert adam < (curvature * start**2).sum() / 2 * 1e-4  # Adam converges too
-    assert sophia < adam / 1000

@@ -1,12 +1,14 @@
 """Selection of decaying parameters: by a regular expression, by texts, by the default rule, or all."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from lmtrain.config.errors import UserError
-from lmtrain.optim.config import AdamConfig, LionConfig
+from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.weight_decay import decay_mask
 
 PATHS = [
@@ -53,20 +55,16 @@ def decaying(modules, mask) -> set[str]:
         (None, False, set(PATHS)),
         # modules: only these, unless the default rule is true
         ("blocks/mlp", None, MLP),
-        ("blocks/mlp", False, MLP),
         ("blocks/mlp", True, MLP | KERNELS),
         (["/mlp/"], None, MLP),
-        (["/mlp/"], False, MLP),
         (["/mlp/"], True, MLP | KERNELS),
         # a pattern is matched at the start of the path, not to its end
         ("blocks", None, {path for path in PATHS if path.startswith("blocks")}),
         (".*scale$", None, SCALES),
         ("(tokens|norm_final)/", None, {"tokens/embedding", "norm_final/scale"}),
         (r".*/(kernel|embedding)", True, KERNELS | {"tokens/embedding"}),
-        ("", None, set(PATHS)),
         # a text matches literally, anywhere in the path
         (["scale"], None, SCALES),
-        (["scale", "tokens"], None, SCALES | {"tokens/embedding"}),
         (["mlp"], None, MLP | {"blocks/norm_mlp/scale"}),
         (["ernel"], False, KERNELS),
     ],
@@ -79,7 +77,6 @@ def test_the_decaying_parameters(modules, mask, expected):
     ("modules", "unknown"),
     [
         ("mlp", "mlp"),  # not at the start
-        ("blocks/mpl", "blocks/mpl"),
         (["blocks.mlp"], "blocks.mlp"),  # a text, not a pattern
         (["scale", "nrom"], "nrom"),
         (["Tokens"], "Tokens"),
@@ -87,31 +84,14 @@ def test_the_decaying_parameters(modules, mask, expected):
 )
 @pytest.mark.parametrize("mask", [None, True, False])
 def test_a_module_without_match_is_a_user_error_that_lists_the_paths(modules, unknown, mask):
-    with pytest.raises(UserError) as caught:
+    message = (
+        f"optimizer.weight_decay_modules: {unknown!r} matches no parameter path; expected one of {', '.join(PATHS)}"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         decaying(modules, mask)
-    message = str(caught.value)
-    assert message.startswith(f"optimizer.weight_decay_modules: {unknown!r} matches no parameter path")
-    assert message.endswith(f"expected one of {', '.join(PATHS)}")
 
 
-@pytest.mark.parametrize("pattern", ["(", "*", "[a-", "(?P<x"])
-@pytest.mark.parametrize("kind", [AdamConfig, LionConfig])
-def test_an_invalid_regular_expression_is_refused_by_the_config(kind, pattern):
-    with pytest.raises(ValidationError, match="invalid regular expression") as caught:
-        kind(weight_decay_modules=pattern)
-    assert caught.value.errors()[0]["loc"][0] == "weight_decay_modules"
-
-
-def test_a_text_need_not_be_a_regular_expression():
-    assert AdamConfig(weight_decay_modules=["("]).weight_decay_modules == ["("]
-
-
-def test_an_empty_list_is_refused():
-    with pytest.raises(ValidationError):
-        AdamConfig(weight_decay_modules=[])
-
-
-def test_the_mask_of_abstract_parameters():
-    """The optimizer state is planned from shapes only."""
-    shapes = jax.eval_shape(lambda: jax.tree.map(np.zeros_like, tree()))
-    assert jax.tree.leaves(decay_mask(AdamConfig(), shapes)) == jax.tree.leaves(decay_mask(AdamConfig(), tree()))
+def test_an_invalid_regular_expression_is_refused_by_the_config():
+    with pytest.raises(ValidationError, match="invalid regular expression"):
+        AdamConfig(weight_decay_modules="(")
+    assert AdamConfig(weight_decay_modules=["("]).weight_decay_modules == ["("]  # a text need not be one

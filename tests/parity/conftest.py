@@ -3,12 +3,12 @@
 import pytest
 
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
+from lmtrain.sharding.mesh import build_layout
 
 
 @pytest.fixture(scope="session")
 def layout():
-    return plan_layout(PartitioningConfig())
+    return build_layout(PartitioningConfig())
 
 
 @pytest.fixture
@@ -16,12 +16,12 @@ def export(tmp_path, layout):
     """`export(variant)` writes an export as `lmtrain export-hf` does, and returns its path."""
     from parity.variants import TOKENIZER
 
-    from lmtrain.hf.export import write_export
-    from lmtrain.train.start.exporter import plan_export
-    from lmtrain.train.start.hf_params import gather_tensors
+    from lmtrain.weights.export import build_export
+    from lmtrain.weights.gather import gather_tensors
+    from lmtrain.weights.write_export import write_export
 
     def write(variant, dtype="float32", folder="hf", **options):
-        plan = plan_export(variant.config, variant.model, TOKENIZER, dtype)
+        plan = build_export(variant.config, variant.model, TOKENIZER, dtype)
         tensors = gather_tensors(variant.params, plan.pieces, layout, variant.model.vocab_size)
         write_export(str(tmp_path / folder), plan, tensors, **options)
         return str(tmp_path / folder)

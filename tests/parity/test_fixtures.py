@@ -16,9 +16,9 @@ from parity.variants import VARIANTS, VOCAB
 
 from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.start.hf_model import config_of
-from lmtrain.train.start.hf_params import load_hf_params
+from lmtrain.sharding.mesh import build_layout
+from lmtrain.weights.hf_config import config_of
+from lmtrain.weights.load_hf import load_hf_params
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TOOL = Path(__file__).parents[2] / "tools" / "parity_fixtures.py"
@@ -37,7 +37,7 @@ def check(name: str) -> None:
     folder = str(FIXTURES / name)
     config = config_of(folder).model.model_copy(update={"gradient_checkpointing": False})  # compiles sooner
     model = build_model(config, VOCAB)
-    params = load_hf_params(folder, config, model, plan_layout(PartitioningConfig()), "float32")
+    params = load_hf_params(folder, config, model, build_layout(PartitioningConfig()), "float32")
     expected = np.load(FIXTURES / name / "expected.npz")
     found = apply(model, params, expected["ids"])
     assert found.shape == expected["logits"].shape

@@ -14,14 +14,14 @@ from lmtrain.evaluation.benchmarks.config import BenchmarkTask, EvalHarnessConfi
 from lmtrain.evaluation.benchmarks.evaluator import Benchmarks
 from lmtrain.evaluation.benchmarks.tasks import load_tasks
 from lmtrain.evaluation.interface import Context
-from lmtrain.hf.export import write_export
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.start.exporter import plan_export
-from lmtrain.train.start.hf_params import gather_tensors
+from lmtrain.sharding.mesh import build_layout
+from lmtrain.weights.export import build_export
+from lmtrain.weights.gather import gather_tensors
+from lmtrain.weights.write_export import write_export
 
 LENGTH = 64
 FAMILIES = {
@@ -48,12 +48,12 @@ def tasks(tmp_path_factory):
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_likelihoods_accuracies_and_texts_agree(tasks, tmp_path, monkeypatch, family):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    tokenizer, layout = load_tokenizer(str(TOKENIZER)), plan_layout(PartitioningConfig())
+    tokenizer, layout = load_tokenizer(str(TOKENIZER)), build_layout(PartitioningConfig())
     sizes = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH, "gradient_checkpointing": False}
     config = RunConfig.model_validate({"model": {"type": family, **sizes, **FAMILIES[family]}}).model
     model = build_model(config, tokenizer.vocab_size)
     params = quick.random_params(model, seed=7)
-    plan = plan_export(config, model, tokenizer, "float32")
+    plan = build_export(config, model, tokenizer, "float32")
     write_export(str(tmp_path / "hf"), plan, gather_tensors(params, plan.pieces, layout, model.vocab_size))
 
     context = Context(model, layout, "float32", tokenizer, {}, seq_len=LENGTH, batch_size=4, folder=str(tmp_path))
@@ -100,12 +100,12 @@ def samples(folder):
 @pytest.mark.parametrize("multiturn", [False, True])
 def test_likelihoods_of_chats_agree(tasks, tmp_path, multiturn):
     chat_tokenizer = load_tokenizer(str(write_chat_tokenizer(tmp_path / "tokenizer")))
-    layout = plan_layout(PartitioningConfig())
+    layout = build_layout(PartitioningConfig())
     sizes = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": 128, "gradient_checkpointing": False}
     config = RunConfig.model_validate({"model": {"type": "llama", **sizes}}).model
     model = build_model(config, chat_tokenizer.vocab_size)
     params = quick.random_params(model, seed=7)
-    plan = plan_export(config, model, chat_tokenizer, "float32")
+    plan = build_export(config, model, chat_tokenizer, "float32")
     write_export(str(tmp_path / "hf"), plan, gather_tensors(params, plan.pieces, layout, model.vocab_size))
 
     context = Context(model, layout, "float32", chat_tokenizer, {}, seq_len=128, batch_size=4, folder=str(tmp_path))

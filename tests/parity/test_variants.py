@@ -6,16 +6,17 @@ import jax
 import numpy as np
 import pytest
 import torch
-from parity.variants import TOKENIZER, VARIANTS, VOCAB, make, tokens
+from hf_tensors import to_hf
+from parity.variants import VARIANTS, VOCAB, make, tokens
 from transformers import AutoModelForCausalLM
 
 from lmtrain.config.errors import UserError
-from lmtrain.hf.key_map import flatten, to_hf
-from lmtrain.models.registry import hf_family
+from lmtrain.models.interface import Documents
+from lmtrain.models.params import flatten
+from lmtrain.models.registry import build_model, hf_family
 from lmtrain.objectives.cross_entropy import CrossEntropy
-from lmtrain.train.start.exporter import plan_export
-from lmtrain.train.start.hf_model import config_of
-from lmtrain.train.start.hf_params import load_hf_params
+from lmtrain.weights.hf_config import config_of
+from lmtrain.weights.load_hf import load_hf_params
 
 # One of each kind of block. The others are marked long; test_fixtures.py compares all kinds of files.
 NOT_LONG = {"gpt2", "llama-grouped", "gemma", "olmo2", "mpt-6-heads", "backpack"}
@@ -57,26 +58,35 @@ def test_logits_agree_where_positions_restart_and_attention_does_not(in_torch, n
     variant = make(name)
     ids = tokens()
     positions = np.concatenate([np.arange(10), np.arange(ids.shape[1] - 10)]) * np.ones((2, 1), int)
-    everywhere = torch.ones(
-        ids.shape, dtype=torch.int64
-    )  # without it, transformers treats restarting positions as packed documents
+    # without a mask, transformers treats restarting positions as packed documents
+    everywhere = torch.ones(ids.shape, dtype=torch.int64)
     with torch.no_grad():
         expected = in_torch(variant)(
             torch.from_numpy(ids), position_ids=torch.from_numpy(positions), attention_mask=everywhere
         ).logits.numpy()
 
     def logits(model, ids):
-        return model.logits(model.hidden(ids, True, None, positions))
+        return model.logits(model.hidden(ids, True, Documents(positions=positions)))
 
     found = variant.model.apply({"params": variant.params}, ids, method=logits)
     assert np.abs(found - expected).max() < 1e-4
     assert np.abs(variant.logits(ids) - expected).max() > 0.1
 
 
-GRADIENTS = ["gpt2", "gpt2-untied", "llama-grouped", "mistral", "gemma", "olmo2", "qwen3", "mpt-clip"]
+GRADIENTS = [
+    "gpt2",
+    "gpt2-untied",
+    "llama-grouped",
+    "mistral",
+    "gemma",
+    "olmo2",
+    "qwen3",
+    "mpt-clip",
+    "backpack-divided",
+]
 
 
-@pytest.mark.parametrize("name", mark_long(GRADIENTS, {"gpt2", "gemma"}))
+@pytest.mark.parametrize("name", mark_long(GRADIENTS, {"gpt2", "gemma", "backpack-divided"}))
 def test_loss_and_every_gradient_agree(in_torch, name):
     variant = make(name)
     theirs = in_torch(variant)
@@ -102,7 +112,7 @@ def test_loss_and_every_gradient_agree(in_torch, name):
 
 
 @pytest.mark.parametrize(
-    "name", mark_long(["gpt2", "llama-grouped", "llama-yarn", "mistral", "qwen3", "olmo2", "mpt-6-heads"])
+    "name", mark_long(["gpt2", "llama-grouped", "llama-yarn", "mistral", "qwen3", "olmo2", "mpt-6-heads", "backpack"])
 )
 def test_extending_a_cache_equals_the_full_forward(name):
     variant = make(name)
@@ -129,30 +139,6 @@ def test_without_biases_the_export_has_zeros_and_the_import_has_none(in_torch, e
         load_hf_params(with_biases, variant.config, variant.model, layout, "float32")
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "named"),
-    [
-        ("llama", {"qk_norm": "head", "norm_position": "post"}, "model.qk_norm: head, model.norm_position: post"),
-        ("llama", {"scale_embeddings": True}, "model.scale_embeddings: True"),
-        ("llama", {"sliding_window": 4, "use_bias": True}, "model.use_bias"),
-        ("llama", {"qk_norm": "head", "use_mlp_bias": True}, "model.use_mlp_bias"),
-        ("llama", {"use_bias": True, "use_qkv_bias": True}, "model.use_bias: transformers' qwen2"),
-        (
-            "llama",
-            {"rope": {"type": "dynamic", "factor": 2.0, "original_seq_len": 8}},
-            "model.rope.original_seq_len",
-        ),
-        ("mpt", {"use_bias": True}, "model.use_bias"),
-        ("mpt", {"alibi_bias_max": 4.0}, r"model.alibi_bias_max: 4.0: transformers' mpt always has 8"),
-        ("mpt", {"mlp_scale": 2}, "model.mlp_scale: 2"),
-    ],
-)
-def test_settings_that_transformers_does_not_support_are_refused_by_name(name, changes, named):
-    variant = make(name, **changes)
-    with pytest.raises(UserError, match=named):
-        plan_export(variant.config, variant.model, TOKENIZER, "float32")
-
-
 def test_transformers_computes_attention_in_the_way_that_supports_the_setting(export):
     """Other attention implementations of version 4 omit the division."""
     folder = export(make("gpt2-inverse"))
@@ -164,9 +150,25 @@ def test_transformers_computes_attention_in_the_way_that_supports_the_setting(ex
     assert plain.config._attn_implementation == "sdpa"
 
 
-def test_config_json_is_readable_by_both_versions_of_transformers(export):
-    with open(export(make("llama-llama3")) + "/config.json") as file:
+STRAY = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "use_qkv_bias": True}
+
+
+@pytest.mark.parametrize(
+    "name", mark_long(["llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2"], {"llama", "qwen2"})
+)
+def test_keys_of_other_kinds_have_the_effect_that_they_have_in_transformers(export, layout, name):
+    variant = make(name)
+    folder = export(variant)
+    with open(f"{folder}/config.json") as file:
         values = json.load(file)
-    assert values["rope_parameters"]["rope_theta"] == values["rope_theta"] == 500.0
-    assert values["rope_scaling"]["rope_type"] == "llama3"
-    assert values["dtype"] == values["torch_dtype"] == "float32"
+    more = STRAY | ({} if name == "llama" else {"mlp_bias": True})
+    with open(f"{folder}/config.json", "w") as file:
+        json.dump(values | more, file)
+    config = config_of(folder).model
+    model = build_model(config, VOCAB, "xla")
+    params = load_hf_params(folder, config, model, layout, "float32")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens())).logits.numpy()
+    found = np.asarray(model.apply({"params": params}, tokens()))[..., :VOCAB]
+    assert np.abs(found - expected).max() < 1e-4

@@ -1,18 +1,13 @@
-"""tools/demo_chat.py: conversations of real lines, a tokenizer with a template, and a task for lm-eval."""
+"""tools/demo_chat.py: conversations of real lines, and a task for lm-eval."""
 
 import gzip
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import TOKENIZER
-
-from lmtrain.hf.chat_template import find_template
-from lmtrain.hf.tokenizer import load_tokenizer
 
 TOOL = Path(__file__).parents[2] / "tools/demo_chat.py"
 SOURCE = """import json
@@ -40,7 +35,6 @@ def made(tmp_path_factory):
     for name in ("train.1-of-8.jsonl.gz", "validation.jsonl.gz"):
         with gzip.open(folder / "demo" / name, "wt") as file:
             file.write(json.dumps({"text": SOURCE}) + "\n")
-    shutil.copytree(TOKENIZER, folder / "demo/tokenizer")
     done = run(folder)
     assert done.returncode == 0, done.stderr
     return folder / "demo/chat"
@@ -63,14 +57,6 @@ def test_every_answer_describes_its_line(made):
     assert answers["from os import path"] == answers["import json"] == "It imports a module."
     assert answers["raise ValueError(size)"] == "It raises an exception."
     assert len(set(answers.values())) == 8
-
-
-def test_the_tokenizer_has_the_tokens_and_the_template_of_chatml(made):
-    tokenizer = load_tokenizer(str(made / "tokenizer"))
-    assert tokenizer.vocab_size == load_tokenizer(str(TOKENIZER)).vocab_size + 2
-    assert tokenizer.backend.encode("<|im_start|>user").tokens[0] == "<|im_start|>"
-    assert "<|im_end|>" in (made / "tokenizer/chat_template.jinja").read_text()
-    assert find_template(str(made / "tokenizer"), None, "x") is not None
 
 
 def test_the_task_has_the_same_number_of_questions_for_each_answer(made):

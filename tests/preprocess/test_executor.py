@@ -7,7 +7,7 @@ import pytest
 from lmtrain.config.errors import UserError
 from lmtrain.preprocess.executor import choose_executor
 from lmtrain.runtime.config import RayConfig
-from lmtrain.runtime.cores import usable_cores
+from lmtrain.runtime.machine import usable_cores
 from lmtrain.runtime.processes import ALONE, Processes
 
 SEVERAL = Processes(1, 3, "host:1234")

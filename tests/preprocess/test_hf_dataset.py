@@ -7,8 +7,9 @@ import pytest
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import SourceConfig
 from lmtrain.preprocess import hf_dataset
-from lmtrain.preprocess.hf_dataset import DatasetReader, dataset_splits, list_dataset_shards
-from lmtrain.preprocess.text import Field
+from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.hf_dataset import DatasetRows, dataset_splits, list_dataset_shards
+from lmtrain.preprocess.records import Texts
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def folder(tmp_path):
 
 
 def texts(config, split):
-    return [text for shard in list_dataset_shards(config, split) for _, text in DatasetReader(shard, Field("text"))]
+    return [row["text"] for shard in list_dataset_shards(config, split) for _, row in DatasetRows(shard)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -45,7 +46,7 @@ def test_a_stream_has_one_shard_per_file_and_a_table_shards_by_size(folder, monk
 
 def test_progress_reaches_the_size_of_the_shard(folder):
     (shard,) = list_dataset_shards(SourceConfig(id=folder), "validation")
-    reader = DatasetReader(shard, Field("text"))
+    reader = DatasetRows(shard)
     seen = [reader.position for _ in reader]
     assert seen == sorted(seen)
     assert reader.position == shard.bytes > 0
@@ -63,10 +64,15 @@ def test_the_fingerprint_depends_on_the_rows(folder, tmp_path):
 
 def test_rows_without_text_are_errors_with_their_location(folder):
     (shard,) = list_dataset_shards(SourceConfig(id=folder), "validation")
-    records = list(DatasetReader(shard, Field("n")))
-    assert [number for number, _ in records] == [1, 2, 3, 4, 5]
-    assert str(records[1][1]) == f"dataset {folder} validation:2: 'n' is int, not text"
-    assert "no key 'body' (it has 'text', 'n')" in str(next(iter(DatasetReader(shard, Field("body"))))[1])
+    assert [number for number, _ in DatasetRows(shard)] == [1, 2, 3, 4, 5]
+    for key, reason in (
+        ("n", "'n' is int, not text"),
+        ("body", "no key 'body' (it has 'text', 'n'); set data.text_key"),
+    ):
+        reader = DocumentReader(shard, Texts(key), skip_bad=True)
+        assert list(reader) == []
+        assert reader.skipped == 5
+        assert reader.bad_records[1].startswith(f"dataset {folder} validation:2: {reason}")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """Conversations and completions: which tokens are targets, and one message with the place for each damaged record."""
 
+import gzip
 import json
 
 import numpy as np
+import pyarrow
 import pytest
+from cache_building import build_cache
 from chat_tokenizer import CONVERSATION, MARKED, PLAIN, write_chat_tokenizer, write_chats
+from pyarrow import parquet
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.cache_manifest import load_manifest
@@ -15,14 +19,16 @@ from lmtrain.hf import chat_template
 from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.hf.tokenizer import load_tokenizer
-from lmtrain.preprocess.build import build_cache
-from lmtrain.preprocess.document_settings import DocumentSettings
-from lmtrain.preprocess.instructions import Completions, Conversations
-from lmtrain.preprocess.text import Instruction
-from lmtrain.preprocess.tokenize_instructions import tokenize_instructions
+from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.instructions import Completions, Conversations, record_reader
+from lmtrain.preprocess.recipe import chat_template_of
+from lmtrain.preprocess.records import BadRecordError, read_document
+from lmtrain.preprocess.sources import describe_source
+from lmtrain.preprocess.split_cache import find_cache
+from lmtrain.preprocess.tokenize import tokenize
 
-CHAT = DocumentSettings("text", True, False, format={"type": "chat"})
-COMPLETION = DocumentSettings("text", False, True, format={"type": "completion"})
+CHAT = DataConfig(format={"type": "chat"})
+COMPLETION = DataConfig(enforce_eos=False, enforce_bos=True, format={"type": "completion"})
 
 
 @pytest.fixture(scope="module", params=[MARKED, PLAIN], ids=["marked", "plain"])
@@ -33,11 +39,9 @@ def folder(request, tmp_path_factory):
 def tokens_and_targets(folder, messages, loss_on="assistant", **more):
     """Token ids of a conversation, and the text of its targets."""
     reader = Conversations(find_template(folder, None, "chat_template"), "messages", loss_on)
-    instruction = reader.read({"messages": messages, **more}, "here")
-    if isinstance(instruction, UserError):
-        raise instruction
+    instruction = reader.read({"messages": messages, **more})
     tokenizer = load_tokenizer(folder)
-    found = tokenize_instructions([instruction], tokenizer, CHAT)
+    found = tokenize([instruction], tokenizer, CHAT)
     assert found.lengths.tolist() == [len(found.tokens)]
     return found.tokens.tolist(), found.targets.tolist()
 
@@ -81,9 +85,9 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error_that_names_the_turn(
     earlier = "(message.content.split(' ')[-1] if message.role == 'assistant' and not loop.last else message.content)"
     thinking = PLAIN.replace("message.content", earlier)
     folder = str(write_chat_tokenizer(tmp_path, thinking))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(BadRecordError) as caught:
         tokens_and_targets(folder, CONVERSATION)
-    assert "here: message 3" in str(caught.value)
+    assert str(caught.value).startswith("message 3")
     assert "loss_on: last" in str(caught.value)
     tokens, targets = tokens_and_targets(folder, CONVERSATION, "last")
     assert decoded(folder, tokens, targets) == ["Nobody counts the stars.<|im_end|>\n"]
@@ -103,51 +107,49 @@ def test_tools_and_variables_reach_the_template(tmp_path):
         find_template(folder, None, "chat_template"), "turns", "assistant", {"style": "S", "depth": "D"}
     )
     record = {"turns": CONVERSATION, "tools": json.dumps([{"name": "T"}]), "chat_template_kwargs": {"depth": "E"}}
-    assert reader.read(record, "here").text.startswith("TSE")
-    assert reader.read({"turns": CONVERSATION}, "here").text.startswith("SD")
+    assert reader.read(record).text.startswith("TSE")
+    assert reader.read({"turns": CONVERSATION}).text.startswith("SD")
+
+
+def test_a_damaged_conversation_is_one_error_with_file_and_line(tmp_path):
+    config = chat_config(tmp_path, write_chat_tokenizer(tmp_path / "tokenizer"), tmp_path / "chats.jsonl")
+    write_chats(tmp_path / "chats.jsonl", [CONVERSATION, [], [{"role": "user", "content": "\ud800"}]])
+    with pytest.raises(UserError, match=r"chats\.jsonl:2: 'messages' is an empty list"):
+        list(documents(config))
+    reader = documents(config, skip_bad=True)
+    assert len(list(reader)) == 1
+    assert f"{tmp_path}/chats.jsonl:3: not UTF-8" in reader.bad_records[1]
+
+
+@pytest.mark.parametrize("depth", [400, 900])
+def test_a_message_that_is_nested_deeply_is_an_error_with_its_place(tmp_path, depth):
+    reader = Conversations(find_template(str(write_chat_tokenizer(tmp_path)), None, "x"), "messages", "all")
+    nested = []
+    for _ in range(depth):
+        nested = [nested]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": nested}]
+    with pytest.raises(BadRecordError):
+        read_document(reader, {"messages": messages})
 
 
 @pytest.mark.parametrize(
-    ("messages", "words"),
+    ("template", "reason"),
     [
-        (None, ["no key 'messages'", "'other'", "format.messages_field"]),
-        ([], ["an empty list"]),
-        ("Hello", ["not JSON"]),
-        ([["user", "Hello"]], ["message 1 is list"]),
-        ([{"content": "Hello"}], ["message 1 has no role"]),
-        ([{"from": "human", "value": "Hello"}], ["message 1 has no role", "rename 'from' to role"]),
-        ([{"role": "human", "content": "Hello"}], ["message 1", "unknown role 'human'", "user"]),
-        ([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ""}], ["message 2", "empty"]),
-        ([{"role": "user", "content": "a"}, *[{"role": "assistant", "content": "b"}] * 2], ["messages 2 and 3"]),
-        ([{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "b"}], ["not UTF-8"]),
+        ("{{ raise_exception('roles must alternate') }}", r"chats\.jsonl:1: .*roles must alternate"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ],
 )
-def test_a_damaged_conversation_is_one_error_with_file_and_line(tmp_path, messages, words):
-    folder = write_chat_tokenizer(tmp_path / "tokenizer")
-    path = tmp_path / "chats.jsonl"
-    good = json.dumps({"messages": CONVERSATION})
-    path.write_text(f"{good}\n{json.dumps({'other': 1} if messages is None else {'messages': messages})}\n")
-    config = chat_config(tmp_path, folder, path)
-    with pytest.raises(UserError) as caught:
-        build_cache(config, "train")
-    for word in (f"{path}:2: ", *words):
-        assert word in str(caught.value)
-    skipping = config.model_copy(update={"on_bad_record": "skip", "max_bad_fraction": 0.5})
-    assert build_cache(skipping, "train").skipped == 1
-
-
-def test_a_template_that_refuses_a_conversation_is_an_error_with_its_reason(tmp_path):
-    folder = write_chat_tokenizer(tmp_path / "tokenizer", "{{ raise_exception('roles must alternate') }}")
+def test_a_template_that_refuses_a_conversation_or_leaves_the_sandbox_is_an_error(tmp_path, template, reason):
+    folder = write_chat_tokenizer(tmp_path / "tokenizer", template)
     config = chat_config(tmp_path, folder, write_chats(tmp_path / "chats.jsonl", [CONVERSATION]))
-    with pytest.raises(UserError, match=r"chats.jsonl:1: .*roles must alternate"):
-        build_cache(config, "train")
+    with pytest.raises(UserError, match=reason):
+        list(documents(config))
 
 
-def test_templates_cannot_leave_the_sandbox(tmp_path):
-    folder = write_chat_tokenizer(tmp_path / "tokenizer", "{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    config = chat_config(tmp_path, folder, write_chats(tmp_path / "chats.jsonl", [CONVERSATION]))
-    with pytest.raises(UserError, match="unsafe"):
-        build_cache(config, "train")
+def documents(config, skip_bad=False):
+    return DocumentReader(
+        describe_source(config.train_urls[0]), record_reader(config, chat_template_of(config)), skip_bad
+    )
 
 
 def chat_config(tmp_path, folder, *paths, **settings):
@@ -161,7 +163,7 @@ def chat_config(tmp_path, folder, *paths, **settings):
 def read_all(config, manifest):
     cache = Cache(f"{config.cache_dir}/train", manifest.recipe, [], manifest.dtype, Shards.of(manifest), "cut")
     store = open_store(config, cache)
-    tokens, begins, targets = (part[0] for part in store.read_targets(np.array([0]), manifest.tokens))
+    tokens, begins, targets = (part[0] for part in store.read(np.array([0]), manifest.tokens))
     return tokens, begins, targets, [store.document_lengths(shard).tolist() for shard in range(len(manifest.shards))]
 
 
@@ -189,10 +191,10 @@ def test_another_template_or_another_choice_of_targets_is_another_cache(tmp_path
     build_cache(chat_config(tmp_path, folder, path), "train")
     for format in ({"type": "chat", "loss_on": "last"}, {"type": "chat", "chat_template": MARKED}, {"type": "text"}):
         with pytest.raises(UserError, match="does not match"):
-            build_cache(chat_config(tmp_path, folder, path, format=format), "train")
+            find_cache(chat_config(tmp_path, folder, path, format=format), "train")
     # what has no effect on chats is no part of it, and neither is what happens to long ones when they are read
     same = chat_config(tmp_path, folder, path, enforce_bos=True, format={"type": "chat", "too_long": "drop"})
-    build_cache(same, "train")
+    assert find_cache(same, "train").manifest is not None
 
 
 def test_contents_that_spell_special_tokens_and_conversations_without_targets_are_counted(tmp_path):
@@ -208,6 +210,22 @@ def test_contents_that_spell_special_tokens_and_conversations_without_targets_ar
     start = len(tokens_and_targets(str(folder), CONVERSATION)[0])
     tokens = read_all(chat_config(tmp_path, folder, path), manifest)[0]
     assert tokens[start : start + len(theirs)].tolist() == theirs
+
+
+def test_replies_that_the_template_does_not_write_are_counted(tmp_path):
+    """A name in the template is misspelt, and tool calls are left out."""
+    misspelt = PLAIN.replace("message.content", "(message.contnt or '')")
+    folder = write_chat_tokenizer(tmp_path / "tokenizer", misspelt)
+    path = write_chats(tmp_path / "chats.jsonl", [CONVERSATION] * 3)
+    (shard,) = build_cache(chat_config(tmp_path, folder, path), "train").shards
+    assert "does not write the reply, or the tool call, of 3 of 3 documents" in shard.warnings[0]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "fetch_weather"}}]}
+    reasoning = {"role": "assistant", "content": "<think>Hm.</think>\n\nThe robot."}
+    reader = Conversations(
+        find_template(str(write_chat_tokenizer(tmp_path / "t", PLAIN)), None, "x"), "messages", "last"
+    )
+    shown = [reader.read({"messages": [CONVERSATION[1], reply]}).is_written for reply in (reasoning, call)]
+    assert shown == [True, False]
 
 
 def test_special_tokens_of_a_template_are_parsed_where_text_is_split(tmp_path):
@@ -232,19 +250,25 @@ def test_a_template_may_be_a_named_one_a_file_or_a_text(tmp_path, monkeypatch, w
         find_template(str(folder), "other", "x")
 
 
-def test_a_tokenizer_without_a_template_is_an_error_with_advice(tmp_path):
-    folder = write_chat_tokenizer(tmp_path / "tokenizer", None)
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, r"data.format.chat_template: .*; set it to .* of another tokenizer$"),
+        (PLAIN.replace("<|im_end|>", "<|eot_id|>"), r"<\|eot_id\|>.*--special_tokens"),
+    ],
+)
+def test_a_tokenizer_without_the_template_or_its_tokens_is_an_error_with_advice(tmp_path, template, reason):
+    folder = write_chat_tokenizer(tmp_path / "tokenizer", template)
     config = chat_config(tmp_path, folder, write_chats(tmp_path / "chats.jsonl", [CONVERSATION]))
-    with pytest.raises(UserError, match=r"data.format.chat_template: .*chat_template.jinja"):
-        build_cache(config, "train")
+    with pytest.raises(UserError, match=reason):
+        find_cache(config, "train")
 
 
 def test_completions_are_targets_and_end_in_an_eos_token(folder):
     reader = Completions("prompt", "completion", " -> ")
     tokenizer = load_tokenizer(folder)
-    one = reader.read({"prompt": "the robot", "completion": "counts"}, "here")
-    assert isinstance(one, Instruction)
-    found = tokenize_instructions([one, one], tokenizer, COMPLETION)
+    one = reader.read({"prompt": "the robot", "completion": "counts"})
+    found = tokenize([one, one], tokenizer, COMPLETION)
     tokens, targets = found.tokens[: len(found.tokens) // 2], found.targets[: len(found.tokens) // 2]
     assert tokens[0] == tokenizer.bos_id
     assert tokens[-1] == tokenizer.eos_id
@@ -258,64 +282,55 @@ def test_completions_are_targets_and_end_in_an_eos_token(folder):
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"completion": "b"}, ["no key 'prompt'", "format.input_field"]),
-        ({"prompt": "a"}, ["no key 'completion'", "format.output_field"]),
+        ({"completion": "b"}, ["no key 'prompt'", "data.format.input_field"]),
+        ({"prompt": "a"}, ["no key 'completion'", "data.format.output_field"]),
         ({"prompt": "a", "completion": 3}, ["'completion' is int"]),
         ({"prompt": "a", "completion": ""}, ["'completion' is empty"]),
     ],
 )
 def test_a_damaged_completion_is_an_error(record, words):
-    found = Completions("prompt", "completion", "").read(record, "here")
-    assert isinstance(found, UserError)
-    for word in ("here: ", *words):
-        assert word in str(found)
+    with pytest.raises(BadRecordError) as caught:
+        Completions("prompt", "completion", "").read(record)
+    for word in words:
+        assert word in str(caught.value)
 
 
-def test_a_token_of_the_template_that_the_tokenizer_would_split_is_an_error(tmp_path):
-    folder = write_chat_tokenizer(tmp_path / "tokenizer", PLAIN.replace("<|im_end|>", "<|eot_id|>"))
-    config = chat_config(tmp_path, folder, write_chats(tmp_path / "chats.jsonl", [CONVERSATION]))
-    with pytest.raises(UserError) as caught:
-        build_cache(config, "train")
-    assert "<|eot_id|>" in str(caught.value)
-    assert "--special_tokens" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "kind", ["parquet", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("json", "dataset", "jsonl.gz"))]
-)
-def test_every_kind_of_source_gives_the_same_tokens(tmp_path, kind):
-    import gzip
-
-    import pyarrow
-    from pyarrow import parquet
-
-    folder = write_chat_tokenizer(tmp_path / "tokenizer")
+@pytest.mark.parametrize("kind", ["parquet", "json", "jsonl.gz"])
+def test_every_kind_of_file_gives_the_same_documents(tmp_path, kind):
     chats = [CONVERSATION, CONVERSATION[1:3]]
-    plain = chat_config(tmp_path, folder, write_chats(tmp_path / "chats.jsonl", chats))
-    expected = read_all(plain, build_cache(plain, "train"))
+    plain = chat_config(
+        tmp_path, write_chat_tokenizer(tmp_path / "tokenizer"), write_chats(tmp_path / "chats.jsonl", chats)
+    )
     rows = [{"messages": chat, "other": 1} for chat in chats]
     path = tmp_path / f"chats.{kind}"
-    source = {"train_urls": [str(path)]}
     if kind == "json":
         path.write_text(json.dumps(rows))
     elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+        path.write_bytes(gzip.compress((tmp_path / "chats.jsonl").read_bytes()))
     else:
-        path = tmp_path / "parquet" / "train.parquet" if kind == "dataset" else path
-        path.parent.mkdir(exist_ok=True)
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        source = {"id": str(path.parent)} if kind == "dataset" else source
-    config = plain.model_copy(update={"train_urls": None, "cache_dir": str(tmp_path / "other"), **source})
-    found = read_all(config, build_cache(config, "train"))
-    for here, there in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(here, there)
+    assert list(documents(plain.model_copy(update={"train_urls": [str(path)]}))) == list(documents(plain))
 
 
 def test_rendering_looks_for_the_hub_once_in_a_process_not_for_each_conversation(tmp_path, monkeypatch):
     template = find_template(str(write_chat_tokenizer(tmp_path)), None, "x")
     looked = []
     monkeypatch.setattr(chat_template, "prepare_hub", lambda: looked.append(1))
-    chat_template._renderer.cache_clear()
+    chat_template._render_function.cache_clear()
     for _ in range(3):
         template.render(CONVERSATION)
     assert len(looked) == 1
+
+
+def test_a_secret_among_the_variables_of_a_template_reaches_the_template_but_no_file(tmp_path):
+    folder = write_chat_tokenizer(tmp_path / "tokenizer", "{{ api_key | length }}{{ messages[1].content }}")
+    config = chat_config(tmp_path, folder, write_chats(tmp_path / "chats.jsonl", [CONVERSATION]))
+    variables = {"api_key": "planted-secret"}
+    secret = config.model_copy(
+        update={"format": config.format.model_copy(update={"chat_template_kwargs": variables, "loss_on": "all"})}
+    )
+    manifest = build_cache(secret, "train")
+    tokens = read_all(secret, manifest)[0]
+    assert load_tokenizer(folder).backend.decode(tokens.tolist()).startswith("14")
+    assert all(b"planted" not in path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert build_cache(secret, "train") == manifest

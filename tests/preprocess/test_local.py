@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from lmtrain.config.errors import UserError
-from lmtrain.preprocess.document_settings import DocumentSettings
+from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.local import build_locally
 from lmtrain.preprocess.sources import Source, describe_source
 from lmtrain.preprocess.write_shard import ShardJob
-from lmtrain.runtime.cores import usable_cores
+from lmtrain.runtime.machine import usable_cores
 
 DEADLINE_SECONDS = 300
 
@@ -25,16 +25,14 @@ import sys
 from lmtrain.preprocess.local import build_locally
 from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.preprocess.sources import Source
-from lmtrain.preprocess.document_settings import DocumentSettings
+from lmtrain.data.config import DataConfig
 
 if __name__ == "__main__":
     import jax  # loaded in a training process, must not be loaded in its workers
 
     folder, tokenizer = sys.argv[1:]
-    settings = DocumentSettings("text", True, False)
-    jobs = [
-        ShardJob(Source(f"{folder}/{name}.jsonl", 0, ""), f"{folder}/{name}", tokenizer, settings, {}) for name in "ab"
-    ]
+    config = DataConfig(tokenizer=tokenizer)
+    jobs = [ShardJob(Source(f"{folder}/{name}.jsonl", 0, ""), f"{folder}/{name}", config, {}) for name in "ab"]
     print(list(build_locally(jobs, lambda counts: None, lambda: False, 2)))
 """
 
@@ -96,13 +94,13 @@ def test_a_killed_worker_ends_the_build_with_an_error(busy):
 
 
 def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
-    documents = DocumentSettings("text", True, False)
+    config = DataConfig(tokenizer=settings["data"]["tokenizer"])
     jobs = []
     for name in "abc":
         source = tmp_path / f"{name}.jsonl"
         source.write_text("".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(2000)))
         described = describe_source(str(source))
-        jobs.append(ShardJob(described, str(tmp_path / name), settings["data"]["tokenizer"], documents, {}))
+        jobs.append(ShardJob(described, str(tmp_path / name), config, {}))
     seen = []
     built = list(build_locally(jobs, lambda counts: seen.append(counts.tolist()), lambda: False, 2))
     assert sorted((number, info.file) for number, info in built) == [
@@ -110,16 +108,14 @@ def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
     ]
     assert [sum(map(sum, counts)) for counts in seen] == sorted(sum(map(sum, counts)) for counts in seen)
     tokens = {number: info.tokens for number, info in built}
-    text = sum(len(f"a {i}") for i in range(2000))
-    assert seen[-1] == [[2000, tokens[number], job.source.bytes, text] for number, job in enumerate(jobs)]
+    assert seen[-1] == [[2000, tokens[number], job.source.bytes] for number, job in enumerate(jobs)]
 
 
 def test_an_error_in_a_worker_is_raised_in_the_parent(tmp_path, settings):
     source = tmp_path / "a.jsonl"
     source.write_text("{}\n")
     described = Source(str(source), 3, "")
-    documents = DocumentSettings("text", True, False)
-    job = ShardJob(described, str(tmp_path / "a"), settings["data"]["tokenizer"], documents, {})
+    job = ShardJob(described, str(tmp_path / "a"), DataConfig(tokenizer=settings["data"]["tokenizer"]), {})
     with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
         list(build_locally([job], lambda counts: None, lambda: False, 1))
 

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
+from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.preprocess.document_settings import DocumentSettings
-from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.documents import read_texts
 from lmtrain.preprocess.long_documents import can_split, split_document
-from lmtrain.preprocess.tokenize import tokenize_batch
+from lmtrain.preprocess.tokenize import tokenize
 
 TOKENIZER_JSON = json.loads((TOKENIZER / "tokenizer.json").read_text())
-TEXT = "\n".join(text for _, text in DocumentReader(TRAIN_FILES[0], "text"))
+TEXT = "\n".join(text for text in read_texts(TRAIN_FILES[0], "text"))
 
 
 def ids(backend, texts):
@@ -63,9 +63,9 @@ def test_tokenizers_that_may_depend_on_text_across_a_split_are_refused():
 
 def test_splitting_a_long_document_does_not_change_its_batch(monkeypatch):
     tokenizer = open_tokenizer(str(TOKENIZER))
-    documents = DocumentSettings("text", True, True)
+    documents = DataConfig(enforce_bos=True)
     texts = ["short", TEXT * 20, "", "end"]
     assert len(split_document(texts[1])) > 1
-    whole, split = (tokenize_batch(texts, tokenizer, documents, split_long) for split_long in (False, True))
-    for one, other in zip(whole, split, strict=True):
-        assert one.tobytes() == other.tobytes()
+    whole, split = (tokenize(texts, tokenizer, documents, split_long) for split_long in (False, True))
+    assert whole.tokens.tobytes() == split.tokens.tobytes()
+    assert whole.lengths.tobytes() == split.lengths.tobytes()

@@ -7,12 +7,13 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from cache_building import build_cache
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess import build
-from lmtrain.preprocess.build import build_cache
-from lmtrain.preprocess.prepare import Plans, plan_caches, shared_text, start_build
+from lmtrain.preprocess.executor import LOCAL
+from lmtrain.preprocess.prepare import SplitCaches, find_caches, shared_text, start_build
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.processes import Processes
 
@@ -20,16 +21,12 @@ from lmtrain.runtime.processes import Processes
 def test_ray_is_required_only_for_missing_shards(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(build, "Build", lambda plans, executor, follows: SimpleNamespace(start=lambda: executor))
-    complete, without_manifest, missing = (
-        SimpleNamespace(complete=is_complete, manifest=manifest)
-        for is_complete, manifest in ((True, object()), (True, None), (False, None))
-    )
+    monkeypatch.setattr(build, "Build", lambda caches, executor, follows: SimpleNamespace(start=lambda: executor))
+    finished, missing = (SimpleNamespace(complete=is_complete) for is_complete in (True, False))
     several = Processes(1, 2, "host:1234")
-    assert not start_build(RunConfig(), Plans({"": complete}, {"": complete}), several).running
-    assert "local" in start_build(RunConfig(), Plans({"": complete}, {"": without_manifest}), several).label
+    assert start_build(RunConfig(), SplitCaches({"": finished}, {"": finished}), several) is LOCAL
     with pytest.raises(UserError, match=r"Ray, which is not installed.*`lmtrain preprocess`"):
-        start_build(RunConfig(), Plans({"": complete}, {"": missing}), several)
+        start_build(RunConfig(), SplitCaches({"": finished}, {"": missing}), several)
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -46,7 +43,7 @@ def test_validation_text_that_is_also_training_text_logs_a_warning(tmp_path, set
             for split in ("train", "validation"):
                 build_cache(config, split)
         caplog.clear()
-        return [os.path.basename(url) for url in shared_text(plan_caches(config))], caplog.text
+        return [os.path.basename(url) for url in shared_text(find_caches(config))], caplog.text
 
     assert shared("other") == ([], "")
     found, logged = shared("other", "b", "copy")

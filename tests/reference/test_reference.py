@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.commands.arguments import Parser, add_checkpoint_flag, parse_run
+from lmtrain.commands.arguments import Parser, parse_run
+from lmtrain.commands.model_flags import add_model_flags
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig
@@ -49,7 +50,7 @@ def test_every_config_loads_unchanged(block, tmp_path, monkeypatch):
     loaded = load_config(RunConfig, write(tmp_path, block))
     assert loaded.config != RunConfig() or "type: wandb" not in block
     old = [name for name in ("gpt2:\n", "  wandb:\n") if name in block]
-    assert len(loaded.layer.notices) == len(old)
+    assert len(loaded.tree.notices) == len(old)
 
 
 def test_the_long_example_has_the_expected_settings(tmp_path, monkeypatch):
@@ -76,7 +77,7 @@ def test_every_command_line_parses(command, tmp_path, monkeypatch, capsys):
     arguments = [argument.replace("gs://path/to/config.yaml", "my_config.yaml") for argument in arguments]
     parser = Parser(verb, "")
     if verb in ("eval", "export-hf"):
-        add_checkpoint_flag(parser)
+        add_model_flags(parser)
     if verb == "export-hf":
         parser.add_argument("--output", "--output_dir")
     if "--trainer.wandb,group" in arguments:

@@ -6,13 +6,19 @@ import os
 # Before any import of gcsfs, which reads it once. It disables a request to Google for the type of the bucket.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import fsspec
 import pytest
+from etils.epath import backend
+from remote.proxy import Proxy, proxied
+from web import serving
+
+from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.config import CheckpointerConfig
 
 BUCKET = "bucket-of-tests"
 
@@ -25,12 +31,10 @@ class Store:
     def __init__(self, scheme: str, folder: str):
         self.scheme = scheme
         self.url = f"{scheme}://{folder}"
-        self.touched: set[str] = set()
         self._folder = folder
         self._fs = fsspec.filesystem(scheme, use_listings_cache=False)
 
     def put(self, name: str, content: bytes) -> str:
-        self.touched.add(name)
         self._fs.pipe_file(f"{self._folder}/{name}", content)
         return f"{self.url}/{name}"
 
@@ -39,7 +43,6 @@ class Store:
 
     def delete(self, *names: str) -> None:
         for name in names:
-            self.touched.add(name)
             self._fs.rm_file(f"{self._folder}/{name}")
 
     def contents(self, folder: str = "") -> dict[str, bytes]:
@@ -87,7 +90,8 @@ def emulators(environment: pytest.MonkeyPatch) -> Iterator[None]:
     amazon = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     amazon.start()
     host, port = amazon.get_host_and_port()
-    environment.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{google._api._httpd.server_port}")
+    for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):  # of gcsfs; of Orbax's arrays
+        environment.setenv(name, f"http://127.0.0.1:{google._api._httpd.server_port}")
     environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     environment.setenv("AWS_ACCESS_KEY_ID", "somebody")
     environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -112,9 +116,45 @@ def new_store(emulators: None) -> Callable[[str], Store]:
 
 
 @pytest.fixture
+def proxy(emulators: None, scheme: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy in front of the emulator of `scheme`, for processes and file systems that are started from now on."""
+    variables = {"gs": ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"), "s3": ("AWS_ENDPOINT_URL",)}[scheme]
+    with proxied(int(os.environ[variables[0]].rpartition(":")[2])) as running:
+        for name in variables:
+            monkeypatch.setenv(name, f"http://{running.address}")
+        forget_file_systems()
+        yield running
+        forget_file_systems()
+
+
+@pytest.fixture
 def store(new_store: Callable[[str], Store], scheme: str) -> Store:
     """An empty folder in each of the two stores."""
     return new_store(scheme)
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Iterator[Path]:
+    """The local staging folder; empty when no save is in progress."""
+    (tmp_path / "staging").mkdir()
+    yield tmp_path / "staging"
+    assert os.listdir(tmp_path / "staging") == []
+
+
+@pytest.fixture
+def make(store: Store, staging: Path) -> Iterator[Callable[..., Checkpointer]]:
+    """`make()` starts the run in the folder `run`, or restarts it."""
+    backend.fsspec_backend._get_filesystem.cache_clear()  # Orbax accesses gs:// with gcsfs too
+    made: list[Checkpointer] = []
+
+    def start(**settings: object) -> Checkpointer:
+        made.append(Checkpointer(f"{store.url}/run", CheckpointerConfig(staging_dir=str(staging), **settings)))
+        return made[-1]
+
+    yield start
+    for checkpointer in made:
+        checkpointer.close()
+    backend.fsspec_backend._get_filesystem.cache_clear()
 
 
 class _Refuse(BaseHTTPRequestHandler):
@@ -147,12 +187,9 @@ class _Refuse(BaseHTTPRequestHandler):
 @pytest.fixture(params=["gs without credentials", "s3 without credentials", "s3 without permission"])
 def private(request: pytest.FixtureRequest, environment: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an inaccessible bucket, each for another reason."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refuse)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    with serving(_Refuse) as address, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", f"http://{address}")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{address}")
         patch.delenv("AWS_ACCESS_KEY_ID", raising=False)
         patch.delenv("AWS_SECRET_ACCESS_KEY", raising=False)
         if "permission" in request.param:
@@ -161,6 +198,3 @@ def private(request: pytest.FixtureRequest, environment: pytest.MonkeyPatch) -> 
         forget_file_systems()
         yield f"{request.param[:2]}://private-bucket"
         forget_file_systems()
-    server.shutdown()
-    thread.join()
-    server.server_close()

@@ -4,23 +4,21 @@ import json
 import os
 
 import numpy as np
-import pytest
 from parity.variants import LLAMA, SIZES, TOKENIZER
 
-from lmtrain.config.errors import UserError
-from lmtrain.hf.export import write_export
-from lmtrain.hf.key_map import flatten
+from lmtrain.models.params import flatten
 from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.start.exporter import plan_export
-from lmtrain.train.start.hf_model import config_of
-from lmtrain.train.start.hf_params import load_hf_params
+from lmtrain.sharding.mesh import build_layout
+from lmtrain.weights.export import build_export
+from lmtrain.weights.hf_config import config_of
+from lmtrain.weights.load_hf import load_hf_params
+from lmtrain.weights.write_export import write_export
 
 CONFIG = RunConfig.model_validate({"model": {"type": "llama", **SIZES, **LLAMA}}).model
 MODEL = build_model(CONFIG, 90)
-PLAN = plan_export(CONFIG, MODEL, TOKENIZER, "float32")
+PLAN = build_export(CONFIG, MODEL, TOKENIZER, "float32")
 TENSORS = [np.random.default_rng(0).normal(size=piece.shape).astype(np.float32) for piece in PLAN.pieces]
 
 
@@ -38,14 +36,7 @@ def test_a_model_in_a_bucket_is_imported(store):
     write_export(url, PLAN, TENSORS, shard_bytes=20_000)
     config = config_of(url).model
     assert config.meaning() == CONFIG.meaning()
-    params = flatten(load_hf_params(url, config, MODEL, plan_layout(PartitioningConfig()), "float32"))
+    params = flatten(load_hf_params(url, config, MODEL, build_layout(PartitioningConfig()), "float32"))
     names = [piece.name for piece in PLAN.pieces]
     expected = TENSORS[names.index("model.layers.1.mlp.up_proj.weight")]
     np.testing.assert_array_equal(np.asarray(params["blocks/mlp/up/kernel"])[1].T, expected)
-
-
-def test_other_files_in_a_bucket_are_not_overwritten(store):
-    store.put("precious/photo.png", b"precious")
-    with pytest.raises(UserError, match="not empty and not an lmtrain export"):
-        write_export(f"{store.url}/precious", PLAN, TENSORS)
-    assert store.contents("precious") == {"photo.png": b"precious"}

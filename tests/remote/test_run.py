@@ -1,12 +1,11 @@
 """A run with config, text, cache and checkpoints in a bucket; only its logs are local."""
 
 import hashlib
-import json
 import os
 
 import pytest
 import yaml
-from conftest import TRAIN_FILES, VALIDATION_FILES
+from conftest import TRAIN_FILES, VALIDATION_FILES, logged
 
 
 @pytest.mark.long
@@ -30,25 +29,19 @@ def test_a_run_with_config_text_cache_and_checkpoints_in_a_bucket(store, setting
     store.put("configs/parts/data.yaml", yaml.safe_dump(settings.pop("data")).encode())
     store.put("configs/tiny.yaml", f"{yaml.safe_dump(settings)}data: !include parts/data.yaml\n".encode())
 
-    built = lmtrain("preprocess", f"{store.url}/configs/tiny.yaml")
-    assert built.returncode == 0, built.stderr
+    built = lmtrain("preprocess", f"{store.url}/configs/tiny.yaml", code=0)
     assert f"{store.url}/cache/train: complete, 200 documents" in built.stderr
     cache = store.contents("cache")
 
-    trained = lmtrain("train", f"{store.url}/configs/tiny.yaml", "--trainer.id", "tiny")
-    assert trained.returncode == 0, trained.stderr
+    trained = lmtrain("train", f"{store.url}/configs/tiny.yaml", "--trainer.id", "tiny", code=0)
     assert "shards to build" not in trained.stderr
-    lines = [json.loads(line) for line in (tmp_path / "logs" / "tiny.metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "eval/loss" in line] == [2]
+    assert list(logged(tmp_path, "eval/loss", "tiny")) == [2]
     assert store.contents("cache") == cache
     copies = {hashlib.sha256(content).hexdigest() for name, content in cache.items() if name.endswith("arrayrecord")}
     assert {path.stem for path in (tmp_path / "mirror").iterdir()} == copies
 
-    listed = lmtrain("checkpoint", "list", checkpoints)
-    assert listed.returncode == 0, listed.stderr
-    assert "step-2         permanent" in listed.stdout
+    assert "step-2         permanent" in lmtrain("checkpoint", "list", checkpoints, code=0).stdout
     more = ["--trainer.id", "tiny", "--trainer.num_train_steps", "3"]
-    longer = lmtrain("train", f"{store.url}/configs/tiny.yaml", *more)
-    assert longer.returncode == 0, longer.stderr
+    longer = lmtrain("train", f"{store.url}/configs/tiny.yaml", *more, code=0)
     assert "resuming after step 2 from " in longer.stderr
     assert f"{checkpoints}/tiny/step-3" in longer.stderr

@@ -10,7 +10,7 @@ from typing import Any
 from py_mini_racer import mini_racer
 from report.made import WITHOUT_END
 
-from lmtrain.report.script import script
+from lmtrain.report.page import script
 
 _DOCUMENT = Path(__file__).with_name("document.js").read_text()
 

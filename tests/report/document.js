@@ -15,10 +15,9 @@ class Element {
   set className(value) { this.attributes.class = value; }
   get textContent() { return this.text + this.children.map((child) => child.textContent).join(""); }
   set textContent(value) { this.text = value; this.children = []; }
-  get viewBox() { return { baseVal: { width: Number(this.attributes.viewbox.split(" ")[2]) } }; }
+  get viewBox() { return { baseVal: { width: Number(this.attributes.viewBox.split(" ")[2]) } }; }
   setAttribute(name, value) { this.attributes[name] = String(value); }
   getAttribute(name) { return this.attributes[name]; }
-  removeAttribute(name) { delete this.attributes[name]; }
   addEventListener(name, listener) { this.listeners[name] = listener; }
   send(name, event = {}) { this.listeners[name](event); }
   append(...added) {
@@ -27,13 +26,14 @@ class Element {
       else { this.children.push(each); each.parent = this; }
     }
   }
+  // the only user of this method puts a new element before the charts
   before(element) {
     const siblings = this.parent.children;
     siblings.splice(siblings.indexOf(this), 0, element);
   }
   replaceChildren() { this.children = []; }
   // half as large as its coordinates, 10 pixels from the window's corner
-  getBoundingClientRect() { return { left: 10, top: 10, width: this.tag === "svg" ? this.viewBox.baseVal.width / 2 : 0 }; }
+  getBoundingClientRect() { return { left: 10, top: 10, width: this.attributes.viewBox ? this.viewBox.baseVal.width / 2 : 0 }; }
   all() { return this.children.flatMap((child) => [child, ...child.all()]); }
   matches(selector) {
     const [, tag, name, attribute] = /^([a-z]*)(?:\.(\w+))?(?:\[([\w-]+)\])?$/.exec(selector);
@@ -75,6 +75,6 @@ function figureOf(name) {
 
 function pointAt(name, x, y) {
   const figure = figureOf(name);
-  figure.querySelector("svg").send("pointermove", { clientX: 10 + x / 2, clientY: 10 + y / 2 });
+  figure.querySelector(".chart").send("pointermove", { clientX: 10 + x / 2, clientY: 10 + y / 2 });
   return figure.querySelector(".shown").textContent;
 }

@@ -9,9 +9,15 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 
-from lmtrain.report.script import script
+from lmtrain.report.find import find_run
+from lmtrain.report.page import script
+from lmtrain.report.run import LoggedRun, read_run
 
 WITHOUT_END = {"meta", "br", "img", "link", "input", "hr"}
+
+
+def read(folder: Path, run: str = "one") -> LoggedRun:
+    return read_run(find_run(run, str(folder)), run)
 
 
 def write_log(folder: Path, run: str, lines: list[dict], torn: str = "") -> Path:
@@ -43,15 +49,9 @@ def training(steps: int = 40, offset: float = 0.0, sets: tuple[str, ...] = ("boo
 
 
 def attempt(started: float, updated: float, first: int, last: int, facts: dict | None = None, **seconds: float) -> dict:
-    found = {"device": "abacus"} if facts is None else facts
-    return {
-        "started": started,
-        "updated": updated,
-        "first_step": first,
-        "last_step": last,
-        "seconds": seconds,
-        "facts": found,
-    }
+    facts = {"device": "abacus"} if facts is None else facts
+    times = {"started": started, "updated": updated, "first_step": first, "last_step": last}
+    return {**times, "seconds": seconds, "facts": facts}
 
 
 def write_ledger(folder: Path, run: str, attempts: list[dict]) -> None:
@@ -62,6 +62,15 @@ def write_ledger(folder: Path, run: str, attempts: list[dict]) -> None:
 def write_config(folder: Path, run: str, text: str) -> None:
     (folder / run).mkdir(parents=True, exist_ok=True)
     (folder / run / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def write_samples(folder: Path, *samples: tuple[object, ...], end: str = "") -> str:
+    """`samples` are steps, prompts and texts. Returns the path of the file."""
+    (folder / "one").mkdir(exist_ok=True)
+    path = folder / "one" / "samples.jsonl"
+    keys = ("step", "prompt", "text")
+    path.write_text("".join(json.dumps(dict(zip(keys, each, strict=True))) + "\n" for each in samples) + end)
+    return str(path)
 
 
 def write_complete(folder: Path, run: str = "one", offset: float = 0.0, rate: float = 6e-4) -> Path:
@@ -103,11 +112,10 @@ class Page(HTMLParser):
         self.feed(self.source)
         self.close()
         self.problems += [f"<{tag}> is not closed" for tag in self._open]
-        repeated = {found for found in self.ids if self.ids.count(found) > 1}
-        self.problems += [f"id {found} is repeated" for found in repeated]
+        self.problems += [f"id {name} is repeated" for name in {each for each in self.ids if self.ids.count(each) > 1}]
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
-        self._start(tag, attrs)
+        self.handle_startendtag(tag, attrs)
         if tag not in WITHOUT_END:
             self._open.append(tag)
         if tag == "tr":
@@ -116,36 +124,6 @@ class Page(HTMLParser):
             self.cells[-1].append("")
 
     def handle_startendtag(self, tag: str, attrs: list) -> None:
-        self._start(tag, attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "script":
-            self._check_script()
-        if not self._open or self._open.pop() != tag:
-            self.problems.append(f"</{tag}> closes nothing")
-
-    def handle_data(self, data: str) -> None:
-        if "style" in self._open:
-            self._check_style(data)
-            return
-        if "script" in self._open:
-            self._script += data
-            return
-        self.text += data
-        if {"td", "th"} & set(self._open):
-            self.cells[-1][-1] += data
-
-    def row(self, name: str) -> list[str]:
-        """The cells of the first table row with this name, without the name."""
-        return next(cells[1:] for cells in self.cells if cells[0] == name)
-
-    def _check_script(self) -> None:
-        if self._script_type == "application/json":
-            self.data = json.loads(self._script)
-        elif self._script != script():
-            self.problems.append(f"a script that is not the package's: {self._script[:40]}")
-
-    def _start(self, tag: str, attrs: list) -> None:
         self.tags.append(tag)
         if tag == "script":
             self._script, self._script_type = "", dict(attrs).get("type")
@@ -160,9 +138,29 @@ class Page(HTMLParser):
                 self.problems.append(f"{tag} {name} loads {value}")
             self._check_style(value or "")
 
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "script":
+            if self._script_type == "application/json":
+                self.data = json.loads(self._script)
+            elif self._script != script():
+                self.problems.append(f"a script that is not the package's: {self._script[:40]}")
+        if not self._open or self._open.pop() != tag:
+            self.problems.append(f"</{tag}> closes nothing")
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self._open:
+            self._check_style(data)
+        elif "script" in self._open:
+            self._script += data
+        else:
+            self.text += data
+            if {"td", "th"} & set(self._open):
+                self.cells[-1][-1] += data
+
+    def row(self, name: str) -> list[str]:
+        """The cells of the first table row with this name, without the name."""
+        return next(cells[1:] for cells in self.cells if cells[0] == name)
+
     def _check_style(self, text: str) -> None:
-        for part in text.split("url(")[1:]:
-            if not part.startswith("#"):
-                self.problems.append(f"a style loads {part[:40]}")
-        if "@import" in text:
-            self.problems.append("a style imports another")
+        if "@import" in text or any(not part.startswith("#") for part in text.split("url(")[1:]):
+            self.problems.append(f"a style loads something: {text[:40]}")

@@ -20,7 +20,6 @@ def chart(name: str):
         "eval/accuracy/top1",
         "eval/ema/accuracy/top1",
         "throughput/mfu",
-        "goodput/steps",
         "memory/device_3/peak_bytes",
         "memory/host_peak_bytes",
     ],
@@ -48,9 +47,3 @@ def test_metrics_that_are_not_plotted(metric):
 def test_losses_of_all_data_sets_together_come_first():
     metrics = ["eval/a/loss", "train/loss", "eval/macro_loss", "eval/loss", "eval/bpb", "eval/loss"]
     assert metrics_of(chart("eval-loss"), metrics) == ["eval/loss", "eval/macro_loss", "eval/a/loss"]
-
-
-def test_a_norm_that_is_logged_under_two_names_is_plotted_once():
-    gradient = chart("gradient-norm")
-    assert metrics_of(gradient, ["grad/norm/total", "train/gradient_norm"]) == ["train/gradient_norm"]
-    assert metrics_of(gradient, ["grad/norm/total"]) == ["grad/norm/total"]

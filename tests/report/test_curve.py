@@ -1,25 +1,16 @@
-"""Thinning: a short run keeps all values, a long one its extremes and means in bounded memory."""
+"""Thinning: a short run keeps all values, a long one its extremes and means."""
 
 import math
 
 import numpy as np
 import pytest
 
-from lmtrain.report.curve import MOST_BLOCKS, Thinner
-
-
-def thin(steps, values, chunk: int = 1000):
-    thinner = Thinner()
-    for first in range(0, len(steps), chunk):
-        thinner.steps += list(steps[first : first + chunk])
-        thinner.values += list(values[first : first + chunk])
-        thinner.fold()
-    return thinner.curve()
+from lmtrain.report.curve import MAX_BLOCKS, thin
 
 
 def test_a_short_run_keeps_all_values():
     steps, values = list(range(1, 1500)), [math.sin(step) for step in range(1, 1500)]
-    curve = thin(steps, values, chunk=7)
+    curve = thin(steps, values)
     for kept_steps, kept in ((curve.steps, curve.values), (curve.mean_steps, curve.means)):
         assert kept_steps.tolist() == steps
         assert kept.tolist() == values
@@ -28,16 +19,15 @@ def test_a_short_run_keeps_all_values():
     assert curve.median == float(np.median(values))
 
 
-@pytest.mark.parametrize("chunk", [50, 200_000])
-def test_a_long_run_keeps_the_extremes_and_means_of_blocks(chunk):
+def test_a_long_run_keeps_the_extremes_and_means_of_blocks():
     steps = np.arange(1, 100_001)
     values = np.cos(steps * 0.7) + steps / 1e5
     values[70_000], values[1234] = 50.0, -40.0
-    curve = thin(steps.tolist(), values.tolist(), chunk)
+    curve = thin(steps, values)
     assert curve.highest == (70_001, 50.0)
     assert curve.lowest == (1235, -40.0)
     width = 64  # the smallest power of two that cuts 100,000 steps into at most 2048 blocks
-    assert len(curve.steps) <= 2 * MOST_BLOCKS
+    assert len(curve.steps) <= 2 * MAX_BLOCKS
     assert len(curve.means) == 100_000 // width + 1
     assert curve.means[5] == pytest.approx(values[5 * width - 1 : 6 * width - 1].mean())
     assert curve.mean_steps[5] == pytest.approx(5.5 * width - 0.5)
@@ -72,3 +62,10 @@ def test_a_rare_metric_of_a_long_run_keeps_all_its_values():
     curve = thin(steps, [1 / step for step in steps])
     assert curve.steps.tolist() == steps
     assert curve.values.tolist() == [1 / step for step in steps]
+
+
+def test_lines_in_another_order_give_the_same_curve():
+    steps = np.random.default_rng(0).permutation(5000)
+    shuffled, sorted_ = thin(steps, steps * 2.0), thin(np.arange(5000), np.arange(5000) * 2.0)
+    assert shuffled.steps.tolist() == sorted_.steps.tolist()
+    assert shuffled.last == 9998

@@ -6,7 +6,7 @@ import pytest
 from report.made import training, write_log
 
 from lmtrain.config.errors import UserError
-from lmtrain.report.find import RunFiles, find_run, find_runs, tell_apart
+from lmtrain.report.find import RunFiles, find_run, find_runs, name_runs
 
 
 @pytest.fixture
@@ -82,6 +82,6 @@ def test_a_run_that_is_named_twice_is_an_error(logs):
 def test_runs_with_the_same_id_are_distinguished_by_their_folders():
     places = ["a/x/logs/one", "b/x/logs/one", "b/y/logs/one", "b/y/logs/two"]
     runs = [RunFiles(os.path.basename(place), f"/{place}.metrics.jsonl", f"/{place}") for place in places]
-    assert tell_apart(runs) == ["one (a/x/logs)", "one (b/x/logs)", "one (y/logs)", "two"]
+    assert name_runs(runs) == ["one (a/x/logs)", "one (b/x/logs)", "one (b/y/logs)", "two"]
     in_one_folder = [RunFiles("one", "/l/one.metrics.jsonl", "/l/one"), RunFiles("one", "/l/one.jsonl", "/l/one")]
-    assert len(set(tell_apart(in_one_folder))) == 2
+    assert len(set(name_runs(in_one_folder))) == 2

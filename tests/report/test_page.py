@@ -1,48 +1,77 @@
 """The page is well formed and complete, and loads nothing, whatever names and values a run has."""
 
+import base64
+import hashlib
+import html
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
 import pytest
-from report.made import Page, attempt, training, write_complete, write_config, write_ledger, write_log
-from report.test_run import read
+from report.made import (
+    Page,
+    attempt,
+    pixels,
+    read,
+    training,
+    write_complete,
+    write_config,
+    write_ledger,
+    write_log,
+    write_samples,
+)
 
-from lmtrain.report.html import Markup
-from lmtrain.report.page import Picture, build_page
+from lmtrain.config.errors import UserError
+from lmtrain.report.page import build_page, script, script_source, write_report
+from lmtrain.report.plots import choose_plots
+from lmtrain.report.theme import light
 
-HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;${x}"
-SVG = [Picture(Markup('<svg id="a"></svg>'), True, {"name": "loss", "lines": []})]
+HOSTILE = "</script><script>alert(1)</script><!--\"'><img src=x onerror=alert(1)>&amp;${x}{{ x }}"
 
 
-def build(*runs) -> Page:
-    return Page(build_page(runs, SVG, Markup('<svg id="b"></svg>'), ["a note"]))
+def build(*runs, notes=()) -> Page:
+    plots = choose_plots(runs)[0]
+    page = Page(build_page(runs, plots, {plot.name: b"png" for plot in plots}, notes))
+    assert page.problems == []
+    return page
+
+
+def headings(page: Page) -> list[str]:
+    return re.findall("<h2>([^<]*)", page.source)
 
 
 def test_one_run(tmp_path):
     write_complete(tmp_path)
-    page = build(read(tmp_path))
-    assert page.problems == []
+    page = build(read(tmp_path), notes=["a note"])
     assert page.source.startswith("<!DOCTYPE html>\n<html lang=")
-    assert "default-src 'none'" in page.source.replace("&#x27;", "'")
-    for text in ("Training run", "one", "3.0020", "a note", "Dotted vertical lines are restarts", "# my.yaml:3"):
+    for text in ("Training run", "one", "3.0020", "a note", "Dotted vertical lines are restarts.", "# my.yaml:3"):
         assert text in page.text
-    headings = ["Curves", "Goodput", "Evaluation", "Starts", "Versions and devices", "Config"]
-    assert [part.split("<")[0] for part in page.source.split("<h2>")[1:]] == headings
+    assert headings(page) == ["Curves", "Goodput", "Evaluation", "Starts", "Versions and devices", "Config"]
     assert page.row("versions.jax") == ["0.10.2"]
+    assert 'title="one: lost 4.0 %" style="width:4.0%;background:var(--bad)"' in page.source
+    assert "restart\n" in page.text.replace("</li>", "")
 
 
 def test_several_runs(tmp_path):
     for name, rate in (("a", 1e-3), ("b", 2e-3)):
         write_complete(tmp_path, name, rate=rate)
     page = build(read(tmp_path, "a"), read(tmp_path, "b"))
-    assert page.problems == []
     assert page.row("optimizer.learning_rate") == ["0.001", "0.002"]
-    assert page.row("steps done") == ["40of 40", "40of 40"]
+    assert page.row("steps done") == ["40 of 40", "40 of 40"]
     assert "trainer.num_train_steps" not in [cells[0] for cells in page.cells]
     assert page.tags.count("details") == 4  # each run, and within it its config
+    assert "restarts, in the colour of their run." in page.text
+    assert [swatch in page.source for swatch in ("background:var(--c0)", "background:var(--c1)")] == [True, True]
 
 
 def test_equal_settings_are_reported_as_such(tmp_path):
     for name in ("a", "b"):
         write_complete(tmp_path, name)
     assert "All settings are the same." in build(read(tmp_path, "a"), read(tmp_path, "b")).text
+    (tmp_path / "b" / "config.yaml").unlink()
+    assert "Settings that differ" not in headings(build(read(tmp_path, "a"), read(tmp_path, "b")))
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -52,22 +81,90 @@ def test_text_of_a_run_is_never_html(tmp_path, several):
     write_ledger(tmp_path, name, [attempt(1, 2, 0, 40, facts={HOSTILE: {HOSTILE: [HOSTILE]}}, **{HOSTILE: 4.0})])
     write_config(tmp_path, name, f"a: {HOSTILE!r}\nb: </pre>{HOSTILE}")
     write_complete(tmp_path, "other")
-    runs = [read(tmp_path, name), *([read(tmp_path, "other")] if several else [])]
-    page = build(*runs)
-    assert page.problems == []
-    assert "img" not in page.tags
+    page = build(read(tmp_path, name), *([read(tmp_path, "other")] if several else []))
+    assert page.tags.count("img") == len(page.data["plots"])
     assert page.tags.count("script") == 2  # the data and the package's own
     assert page.data["runs"][0]["name"] == name
     assert name in page.text
-    assert f"eval/{HOSTILE}/loss" in [cells[0] for cells in page.cells]
-    assert f"{HOSTILE}.{HOSTILE}" in [cells[0] for cells in page.cells]
+    assert {f"eval/{HOSTILE}/loss", f"{HOSTILE}.{HOSTILE}"} <= {cells[0] for cells in page.cells}
     assert f"</pre>{HOSTILE}" in page.text
+
+
+def test_samples_are_shown_per_prompt_newest_first_and_earlier_ones_are_folded(tmp_path):
+    write_complete(tmp_path)
+    write_samples(
+        tmp_path, (10, "a", f"first\n{HOSTILE}"), (1000, "b", "b"), *((step, "a", "x") for step in (20, 30, 40))
+    )
+    page = build(read(tmp_path))
+    assert [cells[0] for cells in page.cells if cells[0].startswith("step ")] == [
+        *("step 40", "step 30", "step 20", "step 10"),
+        "step 1,000",
+    ]
+    assert page.row("step 10") == [f"first\n{HOSTILE}"]
+    assert page.source.index("<h3>a</h3>") < page.source.index("Earlier steps") < page.source.index("<h3>b</h3>")
+    assert page.source.count("Earlier steps") == 1
 
 
 def test_missing_files_are_reported_and_left_out(tmp_path):
     write_log(tmp_path, "one", training())
-    page = Page(build_page([read(tmp_path)], SVG, Markup(""), []))
-    assert page.problems == []
+    page = build(read(tmp_path))
     assert "goodput.json not found: restarts and wall times are unknown" in page.text
-    assert "Starts" not in page.text
+    assert headings(page) == ["Curves", "Evaluation", "Versions and devices"]
     assert "restarts." not in page.text
+
+
+def test_the_policy_allows_the_script_of_the_package_alone(tmp_path):
+    write_complete(tmp_path)
+    source = build(read(tmp_path)).source
+    policy = html.unescape(re.search(r'Content-Security-Policy" content="([^"]*)"', source)[1])
+    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    assert script_source() == f"'sha256-{digest}'"
+    assert policy.startswith("default-src 'none'; ")
+    assert policy.endswith(f"; script-src {script_source()}")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    write_complete(folder)
+    return folder, write_report([read(folder)], str(folder / "new" / "r.html"))
+
+
+def test_the_plots_are_next_to_the_page_and_show_curves(written):
+    folder, plots = written
+    names = ["loss", "eval-loss", "eval-bpb", "learning-rate", "gradient-norm", "throughput", "step-time"]
+    assert plots == [f"{folder}/new/r-plots/{name}.png" for name in names]
+    for path in plots:
+        height, width = matplotlib.image.imread(path).shape[:2]
+        assert width == (1792 if path.endswith("/loss.png") else 880)
+        assert 150 < height < 800
+        assert pixels(path, light("c0")) > 500
+        assert pixels(path, light("restart")) > 20
+
+
+def test_the_page_has_every_plot_in_it_and_needs_nothing_else(written):
+    folder, plots = written
+    page = Page((folder / "new" / "r.html").read_text())
+    assert page.problems == []
+    pictures = re.findall(r'<noscript><img src="data:image/png;base64,([^"]*)"', page.source)
+    assert list(map(base64.b64decode, pictures)) == [Path(path).read_bytes() for path in plots]
+    assert len(page.data["plots"]) == 7
+    assert sorted(path.name for path in (folder / "new").iterdir()) == ["r-plots", "r.html"]
+
+
+def test_a_failed_write_is_an_error_and_keeps_the_old_page(tmp_path):
+    write_complete(tmp_path)
+    (tmp_path / "r.html").write_text("old")
+    (tmp_path / "r-plots" / "loss.png").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"--output .*r\.html cannot be written: Is a directory"):
+        write_report([read(tmp_path)], str(tmp_path / "r.html"))
+    assert (tmp_path / "r.html").read_text() == "old"
+
+
+def test_pyplot_is_not_imported():
+    program = "import sys; from lmtrain.report import page; from lmtrain.report.draw import draw, to_png; "
+    program += "from lmtrain.report.plots import Plot; "
+    program += "before = 'matplotlib' in sys.modules; to_png(draw(Plot('p', 'Title', '', [], 1))); "
+    program += "print(before, [name for name in ('matplotlib.pyplot', 'jax', 'pandas') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "False []\n", done.stderr

@@ -4,15 +4,20 @@ import json
 import math
 
 import pytest
-from report.made import attempt, training, write_complete, write_config, write_ledger, write_log
+from report.made import (
+    attempt,
+    read,
+    training,
+    write_complete,
+    write_config,
+    write_ledger,
+    write_log,
+    write_samples,
+)
 
 from lmtrain.config.errors import UserError
 from lmtrain.report.find import find_run
-from lmtrain.report.run import read_run
-
-
-def read(folder, run="one"):
-    return read_run(find_run(run, str(folder)), run)
+from lmtrain.report.run import read_run, read_samples
 
 
 def test_a_complete_run(tmp_path):
@@ -47,14 +52,14 @@ def test_other_invalid_lines_are_reported(tmp_path):
     path.write_bytes("".join(bad).encode() + b"\xff\xfe\n" + path.read_bytes() + b"\n")
     run = read(tmp_path)
     assert run.last_step == 40
-    assert [notice for notice in run.notices if notice.startswith("7 lines")] == run.notices
+    assert run.notices == [f"left out of {path}: 7 lines without a JSON object with a step"]
 
 
 def test_values_that_are_not_finite_numbers(tmp_path):
     lines = [
         {"step": 1, "train/loss": 2.0, "train/gradient_norm": None},
         {"step": 2, "train/loss": None, "train/gradient_norm": "text"},
-        {"step": 3, "train/loss": 10**400, "train/gradient_norm": True},
+        {"step": 3, "train/loss": math.inf, "train/gradient_norm": True},
         {"step": 4.0, "train/loss": 3},
     ]
     path = write_log(tmp_path, "one", lines)
@@ -67,10 +72,10 @@ def test_values_that_are_not_finite_numbers(tmp_path):
 
 
 def test_ledger_and_config_may_be_missing(tmp_path):
-    write_log(tmp_path, "one", [*training(), {"step": 40, "goodput/steps": 0.75, "goodput/down": 0.25}])
+    write_log(tmp_path, "one", training())
     run = read(tmp_path)
-    assert (run.attempts, run.restarts, run.config, run.config_text) == ([], [], None, None)
-    assert run.fractions == {"steps": 0.75, "down": 0.25}
+    assert (run.attempts, run.restarts, run.fractions) == ([], [], {})
+    assert run.config is run.config_text is None
     assert len(run.notices) == 2
     assert "goodput.json" in run.notices[0]
     assert "config.yaml" in run.notices[1]
@@ -110,7 +115,7 @@ def test_every_start_but_the_first_is_a_restart(tmp_path):
         ([], "has not finished a step yet"),
         ([{"step": 0, "parameter_count": 3}], "has not finished a step yet"),
         ([{"step": 9, "grad/norm/a": 1.0, "goodput/steps": 1.0}], "no metric"),
-        ([{"no": "step"}], "1 of its lines are not JSON objects"),
+        ([{"no": "step"}], "left out: 1 line without a JSON object"),
     ],
 )
 def test_a_log_without_metrics_is_an_error(tmp_path, lines, message):
@@ -124,3 +129,31 @@ def test_a_log_that_cannot_be_opened_is_an_error(tmp_path):
     (tmp_path / "one.metrics.jsonl").unlink()
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read_run(files, "one")
+
+
+def test_secrets_that_an_earlier_version_saved_are_not_shown(tmp_path):
+    write_complete(tmp_path)
+    write_config(
+        tmp_path, "one", "a: {api_key: planted-1}  # c.yaml:1\nb: https://me:planted-2@host/?token=planted-3\n"
+    )
+    run = read(tmp_path)
+    assert run.config_text == "a: {api_key: ***}  # c.yaml:1\nb: https://***@host/?***\n"
+    assert run.config == {"a": {"api_key": "***"}, "b": "https://***@host/?***"}
+
+
+def test_a_repeated_step_has_the_last_sample(tmp_path):
+    path = write_samples(tmp_path, (10, "a", "killed"), (10, "a", "resumed"))
+    assert read_samples(path, []) == {"a": {10: "resumed"}}
+
+
+def test_lines_without_a_sample_are_reported_and_an_incomplete_last_line_is_ignored(tmp_path):
+    path = write_samples(tmp_path, (10, "a", "x"), ("10", "a", "x"), (10, None, "x"), end='[1]\n{\n{"step": 11, "pro')
+    notices: list[str] = []
+    assert read_samples(path, notices) == {"a": {10: "x"}}
+    assert notices == [f"left out of {path}: 4 lines without a sample"]
+
+
+def test_samples_that_cannot_be_read_are_reported_and_missing_ones_are_not(tmp_path):
+    notices: list[str] = []
+    assert read_samples(str(tmp_path), notices) == read_samples(str(tmp_path / "none"), notices) == {}
+    assert notices == [f"{tmp_path} cannot be read: Is a directory"]

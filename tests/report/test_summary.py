@@ -3,14 +3,13 @@
 import math
 
 import pytest
-from report.made import training, write_complete, write_log
-from report.test_run import read
+from report.made import read, training, write_complete, write_log
 
 from lmtrain.report.summary import format_value, summarize
 
 
 def figures(run) -> dict[str, tuple[str, str]]:
-    return {entry.label: (entry.value, entry.note) for entry in summarize(run)}
+    return {name: (cell.value, cell.note) for name, cell in summarize(run).items()}
 
 
 def test_a_complete_run(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lmtrain.report.theme import COLOURS, CURVES, STYLE, TIMES
+from lmtrain.report.theme import COLOURS, CURVES, TIMES, css_variables
 from lmtrain.tracking.goodput import DOWN, KINDS, LOST
 
 
@@ -21,11 +21,11 @@ def test_curves_and_text_have_contrast_to_the_paper(theme):
         assert (lighter + 0.05) / (darker + 0.05) >= least, name
 
 
-def test_colours_are_distinct_and_in_the_style_sheet():
-    light = [colour for colour, _ in COLOURS.values()]
-    assert len(set(light)) == len(light)
-    assert all(f"--{name}:{colour}" in STYLE for name, pair in COLOURS.items() for colour in pair)
-    assert "url(" not in STYLE
+@pytest.mark.parametrize("theme", [0, 1])
+def test_colours_are_distinct_and_in_the_style_sheet(theme):
+    colours = [pair[theme] for pair in COLOURS.values()]
+    assert len(set(colours)) == len(colours)
+    assert all(f"--{name}:{pair[theme]};" in css_variables(theme) for name, pair in COLOURS.items())
 
 
 def test_every_kind_of_time_has_a_distinct_colour():

@@ -1,4 +1,4 @@
-"""Atomic writes, and JSON files with the same bytes for the same value."""
+"""Atomic writes of local files."""
 
 import os
 import subprocess
@@ -8,7 +8,6 @@ import threading
 import pytest
 
 from lmtrain.runtime.atomic_files import remove_temporaries, write_atomically
-from lmtrain.runtime.storage import read_json, write_json
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
@@ -58,40 +57,6 @@ def test_a_reader_never_sees_a_partial_file(tmp_path):
     stop.set()
     reader.join()
     assert seen == {(500_000, 1)}
-
-
-def test_a_write_into_a_missing_folder_fails(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        write_atomically(str(tmp_path / "gone" / "a"), b"")
-
-
-def test_json_is_sorted_indented_and_in_utf8(tmp_path):
-    path = tmp_path / "a.json"
-    write_json(str(path), {"b": [1, 2.5, None], "a": {"ü": True}})
-    text = '{\n  "a": {\n    "ü": true\n  },\n  "b": [\n    1,\n    2.5,\n    null\n  ]\n}\n'
-    assert path.read_bytes() == text.encode()
-
-
-def test_the_same_value_makes_the_same_bytes(tmp_path):
-    write_json(str(tmp_path / "a"), {"x": 1, "y": 2})
-    write_json(str(tmp_path / "b"), {"y": 2, "x": 1})
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
-@pytest.mark.parametrize("value", [None, 0.1, "ü\n☃", [], {"a": [{"b": 2**60}]}])
-def test_json_reads_back_equal(tmp_path, value):
-    path = str(tmp_path / "a")
-    write_json(path, value)
-    assert read_json(path) == value
-
-
-def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path):
-    path = tmp_path / "a"
-    write_json(str(path), 1)
-    with pytest.raises(TypeError):
-        write_json(str(path), {"a": object()})
-    assert read_json(str(path)) == 1
-    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_only_temporary_files_are_removed(tmp_path):

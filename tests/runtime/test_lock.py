@@ -63,45 +63,27 @@ def start():
         process.communicate()
 
 
-def test_another_process_gets_the_lock_only_after_its_release(path, start):
+@pytest.mark.parametrize("killed", [False, True])
+def test_another_process_gets_the_lock_only_after_its_holder_has_released_it_or_was_killed(path, start, killed):
     other = start(HOLD, path)
     assert other.stdout.readline() == "True\n"
     ours = FileLock(path)
     assert not ours.acquire()
     assert ours.holder() == f"process {other.pid} on {socket.gethostname()}"
-    print(file=other.stdin, flush=True)
-    assert other.stdout.readline() == "released\n"
+    if killed:
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        with open(path, "a") as file:  # longer than the text that replaces it
+            file.write("of a machine with a very long name")
+    else:
+        print(file=other.stdin, flush=True)
+        assert other.stdout.readline() == "released\n"
     assert ours.acquire()
     assert ours.holder() == f"process {os.getpid()} on {socket.gethostname()}"
     ours.release()
 
 
-def test_a_killed_process_releases_the_lock(path, start):
-    other = start(HOLD, path)
-    assert other.stdout.readline() == "True\n"
-    assert not FileLock(path).acquire()
-    other.send_signal(signal.SIGKILL)
-    other.wait()
-    with open(path, "a") as file:  # longer than the text that replaces it
-        file.write("of a machine with a very long name")
-    ours = FileLock(path)
-    assert ours.acquire()
-    assert ours.holder() == f"process {os.getpid()} on {socket.gethostname()}"
-    ours.release()
-
-
-def test_the_file_exists_while_the_lock_is_held(path):
-    held = FileLock(path)
-    assert not os.path.exists(path)
-    assert held.acquire()
-    assert os.path.exists(path)
-    held.release()
-    assert not os.path.exists(path)
-    assert held.acquire()  # and again
-    held.release()
-
-
-def test_release_without_the_lock_has_no_effect(path):
+def test_the_file_exists_while_the_lock_is_held_and_only_its_holder_releases_it(path):
     held, other = FileLock(path), FileLock(path)
     assert held.acquire()
     assert not other.acquire()
@@ -110,6 +92,10 @@ def test_release_without_the_lock_has_no_effect(path):
     assert not other.acquire()
     held.release()
     held.release()
+    assert not os.path.exists(path)
+    assert other.acquire()
+    os.unlink(path)
+    other.release()
     assert other.acquire()
     other.release()
 
@@ -172,12 +158,3 @@ def test_any_other_failure_raises_and_leaves_no_open_file(path, monkeypatch):
     with pytest.raises(OSError, match="Input/output error"):
         FileLock(path).acquire()
     assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-def test_a_lock_can_be_released_after_its_file_was_deleted(path):
-    held = FileLock(path)
-    assert held.acquire()
-    os.unlink(path)
-    held.release()
-    assert held.acquire()
-    held.release()

@@ -4,8 +4,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 RUN = """
 import logging, sys
 from lmtrain.runtime.logging import log, start_console_log, start_file_log
@@ -21,36 +19,45 @@ logging.getLogger("jax").warning("important")
 """
 
 
-@pytest.fixture
-def run(tmp_path):
-    def start(message, folder="logs/deep"):
-        command = [sys.executable, "-c", RUN, folder, message]
-        environment = {"PYTHONIOENCODING": "utf-8"}
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300, env=environment
-        )
-        assert done.returncode == 0, done.stderr
-        return done
-
-    return start
+def run(script, folder, *arguments):
+    command = [sys.executable, "-c", script, *arguments]
+    environment = {"PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
-def test_the_terminal_shows_plain_lines_without_info_messages_of_libraries(run):
-    assert run("hello").stderr == "hello ☃\ncareful\nimportant\n"
-
-
-def test_the_file_has_times_and_levels(run, tmp_path):
-    done = run("hello")
-    assert done.stdout == "logs/deep/run-1.log\n"
+def test_the_terminal_shows_plain_lines_and_the_file_to_which_restarts_append_has_times(tmp_path):
+    for message in ("first", "second"):
+        done = run(RUN, tmp_path, "logs/deep", message)
+        assert done.stderr == f"{message} ☃\ncareful\nimportant\n"
+        assert done.stdout == "logs/deep/run-1.log\n"
     lines = (tmp_path / "logs" / "deep" / "run-1.log").read_text(encoding="utf-8").splitlines()
     assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", "", line) for line in lines] == [
-        "INFO lmtrain: hello ☃",
-        "WARNING lmtrain: careful",
+        *("INFO lmtrain: first ☃", "WARNING lmtrain: careful"),
+        *("INFO lmtrain: second ☃", "WARNING lmtrain: careful"),
     ]
 
 
-def test_restarts_append_to_the_file(run, tmp_path):
-    run("first")
-    run("second")
-    text = (tmp_path / "logs" / "deep" / "run-1.log").read_text(encoding="utf-8")
-    assert re.findall(r"lmtrain: (\w+) ☃", text) == ["first", "second"]
+SECRETS = """
+import logging
+from lmtrain.runtime.logging import log, start_console_log, start_file_log
+
+start_console_log()
+start_file_log("logs", "run-1")
+log.info("reading https://me:planted@host/a.jsonl?version=1&token=planted")
+try:
+    raise OSError("GET https://host/a?X-Amz-Signature=planted")
+except OSError:
+    log.exception("failed")
+logging.getLogger("urllib3").warning("retrying /a.jsonl?X-Amz-Signature=planted")
+"""
+
+
+def test_secrets_in_urls_are_masked_also_in_tracebacks_and_messages_of_libraries(tmp_path):
+    done = run(SECRETS, tmp_path)
+    lines = done.stderr.splitlines()
+    assert lines[0] == "reading https://***@host/a.jsonl?version=1&***"
+    assert "OSError: GET https://host/a?***" in lines
+    assert lines[-1] == "retrying /a.jsonl?***"
+    assert "planted" not in done.stderr + (tmp_path / "logs" / "run-1.log").read_text(encoding="utf-8")

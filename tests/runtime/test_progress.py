@@ -28,13 +28,15 @@ def clock(monkeypatch):
     return now
 
 
-def test_plain_lines_are_rate_limited(clock, capsys):
+def test_plain_lines_on_stderr_are_rate_limited_unless_forced(clock, capsys):
     with Progress("train", 100) as bar:
         for done in range(1, 21):
             clock.seconds += 1
-            bar.update(done, f"step {done}")
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(",")[0] for line in lines] == [f"train step {done}" for done in (1, 6, 11, 16)]
+            bar.update(done, f"step {done}", force=done == 8)
+    output, errors = capsys.readouterr()
+    lines = errors.splitlines()
+    assert [line.split(",")[0] for line in lines] == [f"train step {done}" for done in (1, 6, 8, 13, 18)]
+    assert output == ""
 
 
 def test_a_line_is_a_single_write_to_avoid_interleaving(clock, monkeypatch):
@@ -44,20 +46,6 @@ def test_a_line_is_a_single_write_to_avoid_interleaving(clock, monkeypatch):
         bar.update(1, "step 1", force=True)
         bar.update(100, "step 100", force=True)
     assert written == ["train step 1, 0s left\n", "train step 100\n"]
-
-
-def test_a_forced_line_ignores_the_rate_limit(clock, capsys):
-    with Progress("train", 2) as bar:
-        bar.update(1, "a", force=True)
-        bar.update(1, "b")
-        bar.update(2, "c", force=True)
-    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()] == ["train a", "train c"]
-
-
-def test_lines_go_to_stderr(clock, capsys):
-    with Progress("train", 2) as bar:
-        bar.update(2, "done", force=True)
-    assert tuple(capsys.readouterr()) == ("", "train done\n")
 
 
 @pytest.mark.parametrize(

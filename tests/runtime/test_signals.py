@@ -1,12 +1,14 @@
-"""Signals: the first requests a stop, the second exits immediately; the handlers are restored."""
+"""Signals: at once, or the first requests a stop and the second exits immediately; the handlers are restored."""
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from lmtrain.runtime.signals import StopRequest
+from lmtrain.runtime.signals import STOP_SIGNALS, StopRequest
 
 CHILD = """
 import signal
@@ -27,9 +29,9 @@ print("end", flush=True)
 
 
 class Child:
-    def __init__(self):
+    def __init__(self, script):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen([sys.executable, "-c", CHILD], text=True, **pipes)
+        self.process = subprocess.Popen([sys.executable, "-c", script], text=True, **pipes)
 
     def expect(self, line):
         assert self.process.stdout.readline() == f"{line}\n"
@@ -41,12 +43,24 @@ class Child:
 
 
 @pytest.fixture
-def child():
-    child = Child()
-    child.expect("ready")
-    yield child
-    child.process.kill()
-    child.process.communicate()
+def started():
+    """`started(script)` runs a script that prints `ready`."""
+    children = []
+
+    def start(script):
+        children.append(Child(script))
+        children[-1].expect("ready")
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.process.kill()
+        child.process.communicate()
+
+
+@pytest.fixture
+def child(started):
+    return started(CHILD)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -79,17 +93,69 @@ def test_after_leaving_a_signal_ends_the_process_as_usual(child):
 
 
 def handlers():
-    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    return [signal.getsignal(number) for number in STOP_SIGNALS]
 
 
-def fail_inside():
-    with StopRequest() as stop:
-        assert not stop.requested
-        raise RuntimeError(f"inside {handlers() == [stop._handle, stop._handle]}")
+def fail_inside(before):
+    with StopRequest():
+        raise RuntimeError(f"replaced: {not set(handlers()) & set(before)}")
 
 
 def test_handlers_are_restored_when_the_block_raises():
     before = handlers()
-    with pytest.raises(RuntimeError, match="inside True"):
-        fail_inside()
+    with pytest.raises(RuntimeError, match="replaced: True"):
+        fail_inside(before)
     assert handlers() == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+# C code that Python cannot interrupt, like the compiler and collectives: a lock that the thread already holds.
+STUCK = """
+import ctypes
+from lmtrain.runtime.signals import StopRequest, end_at_once
+
+end_at_once()
+{begin}
+print("ready", flush=True)
+lock = ctypes.create_string_buffer(64)
+while True:
+    ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_before_a_stop_request_the_first_signal_ends_a_process_that_is_stuck_in_c_code(started, number):
+    child = started(STUCK.format(begin=""))
+    child.process.send_signal(number)
+    assert child.end() == (75, "", f"{number.name}: exiting immediately; run the same command again\n")
+
+
+def test_the_second_signal_ends_a_process_that_is_stuck_in_c_code(started):
+    child = started(STUCK.format(begin="StopRequest().begin()"))
+    child.process.send_signal(signal.SIGTERM)
+    child.process.send_signal(signal.SIGUSR1)
+    assert child.end()[:2] == (75, "")
+
+
+FORK = """
+import os, signal
+from lmtrain.runtime.signals import end_at_once
+
+end_at_once()
+child = os.fork()
+if child == 0:
+    print("ready", flush=True)
+    while True:
+        signal.pause()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+input()
+"""
+
+
+def test_a_signal_to_a_forked_process_does_not_end_its_parent(started):
+    child = started(FORK)
+    (forked,) = Path(f"/proc/{child.process.pid}/task/{child.process.pid}/children").read_text().split()
+    os.kill(int(forked), signal.SIGTERM)
+    child.expect(f"{-signal.SIGTERM}")
+    child.process.stdin.write("\n")
+    assert child.end() == (0, "", "")

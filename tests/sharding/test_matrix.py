@@ -38,16 +38,20 @@ def train(folder, cases):
     return json.loads(output.read_text())
 
 
-def train_on(folder, meshes, steps):
-    """Train `steps` steps in float32 on one device and on every mesh."""
-    cases = [{**ONE, "steps": steps}]
-    cases += [{"name": name, "steps": steps, "trainer": trainer, "inspect": True} for name, trainer in meshes.items()]
-    return train(folder, cases)
+def losses_on(folder, meshes, common, *others, rtol=1e-5):
+    """Train on one device and on every mesh, and check that their losses are equal. `others` are more cases."""
+    cases = [{"name": name, "trainer": trainer, **common} for name, trainer in meshes.items()]
+    results = train(folder, [{**ONE, **common}, *others, *cases])
+    losses = {name: result["losses"] for name, result in results.items()}
+    for name in meshes:
+        np.testing.assert_allclose(losses[name], losses["one"], rtol=rtol, err_msg=name)
+    return losses
 
 
 @pytest.fixture(scope="module")
 def meshes(tmp_path_factory):
-    return train_on(tmp_path_factory.mktemp("meshes"), MESHES, 15)
+    cases = [{"name": name, "steps": 15, "trainer": trainer, "inspect": True} for name, trainer in MESHES.items()]
+    return train(tmp_path_factory.mktemp("meshes"), [{**ONE, "steps": 15}, *cases])
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -81,10 +85,8 @@ def test_microbatches_are_split_without_moving_rows(meshes):
 
 @pytest.mark.long
 def test_fifty_losses_on_all_meshes_and_mappings_are_equal_to_those_of_one_device(tmp_path):
-    found = train_on(tmp_path, MESHES | MORE, 50)
-    assert found["one"]["losses"][-1] < 0.6 * found["one"]["losses"][0]
-    for mesh in MESHES | MORE:
-        np.testing.assert_allclose(found[mesh]["losses"], found["one"]["losses"], rtol=1e-5, err_msg=mesh)
+    one = losses_on(tmp_path, MESHES | MORE, {"steps": 50})["one"]
+    assert one[-1] < 0.6 * one[0]
 
 
 DATA, FSDP, BOTH = {"fsdp_axis": None}, {}, {"model_axis_size": 2, **TENSOR}
@@ -130,40 +132,28 @@ def test_reset_positions_do_not_depend_on_the_mesh(tmp_path, family):
     """Learned positions are looked up in a split table; rotary positions matter only for attention across documents."""
     apart = {"mask_across_documents": family == "gpt2"}
     of_family = {"steps": 5, "model": {"type": family}, "data": {"reset_positions": True, **apart}}
-    meshes = {**MESHES, **MORE} if family == "gpt2" else MESHES
-    cases = [{"name": name, "trainer": trainer, **of_family} for name, trainer in meshes.items()]
-    found = train(tmp_path, [{**ONE, **of_family}, {**ONE, **of_family, "name": "through", "data": apart}, *cases])
-    one = found["one"]["losses"]
-    assert one[0] != found["through"]["losses"][0]
-    for name in meshes:
-        np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-5, err_msg=name)
+    through = {**ONE, **of_family, "name": "through", "data": apart}
+    losses = losses_on(tmp_path, {**MESHES, **MORE} if family == "gpt2" else MESHES, of_family, through)
+    assert losses["one"][0] != losses["through"][0]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("optimizer", ["sophia-g", "sophia-h"])
-def test_sophia_does_not_depend_on_the_mesh(tmp_path, optimizer):
-    """With split vocabulary, split batch and replicas: a few losses over two Hessian estimates."""
-    sophia = {"steps": 6, "optimizer": {"type": optimizer, "learning_rate": 3e-3, "update_interval": 3, "warmup": 0}}
+@pytest.mark.parametrize(
+    ("optimizer", "steps", "decrease", "rtol"),
+    [
+        # with split vocabulary, split batch and replicas, over two Hessian estimates
+        ({"type": "sophia-g", "learning_rate": 3e-3, "update_interval": 3}, 6, 1, 1e-4),
+        ({"type": "sophia-h", "learning_rate": 3e-3, "update_interval": 3}, 6, 1, 1e-4),
+        # also with fewer matrices than devices: 2 layers, 6 matrices in qkv, 8 devices
+        ({"type": "muon", "learning_rate": 2e-2}, 8, 0.97, 1e-5),
+    ],
+    ids=lambda value: value["type"] if isinstance(value, dict) else "",
+)
+def test_optimizers_do_not_depend_on_the_mesh(tmp_path, optimizer, steps, decrease, rtol):
+    common = {"steps": steps, "optimizer": {**optimizer, "warmup": 0}}
     meshes = {"fsdp": {}, "both": BOTH, "replicas": MORE["replicas"]}
-    cases = [{"name": name, "trainer": trainer, **sophia} for name, trainer in meshes.items()]
-    found = train(tmp_path, [{**ONE, **sophia}, *cases])
-    one = found["one"]["losses"]
-    assert one[-1] < one[0]
-    for name in meshes:
-        np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-4, err_msg=name)
-
-
-@pytest.mark.long
-def test_muon_with_matrices_spread_over_devices_equals_one_device(tmp_path):
-    """Also with fewer matrices than devices: 2 layers, 6 matrices in qkv, 8 devices."""
-    muon = {"steps": 8, "optimizer": {"type": "muon", "learning_rate": 2e-2, "warmup": 0}}
-    meshes = {"fsdp": {}, "both": BOTH, "replicas": MORE["replicas"]}
-    cases = [{"name": name, "trainer": trainer, **muon} for name, trainer in meshes.items()]
-    found = train(tmp_path, [{**ONE, **muon}, *cases])
-    one = found["one"]["losses"]
-    assert one[-1] < 0.97 * one[0]
-    for name in meshes:
-        np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-5, err_msg=name)
+    one = losses_on(tmp_path, meshes, common, rtol=rtol)["one"]
+    assert one[-1] < decrease * one[0]
 
 
 @pytest.mark.long
@@ -173,13 +163,10 @@ def test_smoothed_and_weighted_losses_do_not_depend_on_the_mesh(tmp_path):
     smoothed = {"type": "weighted_cross_entropy", "label_smoothing": 0.2, "source_weights": {"a": 2.0}}
     common = {"steps": 6, "tokens": 61, "data": sources, "objective": smoothed, "z_loss_weight": 1e-2}
     meshes = {**MESHES, "both": BOTH, "replicas": MORE["replicas"]}
-    cases = [{"name": name, "trainer": trainer, **common} for name, trainer in meshes.items()]
-    found = train(tmp_path, [{**ONE, **common}, {**ONE, **common, "name": "plain", "objective": {}}, *cases])
-    one = found["one"]["losses"]
+    losses = losses_on(tmp_path, meshes, common, {**ONE, **common, "name": "plain", "objective": {}})
+    one = losses["one"]
     assert one[-1] < one[0]
-    assert abs(one[0] - found["plain"]["losses"][0]) > 1e-3
-    for name in meshes:
-        np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-5, err_msg=name)
+    assert abs(one[0] - losses["plain"][0]) > 1e-3
 
 
 LORA = {"steps": 6, "optimizer": {"learning_rate": 3e-2}}
@@ -188,22 +175,17 @@ ADAPTERS = {"r": 4, "alpha": 16, "modules_to_save": ["lm_head"]}
 
 def test_lora_with_dropout_on_a_base_in_bfloat16_does_not_depend_on_the_mesh(tmp_path):
     lora = {**LORA, "lora": {**ADAPTERS, "dropout": 0.3, "base_dtype": "bfloat16"}}
-    found = train(tmp_path, [{**ONE, **lora}, {**lora, "name": "both", "trainer": BOTH}])
-    one = found["one"]["losses"]
+    one = losses_on(tmp_path, {"both": BOTH}, lora)["one"]
     assert one[-1] < 0.99 * one[0]
-    np.testing.assert_allclose(found["both"]["losses"], one, rtol=1e-5)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mpt", "backpack"])
 def test_lora_does_not_depend_on_the_mesh_and_accumulation(tmp_path, family):
     lora = {**LORA, "lora": ADAPTERS, "model": {"type": family}}
-    dropout = {**lora, "lora": {**ADAPTERS, "dropout": 0.3}, "name": "dropout"}
+    dropout = {**ONE, **lora, "lora": {**ADAPTERS, "dropout": 0.3}, "name": "dropout"}
     meshes = {"both": BOTH, "accumulating": MESHES["fsdp, accumulating"], "replicas": MORE["replicas"]}
-    cases = [{"name": name, "trainer": trainer, **lora} for name, trainer in meshes.items()]
-    found = train(tmp_path, [{**ONE, **lora}, *cases, {**ONE, **dropout}])
-    one = found["one"]["losses"]
+    losses = losses_on(tmp_path, meshes, lora, dropout)
+    one = losses["one"]
     assert one[-1] < 0.99 * one[0]
-    for name in meshes:
-        np.testing.assert_allclose(found[name]["losses"], one, rtol=1e-5, err_msg=name)
-    assert abs(found["dropout"]["losses"][-1] - one[-1]) > 1e-5
+    assert abs(losses["dropout"][-1] - one[-1]) > 1e-5

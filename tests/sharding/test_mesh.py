@@ -8,11 +8,11 @@ from jax.sharding import PartitionSpec
 
 from lmtrain.config.errors import UserError
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
+from lmtrain.sharding.mesh import build_layout
 
 
 def test_the_mesh_has_the_axes_replica_data_model_and_all_devices():
-    layout = plan_layout(PartitioningConfig())
+    layout = build_layout(PartitioningConfig())
     assert dict(layout.mesh.shape) == {"replica": 1, "data": jax.device_count(), "model": 1}
     assert layout.num_batch_shards == jax.device_count()
     assert layout.batch.spec == PartitionSpec(("replica", "data"))
@@ -30,13 +30,13 @@ def test_the_mesh_has_the_axes_replica_data_model_and_all_devices():
     ],
 )
 def test_only_the_configured_parameter_axes_are_split(fsdp, tensor, expected):
-    rules = dict(plan_layout(PartitioningConfig(fsdp_axis=fsdp, tensor_parallel_axes=tensor)).parameter_rules)
+    rules = dict(build_layout(PartitioningConfig(fsdp_axis=fsdp, tensor_parallel_axes=tensor)).parameter_rules)
     assert {axis: where for axis, where in rules.items() if where} == expected
     assert {"embed", "mlp", "heads", "vocab", "layers"} <= set(rules)
 
 
 def test_tensor_parallel_axes_split_activations_and_the_residual_stream_along_the_sequence():
-    rules = dict(plan_layout(PartitioningConfig(tensor_parallel_axes=["mlp", "heads", "vocab"])).compute_rules)
+    rules = dict(build_layout(PartitioningConfig(tensor_parallel_axes=["mlp", "heads", "vocab"])).compute_rules)
     split = {axis: where for axis, where in rules.items() if where}
     assert split == {
         "act_batch": ("replica", "data"),
@@ -49,8 +49,8 @@ def test_tensor_parallel_axes_split_activations_and_the_residual_stream_along_th
 
 
 def test_a_number_of_devices_that_does_not_divide_is_refused():
-    with pytest.raises(UserError, match=r"trainer.model_axis_size: 1 devices do not divide by 3; it could be 1"):
-        plan_layout(PartitioningConfig(model_axis_size=3))
+    with pytest.raises(UserError, match=r"trainer.model_axis_size: 1 device does not divide by 3; it could be 1"):
+        build_layout(PartitioningConfig(model_axis_size=3))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ SLICES = [FakeDevice(number, number // 4) for number in range(16)]
 )
 def test_replicas_are_within_slices_where_they_fit(config, shape, slices_of_replicas):
     """The network between slices is slow: only the gradient all-reduce between replicas should use it."""
-    mesh = plan_layout(PartitioningConfig(**config), SLICES).mesh
+    mesh = build_layout(PartitioningConfig(**config), SLICES).mesh
     assert tuple(mesh.shape.values()) == shape
     assert [{device.slice_index for device in part.ravel()} for part in mesh.devices] == slices_of_replicas
 
@@ -99,11 +99,11 @@ def test_replicas_are_within_slices_where_they_fit(config, shape, slices_of_repl
 )
 def test_replicas_that_do_not_fit_are_refused(config, message):
     with pytest.raises(UserError, match=message):
-        plan_layout(PartitioningConfig(**config), SLICES)
+        build_layout(PartitioningConfig(**config), SLICES)
 
 
 def test_specific_mappings_override_axis_resources_which_apply_to_both():
-    layout = plan_layout(
+    layout = build_layout(
         PartitioningConfig(
             axis_resources={"mlp": "model", "vocab": ["model"]},
             parameter_axis_resources={"embed": ["replica", "data"], "vocab": None},

@@ -15,7 +15,7 @@ SCRIPT = """
 import json
 import numpy as np
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
+from lmtrain.sharding.mesh import build_layout
 from lmtrain.sharding.placement import local_rows, place_batch
 
 def rows_by_device(layout):
@@ -25,8 +25,8 @@ def rows_by_device(layout):
     shards = [[shard.device.id, np.asarray(shard.data).tolist()] for shard in placed.addressable_shards]
     return {"shards": shards, "whole": np.asarray(placed).tolist()}
 
-fsdp = plan_layout(PartitioningConfig())
-tensor = plan_layout(PartitioningConfig(model_axis_size=2, tensor_parallel_axes=["mlp", "heads"]))
+fsdp = build_layout(PartitioningConfig())
+tensor = build_layout(PartitioningConfig(model_axis_size=2, tensor_parallel_axes=["mlp", "heads"]))
 print(json.dumps({"8x1": rows_by_device(fsdp), "4x2": rows_by_device(tensor)}))
 """
 

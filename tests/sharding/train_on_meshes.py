@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from lmtrain.compiled.figures import measure
-from lmtrain.hf.key_map import flatten
+from lmtrain.models.params import flatten
 from lmtrain.plan.figures import network_of
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.placement import local_rows, place_batch
-from lmtrain.train.program.program import plan_program
+from lmtrain.train.program.program import build_program
 
 VOCAB, LENGTH, BATCH = 64, 16, 16
 MODEL = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH, "pad_vocab_to_multiple_of": 64}
@@ -48,7 +48,7 @@ def run(case: dict) -> dict:
         lora=case.get("lora"),
         initialize_from_hf="unused" if "lora" in case else False,  # the base is newly initialized
     )
-    program = plan_program(config, vocab, jax.devices()[: case.get("devices", 8)])
+    program = build_program(config, vocab, jax.devices()[: case.get("devices", 8)])
     compiled = program.compile()
     state = program.init()
     rows = local_rows(program.layout.batch, BATCH)

@@ -53,14 +53,29 @@ def warnings(caplog):
     return lambda: [record.getMessage() for record in caplog.records if record.name == "lmtrain"]
 
 
+def log_steps(tracker, steps):
+    for step in steps:
+        tracker.call("log", {}, step)
+
+
+def blocked(recorder, queued=0):
+    """A tracker whose thread is blocked in its first call of `log`, with more calls queued."""
+    recorder.gate.clear()
+    tracker = BackgroundTracker("x", lambda: recorder)
+    tracker.call("log", {}, 0)
+    assert recorder.busy.wait(300)
+    log_steps(tracker, range(1, queued + 1))
+    return tracker
+
+
 def test_calls_arrive_in_order_and_finish_waits_for_all_of_them(warnings):
     recorder = Recorder()
     tracker = BackgroundTracker("x", lambda: recorder)
-    tracker.hyperparameters({"a": 1})
-    tracker.summary({"b": 2})
+    tracker.call("hyperparameters", {"a": 1})
+    tracker.call("summary", {"b": 2})
     for step in range(100):
-        tracker.log({"c": 3.0}, step)
-    tracker.artifact("logs/run-1/code", "run-1-code", "code")
+        tracker.call("log", {"c": 3.0}, step)
+    tracker.call("artifact", "logs/run-1/code", "run-1-code", "code")
     tracker.finish()
     logs = [("log", {"c": 3.0}, step) for step in range(100)]
     artifact = ("artifact", "logs/run-1/code", "run-1-code", "code")
@@ -69,60 +84,53 @@ def test_calls_arrive_in_order_and_finish_waits_for_all_of_them(warnings):
 
 
 def test_the_tracker_is_opened_by_the_first_log_and_in_its_own_thread():
-    opened = threading.Event()
-    threads = []
+    recorder, opened, threads = Recorder(), threading.Event(), []
 
     def open_tracker():
         threads.append(threading.current_thread())
         opened.set()
-        return Recorder()
+        return recorder
 
     tracker = BackgroundTracker("x", open_tracker)
-    tracker.hyperparameters({})
+    tracker.call("hyperparameters", {})
+    tracker.call("artifact", "config.yaml", "run-1-config", "config")
     assert threads == []
-    tracker.log({}, 1)
+    tracker.call("log", {}, 1)
     assert opened.wait(300)
     assert threads != [threading.current_thread()]
     tracker.finish()
-
-
-def test_an_artifact_alone_does_not_open_the_tracker_and_waits_for_the_first_log():
-    recorder, opened = Recorder(), []
-    tracker = BackgroundTracker("x", lambda: opened.append(1) or recorder)
-    tracker.artifact("config.yaml", "run-1-config", "config")
-    assert opened == []
-    tracker.log({}, 1)
-    tracker.finish()
-    assert [call[0] for call in recorder.calls] == ["artifact", "log", "finish"]
+    assert [call[0] for call in recorder.calls] == ["hyperparameters", "artifact", "log", "finish"]
 
 
 def test_a_run_that_logged_nothing_still_delivers_its_summary():
     recorder = Recorder()
     tracker = BackgroundTracker("x", lambda: recorder)
-    tracker.summary({"a": 1})
+    tracker.call("summary", {"a": 1})
     tracker.finish()
     assert recorder.calls == [("summary", {"a": 1}), ("finish",)]
 
 
-@pytest.mark.parametrize("error", [ImportError("no such library"), ValueError(""), OSError(28, "disk full")])
-def test_a_tracker_that_raises_when_opened_is_reported_once(warnings, error):
+@pytest.mark.parametrize(
+    "error",
+    [ImportError("no such library"), ValueError(""), OSError(28, "disk full"), SystemExit("log in first")],
+)
+def test_a_tracker_that_cannot_be_opened_is_reported_once_and_not_as_slow(warnings, error):
     def open_tracker():
         raise error
 
     tracker = BackgroundTracker("x", open_tracker)
-    tracker.hyperparameters({})
-    for step in range(10):
-        tracker.log({}, step)
+    tracker.call("hyperparameters", {})
+    tracker.call("log", {}, 0)
+    tracker._thread.join(0.2)  # by now it has failed; if not, the test is only weaker
+    log_steps(tracker, range(1, 3000))
     tracker.finish()
-    (warning,) = warnings()
-    assert warning == f"tracker x: {type(error).__name__}: {error}; training continues without it"
+    assert warnings() == [f"tracker x: {type(error).__name__}: {error}; training continues without it"]
 
 
 def test_a_tracker_that_raises_in_log_is_reported_once_and_not_called_again(warnings):
     recorder = Recorder(broken=3)
     tracker = BackgroundTracker("x", lambda: recorder)
-    for step in range(10):
-        tracker.log({}, step)
+    log_steps(tracker, range(10))
     tracker.finish()
     assert [call[2] for call in recorder.calls] == [0, 1, 2]
     assert warnings() == ["tracker x: ConnectionError: the service is gone; training continues without it"]
@@ -131,54 +139,19 @@ def test_a_tracker_that_raises_in_log_is_reported_once_and_not_called_again(warn
 def test_an_artifact_that_cannot_be_stored_is_logged_and_the_tracker_continues(warnings):
     recorder = Recorder(broken="run-1-code")
     tracker = BackgroundTracker("x", lambda: recorder)
-    tracker.log({}, 0)
-    tracker.artifact("code", "run-1-code", "code")
-    tracker.log({}, 1)
+    tracker.call("log", {}, 0)
+    tracker.call("artifact", "code", "run-1-code", "code")
+    tracker.call("log", {}, 1)
     tracker.finish()
     assert recorder.calls == [("log", {}, 0), ("log", {}, 1), ("finish",)]
-    (warning,) = warnings()
-    assert warning.startswith("tracker x: ")
-    assert warning.endswith("artifact code: code")
-
-
-def test_a_library_that_exits_is_reported_and_does_not_end_training(warnings):
-    def open_tracker():
-        raise SystemExit("log in first")
-
-    tracker = BackgroundTracker("x", open_tracker)
-    tracker.log({}, 0)
-    tracker.finish()
-    assert warnings() == ["tracker x: SystemExit: log in first; training continues without it"]
-
-
-def test_a_failed_tracker_is_not_reported_as_slow(warnings):
-    def open_tracker():
-        raise ImportError("no such library")
-
-    tracker = BackgroundTracker("x", open_tracker)
-    for step in range(3000):
-        tracker.log({}, step)
-    tracker.finish()
-    assert warnings() == ["tracker x: ImportError: no such library; training continues without it"]
-
-
-def fill(recorder):
-    """A tracker whose thread is blocked in its first call of `log`, with four more calls queued."""
-    recorder.gate.clear()
-    tracker = BackgroundTracker("x", lambda: recorder)
-    tracker.log({}, 0)
-    assert recorder.busy.wait(300)
-    for step in range(1, 5):
-        tracker.log({}, step)
-    return tracker
+    assert warnings() == ["tracker x: could not store the artifact code: code"]
 
 
 def test_a_full_queue_drops_calls_which_is_logged_once_and_counted_at_the_end(warnings, monkeypatch):
     monkeypatch.setattr(background, "_QUEUE_SIZE", 5)
     recorder = Recorder()
-    tracker = fill(recorder)  # one place in the queue is free
-    for step in range(5, 9):
-        tracker.log({}, step)
+    tracker = blocked(recorder, queued=4)  # one place in the queue is free
+    log_steps(tracker, range(5, 9))
     full = "tracker x: too slow, its queue is full and calls are dropped; training continues"
     assert warnings() == [full]
     recorder.gate.set()
@@ -192,7 +165,7 @@ def test_finish_closes_a_tracker_whose_queue_was_full(monkeypatch):
     monkeypatch.setattr(background, "_QUEUE_SIZE", 4)
     monkeypatch.setattr(background.BackgroundTracker, "finish_seconds", 3.0)
     recorder = Recorder()
-    tracker = fill(recorder)
+    tracker = blocked(recorder, queued=4)
     ending = threading.Thread(target=tracker.finish)
     ending.start()
     ending.join(0.2)  # by now it waits for the queue; if not, the test is only weaker
@@ -201,51 +174,44 @@ def test_finish_closes_a_tracker_whose_queue_was_full(monkeypatch):
     assert recorder.finished.wait(1), "the call to finish was dropped, so nothing was flushed"
 
 
-def test_a_hanging_call_is_logged_once_and_training_continues(warnings, monkeypatch):
+def test_a_tracker_that_fails_while_its_queue_is_full_does_not_delay_the_end():
+    recorder = Recorder(broken=0)
+    tracker = blocked(recorder, queued=2000)
+    recorder.gate.set()
+    tracker.finish()
+    assert not tracker._thread.is_alive()
+
+
+@pytest.mark.parametrize("hangs", ["in a call", "while it is opened"])
+def test_a_hanging_call_is_logged_once_and_no_queued_call_is_lost(warnings, monkeypatch, hangs):
     monkeypatch.setattr(background, "_HANGING_SECONDS", -1.0)  # every running call counts as hanging
     recorder = Recorder()
-    recorder.gate.clear()
-    tracker = BackgroundTracker("x", lambda: recorder)
-    tracker.log({}, 0)
-    assert recorder.busy.wait(300)
-    for step in range(1, 4):
-        tracker.log({}, step)
+    if hangs == "in a call":
+        tracker = blocked(recorder, queued=3)
+    else:
+        opening, gate = threading.Event(), recorder.gate
+        gate.clear()
+        tracker = BackgroundTracker("x", lambda: opening.set() or (gate.wait(300) and recorder))
+        tracker.call("log", {}, 0)
+        assert opening.wait(300)
+        log_steps(tracker, range(1, 4))
     assert warnings() == ["tracker x: no answer for -1 s; training continues"]
     recorder.gate.set()
     tracker.finish()
     assert len(warnings()) == 1
-    assert [call[0] for call in recorder.calls] == ["log"] * 4 + ["finish"]  # queued calls are not lost
-
-
-def test_a_tracker_that_hangs_while_it_is_opened_is_logged(warnings, monkeypatch):
-    monkeypatch.setattr(background, "_HANGING_SECONDS", -1.0)
-    gate, opening = threading.Event(), threading.Event()
-    recorder = Recorder()
-
-    def open_tracker():
-        opening.set()
-        gate.wait(300)
-        return recorder
-
-    tracker = BackgroundTracker("x", open_tracker)
-    tracker.log({}, 0)
-    assert opening.wait(300)
-    tracker.log({}, 1)
-    gate.set()
-    tracker.finish()
-    assert warnings() == ["tracker x: no answer for -1 s; training continues"]
+    assert [call[0] for call in recorder.calls] == ["log"] * 4 + ["finish"]
 
 
 def test_a_tracker_that_waits_for_calls_does_not_hang(warnings, monkeypatch):
     recorder = Recorder()
     tracker = BackgroundTracker("x", lambda: recorder)
-    tracker.log({}, 0)
+    tracker.call("log", {}, 0)
     assert recorder.logged.acquire(timeout=300)
     deadline = time.monotonic() + 10
     while tracker._busy_since is not None and time.monotonic() < deadline:  # until it waits for the queue again
         time.sleep(0.001)
     monkeypatch.setattr(background, "_HANGING_SECONDS", -1.0)
-    tracker._watch()
+    tracker._warn_if_hanging()
     assert warnings() == []
     tracker.finish()
 
@@ -253,10 +219,8 @@ def test_a_tracker_that_waits_for_calls_does_not_hang(warnings, monkeypatch):
 def test_a_tracker_that_does_not_finish_is_abandoned_with_a_warning(warnings, monkeypatch):
     monkeypatch.setattr(background.BackgroundTracker, "finish_seconds", 0.05)
     recorder = Recorder()
-    recorder.gate.clear()
-    tracker = BackgroundTracker("x", lambda: recorder)
-    tracker.log({}, 0)
+    tracker = blocked(recorder)
     tracker.finish()
-    assert [warning for warning in warnings() if "still busy" in warning]
+    assert warnings() == ["tracker x: still busy after 0 s; abandoned"]
     recorder.gate.set()
     assert recorder.finished.wait(300)

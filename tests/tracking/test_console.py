@@ -73,24 +73,17 @@ def test_the_first_and_the_last_step_have_a_line_and_an_evaluation_is_in_the_nex
     assert ["eval 3.500" in line for line in lines] == [False, True]
 
 
-def test_a_line_is_printed_every_few_seconds(capsys, monkeypatch):
+def test_a_line_is_printed_every_few_seconds_with_the_time_left_at_the_speed_of_the_last_steps(capsys, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with Console("one", 100, 10, is_first=True) as console:
+        now[0] += 60  # compilation
         for step in range(11, 31):
             now[0] += 1
-            console.show(changed(step=step))
-    steps = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
-    assert steps == ["train 11/100", "train 16/100", "train 21/100", "train 26/100"]
-
-
-def test_the_time_left_does_not_include_the_time_before_the_first_step(capsys, monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with Console("one", 100, 0, is_first=True) as console:
-        now[0] += 60  # compilation
-        console.show(changed(step=1, seconds_per_step=2.0))
-    assert capsys.readouterr().err.endswith(", 3m18s left\n")
+            console.show(changed(step=step, seconds_per_step=2.0))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == ["train 11/100", "train 16/100", "train 21/100", "train 26/100"]
+    assert lines[0].endswith(", 2m58s left")
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -103,32 +96,16 @@ def test_the_other_processes_of_a_run_are_quiet(capsys, on_terminal, terminal):
     assert (file.getvalue(), *capsys.readouterr()) == ("", "", "")
 
 
-def test_on_a_terminal_there_is_a_view_and_no_lines(on_terminal):
+def test_on_a_terminal_there_is_a_view_with_earlier_losses_and_no_lines(on_terminal):
     terminal = on_terminal()
-    with Console("one  gpt2", 1000, 0, is_first=True) as console:
-        console.show(changed(step=1))
-        console.show(changed(step=2))
-    sent = terminal.getvalue()
-    assert "one  gpt2" in sent
-    assert "2/1,000" in sent
-    assert "train " not in sent
-
-
-def test_the_view_of_a_resumed_run_has_the_earlier_losses(on_terminal):
-    terminal = on_terminal()
-    with Console("one", 1000, 8, is_first=True, losses=[8, 7, 6, 5, 4, 3, 2]) as console:
-        console.show(changed(step=9, loss=1.0))
-    assert "███▇▅▄▂▁" in terminal.getvalue()
-
-
-def test_a_view_shows_an_evaluation_at_once(on_terminal):
-    terminal = on_terminal()
-    with Console("one", 1000, 0, is_first=True) as console:
+    with Console("one  gpt2", 1000, 8, is_first=True, losses=[8, 7, 6, 5, 4, 3, 2]) as console:
         console.show_evaluation(Evaluated(5, 9.9))  # before the first step there is no view to show it in
-        console.show(changed(step=5))
-        console.show_evaluation(Evaluated(5, 2.71828))
+        console.show(changed(step=9, loss=1.0))
+        console.show_evaluation(Evaluated(9, 2.71828))  # at once
     sent = terminal.getvalue()
-    assert "2.7183  after step 5" in sent
+    for part in ("one  gpt2", "9/1,000", "███▇▅▄▂▁", "2.7183  after step 9"):
+        assert part in sent
+    assert "train " not in sent
     assert "9.9" not in sent
 
 

@@ -1,6 +1,5 @@
 """The goodput ledger of a run's wall time, with clocks that the test controls."""
 
-import contextlib
 import json
 import logging
 import os
@@ -88,33 +87,6 @@ def test_kinds_add_up_to_the_wall_time(clocks, tmp_path):
     assert sum(seconds(tmp_path).values()) == clocks.wall() - began
 
 
-def test_a_nested_section_counts_for_the_outer_one(clocks, tmp_path):
-    ledger = clocks.ledger(tmp_path)
-    ledger.begin_steps(0, {})
-    with clocks.timer.section(SAVING):
-        clocks.turn(1)
-        with clocks.timer.section(EVALUATION):
-            clocks.turn(2)
-        with clocks.timer.section(SAVING):
-            clocks.turn(4)
-        ledger.write()  # within a section: nothing is counted twice
-        clocks.turn(8)
-    clocks.turn(16)
-    ledger.write()
-    assert seconds(tmp_path) == {SAVING: 15, STEPS: 16}
-
-
-def test_a_section_that_raises_is_timed_up_to_the_error(clocks, tmp_path):
-    ledger = clocks.ledger(tmp_path)
-    ledger.begin_steps(0, {})
-    with contextlib.suppress(KeyError), clocks.timer.section(EVALUATION):
-        clocks.turn(3)
-        raise KeyError
-    clocks.turn(2)
-    ledger.write()
-    assert seconds(tmp_path) == {EVALUATION: 3, STEPS: 2}
-
-
 def test_all_fractions_are_present_and_sum_to_one(clocks, tmp_path):
     run(clocks, tmp_path, 0, 30)
     clocks.turn(100)
@@ -132,16 +104,21 @@ def test_before_any_time_has_passed_all_fractions_are_zero(clocks, tmp_path):
     assert set(clocks.ledger(tmp_path).metrics().values()) == {0.0}
 
 
-def test_steps_repeated_after_a_restart_are_lost(clocks, tmp_path):
-    run(clocks, tmp_path, 0, 40)
-    run(clocks, tmp_path, 30, 20)
-    assert seconds(tmp_path) == {START_UP: 10, STEPS: 30 + 20, LOST: 10, DOWN: 10}
-
-
-def test_a_restart_from_the_last_step_loses_nothing(clocks, tmp_path):
-    run(clocks, tmp_path, 0, 40)
-    run(clocks, tmp_path, 40, 5)
-    assert seconds(tmp_path) == {START_UP: 10, STEPS: 45, DOWN: 10}
+@pytest.mark.parametrize(
+    ("starts", "expected"),
+    [
+        ([(0, 40), (40, 5)], {START_UP: 10, STEPS: 45, DOWN: 10}),  # from the last step
+        ([(0, 40), (30, 20)], {START_UP: 10, STEPS: 30 + 20, LOST: 10, DOWN: 10}),
+        # one is killed before its first step
+        ([(0, 40), (30, 0), (30, 20), (45, 5)], {START_UP: 20, STEPS: 55 - 5, LOST: 10 + 5, DOWN: 30}),
+        # the second resumes from the end of the first; then only one checkpoint of both is left
+        ([(0, 40), (40, 10), (10, 1)], {START_UP: 15, STEPS: 10 + 0 + 1, LOST: 30 + 10, DOWN: 20}),
+    ],
+)
+def test_steps_repeated_after_a_restart_are_lost_once(clocks, tmp_path, starts, expected):
+    for first, steps in starts:
+        run(clocks, tmp_path, first, steps)
+    assert seconds(tmp_path) == expected
 
 
 def test_the_lost_fraction_of_a_starts_step_time_is_that_of_its_steps():
@@ -156,22 +133,6 @@ def test_the_lost_fraction_of_a_starts_step_time_is_that_of_its_steps():
     }
 
 
-def test_several_restarts_count_each_lost_second_once(clocks, tmp_path):
-    run(clocks, tmp_path, 0, 40)
-    run(clocks, tmp_path, 30, 0)  # killed before its first step
-    run(clocks, tmp_path, 30, 20)
-    run(clocks, tmp_path, 45, 5)
-    assert seconds(tmp_path) == {START_UP: 20, STEPS: 55 - 5, LOST: 10 + 5, DOWN: 30}
-
-
-def test_steps_can_be_lost_by_a_start_that_is_not_the_next(clocks, tmp_path):
-    """The second start resumes from the end of the first; then only one checkpoint of both is left."""
-    run(clocks, tmp_path, 0, 40)
-    run(clocks, tmp_path, 40, 10)
-    run(clocks, tmp_path, 10, 1)
-    assert seconds(tmp_path) == {START_UP: 15, STEPS: 10 + 0 + 1, LOST: 30 + 10, DOWN: 20}
-
-
 def test_the_time_since_the_last_update_of_a_start_until_the_next_is_down(clocks, tmp_path):
     run(clocks, tmp_path, 0, 3)
     clocks.turn(990)
@@ -183,36 +144,23 @@ def test_the_time_since_the_last_update_of_a_start_until_the_next_is_down(clocks
 
 def test_a_killed_start_is_recorded_up_to_its_last_write(clocks, tmp_path):
     ledger = clocks.ledger(tmp_path)
-    clocks.turn(5)
-    ledger.begin_steps(0, {"host": "a"})
-    for step in range(1, 26):  # writes after 10 and 20 seconds
-        clocks.turn(1)
-        ledger.step_done(step)
-    (attempt,) = read_attempts(str(tmp_path / NAME))
-    assert (attempt.first_step, attempt.last_step, attempt.facts) == (0, 20, {"host": "a"})
-    assert attempt.updated - attempt.started == sum(attempt.seconds.values()) == 25
-    assert os.listdir(tmp_path) == [NAME]
-
-
-def test_metrics_are_returned_only_every_ten_seconds(clocks, tmp_path):
-    ledger = clocks.ledger(tmp_path)
-    ledger.begin_steps(0, {})
-    given = []
-    for step in range(1, 26):
-        clocks.turn(1.5)
-        if ledger.step_done(step):
-            given.append(step)
-    assert given == [7, 14, 21]
-
-
-def test_begin_steps_records_the_first_step_and_writes_at_once(clocks, tmp_path):
-    ledger = clocks.ledger(tmp_path)
     assert not (tmp_path / NAME).exists()
     clocks.turn(5)
-    ledger.begin_steps(70, {"devices": "8 H100"})
+    ledger.begin_steps(70, {"host": "a"})
     (attempt,) = read_attempts(str(tmp_path / NAME))
-    assert (attempt.first_step, attempt.last_step, attempt.facts) == (70, 70, {"devices": "8 H100"})
+    assert (attempt.first_step, attempt.last_step, attempt.facts) == (70, 70, {"host": "a"})
     assert attempt.seconds == {**dict.fromkeys(KINDS, 0.0), START_UP: 5}
+    with_metrics = []
+    for step in range(71, 96):  # writes after 10 and 20 seconds
+        clocks.turn(1)
+        if ledger.step_done(step):
+            with_metrics.append(step)
+    assert with_metrics == [80, 90]
+    assert os.listdir(tmp_path) == [NAME]
+    (attempt,) = json.loads((tmp_path / NAME).read_text())["attempts"]  # plain JSON, for other programs
+    assert (attempt["first_step"], attempt["last_step"], attempt["facts"]) == (70, 90, {"host": "a"})
+    assert (attempt["started"], attempt["updated"]) == (1_000_000.0, 1_000_025.0)
+    assert sum(attempt["seconds"].values()) == 25
 
 
 def test_earlier_starts_stay_in_the_ledger_unchanged(clocks, tmp_path):
@@ -225,28 +173,20 @@ def test_earlier_starts_stay_in_the_ledger_unchanged(clocks, tmp_path):
 @pytest.mark.parametrize(
     "damaged",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'{"attempts": null}',
-        b'{"attempts": ["x"]}',
-        b'{"attempts": [{"started": 1}]}',
+        *(b"", b"{", b"[]", b"null", b'{"attempts": null}', b'{"attempts": ["x"]}', b'{"attempts": [{"started": 1}]}'),
         b'{"attempts": [{"started":1,"updated":1,"first_step":0,"last_step":0,"seconds":null,"facts":{}}]}',
         b"\xff\x00",
+        "truncated",
     ],
 )
 def test_a_corrupt_ledger_is_not_an_error_and_is_replaced(clocks, tmp_path, damaged):
+    if damaged == "truncated":
+        run(clocks, tmp_path, 0, 3)
+        damaged = (tmp_path / NAME).read_bytes()[:-100]
     (tmp_path / NAME).write_bytes(damaged)
+    assert read_attempts(str(tmp_path / NAME)) == []
     run(clocks, tmp_path, 0, 3)
     assert seconds(tmp_path) == {START_UP: 5, STEPS: 3}
-
-
-def test_a_truncated_ledger_is_not_an_error(clocks, tmp_path):
-    run(clocks, tmp_path, 0, 3)
-    whole = (tmp_path / NAME).read_bytes()
-    (tmp_path / NAME).write_bytes(whole[: len(whole) // 2])
-    assert read_attempts(str(tmp_path / NAME)) == []
 
 
 def test_a_folder_that_cannot_be_written_is_logged_once_and_timing_continues(clocks, tmp_path, caplog):
@@ -265,10 +205,3 @@ def test_without_a_folder_nothing_is_written(clocks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(clocks, None, 0, 30)
     assert os.listdir(tmp_path) == []
-
-
-def test_the_ledger_is_plain_json_for_other_programs(clocks, tmp_path):
-    run(clocks, tmp_path, 0, 3)
-    (attempt,) = json.loads((tmp_path / NAME).read_text())["attempts"]
-    assert (attempt["started"], attempt["updated"]) == (1_000_000.0, 1_000_008.0)
-    assert attempt["seconds"][STEPS] == 3

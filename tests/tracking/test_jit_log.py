@@ -1,7 +1,7 @@
 """Logging from inside the compiled step: values are returned as its outputs, and without logging nothing changes."""
 
-import dataclasses
 import threading
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -14,15 +14,11 @@ from models import quick
 from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.models.gpt2 import model as gpt2
 from lmtrain.models.gpt2.config import Gpt2Config
-from lmtrain.models.interface import hidden_and_head
+from lmtrain.models.interface import NO_DOCUMENTS, hidden_and_head
 from lmtrain.models.layers.stack import stack
-from lmtrain.objectives.cross_entropy import CrossEntropy
-from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
 from lmtrain.tracking.jit_log import METRICS, collecting, jit_log
-from lmtrain.train.step import step as train_step
-from lmtrain.train.step.microbatches import sum_over_microbatches
-from lmtrain.train.step.state import TrainState, state_shardings
+from lmtrain.train.step.state import state_shardings
+from lmtrain.train.step.step import LossSum, TrainStep
 
 X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
 
@@ -45,61 +41,27 @@ def logged_by(function, *arguments):
 # Functions.
 
 
-def test_values_of_a_compiled_function_are_returned():
-    assert logged_by(lambda x: jit_log({"a": x.sum(), "b": x[0, 1]}), X) == {"a": 15.0, "b": 1.0}
-
-
-def test_other_dtypes_are_converted_to_float():
-    def function(x):
-        jit_log({"count": (x > 1).sum(), "share": x > 1, "half": x.astype(jnp.bfloat16)[1, 2], "python": 3})
-
-    assert logged_by(function, X) == {"count": 4.0, "share": pytest.approx(4 / 6), "half": 5.0, "python": 3.0}
-
-
-def test_arrays_and_several_calls_are_averaged():
-    def function(x):
-        jit_log({"a": x, "b": 1.0})  # 2.5
-        jit_log({"a": 3.5})
-        jit_log({"a": x[1]})  # 4
-
-    assert logged_by(function, X) == {"a": pytest.approx(10 / 3), "b": 1.0}
-
-
-def test_values_are_scalars_of_float32():
-    with collecting() as logged:
-        jit_log({"a": np.arange(3), "b": jnp.bfloat16(1)})
-    assert {(value.shape, str(value.dtype)) for value in logged.means.values()} == {((), "float32")}
-
-
-def test_values_logged_within_a_gradient_are_returned_with_it():
-    def loss(x):
-        with collecting() as logged:
-            jit_log({"largest": x.max()})
-            total = (x**2).sum()
-        return total, logged.means
-
-    gradient, logged = jax.jit(jax.grad(loss, has_aux=True))(X)
-    assert floats(logged) == {"largest": 5.0}
-    np.testing.assert_array_equal(gradient, 2 * X)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_values_are_summed_over_microbatches(parts):
-    def one(batch, key):
-        with collecting() as logged:
-            jit_log({"mean": batch["x"]})
-        return logged.means
-
-    rows = {"x": jnp.arange(8.0)}
-    sums = jax.jit(lambda key: sum_over_microbatches(one, rows, key, parts))(jax.random.key(0))
-    assert float(sums["mean"]) / parts == 3.5
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (lambda x: jit_log({"a": x.sum(), "b": x[0, 1]}), {"a": 15.0, "b": 1.0}),
+        (lambda x: jit_log({"count": (x > 1).sum(), "share": x > 1}), {"count": 4.0, "share": pytest.approx(4 / 6)}),
+        (lambda x: jit_log({"half": x.astype(jnp.bfloat16)[1, 2], "python": 3}), {"half": 5.0, "python": 3.0}),
+        # arrays and several calls are averaged: 2.5, 3.5 and 4
+        (lambda x: [jit_log({"a": value}) for value in (x, 3.5, x[1])], {"a": pytest.approx(10 / 3)}),
+        (lambda x: jit_log({"a": jax.lax.scan(lambda c, row: (c, row.max()), 0.0, x)[1]}), {"a": 3.5}),
+    ],
+    ids=["compiled", "dtypes", "other dtypes", "averages", "returned from a scan"],
+)
+def test_values_of_a_compiled_function_are_returned(log, expected):
+    assert logged_by(log, X) == expected
 
 
 def in_scan(log):
     return lambda x: jax.lax.scan(lambda carry, row: (carry, log(row)), 0.0, x)
 
 
-OF_ONES_OWN = {
+NESTED = {
     "scan": in_scan,
     "cond": lambda log: lambda x: jax.lax.cond(x[0, 0] > 0, lambda y: log(y) or 0, lambda y: 0, x),
     "while": lambda log: lambda x: jax.lax.fori_loop(0, 3, lambda i, y: log(y) or y, x),
@@ -110,7 +72,7 @@ OF_ONES_OWN = {
 }
 
 
-@pytest.mark.parametrize("kind", OF_ONES_OWN)
+@pytest.mark.parametrize("kind", NESTED)
 @pytest.mark.parametrize("within_a_module", [False, True])
 def test_logging_inside_a_nested_transformation_is_refused_with_advice(kind, within_a_module):
     def log(x):
@@ -119,20 +81,16 @@ def test_logging_inside_a_nested_transformation_is_refused_with_advice(kind, wit
     class Module(nn.Module):
         @nn.compact
         def __call__(self, x):
-            OF_ONES_OWN[kind](log)(x)
+            NESTED[kind](log)(x)
 
     def function(x):
         if within_a_module:
             Module().apply({}, x, mutable=[METRICS])
         else:
-            OF_ONES_OWN[kind](log)(x)
+            NESTED[kind](log)(x)
 
     with pytest.raises(ValueError, match=r"jit_log: 'train/mine' .*: return it"):
         logged_by(function, X)
-
-
-def test_a_value_returned_from_a_transformation_can_be_logged():
-    assert logged_by(lambda x: jit_log({"a": jax.lax.scan(lambda c, row: (c, row.max()), 0.0, x)[1]}), X) == {"a": 3.5}
 
 
 # Without a collector.
@@ -166,29 +124,21 @@ def test_the_innermost_collector_collects_and_is_removed_after_an_error():
 def test_threads_that_trace_at_the_same_time_do_not_mix_their_values():
     barrier, found = threading.Barrier(2, timeout=300), {}
 
-    def trace(name, value):
-        def function():
-            barrier.wait()
-            jit_log({name: value})
-            barrier.wait()
-
-        found[name] = logged_by(function)
-
-    def without():
+    def log_between_barriers(name):
         barrier.wait()
-        jit_log({"c": 3.0})  # this thread has no collector
+        jit_log({name: 1.0})
         barrier.wait()
 
-    def in_two_threads(other):
+    def collect(name):
+        found[name] = logged_by(lambda: log_between_barriers(name))
+
+    for other in (collect, log_between_barriers):  # with a collector of its own, and without one
         found.clear()
-        thread = threading.Thread(target=other)
+        thread = threading.Thread(target=other, args=("other",))
         thread.start()
-        trace("a", 1.0)
+        collect("mine")
         thread.join()
-        return found
-
-    assert in_two_threads(lambda: trace("b", 2.0)) == {"a": {"a": 1.0}, "b": {"b": 2.0}}
-    assert in_two_threads(without) == {"a": {"a": 1.0}}
+        assert found == {"mine": {"mine": 1.0}} | ({"other": {"other": 1.0}} if other is collect else {})
 
 
 # Modules.
@@ -215,10 +165,11 @@ class Stacked(nn.Module):
     policy: bool | str
     logs: bool = True
 
-    @nn.compact
+    def setup(self):
+        self.blocks = stack(Block, [(self.logs,)], 3, self.scan, self.policy)
+
     def __call__(self, x):
-        x, _ = stack(Block, 3, self.scan, self.policy)(self.logs, name="blocks")(x, jnp.arange(3.0), True, None)
-        return x
+        return self.blocks(x, jnp.arange(3.0), True, None)[0]
 
 
 class Looped(nn.Module):
@@ -320,7 +271,6 @@ def test_a_module_that_is_not_applied_logs_like_a_function():
 
 VOCAB = 24
 CONFIG = Gpt2Config(hidden_dim=16, num_heads=2, num_layers=2, seq_len=8, mlp_scale=2)
-LAYOUT = plan_layout(PartitioningConfig())
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (4, 8)).astype(np.int32)
 BATCH = {"tokens": TOKENS, "loss_mask": np.ones((4, 8), bool)}
 PLAIN = gpt2.Gpt2LM(CONFIG, VOCAB)
@@ -328,17 +278,16 @@ VALUES = quick.random_params(PLAIN, 0.3)
 
 
 class LoggingBlock(gpt2.Gpt2Block):
-    def __call__(self, x, layer, deterministic, segments_BS):
+    def __call__(self, x, layer, deterministic, documents):
         self.sow(METRICS, "train/layer", layer)
-        jit_log({"train/input": jnp.abs(x)})
-        return super().__call__(x, layer, deterministic, segments_BS)
+        return super().__call__(x, layer, deterministic, documents)
 
 
 class LoggingLM(gpt2.Gpt2LM):
     name_of_loss: str = "train/mine"
 
-    def hidden(self, tokens_BS, deterministic, segments_BS=None):
-        hidden = super().hidden(tokens_BS, deterministic, segments_BS)
+    def hidden(self, tokens_BS, deterministic, documents=NO_DOCUMENTS):
+        hidden = super().hidden(tokens_BS, deterministic, documents)
         jit_log({self.name_of_loss: jnp.square(hidden)})
         return hidden
 
@@ -353,21 +302,9 @@ def logging_optimizer(name="optim/mine"):
 
 def build(model=PLAIN, optimizer=None, microbatches=1):
     optimizer = optimizer or optax.sgd(0.5)
-    _, shardings = state_shardings(model, optimizer, LAYOUT, "float32")
-    step = train_step.build_train_step(
-        model,
-        optimizer,
-        lambda step: 0.5,
-        LAYOUT,
-        shardings,
-        seed=0,
-        compute_dtype="float32",
-        num_microbatches={4: microbatches},
-        dropout=False,
-        objective=CrossEntropy(),
-    )
-    params = jax.tree.map(jnp.array, VALUES)
-    return step, jax.device_put(TrainState(jnp.int32(0), params, optimizer.init(params)), shardings)
+    step = quick.build_step(model, optimizer, microbatches)
+    _, shardings = state_shardings(model, optimizer, quick.LAYOUT, "float32")
+    return step, jax.device_put(quick.new_state(VALUES, optimizer), shardings)
 
 
 @pytest.fixture(scope="module")
@@ -377,50 +314,26 @@ def plain():
     return step(state, BATCH)[1]
 
 
-@pytest.fixture(scope="module")
-def inputs_and_hidden():
-    """The mean size of the layers' input, and the model's output, computed without logging."""
-
-    class Recording(gpt2.Gpt2Block):
-        def __call__(self, x, *arguments):
-            self.sow(METRICS, "input", jnp.abs(x).mean())
-            return super().__call__(x, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt2, "Gpt2Block", Recording)
-        hidden, sown = PLAIN.apply({"params": VALUES}, TOKENS, True, None, method="hidden", mutable=[METRICS])
-    (inputs,) = jax.tree.leaves(sown)
-    assert inputs.shape == (CONFIG.num_layers,)
-    return float(inputs.mean()), np.asarray(hidden)
-
-
-@dataclasses.dataclass
-class Stepped:
-    text: str
-    metrics: list
-    compiled: int
-
-
 @pytest.fixture(
     scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
 )
 def stepped(request):
     """A step of a model and an optimizer that log: its program as text, and the metrics of three steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt2, "Gpt2Block", LoggingBlock)
+        patch.setattr(gpt2.Gpt2LM, "block", LoggingBlock)
         step, state = build(LoggingLM(CONFIG, VOCAB), logging_optimizer(), request.param)
         text, all_metrics = step.lower(state, BATCH).as_text(), []
         for _ in range(3):
             state, metrics, _ = step(state, BATCH)
             all_metrics.append(metrics)
-        return Stepped(text, all_metrics, step.jitted._cache_size())
+        return SimpleNamespace(text=text, metrics=all_metrics, compiled=step.jitted._cache_size())
 
 
-def test_the_metrics_of_the_step_include_those_of_model_and_optimizer(stepped, plain, inputs_and_hidden):
-    metrics, (inputs, hidden) = stepped.metrics[0], inputs_and_hidden
+def test_the_metrics_of_the_step_include_those_of_model_and_optimizer(stepped, plain):
+    metrics = stepped.metrics[0]
+    hidden = np.asarray(PLAIN.apply({"params": VALUES}, TOKENS, True, method="hidden"))
     assert floats({name: value for name, value in metrics.items() if name not in plain}) == {
         "train/layer": 0.5,
-        "train/input": pytest.approx(inputs, rel=1e-5),
         "train/mine": pytest.approx(np.square(hidden).mean(), rel=1e-5),
         "optim/mine": pytest.approx(0.5 * float(metrics["train/gradient_norm"]), rel=1e-5),
     }
@@ -439,18 +352,18 @@ def test_without_logging_the_program_is_the_same_as_without_jit_log(monkeypatch,
     step, state = build(microbatches=microbatches)
     text = step.lower(state, BATCH).as_text()
 
-    def unheard_of(model, objective, params, batch, deterministic, rngs, logged):
-        hidden, head = model.apply({"params": params}, batch, deterministic, rngs=rngs, method=hidden_and_head)
-        return objective.loss_sum(hidden, head, batch, model.vocab_size)
+    def without_jit_log(step, params, batch, key):
+        hidden, head = step.model.apply({"params": params}, batch, True, rngs={}, method=hidden_and_head)
+        return LossSum(step.objective.loss_sum(hidden, head, batch, step.model.vocab_size), {}, {})
 
-    monkeypatch.setattr(train_step, "_loss_sum", unheard_of)
+    monkeypatch.setattr(TrainStep, "_loss_sum", without_jit_log)
     other, state = build(microbatches=microbatches)
     assert other.lower(state, BATCH).as_text() == text
 
 
 def test_logging_does_not_change_the_evaluation_program():
     def program(model):
-        return build_eval_step(model, LAYOUT, "float32").lower(VALUES, BATCH).as_text()
+        return build_eval_step(model, quick.LAYOUT, "float32").lower(VALUES, BATCH).as_text()
 
     assert program(LoggingLM(CONFIG, VOCAB)) == program(PLAIN)
 

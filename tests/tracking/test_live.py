@@ -2,18 +2,16 @@
 
 import io
 import math
-import os
-import pty
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from lmtrain.runtime.logging import log, logging_restored, start_console_log
 from lmtrain.tracking import live
-from lmtrain.tracking.live import Evaluated, LiveView, Shown, Thinned, sparkline
+from lmtrain.tracking.live import Evaluated, LiveView, Shown, sparkline, thin
 
 SHOWN = Shown(step=250, loss=3.14159, learning_rate=6e-4, tokens_per_second=123_456.7, seconds_per_step=0.25)
 
@@ -66,34 +64,23 @@ def test_an_initial_drop_does_not_flatten_later_values():
 # thinning
 
 
-def test_few_values_are_kept_unchanged():
-    thinned = Thinned(10)
-    for value in range(9):
-        thinned.add(value)
-    assert thinned.points == list(range(9))
-
-
-@pytest.mark.parametrize("most", [2, 4, 40])
-@pytest.mark.parametrize("number", [1, 39, 40, 41, 79, 80, 1000, 4096])
-def test_a_long_series_has_few_points_each_the_mean_of_the_same_number_of_values(most, number):
-    thinned = Thinned(most)
-    for value in range(number):
-        thinned.add(float(value))
-    points = thinned.points
-    assert len(points) < most
+@pytest.mark.parametrize("limit", [2, 4, 40])
+@pytest.mark.parametrize("number", [0, 1, 39, 40, 41, 79, 80, 1000, 4096])
+def test_a_long_series_has_few_points_each_the_mean_of_the_same_number_of_values(limit, number):
+    points = thin([float(value) for value in range(number)], limit)
+    assert len(points) < limit
+    if number < limit:
+        assert points == list(range(number))
     if len(points) > 1:
         each = points[1] - points[0]
         assert points == [each * index + (each - 1) / 2 for index in range(len(points))]
         assert math.log2(each).is_integer()
         assert number - each * len(points) < each  # at most the last point is incomplete
-        assert len(points) >= most // 2 or each == 1 or number < most
+        assert len(points) >= limit // 2 or each == 1
 
 
 def test_nan_is_ignored():
-    thinned = Thinned(10)
-    for value in (1.0, math.nan, math.inf, -math.inf, 2.0):
-        thinned.add(value)
-    assert thinned.points == [1.0, 2.0]
+    assert thin([1.0, math.nan, math.inf, -math.inf, 2.0], 10) == [1.0, 2.0]
 
 
 # the view
@@ -138,9 +125,18 @@ def test_all_available_values_are_shown(view, clock):
     ]
 
 
-def test_an_evaluation_or_save_due_now_has_no_remaining_time(view):
-    view.show(Shown(**SHOWN.__dict__ | {"next_save": 250}))
-    assert re.split(" {2,}", text(view)[-1]) == ["next", "checkpoint at step 250"]
+@pytest.mark.parametrize(
+    ("values", "line", "expected"),
+    [
+        ({"next_save": 250}, -1, ["next", "checkpoint at step 250"]),  # due now
+        ({"loss": math.nan}, 2, ["loss", "nan"]),
+        ({"step": 1000}, 1, ["━" * 40 + " 1,000/1,000", "100 %"]),  # at the end no time is left
+        ({"status": "shard [red].jsonl"}, -1, ["status", "shard [red].jsonl"]),  # no markup
+    ],
+)
+def test_single_values(view, values, line, expected):
+    view.show(Shown(**SHOWN.__dict__ | values))
+    assert re.split(" {2,}", text(view)[line]) == expected
 
 
 def test_the_time_left_depends_on_the_steps_left_not_on_the_start_up(clock):
@@ -151,23 +147,12 @@ def test_the_time_left_depends_on_the_steps_left_not_on_the_start_up(clock):
     assert text(view)[1].endswith(" 250/1,000  25 %    3m08s left")
 
 
-def test_at_the_end_no_time_is_left(view, clock):
-    clock.seconds += 10
-    view.show(Shown(**SHOWN.__dict__ | {"step": 1000}))
-    assert text(view)[1].endswith(" 1,000/1,000  100 %")
-
-
 def test_a_step_that_is_shown_again_counts_once_in_the_sparkline(view):
     view.show(SHOWN)
     view.show(Shown(**SHOWN.__dict__ | {"evaluated": Evaluated(250, 3.0)}))
     view.show(Shown(**SHOWN.__dict__ | {"step": 251, "loss": 3.0}))
     assert text(view)[2].endswith("3.0000  █▁") or text(view)[2].endswith("3.0000  ▁▁"), text(view)[2]
     assert len(text(view)[2].split()[-1]) == 2
-
-
-def test_a_nan_loss_is_shown(view):
-    view.show(Shown(**SHOWN.__dict__ | {"loss": math.nan}))
-    assert re.split(" {2,}", text(view)[2]) == ["loss", "nan"]
 
 
 def test_names_with_brackets_are_shown_unchanged():
@@ -184,83 +169,34 @@ def test_in_a_narrow_terminal_no_line_is_too_wide(view, width):
     assert max(map(len, text(view, width))) <= width
 
 
-def test_it_draws_on_the_given_console_and_leaves_the_last_state_visible():
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=100, color_system=None)
-    with LiveView("one", total=300, start=0, console=console) as view:
-        view.show(SHOWN)
-    assert "250/300" in file.getvalue()
-    assert "3.1416" in file.getvalue()
+# on a terminal
 
 
-# on a real terminal
-
-RUN = """
-import sys, time
-from lmtrain.tracking.live import LiveView, Shown
-from lmtrain.runtime.logging import log, start_console_log
-
-start_console_log()
-log.info("before it")
-with LiveView("one", total=5, start=0) as view:
-    for step in range(1, 6):
-        log.info(f"line {step} [red]of the log[/nothing]")
-        view.show(Shown(step=step, loss=6.0 - step, learning_rate=1e-3, tokens_per_second=1e4, seconds_per_step=0.1))
-        time.sleep(0.3)
-    log.warning("saved checkpoints/one/step-5")
-log.info("after it")
-"""
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def on_a_terminal(*command: str) -> str:
-    """The output of a program on a terminal of 100 columns."""
-    terminal, child = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    process = subprocess.Popen(command, stderr=child, stdout=child, env=environment)
-    os.close(child)
-    sent = b""
-    while chunk := _read(terminal):
-        sent += chunk
-    os.close(terminal)
-    assert process.wait(300) == 0, sent
-    return sent.decode()
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 65536)
-    except OSError:  # the program closed its end
-        return b""
-
-
-def screen(sent: str) -> list[str]:
-    """The lines that a terminal shows in the end, after cursor movements and erasures."""
-    lines, at, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", sent):
-        if part == "\n":
-            at, column = at + 1, 0
-        elif part == "\r":
-            column = 0
-        elif not part.startswith("\x1b"):
-            lines[at] = lines[at][:column].ljust(column) + part + lines[at][column + len(part) :]
-            column += len(part)
-        elif part.endswith("A"):
-            at = max(0, at - int(part[2:-1] or 1))
-        elif part == "\x1b[2K":
-            lines[at] = ""
-        while at >= len(lines):
-            lines.append("")
-    return [line.rstrip() for line in lines if line.strip()]
-
-
-def test_on_a_terminal_the_complete_log_is_above_the_view():
-    shown = screen(on_a_terminal(sys.executable, "-c", RUN))
-    log = ["before it", *(f"line {step} [red]of the log[/nothing]" for step in range(1, 6))]
-    log.append("saved checkpoints/one/step-5")
-    assert shown[: len(log)] == log
-    view = shown[len(log) : -1]
-    assert view[0].startswith("one  ")
-    assert view[1].endswith("5/5  100 %")
-    assert [line.split()[0] for line in view[2:]] == ["loss", "speed"]
-    assert view[2].split()[1] == "1.0000"
-    assert shown[-1] == "after it"
+def test_on_a_terminal_the_complete_log_is_above_the_view(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}.items():
+        monkeypatch.setenv(name, value)
+    lines = ["before it", *(f"line {step} [red]of the log[/nothing]" for step in range(1, 6))]
+    with logging_restored():
+        start_console_log()
+        log.info(lines[0])
+        with LiveView("one", total=5, start=0) as view:
+            for step in range(1, 6):
+                log.info(lines[step])
+                view.show(Shown(**SHOWN.__dict__ | {"step": step, "loss": 6.0 - step}))
+                view._live.refresh()
+            log.warning("saved checkpoints/one/step-5")
+        log.info("after it")
+    sent = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n").splitlines()
+    sent = [line.rstrip() for line in sent if line.strip()]
+    logged = [*lines, "saved checkpoints/one/step-5", "after it"]
+    assert [line for line in sent if line in logged] == logged
+    first, bar, loss, speed, last = sent[-5:]  # the view as it was drawn last
+    assert (first[:5], bar[-10:], loss.split()[:2], speed[:5]) == ("one  ", "5/5  100 %", ["loss", "1.0000"], "speed")
+    assert last == "after it"

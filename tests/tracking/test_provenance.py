@@ -14,7 +14,14 @@ import pytest
 from lmtrain.config.errors import UserError
 from lmtrain.tracking import provenance as keep
 from lmtrain.tracking.config import JsonConfig, WandbConfig
-from lmtrain.tracking.provenance import Provenance, describe_repository, keep_code, keep_xla_dumps, xla_dump_folder
+from lmtrain.tracking.provenance import (
+    Provenance,
+    describe_repository,
+    find_xla_dumps,
+    keep_code,
+    remote_with_credentials,
+    xla_dump_folder,
+)
 
 
 def git(place, *arguments):
@@ -87,17 +94,22 @@ def restore(folder, place):
     return files(place)
 
 
-def test_commit_branch_and_remote_are_recorded_without_its_password(repository, folder):
+def test_commit_branch_remote_and_changed_files_are_recorded(repository, folder):
     git(repository, "remote", "add", "origin", "https://me:p@ss:word@example.org/team/code.git")
     assert keep_code(str(folder), str(repository)) == str(folder)
-    assert json.loads((folder / "git.json").read_text()) == {
+    expected = {
         "root": str(repository),
         "commit": git(repository, "rev-parse", "HEAD"),
         "branch": "trunk",
         "remote": "https://example.org/team/code.git",
         "changed": [],
     }
+    assert json.loads((folder / "git.json").read_text()) == expected
     assert (folder / "changes.diff").read_bytes() == b""
+    change(repository)
+    git(repository, "checkout", "--quiet", "--detach")
+    changed = [" M main.py", "A  new.py", "M  within/weights.bin", "?? scratch.txt"]
+    assert describe_repository(str(repository)) == expected | {"branch": None, "changed": changed}
 
 
 @pytest.mark.parametrize(
@@ -110,35 +122,24 @@ def test_commit_branch_and_remote_are_recorded_without_its_password(repository, 
         ("../other", "../other"),
     ],
 )
-def test_only_the_credentials_of_a_remote_are_removed(repository, url, kept):
+def test_only_the_credentials_of_a_remote_are_removed(repository, monkeypatch, url, kept):
+    monkeypatch.chdir(repository)
+    assert remote_with_credentials() is None
     git(repository, "remote", "add", "origin", url)
     assert describe_repository(str(repository))["remote"] == kept
+    assert remote_with_credentials() == (None if kept == url else kept)
 
 
-def test_changed_staged_and_untracked_files_are_recorded(repository):
+def test_archive_and_changes_reproduce_the_code_that_was_run(repository, folder, tmp_path, logged):
     change(repository)
-    assert describe_repository(str(repository))["changed"] == [
-        " M main.py",
-        "A  new.py",
-        "M  within/weights.bin",
-        "?? scratch.txt",
-    ]
-
-
-def test_archive_and_changes_reproduce_the_code_that_was_run(repository, folder, tmp_path):
-    change(repository)
-    keep_code(str(folder), str(repository / "within"))  # also from a subfolder
+    keep_code(str(folder), str(repository / "within"), ["a-secret"])  # also from a subfolder
     expected = files(repository)
     del expected["scratch.txt"]
     assert restore(folder, tmp_path / "restored") == expected
-
-
-def test_the_archive_contains_the_committed_files(repository, folder):
-    expected = files(repository)
-    change(repository)
-    keep_code(str(folder), str(repository))
-    with tarfile.open(folder / "code.tar.gz") as archive:
-        assert {m.name: archive.extractfile(m).read() for m in archive if m.isfile()} == expected
+    git(repository, "commit", "--quiet", "-a", "-m", "two")
+    keep_code(str(folder), str(repository))  # a second start
+    assert restore(folder, tmp_path / "again") == expected
+    assert logged() == []
 
 
 @pytest.mark.parametrize(
@@ -164,52 +165,43 @@ def test_reading_a_repository_takes_no_lock(repository):
     assert (index.read_bytes(), index.stat().st_mtime_ns) == before
 
 
-def test_a_second_start_saves_the_current_code(repository, folder, tmp_path):
-    keep_code(str(folder), str(repository))
-    change(repository)
-    git(repository, "commit", "--quiet", "-a", "-m", "two")
-    keep_code(str(folder), str(repository))
-    expected = files(repository)
-    del expected["scratch.txt"]
-    assert restore(folder, tmp_path / "restored") == expected
-
-
-def test_a_detached_head_has_a_commit_and_no_branch(repository):
-    git(repository, "checkout", "--quiet", "--detach")
-    facts = describe_repository(str(repository))
-    assert (facts["commit"], facts["branch"]) == (git(repository, "rev-parse", "HEAD"), None)
-
-
-def test_a_repository_without_a_commit_is_described(tmp_path, folder):
+def test_a_repository_without_a_commit_or_without_files_is_described(tmp_path, folder, logged):
     root = tmp_path / "empty"
     root.mkdir()
     git(root, "init", "--quiet")
     (root / "main.py").write_text("print(1)\n")
     git(root, "add", "main.py")
     assert keep_code(str(folder), str(root)) == str(folder)
-    facts = json.loads((folder / "git.json").read_text())
-    assert (facts["commit"], facts["branch"], facts["remote"]) == (None, "trunk", None)
-    assert facts["changed"] == ["A  main.py"]
+    repository = json.loads((folder / "git.json").read_text())
+    assert (repository["commit"], repository["branch"], repository["remote"]) == (None, "trunk", None)
+    assert repository["changed"] == ["A  main.py"]
     assert sorted(os.listdir(folder)) == ["changes.diff", "git.json"]
+    git(root, "reset", "--quiet")
+    git(root, "commit", "--quiet", "--allow-empty", "-m", "one")
+    assert keep_code(str(folder), str(root), ["some-secret"]) == str(folder)
+    assert logged() == []
 
 
-@pytest.mark.parametrize("place", ["there", "not there"])
-def test_without_a_repository_nothing_is_saved_or_logged(tmp_path, folder, logged, place):
-    (tmp_path / "there").mkdir()
-    assert keep_code(str(folder), str(tmp_path / place)) is None
+@pytest.mark.parametrize("lacks", ["a repository", "the folder", "git"])
+def test_without_a_repository_or_git_nothing_is_saved_or_logged(
+    tmp_path, repository, folder, monkeypatch, logged, lacks
+):
+    (tmp_path / "empty").mkdir()
+    start = {"a repository": tmp_path / "empty", "the folder": tmp_path / "none", "git": repository}[lacks]
+    if lacks == "git":
+        monkeypatch.setenv("PATH", str(folder))
+    assert keep_code(str(folder), str(start)) is None
     assert not folder.exists()
     assert logged() == []
 
 
-def test_without_git_nothing_is_saved(repository, folder, monkeypatch, logged):
-    monkeypatch.setenv("PATH", str(folder))
-    assert keep_code(str(folder), str(repository)) is None
-    assert not folder.exists()
-    assert logged() == []
-
-
-def test_a_hanging_git_is_abandoned_and_logged(repository, folder, monkeypatch, logged):
-    monkeypatch.setattr(keep, "_GIT_SECONDS", 0.0)
+@pytest.mark.parametrize("problem", ["git hangs", "the folder cannot be written"])
+def test_code_that_cannot_be_saved_is_logged(repository, folder, monkeypatch, logged, problem):
+    if problem == "git hangs":
+        monkeypatch.setattr(keep, "_GIT_SECONDS", 0.0)
+    else:
+        folder.parent.mkdir(parents=True)
+        folder.write_text("in the way")
     assert keep_code(str(folder), str(repository)) is None
     (warning,) = logged()
     assert warning.startswith("the code could not be saved with the run: ")
@@ -217,13 +209,13 @@ def test_a_hanging_git_is_abandoned_and_logged(repository, folder, monkeypatch, 
 
 
 def test_a_large_repository_is_saved_without_its_files_which_is_logged(repository, folder, monkeypatch, logged):
-    monkeypatch.setattr(keep, "_MOST_ARCHIVE_BYTES", len("print(1)\n") + 256 - 1)
+    monkeypatch.setattr(keep, "_MAX_ARCHIVE_BYTES", len("print(1)\n") + 256 - 1)
     change(repository)
     assert keep_code(str(folder), str(repository)) == str(folder)
     assert sorted(os.listdir(folder)) == ["changes.diff", "git.json"]
     (line,) = logged()
     assert line.endswith("not its files")
-    monkeypatch.setattr(keep, "_MOST_ARCHIVE_BYTES", len("print(1)\n") + 256)
+    monkeypatch.setattr(keep, "_MAX_ARCHIVE_BYTES", len("print(1)\n") + 256)
     keep_code(str(folder), str(repository))
     assert (folder / "code.tar.gz").exists()
 
@@ -233,14 +225,6 @@ def test_a_submodule_has_no_size_for_any_name(repository, folder):
     git(repository, "update-index", "--add", "--cacheinfo", f"160000,{commit},a blob within")
     git(repository, "commit", "--quiet", "-m", "with a submodule")
     assert keep_code(str(folder), str(repository)) == str(folder)
-
-
-def test_a_folder_that_cannot_be_written_is_logged(repository, folder, logged):
-    folder.parent.mkdir(parents=True)
-    folder.write_text("in the way")
-    assert keep_code(str(folder), str(repository)) is None
-    (warning,) = logged()
-    assert warning.startswith("the code could not be saved with the run: ")
 
 
 def test_the_repository_of_the_main_script_takes_precedence_over_the_current_folder(
@@ -298,45 +282,16 @@ def dumps(tmp_path, monkeypatch):
     return place
 
 
-def test_xla_dumps_are_copied(dumps, tmp_path):
-    folder = tmp_path / "logs" / "xla_dumps"
-    for _ in range(2):  # and again after a restart
-        assert keep_xla_dumps(str(folder)) == str(folder)
-    assert files(folder) == files(dumps) == {"module_0001.txt": b"HloModule", "within/b.pb": b"\0\1"}
-
-
-def test_a_dump_folder_that_contains_the_run_folder_is_not_copied_into_itself(dumps):
-    expected = files(dumps)
-    folder = dumps / "run-1" / "xla_dumps"
-    for _ in range(2):
-        assert keep_xla_dumps(str(folder)) == str(folder)
-    assert files(folder) == expected
-
-
-def test_dumps_in_the_folder_of_the_run_stay_there(dumps, logged):
-    expected = files(dumps)
-    assert keep_xla_dumps(str(dumps)) == str(dumps)
-    assert files(dumps) == expected
-    assert logged() == []
-
-
 @pytest.mark.parametrize("empty", [True, False])
-def test_missing_dumps_are_logged(dumps, tmp_path, logged, empty):
+def test_missing_dumps_are_logged(dumps, logged, empty):
+    assert find_xla_dumps() == str(dumps)
     shutil.rmtree(dumps)
     if empty:
         dumps.mkdir()
-    assert keep_xla_dumps(str(tmp_path / "kept")) is None
+    assert find_xla_dumps() is None
     (warning,) = logged()
     assert str(dumps) in warning
     assert "compilation cache" in warning
-    assert not (tmp_path / "kept").exists()
-
-
-def test_dumps_that_cannot_be_copied_are_logged(dumps, tmp_path, logged):
-    (tmp_path / "kept").write_text("in the way")
-    assert keep_xla_dumps(str(tmp_path / "kept")) is None
-    (warning,) = logged()
-    assert warning.startswith(f"XLA dumps in {dumps} could not be saved with the run: ")
 
 
 class Recorder:
@@ -372,9 +327,9 @@ def test_only_what_wandb_trackers_enable_is_saved(repository, dumps, tmp_path, m
         expected.append((str(folder / "code"), "run-1-code", "code", kept))
     if xla:
         kept = ["module_0001.txt", "within"]
-        expected.append((str(folder / "xla_dumps"), "run-1-xla-dumps", "xla-dumps", kept))
+        expected.append((str(dumps), "run-1-xla-dumps", "xla-dumps", kept))
     assert recorder.artifacts == expected
-    assert folder.exists() == bool(expected)
+    assert folder.exists() == code
 
 
 def test_missing_code_and_dumps_are_not_passed_to_trackers(tmp_path, monkeypatch, dumps):
@@ -386,18 +341,10 @@ def test_missing_code_and_dumps_are_not_passed_to_trackers(tmp_path, monkeypatch
     assert recorder.artifacts == []
 
 
-def test_dumps_without_the_flag_are_refused_before_training_starts(monkeypatch, tmp_path):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_x=true")
-    before = threading.active_count()
-    with pytest.raises(UserError, match=r"trainer\.tracker\.save_xla_dumps"):
-        Provenance([CODE, DUMPS], str(tmp_path / "logs"), "run-1", Recorder())
-    assert threading.active_count() == before
-
-
 def test_code_is_saved_in_the_background_and_finish_waits_for_it(tmp_path, monkeypatch):
     gate, recorder = threading.Event(), Recorder()
 
-    def slow(folder):
+    def slow(folder, secrets):
         assert gate.wait(300)
         os.makedirs(folder)
         return folder
@@ -408,3 +355,18 @@ def test_code_is_saved_in_the_background_and_finish_waits_for_it(tmp_path, monke
     threading.Timer(0.05, gate.set).start()
     provenance.finish()
     assert [artifact[1] for artifact in recorder.artifacts] == ["run-1-code"]
+
+
+def test_secrets_of_the_config_are_not_saved_with_the_code(repository, folder, logged):
+    (repository / "within" / "run.yaml").write_text("api_key: committed-key\nlines: 1\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "-m", "two")
+    (repository / "main.py").write_text("login('changed-key')\n")
+    keep_code(str(folder), str(repository), ["committed-key", "changed-key", "short"])
+    with tarfile.open(folder / "code.tar.gz") as archive:
+        assert {member.name for member in archive if member.isfile()} == {"main.py", "within/weights.bin"}
+    assert b"+login('***')" in (folder / "changes.diff").read_bytes()
+    assert [message for message in logged() if "secrets" in message] == [
+        f"secrets of the config are masked in {folder}/changes.diff, so it may not apply",
+        "within/run.yaml: not saved with the code, as they hold secrets of the config",
+    ]

@@ -9,6 +9,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
+import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from lmtrain.config.errors import UserError
@@ -87,16 +88,27 @@ def read_file(path):
     return records
 
 
+def updates(records):
+    return {update.key: json.loads(update.value_json) for record in records for update in record.update}
+
+
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory):
-    """A run with `mode: null` and no key: its folder, mode, stderr and records."""
+    """A run with artifacts, many keywords, `mode: null` and no key: its folder, mode, stderr and records."""
     folder = tmp_path_factory.mktemp("wandb")
+    code = folder / "artifacts" / "code"
+    (code / "within").mkdir(parents=True)
+    (code / "git.json").write_text("{}")
+    (code / "within" / "a file.txt").write_text("a")
+    (folder / "artifacts" / "config.yaml").write_text("model: {}")
     settings = {"project": "p", "name": "a name", "tags": ["a", "b"], "group": "g", "entity": "e"}
+    settings |= {"notes": "a longer text", "job_type": "pretraining", "resume": True}
+    settings |= {"config": {"cluster": "west"}, "settings": {"host": "somewhere"}}
     mode, stderr = track(folder, settings)
     return folder, mode, stderr, read_records(folder)
 
 
-def test_without_a_key_it_logs_offline_with_advice_how_to_upload(offline):
+def test_without_a_key_it_logs_offline_with_advice_how_to_upload_and_prints_nothing_else(offline):
     folder, mode, stderr, _ = offline
     assert mode == "offline"
     (line,) = stderr.splitlines()
@@ -122,12 +134,15 @@ def test_a_mode_of_the_environment_is_logged(tmp_path, mode, message):
     found, stderr = track(tmp_path, {"project": "p"}, WANDB_MODE=mode, WANDB_API_KEY="0123456789" * 4)
     assert found == mode
     assert message in stderr
+    assert bool(list(tmp_path.rglob("*.wandb"))) == (mode == "offline")
 
 
-def test_the_run_has_the_settings_it_was_given(offline):
+def test_the_run_has_the_settings_it_was_given_and_further_keywords_are_passed_to_wandb(offline):
     (run,) = offline[3]["run"]
     assert (run.run_id, run.project, run.display_name, run.run_group, run.entity) == ("run-1", "p", "a name", "g", "e")
+    assert (run.notes, run.job_type, run.host) == ("a longer text", "pretraining", "somewhere")
     assert list(run.tags) == ["a", "b"]
+    assert updates([run.config])["cluster"] == "west"
 
 
 def test_metrics_are_recorded_at_their_steps(offline):
@@ -139,48 +154,14 @@ def test_metrics_are_recorded_at_their_steps(offline):
 
 
 def test_the_config_and_the_summary_are_recorded(offline):
-    records = offline[3]
-    config = {update.key: json.loads(update.value_json) for record in records["config"] for update in record.update}
-    summary = {update.key: json.loads(update.value_json) for record in records["summary"] for update in record.update}
-    assert config["model"] == {"hidden_dim": 32}
-    assert summary["parameters"] == 7
+    assert updates(offline[3]["config"])["model"] == {"hidden_dim": 32}
+    assert updates(offline[3]["summary"])["parameters"] == 7
 
 
-@pytest.fixture(scope="module")
-def furnished(tmp_path_factory):
-    """A run with further keywords of wandb.init, and with artifacts: its folder, stderr and records."""
-    folder = tmp_path_factory.mktemp("furnished")
-    code = folder / "artifacts" / "code"
-    (code / "within").mkdir(parents=True)
-    (code / "git.json").write_text("{}")
-    (code / "within" / "a file.txt").write_text("a")
-    (folder / "artifacts" / "config.yaml").write_text("model: {}")
-    settings = {
-        "notes": "a longer text",
-        "job_type": "pretraining",
-        "group": "g",
-        "config": {"cluster": "west"},
-        "settings": {"run_tags": ["from settings"], "host": "somewhere"},
-        "resume": True,
-    }
-    _, stderr = track(folder, settings)
-    return folder, stderr, read_records(folder)
-
-
-def test_further_keywords_are_passed_to_wandb(furnished):
-    records = furnished[2]
-    (run,) = records["run"]
-    assert (run.notes, run.job_type, run.run_group) == ("a longer text", "pretraining", "g")
-    assert {update.key: json.loads(update.value_json) for update in run.config.update}["cluster"] == "west"
-    assert run.host == "somewhere"
-    config = {update.key: json.loads(update.value_json) for record in records["config"] for update in record.update}
-    assert config["model"] == {"hidden_dim": 32}  # in addition to those of the tracker
-
-
-def test_artifacts_are_recorded_with_their_files_and_valid_names(furnished):
+def test_artifacts_are_recorded_with_their_files_and_valid_names(offline):
     found = {
         artifact.name: (artifact.type, {entry.path for entry in artifact.manifest.contents})
-        for artifact in furnished[2]["artifact"]
+        for artifact in offline[3]["artifact"]
     }
     assert found == {
         "run-1-code": ("code", {"git.json", "within/a file.txt"}),
@@ -190,48 +171,32 @@ def test_artifacts_are_recorded_with_their_files_and_valid_names(furnished):
     }
 
 
-def test_nothing_is_printed_for_keywords_and_artifacts(furnished):
-    _, stderr, _ = furnished
-    (line,) = stderr.splitlines()
-    assert line.startswith("W&B: no API key")
-
-
-def test_a_restart_resumes_the_run_of_the_same_id(furnished):
+def test_a_restart_resumes_the_run_of_the_same_id(offline):
     """The second start in a folder: W&B stores a file per start, both with the same run id."""
-    folder = furnished[0]
+    folder = offline[0]
     _, stderr = track(folder, {"resume": False, "mode": "offline"})
     assert stderr == ""
     paths = list(folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert [read_file(path)["run"][0].run_id for path in paths] == ["run-1", "run-1"]
 
 
-RESUMED = """
-import json, sys
-import wandb
-from lmtrain.tracking.config import WandbConfig
-from lmtrain.tracking.wandb import WandbTracker
-
-real, given = wandb.init, []
-
-def init(**keywords):
-    given.append({name: value for name, value in keywords.items() if name in ("resume", "resume_from", "fork_from")})
-    return real(**keywords)
-
-wandb.init = init
-for settings in json.loads(sys.argv[1]):
-    WandbTracker(WandbConfig(mode="offline", **settings), "run-1", ".").finish()
-print(json.dumps(given))
-"""
-
-
-def test_wandb_accepts_all_values_of_resume_and_resume_from_replaces_it(tmp_path):
+def test_wandb_accepts_all_values_of_resume_and_resume_from_replaces_it(monkeypatch, tmp_path):
     """It accepts only one of resume, resume_from and fork_from, and resume is "allow" by default."""
+    monkeypatch.chdir(tmp_path)  # no repository, whose remote would be looked up
     settings = [{"resume": value} for value in (True, False, "allow", "never", "must", "auto", None)]
     settings += [{}, {"resume_from": "run-1?_step=7"}, {"fork_from": "run-0?_step=7", "resume": "must"}]
-    given, stderr = run(tmp_path, RESUMED, json.dumps(settings))
+    given = []
+
+    def init(resume=None, resume_from=None, fork_from=None, **others):
+        passed = {"resume": resume, "resume_from": resume_from, "fork_from": fork_from}
+        given.append({name: value for name, value in passed.items() if value is not None})
+        wandb.Settings(**given[-1])  # refuses values that it does not know
+
+    monkeypatch.setattr(wandb, "init", init)
+    for each in settings:
+        WandbTracker(WandbConfig(mode="offline", **each), "run-1", ".")
     elsewhere = [{"resume_from": "run-1?_step=7"}, {"fork_from": "run-0?_step=7"}]
-    assert json.loads(given) == [*settings[:6], {}, {"resume": "allow"}, *elsewhere]
-    assert stderr == ""
+    assert given == [*settings[:6], {}, {"resume": "allow"}, *elsewhere]
 
 
 def test_an_explicit_mode_takes_precedence_over_the_key(tmp_path):
@@ -249,12 +214,6 @@ def test_unknown_wandb_settings_are_refused_before_training_starts(settings, mes
     check_trackers([WandbConfig(settings={"init_timeout": 5})])
     with pytest.raises(UserError, match=message):
         check_trackers([WandbConfig(settings=settings)])
-
-
-def test_disabled_writes_nothing(tmp_path):
-    mode, stderr = track(tmp_path / "logs", {"mode": "disabled"})
-    assert (mode, stderr) == ("disabled", "")
-    assert not list(tmp_path.rglob("*.wandb"))
 
 
 KEY = "0123456789" * 4
@@ -306,3 +265,9 @@ def test_an_existing_run_of_the_same_id_on_other_data_is_warned_about(before, wa
     tracker.hyperparameters({"epoch": 0, "data_tokens": "a"})
     assert ("nano-123456 was trained on other data" in caplog.text) == warns
     assert tracker._run.config == {"epoch": 0, "data_tokens": "a"}
+
+
+def test_disabled_writes_nothing(tmp_path):
+    mode, stderr = track(tmp_path / "logs", {"mode": "disabled"})
+    assert (mode, stderr) == ("disabled", "")
+    assert not list(tmp_path.rglob("*.wandb"))

@@ -30,15 +30,15 @@ from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.evaluation.benchmarks.evaluator import Benchmarks
 from lmtrain.evaluation.benchmarks.tasks import load_tasks, quiet
 from lmtrain.evaluation.interface import Context
-from lmtrain.hf.export import write_export
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.params import initializer
 from lmtrain.models.registry import build_model
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.start.exporter import plan_export
-from lmtrain.train.start.hf_params import gather_tensors
+from lmtrain.sharding.mesh import build_layout
+from lmtrain.weights.export import build_export
+from lmtrain.weights.gather import gather_tensors
+from lmtrain.weights.write_export import write_export
 
 LENGTH, BATCH = 256, 32
 WORDS = ["the", "robot", "counts", "a", "quiet", "star", "and", "rain", "falls", "on", "small", "houses", "near"]
@@ -98,7 +98,7 @@ def timed(run: Callable[[], object]) -> float:
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    tokenizer, layout = open_tokenizer("byte"), plan_layout(PartitioningConfig())
+    tokenizer, layout = open_tokenizer("byte"), build_layout(PartitioningConfig())
     config = Gpt2Config(num_layers=4, hidden_dim=256, num_heads=4, seq_len=LENGTH, gradient_checkpointing=False)
     model = build_model(config, tokenizer.vocab_size)
     params = jax.tree.map(
@@ -107,7 +107,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_tasks(folder)
-        plan = plan_export(config, model, tokenizer, "float32")
+        plan = build_export(config, model, tokenizer, "float32")
         write_export(str(folder / "hf"), plan, gather_tensors(params, plan.pieces, layout, model.vocab_size))
         theirs = HFLM(str(folder / "hf"), device="cpu", dtype="float32", batch_size=BATCH, max_length=LENGTH)
         context = Context(model, layout, "float32", tokenizer, {}, seq_len=LENGTH, batch_size=BATCH)

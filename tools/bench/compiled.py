@@ -96,7 +96,7 @@ def row(name: str, device: str, found: dict) -> str:
     wire = f"{found['wire_bytes'] / 1e9:,.1f}" + (f" ({found['wire_bytes'] / least:,.2f} x min)" if least else "")
     return (
         f"| {name} | {device} | {found['attention']} | {memory['peak'] / 2**30:.1f} | "
-        f"{memory['estimate'] / memory['peak']:.2f} | {flops['compiled'] / flops['model']:.2f} | "
+        f"{memory['state'] / 2**30:.1f} | {flops['compiled'] / flops['model']:.2f} | "
         f"{found['hbm_bytes'] / 1e9:,.0f} | {wire} | {loops} | "
         f"{seconds['total']:.3g} s, {seconds['limited_by']}, MFU {100 * found['mfu_bound']:.0f} % |"
     )
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("configs", nargs="*", help="names of shipped configs")
     parser.add_argument("--all", action="store_true", help="families x devices x variants")
     arguments = parser.parse_args()
-    print("| config | devices | attention | peak GiB | estimate / peak | products / model's | HBM GB | wire GB | loops "
+    print("| config | devices | attention | peak GiB | state GiB | products / model's | HBM GB | wire GB | loops "
           "| bound |")  # fmt: skip
     print("| --- " * 10 + "|")
     began = time.monotonic()

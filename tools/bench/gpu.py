@@ -27,17 +27,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lmtrain.models.attention_backends import BACKENDS, choose_attention
-from lmtrain.models.layers.attention import self_attend
+from lmtrain.models.attention.choose import choose_attention
+from lmtrain.models.attention.kernel import kernels, self_attend
+from lmtrain.models.attention.names import AttentionNeeds
 from lmtrain.objectives.cross_entropy import CrossEntropyRow
 from lmtrain.objectives.row_losses import sum_of_row_losses
 from lmtrain.plan.figures import memory_of
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout, platform_of
-from lmtrain.train.program.advice import estimate_memory
-from lmtrain.train.program.program import plan_program
+from lmtrain.sharding.mesh import build_layout, platform_of
+from lmtrain.train.program.program import build_program
 
 VOCAB = 50257
 ROUNDS, WARM_UP = 7, 2
@@ -78,19 +78,19 @@ def main() -> int:
     sizes = [SIZES[name] for name in flags.sizes or ("124m", "1.3b")]
     if platform_of(device) == "cpu" and any(size.name != "nano" for size in sizes):
         parser.error("no GPU found; the size nano runs on any device")
-    found: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__, "sizes": {}}
+    figures: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__, "sizes": {}}
     for size in sizes:
         print(f"\n{size.name}: {asdict(size)} on {device.device_kind}", flush=True)
-        found["sizes"][size.name] = {
+        figures["sizes"][size.name] = {
             "attention": attention(size),
             "loss": loss(size),
             "steps": steps(size),
         }
-    text = json.dumps(found, indent=1)
+    text = json.dumps(figures, indent=1)
     print(text)
     if flags.json:
         Path(flags.json).write_text(text)
-    wrong = [row for one in found["sizes"].values() for row in one["attention"] if row["error"] > TOLERANCE]
+    wrong = [row for size in figures["sizes"].values() for row in size["attention"] if row["error"] > TOLERANCE]
     for row in wrong:
         print(f"WRONG: {row['backend']} attention differs by {row['error']:.3g} from float32", file=sys.stderr)
     return 1 if wrong else 0
@@ -106,10 +106,10 @@ def attention(size: Size) -> list[dict[str, Any]]:
     rows, runs = [], {}
     for segments in (None, documents):
         exact = _attention_run("xla", segments, jnp.float32)(q[:1], k[:1], v[:1], d[:1])
-        for backend in BACKENDS:
-            needs = set() if segments is None else {"segments"}
+        for backend in (kernel.name for kernel in kernels()):
+            features = frozenset() if segments is None else frozenset({"segments"})
             try:
-                choose_attention(backend, needs, platform_of(jax.devices()[0]), size.length)
+                choose_attention(AttentionNeeds(backend, features, size.length), platform_of(jax.devices()[0]))
             except Exception:  # unsupported: for another device, or without documents
                 continue
             run = _attention_run(backend, segments, jnp.bfloat16)
@@ -137,7 +137,7 @@ def _attention_run(backend: str, segments: jax.Array | None, dtype: Any) -> Call
     def run(q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> Any:
         def mix(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             own = None if segments is None else segments[: q.shape[0]]
-            return self_attend(backend, q, k, v, q.shape[-1] ** -0.5, segments_BS=own)
+            return self_attend(backend, q, k, v, q.shape[-1] ** -0.5, segments=own)
 
         mixed, pull_back = jax.vjp(mix, *(x.astype(dtype) for x in (q, k, v)))
         return mixed, *pull_back(d.astype(dtype))
@@ -145,9 +145,9 @@ def _attention_run(backend: str, segments: jax.Array | None, dtype: Any) -> Call
     return jax.jit(run)
 
 
-def _apart(found: jax.Array, exact: jax.Array) -> float:
-    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
-    return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+def _apart(result: jax.Array, exact: jax.Array) -> float:
+    result, exact = (np.asarray(x, np.float64) for x in (result, exact))
+    return float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
 
 
 def loss(size: Size) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def loss(size: Size) -> dict[str, Any]:
     head = jnp.asarray(0.02 * rng.normal(size=(padded, size.dim)), jnp.bfloat16)
     targets = jnp.asarray(rng.integers(0, VOCAB, (size.batch, size.length)), jnp.int32)
     mask = jnp.ones(targets.shape, bool)
-    with plan_layout(PartitioningConfig(), jax.devices()[:1]).active():
+    with build_layout(PartitioningConfig(), jax.devices()[:1]).active():
         run = jax.jit(
             jax.value_and_grad(lambda h, w: sum_of_row_losses(CrossEntropyRow(), h, w, targets, mask, VOCAB), (0, 1))
         )
@@ -207,7 +207,7 @@ def lmtrain_step(
         trainer={"train_batch_size": size.batch, "mp": "p=f32,c=bfloat16"},
         data={"tokenizer": "passthrough", "vocab_size": VOCAB},
     )  # fmt: skip
-    program = plan_program(config, VOCAB, jax.devices()[:1])
+    program = build_program(config, VOCAB, jax.devices()[:1])
     segments = (np.arange(size.length) >= size.length // 3) * np.ones((size.batch, 1))
     mask = np.ones(tokens.shape, bool)
     mask[:, -1] = False
@@ -224,9 +224,9 @@ def lmtrain_step(
     stats = jax.devices()[0].memory_stats() or {}
     memory = memory_of(compiled, program.platform)
     return run, {
-        "attention": program.attention,
+        "attention": program.attention.name,
         "compiler_gib": memory["peak"] / 2**30,
-        "estimate_gib": estimate_memory(program).total / 2**30,
+        "state_gib": program.memory_use.total / 2**30,
         "most_in_use_gib": stats.get("peak_bytes_in_use", 0) / 2**30,  # of the process so far
     }
 

@@ -1,6 +1,7 @@
 """Errors of the gradients of a bfloat16 step, by tensor, compared with PyTorch's autocast.
 
-    .venv/bin/python tools/bench/gradients.py [FAMILY ...] [--tokens 32768] [--text FILE --tokenizer FOLDER] [--all]
+    .venv/bin/python tools/bench/gradients.py [FAMILY ...] [--tokens 32768] [--layers 2] [--all]
+        [--text FILE --tokenizer FOLDER]
 
 For each family: ||g - g64|| / ||g64|| of a microbatch of text, by default Python's standard library, where g64 is the
 gradient of the exported model in float64 PyTorch. `ours` is the training step with mp p=f32,c=bf16 on one device, the
@@ -30,19 +31,20 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from lmtrain.data.config import DataConfig
-from lmtrain.hf.export import write_export
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.hf.key_map import to_hf
+from lmtrain.hf.key_map import build_pieces
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.models.params import shapes_by_path
 from lmtrain.models.registry import hf_family
-from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.documents import read_texts
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.sources import expand_urls
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.placement import local_rows, place_batch
-from lmtrain.train.program.program import Program, plan_program
-from lmtrain.train.start.exporter import plan_export
-from lmtrain.train.start.hf_params import gather_tensors
+from lmtrain.train.program.program import Program, build_program
+from lmtrain.weights.export import build_export
+from lmtrain.weights.gather import gather_tensors
+from lmtrain.weights.write_export import write_export
 
 SIZES = {"hidden_dim": 128, "num_heads": 4, "num_layers": 2, "seq_len": 256, "gradient_checkpointing": False}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -73,7 +75,7 @@ def plan(family: str, changes: dict[str, Any], tokenizer: Tokenizer, ids: np.nda
         trainer={"train_batch_size": len(ids), "num_train_steps": 10, "mp": "p=f32,c=bf16", **trainer},
         data={"tokenizer": "passthrough", "vocab_size": tokenizer.vocab_size, "mask_across_documents": False},
     )
-    return plan_program(config, tokenizer.vocab_size, jax.devices()[:devices])
+    return build_program(config, tokenizer.vocab_size, jax.devices()[:devices])
 
 
 def gradients(program: Program, ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -82,14 +84,19 @@ def gradients(program: Program, ids: np.ndarray) -> dict[str, np.ndarray]:
     state, *_ = program.train_step(program.init(), place_batch(batch_of(ids), program.layout.batch, rows, len(ids)))
     model = program.config.model
     found = jax.device_get(optax.tree.get(state.opt_state, "mu"))
-    return to_hf(hf_family(model.type).table(model), found, model.num_layers, program.model.vocab_size)
+    table, size = hf_family(model.type).table(model), program.model.vocab_size
+    pieces = build_pieces(table, shapes_by_path(found), model.num_layers, size)
+    return {
+        piece.name: values
+        for piece, values in zip(pieces, gather_tensors(found, pieces, program.layout, size), strict=True)
+    }
 
 
 def in_torch(program: Program, tokenizer: Tokenizer) -> Any:
     """The same model, with the same initial values."""
     model = program.config.model
     with tempfile.TemporaryDirectory() as folder:
-        plan = plan_export(model, program.model, tokenizer, "float32")
+        plan = build_export(model, program.model, tokenizer, "float32")
         write_export(
             folder, plan, gather_tensors(program.init().params, plan.pieces, program.layout, tokenizer.vocab_size)
         )
@@ -143,7 +150,7 @@ def read_text(data: DataConfig, tokens: int, length: int) -> tuple[Tokenizer, np
     tokenizer = open_tokenizer(data.tokenizer)
     ids: list[int] = []
     for file in expand_urls(data.urls("train")):
-        for _, text in DocumentReader(file, data.text_key):
+        for text in read_texts(file, data.text_key):
             if len(ids) < tokens:
                 ids += tokenizer.backend.encode(text).ids
     return tokenizer, np.array(ids[: tokens // length * length], np.int32).reshape(-1, length)
@@ -153,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--tokens", type=int, default=32768, help="number of tokens in the microbatch")
+    parser.add_argument("--layers", type=int, default=SIZES["num_layers"], help="number of layers of the models")
     parser.add_argument("--text", help="file of JSON lines with a text key")
     parser.add_argument("--tokenizer", help="tokenizer of the text: a folder with a tokenizer.json")
     parser.add_argument("--all", action="store_true", help="print all tensors, not only the worst of each family")
@@ -169,7 +177,7 @@ def main() -> None:
         print("| --- " * (3 + len(MESHES)) + "|")
         failed = False
         for family in arguments.families:
-            rows = table(family, tokenizer, ids, list(MESHES))
+            rows = table(family, tokenizer, ids, list(MESHES), num_layers=arguments.layers)
             failed |= any(too_far(name, row) for name, row in rows.items())
             worst = sorted(rows.items(), key=lambda item: -max(item[1].values()))
             shown = [item for item in worst if arguments.all or item in worst[:3] or is_embedding(item[0])]

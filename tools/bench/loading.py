@@ -18,14 +18,15 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.batches import TrainSource, iterate
-from lmtrain.data.cache_manifest import BLOCK_TOKENS, Manifest, ShardInfo, save_manifest, shard_name
+from lmtrain.data.cache_manifest import BLOCK_TOKENS, CacheManifest, ShardInfo, save_manifest, shard_name
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.shards import Shards
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.preprocess.document_settings import document_settings
-from lmtrain.preprocess.plan import _recipe, plan_cache
+from lmtrain.preprocess.recipe import recipe_of
 from lmtrain.preprocess.sources import describe_source
+from lmtrain.preprocess.split_cache import find_cache
+from lmtrain.preprocess.tokenize import TokenBatch
 from lmtrain.preprocess.write_shard import _WRITER_OPTIONS, _BlockWriter
 
 SHARDS, SEQ_LEN, BATCH, STEPS = 50, 1024, 32, 600
@@ -45,23 +46,23 @@ def main() -> None:
         print(f"opening 10,000 shards {open_many(folder):7.2f} s")
 
 
-def write_cache(folder: str, tokens: int) -> Manifest:
+def write_cache(folder: str, tokens: int) -> CacheManifest:
     rng = np.random.default_rng(0)
     infos = []
     for number in range(SHARDS):
         file = f"{shard_name(number, SHARDS)}.arrayrecord"
         writer = ArrayRecordWriter(os.path.join(folder, file), _WRITER_OPTIONS)
-        blocks = _BlockWriter(writer, np.dtype("<u2"))
+        blocks = _BlockWriter(writer, np.dtype("<u2"), has_targets=False)
         ids = rng.integers(0, 50257, tokens // SHARDS).astype("<u2")
         lengths = np.diff(np.append(np.arange(0, len(ids), 600), len(ids)))
-        blocks.add(ids, lengths)
+        blocks.add(TokenBatch(ids, lengths))
         blocks.finish()
         writer.close()
         infos.append(ShardInfo(file, {}, os.path.getsize(os.path.join(folder, file)), "", len(ids), len(lengths)))
-    return Manifest("train", {}, [], "<u2", infos)
+    return CacheManifest("train", {}, [], "<u2", infos)
 
 
-def load(folder: str, manifest: Manifest, shuffle: bool | int) -> float:
+def load(folder: str, manifest: CacheManifest, shuffle: bool | int) -> float:
     cache = Cache(folder, {}, [], "<u2", Shards.of(manifest))
     store = open_store(DataConfig(), cache)
     source = TrainSource(
@@ -76,7 +77,7 @@ def load(folder: str, manifest: Manifest, shuffle: bool | int) -> float:
     return STEPS * BATCH * SEQ_LEN / (time.perf_counter() - began)
 
 
-def read_blocks(folder: str, manifest: Manifest) -> float:
+def read_blocks(folder: str, manifest: CacheManifest) -> float:
     """Tokens/s of reading the block around each of as many random windows, one call per shard and batch."""
     readers = [
         ArrayRecordReader(os.path.join(folder, info.file), "readahead_buffer_size:0,max_parallelism:0")
@@ -107,10 +108,10 @@ def open_many(folder: str, count: int = 10_000) -> float:
             file.write(b"x" * 100)
         described = vars(describe_source(source))
         infos.append(ShardInfo(f"{name}.arrayrecord", described, 100, "0" * 64, 1000, 10))
-    recipe = _recipe(open_tokenizer("byte"), document_settings(config))
-    save_manifest(os.path.join(cache, "train"), Manifest("train", recipe, config.urls("train"), "<u2", infos))
+    recipe = recipe_of(config, open_tokenizer("byte"), None)
+    save_manifest(os.path.join(cache, "train"), CacheManifest("train", recipe, config.urls("train"), "<u2", infos))
     began = time.perf_counter()
-    plan = plan_cache(config, "train")
+    plan = find_cache(config, "train")
     open_store(config, Cache(plan.folder, plan.recipe, plan.sources, plan.dtype, plan.shards))
     return time.perf_counter() - began
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.documents import read_texts
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.sources import expand_urls
 
@@ -25,7 +25,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         demo = DataConfig(demo=os.path.join(folder, "demo"))
         prepare_demo(demo)
-        texts = [text for file in expand_urls(demo.urls("train")) for _, text in DocumentReader(file, "text")]
+        texts = [text for file in expand_urls(demo.urls("train")) for text in read_texts(file, "text")]
         large, long = os.path.join(folder, "large.jsonl"), os.path.join(folder, "long.jsonl")
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
         with open(large, "wb") as file:

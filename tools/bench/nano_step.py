@@ -29,9 +29,9 @@ from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
+from lmtrain.sharding.mesh import build_layout
 from lmtrain.train.step.state import init_state, state_shardings
-from lmtrain.train.step.step import build_train_step
+from lmtrain.train.step.step import TrainStep, build_train_step
 
 LAYERS, DIM, HEADS, LENGTH, BATCH, VOCAB = 4, 256, 4, 256, 8, 8192
 PRODUCT = 2048
@@ -40,23 +40,14 @@ PRODUCT = 2048
 def lmtrain_step(tokens: np.ndarray, **execution: bool) -> Callable[[], float]:
     config = Gpt2Config(num_layers=LAYERS, hidden_dim=DIM, num_heads=HEADS, seq_len=LENGTH, **execution)
     adam = AdamConfig(learning_rate=1e-3, weight_decay=0.1)
-    layout = plan_layout(PartitioningConfig())
+    layout = build_layout(PartitioningConfig())
     model = build_model(config, VOCAB)
     schedule = build_schedule(adam, 1000)
     optimizer = build_optimizer(adam, schedule)
     abstract, shardings = state_shardings(model, optimizer, layout, "float32")
     state = init_state(model, optimizer, abstract, shardings, seed=0)
     step = build_train_step(
-        model,
-        optimizer,
-        schedule,
-        layout,
-        shardings,
-        seed=0,
-        compute_dtype="float32",
-        num_microbatches={BATCH: 1},
-        dropout=False,
-        objective=CrossEntropy(),
+        TrainStep(model, CrossEntropy(), optimizer, schedule, num_microbatches={BATCH: 1}), layout, shardings
     )
     mask = np.ones((BATCH, LENGTH), bool)
     mask[:, -1] = False

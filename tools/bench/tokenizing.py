@@ -20,12 +20,17 @@ from statistics import median
 import tokenizers
 
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess.build import build_cache
-from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.build import Build
+from lmtrain.preprocess.documents import read_texts
+from lmtrain.preprocess.executor import choose_executor
 from lmtrain.preprocess.local import usable_cores
+from lmtrain.preprocess.prepare import wait
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.sources import expand_urls
+from lmtrain.preprocess.split_cache import find_cache
+from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.logging import start_console_log
+from lmtrain.runtime.processes import ALONE
 
 ROUNDS = 3
 
@@ -54,10 +59,11 @@ def main() -> None:
             for cores in ways:
                 peer[cores].append(raw_rate(config, cores))
                 began = time.perf_counter()
-                manifest = build_cache(config.model_copy(update={"num_preprocess_workers": cores}), "train")
-                ours[cores].append(manifest.tokens / (time.perf_counter() - began))
+                cache = find_cache(config, "train")
+                wait(Build([cache], choose_executor(RayConfig(), cores, ALONE)).start())
+                ours[cores].append(cache.shards.tokens / (time.perf_counter() - began))
                 shutil.rmtree(config.cache_dir)
-    print(f"{manifest.tokens / 1e6:.1f} M tokens")
+    print(f"{cache.shards.tokens / 1e6:.1f} M tokens")
     for cores in ways:
         mine, theirs = median(ours[cores]), median(peer[cores])
         print(f"{cores} cores: lmtrain {mine:,.0f} tokens/s, encode_batch {theirs:,.0f}: {mine / theirs:.2f} x")
@@ -71,7 +77,7 @@ def raw_rate(config: DataConfig, threads: int) -> float:
 
 
 def encode(tokenizer: str, *files: str) -> None:
-    texts = [text for file in files for _, text in DocumentReader(file, "text")]
+    texts = [text for file in files for text in read_texts(file, "text")]
     raw = tokenizers.Tokenizer.from_file(os.path.join(tokenizer, "tokenizer.json"))
     began = time.perf_counter()
     encodings = raw.encode_batch(texts)

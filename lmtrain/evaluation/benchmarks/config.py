@@ -2,23 +2,30 @@
 
 from typing import Any
 
-from pydantic import Field
-
-from lmtrain.config.base import Section
+from lmtrain.config.section import Section
+from lmtrain.config.setting import changeable
 
 
 class BenchmarkTask(Section):
     """One task with settings of its own."""
 
-    task: str = Field(min_length=1, description="Name of a task, group or tag of lm-eval, or the path of a YAML file")
-    task_alias: str | None = Field(None, min_length=1, description="Name of the task in metrics; null: its own name")
-    num_fewshot: int | None = Field(None, ge=0, description="Number of examples in the prompt; null: the task's own")
-    description: str | None = Field(None, description="Text at the start of every prompt; null: the task's own")
-    doc_to_text: str | None = Field(None, description="Template of the prompt; null: the task's own")
-    doc_to_target: str | int | None = Field(None, description="Template of the answer; null: the task's own")
-    doc_to_choice: str | list[str] | None = Field(None, description="Template of the choices; null: the task's own")
-    target_delimiter: str | None = Field(None, description="Text between prompt and answer; null: the task's own")
-    fewshot_delimiter: str | None = Field(None, description="Text between two examples; null: the task's own")
+    task: str = changeable(
+        min_length=1, description="Name of a task, group or tag of lm-eval, or the path of a YAML file"
+    )
+    task_alias: str | None = changeable(
+        None, min_length=1, description="Name of the task in metrics; null: its own name"
+    )
+    num_fewshot: int | None = changeable(
+        None, ge=0, description="Number of examples in the prompt; null: the task's own"
+    )
+    description: str | None = changeable(None, description="Text at the start of every prompt; null: the task's own")
+    doc_to_text: str | None = changeable(None, description="Template of the prompt; null: the task's own")
+    doc_to_target: str | int | None = changeable(None, description="Template of the answer; null: the task's own")
+    doc_to_choice: str | list[str] | None = changeable(
+        None, description="Template of the choices; null: the task's own"
+    )
+    target_delimiter: str | None = changeable(None, description="Text between prompt and answer; null: the task's own")
+    fewshot_delimiter: str | None = changeable(None, description="Text between two examples; null: the task's own")
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -30,28 +37,30 @@ class BenchmarkTask(Section):
 class EvalHarnessConfig(Section):
     """Benchmarks by EleutherAI's lm-eval; needs the extra `eval`."""
 
-    task_spec: list[str | BenchmarkTask] = Field(
+    task_spec: list[str | BenchmarkTask] = changeable(
         [],
         min_length=1,
         validate_default=True,
         description="Tasks: names of tasks, groups and tags of lm-eval, paths of YAML files, or sections",
     )
-    max_examples: int | None = Field(None, ge=1, description="Maximum number of examples of each task; null: all")
-    num_fewshot: int | None = Field(
+    max_examples: int | None = changeable(None, ge=1, description="Maximum number of examples of each task; null: all")
+    num_fewshot: int | None = changeable(
         None, ge=0, description="Number of examples in each prompt, unless the task sets 0; null: the task's own number"
     )
-    max_eval_length: int | None = Field(
+    max_eval_length: int | None = changeable(
         None, ge=2, description="Maximum length of a request in tokens; longer ones lose their start; null: seq_len"
     )
-    include_path: str | None = Field(None, min_length=1, description="Folder with YAML files of more tasks")
-    apply_chat_template: bool = Field(False, description="Prompts are written as chats, by the tokenizer's template")
-    fewshot_as_multiturn: bool = Field(
+    include_path: str | None = changeable(None, min_length=1, description="Folder with YAML files of more tasks")
+    apply_chat_template: bool = changeable(
+        False, description="Prompts are written as chats, by the tokenizer's template"
+    )
+    fewshot_as_multiturn: bool = changeable(
         False, description="Examples in a chat are turns of the conversation; false: they are in one message"
     )
-    log_samples: bool = Field(False, description="Requests and results are written to <log_dir>/<run_id>/lm_eval/")
-    bootstrap_iters: int = Field(
+    log_samples: bool = changeable(False, description="Requests and results are written to <log_dir>/<run_id>/lm_eval/")
+    bootstrap_iters: int = changeable(
         0, ge=0, description="Resamplings for the standard errors of metrics; 0: no standard errors"
     )
-    confirm_run_unsafe_code: bool = Field(
+    confirm_run_unsafe_code: bool = changeable(
         False, description="Tasks may run Python code: of the folder include_path, or written by the model"
     )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.errors import UserError
+from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.evaluation.interface import Context
 from lmtrain.hf.tokenizer import Tokenizer
@@ -36,12 +37,7 @@ class Benchmarks:
 
     def prepare(self, context: Context) -> bool:
         """Load the tasks and their data. Raises `UserError` if a task or lm-eval is missing."""
-        try:
-            import lm_eval  # noqa: F401
-        except ImportError:
-            raise UserError(
-                "eval_harness: lm-eval is not installed; run `pip install 'lmtrain[eval]'`, or remove eval_harness"
-            ) from None
+        check_benchmarks(self._config)
         from lmtrain.evaluation.benchmarks.language_model import HarnessModel, generation_limits
         from lmtrain.evaluation.benchmarks.tasks import load_tasks
 
@@ -60,11 +56,7 @@ class Benchmarks:
         for name, task in self._tasks["tasks"].items():
             if task.OUTPUT_TYPE == "generate_until":
                 generation_limits(name, task.config.generation_kwargs or {}, length)
-
-        def answered(kind: str, done: int, total: int) -> None:
-            context.progress(done, total, kind)
-
-        self._model = HarnessModel(context, tokenizer, length, answered)
+        self._model = HarnessModel(context, tokenizer, length)
         return True
 
     def evaluate(self, params: Any, step: int) -> dict[str, float]:
@@ -101,7 +93,7 @@ class Benchmarks:
         folder = os.path.join(self._context.folder, _NAME, f"step-{step}")
         os.makedirs(folder, exist_ok=True)
         for task, examples in samples.items():
-            lines = (json.dumps(one, default=handle_non_serializable, ensure_ascii=False) for one in examples)
+            lines = (json.dumps(example, default=handle_non_serializable, ensure_ascii=False) for example in examples)
             path = os.path.join(folder, f"samples_{task}.jsonl")
             write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
         log.info(f"lm-eval: requests and results are in {folder}")

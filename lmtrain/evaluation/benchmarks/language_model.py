@@ -17,9 +17,10 @@ from lmtrain.config.errors import UserError
 from lmtrain.evaluation.benchmarks.scorer import Question, Scorer, lengths, rows_for
 from lmtrain.evaluation.interface import Context
 from lmtrain.generation.greedy import GreedyDecoder
+from lmtrain.hf.chat_template import TemplateError, template_errors
 from lmtrain.runtime.logging import log
 
-_SHORTEST_CACHE = 64
+_MIN_CACHE = 64
 # lm-eval's default of max_gen_toks.
 _MAX_NEW_TOKENS = 256
 # Settings of generation that change nothing in greedy decoding.
@@ -27,11 +28,11 @@ _WITHOUT_EFFECT = {"temperature", "top_p", "top_k"}
 
 
 class _Prompt(NamedTuple):
-    """A prompt to continue until one of the texts `until` or `most_new` tokens; `number` of the request."""
+    """A prompt to continue until one of the texts `until` or `max_new` tokens; `number` of the request."""
 
     number: int
     ids: list[int]
-    most_new: int
+    max_new: int
     until: tuple[str, ...]
 
 
@@ -39,16 +40,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """Answers lm-eval's requests with the parameters `params`, which the owner sets.
 
     Every process gets the same requests and all results, so lm-eval sees one process of one. `tokenizer` is the one of
-    transformers. `answered(kind, done, total)` is called with the progress.
+    transformers.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        tokenizer: Any,
-        max_length: int,
-        answered: Callable[[str, int, int], None] = lambda kind, done, total: None,
-    ):
+    def __init__(self, context: Context, tokenizer: Any, max_length: int):
         super().__init__()
         self.tokenizer = tokenizer
         self.params: Any = None
@@ -56,7 +51,6 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         self._context = context
         self._scorer = Scorer(context)
         self._decoder = GreedyDecoder(context.model, context.layout, context.compute_dtype, context.xla_options)
-        self._answered = answered
         if self.prefix_token_id is None:
             raise UserError(
                 f"eval_harness: the tokenizer {context.tokenizer.path} has neither a bos nor an eos token, which "
@@ -85,8 +79,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return found
+        likelihoods: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return likelihoods
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **_: Any
@@ -131,7 +125,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """Greedy texts. Raises the errors of `generation_limits`."""
         texts = [""] * len(requests)
         prompts = [self._prompt(number, request) for number, request in enumerate(requests)]
-        prompts.sort(key=lambda prompt: (prompt.most_new, prompt.until, -len(prompt.ids)))
+        prompts.sort(key=lambda prompt: (prompt.max_new, prompt.until, -len(prompt.ids)))
         advance = self._counter("texts", len(requests))
         while prompts:
             same = [prompt for prompt in prompts[: self._context.batch_size] if prompt[2:] == prompts[0][2:]]
@@ -143,30 +137,30 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     def _prompt(self, number: int, request: Instance) -> _Prompt:
         text, settings = request.args
-        most_new, until = generation_limits(str(request.task_name), settings, self.max_length)
+        max_new, until = generation_limits(str(request.task_name), settings, self.max_length)
         until = tuple(handle_stop_sequences(list(until), eos=self._end_of_text))
-        room = self.max_length - most_new
+        room = self.max_length - max_new
         bos = self.tokenizer.bos_token
         ids = self.tokenizer.encode(text, add_special_tokens=not has_bos_prefix(text, bos))
-        return _Prompt(number, (ids or [self.prefix_token_id])[-room:], most_new, until)
+        return _Prompt(number, (ids or [self.prefix_token_id])[-room:], max_new, until)
 
     @property
     def _end_of_text(self) -> str | None:
         return None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
 
     def _continue(self, prompts: Sequence[_Prompt]) -> list[str]:
-        """The texts after prompts with the same `until` and `most_new`."""
+        """The texts after prompts with the same `until` and `max_new`."""
         rows = rows_for(len(prompts), self._context.batch_size, self._context.layout.num_batch_shards)
         ids = [prompt.ids for prompt in prompts] + [prompts[-1].ids] * (rows - len(prompts))
-        most_new, until = prompts[0].most_new, prompts[0].until
-        longest = max(map(len, ids)) + most_new
-        length = next(size for size in lengths(self._context.seq_len, _SHORTEST_CACHE) if size >= longest)
+        max_new, until = prompts[0].max_new, prompts[0].until
+        longest = max(map(len, ids)) + max_new
+        length = next(size for size in lengths(self._context.seq_len, _MIN_CACHE) if size >= longest)
 
         def is_complete(row: int, new: list[int]) -> bool:
             return row >= len(prompts) or self.eot_token_id in new or any(stop in self._text(new) for stop in until)
 
-        found = self._decoder(self.params, ids, most_new, length, is_complete, self._context.check_stop)
-        return [postprocess_generated_text(self._text(new), list(until), None) for new in found[: len(prompts)]]
+        continuations = self._decoder(self.params, ids, max_new, length, is_complete, self._context.check_stop)
+        return [postprocess_generated_text(self._text(new), list(until), None) for new in continuations[: len(prompts)]]
 
     def _text(self, ids: list[int]) -> str:
         end = ids.index(self.eot_token_id) if self.eot_token_id in ids else len(ids)
@@ -174,13 +168,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return text
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return text
+        try:
+            with template_errors():
+                text: str = self.tokenizer.apply_chat_template(
+                    chat_history,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                )
+            return text
+        except TemplateError as error:
+            raise UserError(f"eval_harness.apply_chat_template: the chat template fails: {error}") from None
 
     def _counter(self, kind: str, total: int) -> Callable[[int], None]:
         done = 0
@@ -188,7 +186,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         def advance(more: int) -> None:
             nonlocal done
             done += more
-            self._answered(kind, done, total)
+            self._context.progress(done, total, kind)
 
         return advance
 
@@ -199,7 +197,7 @@ def generation_limits(task: str, settings: dict[str, Any], max_length: int) -> t
     Raises `UserError` for a task that samples or sets what is not supported, and if no room is left for a prompt.
     """
     kept: dict[str, Any] = dict(normalize_gen_kwargs(settings, _MAX_NEW_TOKENS))
-    most_new, until = kept.pop("max_gen_toks"), handle_stop_sequences(kept.pop("until", None), eos=None)
+    max_new, until = kept.pop("max_gen_toks"), handle_stop_sequences(kept.pop("until", None), eos=None)
     if kept.pop("do_sample", False):
         raise UserError(
             f"eval_harness: the task {task} samples (temperature {kept.get('temperature')}), but only greedy decoding "
@@ -207,9 +205,9 @@ def generation_limits(task: str, settings: dict[str, Any], max_length: int) -> t
         )
     if others := sorted(set(kept) - _WITHOUT_EFFECT):
         raise UserError(f"eval_harness: the task {task} sets generation_kwargs {', '.join(others)}: not supported")
-    if most_new >= max_length:
+    if max_new >= max_length:
         raise UserError(
-            f"eval_harness: the task {task} generates up to {most_new} tokens (max_gen_toks), which leaves no room for "
+            f"eval_harness: the task {task} generates up to {max_new} tokens (max_gen_toks), which leaves no room for "
             f"a prompt in {max_length} tokens; remove the task, or use a model with a longer seq_len"
         )
-    return most_new, tuple(until)
+    return max_new, tuple(until)

@@ -1,21 +1,33 @@
-"""Log-likelihoods of many token sequences, in batches of similar lengths."""
+"""Log-likelihoods of many token sequences, in batches of similar lengths.
 
-from collections.abc import Callable, Iterator, Sequence
+For the prompt "2 + 2 =" and the choices "4", "5" and "2 2", the questions are
+
+    Question(tokens=("2", "+", "2", "="), targets=("4",))
+    Question(tokens=("2", "+", "2", "="), targets=("5",))              the same tokens: one row of a batch for both
+    Question(tokens=("2", "+", "2", "=", "2"), targets=("2", "2"))     the targets of the last two positions
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from lmtrain.evaluation.benchmarks.score_step import build_score_step
+from lmtrain.evaluation.eval_step import read_ahead
 from lmtrain.evaluation.interface import Context
-from lmtrain.evaluation.read_ahead import read_ahead
-from lmtrain.sharding.mesh import platform_of
-from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.models.interface import LanguageModel, hidden_and_head
+from lmtrain.models.params import cast
+from lmtrain.objectives.target_scores import TargetScores, score_targets
+from lmtrain.sharding.mesh import Layout, platform_of
+from lmtrain.sharding.mesh_function import MeshFunction
+from lmtrain.sharding.placement import constrain, local_rows, place_batch
 
 # The shortest sequences of a batch: kernels of accelerators need multiples of 128.
-_SHORTEST = {"cpu": 32, "gpu": 128, "tpu": 128}
+_MIN_LENGTH = {"cpu": 32, "gpu": 128, "tpu": 128}
 # Targets of a sequence that are scored in the small form of the step; more take the large form, with all positions.
-_FEW_TARGETS = 32
+_SMALL = 32
 
 
 class Question(NamedTuple):
@@ -25,7 +37,7 @@ class Question(NamedTuple):
     targets: tuple[int, ...]
 
 
-class Answer(NamedTuple):
+class Likelihood(NamedTuple):
     """The sum of the targets' log-probabilities, and whether each target is the most likely token."""
 
     log_likelihood: float
@@ -33,12 +45,12 @@ class Answer(NamedTuple):
 
 
 @dataclass
-class _Row:
+class _ScoredRow:
     """One sequence, and the questions about it: those with the same tokens share it."""
 
     tokens: tuple[int, ...]
     questions: list[int]
-    places: list[int]
+    positions: list[int]
     targets: list[int]
 
 
@@ -52,13 +64,13 @@ class Scorer:
         self._context = context
         self._step = build_score_step(context.model, context.layout, context.compute_dtype, context.xla_options)
         kind = platform_of(context.layout.mesh.devices.flat[0])
-        self._lengths = lengths(context.seq_len, _SHORTEST.get(kind, 128))
+        self._lengths = lengths(context.seq_len, _MIN_LENGTH.get(kind, 128))
 
     def score(
         self, params: Any, questions: Sequence[Question], advance: Callable[[int], None] = lambda answered: None
-    ) -> list[Answer]:
+    ) -> list[Likelihood]:
         """The answers in the order of the questions; `advance` is called with the number of those of each batch."""
-        answers = [Answer(0.0, True)] * len(questions)
+        answers = [Likelihood(0.0, True)] * len(questions)
         batches = list(self._batches(questions))
         counts = iter([sum(len(row.questions) for row in rows) for rows, _, _ in batches])
 
@@ -73,17 +85,17 @@ class Scorer:
                 start = 0
                 for question in row.questions:
                     end = start + len(questions[question].targets)
-                    found = slice(start, end)
-                    answers[question] = Answer(float(log_prob[number, found].sum()), bool(is_best[number, found].all()))
+                    own = slice(start, end)
+                    answers[question] = Likelihood(float(log_prob[number, own].sum()), bool(is_best[number, own].all()))
                     start = end
         return answers
 
-    def _batches(self, questions: Sequence[Question]) -> Iterator[tuple[list[_Row], int, int]]:
+    def _batches(self, questions: Sequence[Question]) -> Iterator[tuple[list[_ScoredRow], int, int]]:
         """Rows with the length of their batch and the number of rows, the longest first."""
         rows = _rows(questions)
-        for few in (False, True):
+        for is_small in (False, True):
             left = sorted(
-                (row for row in rows if (len(row.targets) <= _FEW_TARGETS) == few), key=lambda row: -len(row.tokens)
+                (row for row in rows if (len(row.targets) <= _SMALL) == is_small), key=lambda row: -len(row.tokens)
             )
             while left:
                 length = next(size for size in self._lengths if size >= len(left[0].tokens))
@@ -96,17 +108,17 @@ class Scorer:
         most = self._context.batch_size * max(1, self._context.seq_len // length)
         return rows_for(wanted, most, self._context.layout.num_batch_shards)
 
-    def _place(self, rows: list[_Row], length: int, size: int) -> Any:
-        slots = max(len(row.targets) for row in rows)
-        slots = _FEW_TARGETS if slots <= _FEW_TARGETS else -(-slots // length) * length
+    def _place(self, rows: list[_ScoredRow], length: int, size: int) -> Any:
+        width = max(len(row.targets) for row in rows)
+        width = _SMALL if width <= _SMALL else -(-width // length) * length
         batch = {
             "tokens": np.zeros((size, length), np.int32),
-            "places": np.zeros((size, slots), np.int32),
-            "targets": np.zeros((size, slots), np.int32),
+            "positions": np.zeros((size, width), np.int32),
+            "targets": np.zeros((size, width), np.int32),
         }
         for number, row in enumerate(rows):
             batch["tokens"][number, : len(row.tokens)] = row.tokens
-            batch["places"][number, : len(row.places)] = row.places
+            batch["positions"][number, : len(row.positions)] = row.positions
             batch["targets"][number, : len(row.targets)] = row.targets
         sharding = self._context.layout.batch
         mine = local_rows(sharding, size)
@@ -130,16 +142,36 @@ def lengths(longest: int, shortest: int) -> list[int]:
     return sorted(sizes)
 
 
-def _rows(questions: Sequence[Question]) -> list[_Row]:
+def _rows(questions: Sequence[Question]) -> list[_ScoredRow]:
     """One row for each different sequence of tokens, with as many questions as fit into few targets."""
-    rows: list[_Row] = []
-    last: dict[tuple[int, ...], _Row] = {}
+    rows: list[_ScoredRow] = []
+    last: dict[tuple[int, ...], _ScoredRow] = {}
     for number, (tokens, targets) in enumerate(questions):
         row = last.get(tokens)
-        if row is None or len(row.targets) + len(targets) > _FEW_TARGETS:
-            row = last[tokens] = _Row(tokens, [], [], [])
+        if row is None or len(row.targets) + len(targets) > _SMALL:
+            row = last[tokens] = _ScoredRow(tokens, [], [], [])
             rows.append(row)
         row.questions.append(number)
-        row.places += range(len(tokens) - len(targets), len(tokens))
+        row.positions += range(len(tokens) - len(targets), len(tokens))
         row.targets += targets
     return rows
+
+
+def build_score_step(
+    model: LanguageModel, layout: Layout, compute_dtype: str, options: Mapping[str, Any] | None = None
+) -> MeshFunction:
+    """The jitted (params, batch) -> `TargetScores` [B, T], without dropout.
+
+    The batch has `tokens` [B, S], `positions` [B, T], and `targets` [B, T], all int32: target t of a sequence is a
+    candidate for the token after position `positions[t]`. Only the logits of these positions are computed.
+    """
+
+    def score(params: Any, batch: Mapping[str, jax.Array]) -> TargetScores:
+        variables = {"params": cast(params, compute_dtype)}
+        only_tokens = {"tokens": batch["tokens"]}
+        hidden, head = model.apply(variables, only_tokens, True, method=hidden_and_head)
+        chosen = jnp.take_along_axis(hidden, batch["positions"][:, :, None], axis=1)
+        chosen = constrain(chosen, "act_batch", "act_seq", None)
+        return score_targets(chosen, head, batch["targets"], model.vocab_size)
+
+    return MeshFunction(layout, jax.jit(score, out_shardings=layout.replicated, compiler_options=dict(options or {})))

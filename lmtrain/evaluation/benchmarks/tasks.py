@@ -14,11 +14,12 @@ import yaml
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
-from lmtrain.config.suggest import suggest_name
 from lmtrain.evaluation.benchmarks.config import BenchmarkTask, EvalHarnessConfig
-from lmtrain.hf.hub import prepare_hub
+from lmtrain.hf.hub import offline_reason
 
+_SUGGESTIONS = 3
 # The seed of lm-eval's command for the choice of examples.
 _FEWSHOT_SEED = 1234
 _INSTALLED = Path(lm_eval.tasks.__file__).parent
@@ -37,22 +38,41 @@ def load_tasks(config: EvalHarnessConfig) -> tuple[TaskDict, dict[str, str]]:
     Raises `UserError` for unknown tasks, for data that is not available, and for tasks that run code of their own
     unless the config allows it.
     """
-    prepare_hub()
-    specs = [BenchmarkTask(task=spec) if isinstance(spec, str) else spec for spec in config.task_spec]
-    if config.include_path is not None and not os.path.isdir(os.path.expanduser(config.include_path)):
-        raise UserError(f"eval_harness.include_path: {config.include_path}: no such folder")
-    manager = _manager(config, specs)
+    manager, tasks = find_tasks(config)
     loaded: list[Any] = []
     names: dict[str, str] = {}
-    for spec in specs:
-        for name in _names(manager, spec.task):
-            if not config.confirm_run_unsafe_code:
-                _refuse_code(manager, name)
-            found = _load(manager, name, spec, config)
-            if spec.task_alias is not None:
-                names |= dict.fromkeys((one.task_name for one in found), spec.task_alias)
-            loaded += found
+    for name, spec in tasks:
+        if not config.confirm_run_unsafe_code:
+            _refuse_code(manager, name)
+        members = _load(manager, name, spec, config)
+        if spec.task_alias is not None:
+            names |= dict.fromkeys((task.task_name for task in members), spec.task_alias)
+        loaded += members
     return manager.load(loaded), names
+
+
+def find_tasks(config: EvalHarnessConfig) -> tuple[TaskManager, list[tuple[str, BenchmarkTask]]]:
+    """lm-eval's index of tasks, and the tasks of `config.task_spec` by name, with their settings.
+
+    Raises `UserError` with all names that lm-eval does not have.
+    """
+    specs = [BenchmarkTask(task=spec) if isinstance(spec, str) else spec for spec in config.task_spec]
+    folder = None if config.include_path is None else os.path.expanduser(config.include_path)
+    if folder is not None and not os.path.isdir(folder):
+        raise UserError(f"eval_harness.include_path: {config.include_path}: no such folder")
+    manager = _manager(folder, tuple(spec.task for spec in specs))
+    tasks = {spec.task: _names(manager, spec.task) for spec in specs}
+    unknown = [task for task, names in tasks.items() if not names]
+    if unknown:
+        near = {task: difflib.get_close_matches(task, manager.all_tasks, _SUGGESTIONS) for task in unknown}
+        listed = "\n".join(
+            f"  {task}" + (f"; did you mean {' or '.join(near[task])}?" if near[task] else "") for task in unknown
+        )
+        raise UserError(
+            f"eval_harness.task_spec: lm-eval has no such task:\n{listed}\n  a task of your own requires include_path, "
+            "the folder of its YAML file"
+        )
+    return manager, [(name, spec) for spec in specs for name in tasks[spec.task]]
 
 
 @contextlib.contextmanager
@@ -71,34 +91,30 @@ def quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _manager(config: EvalHarnessConfig, specs: list[BenchmarkTask]) -> TaskManager:
-    """An index of tasks. That of lm-eval's own 10,000 files takes seconds, so it is read only if needed."""
-    folder = None if config.include_path is None else os.path.expanduser(config.include_path)
-    if folder is not None or all(os.path.isfile(os.path.expanduser(spec.task)) for spec in specs):
+def _manager(folder: str | None, names: tuple[str, ...]) -> TaskManager:
+    """An index of tasks. That of lm-eval's own 10,000 files takes seconds, so it is read once, and only if needed."""
+    others = [name for name in names if not os.path.isfile(os.path.expanduser(name))]
+    if folder is not None or not others:
         alone = TaskManager(include_path=folder, include_defaults=False)
-        if all(spec.task in alone.task_index or os.path.isfile(os.path.expanduser(spec.task)) for spec in specs):
+        if all(name in alone.task_index for name in others):
             return alone
+    return _index_of_all(folder)
+
+
+@functools.lru_cache(1)
+def _index_of_all(folder: str | None) -> TaskManager:
     return TaskManager(include_path=folder)
 
 
 def _names(manager: TaskManager, name: str) -> list[str]:
-    """The task itself, or those that a pattern with * matches."""
+    """The task itself, or those that a pattern with * matches; empty if there is none."""
     path = os.path.expanduser(name)
     if name in manager.task_index:
         return [name]
     if os.path.isfile(path):
         return [path]
-    found: list[str] = manager.match_tasks([name]) if "*" in name else []
-    if not found:
-        near = suggest_name(name, manager.all_tasks) or next(
-            iter(difflib.get_close_matches(name, manager.all_tasks, 1)), None
-        )
-        hint = f"did you mean {near}? " if near else ""
-        raise UserError(
-            f"eval_harness.task_spec: lm-eval has no task {name!r}; {hint}a task of your own needs include_path, the "
-            "folder of its YAML file"
-        )
-    return found
+    matching: list[str] = manager.match_tasks([name]) if "*" in name else []
+    return matching
 
 
 def _load(manager: TaskManager, name: str, spec: BenchmarkTask, config: EvalHarnessConfig) -> list[Any]:
@@ -108,32 +124,31 @@ def _load(manager: TaskManager, name: str, spec: BenchmarkTask, config: EvalHarn
     wanted = {"task": name, **spec.changes} if spec.changes else name
     try:
         with quiet():
-            found = manager.load([wanted])
+            task_dict = manager.load([wanted])
     except (ConnectionError, FileNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
+        reason = offline_reason() or str(error).splitlines()[0]
         raise UserError(
-            f"eval_harness.task_spec: the data of {name} is not available: {str(error).splitlines()[0]}\n"
-            "  offline, use tasks with local data (include_path), or download the data with HF_HUB_OFFLINE=0 first; a "
-            "gated dataset requires HF_TOKEN"
+            f"eval_harness.task_spec: the data of {name} is not available: {reason}\n"
+            "  offline, use tasks with local data (include_path), or set HF_HOME to a copy of the cache of a machine "
+            "where this command ran with a network; a gated dataset requires HF_TOKEN"
         ) from None
     except (ValueError, KeyError, TypeError, ImportError, AttributeError, OSError) as error:
         raise UserError(f"eval_harness.task_spec: {name} cannot be loaded: {type(error).__name__}: {error}") from None
-    if spec.task_alias is not None and len(found["tasks"]) != 1:
+    if spec.task_alias is not None and len(task_dict["tasks"]) != 1:
         raise UserError(
-            f"eval_harness.task_spec: task_alias of {name}, which has {len(found['tasks'])} tasks; remove it"
+            f"eval_harness.task_spec: task_alias of {name}, which has {counted(len(task_dict['tasks']), 'task')}; "
+            "remove it"
         )
-    for task in found["tasks"].values():
+    for task in task_dict["tasks"].values():
         shots = config.num_fewshot if spec.num_fewshot is None else spec.num_fewshot
         own = task.get_config("num_fewshot")
         if own is None or (shots is not None and own != 0):
             task.set_config(key="num_fewshot", value=shots or 0)
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
-    inside = {task for group in found["groups"].values() for task in group.get_all_tasks()}
-    tops = [group for name, group in found["groups"].items() if not _is_child(name, found)]
-    return [*tops, *(task for task in found["tasks"].values() if task not in inside)]
-
-
-def _is_child(name: str, found: TaskDict) -> bool:
-    return any(name in children for children in found.get("group_map", {}).values())
+    inside = {task for group in task_dict["groups"].values() for task in group.get_all_tasks()}
+    children = {name for group in task_dict.get("group_map", {}).values() for name in group}
+    tops = [group for name, group in task_dict["groups"].items() if name not in children]
+    return [*tops, *(task for task in task_dict["tasks"].values() if task not in inside)]
 
 
 def _refuse_code(manager: TaskManager, name: str) -> None:

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from lmtrain.config.errors import field_error
+from lmtrain.config.setting import architecture
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.models import flops
 from lmtrain.models.gpt2.config import Gpt2Settings
@@ -13,13 +14,13 @@ from lmtrain.models.gpt2.config import Gpt2Settings
 class BackpackConfig(Gpt2Settings):
     """Backpack on a GPT-2 trunk; the defaults are the 170M model."""
 
-    type: Literal["backpack"] = Field("backpack", description="Model family: Backpack")
-    num_senses: int = Field(16, ge=1, description="Sense vectors per token; must divide hidden_dim")
-    sense_intermediate_scale: int = Field(
+    type: Literal["backpack"] = architecture("backpack", description="Model family: Backpack")
+    num_senses: int = architecture(16, ge=1, description="Sense vectors per token; must divide hidden_dim")
+    sense_intermediate_scale: int = architecture(
         4, ge=1, description="Hidden dimension of the sense MLP as a multiple of hidden_dim"
     )
-    divide_by_num_senses: bool = Field(False, description="Average the sense vectors instead of summing them")
-    scale_attn_by_inverse_layer_idx: bool = Field(
+    divide_by_num_senses: bool = architecture(False, description="Average the sense vectors instead of summing them")
+    scale_attn_by_inverse_layer_idx: bool = architecture(
         True, description="Scale of attention scores: divide by the layer's number, from 1 on"
     )
 

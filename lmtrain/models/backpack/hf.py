@@ -10,14 +10,21 @@ from typing import Any
 from lmtrain.hf.key_map import Row, Table
 from lmtrain.models.backpack.config import BackpackConfig
 from lmtrain.models.gpt2.hf import bias, trunk, trunk_from_hf, trunk_to_hf
+from lmtrain.models.hf_settings import SameSetting, from_hf, to_hf
 
 DEFAULT_REF = "stanfordnlp/backpack-gpt2"
 MODEL_TYPES = ("backpack-gpt2",)
 HAS_LEARNED_POSITIONS = True
 ALWAYS_HAS_BIASES = True
+PUBLISHED_DTYPE = "float32"
 
 _MODELING = "modeling_backpack.py"
 _S = "backpack.sense_network."
+_SETTINGS = [
+    SameSetting("num_senses", "num_senses", 16),
+    SameSetting("sense_intermediate_scale", "sense_intermediate_scale", 4),
+    SameSetting("divide_by_num_senses", "divide_by_num_senses", False),
+]
 _WEIGH = "backpack.sense_weight_net.c_attn"
 
 
@@ -72,9 +79,7 @@ def to_hf_config(config: BackpackConfig, vocab_size: int, eos_id: int | None, bo
             "AutoModelForCausalLM": "modeling_backpack.BackpackLMHeadModel",
         },
         **trunk_to_hf(config, vocab_size, eos_id, bos_id),
-        "num_senses": config.num_senses,
-        "sense_intermediate_scale": config.sense_intermediate_scale,
-        "divide_by_num_senses": config.divide_by_num_senses,
+        **to_hf(_SETTINGS, config),
         "tie_word_embeddings": True,
     }
 
@@ -84,8 +89,6 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
     published = {"n_positions": 512, "scale_attn_by_inverse_layer_idx": True}
     return {
         "type": "backpack",
-        **trunk_from_hf(published | dict(values), dropout=0.1),
-        "num_senses": values.get("num_senses", 16),
-        "sense_intermediate_scale": values.get("sense_intermediate_scale", 4),
-        "divide_by_num_senses": values.get("divide_by_num_senses", False),
+        **trunk_from_hf(published | dict(values)),
+        **from_hf(_SETTINGS, values),
     }

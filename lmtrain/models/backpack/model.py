@@ -20,15 +20,15 @@ import jax.numpy as jnp
 from flax import struct
 from jax.nn.initializers import normal
 
+from lmtrain.models.attention.attend import attend
+from lmtrain.models.attention.kernel import self_attend
 from lmtrain.models.backpack.config import BackpackConfig
-from lmtrain.models.gpt2.model import Gpt2Block
-from lmtrain.models.interface import Documents, KvCache
-from lmtrain.models.layers.activation import ACTIVATIONS
-from lmtrain.models.layers.attention import attend, self_attend
-from lmtrain.models.layers.head import logits_of
-from lmtrain.models.layers.linear import Dims, Embed, Linear
+from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.models.interface import NO_DOCUMENTS, Documents, KvCache
+from lmtrain.models.layers.block import active
+from lmtrain.models.layers.linear import Linear
+from lmtrain.models.layers.mlp import Mlp
 from lmtrain.models.layers.norm import LayerNorm
-from lmtrain.models.layers.stack import stack
 from lmtrain.sharding.placement import constrain
 
 
@@ -39,25 +39,6 @@ class BackpackCache(struct.PyTreeNode):
     senses: KvCache
 
 
-class SenseMlp(nn.Module):
-    """Two linear layers with the trunk's activation between them."""
-
-    config: BackpackConfig
-    width: int
-    outputs: Dims
-    spread: float
-
-    def setup(self) -> None:
-        c = self.config
-        embed, mlp = ("embed", c.hidden_dim), ("mlp", self.width)
-        self.up = Linear((embed,), (mlp,), normal(c.initializer_range), c.use_bias)
-        self.down = Linear((mlp,), self.outputs, normal(self.spread), c.use_bias)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = constrain(self.up(x), "act_batch", "act_seq", "act_mlp")
-        return self.down(ACTIVATIONS[self.config.activation_function](hidden))
-
-
 class SenseNetwork(nn.Module):
     """Sense vectors of tokens: embeddings [B, S, D] -> [B, S, E, D]."""
 
@@ -65,13 +46,13 @@ class SenseNetwork(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        embed, spread = ("embed", c.hidden_dim), c.initializer_range
+        init, residual = normal(c.initializer_range), normal(c.initializer_range / 2**0.5)
         self.norm_input, self.norm_mlp, self.norm_output = (
             LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias) for _ in range(3)
         )
-        self.mlp = SenseMlp(c, c.mlp_dim, (embed,), spread / 2**0.5)
-        inner = c.hidden_dim * c.sense_intermediate_scale
-        self.to_senses = SenseMlp(c, inner, (("senses", c.num_senses), embed), spread)
+        self.mlp = Mlp(c.hidden_dim, c.mlp_dim, c.activation_function, init, residual, c.use_bias)
+        inner, outputs = c.hidden_dim * c.sense_intermediate_scale, (("senses", c.num_senses), ("embed", c.hidden_dim))
+        self.to_senses = Mlp(c.hidden_dim, inner, c.activation_function, init, init, c.use_bias, outputs=outputs)
         self.drop_embed = nn.Dropout(c.embed_pdrop)
         self.drop = nn.Dropout(c.resid_pdrop)
 
@@ -82,78 +63,48 @@ class SenseNetwork(nn.Module):
         return self.to_senses(self.norm_output(x))
 
 
-class BackpackLM(nn.Module):
-    """The language model. Its methods are documented in `lmtrain/models/interface.py`."""
+class BackpackLM(Gpt2LM):
+    """A GPT-2 whose outputs are the queries and keys of attention to the sense vectors."""
 
     config: BackpackConfig
-    vocab_size: int
-    attention: str = "xla"
-
-    def setup(self) -> None:
-        c = self.config
-        init = normal(c.initializer_range)
-        self.tokens = Embed(("vocab", c.padded(self.vocab_size)), c.hidden_dim, init, True)
-        self.positions = Embed(("position", c.seq_len), c.hidden_dim, init)
-        self.drop = nn.Dropout(c.embed_pdrop)
-        self.blocks = stack(Gpt2Block, c.num_layers, c.scan_layers, c.gradient_checkpointing)(c, self.attention)
-        self.norm_final = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)
-        self.senses = SenseNetwork(c)
-        weights = (("qkv", 2), ("senses", c.num_senses), ("head_dim", c.sense_width))
-        self.weigh = Linear((("embed", c.hidden_dim),), weights, init, c.use_bias)
-        self.drop_weights = nn.Dropout(c.attn_pdrop)
 
     @property
-    def has_dropout(self) -> bool:
-        return self.config.has_dropout
+    def is_tied(self) -> bool:
+        return True
 
-    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
-        return self.logits(self.hidden(tokens_BS, deterministic=True))
+    def setup(self) -> None:
+        super().setup()
+        c = self.config
+        self.senses = SenseNetwork(c)
+        weights = (("qkv", 2), ("senses", c.num_senses), ("head_dim", c.sense_width))
+        self.weigh = Linear((("embed", c.hidden_dim),), weights, normal(c.initializer_range), c.use_bias)
+        self.drop_weights = nn.Dropout(c.attn_pdrop)
 
-    def hidden(
-        self,
-        tokens_BS: jax.Array,
-        deterministic: bool,
-        segments_BS: jax.Array | None = None,
-        positions_BS: jax.Array | None = None,
-    ) -> jax.Array:
-        embedded = self.tokens(tokens_BS)
-        x = self.drop(self.positions.add_to(embedded, positions_BS), deterministic=deterministic)
-        x = constrain(x, "act_batch", "act_stream", "act_embed")
-        documents = Documents(segments_BS, positions_BS)
-        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, documents)
-        q, k = self._queries_and_keys(self.norm_final(x))
-        drops = not deterministic and self.config.attn_pdrop > 0
+    def hidden(self, tokens_BS: jax.Array, deterministic: bool, documents: Documents = NO_DOCUMENTS) -> jax.Array:
+        embedded = self.embed(tokens_BS)
+        q, k = self._queries_and_keys(self.read(embedded, deterministic, documents))
         mixed_BESD = self_attend(
             self.attention,
             q,
             k,
             self._sense_vectors(embedded, deterministic),
             self.config.sense_width**-0.5,
-            drop=(lambda weights: self.drop_weights(weights, deterministic=False)) if drops else None,
-            segments_BS=segments_BS,
+            drop=active(self.drop_weights, deterministic),
+            segments=documents.segments,
             block_size=self.config.flash_attention_block_size,
         )
         return self._add_up(mixed_BESD)
 
-    def head(self) -> jax.Array:
-        return self.tokens.embedding
-
-    def logits(self, hidden_BSD: jax.Array) -> jax.Array:
-        return logits_of(hidden_BSD, self.head(), self.vocab_size)
-
     def empty_cache(self, batch: int, length: int) -> BackpackCache:
-        c = self.config
-        dtype = self.head().dtype
-        trunk = KvCache.empty(c.num_layers, batch, c.num_heads, length, c.head_width, dtype)
+        c, dtype = self.config, self.head().dtype
         shape = (batch, c.num_senses, length)
         senses = KvCache(jnp.zeros((*shape, c.sense_width), dtype), jnp.zeros((*shape, c.hidden_dim), dtype))
-        return BackpackCache(trunk, senses)
+        return BackpackCache(super().empty_cache(batch, length), senses)
 
     def extend(self, tokens_BS: jax.Array, cache: BackpackCache, start: jax.Array) -> tuple[jax.Array, BackpackCache]:
-        embedded = self.tokens(tokens_BS)
-        x = self.positions.add_from(embedded, start)
-        (x, trunk), _ = self.blocks.extend((x, cache.trunk), jnp.arange(self.config.num_layers), start)
-        q, k = self._queries_and_keys(self.norm_final(x))
+        embedded = self.embed(tokens_BS)
+        context, trunk = self.read_more(embedded, cache.trunk, start)
+        q, k = self._queries_and_keys(context)
         senses = cache.senses.write(k, self._sense_vectors(embedded, deterministic=True), start)
         mixed = attend(q, senses.k, senses.v, self.config.sense_width**-0.5, start)
         return self.logits(self._add_up(mixed)), BackpackCache(trunk, senses)

@@ -2,30 +2,28 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
-
-from lmtrain.models import flops
+from lmtrain.config.setting import architecture, identity
 from lmtrain.models.base_config import BaseModelConfig
 
 
 class Gpt2Settings(BaseModelConfig):
     """Settings of a stack of GPT-2 blocks."""
 
-    mlp_scale: int = Field(4, ge=1, description="Hidden dimension of the MLP as a multiple of hidden_dim")
-    intermediate_dim: int | None = Field(
+    mlp_scale: int = architecture(4, ge=1, description="Hidden dimension of the MLP as a multiple of hidden_dim")
+    intermediate_dim: int | None = architecture(
         None, ge=1, description="Hidden dimension of the MLP; null: mlp_scale * hidden_dim"
     )
-    activation_function: Literal["gelu_new", "gelu", "relu", "silu"] = Field(
+    activation_function: Literal["gelu_new", "gelu", "relu", "silu"] = architecture(
         "gelu_new", description="Activation function of the MLP; gelu_new is the tanh approximation of GELU"
     )
-    use_bias: bool = Field(True, description="Add biases to linear layers and norms")
-    embed_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout rate after the embeddings")
-    resid_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout rate on the outputs of attention and MLP")
-    attn_pdrop: float = Field(0.0, ge=0, lt=1, description="Dropout rate on the attention weights")
-    scale_attn_by_inverse_layer_idx: bool = Field(
+    use_bias: bool = architecture(True, description="Add biases to linear layers and norms")
+    embed_pdrop: float = identity(0.0, ge=0, lt=1, description="Dropout rate after the embeddings")
+    resid_pdrop: float = identity(0.0, ge=0, lt=1, description="Dropout rate on the outputs of attention and MLP")
+    attn_pdrop: float = identity(0.0, ge=0, lt=1, description="Dropout rate on the attention weights")
+    scale_attn_by_inverse_layer_idx: bool = architecture(
         False, description="Scale of attention scores: divide by the layer's number, from 1 on"
     )
-    upcast_attn: bool = Field(False, description="Compute attention scores in float32 for any trainer.mp")
+    upcast_attn: bool = architecture(False, description="Compute attention scores in float32 for any trainer.mp")
 
     def meaning(self) -> dict[str, Any]:
         values = super().meaning()
@@ -45,17 +43,9 @@ class Gpt2Settings(BaseModelConfig):
         needs = super().attention_needs | ({"dropout"} if self.attn_pdrop else set())
         return needs | ({"upcast"} if self.upcast_attn else set())
 
-    def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
-        """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
-        keys = flops.mean_keys(self.seq_len, causal)
-        heads = self.num_heads
-        block = flops.attention(self.hidden_dim, heads, heads, self.head_width, keys)
-        block += flops.mlp(self.hidden_dim, self.mlp_dim)
-        return self.num_layers * block + flops.linear(self.hidden_dim, vocab_size)  # and the head
-
 
 class Gpt2Config(Gpt2Settings):
     """GPT-2; the defaults are the 124M model."""
 
-    type: Literal["gpt2"] = Field("gpt2", description="Model family: GPT-2")
-    tie_word_embeddings: bool = Field(True, description="Tie the output head to the embedding table")
+    type: Literal["gpt2"] = architecture("gpt2", description="Model family: GPT-2")
+    tie_word_embeddings: bool = architecture(True, description="Tie the output head to the embedding table")

@@ -10,11 +10,13 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import Row, Table, Zeros
 from lmtrain.models.gpt2.config import Gpt2Config, Gpt2Settings
+from lmtrain.models.hf_settings import SameSetting, from_hf, to_hf
 
 DEFAULT_REF = "gpt2"
 MODEL_TYPES = ("gpt2",)
 HAS_LEARNED_POSITIONS = True
 ALWAYS_HAS_BIASES = True
+PUBLISHED_DTYPE = "float32"
 
 
 def trunk(config: Gpt2Settings, prefix: str) -> list[Row | Zeros]:
@@ -68,39 +70,24 @@ def canonical(name: str) -> str | None:
 
 def to_hf_config(config: Gpt2Config, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
     """The `config.json` of a GPT-2. Values have exactly the JSON types that transformers 5 requires."""
+    # transformers 4 silently ignores these two settings with torch's attention function
+    is_special = config.scale_attn_by_inverse_layer_idx or config.upcast_attn
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "tie_word_embeddings": config.tie_word_embeddings,
         **trunk_to_hf(config, vocab_size, eos_id, bos_id),
-        **_plain_attention(config),
+        **({"_attn_implementation": "eager"} if is_special else {}),
     }
-
-
-def _plain_attention(config: Gpt2Config) -> dict[str, Any]:
-    """Eager attention if needed: transformers 4 silently ignores these two settings with torch's attention function."""
-    special = config.scale_attn_by_inverse_layer_idx or config.upcast_attn
-    return {"_attn_implementation": "eager"} if special else {}
 
 
 def trunk_to_hf(config: Gpt2Settings, vocab_size: int, eos_id: int | None, bos_id: int | None) -> dict[str, Any]:
     """The part of `config.json` that GPT-2 and families built on it share."""
     return {
         "vocab_size": vocab_size,
-        "n_positions": config.seq_len,
-        "n_embd": config.hidden_dim,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
+        **to_hf(_SETTINGS, config),
         "n_inner": config.mlp_dim,
-        "activation_function": config.activation_function,
-        "resid_pdrop": config.resid_pdrop,
-        "embd_pdrop": config.embed_pdrop,
-        "attn_pdrop": config.attn_pdrop,
-        "layer_norm_epsilon": config.layer_norm_epsilon,
-        "initializer_range": config.initializer_range,
         "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
-        "reorder_and_upcast_attn": config.upcast_attn,
         "eos_token_id": eos_id,
         "bos_token_id": bos_id,
     }
@@ -110,33 +97,35 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the model that a `config.json` describes. Raises `UserError` for unsupported ones."""
     return {
         "type": "gpt2",
-        **trunk_from_hf(values, dropout=0.1),
+        **trunk_from_hf(values),
         "tie_word_embeddings": values.get("tie_word_embeddings", True),
     }
 
 
+_SETTINGS = [
+    SameSetting("seq_len", "n_positions", 1024),
+    SameSetting("hidden_dim", "n_embd", 768),
+    SameSetting("num_layers", "n_layer", 12),
+    SameSetting("num_heads", "n_head", 12),
+    SameSetting("activation_function", "activation_function", "gelu_new"),
+    SameSetting("resid_pdrop", "resid_pdrop", 0.1),
+    SameSetting("embed_pdrop", "embd_pdrop", 0.1),
+    SameSetting("attn_pdrop", "attn_pdrop", 0.1),
+    SameSetting("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
+    SameSetting("initializer_range", "initializer_range", 0.02),
+    SameSetting("scale_attn_by_inverse_layer_idx", "scale_attn_by_inverse_layer_idx", False),
+    SameSetting("upcast_attn", "reorder_and_upcast_attn", False),
+]
 # Aliases of the same functions.
 _SAME = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 
 
-def trunk_from_hf(values: Mapping[str, Any], dropout: float) -> dict[str, Any]:
-    """The settings of the trunk. `dropout` is transformers' default if the file has no value."""
+def trunk_from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the trunk."""
     if not values.get("scale_attn_weights", True):
         raise UserError("config.json: scale_attn_weights false (attention without scaling) is not supported")
     dim, inner = values.get("n_embd", 768), values.get("n_inner")
     width = {"mlp_scale": inner // dim} if inner and inner % dim == 0 else {"intermediate_dim": inner}
-    return {
-        "seq_len": values.get("n_positions", 1024),
-        "hidden_dim": dim,
-        "num_layers": values.get("n_layer", 12),
-        "num_heads": values.get("n_head", 12),
-        **(width if inner else {}),
-        "activation_function": _SAME.get(name := values.get("activation_function", "gelu_new"), name),
-        "resid_pdrop": values.get("resid_pdrop", dropout),
-        "embed_pdrop": values.get("embd_pdrop", dropout),
-        "attn_pdrop": values.get("attn_pdrop", dropout),
-        "layer_norm_epsilon": values.get("layer_norm_epsilon", 1e-5),
-        "initializer_range": values.get("initializer_range", 0.02),
-        "scale_attn_by_inverse_layer_idx": values.get("scale_attn_by_inverse_layer_idx", False),
-        "upcast_attn": values.get("reorder_and_upcast_attn", False),
-    }
+    settings = from_hf(_SETTINGS, values) | (width if inner else {})
+    activation = str(settings["activation_function"])
+    return settings | {"activation_function": _SAME.get(activation, activation)}

@@ -76,10 +76,10 @@ def look_up(table_VD: jax.Array, ids_BS: jax.Array, entries: str, is_gathered: b
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _look_up(table: jax.Array, ids: jax.Array, split: _Split) -> jax.Array:
-    return _find(table, ids, split)
+    return _gather(table, ids, split)
 
 
-def _find(table: jax.Array, ids: jax.Array, split: _Split) -> jax.Array:
+def _gather(table: jax.Array, ids: jax.Array, split: _Split) -> jax.Array:
     if split.is_gathered:
         split = split._replace(embed=())
     more_ids_than_rows = ids.size // num_parts((*split.batch, *split.positions)) > table.shape[0]
@@ -91,43 +91,43 @@ def _find(table: jax.Array, ids: jax.Array, split: _Split) -> jax.Array:
             ids = jax.lax.all_gather(ids, split.embed, axis=0, tiled=True)
         if split.entries:
             row, is_mine = _rows(table, ids, split)
-            found = jnp.take(table, jnp.where(is_mine, row, 0), axis=0)
-            found = jnp.where(is_mine[..., None], found, 0)
-            found = scatter_sum(found, split.gathered, 1)
-            found = sum_over(tuple(name for name in split.entries if name not in split.gathered), found)
+            rows = jnp.take(table, jnp.where(is_mine, row, 0), axis=0)
+            rows = jnp.where(is_mine[..., None], rows, 0)
+            rows = scatter_sum(rows, split.gathered, 1)
+            rows = sum_over(tuple(name for name in split.entries if name not in split.gathered), rows)
         else:
-            found = jnp.take(table, ids, axis=0)
+            rows = jnp.take(table, ids, axis=0)
         if split.embed and not more_ids_than_rows:
-            found = jax.lax.all_to_all(found, split.embed, 0, 2, tiled=True)
-        return found
+            rows = jax.lax.all_to_all(rows, split.embed, 0, 2, tiled=True)
+        return rows
 
-    found: jax.Array = per_device(local, (split.of_table, split.of_ids), split.of_result)(table, ids)
-    return found
+    rows: jax.Array = per_device(local, (split.of_table, split.of_ids), split.of_result)(table, ids)
+    return rows
 
 
 def _forward(table: jax.Array, ids: jax.Array, split: _Split) -> tuple[jax.Array, Any]:
-    return _find(table, ids, split), (jnp.zeros((0, *table.shape), table.dtype), ids)
+    return _gather(table, ids, split), (jnp.zeros((0, *table.shape), table.dtype), ids)
 
 
-def _backward(split: _Split, saved: Any, d_found: jax.Array) -> tuple[jax.Array, None]:
+def _backward(split: _Split, saved: Any, d_rows: jax.Array) -> tuple[jax.Array, None]:
     like, ids = saved
     (entries, width), dtype = like.shape[1:], like.dtype
     shape = entries // num_parts(split.entries), width // num_parts(split.embed)
     elsewhere = tuple(name for name in (*split.batch, *split.positions) if name not in (*split.embed, *split.entries))
 
-    def local(d_found: jax.Array, ids: jax.Array) -> jax.Array:
+    def local(d_rows: jax.Array, ids: jax.Array) -> jax.Array:
         if split.embed:
             ids = jax.lax.all_gather(ids, split.embed, axis=0, tiled=True)
-            d_found = jax.lax.all_to_all(d_found, split.embed, 2, 0, tiled=True)
+            d_rows = jax.lax.all_to_all(d_rows, split.embed, 2, 0, tiled=True)
         if split.gathered:
-            d_found = jax.lax.all_gather(d_found, split.gathered, axis=1, tiled=True)
+            d_rows = jax.lax.all_gather(d_rows, split.gathered, axis=1, tiled=True)
         d_table = jnp.zeros(shape, jnp.float32)
         row, is_mine = _rows(d_table, ids, split)
         row = jnp.where(is_mine, row, len(d_table))  # out of range: dropped
-        d_table = d_table.at[row].add(d_found.astype(jnp.float32), mode="drop")
+        d_table = d_table.at[row].add(d_rows.astype(jnp.float32), mode="drop")
         return sum_over(elsewhere, d_table).astype(dtype)
 
-    d_table: jax.Array = per_device(local, (split.of_result, split.of_ids), split.of_table)(d_found, ids)
+    d_table: jax.Array = per_device(local, (split.of_result, split.of_ids), split.of_table)(d_rows, ids)
     return d_table, None
 
 
@@ -150,29 +150,10 @@ def _plain_forward(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, Any]:
     return jnp.take(table, ids, axis=0), (jnp.zeros((0, *table.shape), table.dtype), ids)
 
 
-def _plain_backward(saved: Any, d_found: jax.Array) -> tuple[jax.Array, None]:
+def _plain_backward(saved: Any, d_rows: jax.Array) -> tuple[jax.Array, None]:
     like, ids = saved
-    d_table = jnp.zeros(like.shape[1:], jnp.float32).at[ids].add(d_found.astype(jnp.float32))
+    d_table = jnp.zeros(like.shape[1:], jnp.float32).at[ids].add(d_rows.astype(jnp.float32))
     return d_table.astype(like.dtype), None
 
 
 _plain_look_up.defvjp(_plain_forward, _plain_backward)
-
-
-@jax.custom_vjp
-def add_rows(x_BSD: jax.Array, table_VD: jax.Array) -> jax.Array:
-    """x plus the first S rows of the table for every sequence."""
-    return x_BSD + table_VD[: x_BSD.shape[1]]
-
-
-def _add_forward(x: jax.Array, table: jax.Array) -> tuple[jax.Array, Any]:
-    return x + table[: x.shape[1]], jnp.zeros((0, *table.shape), table.dtype)
-
-
-def _add_backward(like: jax.Array, d_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
-    rows = jnp.sum(d_sum, axis=0, dtype=jnp.float32)
-    unused = like.shape[1] - len(rows)
-    return d_sum, jnp.pad(rows, ((0, unused), (0, 0))).astype(like.dtype)
-
-
-add_rows.defvjp(_add_forward, _add_backward)

@@ -13,12 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
-from lmtrain.models.layers.adapter import LORA, RATE, low_rank
-from lmtrain.models.layers.embedding import add_rows, gather_table, look_up
+from lmtrain.models.layers.embedding import gather_table, look_up
 from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
 from lmtrain.sharding.local import split_over
 
 Dims = tuple[tuple[str, int], ...]
+
+# The variable collection of adapters, next to `params`: `lora_a` [r, in], `lora_b` [out, r] and, with dropout, its
+# rate `lora_rate`, of each adapted layer.
+LORA = "lora"
+RATE = "lora_rate"
 
 
 def declare(init: Initializer, dims: Dims) -> Callable[..., Any]:
@@ -67,13 +71,15 @@ class Linear(nn.Module):
         return y.reshape(*leading, *sizes(self.outputs))
 
     def _adapted(self, x: jax.Array) -> jax.Array:
-        """The output of the layer's adapter, [..., out]."""
+        """The output of the layer's adapter (Hu et al. 2021, LoRA), [..., out]: x A^T B^T, with dropout on x."""
         x = x.reshape(*x.shape[: x.ndim - len(self.inputs)], -1)
         a: jax.Array = self.get_variable(LORA, "lora_a")
         b: jax.Array = self.get_variable(LORA, "lora_b")
-        has_dropout = self.has_rng(LORA) and self.has_variable(LORA, RATE)
-        key = self.make_rng(LORA) if has_dropout else None
-        return low_rank(x, a, b, key, self.get_variable(LORA, RATE) if has_dropout else None)
+        if self.has_rng(LORA) and self.has_variable(LORA, RATE):
+            rate: jax.Array = self.get_variable(LORA, RATE)
+            kept = jax.random.bernoulli(self.make_rng(LORA), 1 - rate, x.shape)
+            x = jnp.where(kept, x / (1 - rate).astype(x.dtype), 0)
+        return (x @ a.T) @ b.T
 
 
 @jax.custom_vjp
@@ -114,7 +120,7 @@ class Embed(nn.Module):
     def add_to(self, x_BSD: jax.Array, positions_BS: jax.Array | None = None) -> jax.Array:
         """x plus the rows at these positions, by default 0, 1, ... in every sequence: learned positions."""
         if positions_BS is None:
-            return add_rows(x_BSD, self.embedding)
+            return add_bias(x_BSD, self.embedding[: x_BSD.shape[1]])
         return x_BSD + self(positions_BS)
 
     def add_from(self, x_BSD: jax.Array, start: jax.Array) -> jax.Array:

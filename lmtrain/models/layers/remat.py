@@ -9,6 +9,7 @@ A policy defines the values inside a block that are kept between forward and bac
     offload          none; the inputs of the block are kept in host memory
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -35,8 +36,17 @@ def remat(block: type[nn.Module], policy: bool | str, scan: bool, static_argnums
     """`block` with recomputation of its `__call__` by the policy; False keeps all values, True is `full`."""
     if policy is False:
         return block
-    name = "full" if policy is True else policy
+    return nn.remat(block, static_argnums=static_argnums, methods=["__call__"], **_settings(policy, scan))
+
+
+def checkpoint(function: Callable[..., Any], policy: bool | str, scan: bool) -> Callable[..., Any]:
+    """`function` with recomputation by the policy, like `remat`."""
+    if policy is False:
+        return function
+    checkpointed: Callable[..., Any] = jax.checkpoint(function, **_settings(policy, scan))
+    return checkpointed
+
+
+def _settings(policy: bool | str, scan: bool) -> dict[str, Any]:
     # prevent_cse is for unrolled code; in a scan it has a cost and no use
-    return nn.remat(
-        block, policy=_POLICIES[name], prevent_cse=not scan, static_argnums=static_argnums, methods=["__call__"]
-    )
+    return {"policy": _POLICIES["full" if policy is True else str(policy)], "prevent_cse": not scan}

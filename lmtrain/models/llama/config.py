@@ -1,51 +1,53 @@
 """Settings of the Llama family."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from lmtrain.config.errors import field_error
+from lmtrain.config.setting import architecture, identity
 from lmtrain.config.suggest import nearest_divisors
-from lmtrain.models import flops
-from lmtrain.models.base_config import BaseModelConfig
+from lmtrain.models.base_config import POSITIONS, BaseModelConfig
 from lmtrain.models.rope_config import RopeConfig
 
 
 class LlamaConfig(BaseModelConfig):
     """Llama; the defaults are the 7B model."""
 
-    type: Literal["llama"] = Field("llama", description="Model family: Llama")
-    seq_len: int = Field(
-        2048, ge=2, description="Sequence length: tokens per training sequence, and the maximum context"
+    mlp_matrices: ClassVar[int] = 3
+
+    type: Literal["llama"] = architecture("llama", description="Model family: Llama")
+    seq_len: int = identity(
+        2048, ge=2, lt=POSITIONS, description="Sequence length: tokens per training sequence, and the maximum context"
     )
-    hidden_dim: int = Field(4096, ge=1, description="Hidden dimension: width of the residual stream")
-    intermediate_dim: int = Field(11008, ge=1, description="Hidden dimension of the gated MLP")
-    num_layers: int = Field(32, ge=1, description="Number of layers (transformer blocks)")
-    num_heads: int = Field(32, ge=1, description="Number of query heads per layer")
-    num_kv_heads: int | None = Field(None, ge=1, description="Number of key and value heads; null: num_heads")
-    head_dim: int | None = Field(None, ge=1, description="Head dimension; null: hidden_dim / num_heads")
-    activation_function: Literal["silu", "gelu", "gelu_new", "relu"] = Field(
+    hidden_dim: int = architecture(4096, ge=1, description="Hidden dimension: width of the residual stream")
+    intermediate_dim: int = architecture(11008, ge=1, description="Hidden dimension of the gated MLP")
+    num_layers: int = architecture(32, ge=1, description="Number of layers (transformer blocks)")
+    num_heads: int = architecture(32, ge=1, description="Number of query heads per layer")
+    num_kv_heads: int | None = architecture(None, ge=1, description="Number of key and value heads; null: num_heads")
+    head_dim: int | None = architecture(None, ge=1, description="Head dimension; null: hidden_dim / num_heads")
+    activation_function: Literal["silu", "gelu", "gelu_new", "relu"] = architecture(
         "silu", description="Activation function of the MLP's gate"
     )
-    use_bias: bool = Field(False, description="Add biases to the linear layers of attention")
-    use_qkv_bias: bool = Field(False, description="Add biases to queries, keys and values only (Qwen2)")
-    use_mlp_bias: bool = Field(False, description="Add biases to the linear layers of the MLP")
-    sliding_window: int | None = Field(
+    use_bias: bool = architecture(False, description="Add biases to the linear layers of attention")
+    use_qkv_bias: bool = architecture(False, description="Add biases to queries, keys and values only (Qwen2)")
+    use_mlp_bias: bool = architecture(False, description="Add biases to the linear layers of the MLP")
+    sliding_window: int | None = architecture(
         None,
         ge=1,
         description="Sliding window: maximum number of tokens that a query sees (Mistral); null: all before it",
     )
-    qk_norm: Literal["none", "head", "all"] = Field(
+    qk_norm: Literal["none", "head", "all"] = architecture(
         "none",
         description="Normalization of queries and keys: head: within each head (Qwen3); all: over all heads (OLMo2)",
     )
-    norm_position: Literal["pre", "post"] = Field(
+    norm_position: Literal["pre", "post"] = architecture(
         "pre", description="Position of norms: pre: before attention and MLP; post: on their outputs (OLMo2)"
     )
-    norm_offset: bool = Field(False, description="Scale norms by 1 + weight (Gemma)")
-    scale_embeddings: bool = Field(False, description="Multiply the embeddings by sqrt(hidden_dim) (Gemma)")
-    tie_word_embeddings: bool = Field(False, description="Tie the output head to the embedding table")
-    rope: RopeConfig = Field(default_factory=RopeConfig, description="Rotary positions")
+    norm_offset: bool = architecture(False, description="Scale norms by 1 + weight (Gemma)")
+    scale_embeddings: bool = architecture(False, description="Multiply the embeddings by sqrt(hidden_dim) (Gemma)")
+    tie_word_embeddings: bool = architecture(False, description="Tie the output head to the embedding table")
+    rope: RopeConfig = architecture(default_factory=RopeConfig, description="Rotary positions")
 
     @model_validator(mode="after")
     def _kv_heads_divide(self) -> "LlamaConfig":
@@ -82,12 +84,9 @@ class LlamaConfig(BaseModelConfig):
         return False
 
     @property
-    def attention_needs(self) -> set[str]:
-        return super().attention_needs | ({"window"} if self.sliding_window is not None else set())
+    def mlp_dim(self) -> int:
+        return self.intermediate_dim
 
-    def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
-        """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
-        keys = flops.mean_keys(self.seq_len, causal, self.sliding_window)
-        block = flops.attention(self.hidden_dim, self.num_heads, self.kv_heads, self.head_width, keys)
-        block += flops.mlp(self.hidden_dim, self.intermediate_dim, matrices=3)
-        return self.num_layers * block + flops.linear(self.hidden_dim, vocab_size)  # and the head
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window

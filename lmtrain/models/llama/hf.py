@@ -4,29 +4,21 @@ transformers' Linear stores [out, in], so matrices are transposed; heads come fi
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import Row, Table
+from lmtrain.models.hf_settings import SameSetting, from_hf, to_hf
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.rope_config import RopeConfig
 
 DEFAULT_REF = "meta-llama/Llama-2-7b-hf"
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2")
 HAS_LEARNED_POSITIONS = False
 ALWAYS_HAS_BIASES = False
+PUBLISHED_DTYPE = "bfloat16"
 
 _L = "model.layers.{layer}."
 
-# Settings in which a relative differs from Llama; all others must be as in Llama.
-_RELATIVES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": True},
-    "qwen2": {"use_qkv_bias": True},
-    "qwen3": {"qk_norm": "head"},
-    "gemma": {"scale_embeddings": True, "norm_offset": True, "activation_function": "gelu_new"},
-    "olmo2": {"qk_norm": "all", "norm_position": "post"},
-}
 _LLAMA = {
     "use_qkv_bias": False,
     "sliding_window": False,
@@ -36,15 +28,43 @@ _LLAMA = {
     "scale_embeddings": False,
     "activation_function": "silu",
 }
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
+
+
+class _Relative(NamedTuple):
+    """A model_type of transformers: its class, the settings in which it differs from Llama, and how it reads a file.
+
+    `has_window` and `has_attention_bias`: its code reads these keys, other kinds ignore them. The others are values of
+    keys that a file lacks; of `num_key_value_heads` and `head_dim`, None: that of multi-head attention.
+    """
+
+    architecture: str
+    settings: dict[str, Any]
+    has_window: bool = False
+    has_attention_bias: bool = False
+    length: int = 2048
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    epsilon: float = 1e-6
+
+
+_GEMMA = {"scale_embeddings": True, "norm_offset": True, "activation_function": "gelu_new"}
+_OLMO2 = {"qk_norm": "all", "norm_position": "post"}
+_RELATIVES = {
+    "llama": _Relative("LlamaForCausalLM", {}, has_attention_bias=True),
+    "mistral": _Relative("MistralForCausalLM", {"sliding_window": True}, has_window=True, length=131_072, kv_heads=8),
+    "qwen2": _Relative("Qwen2ForCausalLM", {"use_qkv_bias": True}, has_window=True, length=32_768, kv_heads=32),
+    "qwen3": _Relative("Qwen3ForCausalLM", {"qk_norm": "head"}, True, True, 32_768, kv_heads=32, head_dim=128),
+    "gemma": _Relative("GemmaForCausalLM", _GEMMA, False, True, 8192, kv_heads=16, head_dim=256),
+    "olmo2": _Relative("Olmo2ForCausalLM", _OLMO2, has_attention_bias=True, epsilon=1e-5),
 }
-_HAS_ATTENTION_BIAS = {"llama", "qwen3", "gemma", "olmo2"}
+MODEL_TYPES = tuple(_RELATIVES)
+_SETTINGS = [
+    SameSetting("hidden_dim", "hidden_size", None),
+    SameSetting("intermediate_dim", "intermediate_size", None),
+    SameSetting("num_layers", "num_hidden_layers", None),
+    SameSetting("num_heads", "num_attention_heads", None),
+    SameSetting("initializer_range", "initializer_range", 0.02),
+]
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "relu": "relu"}
 
 
@@ -91,20 +111,17 @@ def canonical(name: str) -> str | None:
 def model_type(config: LlamaConfig) -> str:
     """The model_type of transformers. Raises `UserError` naming the setting if there is none."""
     ours = {name: getattr(config, name) for name in _LLAMA} | {"sliding_window": config.sliding_window is not None}
-    for kind, special in _RELATIVES.items():
-        if ours == _LLAMA | special or (kind == "llama" and _only_activation_differs(ours)):
+    for kind, relative in _RELATIVES.items():
+        differ = {name for name, value in (_LLAMA | relative.settings).items() if ours[name] != value}
+        if not differ or (kind == "llama" and differ == {"activation_function"}):
             return _check_biases(config, kind)
     unusual = [f"model.{name}: {getattr(config, name)}" for name, value in _LLAMA.items() if ours[name] != value]
     together = " together" if len(unusual) > 1 else ""
     raise UserError(f"{', '.join(unusual)}{together}: transformers has no such model type; cannot be exported")
 
 
-def _only_activation_differs(ours: dict[str, Any]) -> bool:
-    return ours | {"activation_function": "silu"} == _LLAMA
-
-
 def _check_biases(config: LlamaConfig, kind: str) -> str:
-    if config.use_bias and kind not in _HAS_ATTENTION_BIAS:
+    if config.use_bias and not _RELATIVES[kind].has_attention_bias:
         raise UserError(f"model.use_bias: transformers' {kind} has no such biases; cannot be exported")
     if config.use_mlp_bias and kind != "llama":
         raise UserError(f"model.use_mlp_bias: transformers' {kind} has no such biases; cannot be exported")
@@ -120,18 +137,14 @@ def to_hf_config(config: LlamaConfig, vocab_size: int, eos_id: int | None, bos_i
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     values: dict[str, Any] = {
         "model_type": kind,
-        "architectures": [_CLASSES[kind]],
+        "architectures": [_RELATIVES[kind].architecture],
         "vocab_size": vocab_size,
-        "hidden_size": config.hidden_dim,
-        "intermediate_size": config.intermediate_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+        **to_hf(_SETTINGS, config),
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
         "hidden_act": _ACTIVATIONS[config.activation_function],
         "hidden_activation": _ACTIVATIONS[config.activation_function],  # the name in gemma
         "max_position_embeddings": config.seq_len,
-        "initializer_range": config.initializer_range,
         "rms_norm_eps": config.layer_norm_epsilon,
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": config.use_bias,
@@ -164,28 +177,25 @@ def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
 def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the model that a `config.json` describes. Raises `UserError` for unsupported ones."""
     kind = values["model_type"]
-    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [name for name in sizes if name not in values]
+    relative = _RELATIVES[kind]
+    missing = [setting.theirs for setting in _SETTINGS if setting.default is None and setting.theirs not in values]
     if missing:
         raise UserError(f"config.json: {', '.join(missing)} missing")
-    length = values.get("max_position_embeddings", 2048)
-    special = {name: value for name, value in _RELATIVES[kind].items() if name != "sliding_window"}
+    length = values.get("max_position_embeddings", relative.length)
+    if values.get("use_bidirectional_attention") and kind == "gemma":
+        raise UserError("config.json: use_bidirectional_attention is not supported; attention is causal")
     return {
         "type": "llama",
-        **special,
+        **relative.settings,
+        **from_hf(_SETTINGS, values),
         "seq_len": length,
-        "hidden_dim": values["hidden_size"],
-        "intermediate_dim": values["intermediate_size"],
-        "num_layers": values["num_hidden_layers"],
-        "num_heads": values["num_attention_heads"],
-        "num_kv_heads": values.get("num_key_value_heads") or values["num_attention_heads"],
-        "head_dim": values.get("head_dim") or {"gemma": 256, "qwen3": 128}.get(kind),
+        "num_kv_heads": values.get("num_key_value_heads", relative.kv_heads) or values["num_attention_heads"],
+        "head_dim": values.get("head_dim") or relative.head_dim,
         "activation_function": _activation(values),
-        "use_bias": kind in _HAS_ATTENTION_BIAS and values.get("attention_bias", False),
-        "use_mlp_bias": values.get("mlp_bias", False),
+        "use_bias": relative.has_attention_bias and values.get("attention_bias", False),
+        "use_mlp_bias": kind == "llama" and values.get("mlp_bias", False),
         "sliding_window": _window(values),
-        "layer_norm_epsilon": values.get("rms_norm_eps", 1e-5 if kind == "olmo2" else 1e-6),
-        "initializer_range": values.get("initializer_range", 0.02),
+        "layer_norm_epsilon": values.get("rms_norm_eps", relative.epsilon),
         "tie_word_embeddings": values.get("tie_word_embeddings", kind == "gemma"),
         "rope": _rope_settings(values, length),
     }
@@ -214,16 +224,24 @@ def _activation(values: Mapping[str, Any]) -> str:
 
 
 def _window(values: Mapping[str, Any]) -> int | None:
-    """The sliding window, which must be the same in every layer; None for all keys."""
-    layers = values["num_hidden_layers"]
-    if values["model_type"] == "mistral":
-        window = values.get("sliding_window", 4096)
-        sliding = layers
-    else:
-        window = values.get("sliding_window", 4096) if values.get("use_sliding_window") else None
+    """The sliding window, which must be the same in every layer; None for all keys.
+
+    Only Qwen needs `use_sliding_window`.
+    """
+    kind, layers = values["model_type"], values["num_hidden_layers"]
+    if not _RELATIVES[kind].has_window:
+        return None
+    window, sliding = values.get("sliding_window", 4096), layers
+    if kind != "mistral":
+        window = window if values.get("use_sliding_window") else None
         sliding = max(layers - values.get("max_window_layers", 28), 0)
     if values.get("layer_types"):
         sliding = list(values["layer_types"]).count("sliding_attention")
+        if sliding and window is None:
+            raise UserError(
+                "config.json: layer_types has sliding_attention, but there is no sliding window (sliding_window, and "
+                "use_sliding_window in Qwen)"
+            )
     if window is None or sliding == 0:
         return None
     if sliding < layers:

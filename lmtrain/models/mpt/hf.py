@@ -11,15 +11,29 @@ from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import Row, Table
+from lmtrain.models.hf_settings import SameSetting, from_hf, to_hf
 from lmtrain.models.mpt.config import MptConfig
 
 DEFAULT_REF = "mosaicml/mpt-7b"
 MODEL_TYPES = ("mpt",)
 HAS_LEARNED_POSITIONS = False
 ALWAYS_HAS_BIASES = False
+PUBLISHED_DTYPE = "bfloat16"
 
 _B = "transformer.blocks.{layer}."
 _ALIBI_MAX, _MLP_SCALE = 8, 4
+
+_SETTINGS = [
+    SameSetting("seq_len", "max_seq_len", 2048),
+    SameSetting("hidden_dim", "d_model", 2048),
+    SameSetting("num_heads", "n_heads", 16),
+    SameSetting("num_layers", "n_layers", 24),
+    SameSetting("resid_pdrop", "resid_pdrop", 0.0),
+    SameSetting("embed_pdrop", "emb_pdrop", 0.0),
+    SameSetting("tie_word_embeddings", "tie_word_embeddings", True),
+]
+# In `attn_config`.
+_OF_ATTENTION = [SameSetting("clip_qkv", "clip_qkv", None), SameSetting("softmax_scale", "softmax_scale", None)]
 
 # Values of a file's `attn_config` that transformers assumes.
 _PLAIN_ATTENTION = {
@@ -69,36 +83,29 @@ def to_hf_config(config: MptConfig, vocab_size: int, eos_id: int | None, bos_id:
     """The `config.json`. Raises `UserError` naming the setting that transformers would ignore."""
     for name, value in (("alibi_bias_max", _ALIBI_MAX), ("mlp_scale", _MLP_SCALE)):
         if getattr(config, name) != value:
-            found = getattr(config, name)
-            raise UserError(f"model.{name}: {found}: transformers' mpt always has {value}; cannot be exported")
+            ours = getattr(config, name)
+            raise UserError(f"model.{name}: {ours}: transformers' mpt always has {value}; cannot be exported")
     return {
         "model_type": "mpt",
         "architectures": ["MptForCausalLM"],
         "vocab_size": vocab_size,
-        "d_model": config.hidden_dim,
-        "n_heads": config.num_heads,
-        "n_layers": config.num_layers,
+        **to_hf(_SETTINGS, config),
         "expansion_ratio": config.mlp_scale,
-        "max_seq_len": config.seq_len,
         "layer_norm_epsilon": config.layer_norm_epsilon,
         "initializer_range": config.initializer_range,
         "no_bias": True,
         "learned_pos_emb": False,
-        "resid_pdrop": config.resid_pdrop,
-        "emb_pdrop": config.embed_pdrop,
         "attn_config": {
             "attn_type": "multihead_attention",
             "attn_pdrop": 0,  # an integer in transformers; dropout in training does not matter after loading
             "attn_impl": "torch",
             "alibi": True,
             "alibi_bias_max": _ALIBI_MAX,
-            "clip_qkv": config.clip_qkv,
-            "softmax_scale": config.softmax_scale,
+            **to_hf(_OF_ATTENTION, config),
             "prefix_lm": False,
             "qk_ln": False,
             "attn_uses_sequence_id": False,
         },
-        "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": eos_id,
         "bos_token_id": bos_id,
     }
@@ -126,15 +133,8 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"config.json: {name} {values[name]} is not supported")
     return {
         "type": "mpt",
-        "seq_len": values.get("max_seq_len", 2048),
-        "hidden_dim": values.get("d_model", 2048),
-        "num_heads": values.get("n_heads", 16),
-        "num_layers": values.get("n_layers", 24),
+        **from_hf(_SETTINGS, values),
+        **from_hf(_OF_ATTENTION, attention),
         "layer_norm_epsilon": values.get("layer_norm_epsilon", values.get("norm_eps", 1e-5)),
-        "clip_qkv": attention.get("clip_qkv"),
-        "softmax_scale": attention.get("softmax_scale"),
         "attn_pdrop": attention.get("attn_pdrop", 0.0),
-        "resid_pdrop": values.get("resid_pdrop", 0.0),
-        "embed_pdrop": values.get("emb_pdrop", 0.0),
-        "tie_word_embeddings": values.get("tie_word_embeddings", True),
     }

@@ -6,7 +6,6 @@ from typing import Any
 from lmtrain.checkpoint.config import BestConfig
 from lmtrain.config.suggest import suggest_name
 from lmtrain.evaluation.config import EarlyStoppingConfig
-from lmtrain.run.trainer import TrainerConfig
 from lmtrain.runtime.logging import log
 
 
@@ -48,10 +47,10 @@ class BestSoFar:
     def _warn(self, metrics: Mapping[str, float]) -> None:
         """Report a metric that the first evaluation lacks: it may be misspelt, or have another interval."""
         if self.value is None and not self._warned:
+            self._warned = True
             near = suggest_name(self._config.metric, list(metrics))
             hint = f"; did you mean {near}?" if near else ""
             log.warning(f"{self._config.metric}: not among the metrics {', '.join(sorted(metrics)) or '(none)'}{hint}")
-            self._warned = True
 
 
 class Decisions:
@@ -70,10 +69,6 @@ class Decisions:
         self._keep = None if keep is None else BestSoFar(keep, saved.get("keep"))
         self._stop = None if stop is None else BestSoFar(stop, saved.get("stop"))
         self._patience = 0 if stop is None else stop.patience
-
-    @classmethod
-    def of(cls, trainer: TrainerConfig, saved: Mapping[str, Any]) -> "Decisions":
-        return cls(trainer.checkpointer.keep_best, trainer.early_stopping, saved)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -96,9 +91,12 @@ class Decisions:
         if self._stop is not None:
             self._stop.update(step, metrics)
             if self.ends:
+                value = "which was NaN in every evaluation"
+                if self._stop.value is not None:
+                    value = f"{self._stop.value:.4f} after step {self._stop.step:,}"
                 log.info(
                     f"early stopping after step {step:,}: {self._patience} evaluations without an improvement of "
-                    f"{self._stop.state['metric']} {self._stop.value:.4f} after step {self._stop.step:,}"
+                    f"{self._stop.state['metric']}, {value}"
                 )
         if self._keep is not None and self._keep.update(step, metrics):
             best = self._keep.state

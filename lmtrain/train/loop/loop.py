@@ -2,172 +2,171 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import jax
+
 from lmtrain.checkpoint.policies import Kind
-from lmtrain.evaluation.interface import Context
 from lmtrain.evaluation.registry import build_evaluators
 from lmtrain.evaluation.run import Evaluations
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.signals import StoppedError, StopRequest
+from lmtrain.runtime.stop_check import StopCheck
 from lmtrain.tracking.console import Console
-from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS, SAVING
-from lmtrain.train.loop.best import Decisions
+from lmtrain.tracking.timer import COMPILE, DATA, EVALUATION, HOOKS
+from lmtrain.train.loop.due import Due
 from lmtrain.train.loop.profiler import Profiler
 from lmtrain.train.loop.reporter import DivergedError, Reporter
-from lmtrain.train.loop.saver import Saver
+from lmtrain.train.loop.setup import Setup
 from lmtrain.train.program.compile import CompilingStep
-from lmtrain.train.program.program import Program
-from lmtrain.train.start.reporting import Reporting
-from lmtrain.train.step.agreement import Agreement, Requests, StopCheck
+from lmtrain.train.step.agreement import Agreement
 from lmtrain.train.step.state import TrainState
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A run that is ready for the step after `first_step` updates, with its `batches` from that step on.
-
-    `evaluation_pending`: the checkpoint that the run was resumed from has not been evaluated yet.
-    """
-
-    program: Program
-    state: TrainState
-    first_step: int
-    batches: Iterator[Any]
-    evaluation: Context
-    evaluation_pending: bool
-    saver: Saver
-    decisions: Decisions
-    reporting: Reporting
-    processes: Processes = ALONE
 
 
 def train(setup: Setup, stop: StopRequest, status: Callable[[], str] = lambda: "") -> bool:
     """Train to the last step, or until a stop is requested. Returns whether all steps are done and evaluated.
 
-    `status` returns further text for the progress display.
+    Until the first step has run, signals keep the effect that they have at the call. `status` returns further text for
+    the progress display.
 
     The order within a step matters: metrics, evaluation, export, then the checkpoint. Everything up to a checkpoint has
     been logged and exported before it is saved, so a run killed at any point ends up with every metric and export.
     """
-    program, saver, processes, decisions = setup.program, setup.saver, setup.processes, setup.decisions
-    trainer, timer = program.config.trainer, setup.reporting.timer
-    state, done, last_step = setup.state, setup.first_step, trainer.num_train_steps
-    agreement = Agreement(processes, program.layout)
-    console = Console(setup.reporting.title, last_step, done, processes.is_first, setup.reporting.trackers.losses)
-    evaluations = Evaluations(
-        build_evaluators(trainer, program.config.eval_harness, program.config.eval_harness_steps),
-        replace(setup.evaluation, check_stop=StopCheck(processes, stop), progress=console.evaluating),
-    )
-    reporter = Reporter(setup.reporting, program, agreement, evaluations, saver, console, done, status)
-    step = CompilingStep(program.train_step)
-    # only one process traces: JAX cannot write a Perfetto trace to a folder that other processes write to
-    profiler = Profiler(
-        trainer.profile if processes.is_first else None, os.path.join(setup.reporting.folder, "profiler")
-    )
-    setup.reporting.ledger.begin_steps(done, setup.reporting.facts)
-
-    def requests() -> Requests:
-        by_clock = processes.is_first and saver.is_time
-        return Requests(save=by_clock, stop=stop.requested, wait=reporter.has_long_steps)
-
-    def evaluate() -> bool:
-        """Run the evaluations that are due. False if a stop request ended them."""
-        try:
-            with timer.section(EVALUATION):
-                params, average = state.whole(state.params), state.ema_params and state.whole(state.ema_params)
-                found = evaluations.run(evaluations.due(done, last_step), params, average, done)
-        except StoppedError:
-            log.info(f"evaluation after step {done:,} interrupted; it is repeated when the run resumes")
-            return False
-        reporter.report_evaluation(done, found)
-        decisions.update(done, found.metrics)
-        return True
-
-    def close() -> None:
-        """In every case: complete a running save, and flush the logs."""
-        try:
-            with timer.section(SAVING):
-                saver.close(others_gone)
-        finally:
-            setup.reporting.ledger.write()  # time spent waiting for trackers is not training
-            if profiler.end():
-                setup.reporting.artifact(profiler.folder, "profile")
-            setup.reporting.provenance.finish()
-            setup.reporting.trackers.finish()
-
-    others_gone = False
-    evaluated = True
-    try:
-        saver.export_missed(state, done)
-        with console:
-            if setup.evaluation_pending:
-                evaluated = evaluate()
-            while evaluated and done < last_step and not decisions.ends:
-                profiler.step_begins()
-                try:
-                    with timer.section(DATA):
-                        batch = next(setup.batches)
-                except StoppedError:  # while waiting for data that is still being tokenized
-                    reporter.report(ends=True)
-                    if processes.count > 1:  # the others would have to save too, and may not have received the signal
-                        log.warning("stopped while waiting for data; the run resumes from the last checkpoint")
-                    elif done > setup.first_step:
-                        saver.save(state, done, Kind.TEMPORARY, at_once=True, decisions=decisions)
-                    break
-                mine = agreement.on_devices(requests())
-                with program.explaining_errors():
-                    if step.is_new(batch):
-                        reporter.report()  # the running step ends while the host compiles: its time would be wrong
-                        with timer.section(COMPILE):
-                            reporter.add(step.compile(state, batch, mine))
-                        setup.reporting.ledger.write()
-                    state, metrics, agreed = step(state, batch, mine)
-                done += 1
-                # This step is running now; the previous one is (nearly) finished. Reading the metrics of the previous
-                # step keeps the device busy.
-                reporter.report(keep=(done, metrics, agreed))
-                if agreement.waits(requests()):
-                    reporter.report()
-
-                last = done == last_step
-                granted = agreement.granted(requests())
-                evaluating, exporting = bool(evaluations.due(done, last_step)), saver.exports(done, last)
-                kind = saver.kind_at(done, granted.save or granted.stop, last)
-                if evaluating or kind is not None or exporting or profiler.is_last_step:
-                    # waits for this step: its loss is checked before anything is saved
-                    reporter.report(ends=last or granted.stop)
-                    with timer.section(HOOKS):
-                        if profiler.is_last_step and profiler.close():
-                            setup.reporting.artifact(profiler.folder, "profile")
-                    if evaluating:
-                        evaluated = evaluate()
-                        last = last or decisions.ends
-                    with timer.section(SAVING):
-                        if saver.exports(done, last):
-                            saver.export(state, done)
-                        # evaluation and export take long: also include requests made meanwhile
-                        granted |= agreement.granted(requests()) | Requests(stop=not evaluated)
-                        is_best = done == decisions.best_step
-                        kind = saver.kind_at(done, granted.save or granted.stop or is_best, last)
-                        if kind is not None:
-                            at_once = last or granted.stop
-                            saver.save(state, done, kind, at_once=at_once, decisions=decisions, evaluated=evaluated)
-                            agreement.saved(done)
-                with timer.section(HOOKS):
-                    saver.log_saved(done)
-                if granted.stop:
-                    break
-        reporter.report_end(done)
-    except DivergedError:
-        raise
-    except BaseException:
-        others_gone = processes.count > 1
-        raise
-    finally:
-        close()
+    loop = _Loop(setup, stop, status)
+    due, reporter, saver = loop.due, loop.reporter, setup.saver
+    state, step = setup.start.state, setup.start.step
+    with loop.closing(), loop.console:
+        saver.export_missed(state, step)
+        if setup.start.evaluation_pending:
+            loop.evaluate(state, step)
+        while not due.stop(step):
+            try:
+                batch = loop.next_batch()
+            except StoppedError:  # while waiting for data that is still being tokenized
+                loop.save_interrupted(state, step)
+                break
+            state, outputs = loop.run_step(state, batch)
+            step += 1
+            # This step is running now; the previous one is (nearly) finished. Reading the metrics of the previous
+            # step keeps the device busy.
+            reporter.report(keep=(step, *outputs))
+            if due.waits():
+                reporter.report()
+            due.step_done()
+            if due.anything(step) or loop.profiler.is_last_step:
+                # waits for this step: its loss is checked before anything is saved
+                reporter.report(ends=due.stop(step))
+                loop.close_profile()
+                if due.evaluations(step):
+                    loop.evaluate(state, step)
+                if due.export(step):
+                    saver.export(state, step)
+                if (kind := due.save(step)) is not None:
+                    saver.save(state, step, kind, at_once=due.stop(step), evaluated=due.evaluated)
+                    due.saved(step)
+            saver.log_saved(step)
+        reporter.report_end(step)
     if reporter.summary:
         log.info(reporter.summary)
-    return (done == last_step or decisions.ends) and evaluated
+    return due.complete(step)
+
+
+class _Loop:
+    """The parts of a training loop, and what each of its lines does."""
+
+    def __init__(self, setup: Setup, stop: StopRequest, status: Callable[[], str]):
+        program, reporting, processes = setup.program, setup.reporting, setup.evaluation.processes
+        trainer, last_step = program.config.trainer, program.config.trainer.num_train_steps
+        self._setup = setup
+        self._stop = stop
+        self._processes = processes
+        self._section = reporting.timer.section
+        self.console = Console(
+            reporting.title, last_step, setup.start.step, processes.is_first, reporting.trackers.losses
+        )
+        self._evaluations = Evaluations(
+            build_evaluators(trainer, program.config.eval_harness, program.config.eval_harness_steps),
+            replace(setup.evaluation, check_stop=StopCheck(processes, stop), progress=self.console.evaluating),
+        )
+        self.due = Due(last_step, self._evaluations, setup.saver, Agreement(processes, program.layout), stop)
+        self.reporter = Reporter(reporting, program, self.due, self.console, setup.start.step, status)
+        self._train_step = CompilingStep(program.train_step)
+        self._has_run = False
+        # only one process traces: JAX cannot write a Perfetto trace to a folder that other processes write to
+        self.profiler = Profiler(
+            trainer.profile if processes.is_first else None, os.path.join(reporting.folder, "profiler")
+        )
+        reporting.ledger.begin_steps(setup.start.step, reporting.facts)
+
+    def next_batch(self) -> Any:
+        """The batch of the next step. Raises `StoppedError` if a signal ended the build that it waits for."""
+        self.profiler.step_begins()
+        with self._section(DATA):
+            return next(self._setup.batches)
+
+    def run_step(self, state: TrainState, batch: Any) -> tuple[TrainState, tuple[Any, Any]]:
+        """Start a step; before that, compile the program for batches of a new size. Returns its outputs on devices."""
+        program, requests = self._setup.program, self.due.on_devices()
+        with program.explaining_errors():
+            if self._train_step.is_new(batch):
+                self.reporter.report()  # the running step ends while the host compiles: its time would be wrong
+                with self._section(COMPILE):
+                    self.reporter.add(self._train_step.compile(state, batch, requests))
+                self._setup.reporting.ledger.write()
+            state, *outputs = self._train_step(state, batch, requests)
+            if not self._has_run:
+                jax.block_until_ready(outputs)
+                self._stop.begin()  # from here on there is something to save
+                self._has_run = True
+        return state, tuple(outputs)
+
+    def evaluate(self, state: TrainState, step: int) -> None:
+        """Run the evaluations that are due, and report and record what they find, unless a stop request ends them."""
+        try:
+            with self._section(EVALUATION):
+                params, average = state.with_base(state.params), state.ema_params and state.with_base(state.ema_params)
+                findings = self._evaluations.run(self.due.evaluations(step), params, average, step)
+        except StoppedError:
+            log.info(f"evaluation after step {step:,} interrupted; it is repeated when the run resumes")
+            self.due.evaluated = False
+            return
+        self.reporter.report_evaluation(step, findings)
+        self._setup.saver.decisions.update(step, findings.metrics)
+
+    def close_profile(self) -> None:
+        """Write the profiler's trace if it is complete with this step."""
+        with self._section(HOOKS):
+            if self.profiler.is_last_step and self.profiler.close():
+                self._setup.reporting.artifact(self.profiler.folder, "profile")
+
+    def save_interrupted(self, state: TrainState, step: int) -> None:
+        """Save the steps of this start when a signal ends the run while it waits for data."""
+        self.reporter.report(ends=True)
+        if self._processes.count > 1:  # the others would have to save too, and may not have received the signal
+            log.warning("stopped while waiting for data; the run resumes from the last checkpoint")
+        elif self._has_run:
+            self._setup.saver.save(state, step, Kind.TEMPORARY, at_once=True)
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """In every case: complete a running save, and flush the logs."""
+        reporting, others_gone = self._setup.reporting, False
+        try:
+            yield
+        except DivergedError:  # in all processes
+            raise
+        except BaseException:
+            others_gone = self._processes.count > 1
+            raise
+        finally:
+            try:
+                self._setup.saver.close(others_gone)
+            finally:
+                reporting.ledger.write()  # time spent waiting for trackers is not training
+                if self.profiler.end():
+                    reporting.artifact(self.profiler.folder, "profile")
+                reporting.provenance.finish()
+                reporting.trackers.finish()
+                self._stop.end()

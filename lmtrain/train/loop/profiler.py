@@ -4,6 +4,7 @@ import os
 
 import jax
 
+from lmtrain.config.counts import counted
 from lmtrain.run.trainer import ProfilerConfig
 from lmtrain.runtime.logging import log
 
@@ -19,14 +20,12 @@ class Profiler:
         self.folder = folder
         self._steps = 0
         self._tracing = False
-        self._begun = False
 
     def step_begins(self) -> None:
         """Called before each step; starts the trace when it is due."""
         self._steps += 1
         if self._config is None or self._steps != self._config.start_step + 1:
             return
-        self._begun = True
         try:
             os.makedirs(self.folder, exist_ok=True)
             options = jax.profiler.ProfileOptions()
@@ -37,7 +36,7 @@ class Profiler:
             log.warning(f"profiler: cannot write a trace to {self.folder}: {error}; training continues without it")
             return
         self._tracing = True
-        log.info(f"profiling {self._config.num_steps} steps into {self.folder}")
+        log.info(f"profiling {counted(self._config.num_steps, 'step')} into {self.folder}")
 
     @property
     def is_last_step(self) -> bool:
@@ -48,10 +47,10 @@ class Profiler:
 
     def end(self) -> bool:
         """Like `close`, at the end of a run; logs a warning if the trace never started."""
-        if self._config is not None and not self._begun:
+        if self._config is not None and self._steps <= self._config.start_step:
             log.warning(
-                f"profiler: no trace written, as only {self._steps} steps ran after this start and start_step is "
-                f"{self._config.start_step}"
+                f"profiler: no trace written, as only {counted(self._steps, 'step')} ran after this start and "
+                f"start_step is {self._config.start_step}"
             )
         return self.close()
 

@@ -1,28 +1,23 @@
 """Reports steps to the trackers, the terminal and the goodput ledger, one step late."""
 
 import math
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from lmtrain.config.errors import RunError
-from lmtrain.evaluation.run import Evaluations, Findings
+from lmtrain.evaluation.run import Findings
 from lmtrain.runtime.logging import log
 from lmtrain.tracking.console import Console
 from lmtrain.tracking.live import Evaluated, Shown
 from lmtrain.tracking.timer import HOOKS
+from lmtrain.train.loop.due import Due
 from lmtrain.train.loop.memory_in_use import memory_in_use
-from lmtrain.train.loop.saver import Saver
 from lmtrain.train.loop.throughput import Throughput
 from lmtrain.train.program.program import Program
 from lmtrain.train.start.reporting import Reporting
-from lmtrain.train.step.agreement import Agreement
 from lmtrain.train.step.norms import WATCH
-
-# Number of steps over which the displayed speed is averaged.
-_RECENT = 20
 
 
 class DivergedError(RunError):
@@ -36,34 +31,23 @@ class Reporter:
         self,
         reporting: Reporting,
         program: Program,
-        agreement: Agreement,
-        evaluations: Evaluations,
-        saver: Saver,
+        due: Due,
         console: Console,
         first_step: int,
-        status: Callable[[], str],
+        status: Callable[[], str] = lambda: "",
     ):
         self._reporting = reporting
         self._program = program
         self._config = program.config.trainer
         self._sizes = self._config.batch_sizes
-        self._agreement = agreement
-        self._evaluations = evaluations
-        self._saver = saver
+        self._due = due
         self._console = console
         self._status = status
-        self._throughput = Throughput(reporting.work, program.config.model.seq_len, reporting.timer)
-        self._waiting: tuple[int, Any, Any] | None = None
+        self._throughput = Throughput(reporting.flops, program.config.model.seq_len, reporting.timer)
+        self._pending: tuple[int, Any, Any] | None = None
         self._evaluated: Evaluated | None = None
         self._extra: dict[str, float] = {}
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
-        self._reported = 0
         self._ledger_at = first_step  # last step with ledger metrics: each step logs them once
-
-    @property
-    def has_long_steps(self) -> bool:
-        """Whether steps take several seconds, as far as is known."""
-        return self._throughput.has_long_steps
 
     @property
     def summary(self) -> str:
@@ -79,10 +63,10 @@ class Reporter:
 
         `ends`: `report_end` will be called for the same step. Raises `DivergedError`.
         """
-        waiting, self._waiting = self._waiting, keep
-        if waiting is None:
+        pending, self._pending = self._pending, keep
+        if pending is None:
             return
-        step, on_device, requests = waiting
+        step, on_device, requests = pending
         watch, sizes = self._program.watch, self._sizes
         norms = on_device.pop(WATCH, {})
         waited = not on_device["train/loss"].is_ready()
@@ -90,8 +74,8 @@ class Reporter:
             metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
             if watch.shows(step):
                 metrics |= watch.by_name(jax.device_get(norms))
-        self._agreement.learn(step, jax.device_get(requests))
         metrics |= self._throughput.step_done(sizes.at(step - 1), sizes.before(step), waited)
+        self._due.learn(step, jax.device_get(requests), self._throughput.last_step_seconds)
         with self._reporting.timer.section(HOOKS):
             ledger = self._reporting.ledger.step_done(step)
             if ledger and not ends:
@@ -102,18 +86,18 @@ class Reporter:
             self._check(step, metrics["train/loss"])
             self._show(step, metrics)
 
-    def report_evaluation(self, step: int, found: Findings) -> None:
-        """Log the findings of the evaluations after `step` updates."""
-        metrics = found.metrics
+    def report_evaluation(self, step: int, findings: Findings) -> None:
+        """Log and show the findings of the evaluations after `step` updates."""
+        metrics = findings.metrics
         with self._reporting.timer.section(HOOKS):
             if metrics:
                 self._reporting.trackers.log(metrics, step)
-            if found.texts:
-                self._reporting.trackers.text(found.texts, step)
+            if findings.texts:
+                self._reporting.trackers.text(findings.texts, step)
             if "eval/loss" in metrics:
                 self._evaluated = Evaluated(step, metrics["eval/loss"])
                 self._console.show_evaluation(self._evaluated)
-            for line in found.lines:
+            for line in findings.lines:
                 log.info(f"step {step}: {line}")
 
     def report_end(self, step: int) -> None:
@@ -123,13 +107,7 @@ class Reporter:
             self._reporting.trackers.log(self._reporting.ledger.metrics() | memory_in_use(jax.local_devices()), step)
 
     def _show(self, step: int, metrics: dict[str, float]) -> None:
-        self._reported += 1
-        if self._reported <= 3:  # the first waits for the compiler, and the second was dispatched while it did
-            self._recent.clear()
-        self._recent.append((metrics["throughput/tokens_per_second"], metrics["throughput/duration"]))
-        whole = sum(seconds for _, seconds in self._recent)
-        tokens_per_second = sum(rate * seconds for rate, seconds in self._recent) / whole
-        seconds = whole / len(self._recent)
+        tokens_per_second, seconds = self._throughput.recent
         self._console.show(
             Shown(
                 step=step,
@@ -137,10 +115,10 @@ class Reporter:
                 learning_rate=metrics["train/learning_rate"],
                 tokens_per_second=tokens_per_second,
                 seconds_per_step=seconds,
-                mfu=self._reporting.work.rates(tokens_per_second).get("throughput/mfu"),
+                mfu=self._reporting.flops.rates(tokens_per_second).get("throughput/mfu"),
                 evaluated=self._evaluated,
-                next_evaluation=self._evaluations.next_after(step, self._config.num_train_steps),
-                next_save=self._saver.next_save(step, seconds),
+                next_evaluation=self._due.next_evaluation(step),
+                next_save=self._due.next_save(step, seconds),
                 status=self._status(),
             )
         )

@@ -1,1 +1,1 @@
-"""The compiled program of a run: planning, memory estimate, layout of its arrays, XLA options."""
+"""The program of a run: what it computes, how its arrays are split, its FLOPs, and advice if memory is short."""

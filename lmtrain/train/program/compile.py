@@ -1,23 +1,22 @@
-"""Ahead-of-time compilation of the step, to log how long it takes and how large the program is."""
+"""Ahead-of-time compilation of the step, to log how long it takes."""
 
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache as compilation_cache_of_jax
 
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.progress import format_bytes
-from lmtrain.sharding.within import Within
+from lmtrain.sharding.mesh_function import MeshFunction
 
 
 class CompilingStep:
     """The train step, compiled at the first batch of each size; each compilation is logged."""
 
-    def __init__(self, step: Within):
+    def __init__(self, step: MeshFunction):
         self._step = step
         self._known: set[tuple[int, ...]] = set()
 
@@ -28,27 +27,20 @@ class CompilingStep:
     def compile(self, state: Any, batch: Any, requests: Any = None) -> dict[str, float]:
         """Compile for batches of this shape. The next call reuses the program, which JAX caches by its arguments.
 
-        Returns `compile/tracing_seconds`, `compile/seconds` (in XLA or its cache) and `compile/hlo_bytes`,
-        the size of the optimized program.
+        Returns `compile/tracing_seconds`, and `compile/seconds` in XLA or its cache.
         """
         began = time.perf_counter()
         lowered = self._step.lower(state, batch, requests)
         traced = time.perf_counter()
-        compiled = lowered.compile()
+        lowered.compile()
         done = time.perf_counter()
         shape = batch["tokens"].shape
         self._known.add(shape)
-        metrics = {"compile/tracing_seconds": traced - began, "compile/seconds": done - traced}
-        size = ""
-        with suppress(Exception):  # not every backend exposes its program
-            modules = compiled.runtime_executable().hlo_modules()
-            metrics["compile/hlo_bytes"] = float(sum(len(one.as_serialized_hlo_module_proto()) for one in modules))
-            size = f", {format_bytes(metrics['compile/hlo_bytes'])} of HLO"
         log.info(
             f"compiled the step for {shape[0]} sequences of {shape[1]} tokens: {traced - began:.1f} s of tracing, "
-            f"{done - traced:.1f} s of XLA{size}"
+            f"{done - traced:.1f} s of XLA"
         )
-        return metrics
+        return {"compile/tracing_seconds": traced - began, "compile/seconds": done - traced}
 
     def __call__(self, state: Any, batch: Any, requests: Any = None) -> Any:
         return self._step(state, batch, requests)

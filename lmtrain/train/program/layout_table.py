@@ -17,7 +17,7 @@ from lmtrain.sharding.mesh import Layout
 
 
 @dataclass(frozen=True)
-class _Row:
+class _ParameterRow:
     parameter: str
     dimensions: str
     size: int
@@ -41,9 +41,9 @@ def layout_table(model: LanguageModel, layout: Layout, dtype: str, base_dtype: s
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         own = base_dtype if base_dtype and name.startswith(f"{BASE}/") else dtype
         size = math.prod(box.value.shape) * jax.numpy.dtype(own).itemsize // parts
-        rows.append(_Row(name, ", ".join(dims), math.prod(box.value.shape), format_bytes(size)))
+        rows.append(_ParameterRow(name, ", ".join(dims), math.prod(box.value.shape), format_bytes(size)))
     lines: list[str] = make_table(rows).splitlines()
-    lines[1] = lines[1].replace("_", " ")  # headings are field names of _Row
+    lines[1] = lines[1].replace("_", " ")  # headings are field names of _ParameterRow
     return lines
 
 

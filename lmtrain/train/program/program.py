@@ -8,42 +8,38 @@ from typing import Any
 import jax
 
 from lmtrain.config.describe import written
-from lmtrain.config.errors import RunError
 from lmtrain.evaluation.eval_step import build_eval_step
-from lmtrain.lora.model import adapt
-from lmtrain.models.attention_backends import choose_attention
-from lmtrain.models.flops import attention_flops
+from lmtrain.lora.model import adapt, trainable
+from lmtrain.models.attention.choose import Choice, choose_attention, log_attention
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import parameter_axes
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.registry import build_objective
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
+from lmtrain.run.batching import Batching, check_seq_len, choose_batching
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
-from lmtrain.sharding.mesh import Layout, plan_layout, platform_of
+from lmtrain.runtime.xla_options import Option, refused_option, xla_options
+from lmtrain.sharding.mesh import Layout, build_layout, platform_of
+from lmtrain.sharding.mesh_function import MeshFunction
 from lmtrain.sharding.placement import bytes_per_device
-from lmtrain.sharding.within import Within
-from lmtrain.train.program.batching import Batching, check_seq_len, plan_batching
-from lmtrain.train.program.xla_options import Option, refused_option, xla_options
+from lmtrain.train.program.out_of_memory import MemoryUse, OutOfMemoryError, device_memory
 from lmtrain.train.step.ema import build_averaging
 from lmtrain.train.step.norms import Watch
-from lmtrain.train.step.state import TrainState, init_state, state_shardings, trainable
-from lmtrain.train.step.step import build_train_step
+from lmtrain.train.step.state import TrainState, init_state, state_shardings
+from lmtrain.train.step.step import TrainStep, build_train_step
 
 # Signs of an out-of-memory error in XLA's messages.
 _SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
-
-
-class OutOfMemoryError(RunError):
-    """A device has not enough memory for the run; the message lists what uses it and which settings to change."""
 
 
 @dataclass(frozen=True)
 class Program:
     """The program of a run. `abstract` and `shardings` are the state's shapes and shardings.
 
-    `train_step` is compiled at its first call. `platform` of the devices: cpu, gpu or tpu.
+    `train_step` is compiled at its first call. `platform` of the devices: cpu, gpu or tpu. `attention` is the kernel's
+    name and the reason for the choice.
     """
 
     config: RunConfig
@@ -53,9 +49,10 @@ class Program:
     batching: Batching
     abstract: TrainState
     shardings: TrainState
-    train_step: Within
+    train_step: MeshFunction
     watch: Watch
     platform: str
+    attention: Choice
 
     def init(self, base: Any = None) -> TrainState:
         """A newly initialized state. With LoRA, `base` are the frozen parameters; None: newly initialized too."""
@@ -78,7 +75,7 @@ class Program:
             for name, dtype in self.config.batch_types.items()
         }
 
-    def eval_step(self, token_bytes: Any = None) -> Within:
+    def eval_step(self, token_bytes: Any = None) -> MeshFunction:
         """The evaluation step: (params, batch) -> (summed loss, targets, bytes of their text).
 
         `token_bytes` [V] are the lengths of the tokens' texts in bytes, if the tokenizer is known.
@@ -89,7 +86,7 @@ class Program:
     def eval_example(self) -> tuple[Any, Any]:
         """Abstract parameters and an abstract evaluation batch, each array with its sharding."""
         state, _ = self.example()
-        return state.whole(state.params), self._batch(self.batching.eval_batch)
+        return state.with_base(state.params), self._batch(self.batching.eval_batch)
 
     def compile(self) -> Any:
         """The step compiled for its largest batch, without any arrays: has `as_text()` and `memory_analysis()`."""
@@ -99,11 +96,6 @@ class Program:
     def xla_options(self) -> dict[str, Option]:
         """XLA options for this run's platform."""
         return xla_options(self.config.trainer.xla_options, self.platform)
-
-    @property
-    def attention(self) -> str:
-        """The attention backend's name."""
-        return attention_choice(self.config, self.platform)[0]
 
     @property
     def forward_flops_per_token(self) -> tuple[float, float]:
@@ -121,7 +113,7 @@ class Program:
         full, causal = self.forward_flops_per_token
         if self.config.lora is None:
             return 3 * full, 3 * causal
-        scores, causal_scores = attention_flops(self.config.model, full, causal)
+        scores, causal_scores = self.config.model.attention_flops(full, causal)
         return 2 * full + scores, 2 * causal + causal_scores
 
     @property
@@ -133,8 +125,14 @@ class Program:
     @property
     def state_bytes(self) -> dict[str, int]:
         """Bytes per device of each part of the state, stored throughout the run."""
-        places = self.shardings.in_memory
-        return {name: bytes_per_device(part, places[name]) for name, part in self.abstract.in_memory.items()}
+        shardings = self.shardings.in_memory
+        return {name: bytes_per_device(part, shardings[name]) for name, part in self.abstract.in_memory.items()}
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        """What is known of the step's memory without compiling it."""
+        microbatches = max(self.batching.num_microbatches.values())
+        return MemoryUse(self.config, dict(self.layout.mesh.shape), self.rows, microbatches, self.state_bytes)
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:
@@ -149,33 +147,34 @@ class Program:
                 raise refused from error
             if not any(sign in str(error) for sign in _SIGNS):
                 raise
-            from lmtrain.train.program.advice import explain_out_of_memory
+            capacity = device_memory(jax.local_devices()[0])
+            raise OutOfMemoryError(self.memory_use.explain(str(error), capacity)) from error
 
-            raise OutOfMemoryError(explain_out_of_memory(self, str(error))) from error
 
-
-def plan_program(
+def build_program(
     config: RunConfig,
     vocab_size: int,
     devices: Sequence[Any] | None = None,
     platform: str | None = None,
-    islands: Sequence[int] | None = None,
+    slice_ids: Sequence[int] | None = None,
 ) -> Program:
     """The program of a run on `devices`, by default JAX's. They may belong to a topology that does not exist here.
 
-    `platform` overrides the platform of `devices` if they stand in for other devices; `islands`: see `plan_layout`.
+    `platform` overrides the platform of `devices` if they stand in for other devices; `slice_ids`: see `build_layout`.
 
     Raises `UserError` for settings that do not fit the devices.
     """
     trainer = config.trainer
     devices = jax.devices() if devices is None else devices
-    layout = plan_layout(trainer, devices, islands)
+    layout = build_layout(trainer, devices, slice_ids)
     log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
-    batching = plan_batching(trainer, layout.num_batch_shards)
+    batching = choose_batching(trainer, layout.num_batch_shards)
     check_seq_len(config.model.seq_len, layout.num_parts("act_seq"))
     platform = platform or platform_of(devices[0])
-    attention = plan_attention(config, platform)
-    model = adapt(config.lora, config.model, build_model(config.model, vocab_size, attention))
+    needs = config.attention_needs()
+    attention = choose_attention(needs, platform)
+    log_attention(attention, needs, platform)
+    model = adapt(config.lora, config.model, build_model(config.model, vocab_size, attention.name))
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     axes = trainable(model, parameter_axes(model))
     optimizer = build_optimizer(config.optimizer, schedule, axes)
@@ -192,50 +191,19 @@ def plan_program(
     options = xla_options(trainer.xla_options, platform)
     if options:
         log.info(f"XLA options: {', '.join(f'{name}={written(value)}' for name, value in options.items())}")
-    train_step = build_train_step(
+    step = TrainStep(
         model,
+        build_objective(config.objective, config.z_loss_weight),
         optimizer,
         schedule,
-        layout,
-        shardings,
+        batching.num_microbatches,
         seed=trainer.seed,
         compute_dtype=trainer.precision.compute,
-        num_microbatches=batching.num_microbatches,
-        dropout=model.has_dropout,
-        objective=build_objective(config.objective, config.z_loss_weight),
         hessian=config.optimizer.hessian,
         averaging=averaging,
         watch=watch,
-        options=options,
     )
-    return Program(config, model, optimizer, layout, batching, abstract, shardings, train_step, watch, platform)
-
-
-def plan_attention(config: RunConfig, platform: str, trains: bool = True) -> str:
-    """The attention backend of this run on a platform (cpu, gpu, tpu); logged with the reason for the choice.
-
-    Raises `UserError` if the requested backend does not support the run.
-    """
-    name, why = attention_choice(config, platform, trains)
-    slow = platform != "cpu" and config.model.attn_backend == "auto" and name in ("xla", "blockwise")
-    (log.warning if slow else log.info)(f"attention: {name} ({why})")
-    if config.model.flash_attention_block_size is not None and name in ("xla", "cudnn", "triton"):
-        log.info(f"model.flash_attention_block_size: ignored by the attention backend {name}")
-    return name
-
-
-def attention_choice(config: RunConfig, platform: str, trains: bool = True) -> tuple[str, str]:
-    """The attention backend on a platform, and the reason for it. Raises `UserError` like `plan_attention`.
-
-    `trains` false: neither dropout nor derivatives are needed.
-    """
-    model, needs = config.model, config.model.attention_needs
-    if config.data.mask_across_documents:
-        needs.add("segments")
-    if config.trainer.precision.compute == "float32":
-        needs.add("float32")
-    if config.optimizer.hessian == "hutchinson":
-        needs.add("second_derivatives")
-    if not trains:
-        needs -= {"dropout", "second_derivatives"}
-    return choose_attention(model.attn_backend, needs, platform, model.seq_len)
+    train_step = build_train_step(step, layout, shardings, options)
+    return Program(
+        config, model, optimizer, layout, batching, abstract, shardings, train_step, watch, platform, attention
+    )

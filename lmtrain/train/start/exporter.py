@@ -1,52 +1,38 @@
 """Hugging Face exports of trained models, also in the background of a run."""
 
 import os
-import re
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from lmtrain.config.errors import UserError
-from lmtrain.hf.export import DTYPES, Export, Origin, write_export
-from lmtrain.hf.export_folder import export_folder, is_missing
+from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.lora.model import ADAPTERS, AdaptedModel
-from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.registry import hf_family
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.logging import log
+from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.storage import is_url, join
 from lmtrain.sharding.mesh import Layout
-from lmtrain.train.start.hf_model import hf_ref
-from lmtrain.train.start.hf_params import gather_tensors, plan_hf_pieces
-from lmtrain.train.start.peft_params import plan_adapter_export
-
-
-def plan_export(
-    config: ModelConfig, model: LanguageModel, tokenizer: Tokenizer, dtype: str, origin: Origin | None = None
-) -> Export:
-    """An export without the values. Raises `UserError` naming a setting that the target format cannot represent."""
-    family = hf_family(config.type)
-    hf_config = family.to_hf_config(config, model.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
-    extra = family.extra_files() if hasattr(family, "extra_files") else {}
-    return Export(plan_hf_pieces(config, model), hf_config, extra, tokenizer, dtype, origin, config.seq_len)
+from lmtrain.weights.export import build_adapter_export, build_export
+from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin, export_folder, is_missing, remove_interrupted_steps
+from lmtrain.weights.gather import gather_tensors
+from lmtrain.weights.hf_config import hf_ref
+from lmtrain.weights.write_export import DTYPES, write_export
 
 
 def _prepare(folder: str) -> None:
     """Create the folder, and remove partial exports of a killed process. Raises `UserError` if it cannot be created."""
-    if is_url(folder):
-        return
-    folder = os.path.expanduser(folder)
     try:
-        os.makedirs(folder, exist_ok=True)
-        for name in os.listdir(folder):
-            if re.fullmatch(r"step-\d+\.(tmp|old)-\d+", name):
-                shutil.rmtree(os.path.join(folder, name))
+        if not is_url(folder):
+            os.makedirs(os.path.expanduser(folder), exist_ok=True)
+        remove_interrupted_steps(folder)
     except OSError as error:
         raise UserError(f"hf_save_path: {folder} cannot be created: {error.strerror}") from None
 
@@ -62,30 +48,36 @@ class Exporter:
     def __init__(
         self,
         config: RunConfig,
-        origin: Origin,
+        origin: ModelOrigin,
         model: LanguageModel,
         tokenizer: Tokenizer,
         layout: Layout,
-        is_first: bool,
+        processes: Processes,
+        chat_template: ChatTemplate | None = None,
     ):
         self._every = config.hf_save_steps
         self._upload_to = config.hf_upload
         self._folder = export_folder(config.hf_save_path, origin.run)
         self._last_step = config.trainer.num_train_steps
-        if self._folder is not None and is_first:
+        if self._folder is not None and processes.is_first:
             _prepare(self._folder)
         self._run = origin.run
         dtype = config.hf_save_dtype or config.trainer.precision.params
-        self._export: Export
         if isinstance(model, AdaptedModel):
-            self._export = plan_adapter_export(config, model, tokenizer, dtype, origin, hf_ref(config))
+            export = build_adapter_export(config, model, tokenizer, dtype, origin, hf_ref(config))
         else:
-            self._export = plan_export(config.model, model, tokenizer, dtype, origin)
+            export = build_export(config.model, model, tokenizer, dtype, origin)
+        self._export = replace(export, chat_template=chat_template)
         self._layout = layout
         self._vocab_size = model.vocab_size
-        self._is_first = is_first
+        self._processes = processes
         self._thread: threading.Thread | None = None
         self.failed: list[int] = []
+
+    def set_base(self, base: BaseIdentity) -> None:
+        """Record the base of the adapters, which is loaded later than the exporter is created."""
+        assert self._export.origin is not None
+        self._export = replace(self._export, origin=self._export.origin._replace(base=base))
 
     def due(self, step: int, last: bool) -> bool:
         """Whether the state after `step` updates is to be exported."""
@@ -95,7 +87,8 @@ class Exporter:
         """Whether a run that resumes after `step` was killed before the export of that step was complete."""
         if step == 0 or not self.due(step, last=step >= self._last_step):
             return False
-        return is_missing(self._folder, step)
+        # the first process removes interrupted exports, so another may see them before or after
+        return bool(gather(self._processes, "export", is_missing(self._folder, step))[0])
 
     def export(self, step: int, params: Any) -> None:
         """Copy the parameters to the host, then write and upload them in the background."""
@@ -104,9 +97,9 @@ class Exporter:
         params = params[ADAPTERS] if self._export.is_adapter else params
         copied = []
         for tensor in gather_tensors(params, self._export.pieces, self._layout, self._vocab_size):
-            if self._is_first:
+            if self._processes.is_first:
                 copied.append(tensor.astype(dtype))
-        if self._is_first:
+        if self._processes.is_first:
             self._thread = threading.Thread(target=self._write, args=(step, copied), name=f"export of step {step}")
             self._thread.start()
 

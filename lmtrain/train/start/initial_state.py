@@ -21,17 +21,18 @@ import jax.numpy as jnp
 from lmtrain.checkpoint.checkpointer import Checkpointer
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.checkpoint.verify import choose_checkpoint
-from lmtrain.config.differences import describe_differences
-from lmtrain.config.errors import UserError
+from lmtrain.config.differences import require_equal
+from lmtrain.config.errors import UserError, errors_of
+from lmtrain.lora.model import AdaptedModel
 from lmtrain.optim.optimizer import restart_schedule
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.train.program.program import Program
-from lmtrain.train.start.base import Base
 from lmtrain.train.start.restore import restore_state
 from lmtrain.train.start.resume import check_same_run
 from lmtrain.train.step.state import TrainState
+from lmtrain.weights.lora_base import LoraBase
 
 _IGNORED = "ignored, as this run has checkpoints and resumes from them; to roll back, move later step-N folders away"
 
@@ -58,10 +59,8 @@ def own_checkpoint(config: RunConfig, checkpointer: Checkpointer, processes: Pro
             log.info(f"trainer.load_checkpoint_path: {_IGNORED}")
         return own
     if trainer.load_checkpoint_path is not None:
-        try:
+        with errors_of("trainer.load_checkpoint_path"):
             return choose_checkpoint(trainer.load_checkpoint_path, trainer.checkpointer.verify_on_restore, processes)
-        except UserError as error:
-            raise UserError(f"trainer.load_checkpoint_path: {error}") from None
     if trainer.load_checkpoint:
         raise UserError(
             f"trainer.load_checkpoint: no complete checkpoint in {checkpointer.path}; set it to null for a new run"
@@ -75,7 +74,7 @@ def begin(
     run_info: Mapping[str, Any],
     begin_from_hf: str | None,
     processes: Processes = ALONE,
-    base: Base | None = None,
+    base: LoraBase | None = None,
 ) -> tuple[TrainState, int]:
     """The state to train from, and its number of finished updates; `own` is the checkpoint the run resumes from.
 
@@ -100,7 +99,7 @@ def begin(
             log.info(f"{name}: {_IGNORED}")
         return _restore(program, own, partial), own.step
     if base is not None:
-        return _new_adapters(program, base.params), 0
+        return _new_adapters(program, base), 0
     if trainer.initialize_from is not None:
         checkpoint = _other_run("trainer.initialize_from", trainer.initialize_from, run_info, program, processes)
         if checkpoint.step >= trainer.num_train_steps:
@@ -120,7 +119,7 @@ def begin(
     with program.explaining_errors():
         state = program.init()
     if begin_from_hf is not None:
-        from lmtrain.train.start.hf_params import load_hf_params
+        from lmtrain.weights.load_hf import load_hf_params
 
         params = load_hf_params(begin_from_hf, config.model, program.model, program.layout, trainer.precision.params)
         ema_params = trainer.model_averaging and jax.tree.map(jnp.copy, params)
@@ -131,17 +130,19 @@ def begin(
     return state, 0
 
 
-def _new_adapters(program: Program, base: Any) -> TrainState:
+def _new_adapters(program: Program, base: LoraBase) -> TrainState:
     """The initial state of a run with LoRA."""
     with program.explaining_errors():
-        state = program.init(base)
+        state = program.init(base.params)
     lora = program.config.lora
     if lora is None or lora.initialize_from is None:
         log.info(f"a new run: adapters are initialized from trainer.seed {program.config.trainer.seed}")
         return state
-    from lmtrain.train.start.peft_params import load_peft_adapter
+    from lmtrain.weights.load_peft import check_base, load_peft_adapter
 
-    params = load_peft_adapter(program, lora.initialize_from)
+    assert isinstance(program.model, AdaptedModel)
+    check_base(lora, base.identity)
+    params = load_peft_adapter(program.config, program.model, program.layout, lora.initialize_from)
     log.info(f"starting from the adapters of {lora.initialize_from}")
     return state.replace(params=params, ema_params=state.ema_params and jax.tree.map(jnp.copy, params))
 
@@ -167,17 +168,12 @@ def _other_run(
 ) -> Checkpoint:
     """The newest checkpoint at `path`. Raises `UserError` if it is not of the same model and optimizer."""
     trainer = program.config.trainer
-    try:
+    with errors_of(setting):
         checkpoint = choose_checkpoint(path, trainer.checkpointer.verify_on_restore, processes)
-    except UserError as error:
-        raise UserError(f"{setting}: {error}") from None
-    saved, ours = (
-        {name: info["identity"].get(name) for name in _SAME_STATE} for info in (checkpoint.read_run_info(), run_info)
-    )
-    if trainer.allow_partial_checkpoint:  # then the shapes of the arrays are checked instead
-        saved, ours = ({name: part[name] for name in ("tokenizer",)} for part in (saved, ours))
-    differences = describe_differences(saved, ours, "the checkpoint", "this config")
-    if differences:
-        report = "\n".join(f"  {line}" for line in differences)
-        raise UserError(f"{setting}: {checkpoint.path} does not match this run\n{report}")
+        # with allow_partial_checkpoint, the shapes of the arrays are checked instead
+        names = ("tokenizer",) if trainer.allow_partial_checkpoint else _SAME_STATE
+        saved, ours = (
+            {name: info["identity"].get(name) for name in names} for info in (checkpoint.read_run_info(), run_info)
+        )
+        require_equal(saved, ours, f"{checkpoint.path} does not match this run")
     return checkpoint

@@ -1,9 +1,7 @@
-"""Loading training state, or only the parameters, from a checkpoint onto the devices of this run."""
+"""Loading the training state from a checkpoint onto the devices of this run."""
 
 from collections.abc import Callable
-from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -11,15 +9,10 @@ from lmtrain.checkpoint.arrays import load_arrays, load_some_arrays, stored_shap
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.checkpoint.staging import local_copy
 from lmtrain.config.errors import UserError
-from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import abstract_params, with_dtype
-from lmtrain.run.precision import parse_precision
 from lmtrain.runtime.logging import log
-from lmtrain.sharding.mesh import Layout
-from lmtrain.sharding.placement import parameter_shardings
-from lmtrain.train.step.state import TrainState, trainable
+from lmtrain.train.step.state import TrainState
 
-_SHOWN = 5
+_MAX_LISTED = 5
 
 
 def restore_state(
@@ -75,26 +68,5 @@ def _missing(checkpoint: Checkpoint, path: str, abstract: TrainState) -> list[st
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def params_part(checkpoint: Checkpoint) -> str:
-    """The part of a checkpoint with the parameters to use: `average` if the run has `model_averaging`."""
-    averages = checkpoint.read_run_info()["config"]["trainer"].get("model_averaging") is not None
-    return "average" if averages else "params"
-
-
-def restore_params(checkpoint: Checkpoint, model: LanguageModel, layout: Layout, staging_dir: str | None = None) -> Any:
-    """Only the parameters, in the dtype they were saved in: for sampling, evaluation and export.
-
-    For a run with `model_averaging`, their average. For one with LoRA, only the adapters.
-    """
-    part = params_part(checkpoint)
-    if part == "average":
-        log.info(f"{checkpoint.path}: using the EMA of the parameters (trainer.model_averaging)")
-    boxed = trainable(model, abstract_params(model))
-    saved = checkpoint.read_run_info()["config"]["trainer"]["mp"]
-    abstract = with_dtype(nn.meta.unbox(boxed), parse_precision(saved).params)
-    with local_copy(checkpoint, [part], staging_dir) as path:
-        return load_arrays(path, part, with_shardings(abstract, parameter_shardings(layout, boxed)))
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

@@ -6,21 +6,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from lmtrain.checkpoint.discovery import Checkpoint
-from lmtrain.config.differences import describe_differences
-from lmtrain.config.errors import UserError
-from lmtrain.hf.export_folder import export_folder, is_missing
+from lmtrain.config.differences import describe_differences, require_equal
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import without_tunable
 from lmtrain.runtime.logging import log
+from lmtrain.weights.export_folder import export_folder, is_missing
 
 # Key of a checkpoint's run info: the evaluation of its step was ended by a signal.
 EVALUATION_PENDING = "evaluation_pending"
 
 # Key of a checkpoint's run info: the best evaluations so far, as in `lmtrain/train/loop/best.py`.
 DECISIONS = "decisions"
-
-# Settings of the initial state: they may change once the run has checkpoints.
-_INITIAL = ("initialize_from", "initialize_from_checkpoint_path", "initialize_from_hf")
 
 # Factor between two steps by which a learning rate must grow, except in a warmup, to be warned about.
 _JUMP = 1.05
@@ -29,13 +26,10 @@ _JUMP = 1.05
 def check_identity(checkpoint: Checkpoint, now: Mapping[str, Any]) -> None:
     """Raise `UserError` if model, tokenizer, data or seed differ."""
     saved = checkpoint.read_run_info()["identity"]
-    ours, theirs = ({k: v for k, v in same.items() if k not in _INITIAL} for same in (now, saved))
-    differences = describe_differences(theirs, ours, "the checkpoint", "this config")
-    if differences:
-        report = "\n".join(f"  {line}" for line in differences)
-        raise UserError(
-            f"{checkpoint.path} belongs to another run\n{report}\n  set another trainer.id, or restore the config"
-        )
+    problem = f"{checkpoint.path} belongs to another run"
+    require_equal(
+        without_tunable(saved), without_tunable(now), problem, "set another trainer.id, or restore the config"
+    )
 
 
 def is_done(own: Checkpoint, config: RunConfig, now: Mapping[str, Any], run: str) -> bool:
@@ -71,8 +65,8 @@ def check_same_run(checkpoint: Checkpoint, run_info: Mapping[str, Any]) -> None:
         for line in describe_differences(saved[part], run_info[part], "the checkpoint", "this run"):
             log.info(f"changed since {checkpoint.path}: {line}")
     _warn_of_rate_jump(checkpoint.step, saved["config"], run_info["config"])
-    options = (part["machine"].get("xla_options") for part in (saved, run_info))
-    if None not in (found := list(options)) and found[0] != found[1]:
+    before, now = (part["machine"].get("xla_options") for part in (saved, run_info))
+    if None not in (before, now) and before != now:
         log.warning(
             "XLA options differ from those of the checkpoint: results may differ in their last bits; for the same bits "
             "keep trainer.xla_options and the platform"

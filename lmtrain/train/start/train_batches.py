@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmtrain.data.batches import TrainSource, iterate, open_cache
-from lmtrain.data.caches import Caches, describe_epochs, plan_mixture
+from lmtrain.data.caches import Caches, build_mixture, describe_epochs
 from lmtrain.run.config import RunConfig, data_seed
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
@@ -21,7 +21,7 @@ class TrainBatches:
         seed, seq_len = data_seed(config), config.model.seq_len
         self._source = TrainSource(
             [open_cache(config.data, cache, seq_len) for cache in caches.train.values()],
-            plan_mixture(config.data, list(caches.train), self._sizes, seed),
+            build_mixture(config.data, list(caches.train), self._sizes, seed),
             seq_len,
             self._sizes,
             self._rows,

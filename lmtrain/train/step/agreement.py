@@ -11,13 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.processes import Processes
-from lmtrain.runtime.signals import StoppedError, StopRequest
 from lmtrain.sharding.mesh import Layout
-
-# Several processes exchange stop requests at every N-th check while none of them trains.
-_LOOKS = 16
 
 
 class Requests(NamedTuple):
@@ -30,7 +25,7 @@ class Requests(NamedTuple):
     wait: bool = False
 
     def __or__(self, other: "Requests") -> "Requests":
-        return Requests(*(one or another for one, another in zip(self, other, strict=True)))
+        return Requests(*(mine or theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class Agreement:
@@ -75,23 +70,3 @@ class Agreement:
     def saved(self, step: int) -> None:
         """Mark the save requests of steps up to this one as fulfilled."""
         self._saved = step
-
-
-class StopCheck:
-    """A check for stop requests during long work between two steps: call it repeatedly, equally often in all processes.
-
-    Raises `StoppedError` in all processes at the same call if one received a signal. A single process checks at every
-    call, several at every sixteenth, through the coordinator.
-    """
-
-    def __init__(self, processes: Processes, stop: StopRequest):
-        self._processes = processes
-        self._stop = stop
-        self._calls = 0
-
-    def __call__(self) -> None:
-        self._calls += 1
-        if self._processes.count > 1 and self._calls % _LOOKS:
-            return
-        if any(gather(self._processes, "stop", self._stop.requested)):
-            raise StoppedError

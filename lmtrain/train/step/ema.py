@@ -1,7 +1,7 @@
 """Moving average of the parameters over the last steps, which often predicts better than the last parameters."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,6 @@ from lmtrain.run.trainer import EmaConfig, EmaDecaySqrtConfig
 
 # The number of updates done -> the weight of the current parameters in the average.
 Averaging = Callable[[jax.Array], jax.Array]
-
-Weights = Literal["last", "average"]
 
 
 def build_averaging(config: EmaConfig | EmaDecaySqrtConfig | None) -> Averaging | None:
@@ -37,8 +35,8 @@ def build_averaging(config: EmaConfig | EmaDecaySqrtConfig | None) -> Averaging 
 def move_average(average: Any, params: Any, share: jax.Array) -> Any:
     """average + share * (params - average) for each leaf, computed in float32, returned in the leaf's own dtype."""
 
-    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+    def move(old: jax.Array, new: jax.Array) -> jax.Array:
         old32, new32 = old.astype(jnp.float32), new.astype(jnp.float32)
         return (old32 + share * (new32 - old32)).astype(old.dtype)
 
-    return jax.tree.map(one, average, params)
+    return jax.tree.map(move, average, params)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from lmtrain.models.interface import LanguageModel, hidden_and_head
 from lmtrain.objectives.cross_entropy import CrossEntropyRow
@@ -35,7 +36,7 @@ def estimate_hessian(
     count = sum_of_weights(objective, batch)
     draw_key, sample_key = jax.random.split(key)
     if method == "hutchinson":
-        direction = _normal_like(draw_key, params)
+        direction = optax.tree.random_like(draw_key, params, jax.random.normal)
 
         def product(micro: Any, key: jax.Array) -> Any:
             gradient = jax.grad(lambda p: objective.loss_sum(*_hidden(model, p, micro), micro, model.vocab_size))
@@ -63,12 +64,5 @@ def estimate_hessian(
 
 
 def _hidden(model: LanguageModel, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    found: tuple[jax.Array, jax.Array] = model.apply({"params": params}, batch, True, method=hidden_and_head)
-    return found
-
-
-def _normal_like(key: jax.Array, params: Any) -> Any:
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(key, len(leaves))
-    drawn = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(structure, drawn)
+    states: tuple[jax.Array, jax.Array] = model.apply({"params": params}, batch, True, method=hidden_and_head)
+    return states

@@ -16,12 +16,12 @@ def sum_over_microbatches(
     # microbatch i has rows i, i + n, ...: so each spans all devices; contiguous parts of the batch would not
     split = jax.tree.map(lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
 
-    def one(sums: Any, indexed: Any) -> tuple[Any, None]:
+    def add(sums: Any, indexed: Any) -> tuple[Any, None]:
         index, micro = indexed
         new = function(micro, jax.random.fold_in(key, index))
         return jax.tree.map(lambda total, part: total + part.astype(total.dtype), sums, new), None
 
     first = jax.tree.map(lambda x: x[0], split)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), jax.eval_shape(function, first, key))
-    sums, _ = jax.lax.scan(one, zeros, (jnp.arange(num_microbatches), split))
+    sums, _ = jax.lax.scan(add, zeros, (jnp.arange(num_microbatches), split))
     return sums

@@ -49,10 +49,10 @@ class Watch:
         Without `split_scan_layers` the layers have one metric, `grad/norm/blocks`.
         """
         metrics: dict[str, float] = {}
-        for target, found in norms.items():
+        for target, of_target in norms.items():
             prefix = f"{_PREFIXES[target]}/norm"
-            metrics[f"{prefix}/total"] = float(found["total"])
-            for name, values in {**found["layers"], **found["parameters"]}.items():
+            metrics[f"{prefix}/total"] = float(of_target["total"])
+            for name, values in {**of_target["layers"], **of_target["parameters"]}.items():
                 first, _, rest = name.partition("/")
                 if values.ndim == 0:
                     metrics[f"{prefix}/{name}"] = float(values)

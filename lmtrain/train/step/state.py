@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from lmtrain.lora.adapters import start_from
-from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel
+from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel, trainable
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import abstract_params, initializer, with_dtype
+from lmtrain.models.params import abstract_params, with_dtype
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import like_parameters, parameter_shardings
+from lmtrain.weights.new import new_params
 
 # Fields of the state -> parts of a checkpoint, whose names never change.
 ON_DISK = {"params": "params", "opt_state": "optimizer", "ema_params": "average"}
@@ -32,14 +32,14 @@ class TrainState(struct.PyTreeNode):
     ema_params: Any = None
     base: Any = None
 
-    def whole(self, params: Any) -> Any:
+    def with_base(self, params: Any) -> Any:
         """The parameters of the model: `params`, with LoRA together with the base."""
         return params if self.base is None else {BASE: self.base, ADAPTERS: params}
 
     @property
     def best_params(self) -> Any:
         """The parameters to export: the average if there is one."""
-        return self.whole(self.params if self.ema_params is None else self.ema_params)
+        return self.with_base(self.params if self.ema_params is None else self.ema_params)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -83,11 +83,6 @@ def state_shardings(
     )
 
 
-def trainable(model: LanguageModel, whole: Any) -> Any:
-    """The part of a tree like the model's parameters that is trained: with LoRA the adapters, else all."""
-    return whole[ADAPTERS] if isinstance(model, AdaptedModel) else whole
-
-
 def init_state(
     model: LanguageModel,
     optimizer: optax.GradientTransformation,
@@ -103,20 +98,10 @@ def init_state(
     """
 
     def init(key: jax.Array, base: Any) -> TrainState:
-        whole = nn.meta.unbox(initializer(model)(key))
-        params = trainable(model, whole)
-        frozen = None
-        if abstract.base is not None:
-            frozen = _like(whole[BASE], abstract.base) if base is None else None
-            params = start_from(params, whole[BASE] if base is None else base)
-        params = _like(params, abstract.params)
+        params, frozen = new_params(model, key, abstract.params, abstract.base, base)
         ema_params = None if abstract.ema_params is None else jax.tree.map(jnp.copy, params)
         return TrainState(jnp.int32(0), params, optimizer.init(params), ema_params, frozen)
 
     out = shardings if base is None else shardings.replace(base=None)
     state: TrainState = jax.jit(init, out_shardings=out)(jax.random.key(seed), base)
     return state if base is None else state.replace(base=base)
-
-
-def _like(params: Any, abstract: Any) -> Any:
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)

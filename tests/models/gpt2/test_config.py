@@ -13,14 +13,6 @@ def test_the_defaults_are_the_124m_model():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "heads", "hint"), [(768, 11, "12 or 8|8 or 12|10 or 12"), (7, 2, "1 or 7"), (4, 8, "2 or 4")]
-)
-def test_heads_that_do_not_divide_are_refused_with_numbers_that_do(hidden, heads, hint):
-    with pytest.raises(ValidationError, match=f"does not divide hidden_dim {hidden}; num_heads could be ({hint})"):
-        Gpt2Config(hidden_dim=hidden, num_heads=heads)
-
-
-@pytest.mark.parametrize(
     "change",
     [
         {"seq_len": 1},

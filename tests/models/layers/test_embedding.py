@@ -1,11 +1,13 @@
 """Lookup of rows of a table; its gradient is summed in float32. On meshes: tests/sharding/test_matrix.py."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.models.layers.embedding import add_rows, look_up
+from lmtrain.models.layers.embedding import look_up
+from lmtrain.models.layers.linear import Embed
 
 V, D = 50, 8
 RNG = np.random.default_rng(0)
@@ -51,7 +53,12 @@ def test_positions_are_added_and_get_a_gradient_that_was_summed_in_float32():
     upstream = jnp.asarray(RNG.normal(0.3, 1, (2000, 4, D)), jnp.bfloat16)
     table = jnp.asarray(RNG.normal(size=(6, D)), jnp.bfloat16)
     x = jnp.zeros(upstream.shape, jnp.bfloat16)
-    added, pull_back = jax.vjp(add_rows, x, table)
+    positions = Embed(("position", 6), D, nn.initializers.zeros)
+
+    def add(x, table):
+        return positions.apply({"params": {"embedding": table}}, x, method="add_to")
+
+    added, pull_back = jax.vjp(add, x, table)
     np.testing.assert_array_equal(added[7], table[:4])
     d_x, d_table = pull_back(upstream)
     np.testing.assert_array_equal(d_x, upstream)

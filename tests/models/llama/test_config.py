@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from lmtrain.models.llama.config import LlamaConfig, RopeConfig
+from lmtrain.models.llama.config import LlamaConfig
 
 
 def test_the_defaults_are_the_7b_model():
@@ -20,21 +20,6 @@ def test_key_and_value_heads_divide_the_heads(kv_heads, fits):
     else:
         with pytest.raises(ValidationError, match=f"{kv_heads} does not divide num_heads 32; num_kv_heads could be"):
             LlamaConfig(num_kv_heads=kv_heads)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {},
-        {"theta": 5e5},
-        {"type": "linear", "factor": 2},
-        {"type": "dynamic", "factor": 4},
-        {"type": "llama3", "factor": 8, "original_seq_len": 8192},
-        {"type": "yarn", "factor": 4, "original_seq_len": 4096, "beta_fast": 16},
-    ],
-)
-def test_every_type_of_rope_scaling_is_accepted(rope):
-    assert RopeConfig(**rope).model_dump(exclude_unset=True) == rope
 
 
 @pytest.mark.parametrize(

@@ -1,54 +1,27 @@
-"""Llama: packed documents, initial values of the docstring, half precision."""
+"""Llama: the residual stream inside a block."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from models import quick
 
-from lmtrain.hf.key_map import flatten
+from lmtrain.models.interface import Documents
 from lmtrain.models.llama.config import LlamaConfig
-from lmtrain.models.llama.model import LlamaLM
+from lmtrain.models.llama.model import LlamaBlock
 
 SIZES = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_kv_heads": 2, "num_layers": 3, "seq_len": 8}
-VOCAB = 24
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 8))
 
 
-def model(**changes):
-    return LlamaLM(LlamaConfig(**SIZES | changes), VOCAB)
-
-
-def test_packed_documents_do_not_influence_each_other():
-    """The gradient of a document with respect to another's embeddings is zero; without segments, it is not."""
-    lm = model()
-    params = quick.random_params(lm)
-    apart = np.array([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 5, 6, 6, 6]])
-    assert quick.reached_tokens(lm, params, apart) == [3, 4, 5, 6]
-    together = [0, 1, 2, 3, 4, 5, 6]
-    assert quick.reached_tokens(lm, params, None) == quick.reached_tokens(lm, params, np.zeros((2, 8), int)) == together
-
-
-def test_initial_values_follow_the_docstring():
-    lm = model(hidden_dim=64, intermediate_dim=96, initializer_range=0.05, use_bias=True)
-    init = jax.jit(lm.init)
-    params = flatten(jax.device_get(nn.meta.unbox(init(jax.random.key(0), TOKENS)))["params"])
-    for path, value in params.items():
-        if path.endswith("scale"):
-            assert (value == 1).all(), path
-        elif path.endswith("bias"):
-            assert (value == 0).all(), path
-        else:
-            assert np.std(value) == pytest.approx(0.05, rel=0.1), path
-            assert abs(np.mean(value)) < 0.01, path
-    kernels = params["blocks/attn/q/kernel"]
-    assert not np.array_equal(kernels[0], kernels[1])  # layers differ
-
-
-def test_half_precision_stays_half():
-    lm = model()
-    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), quick.random_params(lm))
-    hidden = jax.eval_shape(lambda p: lm.apply({"params": p}, TOKENS, True, method="hidden"), half)
-    logits = jax.eval_shape(lambda p: lm.apply({"params": p}, TOKENS), half)
-    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+def test_the_stream_of_a_bfloat16_block_is_rounded_only_at_its_end():
+    """Attention and MLP add 0.003 each, less than half of bfloat16's step at 1, 0.0078, and together more."""
+    block = LlamaBlock(LlamaConfig(**SIZES, use_bias=True, use_mlp_bias=True), "xla")
+    x = jnp.ones((1, 4, 16), jnp.bfloat16)
+    shapes = nn.meta.unbox(jax.eval_shape(lambda key: block.init(key, x, 0, True, Documents()), jax.random.key(0)))[
+        "params"
+    ]
+    params = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.bfloat16), shapes)
+    for part, layer in (("attn", "out"), ("mlp", "down")):
+        params[part][layer]["bias"] += 0.003
+    out, _ = jax.jit(lambda p: block.apply({"params": p}, x, 0, True, Documents()))(params)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out.astype(np.float32), 1 + 2**-7)

@@ -4,7 +4,7 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.models.mpt.config import MptConfig
-from lmtrain.models.mpt.hf import from_hf_config
+from lmtrain.models.mpt.hf import from_hf_config, table, to_hf_config
 
 PUBLISHED = {
     "model_type": "mpt",
@@ -51,3 +51,17 @@ def test_a_published_file_is_imported():
 def test_settings_other_than_plain_mpt_are_refused_by_name(changes, named):
     with pytest.raises(UserError, match=named):
         from_hf_config(PUBLISHED | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_bias": True}, "model.use_bias: transformers' mpt has no biases"),
+        ({"alibi_bias_max": 4.0}, r"model.alibi_bias_max: 4.0: transformers' mpt always has 8"),
+        ({"mlp_scale": 2}, "model.mlp_scale: 2: transformers' mpt always has 4"),
+    ],
+)
+def test_settings_that_transformers_does_not_support_are_refused_by_name(changes, named):
+    config = MptConfig(**changes)
+    with pytest.raises(UserError, match=named):
+        table(config), to_hf_config(config, 90, None, None)

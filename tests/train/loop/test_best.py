@@ -62,3 +62,12 @@ def test_a_metric_that_does_not_exist_is_reported_once_with_a_suggestion(caplog)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "eval/los: " in message
     assert "did you mean eval/loss?" in message
+
+
+def test_a_metric_that_is_always_nan_ends_the_run_with_a_message(caplog):
+    decisions = Decisions(stop=EarlyStoppingConfig(patience=2))
+    with caplog.at_level(logging.INFO, "lmtrain"):
+        for step in (1, 2):
+            decisions.update(step, {"eval/loss": math.nan})
+    assert decisions.ends
+    assert "without an improvement of eval/loss, which was NaN in every evaluation" in caplog.text

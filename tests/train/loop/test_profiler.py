@@ -67,14 +67,6 @@ def test_a_trace_has_the_selected_steps_for_xprof_and_for_perfetto(tmp_path, cap
     assert messages[-1].startswith(f"profile: {folder}; open it with `tensorboard --logdir {folder}`")
 
 
-def test_a_run_that_ends_early_has_a_trace_up_to_its_end(tmp_path):
-    profiler = Profiler(ProfilerConfig(start_step=1, num_steps=100), str(tmp_path))
-    assert steps(profiler, 3) == []
-    assert profiler.close()
-    assert not profiler.close()
-    assert traced_steps(tmp_path) == {2, 3}
-
-
 @pytest.mark.parametrize(
     ("start", "number", "ends"), [(1, 1, [2]), (1, 4, [5]), (7, 2, [9]), (9, 1, [10]), (9, 2, []), (10, 1, [])]
 )
@@ -89,13 +81,6 @@ def test_without_a_config_nothing_is_done(recorded, tmp_path):
     assert not profiler.close()
     assert recorded == []
     assert os.listdir(tmp_path) == []
-
-
-def test_before_the_first_step_there_is_nothing_to_close(recorded, tmp_path):
-    profiler = Profiler(ProfilerConfig(start_step=2), str(tmp_path))
-    assert steps(profiler, 2) == []
-    assert not profiler.close()
-    assert recorded == []
 
 
 @pytest.mark.parametrize(
@@ -137,3 +122,11 @@ def test_a_trace_that_cannot_be_written_is_logged_and_training_continues(recorde
     (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert message.startswith(f"profiler: the trace could not be written to {tmp_path}: ")
     assert "No space left on device" in message
+
+
+def test_a_run_that_ends_early_has_a_trace_up_to_its_end(tmp_path):
+    profiler = Profiler(ProfilerConfig(start_step=1, num_steps=100), str(tmp_path))
+    assert steps(profiler, 3) == []
+    assert profiler.close()
+    assert not profiler.close()
+    assert traced_steps(tmp_path) == {2, 3}

@@ -4,13 +4,13 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.run.config import RunConfig
-from lmtrain.train.program.program import plan_program
+from lmtrain.train.program.program import build_program
 
 MODEL = {"type": "gpt2", "hidden_dim": 16, "num_heads": 2, "seq_len": 16}
 
 
 def program(vocab=64, trainer=None, **model):
-    return plan_program(RunConfig(model=MODEL | model, trainer={"train_batch_size": 4} | (trainer or {})), vocab)
+    return build_program(RunConfig(model=MODEL | model, trainer={"train_batch_size": 4} | (trainer or {})), vocab)
 
 
 def test_a_scanned_program_does_not_grow_with_depth_and_an_unrolled_one_does():
@@ -33,12 +33,5 @@ def test_one_program_is_compiled_for_each_size_of_batch():
 
 
 def test_sequences_that_do_not_split_are_refused():
-    with pytest.raises(UserError, match=r"trainer\.model_axis_size: 1 devices do not divide by 2"):
+    with pytest.raises(UserError, match=r"trainer\.model_axis_size: 1 device does not divide by 2"):
         program(trainer={"model_axis_size": 2})
-
-
-def test_an_ignored_block_size_is_logged(caplog):
-    with caplog.at_level("INFO"):
-        program(num_layers=1, flash_attention_block_size=16)
-    (message,) = [line for line in caplog.messages if line.startswith("model.flash_attention_block_size: ")]
-    assert "xla" in message

@@ -1,5 +1,6 @@
 """Exports during training: a wait for one export does not wait for later ones."""
 
+import os
 import threading
 
 import jax
@@ -7,14 +8,16 @@ import pytest
 from conftest import TOKENIZER, tiny_settings
 from flax import linen as nn
 
-from lmtrain.hf.export import Origin
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.params import abstract_params
 from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.processes import ALONE
+from lmtrain.runtime.storage import list_names, write_bytes
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
+from lmtrain.sharding.mesh import build_layout
 from lmtrain.train.start import exporter as module
+from lmtrain.weights.export_folder import ModelOrigin
 
 SECONDS = 30
 
@@ -43,8 +46,8 @@ def exporter(tmp_path):
     config = RunConfig(**tiny_settings(), hf_save_path=str(tmp_path))
     tokenizer = load_tokenizer(str(TOKENIZER))
     model = build_model(config.model, tokenizer.vocab_size)
-    layout = plan_layout(PartitioningConfig(), jax.devices())
-    found = module.Exporter(config, Origin("one", "data"), model, tokenizer, layout, is_first=True)
+    layout = build_layout(PartitioningConfig(), jax.devices())
+    found = module.Exporter(config, ModelOrigin("one", "data"), model, tokenizer, layout, ALONE)
     found.params = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape), nn.unbox(abstract_params(model)))
     yield found
     found.finish()
@@ -75,9 +78,23 @@ def test_a_resumed_run_exports_a_step_that_was_due_and_is_missing(exporter, tmp_
     assert not exporter.was_missed(4)
 
 
-def test_a_resumed_run_removes_partial_exports_and_keeps_complete_ones(exporter, tmp_path):
+def test_an_interrupted_export_is_missed_and_one_of_adapters_is_not(exporter, tmp_path):
+    exporter._every = 4
+    (tmp_path / "one" / "step-4").mkdir(parents=True)
+    (tmp_path / "one" / "step-4" / "adapter_config.json").write_text("{}")
+    assert not exporter.was_missed(4)
+    (tmp_path / "one" / "step-4.old-7").mkdir()  # the process was killed while it deleted the earlier export
+    assert exporter.was_missed(4)
+    (tmp_path / "one" / "step-4.old-7" / "photo.png").write_text("precious")
+    assert not exporter.was_missed(4)
+
+
+@pytest.mark.parametrize("place", ["folder", "URL"])
+def test_a_resumed_run_removes_partial_exports_and_keeps_complete_ones(exporter, tmp_path, place):
+    folder = str(tmp_path / "run") if place == "folder" else "memory://partial/run"
     for name in ("step-1", "step-2.tmp-77", "step-2.old-77", "notes.tmp-1"):
-        (tmp_path / "run" / name).mkdir(parents=True)
-    module._prepare(str(tmp_path / "run"))
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-1", "notes.tmp-1"}
-    module._prepare("memory://exports")  # an object store has no partial exports
+        if place == "folder":
+            os.makedirs(f"{folder}/{name}")
+        write_bytes(f"{folder}/{name}/model.safetensors", b"")
+    module._prepare(folder)
+    assert list_names(folder) == ["notes.tmp-1", "step-1"]

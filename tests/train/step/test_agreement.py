@@ -5,13 +5,11 @@ import numpy as np
 import pytest
 
 from lmtrain.runtime.processes import ALONE, Processes
-from lmtrain.runtime.signals import StoppedError, StopRequest
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
-from lmtrain.train.step import agreement
-from lmtrain.train.step.agreement import Agreement, Requests, StopCheck
+from lmtrain.sharding.mesh import build_layout
+from lmtrain.train.step.agreement import Agreement, Requests
 
-LAYOUT = plan_layout(PartitioningConfig())
+LAYOUT = build_layout(PartitioningConfig())
 
 
 def run(process: Agreement, mine: list[Requests], others: list[Requests]) -> list[tuple[int, Requests]]:
@@ -71,29 +69,3 @@ def test_steps_without_requests_change_nothing():
     process.learn(2, None)
     assert process.granted(Requests()) == Requests(save=True)
     assert process.granted(Requests()) == Requests()
-
-
-def test_a_single_process_checks_for_a_stop_at_every_call():
-    stop = StopRequest()
-    check = StopCheck(ALONE, stop)
-    check()
-    stop.requested = True
-    with pytest.raises(StoppedError):
-        check()
-
-
-def test_several_processes_check_rarely_and_stop_at_the_same_call(monkeypatch):
-    """The other process receives a signal after call 20."""
-    calls = []
-
-    def asked(processes, name, mine):
-        calls.append(mine)
-        return [mine, len(calls) > 1]
-
-    monkeypatch.setattr(agreement, "gather", asked)
-    check = StopCheck(Processes(0, 2), StopRequest())
-    for _ in range(31):
-        check()
-    assert calls == [False]
-    with pytest.raises(StoppedError):
-        check()

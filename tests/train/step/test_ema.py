@@ -10,13 +10,9 @@ import optax
 import pytest
 from models import quick
 
-from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.run.trainer import EmaConfig, EmaDecaySqrtConfig
-from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
 from lmtrain.train.step.ema import build_averaging, move_average
-from lmtrain.train.step.state import TrainState, state_shardings
-from lmtrain.train.step.step import build_train_step
+from lmtrain.train.step.state import TrainState
 
 EMA = EmaConfig(beta=0.9)
 SQRT = EmaDecaySqrtConfig(beta=0.9, switch_step=20, decay_steps=50, epsilon=0.01)
@@ -30,47 +26,12 @@ def plain_share(config, step: int) -> float:
     return max(config.epsilon, 1 - since**0.5)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        EMA,
-        EmaConfig(beta=0.0),
-        EmaConfig(),
-        SQRT,
-        EmaDecaySqrtConfig(beta=0.5, switch_step=0, decay_steps=1, epsilon=0.2),
-        EmaDecaySqrtConfig(beta=0.99, switch_step=1, decay_steps=200, epsilon=0),
-        EmaDecaySqrtConfig(),
-    ],
-    ids=str,
-)
-def test_over_many_steps_the_average_equals_plain_python(config):
-    rng = np.random.default_rng(0)
-    params = {"a": np.float32([1, 2]), "b": {"c": np.float32([[3]])}}
-    average, plain = params, jax.tree.map(np.float64, params)
-    share_of = build_averaging(config)
-    move = jax.jit(lambda average, params, step: move_average(average, params, share_of(step)))
-    for step in range(1, 121):
-        params = jax.tree.map(lambda p: p + rng.normal(size=p.shape).astype(np.float32), params)
-        average = move(average, params, np.int32(step))
-        share = plain_share(config, step)
-        plain = jax.tree.map(lambda old, new, a=share: (1 - a) * old + a * new, plain, params)
-        for found, expected in zip(jax.tree.leaves(average), jax.tree.leaves(plain), strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4, err_msg=f"step {step}")
-
-
 @pytest.mark.parametrize("config", [SQRT, EmaDecaySqrtConfig(beta=0.98, switch_step=10, decay_steps=10, epsilon=0.01)])
 def test_the_weight_of_each_step_equals_plain_python(config):
     share = build_averaging(config)
     steps = [1, 2, 9, 10, 11, 19, 20, 21, 45, 69, 70, 71, 10_000, 2**31 - 1]
     found = [float(share(jnp.int32(step))) for step in steps]
     assert found == pytest.approx([plain_share(config, step) for step in steps], rel=1e-5)
-
-
-def test_at_the_switch_the_average_restarts_from_the_parameters():
-    assert float(build_averaging(SQRT)(jnp.int32(20))) == 1
-    assert float(build_averaging(SQRT)(jnp.int32(19))) == pytest.approx(0.1)
-    average = move_average({"a": jnp.float32([7])}, {"a": jnp.float32([1.5])}, jnp.float32(1))
-    assert average["a"].tolist() == [1.5]
 
 
 def test_without_a_config_there_is_no_average():
@@ -91,7 +52,6 @@ def test_a_bfloat16_average_keeps_its_dtype_and_is_rounded_once_per_update():
 # --- in the training step
 
 MODEL = quick.TwoTokenLM(8, 11)
-LAYOUT = plan_layout(PartitioningConfig())
 OPTIMIZER = optax.sgd(0.5)
 STEP_SQRT = EmaDecaySqrtConfig(beta=0.9, switch_step=3, decay_steps=4)
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 6)).astype(np.int32)
@@ -105,22 +65,8 @@ def initial(dtype: str):
 @functools.cache
 def train(config, dtype: str) -> list[TrainState]:
     """The states before and after each of six steps, on the host."""
-    _, shardings = state_shardings(MODEL, OPTIMIZER, LAYOUT, dtype, averages=True)
-    params = initial(dtype)
-    state = TrainState(jnp.int32(0), params, OPTIMIZER.init(params), initial(dtype))
-    step = build_train_step(
-        MODEL,
-        OPTIMIZER,
-        lambda step: 0.5,
-        LAYOUT,
-        shardings,
-        seed=0,
-        compute_dtype="float32",
-        num_microbatches={2: 1},
-        dropout=False,
-        objective=CrossEntropy(),
-        averaging=build_averaging(config),
-    )
+    state = quick.new_state(initial(dtype), OPTIMIZER, averages=True)
+    step = quick.build_step(MODEL, OPTIMIZER, dtype=dtype, averaging=build_averaging(config))
     states = [jax.device_get(state)]
     for _ in range(6):
         state, _, _ = step(state, BATCH)
@@ -150,11 +96,6 @@ def test_the_average_has_no_influence_on_the_parameters():
     for one, other in zip(train(EMA, "float32"), train(STEP_SQRT, "float32"), strict=True):
         for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(other.params), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
-
-
-def test_with_bfloat16_parameters_the_average_is_bfloat16():
-    last = train(EMA, "bfloat16")[-1]
-    assert {leaf.dtype for leaf in jax.tree.leaves((last.params, last.ema_params))} == {jnp.bfloat16.dtype}
 
 
 def test_the_average_is_part_of_the_checkpoint_if_there_is_one():

@@ -5,13 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from models import quick
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import CrossEntropy
-from lmtrain.train.step.hessian import _normal_like, estimate_hessian
+from lmtrain.train.step.hessian import estimate_hessian
 
 VOCAB = 7
 CONFIG = Gpt2Config(
@@ -128,7 +129,7 @@ def test_hutchinson_of_a_gpt2_is_the_direction_times_the_product_of_hessian_and_
         return -(chosen * BATCH["loss_mask"][:, :-1]).sum() / COUNT
 
     values = VALUES_WITH_ATTENTION
-    direction = _normal_like(jax.random.split(KEYS[0])[0], values)
+    direction = optax.tree.random_like(jax.random.split(KEYS[0])[0], values, jax.random.normal)
     exact = jax.jit(lambda: jax.jvp(jax.grad(mean_loss), (values,), (direction,))[1])()
     found = jax.jit(lambda: estimate_hessian("hutchinson", WITH_ATTENTION, CrossEntropy(), values, BATCH, KEYS[0], 1))()
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(found))

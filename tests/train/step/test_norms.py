@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lmtrain.run.config import RunConfig
-from lmtrain.train.program.program import plan_program
+from lmtrain.train.program.program import build_program
 from lmtrain.train.step.norms import WATCH
 
 VOCAB, LAYERS = 24, 3
@@ -23,26 +23,13 @@ PREFIXES = {"grads": "grad", "params": "params", "updates": "updates"}
 def program(watch: dict, **model):
     trainer = {"train_batch_size": 4, "num_train_steps": 10, "watch": watch}
     config = RunConfig(model=MODEL | {"gradient_checkpointing": False} | model, trainer=trainer, optimizer=SGD)
-    return plan_program(config, VOCAB)
+    return build_program(config, VOCAB)
 
 
 def batch(step: int, rows: int = 4) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(step)
     tokens = rng.integers(0, VOCAB, (rows, 8)).astype(np.int32)
     return {"tokens": tokens, "loss_mask": np.arange(8) < rng.integers(3, 8, (rows, 1))}
-
-
-def run(planned, steps: int) -> list[dict[str, float]]:
-    """The metrics of each step as they are logged."""
-    state, found = planned.init(), []
-    for step in range(1, steps + 1):
-        state, metrics, _ = planned.train_step(state, batch(step))
-        norms = metrics.pop(WATCH, {})
-        logged = {name: float(value) for name, value in metrics.items()}
-        if planned.watch.shows(step):
-            logged |= planned.watch.by_name(jax.device_get(norms))
-        found.append(logged)
-    return found
 
 
 def flat(tree) -> dict[str, np.ndarray]:
@@ -155,20 +142,9 @@ def test_without_targets_the_compiled_step_computes_no_norms():
 
 
 @pytest.mark.long
-def test_watching_changes_losses_by_no_more_than_rounding():
-    """The two programs are compiled separately, and the compiler may order sums differently."""
-    plain = run(program({"watch_targets": []}, num_layers=1), 5)
-    every = {"watch_targets": ALL, "include_per_parameter_norms": True, "interval": 2}
-    watched = run(program(every, num_layers=1), 5)
-    for one, other in zip(plain, watched, strict=True):
-        assert {name: other[name] for name in one} == pytest.approx(one, rel=1e-4)
-    assert len({metrics["train/loss"] for metrics in plain}) == 5
-
-
-@pytest.mark.long
 def test_norms_of_bfloat16_parameters_are_summed_in_float32():
     """The total is also summed in float32, so it matches its parts."""
-    planned = plan_program(
+    planned = build_program(
         RunConfig(
             model=MODEL,
             trainer={
@@ -187,6 +163,30 @@ def test_norms_of_bfloat16_parameters_are_summed_in_float32():
         assert found[name] == pytest.approx(value, rel=1e-5), name
 
 
+def run(planned, steps: int) -> list[dict[str, float]]:
+    """The metrics of each step as they are logged."""
+    state, found = planned.init(), []
+    for step in range(1, steps + 1):
+        state, metrics, _ = planned.train_step(state, batch(step))
+        norms = metrics.pop(WATCH, {})
+        logged = {name: float(value) for name, value in metrics.items()}
+        if planned.watch.shows(step):
+            logged |= planned.watch.by_name(jax.device_get(norms))
+        found.append(logged)
+    return found
+
+
+@pytest.mark.long
+def test_watching_changes_losses_by_no_more_than_rounding():
+    """The two programs are compiled separately, and the compiler may order sums differently."""
+    plain = run(program({"watch_targets": []}, num_layers=1), 5)
+    every = {"watch_targets": ALL, "include_per_parameter_norms": True, "interval": 2}
+    watched = run(program(every, num_layers=1), 5)
+    for one, other in zip(plain, watched, strict=True):
+        assert {name: other[name] for name in one} == pytest.approx(one, rel=1e-4)
+    assert len({metrics["train/loss"] for metrics in plain}) == 5
+
+
 MESHES = """
 import json, sys
 import jax
@@ -194,7 +194,7 @@ sys.path.insert(0, sys.argv[1])
 from test_norms import ALL, MODEL, SGD, VOCAB, batch
 from lmtrain.run.config import RunConfig
 from lmtrain.sharding.placement import local_rows, place_batch
-from lmtrain.train.program.program import plan_program
+from lmtrain.train.program.program import build_program
 from lmtrain.train.step.norms import WATCH
 
 found = {}
@@ -203,7 +203,7 @@ for name, devices, trainer in json.loads(sys.argv[2]):
     watch = {"watch_targets": ALL, "include_per_parameter_norms": True, "interval": 1}
     config = RunConfig(model=MODEL, trainer={"train_batch_size": 8, "watch": watch} | trainer, optimizer=SGD)
     jax.devices = lambda *_: every()[:devices]
-    planned = plan_program(config, VOCAB)
+    planned = build_program(config, VOCAB)
     jax.devices = every
     rows = local_rows(planned.layout.batch, 8)
     state, metrics, _ = planned.train_step(planned.init(), place_batch(batch(1, 8), planned.layout.batch, rows, 8))

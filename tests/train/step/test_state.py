@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
-from lmtrain.models.params import abstract_params, count_parameters, with_dtype
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import plan_layout
+from lmtrain.sharding.mesh import build_layout
 from lmtrain.train.step.state import init_state, state_shardings
 
 MODEL = Gpt2LM(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=2, seq_len=8), 12)
@@ -20,7 +18,7 @@ OPTIMIZER = optax.adam(0.1)
 
 @pytest.fixture(scope="module")
 def layout():
-    return plan_layout(PartitioningConfig())
+    return build_layout(PartitioningConfig())
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +53,3 @@ def test_the_values_depend_on_the_seed_only(make):
     first, again, other = (jax.tree.leaves(make(seed).params) for seed in (0, 0, 1))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-def test_abstract_parameters_carry_a_name_for_each_dimension():
-    boxed = abstract_params(MODEL)
-    assert all(
-        len(box.names) == len(box.value.shape) for box in jax.tree.leaves(boxed, is_leaf=lambda x: hasattr(x, "names"))
-    )
-    assert nn.meta.unbox(boxed)["tokens"]["embedding"].shape == (128, 8)  # padded
-
-
-def test_padding_of_the_vocabulary_is_not_counted_as_parameters():
-    whole = sum(leaf.size for leaf in jax.tree.leaves(nn.meta.unbox(abstract_params(MODEL))))
-    assert count_parameters(MODEL) == whole - (128 - 12) * 8
-
-
-def test_with_dtype_changes_only_the_dtype():
-    shapes = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
-    assert with_dtype(shapes, "bfloat16") == {"a": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}

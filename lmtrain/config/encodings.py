@@ -1,0 +1,51 @@
+"""Text that is not UTF-8: which encoding it looks like, and the command that converts it."""
+
+import re
+
+from lmtrain.config.errors import UserError
+
+# Marks at the start of a file, and what a file with them is.
+_MARKS = (
+    (b"\xff\xfe\x00\x00", "UTF-32"),
+    (b"\x00\x00\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x7f]")
+# Letters and signs of Windows' encoding where ISO-8859-1 has no characters.
+_WINDOWS = re.compile(rb"[\x80-\x9f]")
+_SHOWN_BYTES = 4096
+
+
+def likely_encoding(content: bytes) -> str | None:
+    """Name for `iconv` of the encoding of text that is not UTF-8, from its first bytes; None if it is no text."""
+    content = content[:_SHOWN_BYTES]
+    for mark, name in _MARKS:
+        if content.startswith(mark):
+            return name
+    zeros = [content[start::2].count(0) for start in (0, 1)]  # of Latin text in UTF-16, every second byte is zero
+    if max(zeros) > len(content) // 4 > min(zeros):
+        return "UTF-16LE" if zeros[1] > zeros[0] else "UTF-16BE"
+    if _CONTROL.search(content):
+        return None
+    return "WINDOWS-1252" if _WINDOWS.search(content) else "ISO-8859-1"
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """What is wrong and what to do, for a message that starts with the place."""
+    encoding = likely_encoding(error.object)
+    reason = f"not UTF-8: {error.reason} at byte {error.start}"
+    if encoding is None:
+        return f"{reason}; it looks like binary data, not text"
+    return f"{reason}; it looks like {encoding}: convert it with `iconv -f {encoding} -t UTF-8 OLD > NEW`"
+
+
+def require_utf8(text: str, place: str) -> None:
+    """Raise `UserError`, which starts with `place`, for text with bytes that Python could not decode.
+
+    In arguments and in text that is read with `surrogateescape`, half a surrogate pair stands for each such byte.
+    """
+    try:
+        text.encode(errors="surrogateescape").decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: {not_utf8(error)}") from None

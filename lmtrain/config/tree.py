@@ -1,0 +1,111 @@
+"""A tree of settings: plain data, and the origin (file and line, or flag) of every value.
+
+The settings of a run are trees merged in order: included files, the config file, the command line. Maps are merged
+key by key, everything else is replaced, and a value keeps its origin.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmtrain.config.redact import redact
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written: a file and its line (counted from 1), or a command-line flag (no line)."""
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        source = redact(self.source)
+        return source if self.line is None else f"{source}:{self.line}"
+
+
+@dataclass
+class ConfigTree:
+    """Data as loaded from YAML (maps, lists, scalars), and in `origins` an entry for every map entry and list item.
+
+    `notices` are messages for the user, one line each.
+    """
+
+    data: Any = field(default_factory=dict)
+    origins: dict[Path, Origin] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+    def origin_of(self, path: Path) -> Origin | None:
+        """The origin of `path`, or of the nearest enclosing value that has one."""
+        ends = range(len(path), 0, -1)
+        return next((self.origins[path[:end]] for end in ends if path[:end] in self.origins), None)
+
+    def copy(self) -> "ConfigTree":
+        return ConfigTree(deepcopy(self.data), dict(self.origins), list(self.notices))
+
+    def remove(self, path: Path) -> None:
+        """Remove a value, with the origins of everything in it."""
+        del value_at(self.data, path[:-1])[path[-1]]
+        self._forget(path)
+
+    def move_origins(self, old: Path, new: Path) -> None:
+        """Let the origins of the value at `old` be those of the value at `new`."""
+        for path in [path for path in self.origins if path[: len(old)] == old]:
+            self.origins[(*new, *path[len(old) :])] = self.origins.pop(path)
+
+    def merge(self, over: "ConfigTree") -> "ConfigTree":
+        """This tree with the other one over it: maps are merged recursively, lists and scalars are replaced."""
+        merged = self.copy()
+        merged._merge(merged.data, over.data, ())
+        merged.origins |= over.origins
+        merged.notices += over.notices
+        return merged
+
+    def _merge(self, below: dict[str, Any], above: dict[str, Any], at: Path) -> None:
+        for key, value in above.items():
+            if isinstance(value, dict) and isinstance(below.get(key), dict):
+                self._merge(below[key], value, (*at, key))
+            else:
+                self._forget((*at, key))
+                below[key] = value
+
+    def _forget(self, path: Path) -> None:
+        for stale in [other for other in self.origins if other[: len(path)] == path]:
+            del self.origins[stale]
+
+
+def lift(tree: ConfigTree, at: Path) -> ConfigTree:
+    """The tree with its data nested at the path `at`. Its origins already have paths from the root."""
+    data: Any = tree.data
+    for part in reversed(at):
+        data = {part: data}
+    return ConfigTree(data, tree.origins, tree.notices)
+
+
+def value_at(data: Any, path: Path) -> Any:
+    """The value at `path`; None if there is none."""
+    for part in path:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return data
+
+
+def walk_leaves(data: Any, at: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value that is not a non-empty map, with its path, in order."""
+    if isinstance(data, dict) and data:
+        for key, value in data.items():
+            yield from walk_leaves(value, (*at, key))
+    else:
+        yield at, data
+
+
+def dotted(path: Path) -> str:
+    """`("trainer", "tracker", 0, "type")` -> `trainer.tracker[0].type`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text

@@ -1,0 +1,203 @@
+"""Normalization of a sentencepiece model in terms of the `tokenizers` library.
+
+Sentencepiece reads a text from left to right: the longest user-defined symbol at a position is kept, otherwise the
+longest sequence that has a rule is replaced. `Precompiled` of `tokenizers` has the same rules but applies them to
+grapheme clusters, and loses characters: of `½` and a joiner only the replacement of `½` remains. Therefore
+
+1. a separator is inserted after each unit that sentencepiece reads, if the next character could combine with it;
+2. a second kind of separator is inserted within the units, so that `Precompiled` replaces single characters;
+3. without the second separators, `NFC` composes the characters of each unit, and then the first ones are removed.
+
+Some rules replace a sequence by something else than the composition of its characters; they are applied after step 1.
+What the later steps would change, such as some user-defined symbols, is replaced by a code, and the code by its text
+at the end. Separators and codes end with a control character that has no rule; in the text it is escaped.
+"""
+
+import functools
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenizers import Regex, normalizers
+
+from lmtrain.hf.charsmap import read_rules
+from lmtrain.hf.patterns import letter_class, longest
+
+SPACE = "▁"
+
+_END = "\x80"
+_ESCAPED, _BETWEEN_UNITS, _WITHIN_UNIT, _SUFFIX, _CODE = (letter + _END for letter in "\x81\x82\x83\x84\x85")
+
+# Characters that combine with the previous one in a grapheme cluster or a composition: marks, what is not yet assigned
+# in the tables of the regular expressions, and some others.
+_COMBINING = (
+    r"\p{M}\p{Cn}\x{0E33}\x{0EB3}\x{1160}-\x{11FF}\x{200C}\x{200D}\x{D7B0}-\x{D7FB}\x{FF9E}\x{FF9F}"
+    r"\x{16D63}-\x{16D6A}\x{1F3FB}-\x{1F3FF}\x{E0020}-\x{E007F}"
+)
+# Each takes one or two passes over a text. The standard rules need 50, and the symbols of the user may need some.
+_MAX_REPLACED = 500
+
+
+def build_normalizers(spec: Any, suffix: bool, symbols: frozenset[str]) -> list[normalizers.Normalizer]:
+    """Normalizers, to be applied in order, for a model's `normalizer_spec` and its user-defined `symbols`.
+
+    With `suffix`, the space that the model adds to each text is added to the end. Raises `ValueError` with the reason
+    if the `tokenizers` library cannot represent the normalization.
+    """
+    squeeze, prefix = spec.remove_extra_whitespaces, spec.add_dummy_prefix and not suffix
+    suffix = suffix and spec.add_dummy_prefix
+    if not spec.escape_whitespaces:
+        raise ValueError("its pieces have spaces (escape_whitespaces is false)")
+    if squeeze and any(" " in symbol for symbol in symbols):
+        raise ValueError("it removes extra spaces, but not those of its user-defined symbols")
+    rules = _read(spec.precompiled_charsmap, symbols) if spec.precompiled_charsmap else None
+    if squeeze and rules and any(" " in r.text for r in rules.replaced if r.code):
+        raise ValueError("it removes extra spaces, but one of its rules inserts them")
+    is_escaped = rules is not None or suffix
+
+    steps: list[normalizers.Normalizer] = []
+    if prefix and not squeeze:  # first, since it is added even if no other character remains
+        steps.append(normalizers.Prepend(" "))
+    if is_escaped:
+        steps.append(normalizers.Replace(_END, _ESCAPED))
+    if suffix:  # to each text, or to each that is not removed as spaces
+        spaces = letter_class(rules.spaces if rules else " ")
+        other = "|".join([*filter(None, [longest(symbols)]), rf"(?!{spaces})[\s\S]"])
+        steps.append(_replace(rf"(?:{other}){spaces}*\K\z" if squeeze else r"[\s\S]\K\z", _SUFFIX))
+    if rules:
+        steps += _apply(rules)
+    if squeeze:
+        steps += [_replace(r"\A +", ""), _replace(" {2,}", " ")]
+    if rules:
+        steps += _restore(rules)
+    if squeeze:
+        steps.append(_replace(rf"[ {SPACE}]+(?={_SUFFIX}\z)" if suffix else rf"[ {SPACE}]+\z", ""))
+    if suffix:
+        steps.append(normalizers.Replace(_SUFFIX, " "))
+    if is_escaped:
+        steps.append(normalizers.Replace(_ESCAPED, _END))
+    if prefix and squeeze:
+        steps.append(normalizers.Prepend(" "))
+    return [*steps, normalizers.Replace(" ", SPACE)]
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """Units that the other steps would not replace by `text`; `code` stands for it during those steps, if not None."""
+
+    units: frozenset[str]
+    text: str
+    code: str | None
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """Rules of a model.
+
+    `combining` is a pattern of a character that may belong to the previous one, `unit` of a unit after which a
+    separator is needed; `spaces` are the characters that become a space. With `composes`, most replacements of several
+    characters are their composition.
+    """
+
+    charsmap: bytes
+    combining: str
+    unit: str
+    spaces: str
+    composes: bool
+    replaced: tuple[_Replaced, ...] = ()
+
+
+def _replace(pattern: str, content: str) -> normalizers.Normalizer:
+    return normalizers.Replace(Regex(pattern), content)
+
+
+def _apply(rules: _Rules) -> list[normalizers.Normalizer]:
+    """Replacement by rules in an escaped text; codes remain."""
+    start = rf"(?:(?<![^{_END}])|(?!{rules.combining}))"  # of a unit
+    replaced = [_replace(f"{start}{longest(r.units)}(?={_BETWEEN_UNITS})", r.code or r.text) for r in rules.replaced]
+    return [
+        _replace(rf"(?>{rules.unit})\K", _BETWEEN_UNITS),
+        *replaced,
+        _replace(rf"[^{_END}]\K(?={rules.combining})", _WITHIN_UNIT),
+        normalizers.Precompiled(rules.charsmap),
+        normalizers.Replace(_WITHIN_UNIT, ""),
+        *([normalizers.NFC()] if rules.composes else []),
+        normalizers.Replace(_BETWEEN_UNITS, ""),
+    ]
+
+
+def _restore(rules: _Rules) -> list[normalizers.Normalizer]:
+    return [normalizers.Replace(r.code, r.text) for r in rules.replaced if r.code]
+
+
+@functools.lru_cache(8)
+def _read(charsmap: bytes, symbols: frozenset[str]) -> _Rules:
+    """Read the rules, and verify those that are not just the composition of several characters.
+
+    Raises `ValueError` if one has another result.
+    """
+    table = read_rules(charsmap)
+    later = {letter for unit in table for letter in unit[1:]}
+    singles = {unit: text for unit, text in table.items() if len(unit) == 1}
+    later |= {unit for unit, text in singles.items() if text and text[0] in later}
+    combining = f"[{_COMBINING}{letter_class(later).removeprefix('[')}"
+    composes = len({text for unit, text in table.items() if len(unit) > 1}) > _MAX_REPLACED
+    kept = symbols | (_changed_by_composition() - table.keys() if composes else set())
+    patterns = [
+        longest(kept),
+        rf"(?=[\s\S]{combining}){sequences}" if (sequences := longest(table.keys() - singles.keys())) else "",
+        rf"[\s\S](?={combining})",
+        r"\r(?=\n)",
+    ]
+    spaces = "".join(unit for unit, text in singles.items() if text == " ")
+    rules = _Rules(charsmap, combining, "|".join(filter(None, patterns)), f" {spaces}", composes)
+    wanted = table | {unit: unit for unit in kept}
+    if any(_END in text for pair in wanted.items() for text in pair):
+        raise ValueError(f"it has a rule or symbol for the control character {_END!r}")
+    composed = ["".join(table.get(letter, letter) for letter in unit) for unit in wanted]
+    composed = _compose(composed) if composes else composed
+    different = {unit: text for (unit, text), now in zip(wanted.items(), composed, strict=True) if now != text}
+    rules = replace(rules, replaced=_choose(rules, different))
+    if len(rules.replaced) > _MAX_REPLACED:
+        raise ValueError(f"it has {len(rules.replaced)} unusual rules of normalization")
+    letters = {letter for r in rules.replaced for text in (r.text, *r.units) for letter in text}
+    verified = {unit: text for unit, text in wanted.items() if len(unit) == 1 or letters.intersection(unit)}
+    for unit in _differences(rules, verified):
+        raise ValueError(f"its normalization replaces {unit!r} by {wanted[unit]!r}")
+    return rules
+
+
+def _changed_by_composition() -> set[str]:
+    """Characters that are replaced by their composition, although they stand alone."""
+    letters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000 and chr(code) != _END]
+    return {letter for letter, text in zip(letters, _compose(letters), strict=True) if letter != text}
+
+
+def _compose(texts: Iterable[str]) -> list[str]:
+    """Composition of each text. The texts do not contain the last control character."""
+    return normalizers.NFC().normalize_str(_END.join(texts)).split(_END)
+
+
+def _choose(rules: _Rules, different: Mapping[str, str]) -> tuple[_Replaced, ...]:
+    """Units to replace, the longest first, and codes for those that the other steps would change."""
+    units = defaultdict(set)
+    for unit, text in different.items():
+        units[text].add(unit)
+    changed = set(_differences(rules, {text: text for text in units}))
+    without_combining = _replace(rf"\A{rules.combining}", "")
+    changed |= {text for text in units if without_combining.normalize_str(text) != text}
+    order = sorted(units, key=lambda text: (-max(map(len, units[text])), text))
+    return tuple(
+        _Replaced(frozenset(units[text]), text, f"{_CODE}{number}{_CODE}" if text in changed else None)
+        for number, text in enumerate(order)
+    )
+
+
+def _differences(rules: _Rules, wanted: Mapping[str, str]) -> list[str]:
+    """The keys that are not replaced by their values."""
+    used = {letter for pair in wanted.items() for text in pair for letter in text}
+    between = next(letter for letter in map(chr, range(0xE000, 0x110000)) if letter not in used)
+    normalized = normalizers.Sequence([*_apply(rules), *_restore(rules)]).normalize_str(between.join(wanted))
+    return [unit for unit, text in zip(wanted, normalized.split(between), strict=True) if wanted[unit] != text]

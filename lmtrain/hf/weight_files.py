@@ -1,0 +1,103 @@
+"""Weights of a Hugging Face model in a folder, in a folder at a URL, or on the Hub.
+
+model.safetensors, or the files in model.safetensors.index.json        read tensor by tensor, also from URLs
+pytorch_model.bin, or the files in pytorch_model.bin.index.json        local files only; requires torch
+"""
+
+import os
+import posixpath
+from collections.abc import Mapping
+from typing import Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf.safetensors_file import SafetensorsWeights
+from lmtrain.hf.torch_file import TorchWeights
+from lmtrain.runtime.storage import file_size, is_url, join, read_json
+
+# Tensors by name, with their `shapes` and `dtypes` (such as bfloat16), each read in its stored dtype.
+Weights = SafetensorsWeights | TorchWeights
+
+
+def locate(ref: str, name: str) -> str | None:
+    """Path or URL of a file of the model `ref`; None if the model has no such file.
+
+    Raises `UserError` if the model is not found or unavailable.
+    """
+    folder = os.path.expanduser(ref)
+    if is_url(ref) or os.path.isdir(folder):
+        path = join(ref, name)
+        return path if file_size(path) is not None else None
+    if ref.startswith((".", "/", "~")):
+        without, at, revision = ref.rpartition("@")
+        if at and os.path.isdir(os.path.expanduser(without)):
+            raise UserError(f"{ref}: {without} is a folder, which has no revisions; remove @{revision}")
+        raise UserError(f"{ref}: no such folder")
+    from lmtrain.hf.hub import fetch_file
+
+    try:
+        return fetch_file(ref, name)
+    except UserError as error:
+        raise UserError(f"{error}\n  there is no local folder {ref} either") from None
+
+
+def read_model_json(ref: str, name: str) -> dict[str, Any] | None:
+    """Content of a JSON file of the model; None if there is no such file."""
+    path = locate(ref, name)
+    if path is None:
+        return None
+    try:
+        values = read_json(path)
+    except ValueError as error:
+        raise UserError(f"{ref}: {name} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{ref}: {name} is not a JSON object")
+    return values
+
+
+def read_model_config(ref: str) -> dict[str, Any]:
+    """Content of the model's `config.json`. Raises `UserError` if it is missing."""
+    values = read_model_json(ref, "config.json")
+    if values is None and locate(ref, "adapter_config.json") is not None:
+        raise UserError(
+            f"{ref}: is a PEFT adapter, not a model; merge it into its base, with `lmtrain export-hf --merge` or PEFT; "
+            "lora.initialize_from starts training from it"
+        )
+    if values is None:
+        raise UserError(f"{ref}: there is no config.json; not a Hugging Face model")
+    return values
+
+
+def open_weights(ref: str, stem: str = "model") -> Weights:
+    """Open the model's tensors, safetensors first. Raises `UserError` if there are no readable weights.
+
+    `stem` of the file names: `model`, or `adapter_model` for adapters of PEFT.
+    """
+    torch_stem = "pytorch_model" if stem == "model" else stem
+    for single, kind in ((f"{stem}.safetensors", SafetensorsWeights), (f"{torch_stem}.bin", TorchWeights)):
+        index = read_model_json(ref, f"{single}.index.json")
+        if index is not None:
+            return kind([_file(ref, name) for name in _listed_files(ref, f"{single}.index.json", index)])
+        path = locate(ref, single)
+        if path is not None:
+            return kind([path])
+    raise UserError(f"{ref}: there is no {stem}.safetensors and no {torch_stem}.bin")
+
+
+def _file(ref: str, name: str) -> str:
+    path = locate(ref, name)
+    if path is None:
+        raise UserError(f"{ref}: {name} is missing, but the index lists it; the copy may be incomplete")
+    return path
+
+
+def _listed_files(ref: str, name: str, index: Mapping[str, Any]) -> list[str]:
+    """The files that an index lists. Raises `UserError` for an invalid one, or a file outside of the folder."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise UserError(f"{ref}: {name} has no weight_map")
+    for file in weight_map.values():
+        if "://" in file or "\\" in file or posixpath.isabs(file) or ".." in file.split("/"):
+            raise UserError(
+                f"{ref}: {name} names {file!r}, which is not in the model's folder; nothing outside is read"
+            )
+    return sorted(set(weight_map.values()))

@@ -1,0 +1,74 @@
+"""Causal attention by the plain formula, softmax(q k^T * scale + bias) v, and the slopes of ALiBi."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Far below any score, but finite, so that a row without visible keys gives no NaN.
+MASKED = -1e30
+
+Drop = Callable[[jax.Array], jax.Array]
+
+
+def attend(
+    q_BHSC: jax.Array,
+    k_BKTC: jax.Array,
+    v_BKTC: jax.Array,
+    scale: jax.Array | float,
+    first_query: jax.Array | int = 0,
+    *,
+    upcast: bool = False,
+    drop: Drop | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+    window: int | None = None,
+    slopes: np.ndarray | None = None,
+) -> jax.Array:
+    """Each query sees the keys up to its own position. -> [B, H, S, C]
+
+    Query s is at position `first_query + s`, key t at t; `first_query` is a scalar, or [B]. With fewer key heads than
+    query heads, key head k serves the H / K query heads from k H / K on. With a `window`, a query sees at most
+    `window` keys. With `segments`, those of the queries [B, S] and of the keys [B, T], it sees only keys of its own
+    segment. With `slopes` [H], scores grow by slope * (key position - query position) (ALiBi, Press et al. 2022).
+    Softmax runs in float32; with `upcast` the scores do too. `drop` is applied to the attention weights.
+    """
+    if upcast:
+        q_BHSC, k_BKTC = q_BHSC.astype(jnp.float32), k_BKTC.astype(jnp.float32)
+    batch, heads, queries, head_dim = q_BHSC.shape
+    kv_heads, keys = k_BKTC.shape[1:3]
+    groups = heads // kv_heads
+    # the query heads of one key head form one longer sequence, so that keys need not be copied
+    q_BKSC = q_BHSC.reshape(batch, kv_heads, groups * queries, head_dim)
+    scores = jnp.einsum("BKSC,BKTC->BKST", q_BKSC, k_BKTC).astype(jnp.float32) * scale
+    query_at = first_query + jnp.arange(queries)[:, None]
+    if jnp.ndim(first_query):  # [B, 1, S, 1]
+        query_at = jnp.reshape(first_query, (-1, 1, 1, 1)) + jnp.arange(queries)[:, None]
+    key_at = jnp.arange(keys)
+    if slopes is not None:
+        distance = jnp.expand_dims(key_at - query_at, -3)  # [1, S, T] or [B, 1, 1, S, T]
+        bias = slopes.reshape(kv_heads, groups, 1, 1) * distance
+        scores += bias.reshape(*bias.shape[:-4], kv_heads, groups * queries, keys)
+    seen = key_at <= query_at
+    if window is not None:
+        seen &= key_at > query_at - window
+    if segments is not None:
+        seen &= segments[0][:, None, :, None] == segments[1][:, None, None, :]
+    if groups > 1:
+        seen = jnp.concatenate([seen] * groups, axis=-2)
+    weights = jax.nn.softmax(jnp.where(seen, scores, MASKED), axis=-1).astype(v_BKTC.dtype)
+    if drop is not None:
+        weights = drop(weights)
+    return jnp.einsum("BKST,BKTC->BKSC", weights, v_BKTC).reshape(*q_BHSC.shape[:3], v_BKTC.shape[-1])
+
+
+def alibi_slopes(heads: int, bias_max: float) -> np.ndarray:
+    """2^(-bias_max m / n) for m = 1..n with n heads rounded up to a power of two; float32 [heads].
+
+    If n is greater than the number of heads, every second slope comes first, then those in between, and the first
+    `heads` of these are used (Press et al. 2022, in MPT's order).
+    """
+    power = 1 << (heads - 1).bit_length()
+    all_slopes = 2.0 ** (-bias_max * np.arange(1, power + 1) / power)
+    ordered = all_slopes if power == heads else np.concatenate([all_slopes[1::2], all_slopes[::2]])
+    return ordered[:heads].astype(np.float32)

@@ -1,0 +1,102 @@
+"""The record of an attention kernel, and the attention of a sequence to itself by the kernel of a name."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import jax
+import numpy as np
+
+from lmtrain.models.attention.attend import Drop
+from lmtrain.models.attention.names import FEATURES, AttentionBackend
+
+
+@dataclass(frozen=True)
+class Options:
+    """Optional features of attention, as in `attend`: `segments` are [B, S]. `block_size` in tokens is for kernels that
+    use one."""
+
+    upcast: bool = False
+    drop: Drop | None = None
+    segments: jax.Array | None = None
+    window: int | None = None
+    slopes: np.ndarray | None = None
+    block_size: int | None = None
+
+    @property
+    def features(self) -> dict[str, bool]:
+        """Which of the features of `names.FEATURES` that change the result are in use."""
+        return {
+            "dropout": self.drop is not None,
+            "alibi": self.slopes is not None,
+            "upcast": self.upcast,
+            "segments": self.segments is not None,
+            "window": self.window is not None,
+        }
+
+
+# (q [B, H, S, C], k [B, K, S, C], v [B, K, S, D], scale, options) -> [B, H, S, D]
+Call = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | float, Options], jax.Array]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of attention, which the setting `attn_backend` selects by its name.
+
+    `platform` is cpu, gpu or tpu, None for any. `features` are the supported keys of `FEATURES`. `auto` takes the
+    kernel for sequences of at least `auto_from` tokens. `uses_block_size`: it follows `flash_attention_block_size`.
+
+    `flops` of the forward and of the backward pass are relative to the two products of the forward pass over the keys
+    that queries see; None if the products are in the text of a compiled program, where they are counted. `mean_trips`
+    gives the mean trip count of its loops with computed bounds, from sequence length, block size and window.
+    """
+
+    name: str
+    platform: str | None
+    features: frozenset[str]
+    call: Call
+    auto_from: int = 0
+    uses_block_size: bool = False
+    flops: tuple[float, float] | None = None
+    mean_trips: Callable[[int, int | None, int | None], float] | None = None
+
+    @property
+    def scope(self) -> str:
+        """Part of the name of all its operations in a compiled program, those of the backward pass included."""
+        return f"{self.name}_attention"
+
+
+def all_but(*missing: str) -> frozenset[str]:
+    """All features except these."""
+    return frozenset(FEATURES) - set(missing)
+
+
+def kernel_of(name: str) -> Kernel:
+    """The kernel of a name."""
+    kernel: Kernel = importlib.import_module(f"lmtrain.models.attention.{name}").KERNEL
+    return kernel
+
+
+def kernels() -> list[Kernel]:
+    """All kernels, in the order in which `auto` tries them."""
+    return [kernel_of(name) for name in get_args(AttentionBackend) if name != "auto"]
+
+
+def self_attend(
+    backend: str,
+    q_BHSC: jax.Array,
+    k_BKSC: jax.Array,
+    v_BKSC: jax.Array,
+    scale: jax.Array | float,
+    **more: Any,
+) -> jax.Array:
+    """Attention of a full sequence to itself, by the named kernel; `more` are the fields of `Options`. -> [B, H, S, C]
+
+    The caller has checked that the kernel supports them.
+    """
+    kernel, options = kernel_of(backend), Options(**more)
+    for feature, is_used in options.features.items():
+        assert not is_used or feature in kernel.features, f"{backend} attention has no {FEATURES[feature]}"
+    with jax.named_scope(kernel.scope):
+        return kernel.call(q_BHSC, k_BKSC, v_BKSC, scale, options)

@@ -1,0 +1,24 @@
+"""Attention on NVIDIA GPUs by our own kernels; memory grows with the length. `attend.py` is the entry point."""
+
+import jax
+
+from lmtrain.models.attention.kernel import Kernel, Options, all_but
+
+
+def triton(
+    q_BHSC: jax.Array, k_BKSC: jax.Array, v_BKSC: jax.Array, scale: jax.Array | float, options: Options
+) -> jax.Array:
+    """`attend` of a sequence to itself, in 16 bits. -> [B, H, S, D]"""
+    from lmtrain.models.attention.triton.attend import attend  # imports Pallas, which is slow
+
+    return attend(q_BHSC, k_BKSC, v_BKSC, scale, options)
+
+
+# Seven products backward: two of the five are computed twice, once for keys and values and once for queries.
+KERNEL = Kernel(
+    "triton",
+    "gpu",
+    all_but("dropout", "float32", "very_wide_heads", "odd_values", "second_derivatives"),
+    triton,
+    flops=(1.0, 3.5),
+)

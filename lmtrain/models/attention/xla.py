@@ -1,0 +1,24 @@
+"""Plain attention, compiled by XLA: supports everything; memory grows with the square of the length."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from lmtrain.models.attention.attend import attend
+from lmtrain.models.attention.kernel import Kernel, Options, all_but
+from lmtrain.models.layers.remat import SAVED_ATTENTION
+
+
+def attend_in_halves(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, options: Options) -> jax.Array:
+    """Attention in two halves of the queries: the first half does not need the second half's keys."""
+    half, s = q.shape[2] // 2, options.segments
+    early, late = (None, None) if s is None else ((s[:, :half], s[:, :half]), (s[:, half:], s))
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("upcast", "drop", "window", "slopes")}
+    first = attend(q[:, :, :half], k[:, :, :half], v[:, :, :half], scale, 0, segments=early, **how)
+    second = attend(q[:, :, half:], k, v, scale, half, segments=late, **how)
+    return checkpoint_name(jnp.concatenate([first, second], axis=2), SAVED_ATTENTION)
+
+
+KERNEL = Kernel("xla", None, all_but(), attend_in_halves)

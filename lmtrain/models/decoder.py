@@ -1,0 +1,123 @@
+"""The language model of every family: embeddings, a stack of blocks, a final norm and a head.
+
+A family is its block, its config and its table of weight names (`README.md`).
+
+    B batch  S query position  D embed  V vocab  N layers
+"""
+
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.nn.initializers import Initializer, normal
+
+from lmtrain.models.attention.names import PLAIN
+from lmtrain.models.interface import NO_DOCUMENTS, Documents, KvCache
+from lmtrain.models.layers.linear import Embed
+from lmtrain.models.layers.stack import stack
+from lmtrain.sharding.placement import constrain
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model. Its methods are documented in `lmtrain/models/interface.py`.
+
+    A family is a subclass with its `block` and `build_norm`, and where it differs the other settings and methods above
+    `setup`. `attention` is a backend that supports the config.
+    """
+
+    config: Any
+    vocab_size: int
+    attention: str = PLAIN
+
+    block: ClassVar[type[nn.Module]]
+    has_learned_positions: ClassVar[bool] = False
+
+    def build_norm(self) -> nn.Module:
+        """The norm before the head."""
+        raise NotImplementedError
+
+    def embedding_init(self) -> Initializer:
+        """Initial values of the embedding tables and the head."""
+        return normal(self.config.initializer_range)
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the token embeddings."""
+        return 1.0
+
+    @property
+    def embedding_dropout(self) -> float:
+        """Dropout rate after the embeddings."""
+        return 0.0
+
+    @property
+    def pattern(self) -> tuple[Any, ...]:
+        """The configs of the blocks of the first layers, which repeat over the depth: several if layers differ."""
+        return (self.config,)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the table of tokens is also the head."""
+        tied: bool = self.config.tie_word_embeddings
+        return tied
+
+    @property
+    def has_dropout(self) -> bool:
+        has_dropout: bool = self.config.has_dropout
+        return has_dropout
+
+    def setup(self) -> None:
+        c = self.config
+        entries, init = ("vocab", c.padded(self.vocab_size)), self.embedding_init()
+        self.tokens = Embed(entries, c.hidden_dim, init, is_head=self.is_tied)
+        if self.has_learned_positions:
+            self.positions = Embed(("position", c.seq_len), c.hidden_dim, init)
+        self.drop = nn.Dropout(self.embedding_dropout)
+        pattern = [(config, self.attention) for config in self.pattern]
+        self.blocks = stack(self.block, pattern, c.num_layers, c.scan_layers, c.gradient_checkpointing)
+        self.norm_final = self.build_norm()
+        if not self.is_tied:
+            self.unembed = Embed(entries, c.hidden_dim, init, is_head=True)
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        return self.logits(self.hidden(tokens_BS, deterministic=True))
+
+    def hidden(self, tokens_BS: jax.Array, deterministic: bool, documents: Documents = NO_DOCUMENTS) -> jax.Array:
+        return self.read(self.embed(tokens_BS), deterministic, documents)
+
+    def head(self) -> jax.Array:
+        return (self.tokens if self.is_tied else self.unembed).embedding
+
+    def logits(self, hidden_BSD: jax.Array) -> jax.Array:
+        """Float32 logits [B, S, vocab_size]."""
+        return jnp.einsum("BSD,VD->BSV", hidden_BSD, self.head())[..., : self.vocab_size].astype(jnp.float32)
+
+    def empty_cache(self, batch: int, length: int) -> Any:
+        c, dtype = self.config, self.head().dtype
+        shape = (c.num_layers, batch, c.kv_heads, length, c.head_width)
+        return KvCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array) -> tuple[jax.Array, Any]:
+        hidden, cache = self.read_more(self.embed(tokens_BS), cache, start)
+        return self.logits(hidden), cache
+
+    def embed(self, tokens_BS: jax.Array) -> jax.Array:
+        """The embeddings of tokens, without positions, [B, S, D]."""
+        x = self.tokens(tokens_BS)
+        return x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)
+
+    def read(self, x: jax.Array, deterministic: bool, documents: Documents) -> jax.Array:
+        """Embeddings [B, S, D] -> the outputs of the stack, normalized."""
+        if self.has_learned_positions:
+            x = self.positions.add_to(x, documents.positions)
+        x = constrain(self.drop(x, deterministic=deterministic), "act_batch", "act_stream", "act_embed")
+        x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, documents)
+        return self.norm_final(x)
+
+    def read_more(self, x: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+        """`read` of new positions `start, start + 1, ...`, and the updated cache of the stack."""
+        if self.has_learned_positions:
+            x = self.positions.add_from(x, start)
+        (x, cache), _ = self.blocks.extend((x, cache), jnp.arange(self.config.num_layers), start)
+        return self.norm_final(x), cache

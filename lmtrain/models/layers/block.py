@@ -1,0 +1,107 @@
+"""What the blocks of all families share: attention with its cache, and a block of attention and MLP."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from lmtrain.models.attention.attend import attend
+from lmtrain.models.attention.kernel import self_attend
+from lmtrain.models.interface import Documents, KvCache
+from lmtrain.models.layers.remat import BLOCK_INPUT
+from lmtrain.sharding.placement import constrain
+
+
+class Attention(nn.Module):
+    """Causal attention of all heads: [B, S, D] -> [B, S, D].
+
+    A family defines in `setup` the layers `out` and `drop_weights` (dropout on the attention weights), and the methods
+    `project` and `scores`.
+    """
+
+    config: Any
+    backend: str
+
+    def project(self, x: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, H, S, C], keys and values [B, K, S, C]. Positions None: 0, 1, ... in every sequence."""
+        raise NotImplementedError
+
+    def scores(self, layer: jax.Array) -> dict[str, Any]:
+        """Arguments of `attend` that define the scores: `scale`, and others that the family needs."""
+        raise NotImplementedError
+
+    def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents) -> jax.Array:
+        q, k, v = self.project(x, documents.positions)
+        mixed_BHSC = self_attend(
+            self.backend,
+            q,
+            k,
+            v,
+            **self.scores(layer),
+            drop=active(self.drop_weights, deterministic),
+            segments=documents.segments,
+            block_size=self.config.flash_attention_block_size,
+        )
+        return self.out(mixed_BHSC.transpose(0, 2, 1, 3))
+
+    def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+        """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""
+        q, k, v = self.project(x, jnp.reshape(start, (-1, 1)) + jnp.arange(x.shape[1]))
+        cache = cache.write(k, v, start, layer)
+        mixed_BHSC = attend(q, *cache.of_layer(layer), first_query=start, **self.scores(layer))
+        return self.out(mixed_BHSC.transpose(0, 2, 1, 3)), cache
+
+
+def split_qkv(qkv_BSXHC: jax.Array, clip: float | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values [B, H, S, C] from one product [B, S, 3, H, C]; `clip`: to plus or minus this."""
+    qkv = constrain(qkv_BSXHC, "act_batch", "act_seq", None, "act_heads", None)
+    if clip is not None:
+        qkv = jnp.clip(qkv, -clip, clip)
+    q, k, v = (
+        constrain(qkv[:, :, i].transpose(0, 2, 1, 3), "act_batch", "act_heads", "act_seq", None) for i in range(3)
+    )
+    return q, k, v
+
+
+def active(dropout: nn.Dropout, deterministic: bool) -> Callable[[jax.Array], jax.Array] | None:
+    """The dropout as a function; None if it changes nothing."""
+    if deterministic or not dropout.rate:
+        return None
+    return lambda weights: dropout(weights, deterministic=False)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm and added to the residual stream.
+
+    A family defines in `setup` the layers `norm_attn`, `attn`, `norm_mlp`, `mlp`, and `drop` (dropout on the outputs of
+    both), or the methods `attention_input` and `add`.
+    """
+
+    config: Any
+    backend: str
+
+    def attention_input(self, x: jax.Array) -> jax.Array:
+        """The input of attention."""
+        return self.norm_attn(x)
+
+    def add(self, x: jax.Array, mixed: jax.Array, deterministic: bool) -> jax.Array:
+        """The residual stream after the block, from that before it and the output of attention."""
+        x = x + self.drop(mixed, deterministic=deterministic)
+        return x + self.drop(self.mlp(self.norm_mlp(x)), deterministic=deterministic)
+
+    def __call__(
+        self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents
+    ) -> tuple[jax.Array, None]:
+        x = checkpoint_name(x, BLOCK_INPUT)
+        mixed = self.attn(self.attention_input(x), layer, deterministic, documents)
+        return constrain(self.add(x, mixed, deterministic), "act_batch", "act_stream", "act_embed"), None
+
+    def extend(
+        self, state: tuple[jax.Array, KvCache], layer: jax.Array, start: jax.Array
+    ) -> tuple[tuple[jax.Array, KvCache], None]:
+        x, cache = state
+        mixed, cache = self.attn.extend(self.attention_input(x), layer, cache, start)
+        return (self.add(x, mixed, deterministic=True), cache), None

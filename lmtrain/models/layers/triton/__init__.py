@@ -1,1 +1,0 @@
-"""Attention kernels for NVIDIA GPUs; `attention.py` is the entry point."""

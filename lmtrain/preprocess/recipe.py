@@ -1,0 +1,70 @@
+"""How documents become tokens: the recipe of a cache, the chat template, special tokens, the dtype of stored ids."""
+
+from typing import Any
+
+import numpy as np
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.redact import redact
+from lmtrain.data.config import DataConfig
+from lmtrain.data.formats import ChatFormat, CompletionFormat, TextFormat
+from lmtrain.hf.chat_template import ChatTemplate, find_template
+from lmtrain.hf.find_tokenizer import PASSTHROUGH, find_tokenizer
+from lmtrain.hf.tokenizer import Tokenizer
+
+# Number of the rules by which conversations become texts and targets. A cache of other rules has other targets.
+_CHAT_RULES = 2
+
+
+def recipe_of(config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, Any]:
+    """How documents become tokens: equal recipes give equal tokens. Has no secrets, and no setting without effect."""
+    documents: dict[str, Any] = {"on_bad_record": config.on_bad_record}
+    if config.text_documents != "line":  # caches built before this setting existed lack it
+        documents["text_documents"] = config.text_documents
+    if isinstance(config.format, TextFormat):
+        documents |= {"text_key": config.text_key, "enforce_eos": config.enforce_eos}
+    if not isinstance(config.format, ChatFormat):
+        documents["enforce_bos"] = config.enforce_bos
+    if isinstance(config.format, CompletionFormat):
+        documents["format"] = config.format.model_dump(exclude={"too_long"})
+    elif isinstance(config.format, ChatFormat):
+        assert template is not None
+        described = config.format.model_dump(include={"type", "messages_field", "loss_on", "chat_template_kwargs"})
+        documents["format"] = described | {"template": template.digest, "rules": _CHAT_RULES}
+    return redact({"tokenizer": tokenizer.identity, "documents": documents})
+
+
+def chat_template_of(config: DataConfig) -> ChatTemplate | None:
+    """The template of conversations; None for other data. Raises `UserError` if there is none."""
+    if not isinstance(config.format, ChatFormat):
+        return None
+    if config.tokenizer == PASSTHROUGH:
+        raise UserError("data.format: conversations are texts, but the tokenizer is passthrough")
+    return find_template(find_tokenizer(config.tokenizer), config.format.chat_template, "data.format.chat_template")
+
+
+def check_special_tokens(tokenizer: Tokenizer, config: DataConfig) -> None:
+    """Raise `UserError` if a token to be enforced does not exist. Completions always end in the EOS token."""
+    if isinstance(config.format, ChatFormat):
+        return
+    if isinstance(config.format, CompletionFormat) and tokenizer.eos_id is None:
+        raise UserError(
+            f"tokenizer {tokenizer.path!r} has no eos_token in tokenizer_config.json, which ends completions; set it "
+            "there"
+        )
+    for name, is_enforced, number in (
+        ("eos", config.enforce_eos, tokenizer.eos_id),
+        ("bos", config.enforce_bos, tokenizer.bos_id),
+    ):
+        if is_enforced and number is None:
+            advice = (
+                f"{name}_token in tokenizer_config.json; set it there, or"
+                if tokenizer.library
+                else f"{name} token, since its documents are token ids;"
+            )
+            raise UserError(f"tokenizer {tokenizer.path!r} has no {advice} set data.enforce_{name}: false")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Dtype of stored token ids: two bytes if they suffice, else four; little-endian on every machine."""
+    return np.dtype("<u2" if vocab_size <= 65536 else "<u4")

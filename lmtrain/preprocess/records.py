@@ -1,0 +1,139 @@
+"""Documents of records: where they are in a record of any file format, and what is wrong with a damaged one."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class BadRecordError(Exception):
+    """What is wrong with a record, without its place."""
+
+
+@dataclass(frozen=True)
+class InstructionText:
+    """A conversation or a completion as text. `targets` are the parts that the model learns to write, as [start, end)
+    in characters; `contents` are the texts that it was made of, without those of the template. `is_written`: the text
+    has all that the assistant says or calls."""
+
+    text: str
+    targets: tuple[tuple[int, int], ...]
+    contents: tuple[str, ...]
+    is_written: bool = True
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+# A document's text, its token ids with the passthrough tokenizer, or a document with targets.
+Document = str | list[int] | InstructionText
+
+# A record's number and content. A record that cannot be parsed has an error as its content.
+Record = tuple[int, Any]
+
+# Keys by which records of conversations and of completions are recognized where a text is expected.
+_CONVERSATIONS = ({"messages"}, {"conversations"}, {"instruction", "output"})
+COMPLETION = {"prompt", "completion"}
+READ_COMPLETIONS = "data.format: {type: completion} to read prompts with completions"
+
+
+class RecordReader(Protocol):
+    """Reads the documents of records."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Keys of a record that are read."""
+
+    def check_keys(self, keys: Collection[str]) -> None:
+        """Raise `BadRecordError`, which names the setting to change, if records with these keys lack a document."""
+
+    def read(self, record: Mapping[str, Any]) -> Document:
+        """The document of a record. Raises `BadRecordError`."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Reads texts under `key`. In plain text a document is a `line`, a block between blank lines (`blank_line`), or the
+    entire `file`. `advise` says what to change for records with these keys, which have no text."""
+
+    key: str
+    text_documents: str = "line"
+    advise: Callable[[Collection[str]], str] = lambda keys: f"set {_setting_for(keys)}"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.key,)
+
+    def check_keys(self, keys: Collection[str]) -> None:
+        if self.key not in keys:
+            raise BadRecordError(f"no key {self.key!r} (it has {listed_keys(keys)}); {self.advise(keys)}")
+
+    def read(self, record: Mapping[str, Any]) -> Document:
+        self.check_keys(record)
+        return checked_text(record[self.key], self.key)
+
+
+@dataclass(frozen=True)
+class TokenIds(Texts):
+    """Reads lists of token ids below `vocab_size` under `key`."""
+
+    vocab_size: int = 0
+
+    def read(self, record: Mapping[str, Any]) -> Document:
+        self.check_keys(record)
+        ids = record[self.key]
+        if not isinstance(ids, list) or not all(type(number) is int for number in ids):
+            raise BadRecordError(f"{self.key!r} is not a list of token ids, which the passthrough tokenizer requires")
+        wrong = next((number for number in ids if not 0 <= number < self.vocab_size), None)
+        if wrong is not None:
+            raise BadRecordError(f"token id {wrong} is not below data.vocab_size {self.vocab_size}")
+        return ids
+
+
+def read_document(reader: RecordReader, record: Any) -> Document:
+    """The document of a parsed record. Raises `BadRecordError` for a damaged one."""
+    if isinstance(record, BadRecordError):
+        raise record
+    if not isinstance(record, dict):
+        raise BadRecordError(no_object(reader))
+    try:
+        document = reader.read(record)
+    except RecursionError:
+        raise BadRecordError("nested too deeply") from None
+    text = document.text if isinstance(document, InstructionText) else document
+    if isinstance(text, str) and not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+            raise BadRecordError(f"not UTF-8: {error.reason} at character {error.start}") from None
+    return document
+
+
+def checked_text(value: Any, key: str) -> str:
+    """The value if it is a text. Raises `BadRecordError` if not."""
+    if not isinstance(value, str):
+        raise BadRecordError(f"{key!r} is {type(value).__name__}, not text")
+    return value
+
+
+def no_object(reader: RecordReader) -> str:
+    """Message for a record that is no map."""
+    return f"expected a JSON object with the key {reader.columns[0]!r}"
+
+
+def listed_keys(keys: Collection[str]) -> str:
+    """The first keys of a record, for messages."""
+    return ", ".join(map(repr, list(keys)[:8])) or "none"
+
+
+def is_conversation(keys: Collection[str]) -> bool:
+    """Whether a record with these keys is a conversation."""
+    return any(shape <= set(keys) for shape in _CONVERSATIONS)
+
+
+def _setting_for(keys: Collection[str]) -> str:
+    """The setting by which records with these keys can be read that have no text."""
+    if is_conversation(keys):
+        return "data.format: {type: chat} to read conversations"
+    if set(keys) >= COMPLETION:
+        return READ_COMPLETIONS
+    return "data.text_key to the key"

@@ -1,0 +1,149 @@
+"""The first documents of a config as the model will see them, for `lmtrain preprocess CONFIG --show N`:
+
+    chats/train.jsonl:2: 23 tokens, 4 targets
+    --- sequence 2
+    <|im_start|>user
+    Who counts the stars?<|im_end|>
+    <|im_start|>assistant
+    [[Nobody.<|im_end|>]]
+    tokens: 384 '<|im_start|>', 301 'user', ...
+
+Targets are in brackets, or coloured in a terminal. All tokens of text are targets.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from lmtrain.config.counts import counted
+from lmtrain.data.config import DataConfig
+from lmtrain.data.formats import ChatFormat, TextFormat, TooLong
+from lmtrain.data.packing import pack
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.instructions import record_reader
+from lmtrain.preprocess.long_documents import can_split
+from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens
+from lmtrain.preprocess.sources import AnySource, list_sources
+from lmtrain.preprocess.tokenize import tokenize
+
+_GREEN, _BOLD, _PLAIN = "\x1b[32m", "\x1b[1m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """A document: ids int [tokens]; which are targets, bool [tokens], None for text; numbers of the sequences that
+    begin in it, by the index of their first token; and its length before it was cut off at the end of a sequence."""
+
+    place: str
+    ids: np.ndarray
+    targets: np.ndarray | None
+    sequences: dict[int, int]
+    length: int
+
+
+def first_documents(config: DataConfig, seq_len: int, number: int) -> Iterator[ShownDocument]:
+    """The first `number` documents of one source's training text, in sequences of `seq_len` tokens.
+
+    Raises `UserError` as tokenizing does.
+    """
+    tokenizer = open_tokenizer(config.tokenizer, config.vocab_size)
+    check_special_tokens(tokenizer, config)
+    sequences, tokens = 0, 0
+    for source in list_sources(config, "train"):
+        documents = list(islice(_documents_of(source, config, tokenizer), number))
+        number -= len(documents)
+        if isinstance(config.format, TextFormat):
+            for document in documents:
+                begins = range(-tokens % seq_len, document.length, seq_len)
+                document.sequences.update({begin: (tokens + begin) // seq_len + 1 for begin in begins})
+                tokens += document.length
+        else:
+            too_long = config.format.too_long if isinstance(config.format, ChatFormat) else "cut"
+            documents = _pack(documents, seq_len, too_long, sequences)
+            sequences += sum(len(document.sequences) for document in documents)
+        yield from documents
+        if not number:
+            return
+
+
+def _pack(documents: list[ShownDocument], seq_len: int, too_long: TooLong, before: int) -> list[ShownDocument]:
+    """The first documents of a shard in sequences, which are numbered from `before` + 1. Each shard is packed alone,
+    and the first documents are packed as if there were all."""
+    lengths = np.array([document.length for document in documents], np.int64)
+    starts, _, _ = pack(lengths, seq_len, too_long)
+    numbers = {start: before + 1 + index for index, start in enumerate(starts.tolist())}
+    begins = np.cumsum(lengths) - lengths
+    packed = []
+    for document, begin in zip(documents, begins.tolist(), strict=True):
+        kept = seq_len if document.length <= seq_len or too_long == "cut" else 0
+        packed.append(
+            replace(
+                document,
+                ids=document.ids[:kept],
+                targets=None if document.targets is None else document.targets[:kept],
+                sequences={0: numbers[begin]} if begin in numbers else {},
+            )
+        )
+    return packed
+
+
+def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:
+    reader = DocumentReader(
+        source, record_reader(config, chat_template_of(config)), skip_bad=config.on_bad_record == "skip"
+    )
+    split_long = tokenizer.library is not None and can_split(tokenizer.library)
+    for number, document in reader:
+        batch = tokenize([document], tokenizer, config, split_long)
+        yield ShownDocument(reader.place(number), batch.tokens, batch.targets, {}, len(batch.tokens))
+
+
+def describe_document(document: ShownDocument, tokenizer: Tokenizer, colour: bool) -> str:
+    """A document as text. `colour` marks targets by colour instead of brackets."""
+    before, after = (_GREEN, _PLAIN) if colour else ("[[", "]]")
+    head = f"{document.place}: {counted(document.length, 'token')}"
+    targets = document.targets
+    if targets is not None:
+        head += f", {counted(int(targets.sum()), 'target')}"
+    if len(document.ids) < document.length:
+        what = f"cut off after {len(document.ids):,}" if len(document.ids) else "dropped"
+        head += f", longer than model.seq_len: {what}"
+    lines = [f"{_BOLD}{head}{_PLAIN}" if colour else head]
+    if tokenizer.library is not None:
+        lines += [_marked_text(document, tokenizer, before, after).removesuffix("\n")]
+    if len(document.ids):
+        lines.append("tokens: " + ", ".join(_tokens(document, tokenizer, before, after)))
+    return "\n".join(lines)
+
+
+def _marked_text(document: ShownDocument, tokenizer: Tokenizer, before: str, after: str) -> str:
+    """The text of its tokens, with marks where sequences begin and around targets."""
+    targets = np.zeros(len(document.ids), bool) if document.targets is None else document.targets
+    borders = {0, len(document.ids), *document.sequences, *(np.flatnonzero(np.diff(targets)) + 1).tolist()}
+    parts, written = [], ""
+    for begin, end in zip(sorted(borders), sorted(borders)[1:], strict=False):
+        if begin in document.sequences:
+            parts.append(f"{'' if begin == 0 or written.endswith(chr(10)) else chr(10)}{_sequence(document, begin)}\n")
+        # a decoder may write the first token of a text differently, so the text up to here is decoded
+        text = tokenizer.backend.decode(document.ids[:end].tolist(), skip_special_tokens=False)
+        piece = text[len(written) :]
+        parts.append(f"{before}{piece}{after}" if targets[begin] else piece)
+        written = text
+    return "".join(parts)
+
+
+def _tokens(document: ShownDocument, tokenizer: Tokenizer, before: str, after: str) -> Iterator[str]:
+    for index, number in enumerate(document.ids.tolist()):
+        text = str(number)
+        if tokenizer.library is not None:
+            text += f" {tokenizer.library.decode([number], skip_special_tokens=False)!r}"
+        if document.targets is not None and document.targets[index]:
+            text = f"{before}{text}{after}"
+        yield f"{_sequence(document, index)}: {text}" if index and index in document.sequences else text
+
+
+def _sequence(document: ShownDocument, begin: int) -> str:
+    return f"--- sequence {document.sequences[begin]:,}"

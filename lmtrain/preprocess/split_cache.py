@@ -1,0 +1,218 @@
+"""Cache of one split of a source: its shards, which of them exist, and whether they match the config."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.redact import redact
+from lmtrain.config.remote import remote_errors
+from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, load_manifest, save_manifest, shard_name
+from lmtrain.data.caches import Cache
+from lmtrain.data.config import DataConfig
+from lmtrain.data.formats import TextFormat
+from lmtrain.data.shards import Shards
+from lmtrain.data.targets import check_contents
+from lmtrain.hf.chat_template import check_tokens
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.preprocess.cache_match import check_recipe, check_sources
+from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
+from lmtrain.preprocess.sources import AnySource, FilesMissingError, as_recorded, describe_urls, list_sources
+from lmtrain.runtime.atomic_files import remove_temporaries
+from lmtrain.runtime.lock import FileLock
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import check_writable, file_size, is_url, join, list_names, read_json
+
+if TYPE_CHECKING:
+    from lmtrain.preprocess.write_shard import ShardJob
+
+
+class SplitCache(Cache):
+    """Cache of one split, finished or to be built. `shards` are the finished ones, and grow during the build."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        split: str,
+        recipe: dict[str, Any],
+        dtype: str,
+        sources: list[AnySource],
+        finished: CacheManifest | None,
+        is_read: bool = True,
+    ):
+        super().__init__(
+            split_folder(config, split),
+            recipe,
+            [shard.source for shard in finished.shards] if finished else list(map(as_recorded, sources)),
+            dtype,
+            Shards.of(finished) if finished else Shards(),
+            None if isinstance(config.format, TextFormat) else config.format.too_long,
+        )
+        self.split = split
+        self.manifest = finished
+        self.is_read = is_read
+        self.jobs = [] if finished else self._jobs(config, sources)
+        self._urls = describe_urls(config, split)
+        self._infos: list[ShardInfo | None] = [None] * len(self.jobs)
+        self._lock = None if is_url(self.folder) or finished else FileLock(os.path.join(self.folder, ".building"))
+
+    def _jobs(self, config: DataConfig, sources: list[AnySource]) -> "list[ShardJob]":
+        # imports the text readers, which a finished cache does not need
+        from lmtrain.preprocess.write_shard import ShardJob
+
+        template, paths = chat_template_of(config), [shard_name(i, len(sources)) for i in range(len(sources))]
+        return [
+            ShardJob(source, join(self.folder, path), config, self.recipe, template)
+            for source, path in zip(sources, paths, strict=True)
+        ]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every shard is finished."""
+        return self.shards.complete
+
+    @property
+    def missing(self) -> "dict[int, ShardJob]":
+        """Jobs of the missing shards by their index."""
+        return {index: self.jobs[index] for index, info in enumerate(self._infos) if info is None}
+
+    def make_folder(self) -> None:
+        """Create the folder of the cache. Raises `UserError` if it cannot be created or is not writable."""
+        if is_url(self.folder):
+            check_writable(self.folder)
+        else:
+            try:
+                os.makedirs(self.folder, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"data.cache_dir: {self.folder} cannot be created: {error.strerror}") from None
+
+    def acquire(self) -> bool:
+        """Lock the cache for building and delete temporary files of killed builds. Returns whether it was free.
+
+        A cache at a URL has no lock: concurrent builds write the same objects, each complete.
+        """
+        with remote_errors(self.folder, "written"):
+            if self._lock is None or not self._lock.acquire():
+                return self._lock is None
+        remove_temporaries(self.folder)
+        return True
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def holder(self) -> str:
+        """Name of the process that holds the lock."""
+        return "another process" if self._lock is None else self._lock.holder()
+
+    def find_finished(self) -> None:
+        """Add the shards that are finished on disk.
+
+        Raises `UserError` if they were built with other settings or from other sources.
+        """
+        missing = {f"{job.name}.json": index for index, job in self.missing.items()}
+        known = {f"{job.name}.json" for job in self.jobs} - missing.keys()
+        markers = {}
+        for name in list_names(self.folder):
+            if name.startswith("shard-") and name.endswith(".json") and name not in known:
+                marker = _read_marker(join(self.folder, name))
+                if marker is not None:
+                    markers[name] = marker
+        for recipe, _ in markers.values():
+            check_recipe(self.folder, recipe, self.recipe)
+        expected = {f"{job.name}.json": source for job, source in zip(self.jobs, self.sources, strict=True)}
+        check_sources(self.folder, {name: info.source for name, (_, info) in markers.items()}, expected, complete=False)
+        for name, index in missing.items():
+            if name in markers:
+                info = markers[name][1]
+                if file_size(join(self.folder, info.file)) == info.bytes:
+                    self.add(index, info)
+
+    def add(self, index: int, info: ShardInfo) -> None:
+        """Add the finished shard `index`. Readers get shards in order."""
+        self._infos[index] = info
+        while len(self.shards.infos) < len(self._infos):
+            following = self._infos[len(self.shards.infos)]
+            if following is None:
+                return
+            self.shards.add(following)
+        self.shards.finish()
+
+    def write_manifest(self) -> CacheManifest:
+        """Write the manifest, which marks the cache as complete. Raises `UserError` if it has nothing to learn from."""
+        if self.manifest is None:
+            if self.is_read:
+                check_contents(self.folder, self.shards.infos, self.recipe)
+            self.manifest = CacheManifest(self.split, self.recipe, self._urls, self.dtype, list(self.shards.infos))
+            save_manifest(self.folder, self.manifest)
+        return self.manifest
+
+
+def find_cache(config: DataConfig, split: str, is_read: bool = True) -> SplitCache:
+    """The cache of `split`, and which of its shards exist. Writes nothing. Without `is_read` it may have nothing to
+    learn from.
+
+    Raises `UserError` if the existing cache was built from other sources or with another tokenizer or settings, or if
+    an input file is missing.
+    """
+    folder = split_folder(config, split)
+    tokenizer = open_tokenizer(config.tokenizer, config.vocab_size)
+    check_special_tokens(tokenizer, config)
+    finished = _manifest_of(folder)
+    if (template := chat_template_of(config)) is not None:
+        check_tokens(template, tokenizer, "data.format.chat_template")
+        if finished is None:
+            template.check()
+    recipe, dtype = recipe_of(config, tokenizer, template), token_dtype(tokenizer.vocab_size).str
+    if finished is not None:
+        check_recipe(folder, finished.recipe, recipe)
+        if is_read:
+            check_contents(folder, finished.shards, recipe)
+        _check_sources_of_finished(config, split, folder, finished)
+        return SplitCache(config, split, recipe, dtype, [], finished, is_read)
+    cache = SplitCache(config, split, recipe, dtype, list_sources(config, split), None, is_read)
+    cache.find_finished()
+    return cache
+
+
+def has_cache(config: DataConfig, split: str) -> bool:
+    """Whether there is a finished cache. Raises `UserError` if a file is in the place of its folder."""
+    return _manifest_of(split_folder(config, split)) is not None
+
+
+def _manifest_of(folder: str) -> CacheManifest | None:
+    try:
+        return load_manifest(folder)
+    except NotADirectoryError:
+        raise UserError(f"data.cache_dir: {folder} cannot be created: a file is in its place") from None
+
+
+def split_folder(config: DataConfig, split: str) -> str:
+    """Folder of the cache of a split."""
+    return join(config.cache_dir, split)
+
+
+def _check_sources_of_finished(config: DataConfig, split: str, folder: str, finished: CacheManifest) -> None:
+    """Raise `UserError` if a cache has other sources; sources that are unavailable are not checked."""
+    same_urls = finished.urls == describe_urls(config, split)
+    if config.id is not None and same_urls:
+        return  # a dataset is not downloaded again just to check for changes
+    try:
+        sources = map(as_recorded, list_sources(config, split))
+    except FilesMissingError as error:
+        if not same_urls:
+            raise
+        log.info(f"{folder}: using the finished cache, although its source files are unavailable ({error})")
+        return
+    cached = dict(enumerate(shard.source for shard in finished.shards))
+    check_sources(folder, cached, dict(enumerate(sources)), complete=True)
+
+
+def _read_marker(path: str) -> tuple[dict[str, Any], ShardInfo] | None:
+    """Recipe and info of a finished shard; None if the marker is missing or corrupt."""
+    try:
+        marker = redact(read_json(path))
+        return marker["recipe"], ShardInfo(**marker["shard"])
+    except UserError:
+        raise  # access failed
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None

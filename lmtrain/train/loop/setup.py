@@ -1,0 +1,136 @@
+"""What the training loop needs, put together in the order of dependency: program, data, state, reporting."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lmtrain.checkpoint.checkpointer import Checkpointer
+from lmtrain.checkpoint.discovery import Checkpoint
+from lmtrain.data.caches import Caches
+from lmtrain.data.verification import verify_in_background
+from lmtrain.evaluation.interface import Context
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.lora.model import AdaptedModel
+from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import run_identity
+from lmtrain.run.run import Run
+from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.storage import is_url
+from lmtrain.tracking.goodput import Ledger
+from lmtrain.tracking.timer import RESTORE, START_UP, Timer
+from lmtrain.train.loop.best import Decisions
+from lmtrain.train.loop.saver import Saver
+from lmtrain.train.program.program import Program, build_program
+from lmtrain.train.start.evaluation import is_pending, open_evaluation
+from lmtrain.train.start.initial_state import begin
+from lmtrain.train.start.reporting import Reporting, open_reporting
+from lmtrain.train.start.resume import DECISIONS, check_identity
+from lmtrain.train.start.run_info import describe_run, log_program
+from lmtrain.train.start.run_logs import keep_config, keep_tokenizer
+from lmtrain.train.start.train_batches import TrainBatches
+from lmtrain.train.step.state import TrainState
+from lmtrain.weights.hf_config import hf_ref
+from lmtrain.weights.lora_base import BASE, load_base
+from lmtrain.weights.run_tokenizer import template_of
+
+if TYPE_CHECKING:
+    from lmtrain.train.start.exporter import Exporter
+
+
+@dataclass(frozen=True)
+class Start:
+    """The `state` after `step` updates that a run starts from; whether its evaluation is still to be done."""
+
+    state: TrainState
+    step: int
+    evaluation_pending: bool = False
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that is ready to train from `start`, with its `batches` from that step on."""
+
+    program: Program
+    start: Start
+    batches: Iterator[Any]
+    evaluation: Context
+    saver: Saver
+    reporting: Reporting
+
+
+def set_up(
+    run: Run,
+    config: RunConfig,
+    caches: Caches,
+    tokenizer: Tokenizer,
+    checkpointer: Checkpointer,
+    own: Checkpoint | None,
+    processes: Processes,
+    began: float,
+) -> Setup:
+    """Set up `run` with its resolved `config`. `own` is the checkpoint that it resumes from.
+
+    `began` is the start time of the process, in seconds since 1970. Raises `UserError` for what cannot be trained.
+    """
+    timer = Timer()
+    ledger = Ledger(run.logs if processes.is_first else None, timer, began)
+    ledger.write()  # records a start that fails before its first step too
+
+    # Program: what each device computes and holds. Unsupported settings are refused before the state exists.
+    program = build_program(config, tokenizer.vocab_size)
+    log_program(program)
+    program.memory_use.check_fits()
+
+    # Data
+    batches = TrainBatches(config, caches, program.layout)
+    for cache in [*caches.train.values(), *caches.validation.values()] if processes.is_first else []:
+        if not is_url(cache.folder):
+            verify_in_background(cache.folder, cache.shards)
+    evaluation = open_evaluation(program, caches, tokenizer, run.logs, processes)
+    exporter = _open_exporter(run, config, caches, program, tokenizer, processes)
+
+    # State: from the run's own checkpoint, from another model, or newly initialized.
+    saved = {} if own is None else own.read_run_info()
+    with timer.section(START_UP if own is None else RESTORE):
+        base = None
+        if isinstance(program.model, AdaptedModel):
+            if own is not None:  # first: another base_dtype would look like another base
+                check_identity(own, run_identity(config, tokenizer.identity, caches.identity))
+            base = load_base(
+                config, program.model, program.layout, hf_ref(config), tokenizer.identity, saved.get(BASE), processes
+            )
+            if exporter is not None:
+                exporter.set_base(base.identity)
+        run_info = describe_run(config, run.id, tokenizer.identity, caches, program, base)
+        state, step = begin(program, own, run_info, hf_ref(config), processes, base)
+
+    # Reporting
+    def write_files() -> None:
+        keep_config(run)
+        if own is None or saved["identity"]["tokenizer"] == tokenizer.identity:
+            keep_tokenizer(run, tokenizer)
+
+    if processes.is_first:
+        keep_config(run)  # not before: the config of a refused start is not the run's
+    reporting = open_reporting(run, program, run_info, step, timer, ledger, processes, write_files)
+    decisions = Decisions(config.trainer.checkpointer.keep_best, config.trainer.early_stopping, saved.get(DECISIONS))
+    return Setup(
+        program,
+        Start(state, step, is_pending(own, reporting.trackers, processes)),
+        batches.after(step),
+        evaluation,
+        Saver(checkpointer, exporter, run_info, decisions, reporting.trackers, timer),
+        reporting,
+    )
+
+
+def _open_exporter(
+    run: Run, config: RunConfig, caches: Caches, program: Program, tokenizer: Tokenizer, processes: Processes
+) -> "Exporter | None":
+    if config.hf_save_path is None and config.hf_upload is None:
+        return None
+    from lmtrain.train.start.exporter import Exporter
+    from lmtrain.weights.export_folder import ModelOrigin
+
+    origin, template = ModelOrigin(run.id, caches.identity), template_of(run, tokenizer)
+    return Exporter(config, origin, program.model, tokenizer, program.layout, processes, template)

@@ -1,0 +1,56 @@
+"""Description of a run for its log and its checkpoints."""
+
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+from lmtrain.config.redact import redact
+from lmtrain.data.caches import Caches
+from lmtrain.models.params import count_parameters
+from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.identity import run_identity
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.progress import format_bytes
+from lmtrain.train.program.layout_table import layout_table
+from lmtrain.train.program.program import Program
+from lmtrain.weights.lora_base import BASE, LoraBase
+
+
+def log_program(program: Program) -> None:
+    """Log the model, the layout of its parameters, and the memory of the training state."""
+    config, model = program.config, program.model
+    trained = ""
+    if program.abstract.base is not None:
+        trained = f", of which LoRA trains {sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params)):,}"
+    log.info(f"{config.model.type}, {count_parameters(model):,} parameters{trained}, {config.trainer.precision}")
+    for line in layout_table(model, program.layout, config.trainer.precision.params, config.base_dtype):
+        log.info(f"  {line}")
+    state = format_bytes(sum(program.state_bytes.values()))
+    log.info(f"  training state: {state} per device; `lmtrain plan` compiles the step for its peak memory")
+
+
+def describe_run(
+    config: RunConfig,
+    run: str,
+    tokenizer: dict[str, Any],
+    caches: Caches,
+    program: Program,
+    base: LoraBase | None = None,
+) -> dict[str, Any]:
+    """The run info that is stored in every checkpoint next to the arrays. `base` of a run with LoRA."""
+    # with dropout, the masks depend on the number of microbatches
+    microbatches = {str(size): number for size, number in program.batching.num_microbatches.items()}
+    return {
+        "run_id": run,
+        "identity": run_identity(config, tokenizer, caches.identity),
+        "config": resolved(config),
+        "machine": {
+            "device": jax.devices()[0].device_kind,
+            "mesh": dict(program.layout.mesh.shape),
+            "microbatches": microbatches,
+            "xla_options": program.xla_options,
+        },
+        **({} if base is None else {BASE: redact(base.run_info)}),
+        "versions": {name: version(name) for name in ("lmtrain", "jax", "flax", "optax", "orbax-checkpoint")},
+    }

@@ -1,0 +1,82 @@
+"""Comparison of an export's logits in transformers with those of lmtrain. Requires torch."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf.safetensors_file import read_header
+from lmtrain.models.interface import LanguageModel
+from lmtrain.models.params import without_kernels
+from lmtrain.sharding.mesh import Layout
+from lmtrain.sharding.mesh_function import MeshFunction
+
+# Number of sequences and positions to compare: enough to use every part of the model, and fast.
+_SEQUENCES, _POSITIONS = 2, 64
+
+# Maximum difference due to rounding, for float32 logits with a standard deviation of about one.
+_TOLERANCE = 1e-4
+_TOLERANCE_16_BIT = 5e-2
+
+
+def require_torch(with_peft: bool = False) -> None:
+    """Raise `UserError` if torch is not installed, or PEFT, which adapters need."""
+    for name in ("torch", "peft") if with_peft else ("torch",):
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"--verify requires {name}: run `pip install {name}`, or omit --verify")
+
+
+def compare_logits(
+    folder: str, ours: Callable[[np.ndarray], np.ndarray], seq_len: int, dtype: str, base_model: str | None = None
+) -> str:
+    """Compare the logits of transformers for `folder` with `ours`, which maps tokens [B, S] to float32 [B, S, V].
+
+    `dtype` is the dtype of the weights in the folder; `base_model` is the base of adapters in PEFT's format. Returns a
+    line for the log. Raises `UserError` if the logits differ by more than rounding, or if transformers reports missing
+    or unexpected tensors.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        base_model or folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=True
+    )
+    theirs, loading = loaded
+    left = {kind: sorted(names)[:5] for kind, names in loading.items() if names}
+    if left:
+        raise UserError(f"{folder}: transformers reports missing or unexpected tensors: {left}")
+    if base_model is not None:
+        theirs = _with_adapters(theirs, folder)
+    vocab_size = min(theirs.config.vocab_size, ours(np.zeros((1, 1), np.int32)).shape[-1])
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (_SEQUENCES, min(_POSITIONS, seq_len)))
+    with torch.no_grad():
+        expected = theirs.eval()(torch.from_numpy(tokens)).logits.float().numpy()[..., :vocab_size]
+    difference = float(np.abs(ours(tokens)[..., :vocab_size] - expected).max())
+    spread = float(expected.std())
+    limit = _TOLERANCE if dtype == "float32" else _TOLERANCE_16_BIT
+    if difference > limit * max(1.0, spread):
+        raise UserError(f"{folder}: logits differ from transformers' by {difference:.2g}; please report it")
+    return f"{folder}: logits agree with transformers' within {difference:.2g} (their spread is {spread:.2g})"
+
+
+def build_logits(model: LanguageModel, params: Any, layout: Layout) -> Callable[[Any], Any]:
+    """tokens [B, S] -> float32 logits [B, S, V], on the host."""
+    model = without_kernels(model)
+    function = MeshFunction(
+        layout, jax.jit(lambda tokens: model.apply({"params": params}, tokens), out_shardings=layout.replicated)
+    )
+    return lambda tokens: jax.device_get(function(tokens))
+
+
+def _with_adapters(model: Any, folder: str) -> Any:
+    """The model with PEFT's adapters in `folder`, whose embedding tables may have more or fewer rows than its own."""
+    from peft import PeftModel
+
+    tensors = read_header(f"{folder}/adapter_model.safetensors")
+    tables = [info.shape for name, info in tensors.items() if ".lora_" not in name]
+    if tables and tables[0][0] != model.config.vocab_size:
+        model.resize_token_embeddings(tables[0][0], mean_resizing=False)
+    return PeftModel.from_pretrained(model, folder)

@@ -1,0 +1,193 @@
+"""A trained model, from a checkpoint or from Hugging Face, for the commands eval, export-hf and generate."""
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lmtrain.checkpoint.discovery import Checkpoint, list_checkpoints
+from lmtrain.checkpoint.manifest import DamagedError
+from lmtrain.checkpoint.verify import choose_checkpoint
+from lmtrain.config.differences import require_equal
+from lmtrain.config.errors import UserError
+from lmtrain.config.setting import Role, settings_of
+from lmtrain.hf.chat_template import ChatTemplate
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import identity
+from lmtrain.run.run import Run
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import join, list_names
+from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin
+from lmtrain.weights.hf_config import config_of, hf_ref, resolve_hf
+from lmtrain.weights.lora_base import BASE, load_base
+from lmtrain.weights.run_tokenizer import template_of, tokenizer_of
+
+if TYPE_CHECKING:
+    from lmtrain.models.interface import LanguageModel
+    from lmtrain.sharding.mesh import Layout
+
+
+class LoadedModel(NamedTuple):
+    """A Linen module, its parameters, and the layout they are on."""
+
+    model: "LanguageModel"
+    params: Any
+    layout: "Layout"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model: its source, its number of training steps if known, its config and its tokenizer.
+
+    `origin` is its run, None if it is from Hugging Face. `chat_template` is that of its training data, if any.
+    `get_params(model, layout)` loads the arrays; nothing imports JAX before `load`.
+    """
+
+    source: str
+    step: int | None
+    config: RunConfig
+    tokenizer: Tokenizer
+    get_params: Callable[..., Any]
+    origin: ModelOrigin | None = None
+    chat_template: ChatTemplate | None = None
+
+    def load(self) -> LoadedModel:
+        """The model with its parameters, on the devices of this machine."""
+        from lmtrain.lora.model import adapt
+        from lmtrain.models.attention.choose import choose_attention, log_attention
+        from lmtrain.models.registry import build_model
+        from lmtrain.sharding.mesh import build_layout, platform_of
+
+        layout = build_layout(self.config.trainer)
+        needs, platform = self.config.attention_needs(trains=False), platform_of(layout.mesh.devices.flat[0])
+        attention = choose_attention(needs, platform)
+        log_attention(attention, needs, platform)
+        model = build_model(self.config.model, self.tokenizer.vocab_size, attention.name)
+        model = adapt(self.config.lora, self.config.model, model)
+        return LoadedModel(model, self.get_params(model, layout), layout)
+
+
+def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
+    """The checkpoint at `path`, by default the newest of the config's own run.
+
+    Raises `UserError` if there is none, or if its model or tokenizer differs from the config.
+    """
+    run = resolve_hf(run, path)
+    config = run.config
+    checkpoint = _choose(run, path)
+    run_info = checkpoint.read_run_info()
+    saved = run_info["identity"]
+    tokenizer = tokenizer_of(run, saved["tokenizer"])
+    ours = identity(config)
+    now = {"model": ours["model"], "tokenizer": tokenizer.identity, "lora": ours.get("lora")}
+    theirs = {name: saved.get(name) for name in now}
+    require_equal(theirs, now, f"{checkpoint.path} does not match this config's model")
+
+    def get_params(model: "LanguageModel", layout: "Layout") -> Any:
+        from lmtrain.lora import model as lora
+        from lmtrain.weights.load_checkpoint import restore_params
+
+        params = restore_params(checkpoint, model, layout, config.trainer.checkpointer.staging_dir)
+        if not isinstance(model, lora.AdaptedModel):
+            return params
+        frozen = load_base(config, model, layout, hf_ref(config), tokenizer.identity, run_info[BASE])
+        return {lora.BASE: frozen.params, lora.ADAPTERS: params}
+
+    trained_on = None
+    if config.lora is not None and config.base_dtype is not None:
+        trained_on = BaseIdentity(run_info[BASE]["fingerprint"], config.base_dtype)
+    origin = ModelOrigin(run_info["run_id"], saved["data_tokens"], trained_on)
+    template = template_of(run, tokenizer)
+    return TrainedModel(checkpoint.path, checkpoint.step, config, tokenizer, get_params, origin, template)
+
+
+def _choose(run: Run, path: str | None) -> Checkpoint:
+    """The checkpoint to load; logs it, and newer ones of other runs of the same config file."""
+    verification = run.config.trainer.checkpointer.verify_on_restore
+    others = _other_runs(run) if path is None else []
+    try:
+        checkpoint = choose_checkpoint(path or run.checkpoints, verification, parts=("params", "average"))
+    except UserError as error:
+        if not others:
+            raise
+        raise UserError(
+            f"{error}; other runs of {run.loaded.path}: {_listed(others)}; add --run ID to use one"
+        ) from None
+    log.info(f"run {checkpoint.read_run_info()['run_id']}, step {checkpoint.step:,}: {checkpoint.path}")
+    saved_at = checkpoint.read_manifest().saved
+    if newer := [other for other in others if other.saved > saved_at]:
+        log.warning(
+            f"newer runs of {run.loaded.path}, with other settings: {_listed(newer)}; repeat their settings, or add "
+            "--run ID to use one"
+        )
+    return checkpoint
+
+
+class _OtherRun(NamedTuple):
+    """Another run of the same config file: the step and time of its newest checkpoint."""
+
+    run: str
+    step: int
+    saved: float
+
+
+def _other_runs(run: Run) -> list[_OtherRun]:
+    """Other runs of the same config file that have checkpoints, newest first: started with other overrides."""
+    parent, name = os.path.dirname(run.checkpoints), os.path.basename(run.checkpoints)
+    made = re.compile(re.escape(run.id.rpartition("-")[0]) + "-[0-9a-f]{6}")
+    if run.is_named or name != run.id or not made.fullmatch(run.id):
+        return []
+    others = []
+    for other in list_names(parent):
+        if other != run.id and made.fullmatch(other) and (checkpoints := list_checkpoints(join(parent, other))):
+            with suppress(DamagedError):
+                others.append(_OtherRun(other, checkpoints[-1].step, checkpoints[-1].read_manifest().saved))
+    return sorted(others, key=lambda other: -other.saved)
+
+
+def _listed(others: list[_OtherRun]) -> str:
+    return ", ".join(f"{other.run} (step {other.step:,})" for other in others[:3])
+
+
+def from_hf(ref: str, config: RunConfig | None = None) -> TrainedModel:
+    """The Hugging Face model `ref` with its own sizes; its data and other settings are those of `config`, if any.
+
+    Raises `UserError` if there is no tokenizer, or if that of the config gives other token ids than the model's own.
+    """
+    config = config_of(ref) if config is None else _with_sizes_of(ref, config)
+    if "tokenizer" not in config.data.model_fields_set:
+        raise UserError(f"--hf {ref}: no tokenizer in this repository")
+    tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
+    params = config.trainer.precision.params
+
+    def get_params(model: "LanguageModel", layout: "Layout") -> Any:
+        from lmtrain.weights.load_hf import load_hf_params
+
+        return load_hf_params(ref, config.model, model, layout, params)
+
+    return TrainedModel(ref, None, config, tokenizer, get_params)
+
+
+def _with_sizes_of(ref: str, config: RunConfig) -> RunConfig:
+    """The config with the model `ref`, and its own model settings that do not change what the weights mean."""
+    own = config_of(ref)
+    family = type(own.model)
+    free = family.model_fields.keys() - settings_of(family, Role.ARCHITECTURE)
+    given = {name: getattr(config.model, name) for name in config.model.model_fields_set & free}
+    data = config.data
+    if "tokenizer" not in data.model_fields_set:
+        data = data.model_copy(update={"tokenizer": ref})
+    elif (
+        "tokenizer" in own.data.model_fields_set
+        and open_tokenizer(data.tokenizer, data.vocab_size).identity != open_tokenizer(ref).identity
+    ):
+        raise UserError(
+            f"data.tokenizer: {data.tokenizer} gives other tokens than {ref} was trained on; set "
+            f"data.tokenizer: {ref}, and a cache_dir for it"
+        )
+    # `lora` is of the config's own run
+    return config.model_copy(update={"model": own.model.model_copy(update=given), "data": data, "lora": None})

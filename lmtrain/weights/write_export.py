@@ -1,0 +1,167 @@
+"""Writing an export for `transformers`: sharded weights, config and tokenizer, to a folder or a URL.
+
+Files are written under a temporary name, read back and compared, and then renamed.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.remote import open_fs, remote_errors
+from lmtrain.hf.chat_template import end_of_turn, tokenizer_contents
+from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
+from lmtrain.hf.tokenizer import SETTINGS_FILE, to_json
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import delete_folder, is_url, join, read_reliably, write_bytes, write_json
+from lmtrain.weights.export_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_MARKS,
+    MODEL_CONFIG,
+    check_output,
+    is_written,
+    marks_of,
+    put_in_place,
+    remove_interrupted,
+    temporary_folder,
+)
+
+if TYPE_CHECKING:
+    from lmtrain.weights.export import Export
+
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+_SHARD_BYTES = 5_000_000_000
+_INDEX = "model.safetensors.index.json"
+# The model_max_length that transformers writes for an unknown length.
+_UNKNOWN_LENGTH = int(1e30)
+
+
+def write_export(output: str, export: "Export", tensors: Iterable[np.ndarray], shard_bytes: int = _SHARD_BYTES) -> None:
+    """Write an export to the folder or URL `output`. `tensors` yields the values of the pieces, in their order.
+
+    Holds one tensor in memory at a time. Raises `UserError` if `output` holds something other than an export.
+    """
+    check_output(output, export.extra_files)
+    # a symbolic link to a folder is kept
+    output = output.rstrip("/") if is_url(output) else os.path.realpath(os.path.expanduser(output))
+    remove_interrupted(output)
+    temporary = temporary_folder(output)
+    if not is_url(temporary):
+        os.makedirs(temporary)
+    try:
+        names = _write_weights(temporary, export, iter(tensors), shard_bytes)
+        for name, values in _settings(export).items():
+            write_json(join(temporary, name), values)
+            names.append(name)
+        others = {**export.extra_files, **_tokenizer_files(export)}
+        for name, content in others.items():
+            write_bytes(join(temporary, name), content)
+        names = [*others, *names]
+        assert all(map(is_written, names)), names  # else the next export would not replace this one
+        put_in_place(temporary, output, names, marks_of(export.origin))
+    finally:
+        delete_folder(temporary)
+
+
+def _settings(export: "Export") -> dict[str, Mapping[str, Any]]:
+    """Contents of the JSON files with settings, by name."""
+    if export.is_adapter:
+        return {ADAPTER_MARKS: marks_of(export.origin, with_base=True), ADAPTER_CONFIG: export.config}
+    generation = {
+        "eos_token_id": _end_ids(export),
+        "bos_token_id": export.tokenizer.bos_id,
+        "max_length": export.seq_len,  # else a pipeline of transformers generates past the last position
+    }
+    generation = {name: value for name, value in generation.items() if value is not None}
+    # transformers 5 reads `dtype`, version 4 reads `torch_dtype`
+    dtypes = {"dtype": export.dtype, "torch_dtype": export.dtype}
+    config = {**export.config, **dtypes, **marks_of(export.origin)}
+    return {MODEL_CONFIG: config, "generation_config.json": generation}
+
+
+def _end_ids(export: "Export") -> int | list[int] | None:
+    """The tokens that end generation: the EOS token and, after training on conversations, the one that ends a reply."""
+    eos, end = export.tokenizer.eos_id, None
+    if export.chat_template is not None:
+        try:
+            end = end_of_turn(export.chat_template, export.tokenizer)
+        except UserError as error:
+            log.warning(f"generation_config.json: the token that ends a reply is unknown: {error}")
+    if end is None or end == eos:
+        return eos
+    return end if eos is None else [end, eos]
+
+
+def _tokenizer_files(export: "Export") -> dict[str, bytes]:
+    """Files of the tokenizer's folder; none for passthrough."""
+    files = tokenizer_contents(os.path.expanduser(export.tokenizer.path), export.chat_template)
+    settings = json.loads(files[SETTINGS_FILE]) if SETTINGS_FILE in files else {}
+    if export.seq_len is not None and settings and settings.get("model_max_length", _UNKNOWN_LENGTH) >= _UNKNOWN_LENGTH:
+        settings["model_max_length"] = export.seq_len
+        files[SETTINGS_FILE] = to_json(settings)
+    return files
+
+
+def choose_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
+    """Indices of the pieces of each file: in order, up to `max_bytes`, at least one piece per file."""
+    shards: list[list[int]] = [[]]
+    held = 0
+    for index, size in enumerate(sizes):
+        if shards[-1] and held + size > max_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(index)
+        held += size
+    return shards
+
+
+def _write_weights(folder: str, export: "Export", tensors: Iterator[np.ndarray], shard_bytes: int) -> list[str]:
+    """Write the weight files, and an index if there are several. Returns their names."""
+    dtype = DTYPES[export.dtype]
+    sizes = [dtype.itemsize * int(np.prod(piece.shape)) for piece in export.pieces]
+    shards = [list(range(len(sizes)))] if export.is_adapter else choose_shards(sizes, shard_bytes)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["adapter_model.safetensors" if export.is_adapter else "model.safetensors"]
+    file_of: dict[str, str] = {}
+    for name, shard in zip(names, shards, strict=True):
+        pieces = [export.pieces[index] for index in shard]
+        file_of |= {piece.name: name for piece in pieces}
+        path, digests = join(folder, name), {}
+        fs, inside = open_fs(path)
+        with remote_errors(path, "written"), fs.open(inside, "wb") as file:
+            file.write(header_of({piece.name: piece.shape for piece in pieces}, dtype))
+            for piece in pieces:
+                tensor = next(tensors)
+                assert tensor.shape == piece.shape, (piece, tensor.shape)
+                tensor = np.ascontiguousarray(tensor.astype(dtype, copy=False))
+                write_tensor(file, tensor)
+                digests[piece.name] = _digest(tensor)
+        _verify(path, digests)
+    if len(shards) > 1:
+        total = {"total_size": sum(sizes), "total_parameters": sum(sizes) // dtype.itemsize}
+        write_json(join(folder, _INDEX), {"metadata": total, "weight_map": file_of})
+        names.append(_INDEX)
+    return names
+
+
+def _verify(path: str, digests: Mapping[str, bytes]) -> None:
+    """Read a file back and compare; a file that differs from the model must not be renamed to its final name."""
+    stored = read_header(path)
+    if stored.keys() != digests.keys():
+        raise OSError(f"{path}: verification failed: other tensors than were written")
+    for name, digest in digests.items():
+        read = partial(lambda info: _digest(read_tensor(path, info)), stored[name])
+        if read_reliably(path, read, digest.__eq__) != digest:
+            raise OSError(f"{path}: verification failed: checksum mismatch of {name}")
+
+
+def _digest(tensor: np.ndarray) -> bytes:
+    return hashlib.blake2b(tensor.reshape(-1).view(np.uint8).data, digest_size=16).digest()

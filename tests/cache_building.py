@@ -1,0 +1,19 @@
+"""Building of a token cache within a test."""
+
+from lmtrain.data.cache_manifest import CacheManifest
+from lmtrain.data.config import DataConfig
+from lmtrain.preprocess.build import Build
+from lmtrain.preprocess.executor import choose_executor
+from lmtrain.preprocess.prepare import wait
+from lmtrain.preprocess.split_cache import find_cache
+from lmtrain.runtime.config import RayConfig
+from lmtrain.runtime.processes import ALONE
+
+
+def build_cache(config: DataConfig, split: str) -> CacheManifest:
+    """Build the missing shards of one split, and return the manifest of the finished cache."""
+    cache = find_cache(config, split)
+    if cache.manifest is None:
+        wait(Build([cache], choose_executor(RayConfig(), config.num_preprocess_workers, ALONE)).start())
+    assert cache.manifest is not None
+    return cache.manifest

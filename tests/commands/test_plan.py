@@ -1,0 +1,192 @@
+"""`lmtrain plan` without compilers for accelerators: fake CPU devices, and the state's memory for all others."""
+
+import functools
+import json
+
+import pytest
+from plan.workers import MODEL, forked_worker
+
+from lmtrain.commands.plan import run
+from lmtrain.config.errors import UserError
+from lmtrain.plan import answers
+
+JSON_KEYS = {"device", "devices", "topology", "mesh", "attention", "parameters", "microbatches", "memory", "flops",
+             "hbm_bytes", "wire_bytes", "wire_minimum", "collectives", "loops"}  # fmt: skip
+
+
+@pytest.fixture
+def config(write_config, settings):
+    """A small config without data or a tokenizer."""
+    settings["data"] = {"tokenizer": "passthrough", "vocab_size": 500, "train_urls": ["not/there.jsonl"]}
+    settings["model"] |= MODEL
+    settings["trainer"]["train_batch_size"] = 64
+    return write_config(settings)
+
+
+@pytest.fixture
+def plan(config, run_cli, tmp_path, monkeypatch):
+    """Runs `lmtrain plan` in this process, with forked workers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+    monkeypatch.setattr(answers, "_running", forked_worker)
+    return lambda *flags, name=config: run_cli("plan", name, *flags)
+
+
+def test_the_steps_are_compiled_for_fake_devices_and_all_figures_are_printed(lmtrain, config, tmp_path):
+    """In processes as a user has them."""
+    flags = ("--devices", "16", "--model_axis_size", "4", "--tensor_parallel_axes", "[mlp, heads]")
+    plan = functools.partial(lmtrain, "plan", config, *flags, XDG_CACHE_HOME=str(tmp_path / "kept"))
+    done = plan()
+    assert done.returncode == 0, done.stderr
+    for part in (
+        "replica 1 x data 4 x model 4",
+        "embed 64/data 4, mlp 256/model 4",
+        "500 tokens, from data.vocab_size",
+        "training step as compiled",
+        "evaluation step as compiled",
+        "all-gather",
+        "models/layers/linear.py:",
+    ):
+        assert part in done.stdout, part
+    again = plan()
+    assert again.stdout == done.stdout
+    assert "compiling" not in again.stderr  # it is read from the cache
+
+
+def test_json_alone_is_on_stdout_and_the_program_in_its_file(plan, tmp_path):
+    done = plan("--devices", "4", "--json", "--hlo", "step.txt", "--step", "train")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() >= JSON_KEYS
+    assert found["devices"] == 4
+    assert found["mesh"] == {"replica": 1, "data": 4, "model": 1}
+    assert found["memory"].keys() >= {"arguments", "peak", "temporary", "capacity", "state"}
+    tokens = 64 * 64 / 4
+    weights = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 512 * 64
+    assert found["flops"]["model"] == pytest.approx(6 * tokens * (weights - 12 * 64))  # the table is padded to 512
+    assert found["flops"]["compiled"] >= found["flops"]["model"]
+    row = found["collectives"][0]
+    assert row.keys() >= {
+        "kind",
+        "devices",
+        "network",
+        "dtype",
+        "bytes",
+        "times",
+        "wire_bytes",
+        "asynchronous",
+        "where",
+    }
+    assert sum(row["wire_bytes"] for row in found["collectives"]) == pytest.approx(found["wire_bytes"])
+    assert {loop["times"] for loop in found["loops"]} >= {2}
+    assert "ENTRY" in (tmp_path / "step.txt").read_text()
+
+
+@pytest.fixture
+def without_compilers(monkeypatch, tmp_path):
+    """As on a machine without compilers, even if some are installed. Plans in this process."""
+    monkeypatch.setattr("lmtrain.plan.request.installed_version", lambda package: None)
+    monkeypatch.setattr(answers, "_running", forked_worker)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kept"))
+
+
+SMALL = ["gpt2_nano", "--data.tokenizer", "gpt2"]
+
+
+def test_without_a_compiler_the_memory_of_the_state_is_printed_with_the_extra_to_install(without_compilers, capsys):
+    assert run([*SMALL, "--device", "l4", "--devices", "8"]) == 0
+    printed = capsys.readouterr()
+    assert "lmtrain[cuda12]" in printed.err
+    for part in (
+        "memory of the training state per device",
+        "50,257 tokens, from known size of gpt2",
+        "unknown whether it fits: the training state needs ",
+    ):
+        assert part in printed.out
+    big = ["--model.hidden_dim", "8192", "--model.num_layers", "48", "--model.num_heads", "64"]
+    assert run([*SMALL, "--device", "v5litepod-4", "--json", *big]) == 1
+    printed = capsys.readouterr()
+    assert "lmtrain[tpu]" in printed.err
+    found = json.loads(printed.out)
+    assert (found["fits"], found["fits_by"]) == (False, "state")
+    assert found["memory"]["state"] > found["memory"]["capacity"]
+
+
+def test_a_search_without_a_compiler_says_what_to_install(without_compilers):
+    with pytest.raises(UserError, match=r"--search .* h100: pip install 'lmtrain\[cuda12\]'"):
+        run([*SMALL, "--device", "h100", "--search"])
+
+
+def test_attention_is_chosen_for_the_planned_device(plan):
+    done = plan("--device", "v5e-4", "--no_compile", "--model.seq_len", "256", "--trainer.mp", "bf16")
+    assert "attention   splash" in done.stdout, done.stdout + done.stderr
+    done = plan("--device", "h100", "--no_compile", "--model.attn_backend", "cudnn", "--trainer.mp", "bf16")
+    assert done.returncode == 2  # because of its segments, not because this is a CPU
+    assert "data.mask_across_documents" in done.stderr
+    done = plan("--device", "v5e", "--no_compile", "--model.attn_backend", "cudnn")
+    assert "a TPU" in done.stderr
+
+
+@pytest.mark.long
+def test_a_known_model_is_planned_without_downloading_it(plan):
+    flags = ("--no_compile", "--device", "h100", "--devices", "8", "--json")
+    done = plan(*flags, name="mpt_7b_continued")
+    assert json.loads(done.stdout)["parameters"] == pytest.approx(6.65e9, rel=0.01), done.stderr
+    done = plan(*flags, "--initialize_from_hf", "who/knows", name="mpt_7b_continued")
+    assert done.returncode == 2
+    assert "the sizes of who/knows are unknown" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--device", "h10"], ["--device h10", "h100"]),
+        (["--device", "v5p", "--topology", "7x7x7"], ["--topology 7x7x7", "8x8x8"]),
+        (["--topology", "2x2"], ["--topology", "--device"]),
+        (["--slices", "2"], ["--slices", "--device"]),
+        (["--device", "h100", "--search", "--hlo", "x"], ["--hlo", "no effect"]),
+        (["--device", "h100", "--minutes", "0"], ["--minutes", "0.01 or more"]),
+        (["--compile_timeout", "-1"], ["--compile_timeout", "1 or more"]),
+        (["--minutes", "nan"], ["--minutes", "0.01 or more"]),
+        (["--device", "h100", "--slices", "2"], ["--slices", "--hosts"]),
+        (["--device", "v5p", "--slices", "1000000"], ["4,000,000 devices", "65,536"]),
+        (["--no-compile"], ["did you mean --no_compile"]),
+        (["--hlo", "nowhere/x.hlo"], ["--hlo: nowhere/x.hlo", "folder that exists"]),
+        (["--hlo", "/"], ["--hlo: /", "expected a file"]),
+        (["--devices", "0"], ["--devices"]),
+        (["--device", "h100", "--measure"], ["--measure", "remove --device"]),
+        (["--search", "--devices", "2"], ["--search", "--device KIND", "--measure"]),
+        (["--data.tokenizer", "some/unknown-tokenizer"], ["--vocab_size"]),
+        (["--vocab_size", "0"], ["--vocab_size"]),
+        (["--step", "both"], ["--step"]),
+        (["--compile_timout", "3"], ["--compile_timeout"]),
+    ],
+)
+def test_user_errors_are_one_message_with_advice(without_compilers, flags, parts):
+    with pytest.raises(UserError) as caught:
+        run([*SMALL, *flags])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_mesh_that_does_not_divide_is_refused_by_the_worker_as_by_training(plan):
+    done = plan("--devices", "12", "--model_axis_size", "5")
+    assert done.returncode == 2, done.stdout
+    assert "Traceback" not in done.stderr
+    assert "trainer.model_axis_size: 12 devices do not divide by 5; it could be 4 or 6" in done.stderr
+
+
+@pytest.mark.long
+def test_after_a_timeout_of_the_compiler_the_memory_of_the_state_is_printed(plan):
+    done = plan("--devices", "8", "--compile_timeout", "1", "--model.num_layers", "64", "--model.scan_layers", "false")
+    assert done.returncode == 0, done.stderr
+    assert "longer than --compile_timeout 1 s" in done.stderr
+    assert "memory of the training state per device" in done.stdout
+    assert "training step as compiled" not in done.stdout
+
+
+@pytest.mark.long
+def test_measure_runs_candidates_on_this_machine(plan):
+    done = plan("--measure", "--minutes", "0.02", "--model.num_layers", "1", "--trainer.train_batch_size", "4")
+    assert done.returncode == 0, done.stderr
+    assert "s per step" in done.stdout
+    assert "the config: " in done.stderr

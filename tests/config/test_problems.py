@@ -1,0 +1,157 @@
+"""One report of all problems in a config, with file, line, name and suggestion."""
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.load import load_config
+from lmtrain.run.config import RunConfig
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def report(folder, text, overrides=()):
+    """The lines of the report on a broken `c.yaml`."""
+    (folder / "c.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        load_config(RunConfig, "c.yaml", overrides)
+    return str(caught.value).splitlines()
+
+
+# setting: value -> what the report says about it
+BROKEN = [
+    ("model.sql_len: 4", "no such setting; did you mean model.seq_len?"),
+    ("modle: {}", "no such setting; did you mean model?"),
+    ("zzzz: 4", "no such setting"),
+    ("model.learning_rate: 4", "no such setting; did you mean optimizer.learning_rate?"),
+    ("seq_len: 4", "no such setting; did you mean model.seq_len?"),
+    ("data.configs.a.train_ulrs: [b]", "no such setting; did you mean data.configs.a.train_urls?"),
+    ("data.format.input_field: x", "no such setting of the default type; set data.format.type"),
+    ("lora.rnk: 4", "no such setting; did you mean lora.rank?"),
+    ("lora.lora_alfa: 4", "no such setting; did you mean lora.lora_alpha?"),
+    ("eval_per_device_paralelism: 4", "no such setting; did you mean trainer.per_device_eval_parallelism?"),
+    ("trainer.per_device_train_paralelism: 4", "no such setting; did you mean trainer.per_device_train_parallelism?"),
+    ("trainer.batchsize: 4", "no such setting; did you mean trainer.train_batch_size?"),
+    ("model.seq_len: abc", "expected a whole number, not 'abc'"),
+    ("model.seq_len: 64.5", "expected a whole number, not 64.5"),
+    ("model.seq_len: true", "expected a number, not true or false"),
+    ("model.seq_len: 1", "expected greater than or equal to 2, not 1"),
+    ("model.seq_len: {a: 3}", "expected a whole number"),
+    ("model.scan_layers: 'maybe'", "expected true or false, not 'maybe'"),
+    ("model.num_heads: 5", "5 does not divide hidden_dim 768; num_heads could be 4 or 6"),
+    ("model: gpt2", "expected a map with type: gpt2, llama, mpt or backpack, not 'gpt2'"),
+    ("model.type: lama", "no such model 'lama'; did you mean 'llama'?"),
+    ("optimizer.type: sgd", "no such optimizer 'sgd'; expected adam, sophia-h, sophia-g, lion, muon or adafactor"),
+    ("optimizer.learning_rate: .nan", "expected "),
+    ("optimizer.beta1: 1.0", "expected less than 1, not 1.0"),
+    ("optimizer.warmup: 1.5", "expected a fraction from 0.0 to 1.0, or a whole number of steps, not 1.5"),
+    ("optimizer.warmup: -1", "expected a whole number of steps, 0 or more, not -1"),
+    ("data.cache_dir: 2024-01-01", "expected text, not 2024-01-01"),
+    ("data.cache_dir: ''", "String should have at least 1 character, not ''"),
+    ("data.train_urls: a.jsonl", "expected a list, not 'a.jsonl'"),
+    ("data.name: x", "applies to a Hugging Face dataset, but no id is set"),
+    ("data.train_weights: {a: 1}", "unknown source 'a', not in configs"),
+    ("trainer.checkpointer.save_interval: 15", "a duration needs a unit, for example 15m; null turns it off, not 15"),
+    ("trainer.mp: f16", "float16 needs loss scaling"),
+    ("trainer.per_device_parallelism: 0", "expected -1 (automatic), or 1 or more, not 0"),
+    ("trainer.per_device_parallelism: 5", "5 does not divide trainer.train_batch_size 32"),
+    ("trainer.tracker.mode: offlin", "expected 'online', 'offline' or 'disabled', not 'offlin'"),
+    ("trainer.seed: null", "expected a whole number, not null"),
+    ("trainer.num_train_steps: 1e30", "expected a whole number below 9e18, not 1e+30"),
+    ("trainer.fsdp_axis: embd", "unknown logical axis 'embd'; did you mean 'embed'?"),
+    ("trainer.axis_resources: {mlp: modle}", "unknown mesh axis 'modle'; did you mean 'model'?"),
+    ("trainer.distributed.process_id: 1", "requires num_processes"),
+]
+
+TRACKERS = "wandb, tensorboard, trackio, json, noop or package.module.Class"
+# a file -> its line in the report
+FILES_WITH_A_MISTAKE = [
+    (
+        "trainer:\n  tracker: tensorboard\n",
+        f"2: trainer.tracker: expected a map with type: {TRACKERS}, not 'tensorboard'",
+    ),
+    ("trainer:\n  tracker: {type: foo}\n", f"2: trainer.tracker.type: no such tracker 'foo'; expected {TRACKERS}"),
+    (
+        "trainer:\n  tracker:\n    type: tensorboard\n    logdirr: x\n",
+        "4: trainer.tracker.logdirr: no such setting; did you mean trainer.tracker.logdir?",
+    ),
+    ("trainer:\n  tracker:\n    - type: json\n    - projct: x\n", "4: trainer.tracker[1].projct: no such setting"),
+    (
+        "trainer:\n  checkpointer: {keep: [\n{until: 3}]}\n",
+        "3: trainer.checkpointer.keep[0].every: this setting is required",
+    ),
+    ("trainer: {checkpointer: {keep: [{every: 3}, {every: 4}]}}\n", "only the last entry may be without 'until'"),
+    (
+        "data:\n  configs:\n    a:\n      format: {type: chat, input_field: x}\n",
+        "4: data.configs.a.format.input_field: no such setting of type 'chat'",
+    ),
+    ("model:\n  type: llama\n  mlp_scale: 4\n", "3: model.mlp_scale: no such setting of type 'llama'"),
+    ("model:\n  type: llama\n  rope: {type: yarn}\n", "3: model.rope.original_seq_len: required by rope type yarn"),
+    ("optimizer:\n  lr_schedule: cosin\n", ", not 'cosin'; did you mean 'cosine'?"),
+    ("data:\n  train_urls:\n    - a\n    - 3\n", "4: data.train_urls[1]: expected text, not 3"),
+    ("optimizer:\n  warmup: 0.6\n  decay: 0.6\n", "3: optimizer.decay: 240,000 steps, with 240,000 of warmup, longer"),
+    ("trainer:\n  num_train_steps: 9\noptimizer:\n  warmup: 10\n", "4: optimizer.warmup: 10 steps, longer"),
+    (
+        "trainer:\n  initialize_from: a\ninitialize_from_hf: b\n",
+        "3: initialize_from_hf: set together with trainer.initialize_from; remove one of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("setting", "message"), BROKEN)
+def test_an_invalid_setting_is_reported_with_its_line_its_name_and_advice(folder, setting, message):
+    path, _, value = setting.partition(": ")
+    parts = path.split(".")
+    first, *lines = report(
+        folder, "".join(f"{'  ' * depth}{part}:\n" for depth, part in enumerate(parts))[:-1] + f" {value}\n"
+    )
+    assert first.startswith("c.yaml: a problem in the config")
+    assert [line for line in lines if line.startswith(f"  c.yaml:{len(parts)}: {path}: {message}")] == lines
+
+
+@pytest.mark.parametrize(("text", "expected"), FILES_WITH_A_MISTAKE)
+def test_a_mistake_in_a_list_or_between_settings_is_reported_with_its_line(folder, text, expected):
+    _, *lines = report(folder, text)
+    assert any(expected in line for line in lines), lines
+
+
+def test_all_problems_are_reported_at_once_each_with_its_line(folder):
+    assert report(folder, "model:\n  seq_len: x\n  num_heads: 0\ntrainer:\n  sed: 3\n") == [
+        "c.yaml: 3 problems in the config",
+        "  c.yaml:2: model.seq_len: expected a whole number, not 'x'",
+        "  c.yaml:3: model.num_heads: expected greater than or equal to 1, not 0",
+        "  c.yaml:5: trainer.sed: no such setting; did you mean trainer.seed?",
+    ]
+
+
+@pytest.mark.parametrize("text", ["model:\n", "model: [1]\n"])
+def test_a_section_that_is_not_a_map_is_reported_in_terms_of_yaml(folder, text):
+    message = "\n".join(report(folder, text))
+    assert "map" in message
+    assert "Config" not in message
+
+
+@pytest.mark.parametrize("text", ["optimizer:\n  warmup: '0.1'\n", "trainer:\n  fsdp_axis: 3\n"])
+def test_one_mistake_is_one_problem_for_settings_with_several_types(folder, text):
+    assert len(report(folder, text)) == 2
+
+
+def test_a_dotted_name_in_a_file_is_not_suggested_itself(folder):
+    assert "did you mean trainer.seed?" not in report(folder, "trainer.seed: 3\n")[1]
+
+
+def test_a_problem_in_an_override_has_its_flag(folder):
+    lines = report(folder, "model:\n  seq_len: 32\n", [("model.seq_len", "x"), ("trainer.sed", "1")])
+    assert lines[1].startswith("  --model.seq_len: model.seq_len: expected a whole number")
+    assert lines[2] == "  --trainer.sed: no such setting; did you mean trainer.seed?"
+
+
+def test_a_value_in_a_problem_has_no_secrets_also_if_it_is_truncated(folder):
+    url = f"https://{'someone' * 5}:{'password' * 9}@host/a.jsonl"
+    (line,) = report(folder, f"data:\n  train_urls: {url}\n")[1:]
+    assert "password" not in line
+    assert "***" in line
+    assert len(line) < 200

@@ -1,0 +1,94 @@
+"""Checksums of shards: corruption is found before the data is read, and each shard is verified once on a machine."""
+
+import dataclasses
+import os
+import shutil
+
+import numpy as np
+import pytest
+from cache_building import build_cache
+from conftest import TOKENIZER, TRAIN_FILES
+
+from lmtrain.config.errors import UserError
+from lmtrain.data import verification
+from lmtrain.data.caches import Cache, open_store
+from lmtrain.data.config import DataConfig
+from lmtrain.data.shards import Shards
+from lmtrain.data.verification import verify, verify_in_background
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """The config of a cache, its manifest, and its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user cache"))
+    config = DataConfig(train_urls=TRAIN_FILES, tokenizer=str(TOKENIZER), cache_dir=str(tmp_path / "cache"))
+    return config, build_cache(config, "train"), tmp_path / "cache" / "train"
+
+
+def flip(path):
+    """Change a bit in the middle; size and modification time stay."""
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_corrupt_shard_that_is_not_read_yet_is_an_error_whose_advice_rebuilds_it(built):
+    config, manifest, folder = built
+    last = folder / manifest.shards[-1].file
+    good = last.read_bytes()
+    flip(last)
+    shards = Shards.of(manifest)
+    store = open_store(config, Cache(str(folder), manifest.recipe, [], manifest.dtype, shards))
+    store.read(np.array([0]), 8)  # from the first shard
+    verify_in_background(str(folder), shards).join()
+    with pytest.raises(UserError, match="has another checksum than in the manifest: the cache is corrupt") as caught:
+        store.read(np.array([0]), 8)
+    pattern, _, other = str(caught.value).partition("; delete ")[2].partition(" and run ")[0].partition(" and ")
+    for path in [*last.parent.glob(os.path.basename(pattern)), *last.parent.glob(os.path.basename(other))]:
+        path.unlink()
+    again = build_cache(config, "train")
+    assert again == manifest
+    assert last.read_bytes() == good
+    shards = Shards.of(again)
+    verify(str(folder), shards)
+    shards.check()
+
+
+def test_shards_are_verified_once_on_a_machine_and_again_if_they_change(built, monkeypatch):
+    _, manifest, folder = built
+    hashed = []
+    original = verification.file_sha256
+    monkeypatch.setattr(verification, "file_sha256", lambda path: hashed.append(path) or original(path))
+    for count in (3, 3):
+        verify(str(folder), Shards.of(manifest))
+        assert len(hashed) == count
+    os.utime(folder / manifest.shards[0].file)
+    verify(str(folder), Shards.of(manifest))
+    assert len(hashed) == 4
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"])
+    (folder.parent.parent / "user cache").write_text("not a folder")  # nothing can be recorded
+    verify(str(folder), Shards.of(manifest))
+    assert len(hashed) == 7
+
+
+def test_shards_that_are_added_later_are_verified(built):
+    _, manifest, folder = built
+    shards = Shards()
+    thread = verify_in_background(str(folder), shards)
+    shards.add(manifest.shards[0])
+    shards.add(dataclasses.replace(manifest.shards[1], sha256="0" * 64))
+    thread.join()
+    with pytest.raises(UserError, match="checksum"):
+        shards.check()
+
+
+def test_a_failed_build_ends_the_verification(built):
+    _, _, folder = built
+    shards = Shards()
+    thread = verify_in_background(str(folder), shards)
+    shards.fail(UserError("no tokens"))
+    thread.join()
+    with pytest.raises(UserError, match="no tokens"):
+        shards.check()

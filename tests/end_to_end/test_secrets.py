@@ -1,0 +1,177 @@
+"""Secrets of a config are in no file and in no output of a run: all files and all output are searched for them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import CORPUS
+from web import QuietFiles, serving
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TEXT = {"stdout": subprocess.PIPE, "text": True}
+PLANTED = "planted"
+KEY = f"{PLANTED}apikey{'0' * 27}"
+SIGNATURE = f"X-Amz-Credential={PLANTED}-credential&X-Amz-Date=1&X-Amz-Expires=9&X-Amz-Signature={PLANTED}-signature"
+
+
+class _Web(QuietFiles):
+    """Serves files to those who sign."""
+
+    def send_head(self):
+        if f"X-Amz-Signature={PLANTED}-signature" not in self.path:
+            return self.send_error(403)
+        return super().send_head()
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("web")
+    for name in ("train.1.jsonl", "validation.jsonl"):
+        shutil.copy(CORPUS / name, folder)
+    with serving(partial(_Web, directory=str(folder))) as address:
+        yield address
+
+
+@pytest.fixture
+def secret_settings(settings, web):
+    """Settings with a secret of every kind."""
+
+    def url(name):
+        return f"http://someone:{PLANTED}-password@{web}/{name}?version=1&{SIGNATURE}"
+
+    settings["data"] |= {"train_urls": [url("train.1.jsonl")], "validation_urls": [url("validation.jsonl")]}
+    settings["trainer"] |= {"num_train_steps": 4, "log_dir": "logs"}
+    settings["trainer"]["tracker"] = [
+        {
+            "type": "wandb",
+            "mode": "offline",
+            "settings": {"api_key": KEY},
+            "config": {"deep": [{"db_password": f"{PLANTED}-password-2"}], "hub_token": f"{PLANTED}-token"},
+            "notes": f"see https://host/?access_token={PLANTED}-in-notes",
+        },
+        {"type": "tensorboard"},
+    ]
+    return settings
+
+
+def holding(folder, *ignored):
+    """The files below a folder that contain a secret."""
+    files = (path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts)
+    return sorted(
+        str(path.relative_to(folder))
+        for path in files
+        if path.name not in ignored and PLANTED.encode() in path.read_bytes()
+    )
+
+
+def git(place, *arguments):
+    who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", "-C", place, *who, *arguments], check=True, capture_output=True)
+
+
+def test_no_file_and_no_output_of_a_run_contains_a_secret(lmtrain, run_cli, write_config, secret_settings, tmp_path):
+    write_config(secret_settings | {"hf_save_path": "exports"})
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "remote", "add", "origin", f"https://{PLANTED}-user:x@host/code.git")
+    (tmp_path / "main.py").write_text("print(1)\n")
+    git(tmp_path, "add", "main.py", "tiny.yaml")
+    git(tmp_path, "commit", "--quiet", "-m", "one")
+    (tmp_path / "main.py").write_text(f"login('{KEY}')\n")
+    urls = json.dumps(secret_settings["data"]["train_urls"])
+    done = [
+        *(run_cli("config", verb, "tiny.yaml", code=0) for verb in ("check", "show")),
+        *(run_cli("preprocess", "tiny.yaml", *flags, code=0) for flags in (["--dry-run"], [])),
+        lmtrain("train", "tiny.yaml", "--data.train_urls", urls, code=0),
+    ]
+    (run,) = (path.name for path in (tmp_path / "checkpoints").iterdir())
+    for command in (
+        ["train", "tiny.yaml", "--trainer.num_train_steps", "6", "--trainer.tracker", "{type: json}"],
+        ["eval", "tiny.yaml"],
+        ["eval", "--run", run],
+        ["export-hf", "--run", run, "--output", "export"],
+        ["generate", "--run", run, "--prompt", "a", "--max_new_tokens", "1"],
+        ["checkpoint", "inspect", f"checkpoints/{run}"],
+        ["checkpoint", "list", "checkpoints"],
+        ["report", run],
+    ):
+        done.append(run_cli(*command, code=0))
+    assert list(tmp_path.glob("logs/wandb/offline-run-*/run-*.wandb"))
+    assert (tmp_path / "logs" / run / "code" / "code.tar.gz").exists()
+    assert holding(tmp_path) == ["main.py", "tiny.yaml"]  # the user's own
+    assert PLANTED not in "".join(ended.stdout + ended.stderr for ended in done)
+    assert "version=1&***" in (tmp_path / "logs" / run / "config.yaml").read_text()
+    assert "version=1&***" in (tmp_path / "cache" / "train" / "manifest.json").read_text()
+
+
+def test_a_saved_config_trains_with_secrets_from_the_environment_or_names_them(
+    run_cli, write_config, settings, tmp_path, monkeypatch
+):
+    settings["trainer"] |= {"num_train_steps": 2, "log_dir": "logs", "id": "one"}
+    tracker = {"type": "wandb", "mode": "disabled", "save_code": False, "settings": {"api_key": KEY}}
+    settings["trainer"]["tracker"] = tracker
+    write_config(settings)
+    run_cli("train", "tiny.yaml", code=0)
+    again = ["train", "logs/one/config.yaml", "--trainer.num_train_steps", "4"]
+    done = run_cli(*again, code=2)
+    assert "logs/one/config.yaml: secrets are masked" in done.stderr
+    assert "trainer.tracker[0].settings.api_key: set WANDB_API_KEY" in done.stderr
+    assert not (tmp_path / "checkpoints" / "one" / "step-4").exists()
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    run_cli(*again, code=0)
+    assert (tmp_path / "checkpoints" / "one" / "step-4").exists()
+    assert holding(tmp_path, "tiny.yaml") == []
+
+
+def test_an_unexpected_error_is_shown_without_secrets(run_cli, write_config, settings, monkeypatch):
+    write_config(settings)
+
+    def fail(*_):
+        raise RuntimeError(f"GET https://host/a?sig={PLANTED}")
+
+    monkeypatch.setattr("lmtrain.commands.config._check", fail)
+    done = run_cli("config", "check", "tiny.yaml")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("RuntimeError: GET https://host/a?***\n")
+
+
+def test_the_commands_of_the_guide_find_the_files_of_earlier_versions_that_hold_secrets(tmp_path):
+    page = (CONFIGS / "guide" / "configuration.md").read_text()
+    given, any_secret = re.findall(r"^grep .*$", page, re.MULTILINE)
+
+    def found(command):
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "SECRET": KEY}, **TEXT)
+        return sorted(done.stdout.split())
+
+    secret = {
+        "checkpoints/one/step-4/run.json": f'{{"settings": {{"api_key": "{KEY}"}}}}',
+        "logs/one/config.yaml": f"db_password: {KEY}  # a.yaml:3",
+        "logs/two/config.yaml": f"{{hub_token: '{KEY}'}}",
+        "cache/train/manifest.json": f'{{"urls": ["https://host/a.jsonl?a=1&X-Amz-Signature={KEY}"]}}',
+        "cache/validation/manifest.json": f'{{"urls": ["s3://me:{KEY}@bucket/a.jsonl"]}}',
+    }
+    masked = {
+        "checkpoints/two/step-4/run.json": '{"api_key": "***", "password": null, "url": "https://***@host/a?b=1&***"}',
+        "logs/three/config.yaml": "api_key: '***'\npassword: null  # a.yaml:3\neos_token_id: 0\ntokenizer: a@b\n",
+    }
+    for name, content in {**secret, **masked}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(content)
+    assert found(given) == found(any_secret) == sorted(secret)
+
+
+def test_a_run_named_by_its_id_reads_its_text_with_the_secrets_of_its_config(
+    run_cli, write_config, secret_settings, tmp_path
+):
+    secret_settings["trainer"] |= {"tracker": {"type": "json"}, "id": "one", "num_train_steps": 2}
+    write_config(secret_settings)
+    run_cli("train", "tiny.yaml", code=0)
+    first = run_cli("eval", "--run", "one", code=0)  # the cache is finished
+    shutil.rmtree(tmp_path / "cache")
+    assert "data.validation_urls: the secrets of" in run_cli("eval", "--run", "one", code=2).stderr
+    assert run_cli("eval", "--run", "one", "tiny.yaml", code=0).stdout == first.stdout

@@ -1,0 +1,35 @@
+"""Validation sets as batches: their number, and that each iteration starts again."""
+
+from opened_run import open_run
+
+from lmtrain.evaluation.validation_sets import open_validation_sets
+from lmtrain.sharding.mesh import build_layout
+
+
+def sets(max_batches=None, **sections):
+    """The validation sets of a tiny run."""
+    config, caches, _ = open_run(**sections)
+    layout, how = build_layout(config.trainer), {"seq_len": 32, "batch_size": 4, "max_batches": max_batches}
+    return open_validation_sets(config.data, caches.validation, layout, **how)
+
+
+def test_each_iteration_reads_the_same_batches_from_the_beginning():
+    (validation,) = sets().values()
+    first, second = list(validation), list(validation)
+    assert len(first) == len(second) == len(validation) > 2
+    for one, other in zip(first, second, strict=True):
+        assert one["tokens"].shape == (4, 32)
+        assert (one["tokens"] == other["tokens"]).all()
+    assert (first[0]["tokens"] != first[1]["tokens"]).any()
+
+
+def test_a_limit_of_batches_takes_the_first_ones_and_is_logged(caplog):
+    with caplog.at_level("INFO"):
+        (limited,) = sets(max_batches=2).values()
+    assert len(limited) == len(list(limited)) == 2
+    assert "evaluation uses 2 of " in caplog.text
+    assert "trainer.max_eval_batches" in caplog.text
+
+
+def test_without_validation_files_there_are_none():
+    assert sets(data={"validation_urls": None}) == {}

@@ -1,0 +1,69 @@
+"""A conversation: replies in pieces, of which each continues the conversation so far; what ends a reply."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from chat_tokenizer import write_chat_tokenizer
+from models import quick
+
+from lmtrain.config.errors import UserError
+from lmtrain.generation.chat import Chat
+from lmtrain.generation.sample import SamplingSettings, sample
+from lmtrain.hf.chat_template import ChatTemplate, find_template
+from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.models.gpt2.config import Gpt2Config
+
+LENGTH, NEW = 128, 6
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """`start(template)`: a conversation with a tiny model; `start.alone(text)`: the greedy text after a prompt."""
+    folder = str(write_chat_tokenizer(tmp_path_factory.mktemp("chat") / "tokenizer"))
+    tokenizer = load_tokenizer(folder)
+    config = Gpt2Config(seq_len=LENGTH, hidden_dim=16, num_heads=2, num_layers=1)
+    model, params = quick.writing_model(config, tokenizer.vocab_size)
+    settings = SamplingSettings(NEW, temperature=0)
+
+    def make(template=None, **more):
+        return Chat(model, params, tokenizer, template or make.template, LENGTH, settings, **more)
+
+    def alone(text):
+        ids = tokenizer.parsing_backend.encode(text, add_special_tokens=False).ids
+        new = sample(model, params, jnp.array(ids, jnp.int32), jax.random.key(0), settings, eos_id=tokenizer.eos_id)
+        return tokenizer.parsing_backend.decode(new)
+
+    make.template, make.alone = find_template(folder, None, "test"), alone
+    return make
+
+
+def test_each_reply_continues_the_conversation_so_far_and_clear_starts_again(start):
+    chat, messages, replies = start(system="Be brief."), [{"role": "system", "content": "Be brief."}], []
+    for text in ("Stars?", "Rain?"):
+        messages.append({"role": "user", "content": text})
+        replies.append("".join(chat.say(text)))
+        assert replies[-1] == start.alone(start.template.render(messages, add_generation_prompt=True).text)
+        messages.append({"role": "assistant", "content": replies[-1]})
+    assert replies[0] != replies[1]
+    chat.clear()
+    assert "".join(chat.say("Stars?")) == replies[0]
+
+
+def test_a_message_that_fills_the_context_is_refused_and_forgotten(start):
+    chat, fresh = start(), start()
+    with pytest.raises(UserError, match=r"fill the model's context of 128; start a new one with /clear"):
+        list(chat.say("stars " * LENGTH))
+    assert list(chat.say("Stars?")) == list(fresh.say("Stars?"))
+
+
+def test_a_template_that_fails_is_a_user_error(start):
+    with pytest.raises(UserError, match=r"the chat template fails .*division by zero"):
+        start(ChatTemplate("{{ 1 / 0 }}"))
+
+
+def test_the_token_that_the_template_writes_after_a_reply_ends_it(start):
+    backend = start()._tokenizer.parsing_backend
+    assert backend.token_to_id("<|im_end|>") in start()._ends
+    assert start()._tokenizer.eos_id in start()._ends
+    plain = ChatTemplate("{% for message in messages %}{{ message.content }} {% endfor %}")
+    assert start(plain)._ends - {None} == {start()._tokenizer.eos_id}

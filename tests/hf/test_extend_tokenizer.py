@@ -1,0 +1,192 @@
+"""Adding special tokens and a chat template to a tokenizer."""
+
+import json
+import shutil
+
+import pytest
+from chat_tokenizer import CONVERSATION, MARKED, PLAIN
+from conftest import TOKENIZER, VALIDATION_FILES
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf.chat_template import TemplateError, find_template
+from lmtrain.hf.extend_tokenizer import extend_tokenizer
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.sentencepiece import train_sentencepiece
+from lmtrain.preprocess.documents import read_texts
+from lmtrain.runtime.logging import log
+
+TEXTS = [*read_texts(VALIDATION_FILES[0], "text"), " a\n\n  b\t🙂 <|endoftext|> </s>"]
+BOS = "<|endoftext|>"
+# The conversation as each shipped template writes it.
+WRITTEN = {
+    "chatml": BOS + "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CONVERSATION),
+    "llama3": BOS
+    + "".join(f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n{m['content']}<|eot_id|>" for m in CONVERSATION),
+}
+REPLIES = {"chatml": "<|im_start|>assistant\n", "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n"}
+ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+
+
+@pytest.fixture
+def extended(tmp_path):
+    """Extend a tokenizer and save it. -> its folder"""
+
+    def extend(template, base=TOKENIZER, tokens=()):
+        folder = str(tmp_path / "new")
+        assert extend_tokenizer(str(base), tokens, template).save(folder, overwrite=False)
+        return folder
+
+    return extend
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_a_shipped_template_writes_the_same_text_and_tokens_here_and_in_transformers(extended, name):
+    from transformers import AutoTokenizer
+
+    folder = extended(name)
+    ours, theirs = open_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    template = find_template(folder, None, "data.format.chat_template")
+    rendered = template.render(CONVERSATION)
+    assert rendered.text == theirs.apply_chat_template(CONVERSATION, tokenize=False) == WRITTEN[name]
+    asked = template.render(CONVERSATION[:2], add_generation_prompt=True).text
+    assert asked == theirs.apply_chat_template(CONVERSATION[:2], tokenize=False, add_generation_prompt=True)
+    assert asked.endswith(REPLIES[name])
+    answers = [m["content"] + ENDS[name] for m in CONVERSATION if m["role"] == "assistant"]
+    assert [rendered.text[start:end] for start, end in rendered.generated] == answers
+    ids = ours.backend.encode(rendered.text, add_special_tokens=False).ids
+    assert ids == theirs.apply_chat_template(CONVERSATION, return_dict=False)
+    assert ours.eos_id == theirs.eos_token_id == theirs.convert_tokens_to_ids(ENDS[name])
+    assert ids.count(ours.eos_id) == len(CONVERSATION)
+    assert theirs.decode(ids, skip_special_tokens=True).count("<|") == 0
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_a_shipped_template_refuses_a_message_without_text(extended, name):
+    template = find_template(extended(name), None, "data.format.chat_template")
+    with pytest.raises(TemplateError, match=f"{name}: message 2 has no text, such as a tool call; use another"):
+        template.render([CONVERSATION[1], {"role": "assistant", "tool_calls": []}])
+
+
+def test_ids_of_the_base_stay_the_same_and_new_ones_follow(extended):
+    base, new = open_tokenizer(str(TOKENIZER)), open_tokenizer(extended("chatml", tokens=["<tool>", "<|im_end|>"]))
+    added = [new.backend.token_to_id(token) for token in ("<tool>", "<|im_end|>", "<|im_start|>")]
+    assert added == [base.vocab_size, base.vocab_size + 1, base.vocab_size + 2]
+    assert new.bos_id == base.bos_id
+    for text in TEXTS:
+        assert new.backend.encode(text).ids == base.backend.encode(text).ids
+
+
+def test_a_second_extension_adds_nothing(extended, tmp_path):
+    again = extend_tokenizer(extended("chatml"), ["<|im_end|>"], "chatml")
+    assert again.new == {}
+    assert again.save(str(tmp_path / "again"), overwrite=False)
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("new", "again")]
+    assert files[0] == files[1]
+
+
+def test_without_a_template_the_eos_token_and_the_templates_stay(extended, tmp_path):
+    folder = extended(None, base=extended_with_settings(tmp_path, chat_template=PLAIN, pad_token="<|endoftext|>"))
+    assert json.loads((tmp_path / "new" / "tokenizer_config.json").read_text()) == {
+        "bos_token": BOS,
+        "chat_template": PLAIN,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": BOS,
+        "pad_token": BOS,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    assert open_tokenizer(folder).eos_id == open_tokenizer(str(TOKENIZER)).eos_id
+
+
+def extended_with_settings(folder, **settings):
+    """A copy of the tests' tokenizer with further settings. -> its folder"""
+    shutil.copytree(TOKENIZER, folder / "base")
+    path = folder / "base" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return folder / "base"
+
+
+def test_a_named_template_of_the_base_is_kept(extended, tmp_path):
+    named = [{"name": "default", "template": PLAIN}, {"name": "marked", "template": MARKED}]
+    folder = extended("llama3", base=extended_with_settings(tmp_path, chat_template=named))
+    assert find_template(folder, "marked", "--chat_template").text == MARKED
+    assert "<|eot_id|>" in find_template(folder, None, "--chat_template").text
+
+
+def test_a_template_without_a_special_end_keeps_the_eos_token_with_a_warning(extended, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(log, "propagate", True)
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
+    assert open_tokenizer(extended(str(tmp_path / "mine.jinja"))).eos_id == open_tokenizer(str(TOKENIZER)).eos_id
+    assert "writes no special token after a reply, so that replies will not end; " in caplog.text
+
+
+def test_tokens_that_a_template_makes_of_roles_are_added(tmp_path):
+    path = tmp_path / "phi.jinja"
+    path.write_text("{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}")
+    extended = extend_tokenizer(str(TOKENIZER), [], str(path))
+    assert extended.new.keys() == {"<|end|>", "<|user|>", "<|assistant|>", "<|system|>"}
+    assert extended.eos == "<|end|>"
+
+
+def test_the_folder_of_a_model_is_not_written_to(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds a model without rows for new tokens; choose another folder"):
+        extend_tokenizer(str(TOKENIZER), [], "chatml").save(str(tmp_path), overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"^--output /proc/x/y: cannot be written: No such file or directory"):
+        extend_tokenizer(str(TOKENIZER), [], "chatml").save("/proc/x/y", overwrite=False)
+
+
+def test_a_sentencepiece_tokenizer_parses_special_tokens_once_it_is_extended(extended, tmp_path):
+    from transformers import AutoTokenizer
+
+    model = tmp_path / "base.model"
+    model.write_bytes(train_sentencepiece(TEXTS * 20, 400, "bpe", 1000, []))
+    base, folder = open_tokenizer(str(model)), extended("chatml", base=model)
+    new, theirs = open_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS[:-1]:
+        assert new.backend.encode(text).ids == base.backend.encode(text).ids
+    text = find_template(folder, None, "--chat_template").render(CONVERSATION).text
+    ids = new.backend.encode(text, add_special_tokens=False).ids
+    assert ids.count(new.eos_id) == len(CONVERSATION)
+    assert theirs.apply_chat_template(CONVERSATION, return_dict=False) == ids
+
+
+@pytest.mark.parametrize("name", ["byte", "passthrough"])
+def test_a_fixed_vocabulary_is_refused(name):
+    with pytest.raises(UserError, match=rf"extend {name}: .* cannot be extended; .*`lmtrain tokenizer train FILES"):
+        extend_tokenizer(name, ["<|x|>"], None)
+
+
+def test_ids_with_gaps_are_refused(tmp_path):
+    """The library numbers a new token by the number of tokens, which is an id in use if there are gaps."""
+    folder = extended_with_settings(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    vocabulary[last] += 1
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"its ids have gaps, so that .* the id of an existing one"):
+        extend_tokenizer(str(folder), ["<|x|>"], None)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}", r"bad.jinja:1: not valid Jinja"),
+        ("", r"bad.jinja:1: the chat template does not write what messages say"),
+        ("hello", r"bad.jinja:1: the chat template does not write what messages say"),
+        ("{{ raise_exception('never') }}", r"the chat template fails on a question with an answer: .*never"),
+    ],
+)
+def test_a_template_that_fails_is_refused_with_its_file(tmp_path, template, message):
+    (tmp_path / "bad.jinja").write_text(template)
+    with pytest.raises(UserError, match=message):
+        extend_tokenizer(str(TOKENIZER), [], str(tmp_path / "bad.jinja"))
+
+
+def test_a_missing_template_names_those_that_are_shipped():
+    with pytest.raises(UserError, match="--chat_template qwen: no such file; a Jinja file, or chatml or llama3"):
+        extend_tokenizer(str(TOKENIZER), [], "qwen")

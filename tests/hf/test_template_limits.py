@@ -1,0 +1,140 @@
+"""Limits of chat templates: same texts as without limits, and errors with the line for endless and too large ones."""
+
+import resource
+
+import pytest
+from chat_tokenizer import CONVERSATION, MARKED
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
+
+from lmtrain.config.errors import UserError
+from lmtrain.hf import template_limits
+from lmtrain.hf.chat_template import ChatTemplate
+
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}, "days": [1, 2]}}}
+]
+FEATURES = [
+    MARKED,
+    "{% for m in messages %}{{ loop.index0 % 2 }}{{ loop.last }}{{ loop.length - loop.revindex0 }}{% endfor %}",
+    "{% for m in messages if m.role == 'user' %}{{ loop.previtem is defined ~ m.content ~ loop.index }}{% endfor %}",
+    "{% for m in messages[::-1] %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m['content'][1:-1] }}{% endfor %}",
+    "{% for m in nothing %}{{ m }}{% else %}{{ 'none' ~ nothing }}{% endfor %}",
+    "{% for key, value in messages[0].items() %}{{ key + '=' + value + '\n' }}{% endfor %}",
+    "{% for t in tools recursive %}{{ loop(t.values()) if t is mapping else t|string }}{% endfor %}",
+    "{{ tools|tojson }}{{ tools|tojson(indent=2) }}{{ tools }}{{ messages|length * 3 + 2 ** 5 }}{{ 'ab' * 2 }}",
+    "{% macro say(m) %}{{ caller() }}{{ m.content|trim|upper }}{% endmacro %}"
+    "{% for m in messages %}{% call say(m) %}>{% endcall %}{% endfor %}",
+    "{% set ns = namespace(text='') %}{% for m in messages %}{% set ns.text = ns.text + m.content + '\n' %}{% endfor %}"
+    "{{ ns.text }}{{ '%s and %5d|%.2f' % ('a', 3, 1.5) }}{{ '{:>4}|{!r}'.format(3, 'x') }}{{ '%s'|format(bos_token) }}",
+    "{% set roles = messages|map(attribute='role')|list %}{{ roles|join(', ') }}{{ '-'.join(roles) }}"
+    "{{ [1, 2.5]|sum }}{{ roles|unique|sort|list }}{{ messages|selectattr('role', 'eq', 'user')|list|length }}"
+    "{{ messages|groupby('role')|map('first')|list }}{{ [messages]|sum(start=[])|length }}",
+    "{{ messages[1].content.replace('a', 'bb')|replace('b', 'a')|indent(2) }}{{ 'x'.center(5)|center(9) }}"
+    "{{ messages[1].content.split(' ')|batch(2)|list }}{{ 'a\tb'.expandtabs(4) }}{{ 3.14159|round(2) }}{{ 7 // 2 }}",
+    "{% set text %}{% for i in range(3) %}{{ i }},{% endfor %}{% endset %}{{ text }}{% filter upper %}a{% endfilter %}",
+    "{{ nothing|default('d') }}{{ nothing }}{{ none }}{{ true }}{{ {'a': [1, (2, 3)]} }}{{ dict(a=1)|items|list }}",
+]
+
+
+def written(text):
+    return ChatTemplate(text, (("bos_token", "<s>"),), "chat.jinja:")
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("text", FEATURES)
+def test_limits_change_no_text(monkeypatch, text, prompt):
+    found = written(text).render(CONVERSATION, TOOLS, add_generation_prompt=prompt)
+    monkeypatch.setattr(chat_template_utils, "ImmutableSandboxedEnvironment", ImmutableSandboxedEnvironment)
+    chat_template_utils._compile_jinja_template.cache_clear()
+    theirs = chat_template_utils.render_jinja_template(
+        [CONVERSATION],
+        tools=TOOLS,
+        chat_template=text,
+        return_assistant_tokens_mask="generation" in text,
+        add_generation_prompt=prompt,
+        bos_token="<s>",
+    )
+    chat_template_utils._compile_jinja_template.cache_clear()
+    assert found.text == theirs[0][0]
+    assert len(found.text) > 3
+    assert list(found.generated) == (theirs[1][0] if "generation" in text else [])
+
+
+NESTED = "{% set a = ['x', 'y'] %}" + "{% set a = [a, a, a, a, a, a, a, a, a, a] %}" * 12
+GROW = "{%% set ns = namespace(x='abc') %%}{%% for i in range(99) %%}\n{%% set ns.x = %s %%}{%% endfor %%}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n{{ 'a' * 10**10 }}",
+        "\n{{ 10000000000 * 'a' }}",
+        "\n{{ [1] * 10**10 }}",
+        "{% for i in range(99999) %}\n{% for j in range(99) %}abcdefghij{% endfor %}{% endfor %}",
+        "{% set x %}{% for i in range(99999) %}\n{% for j in range(999) %}{{ i }}{% endfor %}{% endfor %}{% endset %}",
+        GROW % "ns.x + ns.x",
+        GROW % "ns.x ~ ns.x",
+        GROW % "[ns.x, ns.x]|join",
+        GROW % "ns.x|replace('a', ns.x)",
+        GROW % "ns.x.replace('a', ns.x)",
+        GROW % "'%s%s' % (ns.x, ns.x)",
+        GROW % "'{}{}'.format(ns.x, ns.x)",
+        GROW % "ns.x.join([ns.x, ns.x])",
+        GROW % "ns.x.translate({97: ns.x})",
+        "{% set a = 'x' * 9999 %}{% set ns = namespace(x=[]) %}\n{% for i in range(99999) %}"
+        "{% set ns.x = [ns.x, a[1:]] %}{% endfor %}",
+        "\n{{ 'a'|center(10**10) }}",
+        "\n{{ 'a'|center(10000000000) }}",
+        "\n{{ 'a'.ljust(10**10) }}",
+        "\n{{ 'a\\n\\nb'|indent(10**10) }}",
+        "\n{{ '%9999999999d' % 3 }}",
+        "\n{{ '%9999999999d'|format(3) }}",
+        "\n{{ '{:9999999999d}'.format(3) }}",
+        "\n{{ '{:{}d}'.format(3, 10**10) }}",
+        "\n{{ messages|tojson(indent=10**10) }}",
+        "\n{{ 'abc'|batch(10**10, 'x')|list }}",
+        "\n{{ [range(99999)|list]|list * 999 }}",
+        f"{NESTED}\n{{{{ a }}}}",
+        f"{NESTED}\n{{{{ a|tojson }}}}",
+        f"{NESTED}\n{{{{ a|string }}}}",
+        f"{NESTED}\n{{{{ 'a' ~ a }}}}",
+        f"{NESTED}\n{{{{ [a]|join }}}}",
+    ],
+)
+def test_huge_texts_end_with_the_line(monkeypatch, text):
+    monkeypatch.setattr(template_limits, "MAX_BYTES", 32 << 20)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(UserError) as caught:
+        written(text).render(CONVERSATION)
+    assert str(caught.value).startswith("chat.jinja:2: the chat template uses more than 32 MiB of memory")
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for i in range(99999) %}\n{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set a = range(99999)|list %}{% for i in a %}\n{% for j in a[1:] %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}\n{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    ],
+)
+def test_the_time_of_a_conversation_is_limited(monkeypatch, text):
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
+    template = written(text)
+    for _ in range(2):  # each has its own time
+        with pytest.raises(UserError, match=r"chat\.jinja:\d: the chat template runs longer than 0.2 s"):
+            template.render(CONVERSATION)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("10 ** 10000000000", "computes with integers of more than 65,536 bits"),
+        ("(10 ** 9999) * (10 ** 9999)", "computes with integers of more than 65,536 bits"),
+        ("3.14|round(10000000000, 'ceil')", "rounds to 10000000000 digits"),
+    ],
+)
+def test_large_integers_are_refused(text, words):
+    with pytest.raises(UserError, match=rf"chat\.jinja:2: the chat template {words}"):
+        written(f"\n{{{{ {text} }}}}").render(CONVERSATION)

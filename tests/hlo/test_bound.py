@@ -1,0 +1,20 @@
+"""The bound on speed."""
+
+import pytest
+from hlo.programs import GPU_LOOP
+
+from lmtrain.compiled.bound import bound
+from lmtrain.compiled.collectives import Network
+from lmtrain.compiled.figures import measure
+from lmtrain.runtime.accelerators import ACCELERATORS
+
+
+def test_the_bound_hides_asynchronous_communication_and_nothing_else():
+    h100 = ACCELERATORS["h100"]
+    found = measure(GPU_LOOP, Network({"data": 8}, [0] * 8, "NVLink", "DCN"))
+    half = found.wire_bytes / 2 / h100.link_bandwidth
+    seconds = bound(989e12, 0.5 * h100.memory_bandwidth, found.collectives, h100)
+    assert (seconds["products"], seconds["hbm"]) == (pytest.approx(1.0), pytest.approx(0.5))
+    assert seconds["wire_synchronous"] == pytest.approx(half)
+    assert seconds["total"] == pytest.approx(1.0 + half)
+    assert seconds["limited_by"] == "products"

@@ -1,0 +1,57 @@
+"""`adapter_config.json`: written for exported adapters, and refused if it cannot be represented."""
+
+import json
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.lora.config import LoraConfig
+from lmtrain.lora.peft import check_adapter_config, to_adapter_config
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "revision"),
+    [
+        ("owner/name@main", "owner/name", "main"),
+        ("owner/name", "owner/name", None),
+        ("https://me:word@host/model?sig=b", "https://***@host/model?***", None),
+        (None, None, None),
+    ],
+)
+def test_the_base_model_is_named_without_secrets(base, name, revision):
+    written = to_adapter_config(LoraConfig(), [], [], [], base)
+    assert (written["base_model_name_or_path"], written["revision"]) == (name, revision)
+
+
+THEIRS = {"peft_type": "LORA", "r": 4, "lora_alpha": 24, "bias": "none", "init_lora_weights": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "not supported: use_dora: True"),
+        ({"rank_pattern": {"q_proj": 2}}, "not supported: rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 2}}, "not supported: alpha_pattern"),
+        ({"layers_to_transform": [0]}, "not supported: layers_to_transform"),
+        ({"target_parameters": ["x"]}, "not supported: target_parameters"),
+        ({"trainable_token_indices": [1]}, "not supported: trainable_token_indices"),
+        ({"lora_bias": True}, "not supported: lora_bias"),
+        ({"bias": "all"}, "not supported: bias: all"),
+        ({"init_lora_weights": "pissa"}, "not supported: init_lora_weights: pissa"),
+        ({"init_lora_weights": "olora"}, "not supported: init_lora_weights: olora"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"r": 8}, "lora.r: this config has 4, the adapter has 8"),
+        ({"lora_alpha": 8}, "lora.alpha: this config has 24.0, the adapter has 8"),
+        ({"use_rslora": True}, "lora.use_rslora: this config has False, the adapter has True"),
+        (None, "there is no adapter_config.json; not a PEFT adapter"),
+    ],
+)
+def test_an_adapter_that_cannot_be_represented_is_refused_by_name(tmp_path, changes, message):
+    config = LoraConfig(r=4, alpha=24, initialize_from=str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(THEIRS))
+    check_adapter_config(config)
+    (tmp_path / "adapter_config.json").unlink()
+    if changes is not None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(THEIRS | changes))
+    with pytest.raises(UserError, match=message):
+        check_adapter_config(config)

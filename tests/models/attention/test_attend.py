@@ -1,0 +1,157 @@
+"""Causal attention against plain numpy."""
+
+import functools
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmtrain.models.attention import attend as formula
+from lmtrain.models.attention import kernel
+from lmtrain.models.attention.attend import alibi_slopes
+
+RNG = np.random.default_rng(0)
+
+
+def attend(q, k, v, *scale_and_first, **how):
+    return jax.jit(lambda q, k, v: formula.attend(q, k, v, *scale_and_first, **how))(q, k, v)
+
+
+def self_attend(q, k, v, scale, **how):
+    return jax.jit(lambda q, k, v: kernel.self_attend("xla", q, k, v, scale, **how))(q, k, v)
+
+
+def arrays(queries: int, keys: int):
+    shapes = [(2, 3, queries, 4), (2, 3, keys, 4), (2, 3, keys, 4)]
+    return [RNG.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def plain(q, k, v, scale: float, first: int = 0, slopes=None) -> np.ndarray:
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    for s in range(q.shape[2]):
+        seen = slice(0, first + s + 1)
+        scores = np.einsum("bhc,bhtc->bht", q[:, :, s], k[:, :, seen]) * scale
+        if slopes is not None:
+            scores += np.multiply.outer(slopes, np.arange(first + s + 1) - (first + s))
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        out[:, :, s] = np.einsum("bht,bhtc->bhc", weights, v[:, :, seen])
+    return out
+
+
+@pytest.mark.parametrize(("length", "repeats"), [(1, 1), (2, 1), (3, 1), (7, 3), (8, 1)])
+def test_self_attention_equals_the_formula_at_even_and_odd_lengths_also_with_wide_values(length, repeats):
+    q, k, v = arrays(length, length)
+    v = np.concatenate([v - number for number in range(repeats)], axis=3)
+    np.testing.assert_allclose(self_attend(q, k, v, 0.3), plain(q, k, v, 0.3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("first", "queries"), [(0, 6), (2, 3), (5, 1)])
+def test_queries_at_a_later_position_see_the_keys_up_to_their_own(first, queries):
+    q, k, v = arrays(queries, 6)
+    np.testing.assert_allclose(attend(q, k, v, 0.5, first), plain(q, k, v, 0.5, first), rtol=1e-5, atol=1e-5)
+
+
+def test_later_keys_and_values_have_no_influence():
+    q, k, v = arrays(6, 6)
+    before = np.asarray(self_attend(q, k, v, 0.5))
+    k[:, :, 4:], v[:, :, 4:] = 1e6, -1e6  # huge scores give no NaN either
+    np.testing.assert_array_equal(np.asarray(self_attend(q, k, v, 0.5))[:, :, :4], before[:, :, :4])
+
+
+def test_upcast_computes_bfloat16_scores_in_float32():
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in arrays(8, 8))
+    wide = [np.asarray(x, np.float32) for x in (q, k, v)]
+    exact = plain(*wide, 3.0)
+    rounding = {"xla_allow_excess_precision": False}  # otherwise the compiler keeps scores in float32 where possible
+    upcast, narrow = (
+        np.asarray(jax.jit(functools.partial(formula.attend, upcast=wanted), compiler_options=rounding)(q, k, v, 3.0))
+        for wanted in (True, False)
+    )
+    assert np.abs(upcast - exact).max() < 0.03
+    assert np.abs(upcast - exact).mean() < 0.9 * np.abs(narrow - exact).mean()
+
+
+def test_drop_is_applied_to_the_weights_of_every_query():
+    q, k, v = arrays(5, 5)
+    np.testing.assert_allclose(
+        self_attend(q, k, v, 0.5, drop=lambda weights: 2 * weights),
+        2 * plain(q, k, v, 0.5),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("length", [1, 5, 8])
+def test_segments_are_separate_sequences(length):
+    q, k, v = arrays(length, length)
+    cuts = [0, (length + 1) // 3, length]
+    segments = np.repeat([4, 9], np.diff(cuts))[None].repeat(2, axis=0)
+    found = np.asarray(self_attend(q, k, v, 0.5, segments=jnp.asarray(segments)))
+    for start, end in pairwise(cuts):
+        part = slice(start, end)
+        expected = plain(q[:, :, part], k[:, :, part], v[:, :, part], 0.5)
+        np.testing.assert_allclose(found[:, :, part], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_hides_earlier_keys():
+    q, k, v = arrays(8, 8)
+    found = np.asarray(self_attend(q, k, v, 0.5, window=3))
+    for s in range(8):
+        seen = slice(max(0, s - 2), s + 1)
+        expected = plain(q[:, :, s : s + 1], k[:, :, seen], v[:, :, seen], 0.5, first=8)
+        np.testing.assert_allclose(found[:, :, s : s + 1], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("length", [1, 5])
+def test_grouped_query_heads_share_keys_and_values(kv_heads, length):
+    rng = np.random.default_rng(5)
+    q = rng.normal(size=(2, 6, length, 4)).astype(np.float32)
+    k, v = (rng.normal(size=(2, kv_heads, length, 4)).astype(np.float32) for _ in range(2))
+    segments = np.sort(rng.integers(0, 2, (2, length)), axis=1)
+    repeated = [np.repeat(part, 6 // kv_heads, axis=1) for part in (k, v)]
+    found = self_attend(q, k, v, 0.5, segments=jnp.asarray(segments), window=4)
+    expected = self_attend(q, *repeated, 0.5, segments=jnp.asarray(segments), window=4)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("first", "queries"), [(0, 7), (3, 4), (6, 1)])
+def test_alibi_lowers_scores_by_the_slope_times_the_distance(first, queries):
+    q, k, v = arrays(queries, 7)
+    slopes = np.array([0.7, 0.2, 0.05], np.float32)
+    expected = plain(q, k, v, 0.5, first, slopes)
+    found = attend(q, k, v, 0.5, first, slopes=slopes)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    if first == 0:
+        halves = self_attend(q, k, v, 0.5, slopes=slopes)
+        np.testing.assert_allclose(halves, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(expected - plain(q, k, v, 0.5, first)).max() > 0.1
+
+
+def test_alibi_with_grouped_heads_gives_every_query_head_its_own_slope():
+    rng = np.random.default_rng(5)
+    q = rng.normal(size=(2, 6, 7, 4)).astype(np.float32)
+    k, v = (rng.normal(size=(2, 2, 7, 4)).astype(np.float32) for _ in range(2))
+    slopes = alibi_slopes(6, 8.0)
+    found = self_attend(q, k, v, 0.5, slopes=slopes)
+    expected = plain(q, np.repeat(k, 3, axis=1), np.repeat(v, 3, axis=1), 0.5, slopes=slopes)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "bias_max", "powers"),
+    [
+        (1, 8, [8]),
+        (4, 8, [2, 4, 6, 8]),
+        (6, 8, [2, 4, 6, 8, 1, 3]),  # of 8 heads: every second one, then those in between
+        (12, 8, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]),  # of 16 heads
+        (4, 16, [4, 8, 12, 16]),
+    ],
+)
+def test_slopes_are_powers_of_two_in_the_published_order(heads, bias_max, powers):
+    slopes = alibi_slopes(heads, bias_max)
+    np.testing.assert_allclose(slopes, [2.0**-power for power in powers], rtol=1e-6)
+    assert slopes.dtype == np.float32

@@ -1,0 +1,182 @@
+"""The choice of an attention backend: never one that lacks a needed feature, and always with a reason."""
+
+import jax
+import numpy as np
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.models.attention.choose import choose_attention, log_attention
+from lmtrain.models.attention.kernel import kernels, self_attend
+from lmtrain.models.attention.names import FEATURES, AttentionNeeds
+from lmtrain.models.backpack.config import BackpackConfig
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.mpt.config import MptConfig
+from lmtrain.models.params import abstract_params
+from lmtrain.models.registry import build_model
+from lmtrain.run.config import RunConfig
+
+KERNELS = {kernel.name: kernel for kernel in kernels()}
+HOME = {name: kernel.platform for name, kernel in KERNELS.items()}
+CANNOT = {name: set(FEATURES) - kernel.features for name, kernel in KERNELS.items()}
+PLATFORMS = ["cpu", "gpu", "tpu"]
+SHORT, LONG = 4095, 4096
+
+
+def choose(backend, features=(), platform="cpu", seq_len=SHORT, block_size=None):
+    return choose_attention(AttentionNeeds(backend, frozenset(features), seq_len, block_size), platform)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_an_explicit_backend_is_used_or_refused_with_the_name_of_the_missing_feature(backend, feature):
+    platform = HOME[backend] or "cpu"
+    if feature in CANNOT[backend]:
+        with pytest.raises(UserError) as refused:
+            choose(backend, {feature} | KERNELS[backend].features, platform)
+        message = f"model.attn_backend: {backend} does not support {FEATURES[feature]}; set auto"
+        assert str(refused.value).startswith(message)
+    else:
+        assert choose(backend, {feature}, platform) == (backend, "explicitly set")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_an_explicit_backend_for_another_device_is_refused_with_both_names(backend, platform):
+    if HOME[backend] in (None, platform):
+        assert choose(backend, [], platform)[0] == backend
+    else:
+        needed = f"{backend} requires a {HOME[backend].upper()}, got a {platform.upper()}"
+        with pytest.raises(UserError, match=needed):
+            choose(backend, [], platform)
+
+
+@pytest.mark.parametrize(
+    ("platform", "seq_len", "needs", "name"),
+    [
+        ("cpu", SHORT, [], "xla"),
+        ("cpu", LONG, [], "blockwise"),
+        ("cpu", LONG, ["dropout"], "xla"),
+        ("gpu", SHORT, [], "cudnn"),
+        ("gpu", LONG, ["window"], "cudnn"),
+        ("gpu", SHORT, ["segments"], "triton"),
+        ("gpu", LONG, ["segments", "window", "alibi"], "triton"),
+        ("gpu", SHORT, ["segments", "dropout"], "xla"),
+        ("gpu", LONG, ["float32"], "blockwise"),
+        ("tpu", SHORT, ["segments", "window"], "splash"),
+        ("tpu", LONG, ["alibi"], "blockwise"),
+        ("tpu", SHORT, ["odd_length"], "xla"),
+    ],
+)
+def test_choices_of_auto(platform, seq_len, needs, name):
+    assert choose("auto", needs, platform, seq_len)[0] == name
+
+
+def test_auto_gives_the_reasons_against_earlier_backends():
+    documents, dropout = FEATURES["segments"], FEATURES["dropout"]
+    assert choose("auto", [], "gpu").reason == "fastest on this device"
+    assert choose("auto", ["segments"], "gpu").reason == f"cudnn does not support {documents}"
+    assert choose("auto", ["segments", "dropout"], "gpu", LONG).reason.split("; ") == [
+        f"cudnn does not support {dropout}, {documents}",
+        *(f"{name} does not support {dropout}" for name in ("triton", "blockwise")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("platform", "features", "name"),
+    [
+        ("cpu", [], "blockwise"),
+        ("gpu", [], "blockwise"),
+        ("tpu", [], "splash"),
+        ("tpu", ["odd_length"], "blockwise"),
+        ("gpu", ["dropout"], "xla"),
+    ],
+)
+def test_auto_prefers_a_kernel_that_uses_the_given_block_size_or_warns(caplog, platform, features, name):
+    needs = AttentionNeeds("auto", frozenset(features), SHORT, 64)
+    choice = choose_attention(needs, platform)
+    assert choice.name == name
+    log_attention(choice, needs, platform)
+    warnings = [line for line in caplog.messages if line.startswith("model.flash_attention_block_size: ")]
+    assert len(warnings) == (name == "xla")
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_explicit_kernel_without_a_block_size_refuses_one(name):
+    platform = HOME[name] or "cpu"
+    if KERNELS[name].uses_block_size:
+        assert choose(name, platform=platform, block_size=64).name == name
+    else:
+        with pytest.raises(UserError, match=rf"model\.flash_attention_block_size: .*model\.attn_backend {name} "):
+            choose(name, platform=platform, block_size=64)
+
+
+def test_dropout_does_not_restrict_the_kernel_of_evaluation_and_sampling():
+    """They run without dropout, so a kernel that does not support it is allowed."""
+
+    def choose(platform, trains=True, **model):
+        values = {"model": {"type": "gpt2", "attn_pdrop": 0.1, **model}, "trainer": {"mp": "bf16"}}
+        return choose_attention(RunConfig.model_validate(values).attention_needs(trains), platform).name
+
+    with pytest.raises(UserError, match="dropout on the attention weights"):
+        choose("cpu", attn_backend="blockwise")
+    assert choose("cpu", trains=False, attn_backend="blockwise") == "blockwise"
+    assert choose("gpu") == "xla"
+    assert choose("gpu", trains=False) == "triton"
+
+
+@pytest.mark.parametrize("feature", ["dropout", "alibi", "upcast", "segments"])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_backend_does_not_silently_ignore_an_unsupported_feature(backend, feature):
+    """A check for the case that the choice is wrong, or was not made."""
+    if feature not in CANNOT[backend]:
+        return
+    q = jax.ShapeDtypeStruct((1, 2, 128, 8), np.float32)
+    segments = np.zeros((1, 128), np.int32)
+    wish = {
+        "dropout": {"drop": lambda weights: weights},
+        "alibi": {"slopes": np.ones(2, np.float32)},
+        "upcast": {"upcast": True},
+        "segments": {"segments": segments},
+    }[feature]
+    with pytest.raises(AssertionError, match=f"{backend} attention has no"):
+        jax.eval_shape(lambda q: self_attend(backend, q, q, q, 1.0, **wish), q)
+
+
+@pytest.mark.parametrize(
+    ("config", "needs"),
+    [
+        (Gpt2Config(), set()),
+        (Gpt2Config(seq_len=1000), {"odd_length"}),
+        (Gpt2Config(attn_pdrop=0.1), {"dropout"}),
+        (Gpt2Config(resid_pdrop=0.1, embed_pdrop=0.1), set()),
+        (Gpt2Config(upcast_attn=True), {"upcast"}),
+        (Gpt2Config(num_heads=4), {"wide_heads"}),
+        (Gpt2Config(num_heads=6), set()),  # 128 wide
+        (Gpt2Config(num_heads=64), {"odd_heads"}),
+        (Gpt2Config(hidden_dim=780, num_heads=6, attn_pdrop=0.1), {"wide_heads", "odd_heads", "dropout"}),
+        (LlamaConfig(), set()),
+        (LlamaConfig(sliding_window=100), {"window"}),
+        (LlamaConfig(head_dim=256, seq_len=100), {"wide_heads", "odd_length"}),
+        (LlamaConfig(head_dim=12, num_kv_heads=4), {"odd_heads"}),
+        (MptConfig(), {"alibi"}),
+        (MptConfig(attn_pdrop=0.1, seq_len=100), {"alibi", "dropout", "odd_length"}),
+        (MptConfig(resid_pdrop=0.1, embed_pdrop=0.1, num_heads=64), {"alibi", "odd_heads"}),
+        (BackpackConfig(), {"wide_values"}),
+        (
+            BackpackConfig(attn_pdrop=0.1, upcast_attn=True, seq_len=64),
+            {"wide_values", "dropout", "upcast", "odd_length"},
+        ),
+    ],
+)
+def test_every_family_reports_the_needs_of_its_attention(config, needs):
+    assert config.attention_needs == needs
+    assert needs <= set(FEATURES)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "triton", "splash"])
+def test_fresh_parameters_need_no_device_that_attention_needs(backend):
+    """Initial values are computed from two tokens in float32, which the kernels refuse."""
+    config = Gpt2Config(hidden_dim=32, num_heads=4, num_layers=2, seq_len=128)
+    found, expected = (abstract_params(build_model(config, 64, name)) for name in (backend, "xla"))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)

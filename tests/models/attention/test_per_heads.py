@@ -1,0 +1,75 @@
+"""Kernels on a mesh: each device has its own sequences and heads, and the result is that of one device."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from forked import fake_devices
+
+SCRIPT = """
+import json
+import jax, numpy as np
+from lmtrain.models.attention import splash
+from lmtrain.models.attention.attend import alibi_slopes
+from lmtrain.models.attention.kernel import self_attend
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import build_layout
+from lmtrain.sharding.placement import constrain
+
+rng = np.random.default_rng(0)
+q, k, v, d = (rng.normal(size=(8, heads, 128, 8)).astype(np.float32) for heads in (4, 2, 2, 4))
+segments = np.sort(rng.integers(0, 3, (8, 128)), axis=1)
+
+def program(kernel, slopes):
+    def both(q, k, v, d, segments):
+        q, d = (constrain(x, "act_batch", "act_heads", "act_seq", None) for x in (q, d))
+        k, v = (constrain(x, "act_batch", "act_kv_heads", "act_seq", None) for x in (k, v))
+        options = {"segments": segments, "window": 50, "slopes": slopes}
+        mixed, pull = jax.vjp(lambda *qkv: self_attend(kernel, *qkv, 0.3, **options), q, k, v)
+        return mixed, *pull(d)
+
+    return jax.jit(both).trace(q, k, v, d, segments)
+
+def run(kernel, slopes):
+    return program(kernel, slopes).lower().compile()(q, k, v, d, segments)
+
+slopes = {"splash": None, "blockwise": None, "xla": None, "triton": alibi_slopes(4, 8)}
+alone = {True: run("xla", slopes["triton"]), False: run("xla", None)}
+heads = {"model_axis_size": 2, "tensor_parallel_axes": ["heads", "kv_heads"]}
+query_heads = {"model_axis_size": 2, "tensor_parallel_axes": ["heads"]}
+more_parts = {"model_axis_size": 4, "tensor_parallel_axes": ["heads"], "axis_resources": {"kv_heads": None}}
+split = [{"model_axis_size": size, "compute_axis_resources": {"position": "model"}} for size in (2, 4)]
+result = []
+cases = [(heads, slopes), (query_heads, ["splash", "blockwise"])]
+for config, kernels in cases + [(other, ["triton"]) for other in ({}, more_parts, *split)]:
+    layout = build_layout(PartitioningConfig(**config))
+    for kernel in kernels:
+        with layout.active():
+            arrays = run(kernel, slopes[kernel])
+        expected = alone[slopes[kernel] is not None]
+        errors = [float(abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(arrays, expected, strict=True)]
+        result.append([kernel, str(config), max(errors), list(arrays[0].addressable_shards[0].data.shape)])
+
+splash.platform = lambda: "tpu"
+with build_layout(PartitioningConfig(**heads)).active():
+    text = program("splash", None).lower(lowering_platforms=("tpu",)).as_text()
+print(json.dumps([result, text.count("tpu_custom_call")]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.multi_device
+def test_on_a_mesh_every_kernel_equals_one_device():
+    """With key heads split like query heads, with only the query heads split, and with a split sequence."""
+    environment = os.environ | {"XLA_FLAGS": fake_devices(8)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows, kernels = json.loads(done.stdout)
+    assert kernels == 3  # for TPUs JAX refuses kernels that it would have to split
+    assert len(rows) == 10
+    for kernel, config, error, shape in rows:
+        assert error < (1e-4 if kernel == "triton" else 1e-5), (kernel, config)
+        if "'heads'" in config and "'model_axis_size': 2" in config:
+            assert shape == [2, 2, 128, 8], (kernel, config)  # 8 sequences over 4, 4 heads over 2

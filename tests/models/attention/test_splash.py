@@ -1,0 +1,55 @@
+"""The kernel for TPUs: interpreted against plain attention, and the program lowered for a TPU."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from models.attention.compare import arrays, assert_plain
+
+from lmtrain.models.attention import splash
+from lmtrain.models.attention.kernel import self_attend
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 2, 128), {}),
+        ((4, 2, 256), {"window": 50, "ends": [[40, 70], [90, 128]]}),
+        ((2, 1, 256), {"window": 140, "ends": [[40, 70], [90, 128]]}),
+    ],
+    ids=["plain", "grouped, packed, window in a block", "one key head, packed, window over blocks"],
+)
+def test_outputs_and_gradients_are_those_of_plain_attention(sizes, options):
+    assert_plain("splash", arrays(*sizes), rtol=1e-5, atol=1e-5, block_size=128, **options)
+
+
+def lowered(length: int, block_size: int | None, dim: int = 64, window: int | None = None) -> str:
+    """The gradient's program lowered for a TPU, without running it."""
+    q, k = (jax.ShapeDtypeStruct((2, heads, length, dim), jnp.bfloat16) for heads in (4, 2))
+    segments = jax.ShapeDtypeStruct((2, length), jnp.int32)
+
+    def loss(q, k, v, segments):
+        how = {"segments": segments, "window": window, "block_size": block_size}
+        return self_attend("splash", q, k, v, 0.3, **how).astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k, segments)
+    return re.sub(r"\\+22", '"', traced.lower(lowering_platforms=("tpu",)).as_text())
+
+
+@pytest.mark.parametrize(
+    ("length", "wish", "block"),
+    [(128, None, 128), (640, None, 128), (1024, None, 512), (1024, 16, 128), (1024, 200, 256), (1024, 4096, 1024)],
+)
+def test_a_tpu_gets_three_kernels_with_blocks_of_multiples_of_128(monkeypatch, length, wish, block):
+    monkeypatch.setattr(splash, "platform", lambda: "tpu")
+    text = lowered(length, wish)
+    kernels = re.findall(r'kernel_name = "splash_mha_(\w+?)_segmented', text)
+    assert sorted(kernels) == ["dkv", "dq", "fwd"]
+    assert set(re.findall(r'"block_q": (\d+)', text)) == {str(block)}
+
+
+@pytest.mark.parametrize(("dim", "window"), [(20, None), (80, 100), (256, 1)])
+def test_the_kernels_take_heads_of_any_width_and_windows(monkeypatch, dim, window):
+    monkeypatch.setattr(splash, "platform", lambda: "tpu")
+    assert lowered(256, None, dim, window).count("tpu_custom_call") == 3

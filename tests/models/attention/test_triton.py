@@ -1,0 +1,57 @@
+"""The kernels for NVIDIA GPUs: interpreted against plain attention. Compiled: tests/compiled/."""
+
+import jax.numpy as jnp
+import pytest
+from models.attention.compare import arrays, assert_plain
+
+from lmtrain.models.attention.attend import alibi_slopes
+from lmtrain.models.attention.triton import attend, blocks
+
+ENDS = [[40, 70, 200], [90, 128, 129]]
+
+
+SUITE = {
+    "window, one key head": ((2, 1, 300, 16), {"window": 100, "ends": ENDS}),
+    "ALiBi, grouped heads": ((4, 2, 256, 8), {"ends": ENDS, "slopes": 4}),
+    "very wide values": ((2, 2, 200, 12, 384), {"ends": ENDS}),
+}
+LONG = {
+    "wide": ((1, 1, 256, 64), {}),
+    "odd width, window of one": ((6, 2, 130, 80), {"window": 1}),
+    "odd number of heads": ((3, 3, 256, 8), {"ends": ENDS, "slopes": 3}),
+    "very wide heads, upcast": ((1, 1, 128, 256), {"ends": ENDS, "upcast": True}),
+    "values of odd width": ((1, 1, 100, 16, 100), {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        *(pytest.param(*case, id=name) for name, case in SUITE.items()),
+        *(pytest.param(*case, id=name, marks=pytest.mark.long) for name, case in LONG.items()),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_plain_attention(sizes, options):
+    """Partial blocks, grouped heads, windows, documents, ALiBi, heads of odd widths, wide values."""
+    if "slopes" in options:
+        options = {**options, "slopes": alibi_slopes(options["slopes"], 8)}
+    assert_plain("triton", arrays(*sizes), rtol=1e-4, atol=5e-5, **options)
+
+
+@pytest.mark.long
+def test_every_block_size_gives_the_same_result(monkeypatch):
+    """With documents that end in the middle of a block, at its edge, and one position from it."""
+    ends = [[127, 128, 129, 300], [1, 64, 256, 320]]
+    for sizes in {*blocks.SMALL.values(), *blocks.LARGE.values()}:
+        monkeypatch.setattr(blocks, "SMALL", dict.fromkeys((64, 128, 256), sizes))
+        assert_plain("triton", arrays(2, 1, 384, 16), rtol=1e-4, atol=5e-5, ends=ends)
+
+
+def test_ranges_are_documents_and_windows():
+    segments = jnp.array([[0, 0, 0, 5, 5, 2, 2, 2]])
+    first, last = attend._ranges(segments, None)
+    assert first.tolist() == [[0, 0, 0, 3, 3, 5, 5, 5]]
+    assert last.tolist() == [[2, 2, 2, 4, 4, 7, 7, 7]]
+    first, last = attend._ranges(segments, 2)
+    assert first.tolist() == [[0, 0, 1, 3, 3, 5, 5, 6]]
+    assert last.tolist() == [[1, 2, 2, 4, 4, 6, 7, 7]]

@@ -1,0 +1,77 @@
+"""Test families: one whose layers differ, and one with auxiliary losses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.nn.initializers import normal
+
+from lmtrain.models.auxiliary import add_auxiliary
+from lmtrain.models.decoder import Decoder
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.layers.block import Block
+from lmtrain.models.layers.linear import Linear
+from lmtrain.models.layers.norm import LayerNorm
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.llama.model import LlamaLM
+
+VOCAB, LENGTH = 13, 12
+RNG = np.random.default_rng(0)
+BATCH = {
+    "tokens": RNG.integers(0, VOCAB, (16, LENGTH)).astype(np.int32),
+    # rows of 0 to 11 targets: no two microbatches have equally many
+    "loss_mask": np.arange(LENGTH) < RNG.integers(0, LENGTH, (16, 1)),
+    "segments": np.cumsum(RNG.random((16, LENGTH)) < 0.2, axis=1).astype(np.int32),
+}
+
+
+class WindowLM(LlamaLM):
+    """Llama with two layers of local attention before each layer of global attention."""
+
+    @property
+    def pattern(self) -> tuple[LlamaConfig, ...]:
+        return tuple(self.config.model_copy(update={"sliding_window": window}) for window in (3, 5, None))
+
+
+def window_model(num_layers: int = 7, **changes: Any) -> WindowLM:
+    sizes = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_kv_heads": 2, "seq_len": LENGTH}
+    return WindowLM(LlamaConfig(**sizes, num_layers=num_layers, pad_vocab_to_multiple_of=8, **changes), VOCAB)
+
+
+SIZE, ROUTED = 0.3, 0.7  # coefficients of the auxiliary losses
+
+
+class AuxiliaryBlock(Block):
+    """x + tanh(x W + b), with two auxiliary losses: a mean over sequences, and one whose weight the model computes."""
+
+    def setup(self) -> None:
+        dims = (("embed", self.config.hidden_dim),)
+        self.mix = Linear(dims, (("mlp", self.config.hidden_dim),), normal(0.5))
+
+    def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Any) -> tuple[jax.Array, None]:
+        x = x + jnp.tanh(self.mix(x))
+        routed = (x[..., 0] > 0).astype(jnp.float32)
+        add_auxiliary(self, "train/size", jnp.square(x).mean((1, 2)).sum(), x.shape[0], SIZE)
+        add_auxiliary(self, "train/routed", (routed * x[..., 1] ** 3).sum(), routed.sum(), ROUTED)
+        self.sow("metrics", "train/routed_fraction", routed.mean())
+        return x, None
+
+
+class AuxiliaryLM(Decoder):
+    """A model of such blocks; with `period` 2 its stack is a pattern of two equal blocks."""
+
+    block = AuxiliaryBlock
+    period: int = 1
+
+    @property
+    def pattern(self) -> tuple[Any, ...]:
+        return (self.config,) * self.period
+
+    def build_norm(self) -> LayerNorm:
+        return LayerNorm(self.config.hidden_dim, self.config.layer_norm_epsilon)
+
+
+def auxiliary_model(period: int = 1, **changes: Any) -> AuxiliaryLM:
+    sizes = {"hidden_dim": 8, "num_heads": 2, "num_layers": 3, "seq_len": LENGTH, "pad_vocab_to_multiple_of": 8}
+    return AuxiliaryLM(Gpt2Config(**sizes | changes), VOCAB, period=period)

@@ -1,0 +1,171 @@
+"""The `config.json` of Llama's family: read as transformers 5 does, written for it, or refused if that is impossible.
+
+`tests/parity/test_variants.py` compares all kinds of models with transformers."""
+
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.llama.hf import from_hf_config, to_hf_config
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def read(kind="llama", **values):
+    return from_hf_config({"model_type": kind, **SIZES, **values})
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("llama", {}, "silu"),
+        ("llama", {"hidden_act": "gelu", "hidden_activation": "relu"}, "gelu"),  # hidden_activation is only for Gemma
+        ("gemma", {}, "gelu_new"),
+        ("gemma", {"hidden_act": "gelu"}, "gelu_new"),  # in the first files, which use the approximation
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gelu_new"),
+        ("gemma", {"hidden_activation": None, "hidden_act": "relu"}, "relu"),
+    ],
+)
+def test_the_activation(kind, values, expected):
+    assert read(kind, **values)["activation_function"] == expected
+
+
+def test_gemmas_two_activations_must_not_contradict_each_other():
+    with pytest.raises(UserError, match="hidden_act gelu_pytorch_tanh and hidden_activation relu contradict"):
+        read("gemma", hidden_act="gelu_pytorch_tanh", hidden_activation="relu")
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOW_OF_QWEN = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0, "layer_types": [SLIDING] * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("mistral", {}, 4096),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": 8, "layer_types": [SLIDING] * 4}, 8),
+        ("mistral", {"sliding_window": 8, "layer_types": [FULL] * 4}, None),
+        ("qwen2", {"sliding_window": 8}, None),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True}, None),  # default: from layer 28 on
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, 8),
+        *((kind, WINDOW_OF_QWEN, None) for kind in ("llama", "gemma", "olmo2")),  # whose code has no window
+    ],
+)
+def test_the_window(kind, values, expected):
+    assert read(kind, **values)["sliding_window"] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("mistral", {"layer_types": [FULL, SLIDING, FULL, SLIDING]}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+    ],
+)
+def test_windows_in_some_layers_are_refused(kind, values):
+    with pytest.raises(UserError, match="a sliding window in 2 of 4 layers only"):
+        read(kind, sliding_window=8, **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {"type": "default", "theta": 10_000.0}),
+        ({"rope_theta": 5e5}, {"type": "default", "theta": 5e5}),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"type": "default", "theta": 5e5}),
+        # rope_scaling takes precedence over rope_parameters
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+            {"type": "linear", "theta": 10_000.0, "factor": 4.0},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 16}},
+            {"type": "yarn", "theta": 10_000.0, "factor": 4.0, "original_seq_len": 16},
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings": 16},
+            {"type": "yarn", "theta": 10_000.0, "factor": 2.0, "original_seq_len": 16},
+        ),
+    ],
+)
+def test_the_rotary_positions(values, expected):
+    assert read(**values)["rope"] == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rope_scaling": {"type": "linear"}}, "rope linear requires factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8}},
+            "rope llama3 requires low_freq_factor, high_freq_factor",
+        ),
+        ({"rope_scaling": {"type": "yarn"}}, "rope yarn requires factor"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 5e5}},
+            "add rope_theta to rope_scaling",
+        ),
+    ],
+)
+def test_incomplete_or_ambiguous_rope_settings_are_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        read(**values)
+
+
+def test_keys_that_a_kind_does_not_read_have_no_effect():
+    assert read("llama", mlp_bias=True)["use_mlp_bias"]
+    for kind in ("mistral", "qwen2", "qwen3", "gemma", "olmo2"):
+        assert not read(kind, mlp_bias=True)["use_mlp_bias"]
+    assert not read("qwen2", attention_bias=True)["use_bias"]
+
+
+def test_keys_that_a_file_lacks_have_the_values_of_transformers():
+    assert read("mistral")["num_kv_heads"] == 8
+    assert read("mistral", num_key_value_heads=None)["num_kv_heads"] == 4
+    assert read("llama")["num_kv_heads"] == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("qwen3", {"layer_types": [SLIDING] * 4}, "layer_types has sliding_attention, but there is no sliding window"),
+    ],
+)
+def test_what_differs_from_transformers_is_refused(kind, values, message):
+    with pytest.raises(UserError, match=message):
+        read(kind, **values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"qk_norm": "head", "norm_position": "post"}, "model.qk_norm: head, model.norm_position: post together"),
+        ({"scale_embeddings": True}, "model.scale_embeddings: True: transformers has no such model type"),
+        ({"sliding_window": 4, "use_bias": True}, "model.use_bias: transformers' mistral has no such biases"),
+        ({"qk_norm": "head", "use_mlp_bias": True}, "model.use_mlp_bias: transformers' qwen3"),
+        ({"use_bias": True, "use_qkv_bias": True}, "model.use_bias: transformers' qwen2"),
+        ({"rope": {"type": "dynamic", "factor": 2.0, "original_seq_len": 8}}, "model.rope.original_seq_len"),
+    ],
+)
+def test_settings_that_transformers_does_not_support_are_refused_by_name(changes, named):
+    with pytest.raises(UserError, match=named):
+        to_hf_config(LlamaConfig(seq_len=64, **changes), 90, None, None)
+
+
+def test_config_json_is_readable_by_both_versions_of_transformers():
+    rope = {"type": "llama3", "factor": 8.0, "original_seq_len": 16, "high_freq_factor": 3.0, "theta": 500.0}
+    values = to_hf_config(LlamaConfig(rope=rope), 90, None, None)
+    assert values["rope_parameters"]["rope_theta"] == values["rope_theta"] == 500.0
+    assert values["rope_scaling"] == {name: v for name, v in values["rope_parameters"].items() if name != "rope_theta"}
+    assert values["rope_scaling"]["rope_type"] == "llama3"

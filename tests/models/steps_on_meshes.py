@@ -1,0 +1,41 @@
+"""A script: steps_on_meshes.py OUTPUT. Loss, metrics and gradients of the test families on meshes of 1 and 8 devices.
+
+Writes, for each model and mesh: metrics, and for each parameter the largest difference of its gradient to that of one
+device with one microbatch, relative to the largest gradient.
+"""
+
+import json
+import sys
+
+import jax
+import numpy as np
+from models import families, quick
+
+from lmtrain.sharding.config import PartitioningConfig
+from lmtrain.sharding.mesh import build_layout
+
+TENSOR = PartitioningConfig(model_axis_size=2, tensor_parallel_axes=["mlp", "heads"], axis_resources={"kv_heads": None})
+# number of devices, mesh, number of microbatches
+MESHES = {
+    "one": (1, PartitioningConfig(), 1),
+    "fsdp": (8, PartitioningConfig(), 2),
+    "fsdp and tensor": (8, TENSOR, 4),
+}
+MODELS = {"window": families.window_model(4), "auxiliary": families.auxiliary_model()}
+
+found = {}
+for name, model in MODELS.items():
+    values, expected = quick.random_params(model, 0.5), None
+    for mesh, (devices, config, microbatches) in MESHES.items():
+        layout = build_layout(config, jax.devices()[:devices])
+        step = quick.build_step(model, microbatches=microbatches, layout=layout)
+        state, metrics, _ = step(quick.new_state(values), families.BATCH)
+        gradients = jax.device_get(state.opt_state[0].trace)
+        expected = expected or gradients
+        errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), gradients, expected)
+        found[f"{name}, {mesh}"] = {
+            "metrics": {key: float(value) for key, value in metrics.items()},
+            "errors": jax.tree.leaves(errors),
+        }
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)

@@ -1,0 +1,58 @@
+"""Parameters of a model as a tree: names of dimensions, counts, paths, dtypes; computed without a kernel."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+
+from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.gpt2.model import Gpt2LM
+from lmtrain.models.params import (
+    abstract_params,
+    cast,
+    count_parameters,
+    initializer,
+    parameter_axes,
+    shapes_by_path,
+    with_dtype,
+)
+
+MODEL = Gpt2LM(Gpt2Config(hidden_dim=8, num_heads=2, num_layers=2, seq_len=8), 12)
+
+
+def test_abstract_parameters_carry_a_name_for_each_dimension():
+    boxed = abstract_params(MODEL)
+    assert all(
+        len(box.names) == len(box.value.shape) for box in jax.tree.leaves(boxed, is_leaf=lambda x: hasattr(x, "names"))
+    )
+    assert nn.meta.unbox(boxed)["tokens"]["embedding"].shape == (128, 8)  # padded
+
+
+def test_padding_of_the_vocabulary_is_not_counted_as_parameters():
+    whole = sum(leaf.size for leaf in jax.tree.leaves(nn.meta.unbox(abstract_params(MODEL))))
+    assert count_parameters(MODEL) == whole - (128 - 12) * 8
+
+
+def test_with_dtype_changes_only_the_dtype():
+    shapes = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+    assert with_dtype(shapes, "bfloat16") == {"a": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}
+
+
+def test_paths_and_names_of_dimensions_are_those_of_the_tree():
+    shapes = shapes_by_path(abstract_params(MODEL))
+    assert shapes["blocks/attn/out/kernel"] == (2, 2, 4, 8)
+    assert parameter_axes(MODEL)["blocks"]["attn"]["out"]["kernel"] == ("layers", "heads", "head_dim", "embed")
+
+
+def test_every_leaf_is_cast():
+    params = cast({"a": jnp.ones(2), "b": {"c": jnp.ones(3, jnp.float16)}}, "bfloat16")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "splash"])
+def test_initial_values_need_no_device_that_a_kernel_needs(kernel):
+    """They are computed from two tokens in float32, which the kernels refuse."""
+    found, expected = (
+        nn.meta.unbox(initializer(MODEL.clone(attention=name))(jax.random.key(0))) for name in (kernel, "xla")
+    )
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), found, expected))

@@ -1,0 +1,47 @@
+"""Chunks of rows: their sizes on each platform, and what is computed in them, for any size."""
+
+import numpy as np
+import pytest
+
+from lmtrain.objectives.logits import Chunks, rows_at_once
+
+
+@pytest.mark.parametrize("kind", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+    ("rows", "vocab"),
+    [(64 * 1024, 50304), (64 * 1021, 50304), (4 * 4093, 32000), (4093, 32000), (8 * 8192, 128256), (1000, 50304)],
+)
+def test_chunks_on_accelerators_have_about_a_thousand_rows_and_little_padding(kind, rows, vocab):
+    """Also for prime sequence lengths."""
+    size = rows_at_once(rows, vocab, kind)
+    assert min(rows, 1024) <= size <= max(2**27 // vocab + 128, 1024)
+    number = -(-rows // size)
+    assert number * size - rows < max(0.06 * rows, 128)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "expected"), [(100, 2**10, 100), (2**14, 2**10, 2**12), (2**10, 2**20, 64), (10, 2**22, 10)]
+)
+def test_chunks_on_a_cpu_fit_its_caches(rows, vocab, expected):
+    assert rows_at_once(rows, vocab, "cpu") == expected
+
+
+def test_rows_are_cut_and_joined_and_the_last_chunk_is_padded_with_zeros(chunks):
+    array = np.arange(1.0, 37.0).reshape(2, 6, 3)
+    split = Chunks.of(array, np.zeros((7, 3)), None)
+    cut = np.asarray(split.cut(array))
+    assert cut.shape == (-(-12 // chunks), chunks, 3)
+    assert not cut.reshape(-1, 3)[12:].any()
+    np.testing.assert_array_equal(split.join(cut, array), array)
+
+
+def test_functions_of_rows_get_their_logits_and_padding_of_the_vocabulary_counts_as_no_token(chunks):
+    hidden, head = np.arange(24.0).reshape(2, 6, 2), np.array([[1.0, 0], [0, 1], [9, 9]])
+    split = Chunks.of(hidden, head, vocab_size=2)
+
+    def of_rows(logits, head, number):
+        return {"log sum": split.log_sum(logits), "second": split.chosen(logits, head, number * 0 + 1)}
+
+    found = split.map_rows(of_rows, hidden, head, np.arange(12).reshape(2, 6))
+    np.testing.assert_array_equal(found["second"], hidden[..., 1])
+    np.testing.assert_allclose(found["log sum"], np.logaddexp(hidden[..., 0], hidden[..., 1]), rtol=1e-6)

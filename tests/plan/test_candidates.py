@@ -1,0 +1,31 @@
+"""Candidates of the search, and their form in a config."""
+
+from plan.workers import request
+
+from lmtrain.plan.candidates import alternatives, parallelisms, to_yaml
+
+
+def test_candidates_do_not_change_training_dynamics():
+    plain = request()
+    assert parallelisms(plain) == [12, 6, 4, 3, 2, 1]
+    assert parallelisms(plain, {"trainer.model_axis_size": 4}) == [48, 24, 16, 12, 8, 6, 4, 3, 2, 1]
+    fixed = {"trainer": {"train_batch_size", "mp", "seed", "num_train_steps"}, "model": {"seq_len", "hidden_dim"}}
+    for name, changes in alternatives(plain, {}):
+        config = plain.changed(changes).run_config
+        assert changes, name
+        for section, names in fixed.items():
+            before, after = (getattr(run, section).model_dump(include=names) for run in (plain.run_config, config))
+            assert before == after, name
+    names = [name for name, _ in alternatives(plain, {})]
+    assert "gradient_checkpointing dots" in names
+    assert "gradient_checkpointing full" not in names  # the config has it already
+    assert "gradient_checkpointing false, scan_layers false" in names  # each alone gains nothing
+    assert len(names) == len(set(names))
+
+
+def test_the_settings_of_a_search_are_printed_as_yaml():
+    changes = {"model.gradient_checkpointing": False, "trainer.tensor_parallel_axes": ["mlp", "heads"]}
+    assert to_yaml(changes) == [
+        *("model:", "  gradient_checkpointing: false", "trainer:", "  tensor_parallel_axes:", "  - mlp", "  - heads")
+    ]
+    assert to_yaml({}) == []

@@ -1,0 +1,48 @@
+"""How documents become tokens: the dtype of their ids, special tokens, and what makes another cache."""
+
+import numpy as np
+import pytest
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.learn_tokenizer import learn_bpe
+from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, "<u2"), (65536, "<u2"), (65537, "<u4"), (256000, "<u4")])
+def test_tokens_have_two_bytes_if_they_suffice(vocab_size, dtype):
+    assert token_dtype(vocab_size).str == dtype
+    assert np.iinfo(token_dtype(vocab_size)).max >= vocab_size - 1
+
+
+@pytest.mark.parametrize("name", ["eos", "bos"])
+def test_an_enforced_token_must_exist(tmp_path, name):
+    learn_bpe(["some text"], 260).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    with pytest.raises(UserError, match=f"no {name}_token .*data.enforce_{name}: false"):
+        check_special_tokens(tokenizer, DataConfig(enforce_eos=name == "eos", enforce_bos=name == "bos"))
+    check_special_tokens(tokenizer, DataConfig(enforce_eos=False))
+
+
+def test_completions_require_an_eos_token_and_conversations_neither(tmp_path):
+    learn_bpe(["some text"], 260).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    check_special_tokens(tokenizer, DataConfig(format={"type": "chat"}))
+    with pytest.raises(UserError, match=r"has no eos_token .* which ends completions"):
+        check_special_tokens(tokenizer, DataConfig(enforce_eos=False, format={"type": "completion"}))
+
+
+def test_conversations_are_texts():
+    passthrough = DataConfig(tokenizer="passthrough", vocab_size=9, enforce_eos=False, format={"type": "chat"})
+    with pytest.raises(UserError, match="conversations are texts, but the tokenizer is passthrough"):
+        chat_template_of(passthrough)
+
+
+def test_the_recipe_has_no_setting_without_effect_and_none_that_is_newer_than_old_caches():
+    recipe = recipe_of(DataConfig(), open_tokenizer("byte"), None)
+    assert recipe["documents"].keys() == {"on_bad_record", "text_key", "enforce_eos", "enforce_bos"}
+    completion = recipe_of(DataConfig(format={"type": "completion"}, text_key="x"), open_tokenizer("byte"), None)
+    assert completion["documents"].keys() == {"on_bad_record", "enforce_bos", "format"}
+    assert "too_long" not in completion["documents"]["format"]

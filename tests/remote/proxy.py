@@ -1,0 +1,117 @@
+"""An HTTP proxy in front of an emulator, which refuses, changes or ends what a test chooses."""
+
+import http.client
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler
+from typing import NamedTuple
+
+from web import serving
+
+
+class Request(NamedTuple):
+    """A request before it is forwarded. `number` counts all requests from 1."""
+
+    number: int
+    method: str
+    path: str
+
+
+class Reply(NamedTuple):
+    """An answer without the emulator."""
+
+    status: int
+    body: bytes = b""
+
+
+class Proxy:
+    """Forwards to the port `target`, and counts.
+
+    `refuse` returns the reply to a request that is not forwarded, else None. `garble` changes the body of an answer.
+    """
+
+    def __init__(self, target: int):
+        self.target = target
+        self.requests: list[Request] = []
+        self.refused: list[Request] = []
+        self.refuse: Callable[[Request], Reply | None] = lambda request: None
+        self.garble: Callable[[Request, bytes], bytes] = lambda request, body: body
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self.address = ""
+
+    def received(self, method: str, path: str) -> tuple[Request, Reply | None]:
+        """Count a request, and decide about it: one at a time, so that shares of the requests are exact."""
+        with self._lock:
+            request = Request(next(self._numbers), method, path)
+            self.requests.append(request)
+            reply = self.refuse(request)
+            if reply is not None:
+                self.refused.append(request)
+        return request, reply
+
+
+def throttle(request: Request) -> Reply | None:
+    """Refuse every tenth request, with 429 and 503 in turns, as a store that is accessed too fast."""
+    if request.number % 10:
+        return None
+    if request.number % 20:
+        return Reply(429, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>")
+    return Reply(503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>")
+
+
+@contextmanager
+def proxied(target: int) -> Iterator[Proxy]:
+    """A running proxy to the local port `target`."""
+    proxy = Proxy(target)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # s3fs sends `Expect: 100-continue` before it writes
+        disable_nagle_algorithm = True
+
+        def _forward(self) -> None:
+            body = self._body()
+            request, reply = proxy.received(self.command, self.path)
+            headers = {}
+            if reply is None:
+                connection = http.client.HTTPConnection("127.0.0.1", proxy.target, timeout=60)
+                sent = {k: v for k, v in self.headers.items() if k.lower() not in ("expect", "transfer-encoding")}
+                connection.request(self.command, self.path, body, sent | {"Content-Length": str(len(body))})
+                answer = connection.getresponse()
+                reply = Reply(answer.status, proxy.garble(request, answer.read()))
+                skipped = ("transfer-encoding", "connection", "date", "server")
+                headers = {k: v for k, v in answer.getheaders() if k.lower() not in skipped}
+                connection.close()
+            if self.command != "HEAD":
+                headers = {k: v for k, v in headers.items() if k.lower() != "content-length"}
+                headers["Content-Length"] = str(len(reply.body))
+            self.send_response(reply.status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(reply.body)
+
+        def _body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding", "") == "chunked":
+                parts = []
+                while size := int(self.rfile.readline().split(b";")[0], 16):
+                    parts.append(self.rfile.read(size))
+                    self.rfile.readline()
+                self.rfile.readline()
+                return b"".join(parts)
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = _forward  # noqa: N815  # names of http.server
+
+        def handle_one_request(self) -> None:
+            with suppress(ConnectionError):  # a client that was killed, or that drops its connections
+                super().handle_one_request()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with serving(Handler) as proxy.address:
+        yield proxy

@@ -1,0 +1,150 @@
+"""The identity of a run and its run id."""
+
+import json
+
+import pytest
+from run.configs import build
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.setting import Role, settings_of
+from lmtrain.run.config import RunConfig, resolved
+from lmtrain.run.identity import identity, run_id, without_tunable
+
+SOURCES = {"data__train_urls": None, "data__configs": {"a": {"train_urls": ["a.jsonl"]}, "b": {"id": "owner/b"}}}
+WANDB = {"type": "wandb", "id": "from-wandb"}
+MADE = run_id(build(), "stem", {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "expected"),
+    [
+        ({"trainer__id": "mine", "trainer__tracker": WANDB}, {"RUN_ID": "from-env"}, "mine"),
+        ({"trainer__tracker": WANDB}, {"RUN_ID": "from-env"}, "from-env"),
+        ({"trainer__tracker": WANDB}, {}, "from-wandb"),
+        ({"trainer__tracker": WANDB}, {"RUN_ID": ""}, "from-wandb"),
+        ({"trainer__tracker": [{"type": "json"}, {"type": "wandb"}, WANDB]}, {}, "from-wandb"),
+        ({}, {}, MADE),
+        ({"trainer__tracker": {"type": "wandb"}}, {}, MADE),
+    ],
+)
+def test_the_run_id_is_the_first_of_setting_environment_wandb_and_hash(changes, environment, expected):
+    assert run_id(build(**changes), "stem", environment) == expected
+
+
+def test_the_generated_id_is_stem_and_hash_and_not_random():
+    assert run_id(build(), "stem", {}) == MADE
+    assert MADE.startswith("stem-")
+    assert len(MADE) == len("stem-") + 6
+    assert run_id(build(), "other", {}) == MADE.replace("stem", "other")
+
+
+@pytest.mark.parametrize("name", ["a", "0", "run.v2_x-1", "A" * 200])
+def test_valid_run_ids(name):
+    assert run_id(build(trainer__id=name), "stem", {}) == name
+
+
+@pytest.mark.parametrize(
+    ("stem", "expected"),
+    [("my run (2)", "my-run-2-"), (".hidden", "hidden"), ("größe", "gr-e"), ("", "run"), ("x" * 300, "x" * 100)],
+)
+def test_any_name_of_a_config_file_gives_a_valid_run_id(stem, expected):
+    assert run_id(build(), stem, {}) == MADE.replace("stem", expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", ".", "..", ".x", "-x", " a", "a b", "ü", "a\n", "${run_id}", "a:b", "A" * 201]
+)
+@pytest.mark.parametrize("source", ["setting", "environment", "wandb"])
+def test_an_invalid_run_id_is_refused_from_every_source(name, source):
+    changes = {"setting": {"trainer__id": name}, "wandb": {"trainer__tracker": {"id": name}}}.get(source, {})
+    with pytest.raises(UserError, match=r"run id .*use at most 200 letters"):
+        run_id(build(**changes), "stem", {"RUN_ID": name} if source == "environment" else {})
+
+
+CHANGES = {
+    "data": {
+        "train_urls": ["b"],
+        "validation_urls": ["b"],
+        "tokenizer": "u",
+        "shuffle": True,
+        "cache_dir": "elsewhere",
+        "text_key": "body",
+        "enforce_eos": False,
+        "num_preprocess_workers": 3,
+    },
+    "model": {
+        "hidden_dim": 64,
+        "seq_len": 64,
+        "resid_pdrop": 0.1,
+        "gradient_checkpointing": False,
+        "scan_layers": False,
+    },
+    "optimizer": {"learning_rate": 2e-4, "warmup": 1},
+    "trainer": {"seed": 1, "train_batch_size": 64, "num_train_steps": 200, "tracker": [], "model_axis_size": 2}
+    | {"fsdp_axis": None, "per_device_parallelism": 1, "checkpointer": {"save_interval": "1m", "keep": []}}
+    | {"tensor_parallel_axes": ["mlp"], "steps_per_eval": 7, "max_eval_batches": 7, "log_dir": "elsewhere"},
+}
+# written out, and not from the roles: a setting with another role renames runs
+SAME_RUN = {
+    *("cache_dir", "num_preprocess_workers", "gradient_checkpointing", "scan_layers", "num_train_steps", "tracker"),
+    *("model_axis_size", "fsdp_axis", "tensor_parallel_axes", "per_device_parallelism", "checkpointer"),
+    *("steps_per_eval", "max_eval_batches", "log_dir"),
+}
+
+
+@pytest.mark.parametrize(("section", "name"), [(section, name) for section in CHANGES for name in CHANGES[section]])
+def test_the_run_id_depends_on_settings_of_some_roles(section, name):
+    changed = build(**{f"{section}__{name}": CHANGES[section][name]})
+    assert changed != build()
+    free = settings_of(type(getattr(changed, section)), Role.CHANGEABLE, Role.EXECUTION)
+    assert (identity(changed) == identity(build())) == (run_id(changed, "stem", {}) == MADE) == (name in free)
+    assert (name in free) == (name in SAME_RUN)
+
+
+def test_a_saved_identity_has_the_initial_state_but_is_compared_without_it():
+    first, other = (RunConfig(trainer={"initialize_from": path}) for path in ("a", "b"))
+    assert identity(first) != identity(other)
+    assert without_tunable(identity(first)) == without_tunable(identity(other))
+
+
+def test_a_warmup_of_1_step_differs_from_one_of_the_entire_run():
+    assert run_id(build(optimizer__warmup=1), "s", {}) != run_id(build(optimizer__warmup=1.0), "s", {})
+
+
+def test_the_demo_with_its_default_tokenizer_and_with_another_are_different_runs():
+    demo = RunConfig.model_validate({"data": {"demo": "d"}})
+    other = RunConfig.model_validate({"data": {"demo": "d", "tokenizer": "gpt2"}})
+    assert demo.data.tokenizer != other.data.tokenizer
+    assert run_id(demo, "stem", {}) != run_id(other, "stem", {})
+
+
+def test_another_objective_changes_the_run_id_and_the_default_does_not():
+    assert run_id(build(objective__type="cross_entropy", objective__label_smoothing=0.0), "stem", {}) == MADE
+    weighted = [{"objective__type": "weighted_cross_entropy", "objective__source_weights": {name: 2}} for name in "ab"]
+    ids = [
+        run_id(build(**SOURCES, **changes), "stem", {})
+        for changes in ({}, {"objective__label_smoothing": 0.1}, *weighted)
+    ]
+    assert len(set(ids)) == 4
+
+
+SIGNED = "https://me:word@host/a.jsonl?version=1&X-Amz-Date={0}&X-Amz-Signature={0}"
+
+
+def test_the_identity_has_no_secrets_so_a_renewed_signature_is_the_same_run():
+    first, renewed = (build(data__train_urls=[SIGNED.format(number)]) for number in (1, 2))
+    assert run_id(first, "stem", {}) == run_id(renewed, "stem", {})
+    assert identity(first)["data"]["train_urls"] == ["https://***@host/a.jsonl?version=1&***"]
+    assert "me:word" not in json.dumps(resolved(first))
+    other = build(data__train_urls=[SIGNED.format(1).replace("version=1", "version=2")])
+    assert run_id(other, "stem", {}) != run_id(first, "stem", {})
+    lora = {"initialize_from": "https://host/adapter?token=abc"}
+    config = RunConfig.model_validate({"initialize_from_hf": "https://me:word@host/model", "lora": lora})
+    assert identity(config)["initialize_from_hf"] == "https://***@host/model"
+    assert identity(config)["lora"]["initialize_from"] == "https://host/adapter?***"
+
+
+def test_the_form_in_which_the_hash_has_a_signed_url_is_that_of_earlier_versions():
+    """Otherwise the id of a run with such a URL would change."""
+    config = build(data__train_urls=["https://me:word@host/a.jsonl?X-Amz-Date=1&X-Amz-Signature=2"])
+    assert identity(config)["data"]["train_urls"] == ["https://***@host/a.jsonl?***"]

@@ -1,0 +1,139 @@
+"""Export of a Hugging Face folder: complete or not at all."""
+
+import json
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+from chat_tokenizer import MARKED, write_chat_tokenizer
+from conftest import TOKENIZER
+from safetensors.numpy import load_file
+
+import lmtrain
+from lmtrain.hf.chat_template import ChatTemplate
+from lmtrain.hf.key_map import Piece, Row
+from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.runtime.storage import list_names, read_bytes
+from lmtrain.weights import write_export as module
+from lmtrain.weights.export import Export
+from lmtrain.weights.write_export import choose_shards, write_export
+
+TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 7, "b": np.ones(3, np.float32)}
+CONFIG = {"model_type": "gpt2"}
+
+
+def write(folder, dtype: str = "float32", tokenizer=TOKENIZER, template=None, **options) -> None:
+    pieces = [Piece(name, tensor.shape, Row(name, name), None) for name, tensor in TENSORS.items()]
+    extra = {"code.py": b"print()"}
+    export = Export(pieces, CONFIG, extra, load_tokenizer(str(tokenizer)), dtype, seq_len=128, chat_template=template)
+    write_export(str(folder), export, TENSORS.values(), **options)
+
+
+def test_the_folder_holds_weights_configs_and_tokenizer(tmp_path):
+    write(tmp_path / "model")
+    files = [
+        "code.py",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (tmp_path / "model" / "code.py").read_bytes() == b"print()"
+    assert sorted(os.listdir(tmp_path / "model")) == files
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    assert {name: tensor.tobytes() for name, tensor in found.items()} == {n: t.tobytes() for n, t in TENSORS.items()}
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config == CONFIG | {"dtype": "float32", "torch_dtype": "float32", "lmtrain_version": lmtrain.__version__}
+
+
+def generation_of(folder):
+    return json.loads((folder / "generation_config.json").read_text())
+
+
+def test_generation_ends_at_the_eos_token_and_at_the_last_position(tmp_path):
+    write(tmp_path / "model")
+    assert generation_of(tmp_path / "model") == {"bos_token_id": 0, "eos_token_id": 0, "max_length": 128}
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (MARKED, [385, 0]),  # <|im_end|>, which is not the EOS token of this tokenizer
+        ("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}", 0),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", 0),
+        ("{{ raise_exception('never') }}", 0),
+    ],
+)
+def test_generation_of_a_chat_model_ends_at_the_token_after_a_reply(tmp_path, template, ends):
+    write(tmp_path / "model", tokenizer=write_chat_tokenizer(tmp_path / "tok"), template=ChatTemplate(template))
+    assert generation_of(tmp_path / "model")["eos_token_id"] == ends
+
+
+def test_an_earlier_export_is_replaced_and_bfloat16_is_rounded_to_nearest(tmp_path):
+    write(tmp_path / "model")
+    (tmp_path / "model" / "model-00001-of-00002.safetensors").write_text("from before")
+    write(tmp_path / "model", "bfloat16")
+    assert not (tmp_path / "model" / "model-00001-of-00002.safetensors").exists()
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    np.testing.assert_array_equal(found["a"], TENSORS["a"].astype(ml_dtypes.bfloat16))
+
+
+def test_a_symbolic_link_to_a_folder_is_kept(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "model.safetensors").exists()
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+def test_a_failed_write_keeps_the_earlier_export_and_leaves_no_other_files(tmp_path, monkeypatch):
+    write(tmp_path / "model")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(module, "write_json", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write(tmp_path / "model", "bfloat16")
+    assert os.listdir(tmp_path) == ["model"]
+    assert load_file(tmp_path / "model" / "model.safetensors")["a"].dtype == np.float32
+
+
+@pytest.mark.parametrize("scheme", ["local", "memory"])
+def test_weights_that_read_back_differently_are_an_error(tmp_path, monkeypatch, scheme):
+    read = module.read_tensor
+    monkeypatch.setattr(module, "read_tensor", lambda path, info: read(path, info) + 1)
+    output = str(tmp_path / "model") if scheme == "local" else "memory://damaged/model"
+    with pytest.raises(OSError, match="checksum mismatch"):
+        write(output)
+    assert list_names(str(tmp_path)) == list_names("memory://damaged") == []
+
+
+def test_several_files_have_an_index_as_transformers_writes_it(tmp_path):
+    write(tmp_path / "model", shard_bytes=20)
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert index == {"metadata": {"total_size": 36, "total_parameters": 9}, "weight_map": {"a": first, "b": second}}
+    np.testing.assert_array_equal(load_file(tmp_path / "model" / first)["a"], TENSORS["a"])
+    np.testing.assert_array_equal(load_file(tmp_path / "model" / second)["b"], TENSORS["b"])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [([5], 3, [[0]]), ([1, 1, 1], 2, [[0, 1], [2]]), ([3, 9, 3], 4, [[0], [1], [2]]), ([2, 2, 3], 4, [[0, 1], [2]])],
+)
+def test_files_are_filled_in_order(sizes, most, expected):
+    assert choose_shards(sizes, most) == expected
+
+
+def test_a_url_gets_the_same_files_and_a_later_export_replaces_all_earlier_files(tmp_path):
+    write(tmp_path / "model")
+    write("memory://bucket/models/one", shard_bytes=20)
+    write("memory://bucket/models/one")
+    assert list_names("memory://bucket/models") == ["one"]
+    assert list_names("memory://bucket/models/one") == sorted(os.listdir(tmp_path / "model"))
+    for name in os.listdir(tmp_path / "model"):
+        assert read_bytes(f"memory://bucket/models/one/{name}") == (tmp_path / "model" / name).read_bytes()
