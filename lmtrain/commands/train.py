@@ -74,8 +74,8 @@ def _start(run: Run, began: float) -> int:
     processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
     with ending_for_all(processes):
-        check_services(run.config, processes)
         run = resolve_hf(run)
+        check_services(run.config, processes)
         log.info(f"run {run.id}")
         open_log(run, processes)
         return _with_data(run, processes, began)

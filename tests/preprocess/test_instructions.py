@@ -253,7 +253,10 @@ def test_a_template_may_be_a_named_one_a_file_or_a_text(tmp_path, monkeypatch, w
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (None, r"data.format.chat_template: .*; set it to .* of another tokenizer$"),
+        (
+            None,
+            r"data.format.chat_template: .*tokenizer extend .* --chat_template chatml .*, or set it to a Jinja file$",
+        ),
         (PLAIN.replace("<|im_end|>", "<|eot_id|>"), r"<\|eot_id\|>.*--special_tokens"),
     ],
 )
