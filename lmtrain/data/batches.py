@@ -25,9 +25,10 @@ _NO_THREAD = "can't start new thread"
 class Batch(TypedDict):
     """One batch: `tokens` int32 [rows, L]; `loss_mask` bool [rows, L], true where the next token is a target.
 
-    `segments` int32 [rows, L] is present with `mask_across_documents`: the document of each token, numbered from 0
-    within its window; tokens attend only within their segment. `positions` int32 [rows, L] is present if positions
-    restart in any source: the position of each token within its segment, or in its sequence where they do not restart.
+    `segments` int32 [rows, L] is present with `mask_across_documents`: where in its window the document of each token
+    starts; tokens attend only within their segment. `positions` int32 [rows, L] is present if positions restart in any
+    source: the position of each token within its segment, or in its sequence where they do not restart. Where other
+    processes have a part of every sequence, all arrays have only the columns of this process.
     """
 
     tokens: np.ndarray
@@ -42,7 +43,7 @@ class TrainSource:
     """Training batches by step: item t is the batch of step t. Access is random, so a resume just reads the next step.
 
     `mixture` selects the store of each example; None means that there is one store. `rows` are the rows of this
-    process, by batch size. `reset_positions` None: positions restart in stores with targets only. `loss_weights` are
+    process, by batch size, and `columns` its positions of every sequence, None if these are all. `reset_positions` None: positions restart in stores with targets only. `loss_weights` are
     the weights of the tokens of each store; None leaves the array out.
     """
 
@@ -57,6 +58,7 @@ class TrainSource:
     mask_across_documents: bool
     reset_positions: bool | None = False
     loss_weights: Sequence[float] | None = None
+    columns: range | None = None
 
     @functools.cached_property
     def orders(self) -> list[WindowOrder]:
@@ -75,18 +77,24 @@ class TrainSource:
         sources, numbers = np.zeros_like(examples), examples
         if self.mixture is not None:
             sources, numbers = self.mixture.source_of(examples)
-        tokens = np.empty((len(examples), self.seq_len), np.int32)
-        begins, mask = np.empty(tokens.shape, bool), np.empty(tokens.shape, bool)
+        columns = self.columns or range(self.seq_len)
+        tokens = np.empty((len(examples), len(columns)), np.int32)
+        documents, mask = np.empty(tokens.shape, np.int32), np.empty(tokens.shape, bool)
         for source in np.unique(sources).tolist():
             chosen = sources == source
-            tokens[chosen], begins[chosen], mask[chosen] = self._read(source, numbers[chosen])
+            tokens[chosen], documents[chosen], mask[chosen] = self._read(source, numbers[chosen])
         restarts = np.array([restart(store, self.reset_positions) for store in self.stores])
         batch = make_batch(
-            tokens, mask, begins, self.mask_across_documents, restarts[sources] if restarts.any() else None
+            tokens,
+            mask,
+            documents,
+            columns,
+            self.mask_across_documents,
+            restarts[sources] if restarts.any() else None,
         )
         if self.loss_weights is not None:
             weights = np.array(self.loss_weights, np.float32)[sources]
-            batch["loss_weights"] = np.repeat(weights[:, None], self.seq_len, axis=1)
+            batch["loss_weights"] = np.repeat(weights[:, None], len(columns), axis=1)
         return batch
 
     def _read(self, source: int, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -94,7 +102,7 @@ class TrainSource:
         count = wait_for_windows(windows, examples, self.shuffle)
         if count == 0:
             raise too_little(windows.store, self.seq_len)
-        return windows.read(self.orders[source](examples, count))
+        return windows.read(self.orders[source](examples, count), self.columns or range(self.seq_len))
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,7 @@ class EvalSource:
     max_batches: int | None
     mask_across_documents: bool
     reset_positions: bool | None = False
+    columns: range | None = None
 
     @property
     def stores(self) -> Sequence[TokenStore]:
@@ -127,9 +136,12 @@ class EvalSource:
 
     def __getitem__(self, index: int) -> Batch:
         numbers = np.int64(index) * self.batch_size + self.rows
-        tokens, begins, mask = self.windows.read(numbers)
+        columns = self.columns or range(self.seq_len)
+        tokens, documents, mask = self.windows.read(numbers, columns)
         restarts = np.full(len(numbers), restart(self.store, self.reset_positions))
-        return make_batch(tokens, mask, begins, self.mask_across_documents, restarts if restarts.any() else None)
+        return make_batch(
+            tokens, mask, documents, columns, self.mask_across_documents, restarts if restarts.any() else None
+        )
 
 
 def restart(store: TokenStore, reset_positions: bool | None) -> bool:
@@ -138,19 +150,23 @@ def restart(store: TokenStore, reset_positions: bool | None) -> bool:
 
 
 def make_batch(
-    tokens: np.ndarray, loss_mask: np.ndarray, begins: np.ndarray, with_segments: bool, restarts: np.ndarray | None
+    tokens: np.ndarray,
+    loss_mask: np.ndarray,
+    documents: np.ndarray,
+    columns: range,
+    with_segments: bool,
+    restarts: np.ndarray | None,
 ) -> Batch:
-    """Assemble a batch. `begins` bool [rows, L] is true at the first token of each document.
+    """Assemble a batch. `documents` int32 [rows, columns]: where in its window the document of each token starts.
 
     `restarts` bool [rows]: in which rows positions restart there; None leaves positions out.
     """
     batch = Batch(tokens=tokens, loss_mask=loss_mask)
     if with_segments:
-        batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32)
+        batch["segments"] = documents
     if restarts is not None:
-        positions = np.arange(tokens.shape[1], dtype=np.int32)
-        first = np.where(begins & restarts[:, None], positions, 0)
-        batch["positions"] = positions - np.maximum.accumulate(first, axis=1)
+        positions = np.arange(columns.start, columns.stop, dtype=np.int32)
+        batch["positions"] = positions - np.where(restarts[:, None], documents, 0)
     return batch
 
 

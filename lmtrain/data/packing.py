@@ -69,31 +69,32 @@ class PackedWindows:
                 return known
             shards.wait_for(None if number is None else int(shards.starts[self._shards]) + 1)
 
-    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, first tokens of documents, and loss mask of windows; see `TextWindows.read`.
+    def read(self, numbers: np.ndarray, columns: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, starts of documents, and loss mask of windows; see `TextWindows.read`.
 
         A position's target is the next token, if it is one of the same document. Padding is one more document; numbers
         past the last window give padding.
         """
-        return self._read(numbers, self._seq_len)
-
-    def have_target(self, numbers: np.ndarray) -> bool:
-        """Whether any of these windows has a target. Takes no memory for padding."""
-        return bool(self._read(numbers, int(self._lengths[numbers].max()))[2].any())
-
-    def _read(self, numbers: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         known = numbers < len(self._starts)
         numbers = np.where(known, numbers, 0)
         lengths = np.where(known, self._lengths[numbers], 0)[:, None]
-        tokens, begins, targets = self.store.read(self._starts[numbers], width)
-        positions = np.arange(width)
+        # and the next position, whose token is the last column's target
+        wider = columns.stop + 1 - columns.start
+        starts = self._starts[numbers]
+        tokens, begins, targets = self.store.read(starts + columns.start, wider)
+        positions = np.arange(columns.start, columns.stop + 1)
         inside = positions < lengths
         tokens[~inside] = 0
-        begins &= positions <= lengths
+        begins &= inside
         begins |= positions == lengths
-        mask = np.zeros_like(begins)
-        mask[:, :-1] = (targets & inside & ~begins)[:, 1:]
-        return tokens, begins, mask
+        mask = (targets & inside & ~begins)[:, 1:]
+        mask &= positions[1:] < self._seq_len
+        documents = self.store.documents(starts, begins[:, :-1], columns.start)
+        return tokens[:, :-1], np.where(inside[:, :-1], documents, lengths).astype(np.int32), mask
+
+    def have_target(self, numbers: np.ndarray) -> bool:
+        """Whether any of these windows has a target. Takes no memory for padding."""
+        return bool(self.read(numbers, range(int(self._lengths[numbers].max())))[2].any())
 
     def _pack_new(self) -> None:
         shards = self.store.shards

@@ -65,16 +65,17 @@ class TextWindows:
         """Wait until `number` windows are known, or all (None); return the number of known windows."""
         return self.store.shards.wait_for(None if number is None else number * self._seq_len) // self._seq_len
 
-    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens int32, first tokens of documents bool, and loss mask bool of windows, each [windows, L].
+    def read(self, numbers: np.ndarray, columns: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens int32, starts of documents int32 (see `TokenStore.documents`), and loss mask bool of windows.
 
-        Every token is a target, also the first one of a document.
+        Each has the given columns of the windows' positions, [windows, columns]. Every token is a target, also the
+        first one of a document.
         """
         starts = numbers * self._seq_len
-        tokens, begins, _ = self.store.read(starts, self._seq_len)
-        positions = np.arange(self._seq_len)
+        tokens, begins, _ = self.store.read(starts + columns.start, len(columns))
+        positions = np.arange(columns.start, columns.stop)
         mask = (positions < self._seq_len - 1) & (starts[:, None] + positions + 1 < self.store.shards.tokens)
-        return tokens, begins, mask
+        return tokens, self.store.documents(starts, begins, columns.start), mask
 
 
 # What the examples of a source are.

@@ -10,7 +10,7 @@ from lmtrain.data.config import DataConfig
 from lmtrain.data.targets import FirstTargets
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
-from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.sharding.placement import LocalPart
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,14 @@ class ValidationSet:
     """A validation set; iterating yields its `len(self)` batches."""
 
     source: EvalSource
-    layout: Layout
+    part: LocalPart
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        source = self.source
-        for batch in iterate(source):
-            yield place_batch(batch, self.layout.batch, source.rows, source.batch_size)
+        for batch in iterate(self.source):
+            yield self.part.place(batch)
 
 
 def open_validation_sets(
@@ -42,17 +41,17 @@ def open_validation_sets(
 
     Raises `UserError` for a set that is smaller than one sequence, or without targets.
     """
-    rows = local_rows(layout.batch, batch_size)
+    part = LocalPart.of(layout.batch, batch_size, seq_len)
     sets = {}
     for name, cache in caches.items():
         store = open_cache(config, cache, seq_len)
         apart, positions = config.mask_across_documents, config.reset_positions
-        source = EvalSource(store, seq_len, batch_size, rows, max_batches, apart, positions)
+        source = EvalSource(store, seq_len, batch_size, part.rows, max_batches, apart, positions, part.columns)
         if len(source) < source.all_batches:
             log.info(
                 f"evaluation uses {len(source):,} of {source.all_batches:,} batches of {cache.folder} "
                 "(trainer.max_eval_batches)"
             )
         FirstTargets(config, cache, seq_len, None if max_batches is None else max_batches * batch_size).found()
-        sets[name] = ValidationSet(source, layout)
+        sets[name] = ValidationSet(source, part)
     return sets

@@ -107,7 +107,7 @@ class GreedyDecoder:
 
         def place(small: Any, large: Any) -> NamedSharding:
             axis = next(i for i, sizes in enumerate(zip(small.shape, large.shape, strict=True)) if sizes == (1, 2))
-            return NamedSharding(self._layout.mesh, PartitionSpec(*[None] * axis, self._layout.batch.spec[0]))
+            return NamedSharding(self._layout.mesh, PartitionSpec(*[None] * axis, self._layout.rows.spec[0]))
 
         return jax.tree.map(place, shapes_of(1), shapes_of(2))
 

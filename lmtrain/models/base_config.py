@@ -107,6 +107,10 @@ class BaseModelConfig(Section):
         each = (full - causal) / (keys - seen)
         return each * keys, each * seen
 
+    def heads_on(self, parts: int) -> list[int]:
+        """The number of heads of each attention on a device, with heads split over `parts` devices."""
+        return [self.num_heads // parts]
+
     @property
     def attention_needs(self) -> set[str]:
         """The features that attention needs, as keys of `FEATURES` in `models/attention/names.py`."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from lmtrain.plan.figures import compiled_figures
 from lmtrain.runtime.accelerators import Accelerator
-from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.sharding.placement import LocalPart
 from lmtrain.train.program.program import Program
 
 MIN_STEPS, MAX_STEPS, SECONDS = 3, 20, 10.0
@@ -19,11 +19,11 @@ def measure(program: Program, accelerator: Accelerator | None) -> dict[str, Any]
     """Figures of the compiled training step, and in `seconds` the median time of a step after the first."""
     batch_size = max(program.batching.num_microbatches)
     shape = (batch_size, program.config.model.seq_len)
-    rows = local_rows(program.layout.batch, batch_size)
+    part = LocalPart.of(program.layout.batch, *shape)
     tokens = np.random.default_rng(0).integers(0, program.model.vocab_size, shape, dtype=np.int32)
-    batch = {name: np.zeros(shape, dtype)[rows] for name, dtype in program.config.batch_types.items()}
-    batch |= {"tokens": tokens[rows], "loss_mask": np.ones(shape, bool)[rows]}
-    placed = place_batch(batch, program.layout.batch, rows, batch_size)
+    batch = {name: np.zeros(shape, dtype) for name, dtype in program.config.batch_types.items()}
+    batch |= {"tokens": tokens, "loss_mask": np.ones(shape, bool)}
+    placed = part.place(part.cut(batch))
     compiled = program.compile()
     state = program.init()
     seconds: list[float] = []

@@ -56,7 +56,8 @@ def answer(request: Request, folder: str) -> None:
     accelerator = topology.accelerator if topology else find_accelerator(devices[0].device_kind)
     platform = accelerator.platform if accelerator else platform_of(devices[0])
     slice_ids = topology.slice_ids if topology else None
-    program = build_program(request.run_config, request.vocab_size, devices, platform, slice_ids)
+    memory = accelerator.memory if accelerator else None
+    program = build_program(request.run_config, request.vocab_size, devices, platform, slice_ids, memory)
     kind = accelerator.kind if accelerator else devices[0].device_kind
     _write(folder, "program", {"device": kind, "devices": len(devices), **describe(program, accelerator)})
     for step in request.steps if request.compile else ():

@@ -78,6 +78,12 @@ class RunConfig(HuggingFaceConfig):
                 f"{self.model.type} uses ALiBi, which has no positions to reset: remove this setting, or set "
                 "data.mask_across_documents: true",
             )
+        if self.trainer.sequence_parts > 1 and "dropout" in self.model.attention_needs:
+            raise field_error(
+                "model.attn_pdrop",
+                "devices that split a sequence (trainer.context_axis_size) share no dropout on attention weights: set "
+                "it to 0",
+            )
         if isinstance(self.objective, WeightedCrossEntropyConfig):
             for name in self.objective.source_weights:
                 if name not in (self.data.configs or {}):
@@ -137,6 +143,8 @@ class RunConfig(HuggingFaceConfig):
             features.add("float32")
         if self.optimizer.hessian == "hutchinson":
             features.add("second_derivatives")
+        if any(heads % self.trainer.sequence_parts for heads in model.heads_on(self.trainer.head_parts)):
+            features.add("part")
         if not trains:
             features -= {"dropout", "second_derivatives"}
         block_size = model.flash_attention_block_size

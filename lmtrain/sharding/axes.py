@@ -43,6 +43,7 @@ USER_AXES = {"batch": "sequences of the batch"} | PARAMETER_AXES
 MESH_AXES = {
     "replica": "copies of the model",
     "data": "parts of the batch, and of parameters with FSDP",
+    "context": "parts of every sequence, and of parameters with FSDP (context parallelism)",
     "model": "parts of the model (tensor parallelism)",
 }
 

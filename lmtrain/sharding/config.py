@@ -1,5 +1,6 @@
 """Settings of partitioning, and the parameter and compute mappings from logical axes to mesh axes."""
 
+import math
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
@@ -17,6 +18,9 @@ AxisResources = dict[str, str | Annotated[list[str], Field(min_length=1)] | None
 # Logical axis -> mesh axes that it is split over; empty: not split.
 Mapping = dict[str, tuple[str, ...]]
 
+# Mesh axes that FSDP splits parameters over.
+FSDP = ("data", "context")
+
 
 class PartitioningConfig(Section):
     """Sharding of model and batch over devices."""
@@ -26,7 +30,8 @@ class PartitioningConfig(Section):
     )
     fsdp_axis: str | list[str] | None = execution(
         "embed",
-        description="FSDP: logical axis or axes of parameters split over the data axis, gathered when used; null: off",
+        description="FSDP: logical axis or axes of parameters split over the data and context axes and gathered when "
+        "used; null: off",
     )
     tensor_parallel_axes: str | list[str] | None = execution(
         None,
@@ -37,8 +42,16 @@ class PartitioningConfig(Section):
     replica_ici_axis_size: int = execution(
         1, ge=1, description="Number of model replicas within a slice; each is split over the other devices (HSDP)"
     )
-    replica_dcn_axis_size: int = execution(
-        1, ge=-1, description="Number of model replicas over slices, on the slow network (DCN); -1: one per slice"
+    replica_dcn_axis_size: int | Literal["auto"] = execution(
+        "auto",
+        description="Number of model replicas over slices or hosts of GPUs, on the slow network (DCN). -1: one in "
+        "each; 1: FSDP across all; auto: one in each if its state fits, else 1; the log has the reason",
+    )
+    context_axis_size: int = execution(
+        1,
+        ge=1,
+        description="Context parallelism: devices that split every sequence, for long sequences; model.seq_len is a "
+        "multiple of it",
     )
     axis_resources: AxisResources = execution(
         {}, description="Mapping of logical axis to mesh axis or axes (null: not split), for parameters and computation"
@@ -60,9 +73,9 @@ class PartitioningConfig(Section):
 
     @field_validator("replica_dcn_axis_size")
     @classmethod
-    def _one_or_more_or_auto(cls, value: int) -> int:
-        if value == 0:
-            raise ValueError("expected -1 (one per slice), or 1 or more")
+    def _one_or_more_or_each(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value != -1 and value < 1:
+            raise ValueError("expected auto, -1 (one per slice), or 1 or more")
         return value
 
     @field_validator("axis_resources", "parameter_axis_resources", "compute_axis_resources")
@@ -87,15 +100,17 @@ class PartitioningConfig(Section):
                     "tensor_parallel_axes", f"{axis!r} is already split by fsdp_axis; remove it from one of them"
                 )
         # a mapping overrides the default of fsdp_axis; two explicitly set values that differ are an error
-        written = [(axis, "fsdp_axis", "data") for axis in fsdp if "fsdp_axis" in self.model_fields_set]
-        written += [(axis, "tensor_parallel_axes", "model") for axis in tensor]
-        for axis, setting, mesh_axis in written:
+        written: list[tuple[str, str, tuple[str, ...]]] = []
+        written += [(axis, "fsdp_axis", FSDP) for axis in fsdp if "fsdp_axis" in self.model_fields_set]
+        written += [(axis, "tensor_parallel_axes", ("model",)) for axis in tensor]
+        for axis, setting, mesh_axes in written:
             rival = "parameter_axis_resources" if setting == "fsdp_axis" else "compute_axis_resources"
             for name in ("axis_resources", rival):
-                if axis in (given := getattr(self, name)) and as_names(given[axis]) != (mesh_axis,):
+                # without context parallelism, `data` alone says the same as FSDP
+                if axis in (given := getattr(self, name)) and as_names(given[axis]) not in (mesh_axes, mesh_axes[:1]):
                     raise field_error(
                         name,
-                        f"maps {axis!r} to {given[axis]!r}, but {setting} splits it over {mesh_axis}; remove one",
+                        f"maps {axis!r} to {given[axis]!r}, but {setting} splits it over {mesh_axes[0]}; remove one",
                     )
         return self
 
@@ -119,7 +134,7 @@ class PartitioningConfig(Section):
     def parameter_mapping(self) -> Mapping:
         """Mapping of parameters and optimizer state: FSDP, axis_resources, tensor parallelism, then the override."""
         mapping: Mapping = dict.fromkeys(PARAMETER_AXES, ())
-        mapping |= dict.fromkeys(as_names(self.fsdp_axis), ("data",))
+        mapping |= dict.fromkeys(as_names(self.fsdp_axis), FSDP)
         mapping |= {axis: as_names(value) for axis, value in self.axis_resources.items() if axis != "batch"}
         mapping |= dict.fromkeys(self._tensor_axes, ("model",))
         return mapping | {axis: as_names(value) for axis, value in self.parameter_axis_resources.items()}
@@ -128,15 +143,27 @@ class PartitioningConfig(Section):
     def compute_mapping(self) -> Mapping:
         """Mapping of activations (`act_*`): the batch, axis_resources, tensor parallelism, then the override."""
         mapping: Mapping = dict.fromkeys(ACTIVATION_AXES, ())
-        given: Mapping = {"batch": ("replica", "data")}
+        given: Mapping = {"batch": ("replica", "data"), "position": ("context",)}
         given |= {axis: as_names(value) for axis, value in self.axis_resources.items()}
         given |= dict.fromkeys(self._tensor_axes, ("model",))
         given |= {axis: as_names(value) for axis, value in self.compute_axis_resources.items()}
         mapping |= {ACTIVATION_OF[axis]: value for axis, value in given.items() if axis in ACTIVATION_OF}
         # Sequence parallelism: the mesh axis that splits the work in the blocks splits the residual stream between them
         # along the sequence. Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models".
-        stream = mapping["act_seq"] or mapping["act_mlp"] or mapping["act_heads"]
+        positions, work = mapping["act_seq"], mapping["act_mlp"] or mapping["act_heads"]
+        stream = positions + tuple(name for name in work if name not in positions)
         return mapping | {"act_stream": () if set(stream) & set(mapping["act_embed"]) else stream}
+
+    @property
+    def sequence_parts(self) -> int:
+        """Number of devices that split a sequence in computation."""
+        sizes = {"context": self.context_axis_size, "model": self.model_axis_size, "replica": 1, "data": 1}
+        return math.prod(sizes[name] for name in self.compute_mapping["act_seq"])
+
+    @property
+    def head_parts(self) -> int:
+        """Number of devices that split the attention heads in computation."""
+        return self.model_axis_size if "model" in self.compute_mapping["act_heads"] else 1
 
     @property
     def _tensor_axes(self) -> tuple[str, ...]:

@@ -56,6 +56,11 @@ class Layout:
     @property
     def batch(self) -> NamedSharding:
         """The sharding of [batch, sequence] arrays."""
+        return NamedSharding(self.mesh, PartitionSpec(self._mesh_axes("act_batch"), self._mesh_axes("act_seq")))
+
+    @property
+    def rows(self) -> NamedSharding:
+        """The sharding of [batch, ...] arrays whose other dimensions may have any size."""
         return NamedSharding(self.mesh, PartitionSpec(self._mesh_axes("act_batch")))
 
     def _mesh_axes(self, axis: str) -> tuple[str, ...]:
@@ -63,29 +68,40 @@ class Layout:
 
 
 def build_layout(
-    config: PartitioningConfig, devices: Sequence[Any] | None = None, slice_ids: Sequence[int] | None = None
+    config: PartitioningConfig,
+    devices: Sequence[Any] | None = None,
+    slice_ids: Sequence[int] | None = None,
+    replicas: int | None = None,
 ) -> Layout:
-    """The layout over all `devices` of the run. `slice_ids`: slice or host of each device, by default JAX's.
+    """The layout over all `devices` of the run, by default JAX's.
 
-    Raises `UserError` if the number of devices is not divisible by the configured sizes.
+    `slice_ids`: slice or host of each device, by default those of `slices_of`. `replicas` over slices: by default the
+    configured number, for auto one. The outer axes of the mesh extend over slices, as far as necessary: neighbours
+    along the inner ones are in one slice. Raises `UserError` if the number of devices is not divisible by the
+    configured sizes, or if TPUs of several slices would share a product.
     """
     devices = find_devices() if devices is None else devices
-    ids = dict(zip(devices, slice_ids or [slice_id(device) for device in devices], strict=True))
-    slices = len(set(ids.values()))
-    across = slices if config.replica_dcn_axis_size == -1 else config.replica_dcn_axis_size
-    _check_sizes(config, len(devices), slices, across)
-    data = len(devices) // (across * config.replica_ici_axis_size * config.model_axis_size)
-    shape = (config.replica_ici_axis_size, data, config.model_axis_size)
-    by_slice = sorted(devices, key=lambda device: ids[device])
-    size = len(devices) // across
-    groups = [by_slice[first : first + size] for first in range(0, len(devices), size)]
-    # neighbours in the grid of a group are also physical neighbours
-    grids = [mesh_utils.create_device_mesh(shape, group, allow_split_physical_axes=True) for group in groups]
-    grid = np.concatenate(grids, axis=0)
+    ids = dict(zip(devices, slice_ids or slices_of(devices), strict=True))
+    slices = [[device for device in devices if ids[device] == number] for number in sorted(set(ids.values()))]
+    replicas = replicas or configured_replicas(config, len(slices)) or 1
+    shape = _shape(config, len(devices), len(slices), replicas)
+    outer = _over_slices(shape, len(slices), platform_of(devices[0]) == "tpu")
+    inner = tuple(size // parts for size, parts in zip(shape, outer, strict=True))
+    # neighbours in the grid of a slice are also physical neighbours
+    grids = [mesh_utils.create_device_mesh(inner, part, allow_split_physical_axes=True) for part in slices]
+    # [outer sizes, inner sizes] -> each axis from its outer and its inner part
+    order = [axis for number in range(len(shape)) for axis in (number, number + len(shape))]
+    grid = np.stack(grids).reshape(*outer, *inner).transpose(order).reshape(shape)
     # Explicit axis types, the default of recent JAX, reject ordinary contractions over a sharded dimension.
     mesh = Mesh(grid, tuple(MESH_AXES), axis_types=(AxisType.Auto,) * len(MESH_AXES))
     in_mesh_order = tuple(ids[device] for device in grid.flat)
     return Layout(mesh, _rules(config.parameter_mapping), _rules(config.compute_mapping), in_mesh_order)
+
+
+def configured_replicas(config: PartitioningConfig, slices: int) -> int | None:
+    """The configured number of replicas over slices; None for auto."""
+    given = config.replica_dcn_axis_size
+    return None if given == "auto" else slices if given == -1 else given
 
 
 def find_devices() -> list[Any]:
@@ -119,22 +135,44 @@ def slice_id(device: Any) -> int:
     return 0 if platform_of(device) == "tpu" else process
 
 
-def _check_sizes(config: PartitioningConfig, devices: int, slices: int, across: int) -> None:
-    if across > 1 and slices > 1 and slices % across:
-        near = " or ".join(map(str, nearest_divisors(slices, across)))
+def slices_of(devices: Sequence[Any]) -> list[int]:
+    """The index of the slice or host of each device, see `slice_id`; one for all if slices have different sizes."""
+    ids = [slice_id(device) for device in devices]
+    return ids if len({ids.count(number) for number in ids}) == 1 else [0] * len(ids)
+
+
+def _shape(config: PartitioningConfig, devices: int, slices: int, replicas: int) -> tuple[int, ...]:
+    """The sizes of the mesh's axes."""
+    if replicas > 1 and slices > 1 and slices % replicas:
+        near = " or ".join(map(str, nearest_divisors(slices, replicas)))
         raise UserError(
-            f"trainer.replica_dcn_axis_size: {slices} slices do not divide into {across} replicas; it could be {near}"
+            f"trainer.replica_dcn_axis_size: {slices} slices do not divide into {replicas} replicas; it could be {near}"
         )
-    if devices % across:
-        raise UserError(f"trainer.replica_dcn_axis_size: {_do_not_divide(devices)} into {across} replicas")
-    for name, size, rest in (
-        ("model_axis_size", config.model_axis_size, devices // across),
-        ("replica_ici_axis_size", config.replica_ici_axis_size, devices // across // config.model_axis_size),
-    ):
+    if devices % replicas:
+        raise UserError(f"trainer.replica_dcn_axis_size: {_do_not_divide(devices)} into {replicas} replicas")
+    rest = devices // replicas
+    for name in ("model_axis_size", "context_axis_size", "replica_ici_axis_size"):
+        size = getattr(config, name)
         if rest % size:
             left = "" if rest == devices else f", {rest} left after the other axes,"
             near = " or ".join(map(str, nearest_divisors(rest, size)))
             raise UserError(f"trainer.{name}: {_do_not_divide(devices, left)} by {size}; it could be {near}")
+        rest //= size
+    return replicas * config.replica_ici_axis_size, rest, config.context_axis_size, config.model_axis_size
+
+
+def _over_slices(shape: tuple[int, ...], slices: int, is_tpu: bool) -> tuple[int, ...]:
+    """How many parts of each axis of the mesh are in different slices: outer axes first."""
+    outer, left = [], slices
+    for size in shape:
+        outer.append(math.gcd(size, left))
+        left //= outer[-1]
+    if is_tpu and outer[-1] > 1:
+        raise UserError(
+            f"trainer.model_axis_size: {shape[-1]} devices that share each product are more than one of {slices} "
+            "slices has, and the network between slices is too slow for it; use a smaller size"
+        )
+    return tuple(outer)
 
 
 def _do_not_divide(devices: int, left: str = "") -> str:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -140,27 +141,44 @@ def _trailing_names(path: Any) -> tuple[str, ...]:
     return tuple(key.key for key in keys)[::-1]
 
 
-def local_rows(sharding: NamedSharding, batch_size: int) -> np.ndarray:
-    """The rows of a global [batch_size, ...] array that this process's devices hold, ascending."""
-    rows: set[int] = set()
-    for index in sharding.addressable_devices_indices_map((batch_size,)).values():
-        assert index is not None
-        rows.update(range(*index[0].indices(batch_size)))
-    return np.array(sorted(rows), dtype=np.int64)
+@dataclass(frozen=True)
+class LocalPart:
+    """The part of global arrays of `shape` [batch, sequence] that this process reads: `rows` ascending, and `columns`."""
 
+    sharding: NamedSharding
+    shape: tuple[int, int]
+    rows: np.ndarray
+    columns: range
 
-def place_batch(batch: Mapping[str, np.ndarray], sharding: NamedSharding, rows: np.ndarray, batch_size: int) -> Any:
-    """Global arrays [batch_size, ...], built from this process's `rows`."""
+    @classmethod
+    def of(cls, sharding: NamedSharding, batch_size: int, length: int) -> "LocalPart":
+        """The part that this process's devices hold."""
+        rows: set[int] = set()
+        columns: set[int] = set()
+        for index in sharding.addressable_devices_indices_map((batch_size, length)).values():
+            assert index is not None
+            rows.update(range(*index[0].indices(batch_size)))
+            columns.update(index[1].indices(length)[:2])
+        found = np.array(sorted(rows), dtype=np.int64), range(min(columns), max(columns))
+        return cls(sharding, (batch_size, length), *found)
 
-    def place(local: np.ndarray) -> jax.Array:
-        def part(index: Any) -> np.ndarray:
-            first, last, _ = index[0].indices(batch_size)
-            start = int(np.searchsorted(rows, first))
-            return local[start : start + last - first]
+    def cut(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """This part of global arrays."""
+        return {name: array[self.rows, self.columns.start : self.columns.stop] for name, array in batch.items()}
 
-        return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, part)
+    def place(self, batch: Mapping[str, np.ndarray]) -> Any:
+        """Global arrays on the devices, built from this process's part."""
 
-    return {name: place(local) for name, local in batch.items()}
+        def place(local: np.ndarray) -> jax.Array:
+            def of_device(index: Any) -> np.ndarray:
+                first, last, _ = index[0].indices(self.shape[0])
+                begin, end, _ = index[1].indices(self.shape[1])
+                row, column = int(np.searchsorted(self.rows, first)), begin - self.columns.start
+                return local[row : row + last - first, column : column + end - begin]
+
+            return jax.make_array_from_callback(self.shape, self.sharding, of_device)
+
+        return {name: place(local) for name, local in batch.items()}
 
 
 def bytes_per_device(tree: Any, shardings: Any) -> int:

@@ -95,7 +95,7 @@ def test_windows_have_a_target_if_their_loss_mask_has_one(shards, seq_len):
     windows = PackedWindows(Documents(*shards), seq_len)
     for number in range(windows.for_training()):
         numbers = np.array([number])
-        assert windows.have_target(numbers) == windows.read(numbers)[2].any()
+        assert windows.have_target(numbers) == windows.read(numbers, range(8))[2].any()
 
 
 def test_looking_for_a_target_takes_no_memory_for_the_rest_of_a_long_sequence():
@@ -134,7 +134,7 @@ def test_a_growing_cache_gives_the_windows_of_the_complete_one(shuffle):
         for number in range(count):
             waited = wait_for_windows(windows, np.array([number]), shuffle)
             assert waited > number
-            found.append(windows.read(np.array([number]))[0].tolist())
+            found.append(windows.read(np.array([number]), range(8))[0].tolist())
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -142,4 +142,4 @@ def test_a_growing_cache_gives_the_windows_of_the_complete_one(shuffle):
         growing.add(lengths)
     growing.shards.finish()
     reader.join(30)
-    assert found == [complete.read(np.array([number]))[0].tolist() for number in range(count)]
+    assert found == [complete.read(np.array([number]), range(8))[0].tolist() for number in range(count)]

@@ -24,7 +24,7 @@ def main() -> None:
     import jax
 
     from lmtrain.sharding.mesh import build_layout
-    from lmtrain.sharding.placement import local_rows, place_batch
+    from lmtrain.sharding.placement import LocalPart
 
     assert jax.device_count() == 4
     with open(config_file) as file:
@@ -32,16 +32,16 @@ def main() -> None:
     caches = find_caches(config.data)
     layout = build_layout(config.trainer)
     size, seq_len = config.trainer.train_batch_size, config.model.seq_len
-    rows = local_rows(layout.batch, size)
+    part = LocalPart.of(layout.batch, size, seq_len)
     stores = [open_store(config.data, cache) for cache in caches.train.values()]
     sizes = BatchSizes.of(size)
     mixture = build_mixture(config.data, list(caches.train), sizes, data_seed(config))
     source = TrainSource(
-        stores, mixture, seq_len, sizes, {size: rows}, STEPS, config.data.shuffle, data_seed(config), True
+        stores, mixture, seq_len, sizes, {size: part.rows}, STEPS, config.data.shuffle, data_seed(config), True
     )
     held: dict[str, str] = {}
     for step, local in enumerate(iterate(source)):
-        batch = place_batch(local, layout.batch, rows, size)
+        batch = part.place(local)
         for name, array in batch.items():
             assert array.shape == (size, seq_len)
             for shard in array.addressable_shards:
@@ -49,7 +49,7 @@ def main() -> None:
                 for number, row in enumerate(np.asarray(shard.data), start=first):
                     held[f"{step} {name} {number}"] = hashlib.sha256(row.tobytes()).hexdigest()
     with open(output, "w") as file:
-        json.dump({"rows": rows.tolist(), "held": held}, file)
+        json.dump({"rows": part.rows.tolist(), "held": held}, file)
 
 
 if __name__ == "__main__":

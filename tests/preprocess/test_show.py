@@ -39,7 +39,7 @@ def windows_read(config):
     build_cache(config, "train")
     cache = find_cache(config, "train")
     windows = windows_of(open_store(config, cache), SEQ_LEN)
-    tokens, _, mask = windows.read(np.arange(windows.for_evaluation()))
+    tokens, _, mask = windows.read(np.arange(windows.for_evaluation()), range(SEQ_LEN))
     return list(zip(tokens.tolist(), mask.tolist(), strict=True))
 
 

@@ -16,12 +16,12 @@ import json
 import numpy as np
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
-from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.sharding.placement import LocalPart
 
 def rows_by_device(layout):
-    rows = local_rows(layout.batch, 16)
-    local = {"tokens": (10 * rows[:, None] + np.arange(3)).astype(np.int32)}
-    placed = place_batch(local, layout.batch, rows, 16)["tokens"]
+    part = LocalPart.of(layout.batch, 16, 3)
+    local = {"tokens": (10 * part.rows[:, None] + np.arange(3)).astype(np.int32)}
+    placed = part.place(local)["tokens"]
     shards = [[shard.device.id, np.asarray(shard.data).tolist()] for shard in placed.addressable_shards]
     return {"shards": shards, "whole": np.asarray(placed).tolist()}
 

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from lmtrain.config.errors import UserError
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import Layout, build_layout
-from lmtrain.sharding.placement import constrain, like_parameters, local_rows, parameter_shardings, place_batch
+from lmtrain.sharding.placement import LocalPart, constrain, like_parameters, parameter_shardings
 
 
 def boxed(shape, names):
@@ -56,10 +56,11 @@ def test_moments_get_the_shardings_of_parameters_and_scalars_are_replicated():
 
 def test_one_process_holds_all_rows_and_places_them_unchanged():
     layout = build_layout(PartitioningConfig())
-    rows = local_rows(layout.batch, 6)
-    np.testing.assert_array_equal(rows, np.arange(6))
+    part = LocalPart.of(layout.batch, 6, 3)
+    np.testing.assert_array_equal(part.rows, np.arange(6))
+    assert part.columns == range(3)
     batch = {"tokens": np.arange(18, dtype=np.int32).reshape(6, 3), "loss_mask": np.eye(6, 3, dtype=bool)}
-    placed = place_batch(batch, layout.batch, rows, 6)
+    placed = part.place(batch)
     assert placed.keys() == batch.keys()
     for name, array in placed.items():
         assert array.sharding == layout.batch

@@ -15,7 +15,7 @@ from lmtrain.compiled.figures import measure
 from lmtrain.models.params import flatten
 from lmtrain.plan.figures import network_of
 from lmtrain.run.config import RunConfig
-from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.sharding.placement import LocalPart
 from lmtrain.train.program.program import build_program
 
 VOCAB, LENGTH, BATCH = 64, 16, 16
@@ -51,11 +51,11 @@ def run(case: dict) -> dict:
     program = build_program(config, vocab, jax.devices()[: case.get("devices", 8)])
     compiled = program.compile()
     state = program.init()
-    rows = local_rows(program.layout.batch, BATCH)
+    part = LocalPart.of(program.layout.batch, BATCH, LENGTH)
     losses, norms = [], []
     for step in range(case["steps"]):
         arrays = batch(step, config.batch_types, vocab)
-        state, metrics, _ = compiled(state, place_batch(arrays, program.layout.batch, rows, BATCH))
+        state, metrics, _ = compiled(state, part.place(arrays))
         losses.append(float(metrics["train/loss"]))
         norms.append(float(metrics["train/gradient_norm"]))
     found = {"losses": losses, "norms": norms}

@@ -40,7 +40,7 @@ from lmtrain.preprocess.documents import read_texts
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.sources import expand_urls
 from lmtrain.run.config import RunConfig
-from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.sharding.placement import LocalPart
 from lmtrain.train.program.program import Program, build_program
 from lmtrain.weights.export import build_export
 from lmtrain.weights.gather import gather_tensors
@@ -80,8 +80,8 @@ def plan(family: str, changes: dict[str, Any], tokenizer: Tokenizer, ids: np.nda
 
 def gradients(program: Program, ids: np.ndarray) -> dict[str, np.ndarray]:
     """Gradients of the training step, by their names in an export."""
-    rows = local_rows(program.layout.batch, len(ids))
-    state, *_ = program.train_step(program.init(), place_batch(batch_of(ids), program.layout.batch, rows, len(ids)))
+    placed = LocalPart.of(program.layout.batch, *ids.shape).place(batch_of(ids))
+    state, *_ = program.train_step(program.init(), placed)
     model = program.config.model
     found = jax.device_get(optax.tree.get(state.opt_state, "mu"))
     table, size = hf_family(model.type).table(model), program.model.vocab_size

@@ -22,7 +22,7 @@ from lmtrain.models.params import cast
 from lmtrain.objectives.target_scores import TargetScores, score_targets
 from lmtrain.sharding.mesh import Layout, platform_of
 from lmtrain.sharding.mesh_function import MeshFunction
-from lmtrain.sharding.placement import constrain, local_rows, place_batch
+from lmtrain.sharding.placement import LocalPart, constrain
 
 # The shortest sequences of a batch: kernels of accelerators need multiples of 128.
 _MIN_LENGTH = {"cpu": 32, "gpu": 128, "tpu": 128}
@@ -120,9 +120,9 @@ class Scorer:
             batch["tokens"][number, : len(row.tokens)] = row.tokens
             batch["positions"][number, : len(row.positions)] = row.positions
             batch["targets"][number, : len(row.targets)] = row.targets
-        sharding = self._context.layout.batch
-        mine = local_rows(sharding, size)
-        return place_batch({name: array[mine] for name, array in batch.items()}, sharding, mine, size)
+        # lengths of any size need not divide over devices
+        parts = {name: LocalPart.of(self._context.layout.rows, *array.shape) for name, array in batch.items()}
+        return {name: part.place(part.cut({name: batch[name]}))[name] for name, part in parts.items()}
 
 
 def rows_for(wanted: int, most: int, shards: int) -> int:

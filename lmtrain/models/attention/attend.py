@@ -23,7 +23,7 @@ def attend(
     drop: Drop | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     window: int | None = None,
-    slopes: np.ndarray | None = None,
+    slopes: np.ndarray | jax.Array | None = None,
 ) -> jax.Array:
     """Each query sees the keys up to its own position. -> [B, H, S, C]
 

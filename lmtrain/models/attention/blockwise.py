@@ -13,18 +13,28 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from lmtrain.models.attention.attend import MASKED
-from lmtrain.models.attention.kernel import Kernel, Options, all_but
+from lmtrain.models.attention.kernel import Kernel, all_but
+from lmtrain.models.attention.options import Options
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 
 DEFAULT_BLOCK_SIZE = 512
 
 
-class _BlockArguments(NamedTuple):
-    """Static arguments: block size, number of keys that a query sees, ALiBi slopes of [K, G] heads."""
+class _Static(NamedTuple):
+    """Static arguments: block size, number of keys that a query sees."""
 
     block: int
     window: int | None
-    slopes: tuple[tuple[float, ...], ...] | None
+
+
+class _Where(NamedTuple):
+    """Arrays without gradients: position of the first query, segments of queries and of keys, [B, S] and [B, T], and
+    ALiBi slopes of [K, G] heads or None."""
+
+    first: jax.Array | int
+    queries: jax.Array
+    keys: jax.Array
+    slopes: jax.Array | None
 
 
 def blockwise(
@@ -35,19 +45,22 @@ def blockwise(
     if options.upcast:
         q_BHSC, k_BKSC = q_BHSC.astype(jnp.float32), k_BKSC.astype(jnp.float32)
     batch, heads, length, head_dim = q_BHSC.shape
-    kv_heads = k_BKSC.shape[1]
+    kv_heads, keys = k_BKSC.shape[1:3]
     groups = heads // kv_heads
     block = min(options.block_size or DEFAULT_BLOCK_SIZE, length)
-    # padding of the last block comes after all queries, so that none sees it
-    extra = -length % block
-    q, k, v = (jnp.pad(part, ((0, 0), (0, 0), (0, extra), (0, 0))) for part in (q_BHSC, k_BKSC, v_BKSC))
-    segments = jnp.zeros((batch, length), jnp.int32) if options.segments is None else options.segments
-    segments = jnp.pad(segments, ((0, 0), (0, extra)))
-    q_BKGSC = (q * scale).astype(q.dtype).reshape(batch, kv_heads, groups, length + extra, head_dim)
-    slopes = None if options.slopes is None else options.slopes.reshape(kv_heads, groups).tolist()
-    by_head = None if slopes is None else tuple(map(tuple, slopes))
-    mixed = _attend(q_BKGSC, k, v, segments, _BlockArguments(block, options.window, by_head))
-    return mixed.reshape(batch, heads, length + extra, -1)[:, :, :length].astype(kind)
+
+    def pad(x: jax.Array, axis: int) -> jax.Array:
+        """Padding of the last block comes after all queries, so that none sees it."""
+        return jnp.pad(x, [(0, -x.shape[axis] % block if axis == number else 0) for number in range(x.ndim)])
+
+    segments = jnp.zeros((batch, keys), jnp.int32) if options.segments is None else options.segments
+    own = options.of_queries(segments, length)
+    slopes = None if options.slopes is None else jnp.asarray(options.slopes).reshape(kv_heads, groups)
+    first = 0 if options.first_query is None else options.first_query
+    where = _Where(first, pad(own, 1), pad(segments, 1), slopes)
+    q = pad((q_BHSC * scale).astype(q_BHSC.dtype), 2).reshape(batch, kv_heads, groups, -1, head_dim)
+    mixed = _attend(q, pad(k_BKSC, 2), pad(v_BKSC, 2), where, _Static(block, options.window))
+    return mixed.reshape(batch, heads, q.shape[3], -1)[:, :, :length].astype(kind)
 
 
 def mean_blocks(length: int, block_size: int | None, window: int | None) -> float:
@@ -59,13 +72,11 @@ def mean_blocks(length: int, block_size: int | None, window: int | None) -> floa
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, static: _BlockArguments) -> jax.Array:
-    return _forward(q, k, v, segments, static)[0]
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, static: _Static) -> jax.Array:
+    return _forward(q, k, v, where, static)[0]
 
 
-def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, static: _BlockArguments
-) -> tuple[jax.Array, Any]:
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, where: _Where, static: _Static) -> tuple[jax.Array, Any]:
     """The mixed values [B, K, G, S, C], and the residuals for the backward pass."""
 
     def of_queries(_: None, i: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
@@ -73,7 +84,7 @@ def _forward(
 
         def add(j: jax.Array, sums: Any) -> Any:
             highest, total, mixed = sums
-            scores = _scores(q_i, _part(k, j, static), segments, i, j, static)
+            scores = _scores(q_i, _part(k, j, static), where, i, j, static)
             higher = jnp.maximum(highest, scores.max(-1))
             weights = jnp.exp(scores - higher[..., None])
             shrink = jnp.exp(highest - higher)
@@ -84,20 +95,20 @@ def _forward(
 
         rows = q_i.shape[:-1]
         begin = jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, v.shape[-1]))
-        highest, total, mixed = jax.lax.fori_loop(*_keys_of(i, static), add, begin)
+        highest, total, mixed = jax.lax.fori_loop(*_keys_of(i, k.shape[2] // static.block, where, static), add, begin)
         return None, ((mixed / total[..., None]).astype(v.dtype), highest + jnp.log(total))
 
     blocks = q.shape[3] // static.block
     _, (mixed, log_sum) = jax.lax.scan(of_queries, None, jnp.arange(blocks))
     mixed, log_sum = (checkpoint_name(_join(part), SAVED_ATTENTION) for part in (mixed, log_sum))
-    return mixed, (q, k, v, segments, mixed, log_sum)
+    return mixed, (q, k, v, where, mixed, log_sum)
 
 
-def _backward(static: _BlockArguments, saved: Any, d_mixed: jax.Array) -> tuple[Any, ...]:
+def _backward(static: _Static, saved: Any, d_mixed: jax.Array) -> tuple[Any, ...]:
     """With p the weights: dv = p^T do, dp = do v^T, ds = p (dp - sum(do o)), dq = ds k, dk = ds^T q."""
-    q, k, v, segments, mixed, log_sum = saved
+    q, k, v, where, mixed, log_sum = saved
     mean = (d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32)).sum(-1)
-    blocks = q.shape[3] // static.block
+    blocks, key_blocks = q.shape[3] // static.block, k.shape[2] // static.block
 
     def of_keys(d_q: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         k_j, v_j = _part(k, j, static), _part(v, j, static)
@@ -105,7 +116,7 @@ def _backward(static: _BlockArguments, saved: Any, d_mixed: jax.Array) -> tuple[
         def add(i: jax.Array, sums: Any) -> Any:
             d_q, d_k, d_v = sums
             q_i, d_i = _part(q, i, static), _part(d_mixed, i, static)
-            scores = _scores(q_i, k_j, segments, i, j, static)
+            scores = _scores(q_i, k_j, where, i, j, static)
             weights = jnp.exp(scores - _part(log_sum, i, static, axis=-1)[..., None])
             d_weights = jnp.einsum("BKGSC,BKTC->BKGST", d_i, v_j, preferred_element_type=jnp.float32)
             d_scores = weights * (d_weights - _part(mean, i, static, axis=-1)[..., None])
@@ -116,49 +127,54 @@ def _backward(static: _BlockArguments, saved: Any, d_mixed: jax.Array) -> tuple[
             return jax.lax.dynamic_update_slice_in_dim(d_q, d_q_i, i * static.block, axis=3), d_k, d_v
 
         begin = d_q, jnp.zeros(k_j.shape, jnp.float32), jnp.zeros(v_j.shape, jnp.float32)
-        d_q, d_k, d_v = jax.lax.fori_loop(*_queries_of(j, blocks, static), add, begin)
+        d_q, d_k, d_v = jax.lax.fori_loop(*_queries_of(j, blocks, where, static), add, begin)
         return d_q, (d_k, d_v)
 
-    d_q, (d_k, d_v) = jax.lax.scan(of_keys, jnp.zeros(q.shape, jnp.float32), jnp.arange(blocks))
+    d_q, (d_k, d_v) = jax.lax.scan(of_keys, jnp.zeros(q.shape, jnp.float32), jnp.arange(key_blocks))
     return d_q.astype(q.dtype), _join(d_k, axis=2).astype(k.dtype), _join(d_v, axis=2).astype(v.dtype), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _keys_of(i: jax.Array, static: _BlockArguments) -> tuple[jax.Array | int, jax.Array]:
+def _keys_of(i: jax.Array, blocks: int, where: _Where, static: _Static) -> tuple[jax.Array | int, jax.Array]:
     """The first block of keys that block i of queries sees, and the one after the last."""
+    first = where.first + i * static.block
+    end = jnp.minimum((first + static.block - 1) // static.block + 1, blocks)
     if static.window is None:
-        return 0, i + 1
-    return jnp.maximum(i * static.block - static.window + 1, 0) // static.block, i + 1
+        return 0, end
+    return jnp.maximum(first - static.window + 1, 0) // static.block, end
 
 
-def _queries_of(j: jax.Array, blocks: int, static: _BlockArguments) -> tuple[jax.Array, jax.Array | int]:
+def _queries_of(j: jax.Array, blocks: int, where: _Where, static: _Static) -> tuple[jax.Array, jax.Array | int]:
     """The first block of queries that sees block j of keys, and the one after the last."""
+    first = j * static.block - where.first
+    begin = jnp.clip(first // static.block, 0, blocks)
     if static.window is None:
-        return j, blocks
-    last = (j + 1) * static.block - 1 + static.window - 1  # the last query position that sees the block's last key
-    return j, jnp.minimum(last // static.block + 1, blocks)
+        return begin, blocks
+    last = first + static.block - 1 + static.window - 1  # the last query that sees the block's last key
+    return begin, jnp.clip(last // static.block + 1, 0, blocks)
 
 
 def _scores(
-    q_BKGSC: jax.Array, k_BKTC: jax.Array, segments: jax.Array, i: jax.Array, j: jax.Array, static: _BlockArguments
+    q_BKGSC: jax.Array, k_BKTC: jax.Array, where: _Where, i: jax.Array, j: jax.Array, static: _Static
 ) -> jax.Array:
     """Float32 scores [B, K, G, S, T] of block i of queries and block j of keys."""
     scores = jnp.einsum("BKGSC,BKTC->BKGST", q_BKGSC, k_BKTC, preferred_element_type=jnp.float32)
     offsets = jnp.arange(static.block)
-    apart = (i * static.block + offsets)[:, None] - (j * static.block + offsets)
-    if static.slopes is not None:
-        scores -= jnp.asarray(static.slopes)[:, :, None, None] * apart
+    apart = (where.first + i * static.block + offsets)[:, None] - (j * static.block + offsets)
+    if where.slopes is not None:
+        scores -= where.slopes[:, :, None, None] * apart
     seen = apart >= 0
     if static.window is not None:
         seen &= apart < static.window
-    own, other = (jax.lax.dynamic_slice_in_dim(segments, at * static.block, static.block, axis=1) for at in (i, j))
+    own = jax.lax.dynamic_slice_in_dim(where.queries, i * static.block, static.block, axis=1)
+    other = jax.lax.dynamic_slice_in_dim(where.keys, j * static.block, static.block, axis=1)
     same = own[:, :, None] == other[:, None, :]
     return jnp.where((seen & same)[:, None, None], scores, MASKED)
 
 
-def _part(array: jax.Array, block: jax.Array, static: _BlockArguments, axis: int = -2) -> jax.Array:
+def _part(array: jax.Array, block: jax.Array, static: _Static, axis: int = -2) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(array, block * static.block, static.block, axis=array.ndim + axis)
 
 

@@ -4,7 +4,8 @@ length."""
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from lmtrain.models.attention.kernel import Kernel, Options
+from lmtrain.models.attention.kernel import Kernel
+from lmtrain.models.attention.options import Options
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 
 
@@ -24,4 +25,4 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, op
 
 
 # Five products backward: it computes the scores again.
-KERNEL = Kernel("cudnn", "gpu", frozenset({"window", "odd_length"}), cudnn, flops=(1.0, 2.5))
+KERNEL = Kernel("cudnn", "gpu", frozenset({"window", "odd_length"}), cudnn, is_split=True, flops=(1.0, 2.5))

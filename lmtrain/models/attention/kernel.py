@@ -6,35 +6,10 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
-import numpy as np
 
-from lmtrain.models.attention.attend import Drop
 from lmtrain.models.attention.names import FEATURES, AttentionBackend
-
-
-@dataclass(frozen=True)
-class Options:
-    """Optional features of attention, as in `attend`: `segments` are [B, S]. `block_size` in tokens is for kernels that
-    use one."""
-
-    upcast: bool = False
-    drop: Drop | None = None
-    segments: jax.Array | None = None
-    window: int | None = None
-    slopes: np.ndarray | None = None
-    block_size: int | None = None
-
-    @property
-    def features(self) -> dict[str, bool]:
-        """Which of the features of `names.FEATURES` that change the result are in use."""
-        return {
-            "dropout": self.drop is not None,
-            "alibi": self.slopes is not None,
-            "upcast": self.upcast,
-            "segments": self.segments is not None,
-            "window": self.window is not None,
-        }
-
+from lmtrain.models.attention.options import Options
+from lmtrain.models.attention.split import is_sequence_split, on_each_device
 
 # (q [B, H, S, C], k [B, K, S, C], v [B, K, S, D], scale, options) -> [B, H, S, D]
 Call = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | float, Options], jax.Array]
@@ -46,6 +21,7 @@ class Kernel:
 
     `platform` is cpu, gpu or tpu, None for any. `features` are the supported keys of `FEATURES`. `auto` takes the
     kernel for sequences of at least `auto_from` tokens. `uses_block_size`: it follows `flash_attention_block_size`.
+    `is_split`: the compiler splits it over devices, as plain operations; otherwise each device runs it on its part.
 
     `flops` of the forward and of the backward pass are relative to the two products of the forward pass over the keys
     that queries see; None if the products are in the text of a compiled program, where they are counted. `mean_trips`
@@ -58,6 +34,7 @@ class Kernel:
     call: Call
     auto_from: int = 0
     uses_block_size: bool = False
+    is_split: bool = False
     flops: tuple[float, float] | None = None
     mean_trips: Callable[[int, int | None, int | None], float] | None = None
 
@@ -99,4 +76,6 @@ def self_attend(
     for feature, is_used in options.features.items():
         assert not is_used or feature in kernel.features, f"{backend} attention has no {FEATURES[feature]}"
     with jax.named_scope(kernel.scope):
-        return kernel.call(q_BHSC, k_BKSC, v_BKSC, scale, options)
+        if kernel.is_split and not is_sequence_split(q_BHSC.shape[2]):
+            return kernel.call(q_BHSC, k_BKSC, v_BKSC, scale, options)
+        return on_each_device(lambda q, k, v, own: kernel.call(q, k, v, scale, own), q_BHSC, k_BKSC, v_BKSC, options)

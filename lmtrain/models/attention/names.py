@@ -14,6 +14,7 @@ FEATURES = {
     "window": "a sliding window",
     "alibi": "ALiBi",
     "segments": "packed documents (data.mask_across_documents)",
+    "part": "sequences split over more devices than heads (trainer.context_axis_size)",
     "dropout": "dropout on the attention weights (attn_pdrop)",
     "upcast": "float32 scores (upcast_attn)",
     "float32": "32-bit computation (trainer.mp)",

@@ -7,9 +7,10 @@ the length. On devices other than TPUs the kernel is interpreted: slow, and only
 import math
 
 import jax
+import jax.numpy as jnp
 
-from lmtrain.models.attention.kernel import Kernel, Options
-from lmtrain.models.attention.per_heads import per_heads
+from lmtrain.models.attention.kernel import Kernel
+from lmtrain.models.attention.options import Options
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 from lmtrain.sharding.local import platform
 
@@ -29,22 +30,25 @@ def splash(
     # blocks of the kernel are multiples of 128
     block = math.gcd(-(-(options.block_size or DEFAULT_BLOCK_SIZE) // 128) * 128, length)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, _: jax.Array) -> jax.Array:
-        mask: masks.Mask = masks.CausalMask((length, length))
-        if window is not None:
-            mask = masks.LocalMask((length, length), (window - 1, 0), 0)
-        blocks = kernels.BlockSizes(block, block, block, block, block, block, block, block)
-        kernel = kernels.make_splash_mha(
-            masks.MultiHeadMask([mask] * q.shape[1]),
-            block_sizes=blocks,
-            head_shards=1,
-            q_seq_shards=1,
-            residual_checkpoint_name=SAVED_ATTENTION,
-            interpret=not is_tpu,
-        )
-        return jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=kernels.SegmentIds(s, s)))(q, k, v, segments)
+    mask: masks.Mask = masks.CausalMask((length, length))
+    if window is not None:
+        mask = masks.LocalMask((length, length), (window - 1, 0), 0)
+    blocks = kernels.BlockSizes(block, block, block, block, block, block, block, block)
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * q_BHSC.shape[1]),
+        block_sizes=blocks,
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=SAVED_ATTENTION,
+        interpret=not is_tpu,
+    )
+    segments = jnp.zeros((len(q_BHSC), length), jnp.int32) if options.segments is None else options.segments
 
-    return per_heads(local, (q_BHSC * scale).astype(q_BHSC.dtype), k_BKSC, v_BKSC, options.segments)
+    def of_sequence(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array) -> jax.Array:
+        mixed: jax.Array = kernel(q, k, v, segment_ids=kernels.SegmentIds(s, s))
+        return mixed
+
+    return jax.vmap(of_sequence)((q_BHSC * scale).astype(q_BHSC.dtype), k_BKSC, v_BKSC, segments)
 
 
 # Seven products backward: two of the five are computed twice, once for keys and values and once for queries.

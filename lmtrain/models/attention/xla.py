@@ -7,18 +7,22 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from lmtrain.models.attention.attend import attend
-from lmtrain.models.attention.kernel import Kernel, Options, all_but
+from lmtrain.models.attention.kernel import Kernel, all_but
+from lmtrain.models.attention.options import Options
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 
 
 def attend_in_halves(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, options: Options) -> jax.Array:
     """Attention in two halves of the queries: the first half does not need the second half's keys."""
     half, s = q.shape[2] // 2, options.segments
-    early, late = (None, None) if s is None else ((s[:, :half], s[:, :half]), (s[:, half:], s))
     how: dict[str, Any] = {name: getattr(options, name) for name in ("upcast", "drop", "window", "slopes")}
+    if options.first_query is not None:
+        both = None if s is None else (options.of_queries(s, q.shape[2]), s)
+        return checkpoint_name(attend(q, k, v, scale, options.first_query, segments=both, **how), SAVED_ATTENTION)
+    early, late = (None, None) if s is None else ((s[:, :half], s[:, :half]), (s[:, half:], s))
     first = attend(q[:, :, :half], k[:, :, :half], v[:, :, :half], scale, 0, segments=early, **how)
     second = attend(q[:, :, half:], k, v, scale, half, segments=late, **how)
     return checkpoint_name(jnp.concatenate([first, second], axis=2), SAVED_ATTENTION)
 
 
-KERNEL = Kernel("xla", None, all_but(), attend_in_halves)
+KERNEL = Kernel("xla", None, all_but(), attend_in_halves, is_split=True)

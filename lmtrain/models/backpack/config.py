@@ -39,6 +39,9 @@ class BackpackConfig(Gpt2Settings):
         """Width of the queries and keys of one sense."""
         return self.hidden_dim // self.num_senses
 
+    def heads_on(self, parts: int) -> list[int]:
+        return [*super().heads_on(parts), self.num_senses]
+
     @property
     def attention_needs(self) -> set[str]:
         odd = {"odd_values"} if self.hidden_dim > 256 and self.hidden_dim % 128 else set[str]()

@@ -45,7 +45,7 @@ class Attention(nn.Module):
             segments=documents.segments,
             block_size=self.config.flash_attention_block_size,
         )
-        return self.out(mixed_BHSC.transpose(0, 2, 1, 3))
+        return self.out(constrain(mixed_BHSC.transpose(0, 2, 1, 3), "act_batch", "act_seq", "act_heads", None))
 
     def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""

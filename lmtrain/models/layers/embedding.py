@@ -24,6 +24,13 @@ class _Split(NamedTuple):
     is_gathered: bool
 
     @property
+    def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes that split the table along D: those that split the batch too, and those that split positions."""
+        return tuple(name for name in self.embed if name in self.batch), tuple(
+            name for name in self.embed if name in self.positions
+        )
+
+    @property
     def gathered(self) -> tuple[str, ...]:
         """Axes that split positions of the result but not of the ids: other devices have the rows."""
         return tuple(name for name in self.positions if name in self.entries)
@@ -58,8 +65,8 @@ def look_up(table_VD: jax.Array, ids_BS: jax.Array, entries: str, is_gathered: b
 
     `is_gathered`: the table comes from `gather_table`.
 
-    Where devices that split the batch split the table along D too (FSDP), each looks up its columns for the ids of all
-    devices, and an all-to-all collects the rows of each device's ids; the gradient takes the reverse path. If there are
+    Where devices that split the batch or positions split the table along D too (FSDP), each looks up its columns for
+    the ids of all devices, and an all-to-all collects the rows of each device's ids; the gradient takes the reverse path. If there are
     more ids than rows, as in evaluation, the table is gathered instead, which sends less. Where other devices split the
     table along V (tensor parallelism), each returns its own rows, and zeros for others.
     """
@@ -67,8 +74,8 @@ def look_up(table_VD: jax.Array, ids_BS: jax.Array, entries: str, is_gathered: b
         split_over("act_batch"), stream_axes(ids_BS.shape[1]), split_over(entries), split_over("embed"), is_gathered
     )
     is_usual = (
-        set(split.embed) <= set(split.batch)
-        and not set(split.entries) & set(split.batch)
+        split.embed == sum(split.columns, ())
+        and not set(split.entries) & set((*split.batch, *split.embed))
         and ids_BS.shape[0] % num_parts(split.batch) == 0
     )
     return _look_up(table_VD, ids_BS, split) if is_usual else _plain_look_up(table_VD, ids_BS)
@@ -84,21 +91,26 @@ def _gather(table: jax.Array, ids: jax.Array, split: _Split) -> jax.Array:
         split = split._replace(embed=())
     more_ids_than_rows = ids.size // num_parts((*split.batch, *split.positions)) > table.shape[0]
 
+    by_batch, by_position = split.columns
+
     def local(table: jax.Array, ids: jax.Array) -> jax.Array:
         if split.embed and more_ids_than_rows:
             table = jax.lax.all_gather(table, split.embed, axis=1, tiled=True)
         elif split.embed:
-            ids = jax.lax.all_gather(ids, split.embed, axis=0, tiled=True)
+            ids = _gather_ids(ids, split)
         if split.entries:
             row, is_mine = _rows(table, ids, split)
             rows = jnp.take(table, jnp.where(is_mine, row, 0), axis=0)
             rows = jnp.where(is_mine[..., None], rows, 0)
-            rows = scatter_sum(rows, split.gathered, 1)
+            rows = scatter_sum(rows, split.gathered, rows.ndim - 2)
             rows = sum_over(tuple(name for name in split.entries if name not in split.gathered), rows)
         else:
             rows = jnp.take(table, ids, axis=0)
         if split.embed and not more_ids_than_rows:
-            rows = jax.lax.all_to_all(rows, split.embed, 0, 2, tiled=True)
+            if by_position:
+                rows = jax.lax.all_to_all(rows, by_position, 1, 3, tiled=True).squeeze(1)
+            if by_batch:
+                rows = jax.lax.all_to_all(rows, by_batch, 0, 2, tiled=True)
         return rows
 
     rows: jax.Array = per_device(local, (split.of_table, split.of_ids), split.of_result)(table, ids)
@@ -116,11 +128,14 @@ def _backward(split: _Split, saved: Any, d_rows: jax.Array) -> tuple[jax.Array, 
     elsewhere = tuple(name for name in (*split.batch, *split.positions) if name not in (*split.embed, *split.entries))
 
     def local(d_rows: jax.Array, ids: jax.Array) -> jax.Array:
-        if split.embed:
-            ids = jax.lax.all_gather(ids, split.embed, axis=0, tiled=True)
-            d_rows = jax.lax.all_to_all(d_rows, split.embed, 2, 0, tiled=True)
+        by_batch, by_position = split.columns
+        ids = _gather_ids(ids, split)
+        if by_batch:
+            d_rows = jax.lax.all_to_all(d_rows, by_batch, 2, 0, tiled=True)
+        if by_position:
+            d_rows = jax.lax.all_to_all(d_rows[:, None], by_position, 3, 1, tiled=True)
         if split.gathered:
-            d_rows = jax.lax.all_gather(d_rows, split.gathered, axis=1, tiled=True)
+            d_rows = jax.lax.all_gather(d_rows, split.gathered, axis=d_rows.ndim - 2, tiled=True)
         d_table = jnp.zeros(shape, jnp.float32)
         row, is_mine = _rows(d_table, ids, split)
         row = jnp.where(is_mine, row, len(d_table))  # out of range: dropped
@@ -132,6 +147,14 @@ def _backward(split: _Split, saved: Any, d_rows: jax.Array) -> tuple[jax.Array, 
 
 
 _look_up.defvjp(_forward, _backward)
+
+
+def _gather_ids(ids: jax.Array, split: _Split) -> jax.Array:
+    """The ids of all devices that have other columns, [B, S]; if these split positions, [B, devices, S]."""
+    by_batch, by_position = split.columns
+    if by_batch:
+        ids = jax.lax.all_gather(ids, by_batch, axis=0, tiled=True)
+    return jax.lax.all_gather(ids, by_position, axis=1) if by_position else ids
 
 
 def _rows(table: jax.Array, ids: jax.Array, split: _Split) -> tuple[jax.Array, jax.Array]:

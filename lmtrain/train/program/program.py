@@ -19,15 +19,16 @@ from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.batching import Batching, check_seq_len, choose_batching
 from lmtrain.run.config import RunConfig
+from lmtrain.runtime.accelerators import find_accelerator
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.xla_options import Option, refused_option, xla_options
 from lmtrain.sharding.mesh import Layout, build_layout, platform_of
 from lmtrain.sharding.mesh_function import MeshFunction
-from lmtrain.sharding.placement import bytes_per_device
 from lmtrain.train.program.out_of_memory import MemoryUse, OutOfMemoryError, device_memory
+from lmtrain.train.program.replicas import Replicas, choose_replicas
 from lmtrain.train.step.ema import build_averaging
 from lmtrain.train.step.norms import Watch
-from lmtrain.train.step.state import TrainState, init_state, state_shardings
+from lmtrain.train.step.state import TrainState, init_state, state_bytes, state_shardings
 from lmtrain.train.step.step import TrainStep, build_train_step
 
 # Signs of an out-of-memory error in XLA's messages.
@@ -39,7 +40,7 @@ class Program:
     """The program of a run. `abstract` and `shardings` are the state's shapes and shardings.
 
     `train_step` is compiled at its first call. `platform` of the devices: cpu, gpu or tpu. `attention` is the kernel's
-    name and the reason for the choice.
+    name and the reason for the choice, `replicas` the number of replicas over slices and the reason.
     """
 
     config: RunConfig
@@ -53,6 +54,7 @@ class Program:
     watch: Watch
     platform: str
     attention: Choice
+    replicas: Replicas
 
     def init(self, base: Any = None) -> TrainState:
         """A newly initialized state. With LoRA, `base` are the frozen parameters; None: newly initialized too."""
@@ -125,8 +127,7 @@ class Program:
     @property
     def state_bytes(self) -> dict[str, int]:
         """Bytes per device of each part of the state, stored throughout the run."""
-        shardings = self.shardings.in_memory
-        return {name: bytes_per_device(part, shardings[name]) for name, part in self.abstract.in_memory.items()}
+        return state_bytes(self.abstract, self.shardings)
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -157,37 +158,44 @@ def build_program(
     devices: Sequence[Any] | None = None,
     platform: str | None = None,
     slice_ids: Sequence[int] | None = None,
+    memory: float | None = None,
 ) -> Program:
     """The program of a run on `devices`, by default JAX's. They may belong to a topology that does not exist here.
 
-    `platform` overrides the platform of `devices` if they stand in for other devices; `slice_ids`: see `build_layout`.
+    `platform`, and `memory` in bytes, override those of `devices` if they stand in for other devices; `slice_ids`: see
+    `build_layout`.
 
     Raises `UserError` for settings that do not fit the devices.
     """
     trainer = config.trainer
     devices = jax.devices() if devices is None else devices
-    layout = build_layout(trainer, devices, slice_ids)
-    log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
-    batching = choose_batching(trainer, layout.num_batch_shards)
-    check_seq_len(config.model.seq_len, layout.num_parts("act_seq"))
     platform = platform or platform_of(devices[0])
     needs = config.attention_needs()
     attention = choose_attention(needs, platform)
-    log_attention(attention, needs, platform)
     model = adapt(config.lora, config.model, build_model(config.model, vocab_size, attention.name))
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     axes = trainable(model, parameter_axes(model))
     optimizer = build_optimizer(config.optimizer, schedule, axes)
     averaging = build_averaging(trainer.model_averaging)
-    watch = Watch(trainer.watch, axes)
-    abstract, shardings = state_shardings(
-        model,
-        optimizer,
-        layout,
-        trainer.precision.params,
-        averages=averaging is not None,
-        base_dtype=config.base_dtype,
+
+    def state_in(layout: Layout) -> tuple[TrainState, TrainState]:
+        params = trainer.precision.params
+        return state_shardings(model, optimizer, layout, params, averaging is not None, config.base_dtype)
+
+    accelerator = find_accelerator(devices[0].device_kind)
+    memory = memory or (accelerator.memory if accelerator else None)
+    replicas = choose_replicas(
+        trainer, devices, slice_ids, lambda layout: sum(state_bytes(*state_in(layout)).values()), memory
     )
+    layout = build_layout(trainer, devices, slice_ids, replicas.number)
+    log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
+    if replicas.reason and len(set(layout.slice_ids)) > 1:
+        log.info(f"replica_dcn_axis_size: {replicas.number} ({replicas.reason})")
+    batching = choose_batching(trainer, layout.num_batch_shards)
+    check_seq_len(config.model.seq_len, layout.num_parts("act_seq"))
+    log_attention(attention, needs, platform)
+    watch = Watch(trainer.watch, axes)
+    abstract, shardings = state_in(layout)
     options = xla_options(trainer.xla_options, platform)
     if options:
         log.info(f"XLA options: {', '.join(f'{name}={written(value)}' for name, value in options.items())}")
@@ -205,5 +213,16 @@ def build_program(
     )
     train_step = build_train_step(step, layout, shardings, options)
     return Program(
-        config, model, optimizer, layout, batching, abstract, shardings, train_step, watch, platform, attention
+        config,
+        model,
+        optimizer,
+        layout,
+        batching,
+        abstract,
+        shardings,
+        train_step,
+        watch,
+        platform,
+        attention,
+        replicas,
     )

@@ -8,7 +8,7 @@ from lmtrain.data.caches import Caches, build_mixture, describe_epochs
 from lmtrain.run.config import RunConfig, data_seed
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
-from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.sharding.placement import LocalPart
 
 
 class TrainBatches:
@@ -16,21 +16,21 @@ class TrainBatches:
 
     def __init__(self, config: RunConfig, caches: Caches, layout: Layout):
         self._sizes = config.trainer.batch_sizes
-        self._sharding = layout.batch
-        self._rows = {size: local_rows(layout.batch, size) for size in self._sizes.all}
         seed, seq_len = data_seed(config), config.model.seq_len
+        self._parts = {size: LocalPart.of(layout.batch, size, seq_len) for size in self._sizes.all}
         self._source = TrainSource(
             [open_cache(config.data, cache, seq_len) for cache in caches.train.values()],
             build_mixture(config.data, list(caches.train), self._sizes, seed),
             seq_len,
             self._sizes,
-            self._rows,
+            {size: part.rows for size, part in self._parts.items()},
             config.trainer.num_train_steps,
             config.data.shuffle,
             seed,
             config.data.mask_across_documents,
             config.data.reset_positions,
             None if config.loss_weights is None else [config.loss_weights[name] for name in caches.train],
+            columns=next(iter(self._parts.values())).columns,
         )
         epochs = describe_epochs(config.data, caches.train, seq_len, self._sizes)
         for cache, epoch in zip(caches.train.values(), epochs, strict=True):
@@ -39,5 +39,4 @@ class TrainBatches:
     def after(self, first_step: int) -> Iterator[Any]:
         """Global arrays, one batch for each step after `first_step` updates."""
         for step, batch in enumerate(iterate(self._source, first_step), start=first_step):
-            size = self._sizes.at(step)
-            yield place_batch(batch, self._sharding, self._rows[size], size)
+            yield self._parts[self._sizes.at(step)].place(batch)

@@ -13,7 +13,7 @@ from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel, trainable
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import abstract_params, with_dtype
 from lmtrain.sharding.mesh import Layout
-from lmtrain.sharding.placement import like_parameters, parameter_shardings
+from lmtrain.sharding.placement import bytes_per_device, like_parameters, parameter_shardings
 from lmtrain.weights.new import new_params
 
 # Fields of the state -> parts of a checkpoint, whose names never change.
@@ -55,6 +55,12 @@ class TrainState(struct.PyTreeNode):
     def from_parts(cls, step: Any, parts: Mapping[str, Any]) -> "TrainState":
         """The inverse of `parts`."""
         return cls(step, **{field: parts[name] for field, name in ON_DISK.items() if name in parts})
+
+
+def state_bytes(abstract: TrainState, shardings: TrainState) -> dict[str, int]:
+    """Bytes per device of each part of the state."""
+    parts = shardings.in_memory
+    return {name: bytes_per_device(part, parts[name]) for name, part in abstract.in_memory.items()}
 
 
 def state_shardings(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lmtrain.run.config import RunConfig
-from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.sharding.placement import LocalPart
 from lmtrain.train.program import compile as module
 from lmtrain.train.program.compile import CompilingStep, compilation_cache
 from lmtrain.train.program.program import build_program
@@ -35,7 +35,7 @@ def program(**changes):
 
 def batch(planned, rows: int, length: int = 8):
     local = {"tokens": np.full((rows, length), 3, np.int32), "loss_mask": np.ones((rows, length), bool)}
-    return place_batch(local, planned.layout.batch, local_rows(planned.layout.batch, rows), rows)
+    return LocalPart.of(planned.layout.batch, rows, length).place(local)
 
 
 def test_calls_run_the_program_compiled_ahead_without_another_compilation(compiled):

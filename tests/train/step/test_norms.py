@@ -193,7 +193,7 @@ import jax
 sys.path.insert(0, sys.argv[1])
 from test_norms import ALL, MODEL, SGD, VOCAB, batch
 from lmtrain.run.config import RunConfig
-from lmtrain.sharding.placement import local_rows, place_batch
+from lmtrain.sharding.placement import LocalPart
 from lmtrain.train.program.program import build_program
 from lmtrain.train.step.norms import WATCH
 
@@ -205,8 +205,9 @@ for name, devices, trainer in json.loads(sys.argv[2]):
     jax.devices = lambda *_: every()[:devices]
     planned = build_program(config, VOCAB)
     jax.devices = every
-    rows = local_rows(planned.layout.batch, 8)
-    state, metrics, _ = planned.train_step(planned.init(), place_batch(batch(1, 8), planned.layout.batch, rows, 8))
+    one = batch(1, 8)
+    placed = LocalPart.of(planned.layout.batch, *one["tokens"].shape).place(one)
+    state, metrics, _ = planned.train_step(planned.init(), placed)
     found[name] = planned.watch.by_name(jax.device_get(metrics[WATCH]))
     split = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state.params)}
     found[name]["devices"] = max(split)

@@ -2,7 +2,8 @@
 
 import jax
 
-from lmtrain.models.attention.kernel import Kernel, Options, all_but
+from lmtrain.models.attention.kernel import Kernel, all_but
+from lmtrain.models.attention.options import Options
 
 
 def triton(

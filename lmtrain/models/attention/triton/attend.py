@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from lmtrain.models.attention.kernel import Options
-from lmtrain.models.attention.per_heads import per_heads
+from lmtrain.models.attention.options import Options
 from lmtrain.models.attention.triton.backward import Upstream, d_keys, d_queries
 from lmtrain.models.attention.triton.blocks import Inputs, Sizes, Static, blocks_for
 from lmtrain.models.attention.triton.forward import mix
@@ -32,24 +31,30 @@ from lmtrain.sharding.local import device_kind, platform
 def attend(
     q_BHSC: jax.Array, k_BKSC: jax.Array, v_BKSC: jax.Array, scale: jax.Array | float, options: Options
 ) -> jax.Array:
-    """`attend` of a sequence to itself, without dropout, in 16 bits. -> [B, H, S, D]
+    """`attend` without dropout, in 16 bits. -> [B, H, S, D]
 
-    Equal neighbours in `segments_BS` are one document. Scores are float32, scaled after the product. Values of more
-    than 256 columns have a multiple of 128, and a key head for each query head.
+    Equal neighbours in `segments` are one document. Scores are float32, scaled after the product. Values of more than
+    256 columns have a multiple of 128, and a key head for each query head.
     """
-    slopes_H = None if options.slopes is None else jnp.asarray(options.slopes)
     length, width = q_BHSC.shape[2:]
-    static = Static(blocks_for(width, v_BKSC.shape[-1], device_kind()), slopes_H is not None, platform() != "gpu")
-    extra = -length % static.blocks.largest
+    static = Static(blocks_for(width, v_BKSC.shape[-1], device_kind()), options.slopes is not None, platform() != "gpu")
+
+    def pad(x: jax.Array, axis: int, **more: Any) -> jax.Array:
+        """Padding comes after all queries, so that none sees it."""
+        extra = -x.shape[axis] % static.blocks.largest
+        return jnp.pad(x, [(0, extra if axis == number else 0) for number in range(x.ndim)], **more)
+
+    q, k, v = (pad(x, 2) for x in (q_BHSC, k_BKSC, v_BKSC))
+    segments = jnp.zeros((len(k), k_BKSC.shape[2]), jnp.int32) if options.segments is None else options.segments
+    first, last = _ranges(pad(segments, 1, constant_values=-1), options.window)
+    begin = None
+    if options.first_query is not None:
+        begin = options.first_query.reshape(1)
+        # queries after the last key are padding
+        first = options.of_queries(jnp.pad(first, ((0, 0), (0, q.shape[2]))), q.shape[2])
     scales = jnp.asarray(scale, jnp.float32).reshape(1)
-
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, slopes: jax.Array) -> jax.Array:
-        # padding comes after all queries, so that none sees it
-        q, k, v = (jnp.pad(part, ((0, 0), (0, 0), (0, extra), (0, 0))) for part in (q, k, v))
-        segments = jnp.pad(segments, ((0, 0), (0, extra)), constant_values=-1)
-        return _attend(Inputs(q, k, v, scales, slopes, *_ranges(segments, options.window)), static)[:, :, :length]
-
-    return per_heads(local, q_BHSC, k_BKSC, v_BKSC, options.segments, slopes_H)
+    slopes = jnp.zeros(q.shape[1], jnp.float32) if options.slopes is None else jnp.asarray(options.slopes)
+    return _attend(Inputs(q, k, v, scales, slopes, first, last, begin), static)[:, :, :length]
 
 
 def _ranges(segments_BS: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
@@ -90,7 +95,7 @@ def _backward(static: Static, saved: Any, d_mixed: jax.Array) -> tuple[Inputs]:
         d_q, d_k = (
             d.reshape(*x.shape[:2], parts, *x.shape[2:]).sum(2).astype(x.dtype) for d, x in ((d_q, q), (d_k, k))
         )
-    return (Inputs(d_q, d_k, d_v, None, None, None, None),)
+    return (Inputs(d_q, d_k, d_v, None, None, None, None, None),)
 
 
 _attend.defvjp(_forward, _backward)

@@ -24,16 +24,16 @@ class Upstream(NamedTuple):
 
 def d_keys(inputs: Inputs, upstream: Upstream, static: Static) -> tuple[jax.Array, jax.Array]:
     """The gradients of keys, for each part of the values, and of values."""
-    batch, kv_heads, length, _ = inputs.k.shape
-    rows, sizes = static.blocks.dkv_keys, Sizes.of(inputs)
+    batch, kv_heads, keys, _ = inputs.k.shape
+    length, rows, sizes = inputs.q.shape[2], static.blocks.dkv_keys, Sizes.of(inputs)
     # here `h` counts parts of key heads; with several parts, each key head has one query head
     of_key = pl.BlockSpec((None, None, rows, sizes.tile), lambda j, h, b: (b, h // sizes.parts, j, 0))
     of_value = pl.BlockSpec((None, None, rows, sizes.part), lambda j, h, b: sizes.mixed_block(b, h, j))
     per_query = pl.BlockSpec((None, sizes.groups, length), lambda j, h, b: (b, h, 0))
     d_k, d_v = static.call(
-        functools.partial(_keys_kernel, static=static, sizes=sizes),
+        functools.partial(_keys_kernel, static=static, sizes=sizes, blocks=length // static.blocks.dkv_queries),
         "attention_d_keys",
-        grid=(length // rows, kv_heads * sizes.parts, batch),
+        grid=(keys // rows, kv_heads * sizes.parts, batch),
         in_specs=[
             Inputs(
                 pl.BlockSpec((None, sizes.groups, length, sizes.tile), lambda j, h, b: (b, h // sizes.parts, 0, 0)),
@@ -42,6 +42,7 @@ def d_keys(inputs: Inputs, upstream: Upstream, static: Static) -> tuple[jax.Arra
                 *sizes.scalars(sizes.groups),
                 pl.BlockSpec((None, length), lambda j, h, b: (b, 0)),
                 pl.BlockSpec((None, rows), lambda j, h, b: (b, j)),
+                sizes.begin(inputs),
             ),
             Upstream(
                 per_query,
@@ -56,15 +57,20 @@ def d_keys(inputs: Inputs, upstream: Upstream, static: Static) -> tuple[jax.Arra
 
 
 def _keys_kernel(
-    inputs: Inputs, upstream: Upstream, d_k_ref: Any, d_v_ref: Any, *, static: Static, sizes: Sizes
+    inputs: Inputs, upstream: Upstream, d_k_ref: Any, d_v_ref: Any, *, static: Static, sizes: Sizes, blocks: int
 ) -> None:
     rows, columns = static.blocks.dkv_keys, static.blocks.dkv_queries
-    block = pl.program_id(0)
+    key, first_query = pl.program_id(0) * rows, inputs.first_query
     k, v, last = sizes.load(inputs.k), sizes.load_values(inputs.v), inputs.last[...]
+
+    def queries_before(position: Any) -> Any:
+        return jnp.maximum(position - first_query, 0)
+
     # blocks of queries from the diagonal on: those in between see all keys, the last ones only keys of their document
-    begin, end = block * rows // columns, jnp.max(last) // columns + 1
-    whole = jnp.minimum(pl.cdiv((block + 1) * rows - 1, columns), end)
-    partly = jnp.maximum((jnp.min(last) + 1) // columns, whole)
+    end = jnp.minimum(pl.cdiv(queries_before(jnp.max(last) + 1), columns), blocks)
+    begin = jnp.minimum(queries_before(key) // columns, end)
+    whole = jnp.clip(pl.cdiv(queries_before(key + rows - 1), columns), begin, end)
+    partly = jnp.clip(queries_before(jnp.min(last) + 1) // columns, whole, end)
 
     def of_head(g: Any, sums: Any) -> Any:
         scores = Scores(static, inputs, g)
@@ -73,7 +79,7 @@ def _keys_kernel(
             d_k, d_v = sums
             queries = pl.dslice(i * columns, columns)
             q, d = sizes.load(inputs.q.at[g, queries, :]), sizes.load_values(upstream.d_mixed.at[g, queries, :])
-            s = scores.transposed(plgpu.dot(k, q.T), i * columns, block * rows, inputs.first[queries], masked)
+            s = scores.transposed(plgpu.dot(k, q.T), first_query + i * columns, key, inputs.first[queries], masked)
             weights = jnp.exp2(s - upstream.log_sum[g, queries][None, :])
             d_v = d_v + plgpu.dot(weights.astype(d.dtype), d)
             d_scores = weights * (plgpu.dot(v, d.T) - upstream.mean[g, queries][None, :])
@@ -99,10 +105,16 @@ def d_queries(inputs: Inputs, upstream: Upstream, static: Static) -> jax.Array:
     per_query = pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, turn(i)))
     of_mixed = pl.BlockSpec((None, None, rows, sizes.part), lambda i, h, b: sizes.mixed_block(b, h, turn(i)))
     d_q: jax.Array = static.call(
-        functools.partial(_queries_kernel, static=static, sizes=sizes, number=number),
+        functools.partial(
+            _queries_kernel,
+            static=static,
+            sizes=sizes,
+            number=number,
+            key_blocks=inputs.k.shape[2] // static.blocks.dq_keys,
+        ),
         "attention_d_queries",
         grid=(number, heads * sizes.parts, batch),
-        in_specs=[sizes.by_query(rows, length, turn), Upstream(per_query, per_query, of_mixed)],
+        in_specs=[sizes.by_query(inputs, rows, turn), Upstream(per_query, per_query, of_mixed)],
         out_specs=pl.BlockSpec((None, None, rows, sizes.tile), lambda i, h, b: (b, h, turn(i), 0)),
         out_shape=_per_part(inputs.q, sizes),
     )(inputs._replace(last=None), upstream)
@@ -110,10 +122,10 @@ def d_queries(inputs: Inputs, upstream: Upstream, static: Static) -> jax.Array:
 
 
 def _queries_kernel(
-    inputs: Inputs, upstream: Upstream, d_q_ref: Any, *, static: Static, sizes: Sizes, number: int
+    inputs: Inputs, upstream: Upstream, d_q_ref: Any, *, static: Static, sizes: Sizes, number: int, key_blocks: int
 ) -> None:
     rows, columns = static.blocks.dq_queries, static.blocks.dq_keys
-    block = number - 1 - pl.program_id(0)
+    query = inputs.first_query + (number - 1 - pl.program_id(0)) * rows
     q, d = sizes.load(inputs.q), sizes.load_values(upstream.d_mixed)
     first, log_sum, mean = inputs.first[...], upstream.log_sum[...], upstream.mean[...]
     scores = Scores(static, inputs)
@@ -121,12 +133,12 @@ def _queries_kernel(
     def add(j: Any, d_q: jax.Array, masked: bool) -> jax.Array:
         keys = pl.dslice(j * columns, columns)
         k = sizes.load(inputs.k.at[keys, :])
-        s = scores(plgpu.dot(q, k.T), block * rows, j * columns, first, masked)
+        s = scores(plgpu.dot(q, k.T), query, j * columns, first, masked)
         d_weights = plgpu.dot(d, sizes.load_values(inputs.v.at[keys, :]).T)
         d_scores = jnp.exp2(s - log_sum[:, None]) * (d_weights - mean[:, None])
         return d_q + plgpu.dot(d_scores.astype(k.dtype), k)
 
-    d_q = over_keys(add, block, first, rows, columns, jnp.zeros(q.shape, jnp.float32))
+    d_q = over_keys(add, query, first, rows, columns, key_blocks, jnp.zeros(q.shape, jnp.float32))
     plgpu.store(d_q_ref, (d_q * inputs.scale[0]).astype(d_q_ref.dtype), mask=sizes.here)
 
 

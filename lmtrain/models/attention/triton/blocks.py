@@ -70,7 +70,8 @@ class Inputs(NamedTuple):
     """Arrays, their gradients, the specifications of their blocks, or references to blocks inside a kernel.
 
     `scale` has one number, `slopes` one for each query head. `first` is the first key that each query sees, and `last`
-    the last query that sees each key, [B, S]. None where a kernel does not need it.
+    the last query that sees each key, [B, S]. None where a kernel does not need it. `begin` has the position of the
+    first query, if queries are only a part of the sequence; None if they are all of it.
     """
 
     q: Any
@@ -80,6 +81,12 @@ class Inputs(NamedTuple):
     slopes: Any
     first: Any
     last: Any
+    begin: Any
+
+    @property
+    def first_query(self) -> Any:
+        """The position of the first query, inside a kernel."""
+        return 0 if self.begin is None else self.begin[0]
 
 
 class Sizes(NamedTuple):
@@ -123,8 +130,9 @@ class Sizes(NamedTuple):
         """Block specs of the scale, and of the slopes of this number of query heads."""
         return pl.BlockSpec((1,), lambda i, h, b: (0,)), pl.BlockSpec((heads,), lambda i, h, b: (h // self.parts,))
 
-    def by_query(self, rows: int, length: int, turn: Any) -> Inputs:
+    def by_query(self, inputs: Inputs, rows: int, turn: Any) -> Inputs:
         """Blocks of a kernel whose grid is (queries, parts of query heads, batch): queries by block, all keys."""
+        length = inputs.k.shape[2]
         return Inputs(
             pl.BlockSpec((None, None, rows, self.tile), lambda i, h, b: (b, h // self.parts, turn(i), 0)),
             pl.BlockSpec((None, None, length, self.tile), lambda i, h, b: (b, h // self.of_key, 0, 0)),
@@ -132,7 +140,12 @@ class Sizes(NamedTuple):
             *self.scalars(),
             pl.BlockSpec((None, rows), lambda i, h, b: (b, turn(i))),
             None,
+            self.begin(inputs),
         )
+
+    def begin(self, inputs: Inputs) -> pl.BlockSpec | None:
+        """The block spec of the position of the first query."""
+        return None if inputs.begin is None else pl.BlockSpec((1,), lambda i, h, b: (0,))
 
     def load(self, ref: Any) -> jax.Array:
         """Load a block of queries or keys."""
@@ -177,11 +190,11 @@ class Scores:
         return jnp.where((key_at >= first) & (key_at <= query_at), scores, MASKED) if masked else scores
 
 
-def over_keys(add: Any, block: Any, first: jax.Array, rows: int, columns: int, begin: Any) -> Any:
-    """Call `add(j, sums, masked)` for all blocks of keys that a block of queries sees."""
+def over_keys(add: Any, query: Any, first: jax.Array, rows: int, columns: int, blocks: int, begin: Any) -> Any:
+    """Call `add(j, sums, masked)` for all of the `blocks` of keys that `rows` queries from position `query` on see."""
     lowest = jnp.min(first) // columns
-    end = pl.cdiv((block + 1) * rows, columns)
-    partly = jnp.maximum(block * rows // columns, lowest)
+    end = jnp.minimum(pl.cdiv(query + rows, columns), blocks)
+    partly = jnp.clip(query // columns, lowest, end)
     whole = jnp.minimum(pl.cdiv(jnp.max(first), columns), partly)
     return in_three(add, lowest, whole, partly, end, begin)
 

@@ -21,10 +21,12 @@ def mix(inputs: Inputs, static: Static) -> tuple[jax.Array, jax.Array]:
         return number - 1 - i  # longest first
 
     mixed, log_sum = static.call(
-        functools.partial(_kernel, static=static, sizes=sizes, number=number),
+        functools.partial(
+            _kernel, static=static, sizes=sizes, number=number, key_blocks=inputs.k.shape[2] // static.blocks.keys
+        ),
         "attention_forward",
         grid=(number, heads * sizes.parts, batch),
-        in_specs=[sizes.by_query(rows, length, turn)],
+        in_specs=[sizes.by_query(inputs, rows, turn)],
         out_specs=[
             pl.BlockSpec((None, None, rows, sizes.part), lambda i, h, b: sizes.mixed_block(b, h, turn(i))),
             pl.BlockSpec((None, None, rows), lambda i, h, b: (b, h, turn(i))),
@@ -37,16 +39,18 @@ def mix(inputs: Inputs, static: Static) -> tuple[jax.Array, jax.Array]:
     return mixed, log_sum
 
 
-def _kernel(inputs: Inputs, mixed_ref: Any, log_sum_ref: Any, *, static: Static, sizes: Sizes, number: int) -> None:
+def _kernel(
+    inputs: Inputs, mixed_ref: Any, log_sum_ref: Any, *, static: Static, sizes: Sizes, number: int, key_blocks: int
+) -> None:
     rows, columns = static.blocks.queries, static.blocks.keys
-    block = number - 1 - pl.program_id(0)
+    query = inputs.first_query + (number - 1 - pl.program_id(0)) * rows
     q, first = sizes.load(inputs.q), inputs.first[...]
     scores = Scores(static, inputs)
 
     def add(j: Any, sums: Any, masked: bool) -> Any:
         highest, total, mixed = sums
         keys = pl.dslice(j * columns, columns)
-        s = scores(plgpu.dot(q, sizes.load(inputs.k.at[keys, :]).T), block * rows, j * columns, first, masked)
+        s = scores(plgpu.dot(q, sizes.load(inputs.k.at[keys, :]).T), query, j * columns, first, masked)
         higher = jnp.maximum(highest, s.max(axis=1))
         weights = jnp.exp2(s - higher[:, None])
         shrink = jnp.exp2(highest - higher)
@@ -56,6 +60,6 @@ def _kernel(inputs: Inputs, mixed_ref: Any, log_sum_ref: Any, *, static: Static,
 
     zeros = jnp.zeros((rows, sizes.part), jnp.float32)
     begin = (jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), zeros)
-    highest, total, mixed = over_keys(add, block, first, rows, columns, begin)
+    highest, total, mixed = over_keys(add, query, first, rows, columns, key_blocks, begin)
     plgpu.store(mixed_ref, (mixed / total[:, None]).astype(mixed_ref.dtype), mask=sizes.here_values)
     log_sum_ref[...] = highest + jnp.log2(total)

@@ -1,0 +1,136 @@
+"""Attention of arrays that are split over devices: each device runs the kernel on its own sequences and heads.
+
+A sequence that is split over N devices is collected in two steps. Groups of P neighbours exchange heads for positions
+(Jacobs et al. 2023, "DeepSpeed Ulysses"): a device has 1 / P of the heads then, and P times its positions. P is the
+largest divisor of N that divides the heads; each key head is copied as often as necessary. If P < N, the G = N / P
+groups gather keys and values of their heads (Fang and Zhao 2024, "USP", section 3), and a device computes its queries
+against all of them. In causal order the last group would compute most; so groups swap halves of their queries, and
+group g gets parts g and 2 G - 1 - g of 2 G (Brandon et al. 2023, "Striped Attention", section 3, on the imbalance).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from lmtrain.models.attention.options import Options
+from lmtrain.sharding.local import num_parts, per_device, split_over
+
+# (q, k, v, options) -> mixed values, of one device's arrays
+Local = Callable[[jax.Array, jax.Array, jax.Array, Options], jax.Array]
+
+
+def exchange_size(parts: int, heads: int) -> int:
+    """How many of the `parts` that split a sequence exchange heads for positions; `heads` on each device."""
+    return math.gcd(parts, heads)
+
+
+def is_sequence_split(length: int) -> bool:
+    """Whether devices split sequences of this length. Those that do not divide, as in generation, are not split."""
+    positions = split_over("act_seq")
+    return bool(positions) and length % num_parts(positions) == 0
+
+
+def on_each_device(
+    local: Local, q_BHSC: jax.Array, k_BKSC: jax.Array, v_BKSC: jax.Array, options: Options
+) -> jax.Array:
+    """`local(q, k, v, options)` of each device's part, whose options have its own segments and slopes.
+
+    Where devices split the query heads and the key heads cannot be split in the same way, each query head gets its own
+    copy.
+    """
+    batch, heads, length, _ = q_BHSC.shape
+    by_batch, by_heads, by_keys = (split_over(axis) for axis in ("act_batch", "act_heads", "act_kv_heads"))
+    positions = split_over("act_seq") if is_sequence_split(length) else ()
+    if by_heads != by_keys and k_BKSC.shape[1] != heads:
+        k_BKSC, v_BKSC = (jnp.repeat(x, heads // k_BKSC.shape[1], axis=1) for x in (k_BKSC, v_BKSC))
+    segments = jnp.zeros((batch, length), jnp.int32) if options.segments is None else options.segments
+    slopes = jnp.zeros(heads, jnp.float32) if options.slopes is None else jnp.asarray(options.slopes)
+
+    def of_device(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, slopes: jax.Array) -> jax.Array:
+        own = dataclasses.replace(
+            options,
+            segments=None if options.segments is None else segments,
+            slopes=None if options.slopes is None else slopes,
+        )
+        return _collected(local, q, k, v, own, positions) if positions else local(q, k, v, own)
+
+    of_heads = PartitionSpec(by_batch, by_heads, positions)
+    specs = (of_heads, of_heads, of_heads, PartitionSpec(by_batch), PartitionSpec(by_heads))
+    mixed: jax.Array = per_device(of_device, specs, of_heads)(q_BHSC, k_BKSC, v_BKSC, segments, slopes)
+    return mixed
+
+
+def _collected(
+    local: Local, q: jax.Array, k: jax.Array, v: jax.Array, options: Options, names: tuple[str, ...]
+) -> jax.Array:
+    """Attention of a device's positions, [B, H, S / N, C]; segments are those of the entire sequence."""
+    parts, heads, kv_heads = num_parts(names), q.shape[1], k.shape[1]
+    size = exchange_size(parts, heads)
+    groups = parts // size
+    # heads of keys that the devices of a group can share
+    copies = math.lcm(kv_heads, size) // kv_heads
+    k, v = (jnp.repeat(x, copies, axis=1) if copies > 1 else x for x in (k, v))
+    neighbours = [[group * size + number for number in range(size)] for group in range(groups)]
+    across = [[group * size + number for group in range(groups)] for number in range(size)]
+    index = jax.lax.axis_index(names)
+
+    def exchange(x: jax.Array, split: int, concat: int) -> jax.Array:
+        if size == 1:
+            return x
+        return jax.lax.all_to_all(x, names, split, concat, tiled=True, axis_index_groups=neighbours)
+
+    q, k, v = (exchange(x, 1, 2) for x in (q, k, v))
+    if options.slopes is not None:
+        own = jax.lax.dynamic_slice_in_dim(options.slopes, index % size * q.shape[1], q.shape[1])
+        options = dataclasses.replace(options, slopes=own)
+    if groups == 1:
+        return exchange(local(q, k, v, options), 2, 1)
+    k, v = (jax.lax.all_gather(x, names, axis=2, tiled=True, axis_index_groups=across) for x in (k, v))
+    balance = _Balance(names, size, groups)
+    mixed = []
+    for part, first in zip(balance.swap(*jnp.split(q, 2, axis=2)), balance.numbers, strict=True):
+        mixed.append(local(part, k, v, dataclasses.replace(options, first_query=first * part.shape[2])))
+    return exchange(jnp.concatenate(balance.swap_back(*mixed), axis=2), 2, 1)
+
+
+class _Balance:
+    """The swap of halves of queries between groups. Group g has parts 2 g and 2 g + 1 before, g and 2 G - 1 - g after.
+
+    Even parts stay or move to groups that no other even part moves to, and so do odd parts: each is one permutation.
+    """
+
+    def __init__(self, names: tuple[str, ...], size: int, groups: int):
+        self._names = names
+        group = jax.lax.axis_index(names) // size
+        self._is_odd = group % 2 == 1
+        # the parts of this group's two halves after the swap
+        self.numbers = group, 2 * groups - 1 - group
+
+        def moves(odd: int) -> list[tuple[int, int]]:
+            after = [min(part, 2 * groups - 1 - part) for part in range(odd, 2 * groups, 2)]
+            return [
+                (before * size + number, after[before] * size + number)
+                for before in range(groups)
+                for number in range(size)
+            ]
+
+        self._moves = moves(0), moves(1)
+
+    def swap(self, even: jax.Array, odd: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The parts of this device's group, the earlier one first."""
+        even, odd = (jax.lax.ppermute(x, self._names, move) for x, move in zip((even, odd), self._moves, strict=True))
+        return self._in_order(even, odd)
+
+    def swap_back(self, first: jax.Array, second: jax.Array) -> tuple[jax.Array, ...]:
+        """The inverse of `swap`."""
+        parts = zip(self._in_order(first, second), self._moves, strict=True)
+        return tuple(jax.lax.ppermute(x, self._names, [(b, a) for a, b in move]) for x, move in parts)
+
+    def _in_order(self, first: Any, second: Any) -> tuple[jax.Array, jax.Array]:
+        """Group g has the even part g first if g is even, and second otherwise."""
+        return jnp.where(self._is_odd, second, first), jnp.where(self._is_odd, first, second)

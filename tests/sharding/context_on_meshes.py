@@ -1,0 +1,82 @@
+"""Train a tiny model for two steps on meshes of simulated devices, and compare with one device. Called by test_context.py.
+
+context_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, devices, model, trainer, data, lora, ...}. Writes for
+each case its meshes' sizes, the largest difference of the losses, and that of each tensor's gradient to the one of one
+device, as the norm of the difference relative to the norm of the gradient.
+"""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import optax
+
+from lmtrain.models.params import flatten
+from lmtrain.run.config import RunConfig
+from lmtrain.sharding.placement import LocalPart
+from lmtrain.train.program.program import build_program
+
+VOCAB, LENGTH, BATCH, STEPS = 64, 64, 8, 2
+MODEL = {"hidden_dim": 32, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH, "pad_vocab_to_multiple_of": 64}
+OPTIMIZER = {"learning_rate": 1e-3, "warmup": 0, "max_grad_norm": None, "beta1": 0.5}
+
+
+def batch(step: int, config: RunConfig) -> dict[str, np.ndarray]:
+    """Random tokens and targets, and documents whose boundaries fall anywhere."""
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, VOCAB, (BATCH, LENGTH))
+    mask = (rng.random((BATCH, LENGTH)) < 0.7) & (np.arange(LENGTH) < LENGTH - 1)
+    begins = rng.random((BATCH, LENGTH)) < 0.08
+    begins[:, 0] = True
+    documents = np.maximum.accumulate(np.where(begins, np.arange(LENGTH), 0), axis=1)
+    whole = {"tokens": tokens, "loss_mask": mask, "segments": documents, "positions": np.arange(LENGTH) - documents}
+    return {name: whole[name].astype(bool if name == "loss_mask" else np.int32) for name in config.batch_types}
+
+
+def run(case: dict, devices: int, trainer: dict) -> tuple[list[float], dict[str, np.ndarray], dict[str, int], float]:
+    config = RunConfig(
+        model={"type": "llama", **MODEL, **case.get("model", {})},
+        trainer={"train_batch_size": BATCH, "num_train_steps": 10, "mp": "f32", **trainer},
+        optimizer={**OPTIMIZER, **case.get("optimizer", {})},
+        data={"tokenizer": "passthrough", "vocab_size": VOCAB, **case.get("data", {})},
+        lora=case.get("lora"),
+        initialize_from_hf="unused" if "lora" in case else False,  # the base is newly initialized
+    )
+    program = build_program(config, VOCAB, jax.devices()[:devices])
+    state = program.init()
+    # standard initial values are too small for differences of positions to matter; adapters start at 0
+    noise = lambda p: p + jax.random.normal(jax.random.key(p.size), p.shape) * (0.3 if p.ndim > 1 else 0.1)  # noqa: E731
+    state = state.replace(params=jax.jit(lambda tree: jax.tree.map(noise, tree), donate_argnums=0)(state.params))
+    part = LocalPart.of(program.layout.batch, BATCH, LENGTH)
+    losses = []
+    for step in range(STEPS):
+        state, metrics, _ = program.train_step(state, part.place(part.cut(batch(step, config))))
+        losses.append(float(metrics["train/loss"]))
+        if step == 0:
+            gradients = {path: np.asarray(leaf) for path, leaf in flatten(optax.tree.get(state.opt_state, "mu")).items()}
+    part = LocalPart.of(program.layout.batch, program.batching.eval_batch, LENGTH)
+    held = {name: np.resize(x, (program.batching.eval_batch, LENGTH)) for name, x in batch(9, config).items()}
+    total, tokens, _ = program.eval_step()(state.with_base(state.params), part.place(part.cut(held)))
+    return losses, gradients, dict(program.layout.mesh.shape), float(total) / float(tokens)
+
+
+def main() -> None:
+    found, alone = {}, {}
+    for case in map(json.loads, sys.argv[2:]):
+        key = json.dumps({name: case.get(name) for name in ("model", "data", "lora", "optimizer")})
+        if key not in alone:
+            alone[key] = run(case, 1, {})
+        expected, gradients, _, evaluated = alone[key]
+        losses, others, mesh, other = run(case, case["devices"], case["trainer"])
+        errors = {
+            path: float(np.linalg.norm(others[path] - own) / np.linalg.norm(own)) for path, own in gradients.items()
+        }
+        differences = [abs(a - b) for a, b in zip([*losses, other], [*expected, evaluated], strict=True)]
+        found[case["name"]] = {"mesh": mesh, "loss": max(differences), "gradients": errors}
+    with open(sys.argv[1], "w") as file:
+        json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main()
