@@ -43,8 +43,9 @@ class TrainSource:
     """Training batches by step: item t is the batch of step t. Access is random, so a resume just reads the next step.
 
     `mixture` selects the store of each example; None means that there is one store. `rows` are the rows of this
-    process, by batch size, and `columns` its positions of every sequence, None if these are all. `reset_positions` None: positions restart in stores with targets only. `loss_weights` are
-    the weights of the tokens of each store; None leaves the array out.
+    process, by batch size, and `columns` its positions of every sequence, None if these are all. `reset_positions`
+    None: positions restart in stores with targets only. `loss_weights` are the weights of the tokens of each store;
+    None leaves the array out.
     """
 
     stores: Sequence[TokenStore]

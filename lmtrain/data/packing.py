@@ -3,7 +3,7 @@
 import numpy as np
 
 from lmtrain.data.formats import TooLong
-from lmtrain.data.token_store import TokenStore
+from lmtrain.data.token_store import TokenStore, document_starts
 
 
 def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong) -> tuple[np.ndarray, np.ndarray, int]:
@@ -89,7 +89,7 @@ class PackedWindows:
         begins |= positions == lengths
         mask = (targets & inside & ~begins)[:, 1:]
         mask &= positions[1:] < self._seq_len
-        documents = self.store.documents(starts, begins[:, :-1], columns.start)
+        documents = document_starts(self.store, starts, begins[:, :-1], columns.start)
         return tokens[:, :-1], np.where(inside[:, :-1], documents, lengths).astype(np.int32), mask
 
     def have_target(self, numbers: np.ndarray) -> bool:

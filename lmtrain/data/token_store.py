@@ -80,24 +80,6 @@ class TokenStore:
                 begins[row, columns[columns < length]] = True
         return tokens, begins, targets
 
-    def documents(self, starts: np.ndarray, begins: np.ndarray, first: int) -> np.ndarray:
-        """Where the document of each token of a window starts, in positions of the window, int32 [windows, columns].
-
-        `begins` are those of `read` for the columns from `first` on. A document that started before the window is at 0;
-        of one that started before the column `first`, the tokens before are searched backwards.
-        """
-        opened = np.zeros(len(starts), np.int32)
-        unknown, end = np.flatnonzero(~begins[:, 0]), first
-        while len(unknown) and end > 0:
-            begin = max(end - BLOCK_TOKENS, 0)
-            found = self.read(starts[unknown] + begin, end - begin)[1]
-            is_known = found.any(axis=1)
-            last = end - 1 - found[is_known, ::-1].argmax(axis=1)
-            opened[unknown[is_known]] = last
-            unknown, end = unknown[~is_known], begin
-        columns = np.arange(first, first + begins.shape[1], dtype=np.int32)
-        return np.maximum.accumulate(np.where(begins, columns, opened[:, None]), axis=1)
-
     def document_lengths(self, shard: int) -> np.ndarray:
         """The length of each document of a shard with targets, in tokens, int64 [documents]."""
         blocks = -(-self.shards.infos[shard].tokens // BLOCK_TOKENS)
@@ -144,6 +126,24 @@ class TokenStore:
         if len(self._readers) > _OPEN_READERS:
             self._readers.popitem(last=False)[1].close()
         return reader
+
+
+def document_starts(store: TokenStore, starts: np.ndarray, begins: np.ndarray, first: int) -> np.ndarray:
+    """Where the document of each token of a window starts, in positions of the window, int32 [windows, columns].
+
+    `begins` are those of `TokenStore.read` for the columns from `first` on. A document that started before the window
+    is at 0; for one that started before the column `first`, the tokens before are searched backwards.
+    """
+    opened = np.zeros(len(starts), np.int32)
+    unknown, end = np.flatnonzero(~begins[:, 0]), first
+    while len(unknown) and end > 0:
+        begin = max(end - BLOCK_TOKENS, 0)
+        found = store.read(starts[unknown] + begin, end - begin)[1]
+        is_known = found.any(axis=1)
+        opened[unknown[is_known]] = end - 1 - found[is_known, ::-1].argmax(axis=1)
+        unknown, end = unknown[~is_known], begin
+    columns = np.arange(first, first + begins.shape[1], dtype=np.int32)
+    return np.maximum.accumulate(np.where(begins, columns, opened[:, None]), axis=1)
 
 
 def check_file(path: str, info: ShardInfo) -> None:

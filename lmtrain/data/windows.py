@@ -11,7 +11,7 @@ import numpy as np
 
 from lmtrain.data.packing import PackedWindows
 from lmtrain.data.permutation import permute
-from lmtrain.data.token_store import TokenStore
+from lmtrain.data.token_store import TokenStore, document_starts
 
 Shuffle = bool | int
 
@@ -66,7 +66,7 @@ class TextWindows:
         return self.store.shards.wait_for(None if number is None else number * self._seq_len) // self._seq_len
 
     def read(self, numbers: np.ndarray, columns: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens int32, starts of documents int32 (see `TokenStore.documents`), and loss mask bool of windows.
+        """Tokens int32, starts of documents int32 (see `document_starts`), and loss mask bool of windows.
 
         Each has the given columns of the windows' positions, [windows, columns]. Every token is a target, also the
         first one of a document.
@@ -75,7 +75,7 @@ class TextWindows:
         tokens, begins, _ = self.store.read(starts + columns.start, len(columns))
         positions = np.arange(columns.start, columns.stop)
         mask = (positions < self._seq_len - 1) & (starts[:, None] + positions + 1 < self.store.shards.tokens)
-        return tokens, self.store.documents(starts, begins, columns.start), mask
+        return tokens, document_starts(self.store, starts, begins, columns.start), mask
 
 
 # What the examples of a source are.

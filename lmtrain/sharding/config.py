@@ -18,9 +18,6 @@ AxisResources = dict[str, str | Annotated[list[str], Field(min_length=1)] | None
 # Logical axis -> mesh axes that it is split over; empty: not split.
 Mapping = dict[str, tuple[str, ...]]
 
-# Mesh axes that FSDP splits parameters over.
-FSDP = ("data", "context")
-
 
 class PartitioningConfig(Section):
     """Sharding of model and batch over devices."""
@@ -101,16 +98,16 @@ class PartitioningConfig(Section):
                 )
         # a mapping overrides the default of fsdp_axis; two explicitly set values that differ are an error
         written: list[tuple[str, str, tuple[str, ...]]] = []
-        written += [(axis, "fsdp_axis", FSDP) for axis in fsdp if "fsdp_axis" in self.model_fields_set]
+        written += [(axis, "fsdp_axis", self._fsdp) for axis in fsdp if "fsdp_axis" in self.model_fields_set]
         written += [(axis, "tensor_parallel_axes", ("model",)) for axis in tensor]
         for axis, setting, mesh_axes in written:
             rival = "parameter_axis_resources" if setting == "fsdp_axis" else "compute_axis_resources"
             for name in ("axis_resources", rival):
-                # without context parallelism, `data` alone says the same as FSDP
-                if axis in (given := getattr(self, name)) and as_names(given[axis]) not in (mesh_axes, mesh_axes[:1]):
+                if axis in (given := getattr(self, name)) and as_names(given[axis]) != mesh_axes:
                     raise field_error(
                         name,
-                        f"maps {axis!r} to {given[axis]!r}, but {setting} splits it over {mesh_axes[0]}; remove one",
+                        f"maps {axis!r} to {given[axis]!r}, but {setting} splits it over {' and '.join(mesh_axes)}; "
+                        "remove one",
                     )
         return self
 
@@ -134,7 +131,7 @@ class PartitioningConfig(Section):
     def parameter_mapping(self) -> Mapping:
         """Mapping of parameters and optimizer state: FSDP, axis_resources, tensor parallelism, then the override."""
         mapping: Mapping = dict.fromkeys(PARAMETER_AXES, ())
-        mapping |= dict.fromkeys(as_names(self.fsdp_axis), FSDP)
+        mapping |= dict.fromkeys(as_names(self.fsdp_axis), self._fsdp)
         mapping |= {axis: as_names(value) for axis, value in self.axis_resources.items() if axis != "batch"}
         mapping |= dict.fromkeys(self._tensor_axes, ("model",))
         return mapping | {axis: as_names(value) for axis, value in self.parameter_axis_resources.items()}
@@ -143,7 +140,7 @@ class PartitioningConfig(Section):
     def compute_mapping(self) -> Mapping:
         """Mapping of activations (`act_*`): the batch, axis_resources, tensor parallelism, then the override."""
         mapping: Mapping = dict.fromkeys(ACTIVATION_AXES, ())
-        given: Mapping = {"batch": ("replica", "data"), "position": ("context",)}
+        given: Mapping = {"batch": ("replica", "data"), "position": self._fsdp[1:]}
         given |= {axis: as_names(value) for axis, value in self.axis_resources.items()}
         given |= dict.fromkeys(self._tensor_axes, ("model",))
         given |= {axis: as_names(value) for axis, value in self.compute_axis_resources.items()}
@@ -164,6 +161,11 @@ class PartitioningConfig(Section):
     def head_parts(self) -> int:
         """Number of devices that split the attention heads in computation."""
         return self.model_axis_size if "model" in self.compute_mapping["act_heads"] else 1
+
+    @property
+    def _fsdp(self) -> tuple[str, ...]:
+        """The mesh axes that FSDP splits parameters over."""
+        return ("data", "context") if self.context_axis_size > 1 else ("data",)
 
     @property
     def _tensor_axes(self) -> tuple[str, ...]:

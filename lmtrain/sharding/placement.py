@@ -143,7 +143,7 @@ def _trailing_names(path: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The part of global arrays of `shape` [batch, sequence] that this process reads: `rows` ascending, and `columns`."""
+    """The part of global [batch, sequence] arrays of a `shape` that this process reads: ascending `rows`, `columns`."""
 
     sharding: NamedSharding
     shape: tuple[int, int]

@@ -1,8 +1,8 @@
-"""Train a tiny model for two steps on meshes of simulated devices, and compare with one device. Called by test_context.py.
+"""Train a tiny model on meshes of simulated devices, and compare with one device. Called by test_context.py.
 
-context_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, devices, model, trainer, data, lora, ...}. Writes for
-each case its meshes' sizes, the largest difference of the losses, and that of each tensor's gradient to the one of one
-device, as the norm of the difference relative to the norm of the gradient.
+context_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, devices, model, trainer, data, lora, optimizer}.
+Writes for each case the sizes of its mesh, the largest difference of the losses, and for each tensor the norm of the
+difference of gradients, relative to the norm of the gradient on one device.
 """
 
 import json
@@ -54,7 +54,9 @@ def run(case: dict, devices: int, trainer: dict) -> tuple[list[float], dict[str,
         state, metrics, _ = program.train_step(state, part.place(part.cut(batch(step, config))))
         losses.append(float(metrics["train/loss"]))
         if step == 0:
-            gradients = {path: np.asarray(leaf) for path, leaf in flatten(optax.tree.get(state.opt_state, "mu")).items()}
+            gradients = {
+                path: np.asarray(leaf) for path, leaf in flatten(optax.tree.get(state.opt_state, "mu")).items()
+            }
     part = LocalPart.of(program.layout.batch, program.batching.eval_batch, LENGTH)
     held = {name: np.resize(x, (program.batching.eval_batch, LENGTH)) for name, x in batch(9, config).items()}
     total, tokens, _ = program.eval_step()(state.with_base(state.params), part.place(part.cut(held)))

@@ -11,11 +11,12 @@ from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 
 
-def test_the_mesh_has_the_axes_replica_data_model_and_all_devices():
+def test_the_mesh_has_the_axes_replica_data_context_model_and_all_devices():
     layout = build_layout(PartitioningConfig())
-    assert dict(layout.mesh.shape) == {"replica": 1, "data": jax.device_count(), "model": 1}
+    assert dict(layout.mesh.shape) == {"replica": 1, "data": jax.device_count(), "context": 1, "model": 1}
     assert layout.num_batch_shards == jax.device_count()
-    assert layout.batch.spec == PartitionSpec(("replica", "data"))
+    assert layout.batch.spec == PartitionSpec(("replica", "data"), None)
+    assert layout.rows.spec == PartitionSpec(("replica", "data"))
     assert layout.replicated.spec == PartitionSpec()
 
 
@@ -70,10 +71,10 @@ SLICES = [FakeDevice(number, number // 4) for number in range(16)]
 @pytest.mark.parametrize(
     ("config", "shape", "slices_of_replicas"),
     [
-        ({"replica_dcn_axis_size": -1, "model_axis_size": 2}, (4, 2, 2), [{0}, {1}, {2}, {3}]),
-        ({"replica_dcn_axis_size": 2, "replica_ici_axis_size": 2}, (4, 4, 1), [{0}, {1}, {2}, {3}]),
-        ({"replica_dcn_axis_size": 2}, (2, 8, 1), [{0, 1}, {2, 3}]),
-        ({"replica_ici_axis_size": 2, "model_axis_size": 4}, (2, 2, 4), [{0, 1}, {2, 3}]),
+        ({"replica_dcn_axis_size": -1, "model_axis_size": 2}, (4, 2, 1, 2), [{0}, {1}, {2}, {3}]),
+        ({"replica_dcn_axis_size": 2, "replica_ici_axis_size": 2}, (4, 4, 1, 1), [{0}, {1}, {2}, {3}]),
+        ({"replica_dcn_axis_size": 2}, (2, 8, 1, 1), [{0, 1}, {2, 3}]),
+        ({"replica_ici_axis_size": 2, "model_axis_size": 4}, (2, 2, 1, 4), [{0, 1}, {2, 3}]),
     ],
 )
 def test_replicas_are_within_slices_where_they_fit(config, shape, slices_of_replicas):

@@ -66,16 +66,16 @@ def look_up(table_VD: jax.Array, ids_BS: jax.Array, entries: str, is_gathered: b
     `is_gathered`: the table comes from `gather_table`.
 
     Where devices that split the batch or positions split the table along D too (FSDP), each looks up its columns for
-    the ids of all devices, and an all-to-all collects the rows of each device's ids; the gradient takes the reverse path. If there are
-    more ids than rows, as in evaluation, the table is gathered instead, which sends less. Where other devices split the
-    table along V (tensor parallelism), each returns its own rows, and zeros for others.
+    the ids of all devices, and an all-to-all collects the rows of each device's ids; the gradient takes the reverse
+    path. If there are more ids than rows, as in evaluation, the table is gathered instead, which sends less. Where
+    other devices split the table along V (tensor parallelism), each returns its own rows, and zeros for others.
     """
     split = _Split(
         split_over("act_batch"), stream_axes(ids_BS.shape[1]), split_over(entries), split_over("embed"), is_gathered
     )
     is_usual = (
         split.embed == sum(split.columns, ())
-        and not set(split.entries) & set((*split.batch, *split.embed))
+        and not set(split.entries) & {*split.batch, *split.embed}
         and ids_BS.shape[0] % num_parts(split.batch) == 0
     )
     return _look_up(table_VD, ids_BS, split) if is_usual else _plain_look_up(table_VD, ids_BS)

@@ -19,7 +19,7 @@ class FourDevices:
     def __init__(self):
         rules = build_layout(PartitioningConfig(tensor_parallel_axes=["mlp", "heads"])).parameter_rules
         self.parameter_rules = rules
-        self.mesh = type("Mesh", (), {"shape": {"replica": 1, "data": 2, "model": 2}})
+        self.mesh = type("Mesh", (), {"shape": {"replica": 1, "data": 2, "context": 1, "model": 2}})
 
 
 def unboxed():
