@@ -65,6 +65,10 @@ class Plan:
         return max(self.peaks) <= capacity
 
 
+# What XLA prints before it aborts, and then a stack.
+_FAILED_CHECK = re.compile(r"(?:Check failed|RET_CHECK failure|INTERNAL): .*|Check failure .*")
+
+
 def ask(request: Request, timeout: float, progress: Callable[[str], None] = lambda text: None) -> Plan:
     """The answer to a request, from the cache or by a worker. `progress` is called repeatedly with a line of text.
 
@@ -160,7 +164,10 @@ def _work(
         return ""
     if code == -signal.SIGKILL:
         return "the compiler's process was killed (SIGKILL), probably because this machine ran out of memory"
-    return quote(log.read_text(errors="replace")) or f"the compiler's process exited with code {code}"
+    text = log.read_text(errors="replace")
+    if code < 0 and (check := _FAILED_CHECK.search(text)):
+        return f"the compiler aborted ({signal.Signals(-code).name}): {check[0][:_QUOTED_LENGTH]}"
+    return quote(text) or f"the compiler's process exited with code {code}"
 
 
 @contextlib.contextmanager

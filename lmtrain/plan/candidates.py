@@ -17,6 +17,9 @@ Changes = Mapping[str, Any]
 # In order of increasing recomputation in the backward pass.
 POLICIES: tuple[bool | str, ...] = (False, "dots", "dots_no_batch", "save_attention", "full", "offload")
 
+# The fewest positions of a sequence on a device, with context parallelism.
+_MIN_PART = 2048
+
 # Axes for tensor parallelism: with these, each device computes a part of each product and nothing twice.
 TENSOR_AXES = ["mlp", "heads", "vocab"]
 
@@ -32,7 +35,7 @@ def parallelisms(request: Request, changes: Changes | None = None) -> list[int]:
 
 def data_shards(request: Request, config: RunConfig) -> int:
     """Number of parts into which a mesh of the target's devices splits the batch."""
-    return request.target.num_devices // config.trainer.model_axis_size
+    return request.target.num_devices // (config.trainer.model_axis_size * config.trainer.context_axis_size)
 
 
 def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Changes]]:
@@ -65,6 +68,11 @@ def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[t
         if size != config.trainer.model_axis_size and near % size == 0:
             mesh = {"trainer.model_axis_size": size, "trainer.tensor_parallel_axes": TENSOR_AXES if size > 1 else None}
             yield f"model_axis_size {size}", {**current, **mesh}
+    for size in (1, 2, 4, 8, 16, 32, 64):
+        # shorter parts than this gain nothing
+        divides = config.model.seq_len % size == 0 and config.model.seq_len // size >= _MIN_PART
+        if size != config.trainer.context_axis_size and divides and request.target.num_devices % size == 0:
+            yield f"context_axis_size {size}", {**current, "trainer.context_axis_size": size}
     slices = topology.slices if topology else 1
     for copies in {1, slices}:
         if copies != config.trainer.replica_dcn_axis_size:

@@ -15,6 +15,7 @@ from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures, measure
 from lmtrain.lora.model import ADAPTERS
 from lmtrain.models.attention.kernel import kernel_of
+from lmtrain.models.attention.split import exchange_size
 from lmtrain.models.params import abstract_params, count_parameters
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.axes import as_names
@@ -135,11 +136,12 @@ def memory_of(compiled: Any, platform: str) -> dict[str, float]:
 def wire_minimum(program: Program, step: str) -> float:
     """The minimum number of bytes that a device has to send in a step.
 
-    FSDP over n devices gathers each weight twice for each microbatch, forward and backward, and scatters its gradient
-    once, (n - 1) / n of it each time; evaluation gathers once. Gradients of embedding tables and of the head are
-    summed in float32, others in the compute dtype. Frozen weights have no gradients. Replicas sum their gradients once
-    per step. Tensor parallelism sums activations after attention and after the MLP, forward and backward, and once more
-    where the forward pass is recomputed.
+    FSDP over n devices, of data times context, gathers each weight twice for each microbatch, forward and backward, and
+    scatters its gradient once, (n - 1) / n of it each time; evaluation gathers once. Gradients of embedding tables and
+    of the head are summed in float32, others in the compute dtype. Frozen weights have no gradients. Replicas sum their
+    gradients once per step. Tensor parallelism sums activations after attention and after the MLP, forward and
+    backward, and once more where the forward pass is recomputed; context parallelism exchanges the arrays of attention
+    in each pass.
     """
     layout, config = program.layout, program.config
     sizes = layout.mesh.shape
@@ -148,19 +150,25 @@ def wire_minimum(program: Program, step: str) -> float:
     microbatches = parts[max(parts)]
     gathered = reduced = 0.0
     for size, is_table, axes, is_trained in _parameters(program):
-        share = (sizes["data"] - 1) / sizes["data"] if "data" in axes else 0.0
+        parts_of_state = math.prod(sizes[axis] for axis in ("data", "context") if axis in axes)
+        share = (parts_of_state - 1) / parts_of_state
         held = size / (sizes["model"] if "model" in axes else 1)
         table = 4 if is_table else width
         scattered = table if is_trained else 0
         gathered += held * share * (2 * width + scattered) if step == "train" else held * share * width
         if not is_trained:
             continue
-        copies = sizes["replica"] * (sizes["data"] if program.config.lora is not None and not share else 1)
-        reduced += 2 * (copies - 1) / copies * held / (sizes["data"] if share else 1) * table
+        whole = sizes["data"] * sizes["context"]
+        copies = sizes["replica"] * (whole if program.config.lora is not None and not share else 1)
+        reduced += 2 * (copies - 1) / copies * held / parts_of_state * table
     if step == "eval":
-        return gathered + _tensor_parallel(program, 2, program.batching.eval_batch)
-    again = 2 if config.model.gradient_checkpointing in (True, "full", "offload") else 0
-    return gathered * microbatches + reduced + _tensor_parallel(program, 4 + again, max(parts))
+        batch = program.batching.eval_batch
+        return gathered + _tensor_parallel(program, 2, batch) + _context_parallel(program, 1, batch)
+    again = int(config.model.gradient_checkpointing in (True, "full", "offload"))
+    activations = _tensor_parallel(program, 4 + 2 * again, max(parts)) + _context_parallel(
+        program, 2 + again, max(parts)
+    )
+    return gathered * microbatches + reduced + activations
 
 
 def _tensor_parallel(program: Program, sums: int, batch: int) -> float:
@@ -171,6 +179,23 @@ def _tensor_parallel(program: Program, sums: int, batch: int) -> float:
     rows = batch // program.layout.num_batch_shards * config.model.seq_len
     width = jnp.dtype(config.trainer.precision.compute).itemsize
     return sums * config.model.num_layers * 2 * (size - 1) / size * rows * config.model.hidden_dim * width
+
+
+def _context_parallel(program: Program, passes: int, batch: int) -> float:
+    """Bytes of queries, keys, values and outputs that devices exchange for heads (`models/attention/split.py`)."""
+    model, parts = program.config.model, program.config.trainer.sequence_parts
+    if parts == 1:
+        return 0.0
+    heads = model.heads_on(program.config.trainer.head_parts)[0]
+    kv_heads = max(model.kv_heads * heads // model.num_heads, 1)
+    size = exchange_size(parts, heads)
+    copied = math.lcm(kv_heads, size)
+    exchanged = 2 * (heads + copied) * (size - 1) / size
+    gathered = 2 * copied * (parts // size - 1) + heads
+    rows = batch // program.layout.num_batch_shards * model.seq_len / parts
+    width = jnp.dtype(program.config.trainer.precision.compute).itemsize
+    sent = exchanged + (gathered if size < parts else 0.0)
+    return passes * model.num_layers * rows * model.head_width * width * sent
 
 
 def _parameters(program: Program) -> list[tuple[int, bool, set[str], bool]]:

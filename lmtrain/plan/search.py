@@ -107,12 +107,12 @@ class Search:
         return largest
 
     def _first(self) -> None:
-        """Find a first candidate that fits: a smaller microbatch, more recomputation, or tensor parallelism."""
+        """Find a first candidate that fits: a smaller microbatch, more recomputation, or more parts."""
         if self.largest_that_fits() is not None:
             return
         smallest = {"trainer.per_device_parallelism": 1, "model.gradient_checkpointing": True}
         for name, changes in alternatives(self.request, smallest):
-            if self.best is None and name.startswith("model_axis_size"):
+            if self.best is None and name.startswith(("context_axis_size", "model_axis_size")):
                 self._try(f"per_device_parallelism 1, gradient_checkpointing true, {name}", changes)
 
     def _left(self) -> float:

@@ -23,7 +23,7 @@ def check_seq_len(seq_len: int, parts: int) -> None:
         near = " or ".join(map(str, nearest_divisors(seq_len, parts)))
         raise UserError(
             f"model.seq_len: {counted(seq_len, 'position')} cannot be split evenly over {parts} devices "
-            f"(trainer.compute_axis_resources: position); it divides over {near} devices"
+            f"(trainer.context_axis_size); it divides over {near} devices"
         )
 
 

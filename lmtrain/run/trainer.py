@@ -63,12 +63,13 @@ class LoopConfig(Section):
     )
     per_device_parallelism: int = execution(
         -1,
-        description="Microbatch size: sequences per device at once, with gradient accumulation over the rest of the "
-        "batch; alias per_device_train_parallelism. -1: train_batch_size * model_axis_size / devices, no accumulation. "
-        "With dropout, the number of microbatches changes the random stream",
+        description="Microbatch size: sequences at once per device, or per group of model_axis_size * "
+        "context_axis_size devices that share them, with gradient accumulation over the rest of the batch; alias "
+        "per_device_train_parallelism. -1: train_batch_size * model_axis_size * context_axis_size / devices, no "
+        "accumulation. With dropout, the number of microbatches changes the random stream",
     )
     per_device_eval_parallelism: int = execution(
-        -1, description="Evaluation batch size: sequences per device at once. -1: as per_device_parallelism"
+        -1, description="Evaluation batch size: sequences at once, counted as in per_device_parallelism. -1: the same"
     )
     mp: str = changeable(
         "f32", description="Mixed-precision policy: f32, bf16, or p=f32,c=bfloat16 (parameters, computation)"

@@ -54,7 +54,7 @@ def gather_rows(table_VD: jax.Array) -> jax.Array:
 
 def stream_axes(length: int) -> tuple[str, ...]:
     """The mesh axes over which the residual stream is split along the sequence, for sequences of this length."""
-    return split_over("act_stream" if _stream_divides(length) else "act_seq")
+    return next((names for names in map(split_over, ("act_stream", "act_seq")) if length % num_parts(names) == 0), ())
 
 
 def _stream_divides(length: int) -> bool:

@@ -82,7 +82,7 @@ def test_a_position_is_trained_if_the_next_token_is_a_target_of_the_same_documen
     batch = source(Documents([3, 4, 2], [9, 8]))[0]
     assert batch["tokens"].tolist() == [[0, 1, 2, 100, 101, 102, 103, 0], [200, 201, 0, 0, 0, 0, 0, 0]]
     assert batch["loss_mask"].astype(int).tolist() == [[1, 0, 0, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
-    assert batch["segments"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 1, 1, 1, 1, 1, 1]]
+    assert batch["segments"].tolist() == [[0, 0, 0, 3, 3, 3, 3, 7], [0, 0, 2, 2, 2, 2, 2, 2]]
     assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4, 5]]
     assert "positions" not in source(Documents([3]), reset_positions=False)[0]
     following = source(Documents([3, 4, 2], [9, 8]))[1]
