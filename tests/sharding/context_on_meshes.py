@@ -34,10 +34,21 @@ def batch(step: int, config: RunConfig) -> dict[str, np.ndarray]:
     return {name: whole[name].astype(bool if name == "loss_mask" else np.int32) for name in config.batch_types}
 
 
+def with_noise(leaf: jax.Array) -> jax.Array:
+    return leaf + jax.random.normal(jax.random.key(leaf.size), leaf.shape) * (0.3 if leaf.ndim > 1 else 0.1)
+
+
 def run(case: dict, devices: int, trainer: dict) -> tuple[list[float], dict[str, np.ndarray], dict[str, int], float]:
+    groups = devices // trainer.get("context_axis_size", 1) // trainer.get("model_axis_size", 1)
     config = RunConfig(
         model={"type": "llama", **MODEL, **case.get("model", {})},
-        trainer={"train_batch_size": BATCH, "num_train_steps": 10, "mp": "f32", **trainer},
+        trainer={
+            "train_batch_size": BATCH,
+            "num_train_steps": 10,
+            "mp": "f32",
+            "per_device_eval_parallelism": BATCH // groups,
+        }
+        | trainer,
         optimizer={**OPTIMIZER, **case.get("optimizer", {})},
         data={"tokenizer": "passthrough", "vocab_size": VOCAB, **case.get("data", {})},
         lora=case.get("lora"),
@@ -46,8 +57,7 @@ def run(case: dict, devices: int, trainer: dict) -> tuple[list[float], dict[str,
     program = build_program(config, VOCAB, jax.devices()[:devices])
     state = program.init()
     # standard initial values are too small for differences of positions to matter; adapters start at 0
-    noise = lambda p: p + jax.random.normal(jax.random.key(p.size), p.shape) * (0.3 if p.ndim > 1 else 0.1)  # noqa: E731
-    state = state.replace(params=jax.jit(lambda tree: jax.tree.map(noise, tree), donate_argnums=0)(state.params))
+    state = state.replace(params=jax.jit(lambda tree: jax.tree.map(with_noise, tree), donate_argnums=0)(state.params))
     part = LocalPart.of(program.layout.batch, BATCH, LENGTH)
     losses = []
     for step in range(STEPS):
@@ -57,8 +67,7 @@ def run(case: dict, devices: int, trainer: dict) -> tuple[list[float], dict[str,
             gradients = {
                 path: np.asarray(leaf) for path, leaf in flatten(optax.tree.get(state.opt_state, "mu")).items()
             }
-    part = LocalPart.of(program.layout.batch, program.batching.eval_batch, LENGTH)
-    held = {name: np.resize(x, (program.batching.eval_batch, LENGTH)) for name, x in batch(9, config).items()}
+    held = batch(9, config)
     total, tokens, _ = program.eval_step()(state.with_base(state.params), part.place(part.cut(held)))
     return losses, gradients, dict(program.layout.mesh.shape), float(total) / float(tokens)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -63,9 +64,25 @@ class FakeDevice:
     process_index: int = 0
     platform: str = "cpu"
     device_kind: str = "fake"
+    coords: tuple[int, ...] = ()
+    core_on_chip: int = 0
 
 
 SLICES = [FakeDevice(number, number // 4) for number in range(16)]
+
+
+def tpu_slices(number: int) -> list[FakeDevice]:
+    """Slices of v5e 2x2."""
+    return [
+        FakeDevice(4 * part + chip, part, part, "tpu", "TPU v5 lite", (chip % 2, chip // 2, 0))
+        for part in range(number)
+        for chip in range(4)
+    ]
+
+
+def gpu_hosts(number: int) -> list[FakeDevice]:
+    """Hosts with four GPUs, whose slices are their processes."""
+    return [FakeDevice(4 * part + gpu, part, part, "cuda", "NVIDIA H100") for part in range(number) for gpu in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +118,57 @@ def test_replicas_are_within_slices_where_they_fit(config, shape, slices_of_repl
 def test_replicas_that_do_not_fit_are_refused(config, message):
     with pytest.raises(UserError, match=message):
         build_layout(PartitioningConfig(**config), SLICES)
+
+
+@pytest.mark.parametrize("devices", [tpu_slices, gpu_hosts])
+@pytest.mark.parametrize("model", [1, 2])
+@pytest.mark.parametrize("replicas", [1, 2, -1])
+@pytest.mark.parametrize("slices", [2, 4])
+def test_only_the_outer_axes_extend_over_slices(devices, slices, replicas, model):
+    """Neighbours along `model`, `context` and, as far as possible, `data` are in one slice."""
+    config = PartitioningConfig(replica_dcn_axis_size=replicas, model_axis_size=model)
+    layout = build_layout(config, devices(slices))
+    copies = slices if replicas == -1 else replicas
+    assert tuple(layout.mesh.shape.values()) == (copies, 4 * slices // copies // model, 1, model)
+    assert sorted(device.id for device in layout.mesh.devices.flat) == list(range(4 * slices))
+    groups = layout.mesh.devices.reshape(slices, 4)  # in mesh order, each slice is complete before the next
+    assert [{device.slice_index for device in group} for group in groups] == [{number} for number in range(slices)]
+    assert layout.slice_ids == tuple(number // 4 for number in range(4 * slices))
+    if devices is tpu_slices:
+        for group in groups:  # a ring of chips
+            for one, other in zip(group, np.roll(group, -1), strict=True):
+                assert sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) == 1
+
+
+@pytest.mark.parametrize("devices", [tpu_slices, gpu_hosts])
+def test_a_sequence_may_extend_over_slices(devices):
+    layout = build_layout(PartitioningConfig(context_axis_size=8), devices(2))
+    assert tuple(layout.mesh.shape.values()) == (1, 1, 8, 1)
+    assert layout.slice_ids == (0,) * 4 + (1,) * 4
+
+
+def test_products_over_several_slices_are_refused_for_tpus_only():
+    config = PartitioningConfig(model_axis_size=8)
+    assert build_layout(config, gpu_hosts(2)).mesh.shape["model"] == 8
+    with pytest.raises(UserError, match=r"trainer.model_axis_size: 8 devices .* more than one of 2 slices has"):
+        build_layout(config, tpu_slices(2))
+
+
+def test_slices_of_different_sizes_count_as_one():
+    layout = build_layout(PartitioningConfig(), gpu_hosts(3)[:10])
+    assert set(layout.slice_ids) == {0}
+
+
+def test_context_parallelism_splits_sequences_and_the_state():
+    config = PartitioningConfig(context_axis_size=4, model_axis_size=2, tensor_parallel_axes=["mlp", "heads"])
+    assert config.parameter_mapping["embed"] == ("data", "context")
+    assert config.compute_mapping["act_batch"] == ("replica", "data")
+    assert config.compute_mapping["act_seq"] == ("context",)
+    assert config.compute_mapping["act_stream"] == ("context", "model")
+    assert (config.sequence_parts, config.head_parts) == (4, 2)
+    older = PartitioningConfig(model_axis_size=2, compute_axis_resources={"position": "model"})
+    assert older.compute_mapping["act_seq"] == ("model",)
+    assert (older.sequence_parts, older.head_parts) == (2, 1)
 
 
 def test_specific_mappings_override_axis_resources_which_apply_to_both():

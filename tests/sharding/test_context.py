@@ -1,0 +1,84 @@
+"""Context parallelism: losses and every gradient equal those of one device, for every way to split a sequence."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked import fake_devices
+
+BLOCKS = {"attn_backend": "blockwise", "flash_attention_block_size": 16}
+TENSOR = {"model_axis_size": 2, "tensor_parallel_axes": ["mlp", "heads", "vocab"]}
+NO_DROPOUT = {"attn_pdrop": 0, "embed_pdrop": 0, "resid_pdrop": 0}
+
+# Name -> devices, settings of the trainer, of the model, others. Models have 4 heads. "exchanged": heads for positions.
+SHORT = {
+    "exchanged, with FSDP": (8, {"context_axis_size": 4}, {}, {}),
+    "two groups of four gather, which swap queries": (8, {"context_axis_size": 8}, {"num_kv_heads": 2}, {}),
+    "ALiBi, blocks, gathered": (8, {"context_axis_size": 8}, {"type": "mpt", "num_heads": 2, **BLOCKS}, {}),
+}
+LONG = {
+    "two devices": (2, {"context_axis_size": 2}, {}, {}),
+    "blocks": (4, {"context_axis_size": 4}, BLOCKS, {}),
+    "all gathered": (8, {"context_axis_size": 8}, {"num_heads": 1}, {}),
+    "all gathered, in blocks, with a window": (8, {"context_axis_size": 8},
+                                               {"num_heads": 1, "sliding_window": 20, **BLOCKS}, {}),
+    "copied key heads": (4, {"context_axis_size": 4}, {"num_kv_heads": 2}, {}),
+    "one key head and a window": (8, {"context_axis_size": 8}, {"num_kv_heads": 1, "sliding_window": 20}, {}),
+    "ALiBi": (8, {"context_axis_size": 8}, {"type": "mpt"}, {}),
+    "ALiBi, blocks": (4, {"context_axis_size": 4}, {"type": "mpt", **BLOCKS}, {}),
+    "learned positions": (8, {"context_axis_size": 4}, {"type": "gpt2", **NO_DROPOUT}, {}),
+    "learned positions that restart": (8, {"context_axis_size": 4}, {"type": "gpt2", **NO_DROPOUT},
+                                       {"data": {"reset_positions": True}}),
+    "rotary positions that restart": (8, {"context_axis_size": 8}, {}, {"data": {"reset_positions": True}}),
+    "backpack": (4, {"context_axis_size": 4}, {"type": "backpack", "num_senses": 4, **NO_DROPOUT}, {}),
+    "tensor parallelism": (8, {"context_axis_size": 2, **TENSOR}, {}, {}),
+    "tensor parallelism and groups": (8, {"context_axis_size": 4, **TENSOR}, {"num_kv_heads": 2}, {}),
+    "accumulation": (8, {"context_axis_size": 4, "per_device_parallelism": 2}, {}, {}),
+    "replicas": (8, {"context_axis_size": 2, "replica_ici_axis_size": 2}, {}, {}),
+    "no FSDP": (8, {"context_axis_size": 4, "fsdp_axis": None}, {}, {}),
+    "adapters": (8, {"context_axis_size": 4}, {}, {"lora": {}}),
+    "one document": (8, {"context_axis_size": 8}, {}, {"data": {"mask_across_documents": False}}),
+    "no recomputation": (8, {"context_axis_size": 8}, {"gradient_checkpointing": False, "scan_layers": False}, {}),
+    "position over the model axis": (8, {"model_axis_size": 4, "compute_axis_resources": {"position": "model"}},
+                                     {}, {}),
+}  # fmt: skip
+
+
+def compare(tmp_path, cases):
+    arguments = [
+        json.dumps({"name": name, "devices": devices, "trainer": trainer, "model": model, **more})
+        for name, (devices, trainer, model, more) in cases.items()
+    ]
+    script = [sys.executable, Path(__file__).with_name("context_on_meshes.py"), tmp_path / "found.json"]
+    environment = os.environ | {"XLA_FLAGS": fake_devices(8)}
+    done = subprocess.run(
+        [*map(str, script), *arguments], env=environment, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == cases.keys()
+    for name, (devices, trainer, _, _) in cases.items():
+        case = found[name]
+        assert case["mesh"]["context"] == trainer.get("context_axis_size", 1), name
+        assert (
+            case["mesh"]["data"] * case["mesh"]["replica"] * case["mesh"]["context"] * case["mesh"]["model"] == devices
+        )
+        assert case["loss"] <= 1e-5, name
+        assert len(case["gradients"]) >= 8
+        for path, error in case["gradients"].items():
+            assert error <= 1e-5, (name, path)
+
+
+@pytest.mark.multi_device
+def test_a_split_sequence_gives_the_losses_and_gradients_of_one_device(tmp_path):
+    compare(tmp_path, SHORT)
+
+
+@pytest.mark.long
+@pytest.mark.multi_device
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_every_way_to_split_gives_the_losses_and_gradients_of_one_device(tmp_path, part):
+    compare(tmp_path, dict(list(LONG.items())[part::3]))
