@@ -9,7 +9,8 @@ from lmtrain.config.redact import redact
 from lmtrain.config.schema import build_schema
 from lmtrain.config.show import show
 from lmtrain.run.config import RunConfig, resolved
-from lmtrain.run.run import Run, resolve
+from lmtrain.run.run import ResolvedSettings, Run, resolve
+from lmtrain.runtime.logging import nothing_logged
 
 
 def run(argv: list[str]) -> int:
@@ -37,14 +38,15 @@ def _show(argv: list[str]) -> int:
     parser.add_argument(
         "--resolved",
         action="store_true",
-        help="resolve as a run does: sizes and tokenizer of initialize_from_hf, steps of an epoch of tokenized data",
+        help="resolve as a run does: sizes and tokenizer of initialize_from_hf, steps of an epoch of tokenized data, "
+        "replicas over slices with this machine's devices",
     )
     parser.add_argument(
         "--plot-lr", metavar="FILE", help="plot the learning rate over the run to FILE instead (png, svg, pdf)"
     )
     arguments, run = parse_run(parser, argv)
     if arguments.resolved:
-        run = _resolved(run)
+        run = _with_replicas(_resolved(run))
     if arguments.plot_lr is not None:
         from lmtrain.optim.plot import plot_learning_rate
 
@@ -74,6 +76,24 @@ def _resolved(run: Run) -> Run:
         )
         return run
     return resolve(run, length_of_data(run.config, find_caches(data, validation=False)))
+
+
+def _with_replicas(run: Run) -> Run:
+    """The run with the number of replicas over slices that auto gives on the devices of this machine."""
+    if run.config.trainer.replica_dcn_axis_size != "auto":
+        return run
+    from lmtrain.hf.find_tokenizer import open_tokenizer
+    from lmtrain.train.program.program import build_program
+
+    try:
+        with nothing_logged():
+            vocab_size = open_tokenizer(run.config.data.tokenizer, run.config.data.vocab_size).vocab_size
+            replicas = build_program(run.config, vocab_size).replicas
+    except UserError as error:
+        print(f"note: replica_dcn_axis_size stays auto, since this machine cannot run it: {error}", file=sys.stderr)
+        return run
+    settings = {"trainer": {"replica_dcn_axis_size": replicas.number}}
+    return resolve(run, ResolvedSettings(f"auto: {replicas.reason}", settings))
 
 
 def _schema(argv: list[str]) -> int:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from lmtrain.data.formats import TooLong
-from lmtrain.data.token_store import TokenStore, document_starts
+from lmtrain.data.token_store import TokenStore, document_starts, read_columns
 
 
 def pack(lengths: np.ndarray, seq_len: int, too_long: TooLong) -> tuple[np.ndarray, np.ndarray, int]:
@@ -79,10 +79,10 @@ class PackedWindows:
         numbers = np.where(known, numbers, 0)
         lengths = np.where(known, self._lengths[numbers], 0)[:, None]
         # and the next position, whose token is the last column's target
-        wider = columns.stop + 1 - columns.start
+        wider = range(columns.start, columns.stop + 1)
         starts = self._starts[numbers]
-        tokens, begins, targets = self.store.read(starts + columns.start, wider)
-        positions = np.arange(columns.start, columns.stop + 1)
+        tokens, begins, targets = read_columns(self.store, starts, wider)
+        positions = np.arange(wider.start, wider.stop)
         inside = positions < lengths
         tokens[~inside] = 0
         begins &= inside

@@ -51,8 +51,8 @@ class TokenStore:
         """Read the windows `[start, start + length)`.
 
         Returns three arrays [len(starts), length]: tokens int32, 0 past the end of the data; bool, true at the first
-        token of each document; and bool, true for targets: in text, all. All blocks of one shard are read in one call,
-        for speed.
+        token of each document, but for one that starts with the window; and bool, true for targets: in text, all. All
+        blocks of one shard are read in one call, for speed.
         """
         self.shards.check()
         tokens = np.zeros((len(starts), length), np.int32)
@@ -128,17 +128,25 @@ class TokenStore:
         return reader
 
 
+def read_columns(store: TokenStore, starts: np.ndarray, columns: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`TokenStore.read` of these positions of windows that begin at `starts`."""
+    # `read` does not know whether a document starts at its first token
+    lead = int(columns.start > 0)
+    tokens, begins, targets = store.read(starts + columns.start - lead, len(columns) + lead)
+    return tokens[:, lead:], begins[:, lead:], targets[:, lead:]
+
+
 def document_starts(store: TokenStore, starts: np.ndarray, begins: np.ndarray, first: int) -> np.ndarray:
     """Where the document of each token of a window starts, in positions of the window, int32 [windows, columns].
 
-    `begins` are those of `TokenStore.read` for the columns from `first` on. A document that started before the window
-    is at 0; for one that started before the column `first`, the tokens before are searched backwards.
+    `begins` are those of `read_columns` for the columns from `first` on. A document that started before the window is
+    at 0; for one that started before the column `first`, the tokens before are searched backwards.
     """
     opened = np.zeros(len(starts), np.int32)
     unknown, end = np.flatnonzero(~begins[:, 0]), first
     while len(unknown) and end > 0:
         begin = max(end - BLOCK_TOKENS, 0)
-        found = store.read(starts[unknown] + begin, end - begin)[1]
+        found = read_columns(store, starts[unknown], range(begin, end))[1]
         is_known = found.any(axis=1)
         opened[unknown[is_known]] = end - 1 - found[is_known, ::-1].argmax(axis=1)
         unknown, end = unknown[~is_known], begin

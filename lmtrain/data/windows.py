@@ -11,7 +11,7 @@ import numpy as np
 
 from lmtrain.data.packing import PackedWindows
 from lmtrain.data.permutation import permute
-from lmtrain.data.token_store import TokenStore, document_starts
+from lmtrain.data.token_store import TokenStore, document_starts, read_columns
 
 Shuffle = bool | int
 
@@ -72,7 +72,7 @@ class TextWindows:
         first one of a document.
         """
         starts = numbers * self._seq_len
-        tokens, begins, _ = self.store.read(starts + columns.start, len(columns))
+        tokens, begins, _ = read_columns(self.store, starts, columns)
         positions = np.arange(columns.start, columns.stop)
         mask = (positions < self._seq_len - 1) & (starts[:, None] + positions + 1 < self.store.shards.tokens)
         return tokens, document_starts(self.store, starts, begins, columns.start), mask

@@ -44,6 +44,19 @@ def test_every_row_has_one_target_fewer_than_tokens(store):
     assert not batch["loss_mask"][:, -1].any()
 
 
+@pytest.mark.parametrize("separate", [False, True])
+def test_parts_of_the_columns_are_parts_of_the_batch(store, separate):
+    """Cuts fall anywhere, also where a document starts."""
+    sources = source_of(store, separate=separate), EvalSource(store, 16, 4, np.arange(4), None, separate, True)
+    for source in sources:
+        for cut in range(17):
+            parts = [replace(source, columns=columns) for columns in (range(cut), range(cut, 16)) if columns]
+            for step in (0, 7, len(source) - 1):
+                whole, found = source[step], [part[step] for part in parts]
+                for name, array in whole.items():
+                    np.testing.assert_array_equal(np.concatenate([part[name] for part in found], axis=1), array)
+
+
 def test_loss_weights_of_a_source_apply_to_all_its_tokens(store):
     """Each row is from one source; both stores have the same tokens, so only the weights differ."""
     mixture = Mixture([(0, (0.5, 0.5))], seed=1)

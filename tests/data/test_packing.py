@@ -2,6 +2,7 @@
 
 import threading
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,6 +107,16 @@ def test_looking_for_a_target_takes_no_memory_for_the_rest_of_a_long_sequence():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20
+
+
+def test_parts_of_the_columns_are_parts_of_the_batch():
+    whole = source(Documents([3, 4, 2, 1], [9, 8, 1, 1, 6], [20]))
+    for cut in range(1, 8):
+        parts = [replace(whole, columns=columns) for columns in (range(cut), range(cut, 8))]
+        for step in range(4):
+            for name, array in whole[step].items():
+                found = np.concatenate([part[step][name] for part in parts], axis=1)
+                np.testing.assert_array_equal(found, array, err_msg=f"{name} {cut} {step}")
 
 
 def test_dropped_documents_are_in_no_window():

@@ -10,7 +10,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.data import token_store
 from lmtrain.data.cache_manifest import BLOCK_TOKENS, CacheManifest, ShardInfo
 from lmtrain.data.shards import Shards
-from lmtrain.data.token_store import TokenStore, check_file
+from lmtrain.data.token_store import TokenStore, check_file, document_starts, read_columns
 
 # tokens in each shard: empty ones first, in the middle and last, one of exactly a block, one of several
 SIZES = [0, 5, BLOCK_TOKENS, 0, 0, 2 * BLOCK_TOKENS + 7, 1, 0]
@@ -66,6 +66,21 @@ def test_windows_anywhere_equal_the_long_array(tmp_path, with_targets):
             np.testing.assert_array_equal(tokens[row], everything[start : start + length])
             np.testing.assert_array_equal(first[row, 1:], begins[start + 1 : start + length])
             np.testing.assert_array_equal(is_target[row], expected[start : start + length])
+
+
+def test_starts_of_documents_are_found_many_blocks_before(cache):
+    folder, manifest, everything, begins = cache
+    store, length = open_store(folder, manifest), len(everything) - 5
+    starts = np.array([0, 1, 5])
+    expected = document_starts(store, starts, read_columns(store, starts, range(length))[1], 0)
+    for row, start in enumerate(starts):
+        of_row = np.where(begins[start : start + length], np.arange(length), 0)
+        np.testing.assert_array_equal(expected[row], np.maximum.accumulate(np.append(0, of_row[1:])))
+    for first in (1, 9, BLOCK_TOKENS, length - 1, *np.flatnonzero(begins[5:-1]).tolist()):
+        if first:
+            columns = range(first, min(first + 3, length))
+            found = document_starts(store, starts, read_columns(store, starts, columns)[1], first)
+            np.testing.assert_array_equal(found, expected[:, first : columns.stop])
 
 
 def test_tokens_past_the_end_are_zeros(cache):

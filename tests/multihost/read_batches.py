@@ -37,7 +37,16 @@ def main() -> None:
     sizes = BatchSizes.of(size)
     mixture = build_mixture(config.data, list(caches.train), sizes, data_seed(config))
     source = TrainSource(
-        stores, mixture, seq_len, sizes, {size: part.rows}, STEPS, config.data.shuffle, data_seed(config), True
+        stores,
+        mixture,
+        seq_len,
+        sizes,
+        {size: part.rows},
+        STEPS,
+        config.data.shuffle,
+        data_seed(config),
+        True,
+        columns=part.columns,
     )
     held: dict[str, str] = {}
     for step, local in enumerate(iterate(source)):
@@ -45,11 +54,11 @@ def main() -> None:
         for name, array in batch.items():
             assert array.shape == (size, seq_len)
             for shard in array.addressable_shards:
-                first = shard.index[0].indices(size)[0]
+                first, begin = shard.index[0].indices(size)[0], shard.index[1].indices(seq_len)[0]
                 for number, row in enumerate(np.asarray(shard.data), start=first):
-                    held[f"{step} {name} {number}"] = hashlib.sha256(row.tobytes()).hexdigest()
+                    held[f"{step} {name} {number} {begin}"] = hashlib.sha256(row.tobytes()).hexdigest()
     with open(output, "w") as file:
-        json.dump({"rows": part.rows.tolist(), "held": held}, file)
+        json.dump({"rows": part.rows.tolist(), "columns": [part.columns.start, part.columns.stop], "held": held}, file)
 
 
 if __name__ == "__main__":

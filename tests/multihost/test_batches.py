@@ -1,4 +1,4 @@
-"""The batches of a run are the same for 1, 2 and 4 processes, and each process reads only its rows."""
+"""The batches of a run are the same for 1, 2 and 4 processes, and each process reads only its part."""
 
 import json
 from pathlib import Path
@@ -14,10 +14,13 @@ SCRIPT = Path(__file__).with_name("read_batches.py")
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("model_axis_size", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_global_batches_are_the_same_for_1_2_and_4_processes(settings, model_axis_size, tmp_path):
-    """A mixture of two sources, shuffled, over 4 devices in a mesh of 2 x 2 or 4 x 1."""
-    settings["trainer"] |= {"model_axis_size": model_axis_size, "train_batch_size": 8}
+@pytest.mark.parametrize(
+    ("axis", "size"), [pytest.param("model", 1, marks=pytest.mark.long), ("model", 2), ("context", 4)]
+)
+def test_global_batches_are_the_same_for_1_2_and_4_processes(settings, axis, size, tmp_path):
+    """A mixture of two sources, shuffled, over 4 devices: in a mesh of 4 x 1 or 2 x 2, or each with a quarter of every
+    sequence."""
+    settings["trainer"] |= {f"{axis}_axis_size": size, "train_batch_size": 8}
     settings["data"] = {
         "tokenizer": settings["data"]["tokenizer"],
         "cache_dir": str(tmp_path / "cache"),
@@ -31,12 +34,17 @@ def test_global_batches_are_the_same_for_1_2_and_4_processes(settings, model_axi
     config.write_text(json.dumps(settings))
     (alone,) = run_processes(SCRIPT, 1, tmp_path, config)
     assert alone["rows"] == list(range(8))
-    assert len(alone["held"]) == 100 * 3 * 8  # tokens, loss_mask and segments of every row
+    parts = size if axis == "context" else 1
+    assert len(alone["held"]) == 100 * 3 * 8 * parts  # tokens, loss_mask and segments of every row
     assert len(set(alone["held"].values())) > 400  # rows differ, though epochs repeat the small corpus
+    length = settings["model"]["seq_len"]
+    assert alone["columns"] == [0, length]
     for count in (2, 4):
-        parts = run_processes(SCRIPT, count, tmp_path, config)
+        found = run_processes(SCRIPT, count, tmp_path, config)
         # each row is read by the processes whose devices hold it: two of 4 processes on a mesh of 2 x 2
-        readers = max(1, model_axis_size * count // DEVICES)
-        assert sorted(row for part in parts for row in part["rows"]) == sorted(list(range(8)) * readers)
-        together = {place: value for part in parts for place, value in part["held"].items()}
+        readers = max(1, size * count // DEVICES)
+        assert sorted(row for part in found for row in part["rows"]) == sorted(list(range(8)) * readers)
+        columns = [[number * length // count, (number + 1) * length // count] for number in range(count)]
+        assert sorted(part["columns"] for part in found) == (columns if parts > 1 else [[0, length]] * count)
+        together = {place: value for part in found for place, value in part["held"].items()}
         assert together == alone["held"]
