@@ -9,8 +9,7 @@ from lmtrain.config.redact import redact
 from lmtrain.config.schema import build_schema
 from lmtrain.config.show import show
 from lmtrain.run.config import RunConfig, resolved
-from lmtrain.run.run import ResolvedSettings, Run, resolve
-from lmtrain.runtime.logging import nothing_logged
+from lmtrain.run.run import Run, resolve
 
 
 def run(argv: list[str]) -> int:
@@ -46,7 +45,14 @@ def _show(argv: list[str]) -> int:
     )
     arguments, run = parse_run(parser, argv)
     if arguments.resolved:
-        run = _with_replicas(_resolved(run))
+        run = _resolved(run)
+        if run.config.trainer.replica_dcn_axis_size == "auto":
+            from lmtrain.train.start.replicas import resolve_replicas
+
+            try:
+                run = resolve_replicas(run)
+            except UserError as error:
+                print(f"note: replica_dcn_axis_size depends on the devices, and stays auto: {error}", file=sys.stderr)
     if arguments.plot_lr is not None:
         from lmtrain.optim.plot import plot_learning_rate
 
@@ -76,24 +82,6 @@ def _resolved(run: Run) -> Run:
         )
         return run
     return resolve(run, length_of_data(run.config, find_caches(data, validation=False)))
-
-
-def _with_replicas(run: Run) -> Run:
-    """The run with the number of replicas over slices that auto gives on the devices of this machine."""
-    if run.config.trainer.replica_dcn_axis_size != "auto":
-        return run
-    from lmtrain.hf.find_tokenizer import open_tokenizer
-    from lmtrain.train.program.program import build_program
-
-    try:
-        with nothing_logged():
-            vocab_size = open_tokenizer(run.config.data.tokenizer, run.config.data.vocab_size).vocab_size
-            replicas = build_program(run.config, vocab_size).replicas
-    except UserError as error:
-        print(f"note: replica_dcn_axis_size stays auto, since this machine cannot run it: {error}", file=sys.stderr)
-        return run
-    settings = {"trainer": {"replica_dcn_axis_size": replicas.number}}
-    return resolve(run, ResolvedSettings(f"auto: {replicas.reason}", settings))
 
 
 def _schema(argv: list[str]) -> int:

@@ -38,6 +38,7 @@ def describe(program: Program, accelerator: Accelerator | None) -> dict[str, Any
         "precision": str(config.trainer.precision),
         "seq_len": config.model.seq_len,
         "mesh": dict(program.layout.mesh.shape),
+        "replicas": _describe_replicas(program),
         "attention": program.attention.name,
         "attention_reason": program.attention.reason,
         "batches": {str(batch): parts for batch, parts in program.batching.num_microbatches.items()},
@@ -50,6 +51,12 @@ def describe(program: Program, accelerator: Accelerator | None) -> dict[str, Any
         "state": dict(use.state),
         "advice": use.advice(accelerator.memory if accelerator else None),
     }
+
+
+def _describe_replicas(program: Program) -> str:
+    """How many replicas are over slices, with the reason of auto; empty for one slice."""
+    number, reason = program.replicas
+    return f"{number} over slices or hosts ({reason})" if reason and len(set(program.layout.slice_ids)) > 1 else ""
 
 
 def compiled_figures(

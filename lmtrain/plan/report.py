@@ -69,11 +69,13 @@ def _step_json(figures: dict[str, Any], plan: Plan, capacity: float | None) -> d
 
 def model_lines(program: Mapping[str, Any], device: str, vocabulary: str) -> Iterator[str]:
     """Model, devices, batch and the table of parameters."""
-    mesh = " x ".join(f"{name} {size}" for name, size in program["mesh"].items())
+    mesh = " x ".join(f"{name} {size}" for name, size in program["mesh"].items() if (name, size) != ("context", 1))
     yield f"model       {program['model']}, {program['parameters']:,} parameters"
     yield f"vocabulary  {vocabulary}"
     yield f"precision   {program['precision']}"
     yield f"devices     {device}: {mesh}"
+    if program["replicas"]:
+        yield f"replicas    {program['replicas']}"
     yield f"attention   {program['attention']} ({program['attention_reason']})"
     for batch, parts in program["batches"].items():
         each = int(batch) // program["batch_shards"]

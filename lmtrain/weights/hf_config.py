@@ -15,6 +15,7 @@ from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
 from lmtrain.hf.weight_files import locate, read_model_config
 from lmtrain.models.registry import family_of, hf_family
+from lmtrain.models.rope_config import RopeConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import ResolvedSettings, Run, resolve, validate
 from lmtrain.runtime.logging import log
@@ -91,18 +92,29 @@ def _names_tokenizer(config: RunConfig) -> bool:
 
 
 def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> dict[str, Any]:
-    """Their `model` section with our values of other settings than the architecture.
+    """Their `model` section with our values of other settings than the architecture, and our scaling of RoPE.
 
-    Raises `UserError` if the config sets a part of the architecture.
+    Raises `UserError` if the config sets another part of the architecture.
     """
     ours = config.model
     given = ours.model_fields_set if "model" in config.model_fields_set else set()
     if "type" in given and ours.type != theirs["type"]:
         raise UserError(f"model.type: {ours.type}, but {source} is of type {theirs['type']}")
-    excess = sorted(given & settings_of(type(ours), Role.ARCHITECTURE) - {"type"})
+    excess = sorted(given & settings_of(type(ours), Role.ARCHITECTURE) - {"type", "rope"})
     if excess:
         raise UserError(f"model.{excess[0]}: defined by {source} because of use_hf_model_config; remove one of the two")
-    return dict(theirs) | {name: getattr(ours, name) for name in given}
+    written = dict(theirs) | {name: getattr(ours, name) for name in given}
+    if "rope" in given:
+        written["rope"] = _scaled_rope(theirs.get("rope") or {}, ours.rope)
+        log.info(f"model.rope: {source} has {theirs.get('rope') or 'the default'}, this run uses {written['rope']}")
+    return written
+
+
+def _scaled_rope(theirs: Mapping[str, Any], ours: RopeConfig) -> dict[str, Any]:
+    """A base model's RoPE with our scaling for a longer context; another type of scaling replaces all but theta."""
+    given = {name: getattr(ours, name) for name in ours.model_fields_set}
+    kept = {"theta": theirs["theta"]} if "type" in given and "theta" in theirs else {}
+    return (kept if "type" in given else dict(theirs)) | given
 
 
 def hf_ref(config: RunConfig) -> str | None:
@@ -174,6 +186,9 @@ def _check_agrees(ref: str, config: RunConfig) -> None:
     theirs = validate({"model": settings}, f"{ref}: its config.json").model.meaning()
     ours = config.model.meaning()
     differ = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
+    if "rope" in differ and getattr(config.model, "rope", RopeConfig()).type != "default":  # a longer context
+        differ.discard("rope")
+        log.info(f"model.rope: {ref} has {theirs['rope']}, this run uses {ours['rope']}")
     if hf_family(settings["type"]).ALWAYS_HAS_BIASES and not ours.get("use_bias"):
         differ.discard("use_bias")  # loading requires theirs to be zero
     if differ:

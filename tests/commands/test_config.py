@@ -116,6 +116,18 @@ def test_show_resolved_has_the_steps_that_the_data_gives_once_it_is_tokenized(ru
     assert "note" not in printed
 
 
+def test_show_resolved_has_the_replicas_that_these_devices_get(run_cli, tmp_path):
+    settings = {"data": {"tokenizer": "passthrough", "vocab_size": 64, "enforce_eos": False}}
+    (tmp_path / "bare.yaml").write_text(yaml.safe_dump(settings))
+    done = run_cli("config", "show", "bare.yaml", "--resolved")
+    (line,) = [line for line in done.stdout.splitlines() if "replica_dcn_axis_size" in line]
+    assert line.split() == ["replica_dcn_axis_size:", "1", "#", "auto:", "one", "slice", "or", "host"]
+    other = run_cli("config", "show", "bare.yaml", "--resolved", "--trainer.model_axis_size", "3")
+    assert other.returncode == 0
+    assert "note: replica_dcn_axis_size depends on the devices, and stays auto: trainer.model_axis_size" in other.stderr
+    assert "replica_dcn_axis_size: auto " in other.stdout
+
+
 def test_show_resolved_has_the_sizes_of_the_initial_model(run_cli, tmp_path):
     base = tmp_path / "base"
     base.mkdir()

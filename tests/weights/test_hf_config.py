@@ -161,3 +161,37 @@ def test_a_resumed_run_does_not_need_its_base_model(tmp_path, settings, write_co
     assert "nothing to do" in run_cli("train", config, *begin, code=0).stderr
     assert "2/2" in run_cli("train", bare, *own, "--trainer.num_train_steps", "2", code=0).stderr
     assert "base" in run_cli("train", config, *begin, "--trainer.id", "fourth", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"type": "yarn", "factor": 16.0, "original_seq_len": 8192},
+            {"type": "yarn", "theta": 5e5, "factor": 16.0, "original_seq_len": 8192},
+        ),
+        (
+            {"type": "llama3", "factor": 32.0, "original_seq_len": 8192, "theta": 1e6},
+            {"type": "llama3", "theta": 1e6, "factor": 32.0, "original_seq_len": 8192},
+        ),
+        ({"theta": 8e6}, {"type": "linear", "theta": 8e6, "factor": 2.0}),
+    ],
+)
+@pytest.mark.parametrize("takes_sizes", [True, False])
+def test_a_longer_context_is_the_base_with_another_rope(tmp_path, given, expected, takes_sizes):
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_theta": 5e5, "vocab_size": 384, **scaling}))
+    sizes = {} if takes_sizes else hf_settings(str(tmp_path)) | {"rope": {}}
+    settings = {
+        "model": {**sizes, "type": "llama", "seq_len": 131072, "rope": given if takes_sizes else expected},
+        "initialize_from_hf": str(tmp_path),
+        "use_hf_model_config": takes_sizes,
+        "data": {"tokenizer": "passthrough", "vocab_size": 384, "enforce_eos": False},
+    }
+    config = RunConfig.model_validate(settings)
+    rope = resolve_hf(Run(LoadedConfig(config, path="long.yaml"), "long")).config.model.rope
+    assert rope.model_dump(exclude_defaults=True) == expected
+    if takes_sizes:
+        settings["model"]["num_kv_heads"] = 2
+        with pytest.raises(UserError, match=r"model.num_kv_heads: defined by .* use_hf_model_config"):
+            resolve_hf(Run(LoadedConfig(RunConfig.model_validate(settings), path="long.yaml"), "long"))
