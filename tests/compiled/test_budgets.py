@@ -43,7 +43,8 @@ def test_fsdp_on_gpus_sends_the_minimum(name):
     "name", ["llama2", *(pytest.param(name, marks=pytest.mark.long) for name in [*FAMILIES[1:], "gpt2"])]
 )
 def test_fsdp_over_two_hosts_sends_the_minimum(name):
-    found = plan(*family(name, 64), *HOSTS)
+    found = plan(*family(name, 64), *HOSTS, "--replica_dcn_axis_size", "1")
+    assert found["mesh"]["data"] == 16
     assert wire(found) <= 1.15
     assert products(found) <= 1.05
 
@@ -121,6 +122,43 @@ def test_tensor_parallelism_splits_the_residual_stream():
     assert found["memory"]["temporary"] <= 9.5 * 2**30
     large = {row["kind"] for row in found["collectives"] if row["bytes"] > 1e8}
     assert large == {"all-gather", "reduce-scatter"}
+
+
+def context(length: int, sequences: int, size: int) -> tuple[str, ...]:
+    """Llama 3 8B on sequences of this length, each split over `size` devices."""
+    batch = ("--trainer.train_batch_size", str(sequences), "--trainer.per_device_parallelism", "1")
+    split = ("--model.seq_len", str(length), "--trainer.context_axis_size", str(size))
+    return ("llama3_8b", *batch, *split, "--model.gradient_checkpointing", "full")
+
+
+SIXTY_FOUR = ("--device", "h100", "--devices", "64", "--step", "train")
+
+
+def test_sequences_of_128_k_tokens_on_64_gpus():
+    found = plan(*context(131072, 8, 8), *SIXTY_FOUR)
+    assert found["mesh"] == {"replica": 1, "data": 8, "context": 8, "model": 1}
+    assert found["wire_by_network"]["NVLink"] <= 30e9
+    assert found["seconds"]["wire"] <= 0.2
+    assert found["memory"]["peak"] <= 12 * 2**30
+    assert products(found) <= 1.01
+    assert wire(found) <= 1.05
+
+
+def test_a_sequence_of_a_million_tokens_fits_on_64_gpus_with_32_heads():
+    found = plan(*context(2**20, 1, 64), *SIXTY_FOUR)
+    assert found["fits"]
+    assert found["memory"]["peak"] <= 13 * 2**30
+    assert products(found) <= 1.01
+    assert wire(found) <= 1.05
+
+
+@pytest.mark.long
+def test_sequences_split_on_a_pod_sum_no_activations():
+    found = plan(*context(131072, 16, 4), *FOUR, *POD)
+    weights = {row["where"] for row in found["collectives"] if row["kind"] == "all-reduce" and row["bytes"] > 1e6}
+    assert weights <= {"models/layers/linear.py:66", "objectives/row_losses.py:122"}, "other than of gradients"
+    hidden = 131072 // 4 * 4096 * 2
+    assert not [row for row in found["collectives"] if row["kind"] == "all-reduce" and row["bytes"] == hidden]
 
 
 def test_a_split_sequence_splits_the_products():
@@ -226,7 +264,8 @@ def test_logging_in_a_model_sends_only_the_logged_values(tmp_path):
 @pytest.mark.long
 def test_replicas_on_slices_sum_only_their_gradients():
     slices = ("--device", "v5e", "--topology", "4x4", "--slices", "2", "--step", "train")
-    found = plan(*family("llama2", 128), *slices, "--replica_dcn_axis_size", "2")
+    found = plan(*family("llama2", 128), *slices)
+    assert found["replicas"].startswith("2 over slices or hosts (one in each")
     assert wire(found) <= 1.5
     slow = [row for row in found["collectives"] if row["network"] == "DCN" and row["bytes"] > 1e5]
     assert slow
@@ -234,6 +273,15 @@ def test_replicas_on_slices_sum_only_their_gradients():
     # each of two replicas sends its part of the gradients once: in bfloat16, tables in float32
     sent = sum(row["wire_bytes"] for row in slow)
     assert sent <= 1.15 * 4 * found["parameters"] / 16
+
+
+@pytest.mark.long
+def test_fsdp_over_two_slices():
+    flags = ("gpt2_small", "--device", "v5e", "--topology", "2x2", "--slices", "2", "--step", "train")
+    found = plan(*flags, "--replica_dcn_axis_size", "1")
+    assert found["mesh"]["data"] == 8
+    assert wire(found) <= 1.5
+    assert found["wire_by_network"]["DCN"] <= 0.35e9
 
 
 def test_replicas_on_hosts_sum_only_their_gradients():
