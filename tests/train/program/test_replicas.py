@@ -10,20 +10,20 @@ HOSTS = [FakeDevice(number, number // 8, number // 8, "cuda", "NVIDIA H100") for
 GIB = 2**30
 
 
-def choose(memory=80 * GIB, state=80 * GIB, devices=HOSTS, **settings):
+def choose(memory=80 * GIB, state=40 * GIB, devices=HOSTS, **settings):
     """For a state of this size in total, which FSDP splits over `data`."""
     config = PartitioningConfig(**settings)
     return choose_replicas(config, devices, None, lambda layout: state // layout.mesh.shape["data"], memory)
 
 
 def test_a_state_that_fits_into_each_host_is_replicated():
-    assert choose() == (4, "one in each slice or host, whose state takes 10.0 GiB of 80.0 GiB per device")
+    assert choose() == (4, "one in each slice or host, whose state takes 5.0 GiB of 80.0 GiB per device")
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"state": 240 * GIB}, "the state of a replica in each slice or host takes 30.0 GiB of 80.0 GiB per device"),
+        ({"state": 80 * GIB}, "the state of a replica in each slice or host takes 10.0 GiB of 80.0 GiB per device"),
         ({"memory": None}, "the memory of the devices is unknown"),
         ({"devices": HOSTS[:8]}, "one slice or host"),
         ({"context_axis_size": 16}, "a model on 16 devices needs several slices or hosts"),
