@@ -31,6 +31,8 @@ OTHERS = {
     "2 processes": (2, 2, EIGHT),
     "8 devices, data parallel": (1, 8, ALONE),
     "8 devices, replicas": (1, 8, (*EIGHT, "--trainer.replica_ici_axis_size", "2")),
+    "4 devices, context axis of 4": (1, 4, (*ALONE, "--trainer.context_axis_size", "4")),
+    "2 processes, context axis of 4": (2, 2, (*ALONE, "--trainer.context_axis_size", "4")),
     "8 devices, model axis of 4": (1, 8, ("--trainer.model_axis_size", "4", "--trainer.tensor_parallel_axes", "[mlp]")),
 }
 NOT_LONG = "1 device"
@@ -95,7 +97,7 @@ def assert_same_losses(folder: Path, run: str, other: str = "eight", *, after: i
 
 def test_the_checkpoint_has_sharded_arrays_and_the_loss_falls(folder):
     output = (folder / "eight.0.txt").read_text()
-    assert "8 cpu device(s), mesh {'replica': 1, 'data': 4, 'model': 2}" in output
+    assert "8 cpu device(s), mesh {'replica': 1, 'data': 4, 'context': 1, 'model': 2}" in output
     assert re.search(r"blocks/mlp/up/kernel +\| layers 2, embed 32/data 4, mlp 128/model 2 ", output)
     found = logged(folder, "train/loss", "eight")
     assert found[LAST] < found[1] - 1
@@ -127,6 +129,15 @@ def test_a_run_of_one_device_resumes_on_eight(folder):
     output = resume(folder, "grown", 1, 8, EIGHT, source="alone")
     assert "mesh.data: the checkpoint has 1, this run has 4" in output
     assert_same_losses(folder, "grown", "alone")
+
+
+@pytest.mark.long
+def test_a_run_with_split_sequences_resumes_with_other_parts(folder):
+    two, four = ((*ALONE, "--trainer.context_axis_size", size) for size in ("2", "4"))
+    resume(folder, "quarters", 1, 8, four)
+    output = resume(folder, "halves", 1, 8, two, source="quarters", step=8)
+    assert "mesh.context: the checkpoint has 4, this run has 2" in output
+    assert_same_losses(folder, "halves", after=8)
 
 
 @pytest.mark.long

@@ -47,7 +47,8 @@ def describe_run(
         "config": resolved(config),
         "machine": {
             "device": jax.devices()[0].device_kind,
-            "mesh": dict(program.layout.mesh.shape),
+            # checkpoints from before context parallelism have no such axis
+            "mesh": {axis: size for axis, size in program.layout.mesh.shape.items() if (axis, size) != ("context", 1)},
             "microbatches": microbatches,
             "xla_options": program.xla_options,
         },
