@@ -67,9 +67,10 @@ def has_auxiliary(model: LanguageModel) -> bool:
     model = without_kernels(model)
     params = nn.meta.unbox(abstract_params(model))
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    _, sown = jax.eval_shape(
-        lambda params, tokens: model.apply({"params": params}, tokens, True, method="hidden", mutable=[AUXILIARY]),
-        params,
-        tokens,
-    )
+    with nn.logical_axis_rules([]):  # two tokens do not divide over devices
+        _, sown = jax.eval_shape(
+            lambda params, tokens: model.apply({"params": params}, tokens, True, method="hidden", mutable=[AUXILIARY]),
+            params,
+            tokens,
+        )
     return bool(jax.tree.leaves(sown))

@@ -74,7 +74,7 @@ def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[t
         if size != config.trainer.context_axis_size and divides and request.target.num_devices % size == 0:
             yield f"context_axis_size {size}", {**current, "trainer.context_axis_size": size}
     slices = topology.slices if topology else 1
-    for copies in {1, slices}:
+    for copies in {1, slices} - {slices if slices == 1 else 0}:
         if copies != config.trainer.replica_dcn_axis_size:
             yield f"replica_dcn_axis_size {copies}", {**current, "trainer.replica_dcn_axis_size": copies}
     for copies in (1, 2, 4, 8):

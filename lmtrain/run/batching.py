@@ -17,8 +17,13 @@ class Batching:
     eval_batch: int
 
 
-def check_seq_len(seq_len: int, parts: int) -> None:
-    """Raise `UserError` if sequences cannot be split over `parts` devices."""
+def check_seq_len(seq_len: int, parts: int, halves: bool = False) -> None:
+    """Raise `UserError` if sequences cannot be split over `parts` devices, with `halves` in two parts each."""
+    if halves and seq_len % parts == 0 and seq_len % (2 * parts):
+        raise UserError(
+            f"model.seq_len: {seq_len:,} positions over {parts} devices, which do not divide the attention heads, are "
+            f"split into {2 * parts} parts: use a multiple of that, or another trainer.context_axis_size"
+        )
     if seq_len % parts:
         near = " or ".join(map(str, nearest_divisors(seq_len, parts)))
         raise UserError(

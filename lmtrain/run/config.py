@@ -78,12 +78,6 @@ class RunConfig(HuggingFaceConfig):
                 f"{self.model.type} uses ALiBi, which has no positions to reset: remove this setting, or set "
                 "data.mask_across_documents: true",
             )
-        if self.trainer.sequence_parts > 1 and "dropout" in self.model.attention_needs:
-            raise field_error(
-                "model.attn_pdrop",
-                "devices that split a sequence (trainer.context_axis_size) share no dropout on attention weights: set "
-                "it to 0",
-            )
         if isinstance(self.objective, WeightedCrossEntropyConfig):
             for name in self.objective.source_weights:
                 if name not in (self.data.configs or {}):

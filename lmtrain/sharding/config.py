@@ -37,7 +37,10 @@ class PartitioningConfig(Section):
     )
     model_axis_size: int = execution(1, ge=1, description="Tensor-parallel size: devices along the model axis")
     replica_ici_axis_size: int = execution(
-        1, ge=1, description="Number of model replicas within a slice; each is split over the other devices (HSDP)"
+        1,
+        ge=1,
+        description="Number of model replicas within a slice, or in all with replica_dcn_axis_size 1; each is split "
+        "over the other devices (HSDP)",
     )
     replica_dcn_axis_size: int | Literal["auto"] = execution(
         "auto",
@@ -116,6 +119,10 @@ class PartitioningConfig(Section):
         if "batch" in self.parameter_axis_resources:
             raise field_error("parameter_axis_resources", "parameters have no axis 'batch', only activations do")
         compute = self.compute_mapping
+        if self.context_axis_size > 1 and "context" not in compute["act_seq"]:
+            raise field_error(
+                "context_axis_size", "has no effect, since a mapping splits 'position' otherwise; remove one of the two"
+            )
         for name in ("axis_resources", "compute_axis_resources"):
             for axis in getattr(self, name):
                 both = set(compute.get(ACTIVATION_OF.get(axis, ""), ())) & set(compute["act_batch"])

@@ -105,7 +105,7 @@ def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> 
         raise UserError(f"model.{excess[0]}: defined by {source} because of use_hf_model_config; remove one of the two")
     written = dict(theirs) | {name: getattr(ours, name) for name in given}
     if "rope" in given:
-        written["rope"] = _scaled_rope(theirs.get("rope") or {}, ours.rope)
+        written["rope"] = _scaled_rope(theirs.get("rope") or {}, getattr(ours, "rope", RopeConfig()))
         log.info(f"model.rope: {source} has {theirs.get('rope') or 'the default'}, this run uses {written['rope']}")
     return written
 
@@ -186,7 +186,7 @@ def _check_agrees(ref: str, config: RunConfig) -> None:
     theirs = validate({"model": settings}, f"{ref}: its config.json").model.meaning()
     ours = config.model.meaning()
     differ = {name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)}
-    if "rope" in differ and getattr(config.model, "rope", RopeConfig()).type != "default":  # a longer context
+    if "rope" in differ and _is_longer_context(theirs, ours, config):
         differ.discard("rope")
         log.info(f"model.rope: {ref} has {theirs['rope']}, this run uses {ours['rope']}")
     if hf_family(settings["type"]).ALWAYS_HAS_BIASES and not ours.get("use_bias"):
@@ -202,6 +202,14 @@ def _check_agrees(ref: str, config: RunConfig) -> None:
             "  set use_hf_model_config: true to use the model's values"
         )
     _check_length(ref, config.model.seq_len, settings)
+
+
+def _is_longer_context(theirs: Mapping[str, Any], ours: Mapping[str, Any], config: RunConfig) -> bool:
+    """Whether only the scaling of RoPE differs; its base may be given, too."""
+    if "rope" not in theirs or "rope" not in ours or ours["rope"]["type"] == "default":
+        return False
+    given: set[str] = getattr(config.model, "rope", RopeConfig()).model_fields_set
+    return ours["rope"]["theta"] == theirs["rope"]["theta"] or "theta" in given
 
 
 def _check_length(ref: str, seq_len: int, settings: Mapping[str, Any]) -> None:

@@ -65,6 +65,9 @@ def test_sequences_that_do_not_divide_over_devices_are_an_error_with_lengths_tha
     for parts in (1, 2, 8):
         check_seq_len(1024, parts)
     with pytest.raises(
-        UserError, match=r"model\.seq_len: 1,000 .* 16 devices .*position\); it divides over 10 or 20 devices"
+        UserError, match=r"model\.seq_len: 1,000 .* 16 devices .*context_axis_size\); it divides over 10 or 20 devices"
     ):
         check_seq_len(1000, 16)
+    check_seq_len(48, 2, halves=True)
+    with pytest.raises(UserError, match=r"model\.seq_len: 42 positions over 2 devices.* into 4 parts: use a multiple"):
+        check_seq_len(42, 2, halves=True)

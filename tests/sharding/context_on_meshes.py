@@ -74,7 +74,9 @@ def run(case: dict, devices: int, trainer: dict) -> tuple[list[float], dict[str,
 
 def main() -> None:
     found, alone = {}, {}
-    for case in map(json.loads, sys.argv[2:]):
+    for number, case in enumerate(map(json.loads, sys.argv[2:])):
+        if number == 0:  # before the same model is traced for one device
+            run(case, case["devices"], case["trainer"])
         key = json.dumps({name: case.get(name) for name in ("model", "data", "lora", "optimizer")})
         if key not in alone:
             alone[key] = run(case, 1, {})

@@ -15,6 +15,7 @@ NO_DROPOUT = {"attn_pdrop": 0, "embed_pdrop": 0, "resid_pdrop": 0}
 
 # Name -> devices, settings of the trainer, of the model, others. Models have 4 heads. "exchanged": heads for positions.
 SHORT = {
+    "first in a process, with data": (8, {"context_axis_size": 2}, {}, {}),
     "exchanged, with FSDP": (8, {"context_axis_size": 4}, {}, {}),
     "two groups of four gather, which swap queries": (8, {"context_axis_size": 8}, {"num_kv_heads": 2}, {}),
     "ALiBi, blocks, gathered": (8, {"context_axis_size": 8}, {"type": "mpt", "num_heads": 2, **BLOCKS}, {}),
@@ -33,6 +34,10 @@ LONG = {
     "learned positions that restart": (8, {"context_axis_size": 4}, {"type": "gpt2", **NO_DROPOUT},
                                        {"data": {"reset_positions": True}}),
     "rotary positions that restart": (8, {"context_axis_size": 8}, {}, {"data": {"reset_positions": True}}),
+    "tensor parallelism of senses that do not divide": (8, {"context_axis_size": 2, **TENSOR, "model_axis_size": 4},
+                                                        {"type": "backpack", "num_senses": 2, **NO_DROPOUT, **BLOCKS},
+                                                        {}),
+    "three heads": (8, {"context_axis_size": 8}, {"hidden_dim": 48, "num_heads": 3}, {}),
     "backpack": (4, {"context_axis_size": 4}, {"type": "backpack", "num_senses": 4, **NO_DROPOUT}, {}),
     "tensor parallelism": (8, {"context_axis_size": 2, **TENSOR}, {}, {}),
     "tensor parallelism and groups": (8, {"context_axis_size": 4, **TENSOR}, {"num_kv_heads": 2}, {}),

@@ -171,6 +171,18 @@ def test_context_parallelism_splits_sequences_and_the_state():
     assert (older.sequence_parts, older.head_parts) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"compute_axis_resources": {"position": "model"}, "model_axis_size": 2},
+        {"axis_resources": {"position": None}},
+    ],
+)
+def test_context_parallelism_that_a_mapping_overrides_is_refused(mapping):
+    with pytest.raises(ValueError, match="has no effect, since a mapping splits 'position' otherwise"):
+        PartitioningConfig(context_axis_size=2, **mapping)
+
+
 def test_specific_mappings_override_axis_resources_which_apply_to_both():
     layout = build_layout(
         PartitioningConfig(

@@ -191,7 +191,23 @@ def test_a_longer_context_is_the_base_with_another_rope(tmp_path, given, expecte
     config = RunConfig.model_validate(settings)
     rope = resolve_hf(Run(LoadedConfig(config, path="long.yaml"), "long")).config.model.rope
     assert rope.model_dump(exclude_defaults=True) == expected
+    if not takes_sizes:  # its base frequency is the model's, or given
+        settings["model"]["rope"] = {"type": "yarn", "factor": 4.0, "original_seq_len": 64}
+        with pytest.raises(UserError, match=r"model.rope: this config has .*10000.0.*, the model has .*500000.0"):
+            resolve_hf(Run(LoadedConfig(RunConfig.model_validate(settings), path="long.yaml"), "long"))
     if takes_sizes:
         settings["model"]["num_kv_heads"] = 2
         with pytest.raises(UserError, match=r"model.num_kv_heads: defined by .* use_hf_model_config"):
             resolve_hf(Run(LoadedConfig(RunConfig.model_validate(settings), path="long.yaml"), "long"))
+
+
+def test_a_rope_for_a_base_without_one_is_a_difference(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 1}))
+    rope = {"type": "yarn", "factor": 4.0, "original_seq_len": 64}
+    settings = {
+        "model": {"type": "llama", "hidden_dim": 32, "num_heads": 4, "num_layers": 1, "rope": rope},
+        "initialize_from_hf": str(tmp_path),
+        "data": {"tokenizer": "passthrough", "vocab_size": 384, "enforce_eos": False},
+    }
+    with pytest.raises(UserError, match="does not match this config's model section"):
+        resolve_hf(Run(LoadedConfig(RunConfig.model_validate(settings), path="long.yaml"), "long"))

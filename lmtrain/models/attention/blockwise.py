@@ -19,6 +19,9 @@ from lmtrain.models.layers.remat import SAVED_ATTENTION
 
 DEFAULT_BLOCK_SIZE = 512
 
+# Part of the names of the backward pass, which loops over blocks of keys and, inside, of queries.
+OF_KEYS = "of_keys"
+
 
 class _Static(NamedTuple):
     """Static arguments: block size, number of keys that a query sees."""
@@ -130,7 +133,8 @@ def _backward(static: _Static, saved: Any, d_mixed: jax.Array) -> tuple[Any, ...
         d_q, d_k, d_v = jax.lax.fori_loop(*_queries_of(j, blocks, where, static), add, begin)
         return d_q, (d_k, d_v)
 
-    d_q, (d_k, d_v) = jax.lax.scan(of_keys, jnp.zeros(q.shape, jnp.float32), jnp.arange(key_blocks))
+    with jax.named_scope(OF_KEYS):
+        d_q, (d_k, d_v) = jax.lax.scan(of_keys, jnp.zeros(q.shape, jnp.float32), jnp.arange(key_blocks))
     return d_q.astype(q.dtype), _join(d_k, axis=2).astype(k.dtype), _join(d_v, axis=2).astype(v.dtype), None
 
 

@@ -9,7 +9,7 @@ import jax
 
 from lmtrain.models.attention.names import FEATURES, AttentionBackend
 from lmtrain.models.attention.options import Options
-from lmtrain.models.attention.split import is_sequence_split, on_each_device
+from lmtrain.models.attention.split import on_each_device, positions_over
 
 # (q [B, H, S, C], k [B, K, S, C], v [B, K, S, D], scale, options) -> [B, H, S, D]
 Call = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | float, Options], jax.Array]
@@ -76,6 +76,8 @@ def self_attend(
     for feature, is_used in options.features.items():
         assert not is_used or feature in kernel.features, f"{backend} attention has no {FEATURES[feature]}"
     with jax.named_scope(kernel.scope):
-        if kernel.is_split and not is_sequence_split(q_BHSC.shape[2]):
+        is_whole = not positions_over(q_BHSC.shape[2], q_BHSC.shape[1])
+        # one random mask for all devices needs the compiler, which gathers what they split
+        if kernel.is_split and (is_whole or options.drop is not None):
             return kernel.call(q_BHSC, k_BKSC, v_BKSC, scale, options)
         return on_each_device(lambda q, k, v, own: kernel.call(q, k, v, scale, own), q_BHSC, k_BKSC, v_BKSC, options)

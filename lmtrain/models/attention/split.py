@@ -29,10 +29,16 @@ def exchange_size(parts: int, heads: int) -> int:
     return math.gcd(parts, heads)
 
 
-def is_sequence_split(length: int) -> bool:
-    """Whether devices split sequences of this length. Those that do not divide, as in generation, are not split."""
+def positions_over(length: int, heads: int) -> tuple[str, ...]:
+    """The mesh axes that split sequences of this length; none if these do not divide, as in generation.
+
+    `heads` are those of a device. Groups that swap halves of queries need an even number of them.
+    """
     positions = split_over("act_seq")
-    return bool(positions) and length % num_parts(positions) == 0
+    parts = num_parts(positions)
+    size = exchange_size(parts, heads)
+    divides = length % parts == 0 and (size == parts or length // parts * size % 2 == 0)
+    return positions if divides else ()
 
 
 def on_each_device(
@@ -41,11 +47,14 @@ def on_each_device(
     """`local(q, k, v, options)` of each device's part, whose options have its own segments and slopes.
 
     Where devices split the query heads and the key heads cannot be split in the same way, each query head gets its own
-    copy.
+    copy. What does not divide over its devices is not split.
     """
     batch, heads, length, _ = q_BHSC.shape
-    by_batch, by_heads, by_keys = (split_over(axis) for axis in ("act_batch", "act_heads", "act_kv_heads"))
-    positions = split_over("act_seq") if is_sequence_split(length) else ()
+    by_batch, by_heads, by_keys = (
+        _dividing(axis, size)
+        for axis, size in (("act_batch", batch), ("act_heads", heads), ("act_kv_heads", k_BKSC.shape[1]))
+    )
+    positions = positions_over(length, heads // num_parts(by_heads))
     if by_heads != by_keys and k_BKSC.shape[1] != heads:
         k_BKSC, v_BKSC = (jnp.repeat(x, heads // k_BKSC.shape[1], axis=1) for x in (k_BKSC, v_BKSC))
     segments = jnp.zeros((batch, length), jnp.int32) if options.segments is None else options.segments
@@ -63,6 +72,11 @@ def on_each_device(
     specs = (of_heads, of_heads, of_heads, PartitionSpec(by_batch), PartitionSpec(by_heads))
     mixed: jax.Array = per_device(of_device, specs, of_heads)(q_BHSC, k_BKSC, v_BKSC, segments, slopes)
     return mixed
+
+
+def _dividing(axis: str, size: int) -> tuple[str, ...]:
+    names = split_over(axis)
+    return names if size % num_parts(names) == 0 else ()
 
 
 def _collected(

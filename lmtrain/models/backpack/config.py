@@ -40,7 +40,8 @@ class BackpackConfig(Gpt2Settings):
         return self.hidden_dim // self.num_senses
 
     def heads_on(self, parts: int) -> list[int]:
-        return [*super().heads_on(parts), self.num_senses]
+        senses = self.num_senses if self.num_senses % parts else self.num_senses // parts
+        return [*super().heads_on(parts), senses]
 
     @property
     def attention_needs(self) -> set[str]:

@@ -1,5 +1,6 @@
 """The program of a run, before any arrays exist: model, optimizer, layout of all arrays, and the step."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -192,7 +193,9 @@ def build_program(
     if replicas.reason and len(set(layout.slice_ids)) > 1:
         log.info(f"replica_dcn_axis_size: {replicas.number} ({replicas.reason})")
     batching = choose_batching(trainer, layout.num_batch_shards)
-    check_seq_len(config.model.seq_len, layout.num_parts("act_seq"))
+    parts = layout.num_parts("act_seq")
+    heads = config.model.heads_on(trainer.head_parts)
+    check_seq_len(config.model.seq_len, parts, any(each % parts and math.gcd(each, parts) % 2 for each in heads))
     log_attention(attention, needs, platform)
     watch = Watch(trainer.watch, axes)
     abstract, shardings = state_in(layout)
