@@ -14,7 +14,6 @@ from lmtrain.compiled.collectives import Network
 from lmtrain.compiled.executions import Trips
 from lmtrain.compiled.figures import Figures, measure
 from lmtrain.lora.model import ADAPTERS
-from lmtrain.models.attention.blockwise import OF_KEYS
 from lmtrain.models.attention.kernel import kernel_of
 from lmtrain.models.attention.split import exchange_size
 from lmtrain.models.params import abstract_params, count_parameters
@@ -117,12 +116,10 @@ def mean_trips(program: Program) -> Trips:
     if kernel.mean_trips is None:
         return lambda op_name: None
     window = getattr(config, "sliding_window", None)
-    mean = kernel.mean_trips(config.seq_len, config.flash_attention_block_size, window)
     parts, heads = program.config.trainer.sequence_parts, config.heads_on(program.config.trainer.head_parts)[0]
-    groups = parts // exchange_size(parts, heads)
-    # with several groups, an array of queries is one of 2 * groups parts of the sequence
-    of_keys = mean / (2 * groups) if groups > 1 else mean
-    return lambda op_name: (of_keys if OF_KEYS in op_name else mean) if kernel.scope in op_name else None
+    settings = config.seq_len, config.flash_attention_block_size, window, parts // exchange_size(parts, heads)
+    count = kernel.mean_trips
+    return lambda op_name: count(op_name, *settings) if kernel.scope in op_name else None
 
 
 def memory_of(compiled: Any, platform: str) -> dict[str, float]:

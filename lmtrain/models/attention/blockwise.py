@@ -20,7 +20,7 @@ from lmtrain.models.layers.remat import SAVED_ATTENTION
 DEFAULT_BLOCK_SIZE = 512
 
 # Part of the names of the backward pass, which loops over blocks of keys and, inside, of queries.
-OF_KEYS = "of_keys"
+_OF_KEYS = "of_keys"
 
 
 class _Static(NamedTuple):
@@ -72,6 +72,12 @@ def mean_blocks(length: int, block_size: int | None, window: int | None) -> floa
     blocks = -(-length // block)
     first = (0 if window is None else max(i * block - window + 1, 0) // block for i in range(blocks))
     return sum(i + 1 - begin for i, begin in enumerate(first)) / blocks
+
+
+def mean_trips(op_name: str, length: int, block_size: int | None, window: int | None, groups: int) -> float:
+    """`mean_blocks` of the loop with this name: with several groups, queries are one of 2 * groups parts."""
+    mean = mean_blocks(length, block_size, window)
+    return mean / (2 * groups) if groups > 1 and _OF_KEYS in op_name else mean
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -133,7 +139,7 @@ def _backward(static: _Static, saved: Any, d_mixed: jax.Array) -> tuple[Any, ...
         d_q, d_k, d_v = jax.lax.fori_loop(*_queries_of(j, blocks, where, static), add, begin)
         return d_q, (d_k, d_v)
 
-    with jax.named_scope(OF_KEYS):
+    with jax.named_scope(_OF_KEYS):
         d_q, (d_k, d_v) = jax.lax.scan(of_keys, jnp.zeros(q.shape, jnp.float32), jnp.arange(key_blocks))
     return d_q.astype(q.dtype), _join(d_k, axis=2).astype(k.dtype), _join(d_v, axis=2).astype(v.dtype), None
 
@@ -189,5 +195,5 @@ def _join(parts: jax.Array, axis: int = 3) -> jax.Array:
 
 
 KERNEL = Kernel(
-    "blockwise", None, all_but("dropout"), blockwise, auto_from=4096, uses_block_size=True, mean_trips=mean_blocks
+    "blockwise", None, all_but("dropout"), blockwise, auto_from=4096, uses_block_size=True, mean_trips=mean_trips
 )

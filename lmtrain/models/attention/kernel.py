@@ -25,7 +25,8 @@ class Kernel:
 
     `flops` of the forward and of the backward pass are relative to the two products of the forward pass over the keys
     that queries see; None if the products are in the text of a compiled program, where they are counted. `mean_trips`
-    gives the mean trip count of its loops with computed bounds, from sequence length, block size and window.
+    gives the mean trip count of its loops with computed bounds, from the name of the operation, sequence length, block
+    size, window, and the number of groups that gather keys (`split.py`).
     """
 
     name: str
@@ -36,7 +37,7 @@ class Kernel:
     uses_block_size: bool = False
     is_split: bool = False
     flops: tuple[float, float] | None = None
-    mean_trips: Callable[[int, int | None, int | None], float] | None = None
+    mean_trips: Callable[[str, int, int | None, int | None, int], float] | None = None
 
     @property
     def scope(self) -> str:
