@@ -66,7 +66,7 @@ class Plan:
 
 
 # What XLA prints before it aborts, and then a stack.
-_FAILED_CHECK = re.compile(r"(?:Check failed|RET_CHECK failure|INTERNAL): .*|Check failure .*")
+_FAILED_CHECK = re.compile(r"(?:Check failed|RET_CHECK failure|INTERNAL).*")
 
 
 def ask(request: Request, timeout: float, progress: Callable[[str], None] = lambda text: None) -> Plan:
@@ -165,8 +165,10 @@ def _work(
     if code == -signal.SIGKILL:
         return "the compiler's process was killed (SIGKILL), probably because this machine ran out of memory"
     text = log.read_text(errors="replace")
-    if code < 0 and (check := _FAILED_CHECK.search(text)):
-        return f"the compiler aborted ({signal.Signals(-code).name}): {check[0][:_QUOTED_LENGTH]}"
+    if code < 0:
+        found = _FAILED_CHECK.search(text)
+        reason = found[0][:_QUOTED_LENGTH] if found else "without a reason"
+        return f"the compiler cannot compile this program and aborted ({signal.Signals(-code).name}): {reason}"
     return quote(text) or f"the compiler's process exited with code {code}"
 
 

@@ -35,12 +35,20 @@ def test_errors_of_a_failed_compiler_are_shortened():
     assert len(quoted) <= 400
 
 
-def test_a_worker_that_dies_leaves_its_first_part_and_a_reason(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "failure"),
+    [
+        ("SIGKILL", "was killed (SIGKILL), probably because this machine ran out of memory"),
+        ("SIGABRT", "cannot compile this program and aborted (SIGABRT): Check failed: kind == kMixed (1 vs. 2)"),
+    ],
+)
+def test_a_worker_that_dies_leaves_its_first_part_and_a_reason(monkeypatch, tmp_path, number, failure):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     program = {"state": {"params": 1}, "device": "cpu", "devices": 1, "mesh": {}, "advice": []}
+    stack = "F1125 10:00 rewrites.cc:7] Check failed: kind == kMixed (1 vs. 2)\n@ 0x7f a\n@ 0x7f b\n@ 0x7f c\n@ 0x7f d"
     script = (
         "import os, signal, sys, pathlib; pathlib.Path(sys.argv[-1], 'program.json').write_text("
-        f"{json.dumps(program)!r}); os.kill(os.getpid(), signal.SIGKILL)"
+        f"{json.dumps(program)!r}); print({stack!r}, flush=True); os.kill(os.getpid(), signal.{number})"
     )
     real = subprocess.Popen
     monkeypatch.setattr(
@@ -48,7 +56,7 @@ def test_a_worker_that_dies_leaves_its_first_part_and_a_reason(monkeypatch, tmp_
     )
     plan = answers.ask(local_request(True, train_batch_size=4), 60.0)
     assert plan.program == program
-    assert "killed" in plan.failure
+    assert plan.failure.endswith(failure)
 
 
 def test_a_corrupt_answer_counts_as_missing(monkeypatch, tmp_path):

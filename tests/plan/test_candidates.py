@@ -23,6 +23,16 @@ def test_candidates_do_not_change_training_dynamics():
     assert len(names) == len(set(names))
 
 
+def test_long_sequences_are_split_and_one_slice_has_no_replicas():
+    plain = request()
+    names = {name for name, _ in alternatives(plain, {})}
+    assert not [name for name in names if name.startswith(("context", "replica_dcn"))]
+    long = plain.changed({"model.seq_len": 16384})
+    sizes = [name for name, _ in alternatives(long, {}) if name.startswith("context")]
+    assert sizes == ["context_axis_size 2", "context_axis_size 4", "context_axis_size 8"]
+    assert parallelisms(long, {"trainer.context_axis_size": 8}) == parallelisms(long, {"trainer.model_axis_size": 8})
+
+
 def test_the_settings_of_a_search_are_printed_as_yaml():
     changes = {"model.gradient_checkpointing": False, "trainer.tensor_parallel_axes": ["mlp", "heads"]}
     assert to_yaml(changes) == [
