@@ -29,6 +29,16 @@ def exchange_size(parts: int, heads: int) -> int:
     return math.gcd(parts, heads)
 
 
+def describe_split(parts: int, heads: int) -> str:
+    """How `parts` devices share a sequence, for the log."""
+    size = exchange_size(parts, heads)
+    exchange = f"{size} devices exchange heads for positions"
+    if size == parts:
+        return exchange
+    gather = f"{parts // size} groups gather keys and values and swap halves of queries"
+    return gather if size == 1 else f"{exchange}, {gather}"
+
+
 def positions_over(length: int, heads: int) -> tuple[str, ...]:
     """The mesh axes that split sequences of this length; none if these do not divide, as in generation.
 

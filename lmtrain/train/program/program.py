@@ -12,6 +12,7 @@ from lmtrain.config.describe import written
 from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.lora.model import adapt, trainable
 from lmtrain.models.attention.choose import Choice, choose_attention, log_attention
+from lmtrain.models.attention.split import describe_split
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import parameter_axes
 from lmtrain.models.registry import build_model
@@ -173,6 +174,9 @@ def build_program(
     platform = platform or platform_of(devices[0])
     needs = config.attention_needs()
     attention = choose_attention(needs, platform)
+    if (parts := trainer.sequence_parts) > 1:
+        how = describe_split(parts, config.model.heads_on(trainer.head_parts)[0])
+        attention = attention._replace(reason=f"{attention.reason}; {how}")
     model = adapt(config.lora, config.model, build_model(config.model, vocab_size, attention.name))
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     axes = trainable(model, parameter_axes(model))
@@ -193,7 +197,6 @@ def build_program(
     if replicas.reason and len(set(layout.slice_ids)) > 1:
         log.info(f"replica_dcn_axis_size: {replicas.number} ({replicas.reason})")
     batching = choose_batching(trainer, layout.num_batch_shards)
-    parts = layout.num_parts("act_seq")
     heads = config.model.heads_on(trainer.head_parts)
     check_seq_len(config.model.seq_len, parts, any(each % parts and math.gcd(each, parts) % 2 for each in heads))
     log_attention(attention, needs, platform)

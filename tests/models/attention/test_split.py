@@ -8,6 +8,8 @@ import sys
 import pytest
 from forked import fake_devices
 
+from lmtrain.models.attention.split import describe_split
+
 SCRIPT = """
 import json
 import jax, numpy as np
@@ -57,6 +59,18 @@ with build_layout(PartitioningConfig(**heads)).active():
     text = program("splash", None).lower(lowering_platforms=("tpu",)).as_text()
 print(json.dumps([result, text.count("tpu_custom_call")]))
 """
+
+
+@pytest.mark.parametrize(
+    ("parts", "heads", "text"),
+    [
+        (8, 32, "8 devices exchange heads for positions"),
+        (64, 32, "32 devices exchange heads for positions, 2 groups gather keys and values and swap halves of queries"),
+        (8, 25, "8 groups gather keys and values and swap halves of queries"),
+    ],
+)
+def test_the_log_says_how_a_sequence_is_shared(parts, heads, text):
+    assert describe_split(parts, heads) == text
 
 
 @pytest.mark.long
