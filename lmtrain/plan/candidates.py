@@ -74,8 +74,9 @@ def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[t
         if size != config.trainer.context_axis_size and divides and request.target.num_devices % size == 0:
             yield f"context_axis_size {size}", {**current, "trainer.context_axis_size": size}
     slices = topology.slices if topology else 1
-    for copies in {1, slices} - {slices if slices == 1 else 0}:
-        if copies != config.trainer.replica_dcn_axis_size:
+    now = config.trainer.replica_dcn_axis_size
+    for copies in {1, slices}:
+        if copies != now and (slices > 1 or now != "auto"):  # auto is 1 with one slice
             yield f"replica_dcn_axis_size {copies}", {**current, "trainer.replica_dcn_axis_size": copies}
     for copies in (1, 2, 4, 8):
         if copies != config.trainer.replica_ici_axis_size and near % (copies * config.trainer.model_axis_size) == 0:

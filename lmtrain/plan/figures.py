@@ -167,8 +167,8 @@ def wire_minimum(program: Program, step: str) -> float:
         gathered += held * share * (2 * width + scattered) if step == "train" else held * share * width
         if not is_trained:
             continue
-        whole = sizes["data"] * sizes["context"]
-        copies = sizes["replica"] * (whole if program.config.lora is not None and not share else 1)
+        shards = sizes["data"] * sizes["context"]
+        copies = sizes["replica"] * (shards if program.config.lora is not None and not share else 1)
         reduced += 2 * (copies - 1) / copies * held / parts_of_state * table
     if step == "eval":
         batch = program.batching.eval_batch
