@@ -13,7 +13,7 @@ from lmtrain.models.attention.names import AttentionBackend
 
 POSITIONS = 2**31  # positions are 32-bit integers
 
-RematPolicy = Literal["full", "dots", "dots_no_batch", "save_attention", "offload"]
+RematPolicy = Literal["full", "dots", "dots_no_kernels", "dots_no_batch", "save_attention", "offload"]
 
 
 class BaseModelConfig(Section):
@@ -37,8 +37,9 @@ class BaseModelConfig(Section):
     gradient_checkpointing: bool | RematPolicy = execution(
         True,
         description="Gradient checkpointing: recompute activations in the backward pass to save memory. true, full: "
-        "all of a block; dots: all but matrix products; dots_no_batch: all but products with weights; "
-        "save_attention: all but attention; offload: as full, with the inputs of blocks in host memory; false: nothing",
+        "all of a block; dots: all but matrix products and attention kernels; dots_no_kernels: all but matrix products; "
+        "dots_no_batch: all but products with weights; save_attention: all but attention; offload: as full, with the "
+        "inputs of blocks in host memory; false: nothing",
     )
     scan_layers: bool = execution(
         True, description="Scan over layers: compile one block and loop over it; false unrolls the loop"

@@ -15,7 +15,15 @@ from lmtrain.run.config import RunConfig
 Changes = Mapping[str, Any]
 
 # In order of increasing recomputation in the backward pass.
-POLICIES: tuple[bool | str, ...] = (False, "dots", "dots_no_batch", "save_attention", "full", "offload")
+POLICIES: tuple[bool | str, ...] = (
+    False,
+    "dots",
+    "dots_no_kernels",
+    "dots_no_batch",
+    "save_attention",
+    "full",
+    "offload",
+)
 
 # The fewest positions of a sequence on a device, with context parallelism.
 _MIN_PART = 2048

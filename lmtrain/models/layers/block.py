@@ -12,6 +12,7 @@ from lmtrain.models.attention.attend import attend
 from lmtrain.models.attention.kernel import self_attend
 from lmtrain.models.interface import Documents, KvCache
 from lmtrain.models.layers.remat import BLOCK_INPUT
+from lmtrain.models.layers.unfused import unfused
 from lmtrain.sharding.placement import constrain
 
 
@@ -34,7 +35,7 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     def __call__(self, x: jax.Array, layer: jax.Array, deterministic: bool, documents: Documents) -> jax.Array:
-        q, k, v = self.project(x, documents.positions)
+        q, k, v = self.project(unfused(x), documents.positions)
         mixed_BHSC = self_attend(
             self.backend,
             q,
@@ -45,7 +46,8 @@ class Attention(nn.Module):
             segments=documents.segments,
             block_size=self.config.flash_attention_block_size,
         )
-        return self.out(constrain(mixed_BHSC.transpose(0, 2, 1, 3), "act_batch", "act_seq", "act_heads", None))
+        mixed_BSHC = constrain(mixed_BHSC.transpose(0, 2, 1, 3), "act_batch", "act_seq", "act_heads", None)
+        return unfused(self.out(mixed_BSHC))
 
     def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
         """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""

@@ -7,7 +7,9 @@ import flax.linen as nn
 import jax
 from jax.nn.initializers import Initializer
 
-from lmtrain.models.layers.linear import Dims, Linear
+from lmtrain.models.layers.linear import Dims, Linear, sizes
+from lmtrain.models.layers.unfused import unfused, unfused_gradient
+from lmtrain.sharding.local import split_over
 from lmtrain.sharding.placement import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -41,7 +43,12 @@ class Mlp(nn.Module):
         self.down = Linear(hidden, self.outputs or embed, self.down_init, self.use_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        x = unfused(x)
+        leading, axes = x.shape[:-1], ("act_batch", "act_seq", "act_mlp")
+        if not split_over("act_stream"):  # tokens, as in `Linear`
+            x, axes = x.reshape(-1, self.embed), ("act_batch", "act_mlp")
+        x = unfused_gradient(x)
         activation = ACTIVATIONS[self.activation]
-        if self.is_gated:
-            return self.down(constrain(activation(self.gate(x)) * self.up(x), "act_batch", "act_seq", "act_mlp"))
-        return self.down(activation(constrain(self.up(x), "act_batch", "act_seq", "act_mlp")))
+        hidden = activation(self.gate(x)) * self.up(x) if self.is_gated else activation(self.up(x))
+        mixed = self.down(unfused_gradient(constrain(hidden, *axes)))
+        return unfused(mixed.reshape(*leading, *sizes(self.down.outputs)))

@@ -3,7 +3,8 @@
 A policy defines the values inside a block that are kept between forward and backward pass:
 
     full             none, only the inputs of the block
-    dots             the results of all matrix products
+    dots             the results of all matrix products, and those of attention kernels
+    dots_no_kernels  the results of all matrix products outside kernels, which run a second time
     dots_no_batch    those of products with weights, not the scores of attention
     save_attention   the outputs of attention
     offload          none; the inputs of the block are kept in host memory
@@ -20,7 +21,11 @@ BLOCK_INPUT = "block_input"
 
 _POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
+    # the output of a kernel is that of products, too, but no `dot` to JAX
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(SAVED_ATTENTION)
+    ),
+    "dots_no_kernels": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "save_attention": jax.checkpoint_policies.save_only_these_names(SAVED_ATTENTION),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -60,13 +60,38 @@ def _yarn_ramp(config: RopeConfig, head_dim: int, original: int) -> np.ndarray:
     return np.clip((np.arange(head_dim // 2) - low) / width, 0, 1)
 
 
-def rotate(x_BHSC: jax.Array, positions_BS: jax.Array, frequency: np.ndarray, scale: float) -> jax.Array:
+def rotate(x_BSHC: jax.Array, positions_BS: jax.Array, frequency: np.ndarray, scale: float) -> jax.Array:
     """`x` rotated by the angles of its positions, in float32, and multiplied by `scale`.
 
     Positions that are the same for all sequences are [1, S].
     """
-    angles = positions_BS[:, None, :, None].astype(jnp.float32) * frequency
+    angles = positions_BS[:, :, None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angles) * scale, jnp.sin(angles) * scale
-    first, second = jnp.split(x_BHSC.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BHSC.dtype)
+    return _turn(x_BSHC, jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1))
+
+
+def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x * cos + (the other half of x) * sin, in float32; [..., C].
+
+    Halves are swapped before the conversion to float32, in the gradient too, which JAX's own derivative does not do:
+    a TPU then writes and reads them in 16 bits.
+    """
+    first, second = jnp.split(x, 2, axis=-1)
+    swapped = jnp.concatenate([second, first], axis=-1)
+    return (x.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin).astype(x.dtype)
+
+
+_turn = jax.custom_vjp(_turned)
+
+
+def _turn_forward(x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _turned(x, cos, sin), (cos, sin)
+
+
+def _turn_backward(angles: tuple[jax.Array, jax.Array], d_turned: jax.Array) -> tuple[jax.Array, None, None]:
+    """The opposite rotation."""
+    cos, sin = angles
+    return _turned(d_turned, cos, -sin), None, None
+
+
+_turn.defvjp(_turn_forward, _turn_backward)

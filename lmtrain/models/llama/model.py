@@ -62,9 +62,9 @@ class LlamaAttention(Attention):
         k, v = (constrain(part(x), "act_batch", "act_seq", "act_kv_heads", None) for part in (self.k, self.v))
         if self.config.qk_norm != "none":
             q, k = self.norm_q(q), self.norm_k(k)
-        q, k, v = (part.transpose(0, 2, 1, 3) for part in (q, k, v))
         scale = magnitude(self.config.rope)
         q, k = (rotate(part, positions, self.frequency, scale) for part in (q, k))
+        q, k, v = (part.transpose(0, 2, 1, 3) for part in (q, k, v))
         q = constrain(q, "act_batch", "act_heads", "act_seq", None)
         k, v = (constrain(part, "act_batch", "act_kv_heads", "act_seq", None) for part in (k, v))
         return q, k, v

@@ -71,10 +71,11 @@ def test_full_keeps_only_the_input_of_the_block(capsys, family, policy):
 
 
 @of_every_family
-def test_dots_keeps_only_the_results_of_matrix_products(capsys, family):
+def test_dots_keeps_only_the_results_of_matrix_products_and_of_attention(capsys, family):
     first, *dots = kept(capsys, family, "dots")
     assert first == INPUT
-    assert all(" output of dot_general " in dot for dot in dots)
+    (mixed,) = [dot for dot in dots if " output of dot_general " not in dot]
+    assert mixed.split(" from ")[0] == MIXED
     shapes = {dot.split()[0] for dot in dots}
     scores = {"f32[5,2,12,6]", "f32[5,2,12,12]"} if family == "llama" else {"f32[5,4,6,6]", "f32[5,4,6,12]"}
     assert shapes > scores
@@ -114,6 +115,7 @@ def test_save_attention_keeps_the_log_sums_of_blocks_too_and_does_not_recompute_
 
     # two nested loops: forward, recomputation if any, backward
     assert (loops(False), loops("full"), loops("save_attention")) == (4, 6, 4)
+    assert (loops("dots"), loops("dots_no_kernels")) == (4, 6)
 
 
 @of_every_family
