@@ -48,7 +48,10 @@ class BaseModelConfig(Section):
         "auto", description="Attention backend; auto takes the fastest that supports the model, and logs which"
     )
     flash_attention_block_size: int | None = execution(
-        None, ge=16, description="Block size of attention in tokens, for attention backends that use one; null: 512"
+        None,
+        ge=16,
+        description="Block size of attention in tokens, for attention backends that use one; null: chosen by length "
+        "for splash, 512 for blockwise",
     )
 
     @model_validator(mode="after")
@@ -115,8 +118,7 @@ class BaseModelConfig(Section):
     @property
     def attention_needs(self) -> set[str]:
         """The features that attention needs, as keys of `FEATURES` in `models/attention/names.py`."""
-        needs = {"odd_length"} if self.seq_len % 128 else set[str]()
-        needs |= {"wide_heads"} if self.head_width > 128 else set()
+        needs = {"wide_heads"} if self.head_width > 128 else set[str]()
         needs |= {"very_wide_heads"} if self.head_width > 256 else set()
         needs |= {"window"} if self.window is not None else set()
         return needs | ({"odd_heads"} if self.head_width % 8 else set())

@@ -21,6 +21,9 @@ _DEFAULTS: dict[str, dict[str, Option]] = {
         "xla_tpu_overlap_compute_collective_tc": True,
         "xla_tpu_enable_data_parallel_all_reduce_opt": True,
         "xla_tpu_data_parallel_opt_different_sized_ops": True,
+        # The same for all-reduces of gradients: 2.5 % of llama3_8b's step on 256 v5e, for no memory.
+        "xla_enable_async_all_reduce": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
     },
 }
 

@@ -25,4 +25,4 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, op
 
 
 # Five products backward: it computes the scores again.
-KERNEL = Kernel("cudnn", "gpu", frozenset({"window", "odd_length"}), cudnn, is_split=True, flops=(1.0, 2.5))
+KERNEL = Kernel("cudnn", "gpu", frozenset({"window"}), cudnn, is_split=True, flops=(1.0, 2.5))

@@ -18,7 +18,6 @@ FEATURES = {
     "dropout": "dropout on the attention weights (attn_pdrop)",
     "upcast": "float32 scores (upcast_attn)",
     "float32": "32-bit computation (trainer.mp)",
-    "odd_length": "a model.seq_len that is not a multiple of 128",
     "wide_heads": "heads wider than 128",
     "very_wide_heads": "heads wider than 256",
     "wide_values": "values wider than keys (model.type backpack)",

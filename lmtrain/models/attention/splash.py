@@ -4,31 +4,42 @@ The compiler does not split kernels, so each device runs the kernel on its own s
 the length. On devices other than TPUs the kernel is interpreted: slow, and only for tests.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
+from lmtrain.models.attention.blockwise import mean_blocks
 from lmtrain.models.attention.kernel import Kernel
 from lmtrain.models.attention.options import Options
 from lmtrain.models.layers.remat import SAVED_ATTENTION
 from lmtrain.sharding.local import platform
 
-DEFAULT_BLOCK_SIZE = 512
+# Blocks are multiples of this.
+_STEP = 128
+
+# Instructions that a TPU v5e executes in the three kernels for a block of queries and one of keys of these sizes, heads
+# of 128, by tools/bench/splash_blocks.py; those of a v6e are in the same proportions. Larger blocks do not fit into its
+# on-chip memory.
+_INSTRUCTIONS = {256: 2817, 384: 4749, 512: 6135, 640: 9335, 768: 12815, 1024: 20779}
+_LARGEST_WIDE = 512  # for heads wider than 256, or of 32 bits
 
 
 def splash(
     q_BHSC: jax.Array, k_BKSC: jax.Array, v_BKSC: jax.Array, scale: jax.Array | float, options: Options
 ) -> jax.Array:
-    """`attend` of a sequence to itself, whose length is a multiple of 128. -> [B, H, S, C]"""
+    """`attend` of a sequence to itself. -> [B, H, S, C]"""
     # slow to import
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    length, window = q_BHSC.shape[2], options.window
+    given, window = q_BHSC.shape[2], options.window
     is_tpu = platform() == "tpu"
-    # blocks of the kernel are multiples of 128
-    block = math.gcd(-(-(options.block_size or DEFAULT_BLOCK_SIZE) // 128) * 128, length)
+    is_wide = q_BHSC.shape[3] > 256 or q_BHSC.dtype == jnp.float32
+    block = block_for(given, window, options.block_size, is_wide)
+    length = _up(given, block)
+
+    def pad(x: jax.Array, axis: int) -> jax.Array:
+        """Padding comes after all queries, so that none sees it."""
+        return jnp.pad(x, [(0, length - given if axis == number else 0) for number in range(x.ndim)])
 
     mask: masks.Mask = masks.CausalMask((length, length))
     if window is not None:
@@ -42,13 +53,33 @@ def splash(
         residual_checkpoint_name=SAVED_ATTENTION,
         interpret=not is_tpu,
     )
-    segments = jnp.zeros((len(q_BHSC), length), jnp.int32) if options.segments is None else options.segments
+    segments = jnp.zeros((len(q_BHSC), given), jnp.int32) if options.segments is None else options.segments
 
     def of_sequence(q: jax.Array, k: jax.Array, v: jax.Array, s: jax.Array) -> jax.Array:
         mixed: jax.Array = kernel(q, k, v, segment_ids=kernels.SegmentIds(s, s))
         return mixed
 
-    return jax.vmap(of_sequence)((q_BHSC * scale).astype(q_BHSC.dtype), k_BKSC, v_BKSC, segments)
+    q = (q_BHSC * scale).astype(q_BHSC.dtype)
+    mixed: jax.Array = jax.vmap(of_sequence)(pad(q, 2), pad(k_BKSC, 2), pad(v_BKSC, 2), pad(segments, 1))
+    return mixed[:, :, :given]
+
+
+def block_for(length: int, window: int | None, wish: int | None, is_wide: bool) -> int:
+    """The size of blocks in positions: the wish, rounded up to a multiple of 128, else the one with the fewest
+    instructions for all pairs of blocks that are not masked entirely, padding included."""
+    whole = _up(length, _STEP)
+    if wish is not None:
+        return min(_up(wish, _STEP), whole)
+
+    def instructions(block: int) -> float:
+        return mean_blocks(length, block, window) * -(-length // block) * _INSTRUCTIONS[block]
+
+    sizes = [block for block in _INSTRUCTIONS if not is_wide or block <= _LARGEST_WIDE]
+    return min(min(sizes, key=instructions), whole)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 # Seven products backward: two of the five are computed twice, once for keys and values and once for queries.

@@ -65,7 +65,7 @@ def test_an_explicit_backend_for_another_device_is_refused_with_both_names(backe
         ("gpu", LONG, ["float32"], "blockwise"),
         ("tpu", SHORT, ["segments", "window"], "splash"),
         ("tpu", LONG, ["alibi"], "blockwise"),
-        ("tpu", SHORT, ["odd_length"], "xla"),
+        ("tpu", SHORT, ["dropout"], "xla"),
     ],
 )
 def test_choices_of_auto(platform, seq_len, needs, name):
@@ -88,7 +88,7 @@ def test_auto_gives_the_reasons_against_earlier_backends():
         ("cpu", [], "blockwise"),
         ("gpu", [], "blockwise"),
         ("tpu", [], "splash"),
-        ("tpu", ["odd_length"], "blockwise"),
+        ("tpu", ["alibi"], "blockwise"),
         ("gpu", ["dropout"], "xla"),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_backend_does_not_silently_ignore_an_unsupported_feature(backend, feat
     ("config", "needs"),
     [
         (Gpt2Config(), set()),
-        (Gpt2Config(seq_len=1000), {"odd_length"}),
+        (Gpt2Config(seq_len=1000), set()),
         (Gpt2Config(attn_pdrop=0.1), {"dropout"}),
         (Gpt2Config(resid_pdrop=0.1, embed_pdrop=0.1), set()),
         (Gpt2Config(upcast_attn=True), {"upcast"}),
@@ -157,15 +157,15 @@ def test_a_backend_does_not_silently_ignore_an_unsupported_feature(backend, feat
         (Gpt2Config(hidden_dim=780, num_heads=6, attn_pdrop=0.1), {"wide_heads", "odd_heads", "dropout"}),
         (LlamaConfig(), set()),
         (LlamaConfig(sliding_window=100), {"window"}),
-        (LlamaConfig(head_dim=256, seq_len=100), {"wide_heads", "odd_length"}),
+        (LlamaConfig(head_dim=256, seq_len=100), {"wide_heads"}),
         (LlamaConfig(head_dim=12, num_kv_heads=4), {"odd_heads"}),
         (MptConfig(), {"alibi"}),
-        (MptConfig(attn_pdrop=0.1, seq_len=100), {"alibi", "dropout", "odd_length"}),
+        (MptConfig(attn_pdrop=0.1, seq_len=100), {"alibi", "dropout"}),
         (MptConfig(resid_pdrop=0.1, embed_pdrop=0.1, num_heads=64), {"alibi", "odd_heads"}),
         (BackpackConfig(), {"wide_values"}),
         (
             BackpackConfig(attn_pdrop=0.1, upcast_attn=True, seq_len=64),
-            {"wide_values", "dropout", "upcast", "odd_length"},
+            {"wide_values", "dropout", "upcast"},
         ),
     ],
 )

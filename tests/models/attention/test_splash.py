@@ -17,8 +17,10 @@ from lmtrain.models.attention.kernel import self_attend
         ((2, 2, 128), {}),
         ((4, 2, 256), {"window": 50, "ends": [[40, 70], [90, 128]]}),
         ((2, 1, 256), {"window": 140, "ends": [[40, 70], [90, 128]]}),
+        ((2, 1, 200), {"ends": [[40, 70], [90, 150]]}),
+        ((2, 2, 30), {"window": 20}),
     ],
-    ids=["plain", "grouped, packed, window in a block", "one key head, packed, window over blocks"],
+    ids=["plain", "grouped, packed, window in a block", "one key head, packed, window over blocks", "padded", "short"],
 )
 def test_outputs_and_gradients_are_those_of_plain_attention(sizes, options):
     assert_plain("splash", arrays(*sizes), rtol=1e-5, atol=1e-5, block_size=128, **options)
@@ -39,7 +41,10 @@ def lowered(length: int, block_size: int | None, dim: int = 64, window: int | No
 
 @pytest.mark.parametrize(
     ("length", "wish", "block"),
-    [(128, None, 128), (640, None, 128), (1024, None, 512), (1024, 16, 128), (1024, 200, 256), (1024, 4096, 1024)],
+    [
+        *[(100, None, 128), (128, None, 128), (640, None, 640), (1024, None, 512), (1600, None, 640)],
+        *[(2176, None, 768), (4096, None, 1024), (1024, 16, 128), (1000, 200, 256), (1024, 4096, 1024)],
+    ],
 )
 def test_a_tpu_gets_three_kernels_with_blocks_of_multiples_of_128(monkeypatch, length, wish, block):
     monkeypatch.setattr(splash, "platform", lambda: "tpu")
@@ -53,3 +58,8 @@ def test_a_tpu_gets_three_kernels_with_blocks_of_multiples_of_128(monkeypatch, l
 def test_the_kernels_take_heads_of_any_width_and_windows(monkeypatch, dim, window):
     monkeypatch.setattr(splash, "platform", lambda: "tpu")
     assert lowered(256, None, dim, window).count("tpu_custom_call") == 3
+
+
+def test_blocks_of_wide_heads_are_smaller_and_windows_skip_blocks():
+    assert splash.block_for(4096, None, None, is_wide=True) == 512
+    assert splash.block_for(8192, 512, None, is_wide=False) < splash.block_for(8192, None, None, is_wide=False)
