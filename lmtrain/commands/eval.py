@@ -148,6 +148,7 @@ def _evaluate(
 
     config = trained.config
     model, params, layout = trained.load()
+    device = layout.mesh.devices.flat[0]
     trainer, seq_len = config.trainer, config.model.seq_len
     shards = layout.num_batch_shards
     batch_size = shards * max(1, _TOKENS_AT_ONCE // seq_len) if alone else choose_batching(trainer, shards).eval_batch
@@ -168,7 +169,7 @@ def _evaluate(
             seq_len=seq_len,
             batch_size=batch_size,
             folder=folder,
-            xla_options=xla_options(trainer.xla_options, platform_of(layout.mesh.devices.flat[0])),
+            xla_options=xla_options(trainer.xla_options, platform_of(device), device.device_kind),
             check_stop=StopCheck(ALONE, stop),
             progress=lambda done, total, what: progress.update(done, f"{done:,} of {total:,} {what}", total=total),
         )

@@ -18,14 +18,21 @@ def config(**options):
 
 
 def test_options_of_the_config_override_the_platform_defaults_and_null_removes_one():
-    assert xla_options({}, "cpu") == {}
-    default = xla_options({}, "tpu")
+    assert xla_options({}, "cpu", "cpu") == {}
+    default = xla_options({}, "tpu", "TPU v5p")
     assert default["xla_enable_async_all_gather"] is True
-    changed = xla_options({"xla_enable_async_all_gather": None, "xla_new": 3}, "tpu")
+    changed = xla_options({"xla_enable_async_all_gather": None, "xla_new": 3}, "tpu", "TPU v5p")
     assert changed == {
         **{name: default[name] for name in default if name != "xla_enable_async_all_gather"},
         "xla_new": 3,
     }
+
+
+def test_a_kind_of_device_may_lack_defaults_of_its_platform_and_the_config_may_set_them():
+    name = "xla_enable_async_all_reduce"
+    assert xla_options({}, "tpu", "TPU v5 lite")[name] is True
+    assert name not in xla_options({}, "tpu", "TPU v6 lite")
+    assert xla_options({name: True}, "tpu", "TPU v6 lite")[name] is True
 
 
 def test_options_do_not_change_the_run_id():

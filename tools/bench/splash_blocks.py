@@ -1,4 +1,4 @@
-"""Instructions of the splash attention kernels for TPUs, by block size, as the compiler schedules them: no TPU required.
+"""Instructions of the splash attention kernels for TPUs by block size, as the compiler schedules them, without a TPU.
 
     .venv-compiled/bin/python tools/bench/splash_blocks.py [TOPOLOGY] [--width 128] [--sizes 256,512,1024]
 

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import jax
+
 from lmtrain.config.errors import UserError
 from lmtrain.models.attention.kernel import Kernel, kernel_of, kernels
 from lmtrain.models.attention.names import FEATURES, AttentionNeeds
@@ -62,4 +64,7 @@ def _obstacle(kernel: Kernel, needs: AttentionNeeds, platform: str) -> str:
     if kernel.platform not in (None, platform):
         return f"requires a {kernel.platform.upper() if kernel.platform else ''}, got a {platform.upper()}"
     missing = [FEATURES[feature] for feature in sorted(needs.features - kernel.features)]
-    return f"does not support {', '.join(missing)}" if missing else ""
+    if missing:
+        return f"does not support {', '.join(missing)}"
+    required = kernel.missing()
+    return f"requires {required}, which JAX {jax.__version__} does not have" if required else ""

@@ -26,7 +26,8 @@ class Kernel:
     `flops` of the forward and of the backward pass are relative to the two products of the forward pass over the keys
     that queries see; None if the products are in the text of a compiled program, where they are counted. `mean_trips`
     gives the mean trip count of its loops with computed bounds, from the name of the operation, sequence length, block
-    size, window, and the number of groups that gather keys (`split.py`).
+    size, window, and the number of groups that gather keys (`split.py`). `missing` names what the kernel requires and
+    the installed JAX does not have; empty if it has all.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Kernel:
     is_split: bool = False
     flops: tuple[float, float] | None = None
     mean_trips: Callable[[str, int, int | None, int | None, int], float] | None = None
+    missing: Callable[[], str] = str
 
     @property
     def scope(self) -> str:

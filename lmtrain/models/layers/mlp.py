@@ -44,7 +44,8 @@ class Mlp(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = unfused(x)
-        leading, axes = x.shape[:-1], ("act_batch", "act_seq", "act_mlp")
+        leading = x.shape[:-1]
+        axes: tuple[str, ...] = ("act_batch", "act_seq", "act_mlp")
         if not split_over("act_stream"):  # tokens, as in `Linear`
             x, axes = x.reshape(-1, self.embed), ("act_batch", "act_mlp")
         x = unfused_gradient(x)

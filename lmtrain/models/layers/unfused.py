@@ -1,9 +1,9 @@
 """Barriers around products on TPUs.
 
-XLA:TPU computes the elementwise operations before and after a product, such as a norm, an activation function or the sum
-of the residual stream, in the same loop as the product. Where these need many operands, its tiles become small, and the
-product takes up to 1.7 times as long (cycles as the compiler estimates them; figures in BUILD-notes.md). Other platforms
-call a library for products, which fuses nothing.
+XLA:TPU computes elementwise operations before and after a product, such as a norm, an activation function or the sum of
+the residual stream, in the loop of the product. Where these need many operands, its tiles become small, and the product
+takes up to 1.7 times as long (cycles as the compiler estimates them; figures in BUILD-notes.md). Other platforms call a
+library for products, which fuses nothing.
 """
 
 import jax

@@ -98,8 +98,9 @@ class Program:
 
     @property
     def xla_options(self) -> dict[str, Option]:
-        """XLA options for this run's platform."""
-        return xla_options(self.config.trainer.xla_options, self.platform)
+        """XLA options for this run's devices."""
+        kind = self.layout.mesh.devices.flat[0].device_kind
+        return xla_options(self.config.trainer.xla_options, self.platform, kind)
 
     @property
     def forward_flops_per_token(self) -> tuple[float, float]:
@@ -202,7 +203,7 @@ def build_program(
     log_attention(attention, needs, platform)
     watch = Watch(trainer.watch, axes)
     abstract, shardings = state_in(layout)
-    options = xla_options(trainer.xla_options, platform)
+    options = xla_options(trainer.xla_options, platform, devices[0].device_kind)
     if options:
         log.info(f"XLA options: {', '.join(f'{name}={written(value)}' for name, value in options.items())}")
     step = TrainStep(

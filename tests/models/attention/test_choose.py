@@ -1,5 +1,7 @@
 """The choice of an attention backend: never one that lacks a needed feature, and always with a reason."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -70,6 +72,16 @@ def test_an_explicit_backend_for_another_device_is_refused_with_both_names(backe
 )
 def test_choices_of_auto(platform, seq_len, needs, name):
     assert choose("auto", needs, platform, seq_len)[0] == name
+
+
+def test_a_backend_that_jax_has_removed_is_replaced_by_the_next_one(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lost = f"triton requires the Triton backend of Pallas, which JAX {jax.__version__} does not have"
+    choice = choose("auto", ["segments"], "gpu", LONG)
+    assert choice.name == "blockwise"
+    assert choice.reason.split("; ")[-1] == lost
+    with pytest.raises(UserError, match=re.escape(f"model.attn_backend: {lost}; set auto")):
+        choose("triton", ["segments"], "gpu")
 
 
 def test_auto_gives_the_reasons_against_earlier_backends():

@@ -1,5 +1,7 @@
 """Attention on NVIDIA GPUs by our own kernels; memory grows with the length. `attend.py` is the entry point."""
 
+import importlib.util
+
 import jax
 
 from lmtrain.models.attention.kernel import Kernel, all_but
@@ -15,6 +17,12 @@ def triton(
     return attend(q_BHSC, k_BKSC, v_BKSC, scale, options)
 
 
+def _missing() -> str:
+    """JAX 0.11 and later announce the removal of this backend."""
+    found = importlib.util.find_spec("jax.experimental.pallas.triton")
+    return "" if found else "the Triton backend of Pallas"
+
+
 # Seven products backward: two of the five are computed twice, once for keys and values and once for queries.
 KERNEL = Kernel(
     "triton",
@@ -22,4 +30,5 @@ KERNEL = Kernel(
     all_but("dropout", "float32", "very_wide_heads", "odd_values", "second_derivatives"),
     triton,
     flops=(1.0, 3.5),
+    missing=_missing,
 )
