@@ -209,8 +209,8 @@ def test_muon_gathers_no_stack():
 
 
 def test_cycles_of_products_on_a_tpu():
-    """Estimated cycles; 0.82 G if norms, activations and the residual stream are fused with products."""
-    assert cycles(modules(*family("llama2", 256), *POD)) <= 0.72e9
+    """Estimated cycles: 0.62 G, and more if norms, activations and the residual stream are fused with products."""
+    assert cycles(modules(*family("llama2", 256), *POD)) <= 0.65e9
 
 
 @pytest.mark.long
