@@ -2,11 +2,20 @@
 # Run the test suite with other Python versions, and so with other versions of JAX (see tools/constraints.txt):
 #
 #     bash tools/check_matrix.sh [PYTHON ...]        default: python3.12 python3.13
+#     bash tools/check_matrix.sh --gpus [PYTHON]     the compiled tests of GPUs, default python3.13: a separate
+#                                                    environment of 7 GB, which CI does not have
 #
 # Tests that need torch are excluded here, since its CPU build is not available for every Python version, and those of
 # scripts for deployment, which do not depend on Python.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [ "${1:-}" = "--gpus" ]; then
+    export PYTHON="${2:-python3.13}" VENV=".venv-compiled-newest" HF_HUB_OFFLINE=1 TF_CPP_MIN_LOG_LEVEL=2
+    bash tools/install.sh compiled
+    echo "check_matrix: compiling for GPUs with jax $("$VENV/bin/python" -c 'import jax; print(jax.__version__)')"
+    exec "$VENV/bin/python" -m pytest -o addopts="-q --strict-markers --import-mode=importlib -p no:cacheprovider" \
+        -m "not long" tests/compiled -k gpu
+fi
 [ $# -gt 0 ] || set -- python3.12 python3.13
 excluded=(parity deploy end_to_end/test_{benchmarks,chat,continued,lora}.py evaluation/benchmarks)
 excluded+=(hf/test_weight_files.py weights/test_compare_logits.py test_readme.py)
