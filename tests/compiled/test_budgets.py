@@ -229,7 +229,7 @@ def test_llama2_7b_with_dots_takes_fewer_cycles_than_in_maxtext():
     [
         (("--device", "v5e", "--topology", "16x16", "--trainer.train_batch_size", "256"), "save_attention", 2.85),
         (("--device", "v6e", "--topology", "8x8", "--trainer.train_batch_size", "64", "--model.num_layers", "8"),
-         "dots", 0.175),
+         "dots", 0.18),
     ],
 )  # fmt: skip
 def test_bounds_of_llama3_8b_on_slices_with_little_memory(flags, policy, most):
