@@ -52,8 +52,13 @@ class Loop:
     is_known: bool
 
 
+# Name of a scope for a branch of a conditional that hardly ever runs, which does not count.
+RARELY = "rarely"
+
+
 def walk(module: Module, trips: Trips = lambda op_name: None) -> tuple[list[Execution], list[Loop]]:
-    """All executions, and the loops. All branches of a conditional count, since they differ from step to step.
+    """All executions, and the loops. All branches of a conditional count, since they differ from step to step, except
+    those of the scope `RARELY`.
 
     `trips` gives the mean trip count of loops whose bound is computed at run time; if it returns None, the body counts
     once and the loop is marked as not known.
@@ -75,10 +80,15 @@ def walk(module: Module, trips: Trips = lambda op_name: None) -> tuple[list[Exec
                 visit(op.called("body") or "", times * number, fusion)
             else:
                 for called in _called(op):
-                    visit(called, times, op if op.opcode == "fusion" else fusion)
+                    if op.opcode != "conditional" or not _is_rare(module.computations[called]):
+                        visit(called, times, op if op.opcode == "fusion" else fusion)
 
     visit(module.entry, 1.0, None)
     return executions, loops
+
+
+def _is_rare(branch: Computation) -> bool:
+    return any(f"/{RARELY}/" in op.op_name for op in branch.instructions)
 
 
 def _called(op: HloInstruction) -> Iterator[str]:

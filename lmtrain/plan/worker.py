@@ -48,16 +48,13 @@ def answer(request: Request, folder: str) -> None:
     from lmtrain.plan.measure import measure
     from lmtrain.runtime.accelerators import find_accelerator
     from lmtrain.runtime.xla_options import refused_option
-    from lmtrain.sharding.mesh import platform_of
     from lmtrain.train.program.program import build_program
 
     devices = open_devices(request.target, request.compile)
     topology = request.target.topology
     accelerator = topology.accelerator if topology else find_accelerator(devices[0].device_kind)
-    platform = accelerator.platform if accelerator else platform_of(devices[0])
     slice_ids = topology.slice_ids if topology else None
-    memory = accelerator.memory if accelerator else None
-    program = build_program(request.run_config, request.vocab_size, devices, platform, slice_ids, memory)
+    program = build_program(request.run_config, request.vocab_size, devices, slice_ids, accelerator)
     kind = accelerator.kind if accelerator else devices[0].device_kind
     _write(folder, "program", {"device": kind, "devices": len(devices), **describe(program, accelerator)})
     for step in request.steps if request.compile else ():

@@ -63,8 +63,9 @@ class TrainedModel:
         from lmtrain.sharding.mesh import build_layout, platform_of
 
         layout = build_layout(self.config.trainer)
-        needs, platform = self.config.attention_needs(trains=False), platform_of(layout.mesh.devices.flat[0])
-        attention = choose_attention(needs, platform)
+        device = layout.mesh.devices.flat[0]
+        needs, platform = self.config.attention_needs(trains=False), platform_of(device)
+        attention = choose_attention(needs, platform, device.device_kind)
         log_attention(attention, needs, platform)
         model = build_model(self.config.model, self.tokenizer.vocab_size, attention.name)
         model = adapt(self.config.lora, self.config.model, model)

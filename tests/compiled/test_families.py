@@ -35,6 +35,14 @@ def test_attention_uses_the_kernel_of_the_device(compiled):
     assert kernels == where[attention]
 
 
+def test_packed_documents_have_a_kernel_of_cudnn_on_gpus_from_hopper_on():
+    """It takes over where JAX has no Triton backend; the branch for many documents does not count."""
+    found = plan(*family("llama2", 32), *GPU, "--model.attn_backend", "cudnn_packed")
+    assert {kernel["where"].partition(":")[0] for kernel in found["kernels"]} == {"models/attention/cudnn_packed.py"}
+    assert all(loop["known"] for loop in found["loops"])
+    assert found["flops"]["redundant"] <= 0.05 * found["flops"]["model"]
+
+
 def test_it_fits_and_the_state_is_a_part_of_the_arguments(compiled):
     found, _ = compiled
     memory = found["memory"]

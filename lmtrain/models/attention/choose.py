@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
-
 from lmtrain.config.errors import UserError
 from lmtrain.models.attention.kernel import Kernel, kernel_of, kernels
 from lmtrain.models.attention.names import FEATURES, AttentionNeeds
@@ -17,15 +15,15 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_attention(needs: AttentionNeeds, platform: str) -> Choice:
-    """The kernel to use on a platform: cpu, gpu or tpu.
+def choose_attention(needs: AttentionNeeds, platform: str, device_kind: str) -> Choice:
+    """The kernel to use on a platform, cpu, gpu or tpu, and a kind of device, by JAX's name of it.
 
     Raises `UserError` if a kernel that is explicitly set does not support the needs or ignores the block size.
     """
     name = needs.backend
     if name != "auto":
         kernel = kernel_of(name)
-        if reason := _obstacle(kernel, needs, platform):
+        if reason := _obstacle(kernel, needs, platform, device_kind):
             raise UserError(f"model.attn_backend: {name} {reason}; set auto to choose one that works")
         if needs.block_size is not None and not kernel.uses_block_size:
             raise UserError(
@@ -35,7 +33,7 @@ def choose_attention(needs: AttentionNeeds, platform: str) -> Choice:
         return Choice(name, "explicitly set")
     reasons: list[str] = []
     for kernel in _in_order(needs, platform):
-        reason = _obstacle(kernel, needs, platform)
+        reason = _obstacle(kernel, needs, platform, device_kind)
         if not reason:
             return Choice(kernel.name, "; ".join(reasons) or "fastest on this device")
         reasons.append(f"{kernel.name} {reason}")
@@ -59,12 +57,11 @@ def _in_order(needs: AttentionNeeds, platform: str) -> list[Kernel]:
     return [kernel for kernel in able if needs.seq_len >= kernel.auto_from]
 
 
-def _obstacle(kernel: Kernel, needs: AttentionNeeds, platform: str) -> str:
+def _obstacle(kernel: Kernel, needs: AttentionNeeds, platform: str, device_kind: str) -> str:
     """Why this kernel cannot be used; empty if it can."""
     if kernel.platform not in (None, platform):
         return f"requires a {kernel.platform.upper() if kernel.platform else ''}, got a {platform.upper()}"
     missing = [FEATURES[feature] for feature in sorted(needs.features - kernel.features)]
     if missing:
         return f"does not support {', '.join(missing)}"
-    required = kernel.missing()
-    return f"requires {required}, which JAX {jax.__version__} does not have" if required else ""
+    return kernel.unavailable(device_kind)

@@ -2,11 +2,9 @@
 length."""
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from lmtrain.models.attention.kernel import Kernel
 from lmtrain.models.attention.options import Options
-from lmtrain.models.layers.remat import SAVED_ATTENTION
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, options: Options) -> jax.Array:
@@ -21,7 +19,7 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, op
         local_window_size=None if options.window is None else (options.window - 1, 0),
         implementation="cudnn",
     )
-    return checkpoint_name(mixed.transpose(0, 2, 1, 3), SAVED_ATTENTION)
+    return mixed.transpose(0, 2, 1, 3)
 
 
 # Five products backward: it computes the scores again.

@@ -26,8 +26,8 @@ class Kernel:
     `flops` of the forward and of the backward pass are relative to the two products of the forward pass over the keys
     that queries see; None if the products are in the text of a compiled program, where they are counted. `mean_trips`
     gives the mean trip count of its loops with computed bounds, from the name of the operation, sequence length, block
-    size, window, and the number of groups that gather keys (`split.py`). `missing` names what the kernel requires and
-    the installed JAX does not have; empty if it has all.
+    size, window, and the number of groups that gather keys (`split.py`). `unavailable` returns why the kernel cannot
+    run on a kind of device, or with the installed JAX; empty if it can.
     """
 
     name: str
@@ -39,12 +39,22 @@ class Kernel:
     is_split: bool = False
     flops: tuple[float, float] | None = None
     mean_trips: Callable[[str, int, int | None, int | None, int], float] | None = None
-    missing: Callable[[], str] = str
+    unavailable: Callable[[str], str] = lambda device_kind: ""
 
     @property
     def scope(self) -> str:
         """Part of the name of all its operations in a compiled program, those of the backward pass included."""
         return f"{self.name}_attention"
+
+
+def not_in_jax(part: str) -> str:
+    """The reason of a kernel that requires a part which JAX has removed."""
+    return f"requires {part}, which JAX {jax.__version__} does not have"
+
+
+def is_hopper_or_later(device_kind: str) -> bool:
+    """Whether this is a server GPU of compute capability 9.0 or later, by JAX's name of it."""
+    return any(name in device_kind for name in ("H100", "H200", "H800", "H20", "B200", "B300"))
 
 
 def all_but(*missing: str) -> frozenset[str]:

@@ -19,15 +19,23 @@ import jax
 SAVED_ATTENTION = "attention"
 BLOCK_INPUT = "block_input"
 
+# JAX's operation for cuDNN's attention: names inside a library's custom derivative cannot be given, and without the
+# second output, the sums of each row, the kernel would run again.
+_CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+
+
+def _attention_saveable(operation: Any, *args: Any, **params: Any) -> Any:
+    by_name = jax.checkpoint_policies.save_only_these_names(SAVED_ATTENTION)
+    return operation.name == _CUDNN_FORWARD or by_name(operation, *args, **params)
+
+
 _POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     # the output of a kernel is that of products, too, but no `dot` to JAX
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(SAVED_ATTENTION)
-    ),
+    "dots": jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, _attention_saveable),
     "dots_no_kernels": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "save_attention": jax.checkpoint_policies.save_only_these_names(SAVED_ATTENTION),
+    "save_attention": _attention_saveable,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[BLOCK_INPUT],

@@ -21,7 +21,7 @@ from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.batching import Batching, check_seq_len, choose_batching
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.accelerators import find_accelerator
+from lmtrain.runtime.accelerators import Accelerator, find_accelerator
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.xla_options import Option, refused_option, xla_options
 from lmtrain.sharding.mesh import Layout, build_layout, platform_of
@@ -159,22 +159,21 @@ def build_program(
     config: RunConfig,
     vocab_size: int,
     devices: Sequence[Any] | None = None,
-    platform: str | None = None,
     slice_ids: Sequence[int] | None = None,
-    memory: float | None = None,
+    accelerator: Accelerator | None = None,
 ) -> Program:
     """The program of a run on `devices`, by default JAX's. They may belong to a topology that does not exist here.
 
-    `platform`, and `memory` in bytes, override those of `devices` if they stand in for other devices; `slice_ids`: see
-    `build_layout`.
+    `accelerator` is the kind of `devices`, or the one that they stand in for; `slice_ids`: see `build_layout`.
 
     Raises `UserError` for settings that do not fit the devices.
     """
     trainer = config.trainer
     devices = jax.devices() if devices is None else devices
-    platform = platform or platform_of(devices[0])
+    accelerator = accelerator or find_accelerator(devices[0].device_kind)
+    platform = accelerator.platform if accelerator else platform_of(devices[0])
     needs = config.attention_needs()
-    attention = choose_attention(needs, platform)
+    attention = choose_attention(needs, platform, accelerator.name if accelerator else devices[0].device_kind)
     if (parts := trainer.sequence_parts) > 1:
         how = describe_split(parts, config.model.heads_on(trainer.head_parts)[0])
         attention = attention._replace(reason=f"{attention.reason}; {how}")
@@ -188,8 +187,7 @@ def build_program(
         params = trainer.precision.params
         return state_shardings(model, optimizer, layout, params, averaging is not None, config.base_dtype)
 
-    accelerator = find_accelerator(devices[0].device_kind)
-    memory = memory or (accelerator.memory if accelerator else None)
+    memory = accelerator.memory if accelerator else None
     replicas = choose_replicas(
         trainer, devices, slice_ids, lambda layout: sum(state_bytes(*state_in(layout)).values()), memory
     )

@@ -1,5 +1,6 @@
 """The choice of an attention backend: never one that lacks a needed feature, and always with a reason."""
 
+import importlib.util
 import re
 
 import jax
@@ -25,8 +26,11 @@ PLATFORMS = ["cpu", "gpu", "tpu"]
 SHORT, LONG = 4095, 4096
 
 
-def choose(backend, features=(), platform="cpu", seq_len=SHORT, block_size=None):
-    return choose_attention(AttentionNeeds(backend, frozenset(features), seq_len, block_size), platform)
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+
+
+def choose(backend, features=(), platform="cpu", seq_len=SHORT, block_size=None, kind=H100):
+    return choose_attention(AttentionNeeds(backend, frozenset(features), seq_len, block_size), platform, kind)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -75,13 +79,24 @@ def test_choices_of_auto(platform, seq_len, needs, name):
 
 
 def test_a_backend_that_jax_has_removed_is_replaced_by_the_next_one(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    removed = ["jax.experimental.pallas.triton"]
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in removed else find(name))
     lost = f"triton requires the Triton backend of Pallas, which JAX {jax.__version__} does not have"
     choice = choose("auto", ["segments"], "gpu", LONG)
-    assert choice.name == "blockwise"
+    assert choice.name == "cudnn_packed"
     assert choice.reason.split("; ")[-1] == lost
     with pytest.raises(UserError, match=re.escape(f"model.attn_backend: {lost}; set auto")):
         choose("triton", ["segments"], "gpu")
+    choice = choose("auto", ["segments"], "gpu", LONG, kind=A100)
+    assert choice.name == "blockwise"
+    assert choice.reason.endswith(f"cudnn_packed requires a server GPU from Hopper on (H100, B200, ...), got {A100}")
+    removed.append("jax._src.cudnn.fused_attention_stablehlo")
+    choice = choose("auto", ["segments"], "gpu", LONG)
+    assert choice.name == "blockwise"
+    assert choice.reason.endswith(
+        f"cudnn_packed requires the packed layout of cuDNN, which JAX {jax.__version__} does not have"
+    )
 
 
 def test_auto_gives_the_reasons_against_earlier_backends():
@@ -90,7 +105,9 @@ def test_auto_gives_the_reasons_against_earlier_backends():
     assert choose("auto", ["segments"], "gpu").reason == f"cudnn does not support {documents}"
     assert choose("auto", ["segments", "dropout"], "gpu", LONG).reason.split("; ") == [
         f"cudnn does not support {dropout}, {documents}",
-        *(f"{name} does not support {dropout}" for name in ("triton", "blockwise")),
+        f"triton does not support {dropout}",
+        f"cudnn_packed does not support {dropout}",
+        f"blockwise does not support {dropout}",
     ]
 
 
@@ -106,7 +123,7 @@ def test_auto_gives_the_reasons_against_earlier_backends():
 )
 def test_auto_prefers_a_kernel_that_uses_the_given_block_size_or_warns(caplog, platform, features, name):
     needs = AttentionNeeds("auto", frozenset(features), SHORT, 64)
-    choice = choose_attention(needs, platform)
+    choice = choose_attention(needs, platform, H100)
     assert choice.name == name
     log_attention(choice, needs, platform)
     warnings = [line for line in caplog.messages if line.startswith("model.flash_attention_block_size: ")]
@@ -128,7 +145,7 @@ def test_dropout_does_not_restrict_the_kernel_of_evaluation_and_sampling():
 
     def choose(platform, trains=True, **model):
         values = {"model": {"type": "gpt2", "attn_pdrop": 0.1, **model}, "trainer": {"mp": "bf16"}}
-        return choose_attention(RunConfig.model_validate(values).attention_needs(trains), platform).name
+        return choose_attention(RunConfig.model_validate(values).attention_needs(trains), platform, H100).name
 
     with pytest.raises(UserError, match="dropout on the attention weights"):
         choose("cpu", attn_backend="blockwise")
@@ -186,7 +203,7 @@ def test_every_family_reports_the_needs_of_its_attention(config, needs):
     assert needs <= set(FEATURES)
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "triton", "splash"])
+@pytest.mark.parametrize("backend", ["cudnn", "triton", "cudnn_packed", "splash"])
 def test_fresh_parameters_need_no_device_that_attention_needs(backend):
     """Initial values are computed from two tokens in float32, which the kernels refuse."""
     config = Gpt2Config(hidden_dim=32, num_heads=4, num_layers=2, seq_len=128)

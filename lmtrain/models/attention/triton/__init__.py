@@ -4,7 +4,7 @@ import importlib.util
 
 import jax
 
-from lmtrain.models.attention.kernel import Kernel, all_but
+from lmtrain.models.attention.kernel import Kernel, all_but, not_in_jax
 from lmtrain.models.attention.options import Options
 
 
@@ -17,10 +17,10 @@ def triton(
     return attend(q_BHSC, k_BKSC, v_BKSC, scale, options)
 
 
-def _missing() -> str:
+def _unavailable(_: str) -> str:
     """JAX 0.11 and later announce the removal of this backend."""
     found = importlib.util.find_spec("jax.experimental.pallas.triton")
-    return "" if found else "the Triton backend of Pallas"
+    return "" if found else not_in_jax("the Triton backend of Pallas")
 
 
 # Seven products backward: two of the five are computed twice, once for keys and values and once for queries.
@@ -30,5 +30,5 @@ KERNEL = Kernel(
     all_but("dropout", "float32", "very_wide_heads", "odd_values", "second_derivatives"),
     triton,
     flops=(1.0, 3.5),
-    missing=_missing,
+    unavailable=_unavailable,
 )

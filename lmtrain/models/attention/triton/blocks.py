@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from lmtrain.models.attention.kernel import is_hopper_or_later
+
 # Finite, so that the difference of two is not NaN.
 MASKED = -1e30
 _LOG2_E = math.log2(math.e)
@@ -40,7 +42,6 @@ SMALL = {
     256: Blocks(64, 32, 32, 32, 32, 32, 8, 2),
 }
 LARGE = SMALL | {128: Blocks(128, 64, 128, 64, 128, 64, 8, 3), 256: Blocks(128, 64, 32, 64, 64, 32, 8, 2)}
-_HAVE_MORE = ("H100", "H200", "H800", "H20", "B200", "B300")
 
 # Columns of values that a kernel mixes at once, if not all fit.
 _PART = 128
@@ -48,7 +49,7 @@ _PART = 128
 
 def blocks_for(width: int, columns: int, device_kind: str) -> Blocks:
     """Block sizes for heads of this width, with this number of value columns, on this kind of device."""
-    table = LARGE if any(name in device_kind for name in _HAVE_MORE) else SMALL
+    table = LARGE if is_hopper_or_later(device_kind) else SMALL
     part = pl.next_power_of_2(columns) if columns <= 2 * _PART else _PART
     return table[max(pl.next_power_of_2(width), part, 64)]
 
