@@ -108,6 +108,8 @@ def type_name(annotation: Any) -> str:
         return " | ".join(dict.fromkeys(type_name(part) for part in parts))
     if origin is list:
         return f"list of {type_name(parts[0])}"
+    if origin is tuple and parts[-1] is ...:
+        return f"list of {type_name(parts[0])}"
     if origin is tuple:
         return f"[{', '.join(map(type_name, parts))}]"
     if origin is dict:

@@ -37,7 +37,7 @@ def build_eval_step(
             lengths = jnp.where(mask, jnp.asarray(token_bytes)[next_token_targets(batch["tokens"])], 0).sum()
         variables = {"params": cast(params, compute_dtype)}
         hidden, head = model.apply(variables, batch, True, method=hidden_and_head)
-        return CrossEntropy().loss_sum(hidden, head, batch, model.vocab_size), mask.sum(), lengths
+        return CrossEntropy().loss_sum(hidden, head, batch, model.vocab_size, model.logit_cap), mask.sum(), lengths
 
     jitted = jax.jit(evaluate, out_shardings=layout.replicated, compiler_options=dict(options or {}))
     return MeshFunction(layout, jitted)

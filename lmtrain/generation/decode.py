@@ -29,8 +29,9 @@ def step(
 
     `start` is a scalar or [B]. `last` is the index of the last token, if padding follows it.
     """
+    count = None if last is None else last + 1
     last = tokens_BS.shape[1] - 1 if last is None else last
-    logits_BSV, cache = apply(tokens_BS, cache, start, method="extend")
+    logits_BSV, cache = apply(tokens_BS, cache, start, count, method="extend")
     return choose(logits_BSV[:, last], start + last), cache
 
 

@@ -56,10 +56,9 @@ class GreedyDecoder:
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = prompt
         cache = empty(params)
-        # what comes after a prompt is overwritten before any query sees it
         for at in range(0, int(lengths.max()) - 1, chunk):
-            at = min(at, cache_length - chunk)
-            cache = read(params, cache, padded[:, at : at + chunk], np.int32(at))
+            part = padded[:, at : at + chunk]
+            cache = read(params, cache, part, np.int32(at), np.clip(lengths - 1 - at, 0, part.shape[1]))
         new, positions = padded[np.arange(rows), lengths - 1][:, None], lengths - 1
         unfinished = set(range(rows))
         while unfinished:
@@ -84,8 +83,8 @@ class GreedyDecoder:
         def empty(params: Any) -> Any:
             return applied(params)(rows, length, method="empty_cache")
 
-        def read(params: Any, cache: Any, tokens: jax.Array, start: jax.Array) -> Any:
-            return applied(params)(tokens, cache, start, method="extend")[1]
+        def read(params: Any, cache: Any, tokens: jax.Array, start: jax.Array, count: jax.Array) -> Any:
+            return applied(params)(tokens, cache, start, count, method="extend")[1]
 
         def write(params: Any, cache: Any, token: jax.Array, positions: jax.Array) -> Any:
             return decode(applied(params), cache, token, positions, _NEW_CHUNK, _most_likely)

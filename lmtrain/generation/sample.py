@@ -84,8 +84,7 @@ def build_batch_sampler(
             return jax.vmap(functools.partial(choose, settings=settings))(logits_BV, step_keys)
 
         cache = apply(rows, longest + settings.max_new_tokens, method="empty_cache")
-        # what follows a shorter prompt is overwritten before any query sees it
-        _, cache = apply(prompts, cache, 0, method="extend")
+        _, cache = apply(prompts, cache, 0, lengths, method="extend")
         last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
         return decode(apply, cache, last, lengths - 1, settings.max_new_tokens, choose_next)[0]
 

@@ -39,6 +39,14 @@ class AdaptedModel:
         return self.inner.vocab_size
 
     @property
+    def has_windows(self) -> bool:
+        return self.inner.has_windows
+
+    @property
+    def logit_cap(self) -> float | None:
+        return self.inner.logit_cap
+
+    @property
     def has_dropout(self) -> bool:
         return self.inner.has_dropout or self.rate > 0
 

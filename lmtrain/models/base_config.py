@@ -1,6 +1,6 @@
 """Settings that all model families share, and the checks between sizes."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -18,8 +18,6 @@ RematPolicy = Literal["full", "dots", "dots_no_kernels", "dots_no_batch", "save_
 
 class BaseModelConfig(Section):
     """Sizes of a stack of transformer blocks, and settings of its execution."""
-
-    mlp_matrices: ClassVar[int] = 2  # of the MLP: 3 with a gate
 
     seq_len: int = identity(
         1024, ge=2, lt=POSITIONS, description="Sequence length: tokens per training sequence, and the maximum context"
@@ -92,24 +90,33 @@ class BaseModelConfig(Section):
         raise NotImplementedError
 
     @property
-    def window(self) -> int | None:
-        """Maximum number of keys that a query sees; None: all before it."""
-        return None
+    def mlp_matrices(self) -> int:
+        """Number of matrices of the MLP: 3 with a gate."""
+        return 2
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Maximum number of keys that a query sees in each layer; None: all before it."""
+        return (None,) * self.num_layers
 
     def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
         """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
-        keys = flops.mean_keys(self.seq_len, causal, self.window)
+        keys = self._mean_keys(causal)
         block = flops.attention(self.hidden_dim, self.num_heads, self.kv_heads, self.head_width, keys)
         block += flops.mlp(self.hidden_dim, self.mlp_dim, self.mlp_matrices)
         return self.num_layers * block + flops.linear(self.hidden_dim, vocab_size)  # and the head
 
     def attention_flops(self, full: float, causal: float) -> tuple[float, float]:
         """The part of FLOPs per token that grows with the number of keys: of `full` and of `causal` attention."""
-        keys, seen = (flops.mean_keys(self.seq_len, causal, self.window) for causal in (False, True))
+        keys, seen = self._mean_keys(causal=False), self._mean_keys(causal=True)
         if keys == seen:
             return 0.0, 0.0
         each = (full - causal) / (keys - seen)
         return each * keys, each * seen
+
+    def _mean_keys(self, causal: bool) -> float:
+        """Mean number of keys per query over all layers."""
+        return sum(flops.mean_keys(self.seq_len, causal, window) for window in self.windows) / self.num_layers
 
     def heads_on(self, parts: int) -> list[int]:
         """The number of heads of each attention on a device, with heads split over `parts` devices."""
@@ -120,5 +127,5 @@ class BaseModelConfig(Section):
         """The features that attention needs, as keys of `FEATURES` in `models/attention/names.py`."""
         needs = {"wide_heads"} if self.head_width > 128 else set[str]()
         needs |= {"very_wide_heads"} if self.head_width > 256 else set()
-        needs |= {"window"} if self.window is not None else set()
+        needs |= {"window"} if any(self.windows) else set()
         return needs | ({"odd_heads"} if self.head_width % 8 else set())

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer, normal
 
 from lmtrain.models.attention.names import PLAIN
-from lmtrain.models.interface import NO_DOCUMENTS, Documents, KvCache
+from lmtrain.models.cache import StackCache
+from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.linear import Embed
 from lmtrain.models.layers.stack import stack
 from lmtrain.sharding.placement import constrain
@@ -63,6 +64,14 @@ class Decoder(nn.Module):
         return tied
 
     @property
+    def has_windows(self) -> bool:
+        return any(self.config.windows)
+
+    @property
+    def logit_cap(self) -> float | None:
+        return None
+
+    @property
     def has_dropout(self) -> bool:
         has_dropout: bool = self.config.has_dropout
         return has_dropout
@@ -91,15 +100,15 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_BSD: jax.Array) -> jax.Array:
         """Float32 logits [B, S, vocab_size]."""
-        return jnp.einsum("BSD,VD->BSV", hidden_BSD, self.head())[..., : self.vocab_size].astype(jnp.float32)
+        logits = jnp.einsum("BSD,VD->BSV", hidden_BSD, self.head())[..., : self.vocab_size].astype(jnp.float32)
+        return logits if self.logit_cap is None else self.logit_cap * jnp.tanh(logits / self.logit_cap)
 
     def empty_cache(self, batch: int, length: int) -> Any:
         c, dtype = self.config, self.head().dtype
-        shape = (c.num_layers, batch, c.kv_heads, length, c.head_width)
-        return KvCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return StackCache.empty(c.windows, batch, c.kv_heads, length, c.head_width, dtype)
 
-    def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array) -> tuple[jax.Array, Any]:
-        hidden, cache = self.read_more(self.embed(tokens_BS), cache, start)
+    def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array, count: Any = None) -> tuple[jax.Array, Any]:
+        hidden, cache = self.read_more(self.embed(tokens_BS), cache, start, count)
         return self.logits(hidden), cache
 
     def embed(self, tokens_BS: jax.Array) -> jax.Array:
@@ -115,9 +124,11 @@ class Decoder(nn.Module):
         x, _ = self.blocks(x, jnp.arange(self.config.num_layers), deterministic, documents)
         return self.norm_final(x)
 
-    def read_more(self, x: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+    def read_more(
+        self, x: jax.Array, cache: StackCache, start: jax.Array, count: Any = None
+    ) -> tuple[jax.Array, StackCache]:
         """`read` of new positions `start, start + 1, ...`, and the updated cache of the stack."""
         if self.has_learned_positions:
             x = self.positions.add_from(x, start)
-        (x, cache), _ = self.blocks.extend((x, cache), jnp.arange(self.config.num_layers), start)
+        (x, cache), _ = self.blocks.extend((x, cache), jnp.arange(self.config.num_layers), start, count)
         return self.norm_final(x), cache

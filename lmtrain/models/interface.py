@@ -4,46 +4,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
-from flax import struct
-
-
-class KvCache(struct.PyTreeNode):
-    """Keys and values of the positions so far, each [N, B, H, T, C] for a stack of blocks, or [B, H, T, C]."""
-
-    k: jax.Array
-    v: jax.Array
-
-    def write(
-        self, k_BHSC: jax.Array, v_BHSC: jax.Array, start: jax.Array, layer: jax.Array | None = None
-    ) -> "KvCache":
-        """The cache with the new positions `start, start + 1, ...` filled in, of one `layer` of a stack.
-
-        `start` is a scalar, or [B] for sequences of different lengths.
-        """
-        if jnp.ndim(start):
-            return self._write_each(k_BHSC, v_BHSC, start, layer)
-        at: tuple[jax.Array | int, ...] = (0, 0, start, 0)
-        if layer is not None:
-            at, k_BHSC, v_BHSC = (layer, *at), k_BHSC[None], v_BHSC[None]
-        return KvCache(
-            jax.lax.dynamic_update_slice(self.k, k_BHSC, at), jax.lax.dynamic_update_slice(self.v, v_BHSC, at)
-        )
-
-    def _write_each(
-        self, k_BHSC: jax.Array, v_BHSC: jax.Array, start_B: jax.Array, layer: jax.Array | None
-    ) -> "KvCache":
-        """`write` with another start for each sequence."""
-        rows = jnp.arange(len(start_B))[:, None]
-        positions = start_B[:, None] + jnp.arange(k_BHSC.shape[2])
-        at = (rows, slice(None), positions) if layer is None else (layer, rows, slice(None), positions)
-        k, v = (new.transpose(0, 2, 1, 3) for new in (k_BHSC, v_BHSC))
-        return KvCache(self.k.at[at].set(k), self.v.at[at].set(v))
-
-    def of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of one layer of a stack, [B, H, T, C] each."""
-        k, v = (jax.lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in (self.k, self.v))
-        return k, v
 
 
 class Documents(NamedTuple):
@@ -69,6 +29,14 @@ class LanguageModel(Protocol):
         """Linen's hash: equal modules are equal keys."""
 
     @property
+    def has_windows(self) -> bool:
+        """Whether the cache forgets positions, so that it cannot go back to an earlier one."""
+
+    @property
+    def logit_cap(self) -> float | None:
+        """With a cap, logits are cap * tanh(hidden @ head.T / cap)."""
+
+    @property
     def has_dropout(self) -> bool:
         """Whether training needs a `dropout` key."""
 
@@ -85,15 +53,17 @@ class LanguageModel(Protocol):
         """Hidden states [B, S, D], the input of the head. Needs a `dropout` key unless deterministic."""
 
     def head(self) -> jax.Array:
-        """The head's matrix, [V, D]: logits are `hidden @ head.T`. Rows from `vocab_size` on are padding."""
+        """The head's matrix, [V, D]: logits are `hidden @ head.T`, before `logit_cap`. Rows from `vocab_size` on are padding."""
 
     def empty_cache(self, batch: int, length: int) -> Any:
         """A cache for `length` positions, in the type of the parameters: a tree of arrays, specific to the family."""
 
-    def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array) -> tuple[jax.Array, Any]:
+    def extend(self, tokens_BS: jax.Array, cache: Any, start: jax.Array, count: Any = None) -> tuple[jax.Array, Any]:
         """Float32 logits [B, S, V] of new tokens at positions `start, start + 1, ...`, and the updated cache.
 
-        `start` is a scalar, or [B] for sequences of different lengths.
+        Only the first `count` tokens of a row enter the cache, all by default; the rest is padding. Where layers keep
+        a window only (`has_windows`), `start` is the number of tokens that the row has in the cache, or one less: its
+        last token may be read again. `start` and `count` are scalars, or [B] for sequences of different lengths.
         """
 
 

@@ -16,6 +16,12 @@ class RopeConfig(Section):
         "default", description="Type of RoPE scaling to longer contexts; the type default does not scale"
     )
     theta: float = architecture(10_000.0, gt=0, description="Base of the RoPE frequencies")
+    local_theta: float | None = architecture(
+        None,
+        gt=0,
+        description="Base of the RoPE frequencies of sliding layers, which are not scaled (Gemma 3, OLMo 3); null: the "
+        "same RoPE in all layers",
+    )
     factor: float = architecture(1.0, ge=1, description="Scaling factor: new context length / trained length")
     original_seq_len: int | None = architecture(
         None, ge=1, description="Trained context length in tokens; required by llama3 and yarn"
@@ -33,7 +39,13 @@ class RopeConfig(Section):
 
     def meaning(self) -> dict[str, Any]:
         """The settings that this type of scaling uses."""
-        return self.model_dump(include=self._used)
+        values = self.model_dump(include=self._used)
+        return {name: value for name, value in values.items() if value is not None or name != "local_theta"}
+
+    @property
+    def local(self) -> "RopeConfig":
+        """The RoPE of sliding layers."""
+        return self if self.local_theta is None else RopeConfig(theta=self.local_theta)
 
     @property
     def _used(self) -> set[str]:
@@ -41,7 +53,7 @@ class RopeConfig(Section):
         names = {"default": [], "linear": ["factor"], "dynamic": ["factor", "original_seq_len"]}
         names |= {"llama3": ["factor", "original_seq_len", "low_freq_factor", "high_freq_factor"]}
         names |= {"yarn": ["factor", "original_seq_len", "beta_fast", "beta_slow"]}
-        return {"type", "theta", *names[self.type]}
+        return {"type", "theta", "local_theta", *names[self.type]}
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> "RopeConfig":

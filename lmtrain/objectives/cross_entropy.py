@@ -41,10 +41,15 @@ class CrossEntropy:
         return batch["loss_mask"]
 
     def loss_sum(
-        self, hidden_BSD: jax.Array, head_VD: jax.Array, batch: Mapping[str, jax.Array], vocab_size: int
+        self,
+        hidden_BSD: jax.Array,
+        head_VD: jax.Array,
+        batch: Mapping[str, jax.Array],
+        vocab_size: int,
+        logit_cap: float | None = None,
     ) -> jax.Array:
-        targets = next_token_targets(batch["tokens"])
-        return sum_of_row_losses(self.row, hidden_BSD, head_VD, targets, self.weights(batch), vocab_size)
+        targets, weights = next_token_targets(batch["tokens"]), self.weights(batch)
+        return sum_of_row_losses(self.row, hidden_BSD, head_VD, targets, weights, vocab_size, logit_cap)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,17 @@ class Objective(Protocol):
         """The weight of each position in the mean, [B, S], float32, or bool for weights of 0 and 1."""
 
     def loss_sum(
-        self, hidden_BSD: jax.Array, head_VD: jax.Array, batch: Mapping[str, jax.Array], vocab_size: int
+        self,
+        hidden_BSD: jax.Array,
+        head_VD: jax.Array,
+        batch: Mapping[str, jax.Array],
+        vocab_size: int,
+        logit_cap: float | None = None,
     ) -> jax.Array:
         """The sum over all positions of loss times weight, a float32 scalar.
 
-        Logits are `hidden @ head.T`; rows of the head from `vocab_size` on are padding. `sum_of_row_losses` computes
+        Logits are `hidden @ head.T`, or with a `logit_cap` cap * tanh(that / cap); rows of the head from `vocab_size`
+        on are padding. `sum_of_row_losses` computes
         such sums without the logits of the entire batch.
         """
 

@@ -33,7 +33,7 @@ class Chunks(NamedTuple):
     """The split of rows and head over devices, as mesh axes, and of a device's rows into chunks.
 
     `positions` are split outside the per-device function; inside, they are gathered along the axes of `vocab`. The
-    head's rows from `vocab_size` on are padding.
+    head's rows from `vocab_size` on are padding. Logits are `cap * tanh(logits / cap)` if there is a `cap`.
     """
 
     batch: tuple[str, ...]
@@ -42,13 +42,16 @@ class Chunks(NamedTuple):
     size: int
     vocab_size: int
     padded_size: int
+    cap: float | None
 
     @classmethod
-    def of(cls, hidden_BSD: jax.Array, head_VD: jax.Array, vocab_size: int | None) -> "Chunks":
+    def of(
+        cls, hidden_BSD: jax.Array, head_VD: jax.Array, vocab_size: int | None, cap: float | None = None
+    ) -> "Chunks":
         """The split in the program being traced, for these global arrays."""
         batch, positions, vocab = split_over("act_batch"), stream_axes(hidden_BSD.shape[1]), split_over("act_vocab")
         entries = head_VD.shape[0]
-        chunks = cls(batch, positions, vocab, 0, vocab_size or entries, entries)
+        chunks = cls(batch, positions, vocab, 0, vocab_size or entries, entries, cap)
         rows = hidden_BSD.shape[0] * hidden_BSD.shape[1] // num_parts(chunks.rows)
         return chunks._replace(size=rows_at_once(rows, entries // num_parts(vocab), platform()))
 
@@ -112,9 +115,17 @@ class Chunks(NamedTuple):
     def logits(self, rows_TD: jax.Array, head_VD: jax.Array) -> jax.Array:
         """Float32 logits [T, V] of this device's part of the vocabulary; padding has a very low logit."""
         logits = jnp.einsum("TD,VD->TV", rows_TD, head_VD).astype(jnp.float32)
+        if self.cap is not None:
+            logits = self.cap * jnp.tanh(logits / self.cap)
         if self.vocab_size == self.padded_size:
             return logits
         return jnp.where(self.is_token(head_VD), logits, _NO_TOKEN)
+
+    def before_cap(self, d_logits_TV: jax.Array, logits_TV: jax.Array) -> jax.Array:
+        """The gradient with respect to the products with the head; that of padding is 0."""
+        if self.cap is None:
+            return d_logits_TV
+        return d_logits_TV * (1 - jnp.square(jnp.maximum(logits_TV / self.cap, -1)))
 
     def log_sum(self, logits_TV: jax.Array) -> jax.Array:
         """The log-sum-exp over the entire vocabulary, [T]."""

@@ -56,11 +56,12 @@ def sum_of_row_losses(
     targets_BS: jax.Array,
     weights_BS: jax.Array,
     vocab_size: int | None = None,
+    logit_cap: float | None = None,
 ) -> jax.Array:
     """sum over positions of weight * loss(row of hidden @ head.T and its target), float32.
 
     Weights are float32, or bool for 0 and 1; rows with weight 0 are ignored. Rows of the head from `vocab_size` on are
-    padding and are ignored too.
+    padding and are ignored too. With a `logit_cap`, logits are cap * tanh(logits / cap).
 
     Products with the head run in the inputs' precision; row statistics and all sums are float32. Each device computes
     its own rows in chunks. With gradients, those of each chunk are computed right after its loss, from the same logits:
@@ -68,7 +69,8 @@ def sum_of_row_losses(
     Inside the loop, devices exchange only a few floats per row, and only if the vocabulary is split: the head is
     gathered before the loop, and its gradient is summed over devices after it.
     """
-    static = _LossArguments(loss, Chunks.of(hidden_BSD, head_VD, vocab_size), split_over("vocab"), split_over("embed"))
+    chunks = Chunks.of(hidden_BSD, head_VD, vocab_size, logit_cap)
+    static = _LossArguments(loss, chunks, split_over("vocab"), split_over("embed"))
     return _summed(hidden_BSD, head_VD, targets_BS, weights_BS, static)
 
 
@@ -113,7 +115,8 @@ def _forward(
             row = _row(static, logits, head, target)
             losses, backward = jax.vjp(lambda row: _weighted(static.loss(row), weight), row)
             (d_row,) = backward(jnp.ones_like(losses))
-            d_logits = _d_logits(static, logits, head, target, row, d_row).astype(rows.dtype)
+            d_logits = _d_logits(static, logits, head, target, row, d_row)
+            d_logits = chunks.before_cap(d_logits, logits).astype(rows.dtype)
             d_head += jnp.einsum("TV,TD->VD", d_logits, rows, preferred_element_type=jnp.float32)
             d_rows = jnp.einsum("TV,VD->TD", d_logits, head, preferred_element_type=partial_sum)
             return (total + losses.sum(), d_head), d_rows

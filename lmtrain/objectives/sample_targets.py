@@ -12,13 +12,16 @@ from lmtrain.sharding.local import sum_over
 _BLOCK = 128
 
 
-def sample_targets(hidden_BSD: jax.Array, head_VD: jax.Array, key: jax.Array, vocab_size: int) -> jax.Array:
-    """A token for each position, sampled from softmax(hidden @ head.T), int32 [B, S].
+def sample_targets(
+    hidden_BSD: jax.Array, head_VD: jax.Array, key: jax.Array, vocab_size: int, logit_cap: float | None = None
+) -> jax.Array:
+    """A token for each position, sampled from the softmax of the logits `hidden @ head.T`, capped if there is a cap.
+    -> int32 [B, S]
 
     One uniform number per position, generated from `key` alone, is looked up in the cumulative probabilities: except
     for rounding, the samples do not depend on how rows and vocabulary are split.
     """
-    chunks = Chunks.of(hidden_BSD, head_VD, vocab_size)
+    chunks = Chunks.of(hidden_BSD, head_VD, vocab_size, logit_cap)
     uniform_BS = jax.random.uniform(key, hidden_BSD.shape[:2])
     drawn: jax.Array = chunks.map_rows(functools.partial(_draw, chunks), hidden_BSD, head_VD, uniform_BS)
     return drawn

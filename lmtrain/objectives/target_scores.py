@@ -15,14 +15,18 @@ class TargetScores(NamedTuple):
 
 
 def score_targets(
-    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, vocab_size: int | None = None
+    hidden_BTD: jax.Array,
+    head_VD: jax.Array,
+    targets_BT: jax.Array,
+    vocab_size: int | None = None,
+    logit_cap: float | None = None,
 ) -> TargetScores:
-    """Score each target by the logits `hidden @ head.T` of its own position.
+    """Score each target by the logits `hidden @ head.T` of its own position, capped if there is a cap.
 
     Rows of the head from `vocab_size` on are padding. Products run in the inputs' precision, all else in float32. Of
     several most likely tokens the first one counts, as in argmax.
     """
-    chunks = Chunks.of(hidden_BTD, head_VD, vocab_size)
+    chunks = Chunks.of(hidden_BTD, head_VD, vocab_size, logit_cap)
 
     def score(logits: jax.Array, head: jax.Array, target: jax.Array) -> TargetScores:
         log_prob = chunks.chosen(logits, head, target) - chunks.log_sum(logits)

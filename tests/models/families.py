@@ -26,17 +26,12 @@ BATCH = {
 }
 
 
-class WindowLM(LlamaLM):
-    """Llama with two layers of local attention before each layer of global attention."""
-
-    @property
-    def pattern(self) -> tuple[LlamaConfig, ...]:
-        return tuple(self.config.model_copy(update={"sliding_window": window}) for window in (3, 5, None))
-
-
-def window_model(num_layers: int = 7, **changes: Any) -> WindowLM:
+def window_model(num_layers: int = 7, **changes: Any) -> LlamaLM:
+    """Llama with a layer with a window, one without positions, and one of global attention, repeated."""
     sizes = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_kv_heads": 2, "seq_len": LENGTH}
-    return WindowLM(LlamaConfig(**sizes, num_layers=num_layers, pad_vocab_to_multiple_of=8, **changes), VOCAB)
+    pattern = ["sliding", {"attention": "sliding", "rope": False}, "full"][:num_layers]
+    layers = {"num_layers": num_layers, "layer_pattern": pattern, "sliding_window": 3}
+    return LlamaLM(LlamaConfig(**sizes, **layers, pad_vocab_to_multiple_of=8, **changes), VOCAB)
 
 
 SIZE, ROUTED = 0.3, 0.7  # coefficients of the auxiliary losses

@@ -138,6 +138,8 @@ class TwoTokenLM(nn.Module):
     vocab_size: int
     attention: str = "xla"
     has_dropout: bool = False
+    has_windows: bool = False
+    logit_cap: float | None = None
 
     def setup(self) -> None:
         embed = ("embed", self.hidden_dim)

@@ -50,6 +50,26 @@ def test_values_and_gradients_equal_the_naive_formula(chunks):
         np.testing.assert_allclose(gradients[1], d_head, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("vocab_size", [V, V - 3])
+def test_capped_logits(chunks, vocab_size):
+    """Value and gradients of the loss of cap * tanh(logits / cap), by JAX's own derivatives."""
+    cap, mask = 1.5, MASKS["some"]
+    targets = TARGETS % vocab_size
+
+    def plain(hidden, head):
+        logits = cap * jnp.tanh(jnp.einsum("bsd,vd->bsv", hidden, head[:vocab_size]) / cap)
+        return -(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], 2)[..., 0] * mask).sum()
+
+    def capped(hidden, head):
+        return sum_of_row_losses(CrossEntropyRow(), hidden, head, targets, mask, vocab_size, cap)
+
+    (value, found), (loss, expected) = (jax.value_and_grad(f, (0, 1))(HIDDEN, HEAD) for f in (capped, plain))
+    assert float(value) == pytest.approx(float(loss), rel=1e-5)
+    assert float(capped(HIDDEN, HEAD)) == pytest.approx(float(loss), rel=1e-5)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_scale_with_the_upstream_gradient(chunks):
     _, d_hidden, _ = naive(HIDDEN, HEAD, TARGETS, MASKS["some"])
     gradient = jax.jit(jax.grad(lambda h: -3.0 * summed_cross_entropy(h, HEAD, TARGETS, MASKS["some"])))(HIDDEN)

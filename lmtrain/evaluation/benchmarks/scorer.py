@@ -172,6 +172,6 @@ def build_score_step(
         hidden, head = model.apply(variables, only_tokens, True, method=hidden_and_head)
         chosen = jnp.take_along_axis(hidden, batch["positions"][:, :, None], axis=1)
         chosen = constrain(chosen, "act_batch", "act_seq", None)
-        return score_targets(chosen, head, batch["targets"], model.vocab_size)
+        return score_targets(chosen, head, batch["targets"], model.vocab_size, model.logit_cap)
 
     return MeshFunction(layout, jax.jit(score, out_shardings=layout.replicated, compiler_options=dict(options or {})))

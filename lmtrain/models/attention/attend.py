@@ -23,14 +23,17 @@ def attend(
     drop: Drop | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
     window: int | None = None,
+    cap: float | None = None,
     slopes: np.ndarray | jax.Array | None = None,
+    key_at: jax.Array | None = None,
 ) -> jax.Array:
     """Each query sees the keys up to its own position. -> [B, H, S, C]
 
-    Query s is at position `first_query + s`, key t at t; `first_query` is a scalar, or [B]. With fewer key heads than
+    Query s is at position `first_query + s`, key t at t or `key_at[..., t]`; `first_query` is a scalar, or [B], and
+    `key_at` [T], or [B, T], where negative positions are no keys. With fewer key heads than
     query heads, key head k serves the H / K query heads from k H / K on. With a `window`, a query sees at most
     `window` keys. With `segments`, those of the queries [B, S] and of the keys [B, T], it sees only keys of its own
-    segment. With `slopes` [H], scores grow by slope * (key position - query position) (ALiBi, Press et al. 2022).
+    segment. With a `cap`, scores are cap * tanh(scores / cap). With `slopes` [H], scores grow by slope * (key position - query position) (ALiBi, Press et al. 2022).
     Softmax runs in float32; with `upcast` the scores do too. `drop` is applied to the attention weights.
     """
     if upcast:
@@ -41,15 +44,23 @@ def attend(
     # the query heads of one key head form one longer sequence, so that keys need not be copied
     q_BKSC = q_BHSC.reshape(batch, kv_heads, groups * queries, head_dim)
     scores = jnp.einsum("BKSC,BKTC->BKST", q_BKSC, k_BKTC).astype(jnp.float32) * scale
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
     query_at = first_query + jnp.arange(queries)[:, None]
     if jnp.ndim(first_query):  # [B, 1, S, 1]
         query_at = jnp.reshape(first_query, (-1, 1, 1, 1)) + jnp.arange(queries)[:, None]
-    key_at = jnp.arange(keys)
+    exists = None if key_at is None else key_at >= 0
+    if key_at is None:
+        key_at = jnp.arange(keys)
+    elif key_at.ndim == 2:  # [B, 1, 1, T]
+        key_at, exists = key_at[:, None, None], exists[:, None, None]
     if slopes is not None:
         distance = jnp.expand_dims(key_at - query_at, -3)  # [1, S, T] or [B, 1, 1, S, T]
         bias = slopes.reshape(kv_heads, groups, 1, 1) * distance
         scores += bias.reshape(*bias.shape[:-4], kv_heads, groups * queries, keys)
     seen = key_at <= query_at
+    if exists is not None:
+        seen &= exists
     if window is not None:
         seen &= key_at > query_at - window
     if segments is not None:

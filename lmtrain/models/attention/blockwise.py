@@ -24,10 +24,11 @@ _OF_KEYS = "of_keys"
 
 
 class _Static(NamedTuple):
-    """Static arguments: block size, number of keys that a query sees."""
+    """Static arguments: block size, number of keys that a query sees, the cap of scores."""
 
     block: int
     window: int | None
+    cap: float | None
 
 
 class _Where(NamedTuple):
@@ -62,7 +63,7 @@ def blockwise(
     first = 0 if options.first_query is None else options.first_query
     where = _Where(first, pad(own, 1), pad(segments, 1), slopes)
     q = pad((q_BHSC * scale).astype(q_BHSC.dtype), 2).reshape(batch, kv_heads, groups, -1, head_dim)
-    mixed = _attend(q, pad(k_BKSC, 2), pad(v_BKSC, 2), where, _Static(block, options.window))
+    mixed = _attend(q, pad(k_BKSC, 2), pad(v_BKSC, 2), where, _Static(block, options.window, options.cap))
     return mixed.reshape(batch, heads, q.shape[3], -1)[:, :, :length].astype(kind)
 
 
@@ -129,6 +130,8 @@ def _backward(static: _Static, saved: Any, d_mixed: jax.Array) -> tuple[Any, ...
             weights = jnp.exp(scores - _part(log_sum, i, static, axis=-1)[..., None])
             d_weights = jnp.einsum("BKGSC,BKTC->BKGST", d_i, v_j, preferred_element_type=jnp.float32)
             d_scores = weights * (d_weights - _part(mean, i, static, axis=-1)[..., None])
+            if static.cap is not None:  # the derivative of tanh; hidden scores have weight 0
+                d_scores *= 1 - jnp.square(jnp.maximum(scores / static.cap, -1))
             low, wide = d_scores.astype(q.dtype), {"preferred_element_type": jnp.float32}
             d_v = d_v + jnp.einsum("BKGST,BKGSC->BKTC", weights.astype(v.dtype), d_i, **wide)
             d_k = d_k + jnp.einsum("BKGST,BKGSC->BKTC", low, q_i, **wide)
@@ -171,6 +174,8 @@ def _scores(
 ) -> jax.Array:
     """Float32 scores [B, K, G, S, T] of block i of queries and block j of keys."""
     scores = jnp.einsum("BKGSC,BKTC->BKGST", q_BKGSC, k_BKTC, preferred_element_type=jnp.float32)
+    if static.cap is not None:
+        scores = static.cap * jnp.tanh(scores / static.cap)
     offsets = jnp.arange(static.block)
     apart = (where.first + i * static.block + offsets)[:, None] - (j * static.block + offsets)
     if where.slopes is not None:

@@ -86,6 +86,7 @@ def self_attend(
     The caller has checked that the kernel supports them.
     """
     kernel, options = kernel_of(backend), Options(**more)
+    assert options.cap is None or options.slopes is None
     for feature, is_used in options.features.items():
         assert not is_used or feature in kernel.features, f"{backend} attention has no {FEATURES[feature]}"
     with jax.named_scope(kernel.scope):

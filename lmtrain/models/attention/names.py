@@ -12,6 +12,7 @@ PLAIN = "xla"
 # All kernels support causal masks and grouped heads. Other features, with their texts for messages:
 FEATURES = {
     "window": "a sliding window",
+    "cap": "a cap on scores (attention_logit_cap)",
     "alibi": "ALiBi",
     "segments": "packed documents (data.mask_across_documents)",
     "part": "sequences split over more devices than heads (trainer.context_axis_size)",

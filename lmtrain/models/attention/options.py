@@ -10,7 +10,8 @@ from lmtrain.models.attention.attend import Drop
 
 @dataclass(frozen=True)
 class Options:
-    """Optional features of attention, as in `attend`: `segments` are those of the keys, [B, T].
+    """Optional features of attention, as in `attend`: `segments` are those of the keys, [B, T]. Scores with slopes have
+    no cap.
 
     `first_query`, an int32 scalar, is the position of the first query, if queries are only a part of the sequence; None
     if they are all of it. `block_size` in tokens is for kernels that use one.
@@ -20,6 +21,7 @@ class Options:
     drop: Drop | None = None
     segments: jax.Array | None = None
     window: int | None = None
+    cap: float | None = None
     slopes: np.ndarray | jax.Array | None = None
     first_query: jax.Array | None = None
     block_size: int | None = None
@@ -29,6 +31,7 @@ class Options:
         """Which of the features of `names.FEATURES` that change the result are in use."""
         return {
             "dropout": self.drop is not None,
+            "cap": self.cap is not None,
             "alibi": self.slopes is not None,
             "upcast": self.upcast,
             "segments": self.segments is not None,

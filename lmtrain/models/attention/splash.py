@@ -51,6 +51,7 @@ def splash(
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=SAVED_ATTENTION,
+        attn_logits_soft_cap=options.cap,
         interpret=not is_tpu,
     )
     segments = jnp.zeros((len(q_BHSC), given), jnp.int32) if options.segments is None else options.segments
@@ -86,7 +87,7 @@ def _up(size: int, step: int) -> int:
 KERNEL = Kernel(
     "splash",
     "tpu",
-    frozenset({"window", "segments", "float32", "wide_heads", "very_wide_heads", "odd_heads"}),
+    frozenset({"window", "cap", "segments", "float32", "wide_heads", "very_wide_heads", "odd_heads"}),
     splash,
     uses_block_size=True,
     flops=(1.0, 3.5),

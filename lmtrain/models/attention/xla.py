@@ -15,7 +15,7 @@ from lmtrain.models.layers.remat import SAVED_ATTENTION
 def attend_in_halves(q: jax.Array, k: jax.Array, v: jax.Array, scale: jax.Array | float, options: Options) -> jax.Array:
     """Attention in two halves of the queries: the first half does not need the second half's keys."""
     half, s = q.shape[2] // 2, options.segments
-    how: dict[str, Any] = {name: getattr(options, name) for name in ("upcast", "drop", "window", "slopes")}
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("upcast", "drop", "window", "cap", "slopes")}
     if options.first_query is not None:
         both = None if s is None else (options.of_queries(s, q.shape[2]), s)
         return checkpoint_name(attend(q, k, v, scale, options.first_query, segments=both, **how), SAVED_ATTENTION)

@@ -14,6 +14,8 @@ Initial values: the trunk as in GPT-2; the sense network and the projections of 
 r / sqrt(2) for the last matrix of the sense network's block; biases 0; norms scale 1, bias 0.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,9 @@ from jax.nn.initializers import normal
 from lmtrain.models.attention.attend import attend
 from lmtrain.models.attention.kernel import self_attend
 from lmtrain.models.backpack.config import BackpackConfig
+from lmtrain.models.cache import KvCache, StackCache
 from lmtrain.models.gpt2.model import Gpt2LM
-from lmtrain.models.interface import NO_DOCUMENTS, Documents, KvCache
+from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.block import active
 from lmtrain.models.layers.linear import Linear
 from lmtrain.models.layers.mlp import Mlp
@@ -35,7 +38,7 @@ from lmtrain.sharding.placement import constrain
 class BackpackCache(struct.PyTreeNode):
     """Cache of the positions so far: the trunk's keys and values; sense keys [B, E, T, C] and vectors [B, E, T, D]."""
 
-    trunk: KvCache
+    trunk: StackCache
     senses: KvCache
 
 
@@ -101,9 +104,11 @@ class BackpackLM(Gpt2LM):
         senses = KvCache(jnp.zeros((*shape, c.sense_width), dtype), jnp.zeros((*shape, c.hidden_dim), dtype))
         return BackpackCache(super().empty_cache(batch, length), senses)
 
-    def extend(self, tokens_BS: jax.Array, cache: BackpackCache, start: jax.Array) -> tuple[jax.Array, BackpackCache]:
+    def extend(
+        self, tokens_BS: jax.Array, cache: BackpackCache, start: jax.Array, count: Any = None
+    ) -> tuple[jax.Array, BackpackCache]:
         embedded = self.embed(tokens_BS)
-        context, trunk = self.read_more(embedded, cache.trunk, start)
+        context, trunk = self.read_more(embedded, cache.trunk, start, count)
         q, k = self._queries_and_keys(context)
         senses = cache.senses.write(k, self._sense_vectors(embedded, deterministic=True), start)
         mixed = attend(q, senses.k, senses.v, self.config.sense_width**-0.5, start)

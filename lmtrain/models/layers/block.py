@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lmtrain.models.attention.attend import attend
 from lmtrain.models.attention.kernel import self_attend
-from lmtrain.models.interface import Documents, KvCache
+from lmtrain.models.cache import StackCache
+from lmtrain.models.interface import Documents
 from lmtrain.models.layers.remat import BLOCK_INPUT
 from lmtrain.models.layers.unfused import unfused
 from lmtrain.sharding.placement import constrain
@@ -49,11 +50,14 @@ class Attention(nn.Module):
         mixed_BSHC = constrain(mixed_BHSC.transpose(0, 2, 1, 3), "act_batch", "act_seq", "act_heads", None)
         return unfused(self.out(mixed_BSHC))
 
-    def extend(self, x: jax.Array, layer: jax.Array, cache: KvCache, start: jax.Array) -> tuple[jax.Array, KvCache]:
+    def extend(
+        self, x: jax.Array, layer: jax.Array, cache: StackCache, start: jax.Array, count: Any
+    ) -> tuple[jax.Array, StackCache]:
         """Attention of new positions `start, start + 1, ...` to all earlier ones and themselves."""
         q, k, v = self.project(x, jnp.reshape(start, (-1, 1)) + jnp.arange(x.shape[1]))
-        cache = cache.write(k, v, start, layer)
-        mixed_BHSC = attend(q, *cache.of_layer(layer), first_query=start, **self.scores(layer))
+        scores = self.scores(layer)
+        cache, keys = cache.extend(k, v, layer, scores.get("window"), start, count)
+        mixed_BHSC = attend(q, keys.k, keys.v, first_query=start, key_at=keys.at, **scores)
         return self.out(mixed_BHSC.transpose(0, 2, 1, 3)), cache
 
 
@@ -102,8 +106,8 @@ class Block(nn.Module):
         return constrain(self.add(x, mixed, deterministic), "act_batch", "act_stream", "act_embed"), None
 
     def extend(
-        self, state: tuple[jax.Array, KvCache], layer: jax.Array, start: jax.Array
-    ) -> tuple[tuple[jax.Array, KvCache], None]:
+        self, state: tuple[jax.Array, StackCache], layer: jax.Array, start: jax.Array, count: Any = None
+    ) -> tuple[tuple[jax.Array, StackCache], None]:
         x, cache = state
-        mixed, cache = self.attn.extend(self.attention_input(x), layer, cache, start)
+        mixed, cache = self.attn.extend(self.attention_input(x), layer, cache, start, count)
         return (self.add(x, mixed, deterministic=True), cache), None

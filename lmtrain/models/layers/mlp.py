@@ -5,6 +5,7 @@ from functools import partial
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
 from lmtrain.models.layers.linear import Dims, Linear, sizes
@@ -17,6 +18,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),  # x Phi(x), by erf
     "gelu_new": partial(jax.nn.gelu, approximate=True),  # by tanh
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, "Primer"
 }
 
 

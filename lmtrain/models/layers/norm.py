@@ -33,14 +33,17 @@ class LayerNorm(nn.Module):
 class RmsNorm(nn.Module):
     """x / sqrt(mean(x^2) + epsilon) * scale over the dimensions `dims` (Zhang and Sennrich 2019).
 
-    With `offset` the factor is 1 + scale, and scale is initialized to 0.
+    With `offset` the factor is 1 + scale, and scale is initialized to 0. Without `use_scale` there is no factor.
     """
 
     dims: Dims
     epsilon: float
     offset: bool = False
+    use_scale: bool = True
 
     def setup(self) -> None:
+        if not self.use_scale:
+            return
         init = nn.initializers.zeros if self.offset else nn.initializers.ones
         self.scale = self.param("scale", declare(init, self.dims), sizes(self.dims), jnp.float32)
 
@@ -48,4 +51,6 @@ class RmsNorm(nn.Module):
         wide = x.astype(jnp.float32)
         axes = tuple(range(-len(self.dims), 0))
         normal = wide * jax.lax.rsqrt((wide * wide).mean(axes, keepdims=True) + self.epsilon)
+        if not self.use_scale:
+            return normal.astype(x.dtype)
         return (normal * (self.scale + 1 if self.offset else self.scale)).astype(x.dtype)

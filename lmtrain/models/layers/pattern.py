@@ -49,12 +49,12 @@ class PatternStack(nn.Module):
         return self._run(call, x, x, layers_N, self.policy), None
 
     def extend(
-        self, state: tuple[jax.Array, Any], layers_N: jax.Array, start: jax.Array
+        self, state: tuple[jax.Array, Any], layers_N: jax.Array, start: jax.Array, count: Any = None
     ) -> tuple[tuple[jax.Array, Any], None]:
         """`extend` of each block in turn."""
 
         def call(block: nn.Module, variables: Any, state: Any, layer: jax.Array, keys: Any) -> Any:
-            return block.apply(variables, state, layer, start, method="extend", rngs=keys, mutable=self._sown)
+            return block.apply(variables, state, layer, start, count, method="extend", rngs=keys, mutable=self._sown)
 
         return self._run(call, state, state[0], layers_N, policy=False), None
 

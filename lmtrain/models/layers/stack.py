@@ -23,7 +23,7 @@ def stack(
     attention; it repeats over the depth, the last time perhaps in part.
 
     The block has `__call__(x, layer, deterministic, documents) -> (x, None)` and
-    `extend((x, cache), layer, start) -> ((x, cache), None)`; `layer` has a leading layer dimension outside, and none
+    `extend((x, cache), layer, start, count) -> ((x, cache), None)`; `layer` has a leading layer dimension outside, and none
     inside. The cache is that of all layers, so that each writes its new positions in place.
     """
     if len(pattern) > 1:
@@ -39,7 +39,7 @@ def stack(
         remat(block, policy, scan, static_argnums=(3,)),
         methods={
             "__call__": {"in_axes": (0, nn.broadcast, nn.broadcast), **shared},
-            "extend": {"in_axes": (0, nn.broadcast), **shared},
+            "extend": {"in_axes": (0, nn.broadcast, nn.broadcast), **shared},
         },
     )
     module: nn.Module = scanned(*pattern[0])

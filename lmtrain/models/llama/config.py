@@ -1,6 +1,6 @@
 """Settings of the Llama family."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -8,13 +8,12 @@ from lmtrain.config.errors import field_error
 from lmtrain.config.setting import architecture, identity
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.models.base_config import POSITIONS, BaseModelConfig
+from lmtrain.models.llama.layer_kind import LayerKind, shortest_period
 from lmtrain.models.rope_config import RopeConfig
 
 
 class LlamaConfig(BaseModelConfig):
     """Llama; the defaults are the 7B model."""
-
-    mlp_matrices: ClassVar[int] = 3
 
     type: Literal["llama"] = architecture("llama", description="Model family: Llama")
     seq_len: int = identity(
@@ -26,23 +25,41 @@ class LlamaConfig(BaseModelConfig):
     num_heads: int = architecture(32, ge=1, description="Number of query heads per layer")
     num_kv_heads: int | None = architecture(None, ge=1, description="Number of key and value heads; null: num_heads")
     head_dim: int | None = architecture(None, ge=1, description="Head dimension; null: hidden_dim / num_heads")
-    activation_function: Literal["silu", "gelu", "gelu_new", "relu"] = architecture(
-        "silu", description="Activation function of the MLP's gate"
+    activation_function: Literal["silu", "gelu", "gelu_new", "relu", "relu2"] = architecture(
+        "silu", description="Activation function of the MLP's gate; without a gate, of its hidden units"
     )
+    gated_mlp: bool = architecture(True, description="Multiply the MLP's hidden units by a gate; false: as in Arcee")
     use_bias: bool = architecture(False, description="Add biases to the linear layers of attention")
     use_qkv_bias: bool = architecture(False, description="Add biases to queries, keys and values only (Qwen2)")
     use_mlp_bias: bool = architecture(False, description="Add biases to the linear layers of the MLP")
     sliding_window: int | None = architecture(
         None,
         ge=1,
-        description="Sliding window: maximum number of tokens that a query sees (Mistral); null: all before it",
+        description="Sliding window: maximum number of tokens that a query sees (Mistral), in the sliding layers of "
+        "layer_pattern if that is set; null: all before it",
     )
-    qk_norm: Literal["none", "head", "all"] = architecture(
+    layer_pattern: tuple[LayerKind, ...] | None = architecture(
+        None,
+        description="Layers that differ: the kinds of the first layers, which repeat over the depth, such as "
+        "[sliding, sliding, sliding, full] (OLMo 3); null: all layers are alike",
+    )
+    attention_logit_cap: float | None = architecture(
+        None, gt=0, description="Cap on attention scores s: cap * tanh(s / cap) (Gemma 2); null: none"
+    )
+    final_logit_cap: float | None = architecture(
+        None, gt=0, description="Cap on the logits l of the head: cap * tanh(l / cap) (Gemma 2); null: none"
+    )
+    query_pre_attn_scalar: float | None = architecture(
+        None, gt=0, description="Attention scores are multiplied by this ** -0.5 (Gemma 2, Gemma 3); null: head_dim"
+    )
+    qk_norm: Literal["none", "head", "all", "weightless"] = architecture(
         "none",
-        description="Normalization of queries and keys: head: within each head (Qwen3); all: over all heads (OLMo2)",
+        description="Normalization of queries and keys: head: within each head (Qwen3); all: over all heads (OLMo2); "
+        "weightless: within each head, without weights",
     )
-    norm_position: Literal["pre", "post"] = architecture(
-        "pre", description="Position of norms: pre: before attention and MLP; post: on their outputs (OLMo2)"
+    norm_position: Literal["pre", "post", "both"] = architecture(
+        "pre",
+        description="Position of norms: pre: before attention and MLP; post: on their outputs (OLMo2); both (Gemma 2)",
     )
     norm_offset: bool = architecture(False, description="Scale norms by 1 + weight (Gemma)")
     scale_embeddings: bool = architecture(False, description="Multiply the embeddings by sqrt(hidden_dim) (Gemma)")
@@ -65,9 +82,51 @@ class LlamaConfig(BaseModelConfig):
             raise field_error("head_dim", f"rotary embeddings require an even head dimension; {self.head_width} is odd")
         return self
 
+    @model_validator(mode="after")
+    def _layers_use_their_settings(self) -> "LlamaConfig":
+        pattern = self.layer_pattern
+        if pattern == ():
+            raise field_error("layer_pattern", "has no layers; remove it, or list kinds of layers")
+        if pattern is not None and len(pattern) > self.num_layers:
+            raise field_error("layer_pattern", f"has {len(pattern)} layers, the model only {self.num_layers}")
+        has_sliding = any(kind.attention == "sliding" for kind in self.pattern)
+        if has_sliding and self.sliding_window is None:
+            raise field_error("layer_pattern", "has sliding layers: set sliding_window to the number of keys they see")
+        if self.sliding_window is not None and not has_sliding:
+            raise field_error("sliding_window", "no layer of layer_pattern is sliding; remove it, or add such layers")
+        rotated = {kind.attention for kind in self.pattern if kind.rope}
+        if self.rope.local_theta is not None and "sliding" not in rotated:
+            raise field_error("rope", "local_theta is for sliding layers with RoPE, which layer_pattern does not have")
+        if self.rope != RopeConfig() and not rotated:
+            raise field_error("rope", "no layer of layer_pattern has RoPE; remove it")
+        return self
+
+    @property
+    def pattern(self) -> tuple[LayerKind, ...]:
+        """The kinds of the first layers, which repeat over the depth."""
+        if self.layer_pattern is not None:
+            return self.layer_pattern
+        return (LayerKind(attention="full" if self.sliding_window is None else "sliding"),)
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The kind of each layer."""
+        return [self.pattern[layer % len(self.pattern)] for layer in range(self.num_layers)]
+
+    def of_kind(self, kind: LayerKind) -> "LlamaConfig":
+        """The config of a block of this kind: `pattern` is the kind alone."""
+        return self.model_copy(update={"layer_pattern": (kind,)})
+
     def meaning(self) -> dict[str, Any]:
         values = super().meaning()
-        return values | {"num_kv_heads": self.kv_heads, "head_dim": self.head_width, "rope": self.rope.meaning()}
+        kinds = [kind.model_dump() for kind in self.kinds]
+        return values | {
+            "num_kv_heads": self.kv_heads,
+            "head_dim": self.head_width,
+            "rope": self.rope.meaning(),
+            "layer_pattern": None if len(set(map(str, kinds))) == 1 and self.kinds[0].rope else shortest_period(kinds),
+            "query_pre_attn_scalar": self.query_scalar,
+        }
 
     @property
     def head_width(self) -> int:
@@ -88,5 +147,18 @@ class LlamaConfig(BaseModelConfig):
         return self.intermediate_dim
 
     @property
-    def window(self) -> int | None:
-        return self.sliding_window
+    def query_scalar(self) -> float:
+        """Attention scores are multiplied by this ** -0.5."""
+        return self.query_pre_attn_scalar or self.head_width
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 3 if self.gated_mlp else 2
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.sliding_window if kind.attention == "sliding" else None for kind in self.kinds)
+
+    @property
+    def attention_needs(self) -> set[str]:
+        return super().attention_needs | ({"cap"} if self.attention_logit_cap is not None else set())

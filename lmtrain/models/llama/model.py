@@ -8,6 +8,11 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models". The
     Qwen3     qk_norm head: queries and keys are normalised within each head, before rotation
     Gemma     scale_embeddings, norm_offset: embeddings times sqrt(D), norms scale by 1 + w
     OLMo2     norm_position post, qk_norm all: norms follow attention and MLP; queries and keys over all heads at once
+    OLMo3     OLMo2 with layer_pattern: three sliding layers, whose RoPE is not scaled, before a full one
+    Gemma2    norm_position both, capped scores and logits, every second layer sliding
+    Gemma3    Gemma2 without caps, qk_norm head, five sliding layers with rope.local_theta before a full one
+    SmolLM3   layer_pattern: every fourth layer without RoPE
+    Arcee     gated_mlp false, activation_function relu2
 
     B batch  S query position  T key position  D embed  H heads  K kv heads  C head dim  F mlp  V vocab  N layers
 
@@ -28,6 +33,7 @@ from lmtrain.models.layers.mlp import Mlp
 from lmtrain.models.layers.norm import RmsNorm
 from lmtrain.models.layers.rope import frequencies, magnitude, rotate
 from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.llama.layer_kind import shortest_period
 from lmtrain.sharding.placement import constrain
 
 
@@ -48,12 +54,14 @@ class LlamaAttention(Attention):
         self.out = Linear((heads, head_dim), (embed,), init, c.use_bias)
         self.drop_weights = nn.Dropout(0.0)
         if c.qk_norm != "none":
-            over_all = c.qk_norm == "all"
-            self.norm_q = RmsNorm((heads, head_dim) if over_all else (head_dim,), c.layer_norm_epsilon, c.norm_offset)
-            self.norm_k = RmsNorm(
-                (kv_heads, head_dim) if over_all else (head_dim,), c.layer_norm_epsilon, c.norm_offset
-            )
-        self.frequency = frequencies(c.rope, c.head_width, c.seq_len)
+            over_all, how = c.qk_norm == "all", (c.layer_norm_epsilon, c.norm_offset, c.qk_norm != "weightless")
+            self.norm_q = RmsNorm((heads, head_dim) if over_all else (head_dim,), *how)
+            self.norm_k = RmsNorm((kv_heads, head_dim) if over_all else (head_dim,), *how)
+        (kind,) = c.pattern
+        self.window = c.sliding_window if kind.attention == "sliding" else None
+        self.has_rope = kind.rope
+        self.rope = c.rope.local if kind.attention == "sliding" else c.rope
+        self.frequency = frequencies(self.rope, c.head_width, c.seq_len)
 
     def project(self, x: jax.Array, positions_BS: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
         positions = jnp.arange(x.shape[1])[None] if positions_BS is None else positions_BS
@@ -62,19 +70,20 @@ class LlamaAttention(Attention):
         k, v = (constrain(part(x), "act_batch", "act_seq", "act_kv_heads", None) for part in (self.k, self.v))
         if self.config.qk_norm != "none":
             q, k = self.norm_q(q), self.norm_k(k)
-        scale = magnitude(self.config.rope)
-        q, k = (rotate(part, positions, self.frequency, scale) for part in (q, k))
+        if self.has_rope:
+            q, k = (rotate(part, positions, self.frequency, magnitude(self.rope)) for part in (q, k))
         q, k, v = (part.transpose(0, 2, 1, 3) for part in (q, k, v))
         q = constrain(q, "act_batch", "act_heads", "act_seq", None)
         k, v = (constrain(part, "act_batch", "act_kv_heads", "act_seq", None) for part in (k, v))
         return q, k, v
 
     def scores(self, layer: jax.Array) -> dict[str, Any]:
-        return {"scale": self.config.head_width**-0.5, "window": self.config.window}
+        c = self.config
+        return {"scale": c.query_scalar**-0.5, "window": self.window, "cap": c.attention_logit_cap}
 
 
 class LlamaBlock(Block):
-    """Attention and a gated MLP (SwiGLU), each with an RMS norm before or after it, added to the residual stream.
+    """Attention and an MLP, each with RMS norms before it, after it, or both, added to the residual stream.
 
     Between the two, the stream is float32: in bfloat16 its rounding makes the gradients of queries and keys less exact.
     """
@@ -84,24 +93,26 @@ class LlamaBlock(Block):
     def setup(self) -> None:
         c = self.config
         init, dims = normal(c.initializer_range), (("embed", c.hidden_dim),)
-        self.norm_attn = RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset)
+        self.norm_attn, self.norm_mlp = (RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset) for _ in range(2))
+        if c.norm_position == "both":
+            self.norm_mixed, self.norm_added = (RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset) for _ in range(2))
         self.attn = LlamaAttention(c, self.backend)
-        self.norm_mlp = RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset)
-        self.mlp = Mlp(c.hidden_dim, c.mlp_dim, c.activation_function, init, init, c.use_mlp_bias, is_gated=True)
+        self.mlp = Mlp(c.hidden_dim, c.mlp_dim, c.activation_function, init, init, c.use_mlp_bias, c.gated_mlp)
 
     def attention_input(self, x: jax.Array) -> jax.Array:
         return self._before(self.norm_attn, x)
 
     def add(self, x: jax.Array, mixed: jax.Array, deterministic: bool) -> jax.Array:
-        middle = x.astype(jnp.float32) + self._after(self.norm_attn, mixed)
-        added = self._after(self.norm_mlp, self.mlp(self._before(self.norm_mlp, middle).astype(x.dtype)))
-        return (middle + added).astype(x.dtype)
+        both = self.config.norm_position == "both"
+        middle = x.astype(jnp.float32) + self._after(self.norm_mixed if both else self.norm_attn, mixed)
+        added = self.mlp(self._before(self.norm_mlp, middle).astype(x.dtype))
+        return (middle + self._after(self.norm_added if both else self.norm_mlp, added)).astype(x.dtype)
 
     def _before(self, norm: RmsNorm, x: jax.Array) -> jax.Array:
-        return norm(x) if self.config.norm_position == "pre" else x
+        return x if self.config.norm_position == "post" else norm(x)
 
     def _after(self, norm: RmsNorm, x: jax.Array) -> jax.Array:
-        return norm(x) if self.config.norm_position == "post" else x
+        return x if self.config.norm_position == "pre" else norm(x)
 
 
 class LlamaLM(Decoder):
@@ -114,6 +125,15 @@ class LlamaLM(Decoder):
     def build_norm(self) -> RmsNorm:
         c = self.config
         return RmsNorm((("embed", c.hidden_dim),), c.layer_norm_epsilon, c.norm_offset)
+
+    @property
+    def pattern(self) -> tuple[LlamaConfig, ...]:
+        kinds = shortest_period(self.config.kinds)
+        return tuple(self.config.of_kind(kind) for kind in kinds)
+
+    @property
+    def logit_cap(self) -> float | None:
+        return self.config.final_logit_cap
 
     @property
     def embedding_scale(self) -> float:

@@ -34,12 +34,13 @@ def estimate_hessian(
                            without label smoothing and z-loss.
     """
     count = sum_of_weights(objective, batch)
+    of_head = model.vocab_size, model.logit_cap
     draw_key, sample_key = jax.random.split(key)
     if method == "hutchinson":
         direction = optax.tree.random_like(draw_key, params, jax.random.normal)
 
         def product(micro: Any, key: jax.Array) -> Any:
-            gradient = jax.grad(lambda p: objective.loss_sum(*_hidden(model, p, micro), micro, model.vocab_size))
+            gradient = jax.grad(lambda p: objective.loss_sum(*_hidden(model, p, micro), micro, *of_head))
             return jax.jvp(gradient, (params,), (direction,))[1]
 
         total = sum_over_microbatches(product, batch, sample_key, num_microbatches)
@@ -49,13 +50,13 @@ def estimate_hessian(
 
     def sampled(micro: Any, key: jax.Array) -> Any:
         hidden, head = _hidden(model, params, micro)
-        targets = sample_targets(hidden, head, key, model.vocab_size)
+        targets = sample_targets(hidden, head, key, *of_head)
         weights = objective.weights(micro)
         # gradients of positions are independent, and the weights apply to their squares
         roots = weights if weights.dtype == bool else jnp.sqrt(weights)
 
         def loss(p: Any) -> jax.Array:
-            return sum_of_row_losses(CrossEntropyRow(), *_hidden(model, p, micro), targets, roots, model.vocab_size)
+            return sum_of_row_losses(CrossEntropyRow(), *_hidden(model, p, micro), targets, roots, *of_head)
 
         return jax.grad(loss)(params)
 

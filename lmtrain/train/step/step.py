@@ -136,7 +136,7 @@ class TrainStep:
         with collecting() as logged:
             (hidden, head), sown = self.model.apply({"params": params}, batch, not drops, **how)
             logged.add_sown(sown)
-            loss = self.objective.loss_sum(hidden, head, batch, self.model.vocab_size)
+            loss = self.objective.loss_sum(hidden, head, batch, self.model.vocab_size, self.model.logit_cap)
         return LossSum(loss, logged.means, collect(sown))
 
 

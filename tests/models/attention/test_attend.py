@@ -155,3 +155,29 @@ def test_slopes_are_powers_of_two_in_the_published_order(heads, bias_max, powers
     slopes = alibi_slopes(heads, bias_max)
     np.testing.assert_allclose(slopes, [2.0**-power for power in powers], rtol=1e-6)
     assert slopes.dtype == np.float32
+
+
+@pytest.mark.parametrize("backend", ["xla", "blockwise"])
+def test_capped_scores(backend):
+    q, k, v = arrays(7, 7)
+    scores = np.einsum("bhsc,bhtc->bhst", np.float64(q), np.float64(k)) * 0.9
+    scores = np.where(np.tri(7, dtype=bool), 1.5 * np.tanh(scores / 1.5), -np.inf)
+    weights = np.exp(scores)
+    expected = np.einsum("bhst,bhtc->bhsc", weights / weights.sum(-1, keepdims=True), v)
+    found = jax.jit(lambda q, k, v: kernel.self_attend(backend, q, k, v, 0.9, cap=1.5))(q, k, v)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_at_given_positions_equal_keys_in_order():
+    """As in a cache that keeps the last keys only: any order, other positions for each row, empty places."""
+    q, k, v = arrays(2, 6)
+    order = np.array([[4, 2, 0, 5, 1, 3], [3, 5, 4, 0, 2, 1]])
+    rows = np.arange(2)[:, None]
+    for window in (None, 3):
+        expected = attend(q, k, v, 0.5, 4, window=window)
+        shuffled = (x[rows, :, order].transpose(0, 2, 1, 3) for x in (k, v))
+        found = attend(q, *shuffled, 0.5, jnp.array([4, 4]), window=window, key_at=jnp.asarray(order))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    without = attend(q, k[:, :, 2:], v[:, :, 2:], 0.5, 4, key_at=jnp.arange(2, 6))
+    empty = attend(q, k, v, 0.5, 4, key_at=jnp.array([-1, -2, 2, 3, 4, 5]))
+    np.testing.assert_allclose(empty, without, rtol=1e-5, atol=1e-5)

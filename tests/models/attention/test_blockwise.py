@@ -14,6 +14,7 @@ ENDS = [[3, 8, 19], [1, 7, 15]]
 
 # (query heads, key heads, length, width, columns of values), options; those of the second table are long tests
 SUITE = {
+    "cap, window, grouped heads": ((4, 2, 21, 4), {"block_size": 8, "cap": 0.8, "window": 11}),
     "one position": ((2, 1, 1, 4), {"block_size": 8}),
     "a block longer than the sequence": ((2, 1, 11, 4), {"block_size": 64, "window": 4}),
     "a partial block, wide values, grouped heads": ((4, 2, 21, 4, 10), {"block_size": 8}),

@@ -19,8 +19,16 @@ from lmtrain.models.attention.kernel import self_attend
         ((2, 1, 256), {"window": 140, "ends": [[40, 70], [90, 128]]}),
         ((2, 1, 200), {"ends": [[40, 70], [90, 150]]}),
         ((2, 2, 30), {"window": 20}),
+        ((4, 2, 200), {"cap": 0.8, "window": 50, "ends": [[40, 70], [90, 150]]}),
     ],
-    ids=["plain", "grouped, packed, window in a block", "one key head, packed, window over blocks", "padded", "short"],
+    ids=[
+        "plain",
+        "grouped, packed, window in a block",
+        "one key head, packed, window over blocks",
+        "padded",
+        "short",
+        "cap",
+    ],
 )
 def test_outputs_and_gradients_are_those_of_plain_attention(sizes, options):
     assert_plain("splash", arrays(*sizes), rtol=1e-5, atol=1e-5, block_size=128, **options)

@@ -11,6 +11,7 @@ ENDS = [[40, 70, 200], [90, 128, 129]]
 
 
 SUITE = {
+    "cap, grouped heads, window": ((4, 2, 256, 8), {"ends": ENDS, "cap": 0.8, "window": 100}),
     "window, one key head": ((2, 1, 300, 16), {"window": 100, "ends": ENDS}),
     "ALiBi, grouped heads": ((4, 2, 256, 8), {"ends": ENDS, "slopes": 4}),
     "very wide values": ((2, 2, 200, 12, 384), {"ends": ENDS}),

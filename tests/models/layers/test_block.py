@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmtrain.models.interface import NO_DOCUMENTS, KvCache
+from lmtrain.models.cache import StackCache
+from lmtrain.models.interface import NO_DOCUMENTS
 from lmtrain.models.layers.block import Attention, Block, active, split_qkv
 
 
@@ -58,12 +59,12 @@ def test_attention_and_mlp_are_added_to_the_stream_each_after_its_norm():
 def test_extending_a_cache_gives_the_same_block():
     block = Plain(Config(), "xla")
     whole, _ = block.apply({}, X, 0, True, NO_DOCUMENTS)
-    cache, parts = KvCache(*jnp.zeros((2, 2, 2, 1, 4, 3))), []
+    cache, parts = StackCache.empty((None, None), 2, 1, 4, 3, jnp.float32), []
     for start, end in ((0, 3), (3, 4)):
         (part, cache), _ = block.apply({}, (X[:, start:end], cache), 1, jnp.int32(start), method="extend")
         parts.append(part)
     np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-5)
-    assert not cache.k[0].any()  # of the other layer
+    assert not cache.caches[4].k[0].any()  # of the other layer
 
 
 def test_one_product_is_split_into_queries_keys_and_values_by_head_and_clipped():

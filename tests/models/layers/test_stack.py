@@ -21,7 +21,7 @@ class Block(nn.Module):
     def __call__(self, x, layer, deterministic, segments):
         return jnp.tanh(self.linear(x)) * (layer + 1), None
 
-    def extend(self, state, layer, start):
+    def extend(self, state, layer, start, count):
         x, cache = state
         return (self.linear(x) + cache[layer] * start + layer, cache.at[layer].add(1)), None
 
@@ -37,7 +37,7 @@ class Stack(nn.Module):
         return self.blocks(x, jnp.arange(3), True, None)[0]
 
     def extend(self, x, cache, start):
-        return self.blocks.extend((x, cache), jnp.arange(3), start)[0]
+        return self.blocks.extend((x, cache), jnp.arange(3), start, None)[0]
 
 
 VARIABLES = {"params": {"blocks": {"linear": {"kernel": W}}}}

@@ -37,7 +37,8 @@ def attend(
     256 columns have a multiple of 128, and a key head for each query head.
     """
     length, width = q_BHSC.shape[2:]
-    static = Static(blocks_for(width, v_BKSC.shape[-1], device_kind()), options.slopes is not None, platform() != "gpu")
+    blocks = blocks_for(width, v_BKSC.shape[-1], device_kind())
+    static = Static(blocks, options.slopes is not None, options.cap, platform() != "gpu")
 
     def pad(x: jax.Array, axis: int, **more: Any) -> jax.Array:
         """Padding comes after all queries, so that none sees it."""

@@ -82,7 +82,7 @@ def _keys_kernel(
             s = scores.transposed(plgpu.dot(k, q.T), first_query + i * columns, key, inputs.first[queries], masked)
             weights = jnp.exp2(s - upstream.log_sum[g, queries][None, :])
             d_v = d_v + plgpu.dot(weights.astype(d.dtype), d)
-            d_scores = weights * (plgpu.dot(v, d.T) - upstream.mean[g, queries][None, :])
+            d_scores = scores.before_cap(weights * (plgpu.dot(v, d.T) - upstream.mean[g, queries][None, :]), s)
             return d_k + plgpu.dot(d_scores.astype(q.dtype), q), d_v
 
         return in_three(add, begin, whole, partly, end, sums)
@@ -135,7 +135,7 @@ def _queries_kernel(
         k = sizes.load(inputs.k.at[keys, :])
         s = scores(plgpu.dot(q, k.T), query, j * columns, first, masked)
         d_weights = plgpu.dot(d, sizes.load_values(inputs.v.at[keys, :]).T)
-        d_scores = jnp.exp2(s - log_sum[:, None]) * (d_weights - mean[:, None])
+        d_scores = scores.before_cap(jnp.exp2(s - log_sum[:, None]) * (d_weights - mean[:, None]), s)
         return d_q + plgpu.dot(d_scores.astype(k.dtype), k)
 
     d_q = over_keys(add, query, first, rows, columns, key_blocks, jnp.zeros(q.shape, jnp.float32))

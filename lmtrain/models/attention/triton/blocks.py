@@ -55,10 +55,11 @@ def blocks_for(width: int, columns: int, device_kind: str) -> Blocks:
 
 
 class Static(NamedTuple):
-    """Static arguments: block sizes, whether scores have ALiBi, and whether the kernels are interpreted."""
+    """Static arguments: block sizes, whether scores have ALiBi, their cap, and whether the kernels are interpreted."""
 
     blocks: Blocks
     alibi: bool
+    cap: float | None
     interpret: bool
 
     def call(self, kernel: Any, name: str, **more: Any) -> Any:
@@ -171,12 +172,19 @@ class Scores:
     def __init__(self, static: Static, inputs: Inputs, head: Any = 0):
         self._scale = inputs.scale[0] * _LOG2_E
         self._slope = inputs.slopes[head] * _LOG2_E if static.alibi else None
+        self._cap = None if static.cap is None else static.cap * _LOG2_E
 
     def __call__(self, products: jax.Array, query: Any, key: Any, first: jax.Array, masked: bool) -> jax.Array:
         """Scores [queries, keys], starting at the positions `query` and `key`."""
         rows, columns = products.shape
         query_at = query + jnp.arange(rows)[:, None]
         return self._of(products, query_at, key + jnp.arange(columns)[None, :], first[:, None], masked)
+
+    def before_cap(self, d_scores: jax.Array, scores: jax.Array) -> jax.Array:
+        """Gradients with respect to the scores before the cap; those of masked scores are 0."""
+        if self._cap is None:
+            return d_scores
+        return d_scores * (1 - jnp.square(jnp.maximum(scores / self._cap, -1)))
 
     def transposed(self, products: jax.Array, query: Any, key: Any, first: jax.Array, masked: bool) -> jax.Array:
         """[keys, queries]."""
@@ -186,6 +194,8 @@ class Scores:
 
     def _of(self, products: jax.Array, query_at: Any, key_at: Any, first: jax.Array, masked: bool) -> jax.Array:
         scores = products * self._scale
+        if self._cap is not None:
+            scores = self._cap * jnp.tanh(scores / self._cap)
         if self._slope is not None:
             scores += self._slope * (key_at - query_at).astype(jnp.float32)
         return jnp.where((key_at >= first) & (key_at <= query_at), scores, MASKED) if masked else scores
