@@ -11,6 +11,7 @@ from parity.variants import VARIANTS, VOCAB, make, tokens
 from transformers import AutoModelForCausalLM
 
 from lmtrain.config.errors import UserError
+from lmtrain.generation.sample import SamplingSettings, sample
 from lmtrain.models.interface import Documents
 from lmtrain.models.params import flatten
 from lmtrain.models.registry import build_model, hf_family
@@ -19,7 +20,7 @@ from lmtrain.weights.hf_config import config_of
 from lmtrain.weights.load_hf import load_hf_params
 
 # One of each kind of block. The others are marked long; test_fixtures.py compares all kinds of files.
-NOT_LONG = {"gpt2", "llama-grouped", "gemma", "olmo2", "mpt-6-heads", "backpack"}
+NOT_LONG = {"gpt2", "llama-grouped", "gemma", "gemma2", "olmo3-yarn", "smollm3-windows", "mpt-6-heads", "backpack"}
 
 
 def mark_long(names, suite=NOT_LONG):
@@ -73,6 +74,41 @@ def test_logits_agree_where_positions_restart_and_attention_does_not(in_torch, n
     assert np.abs(variant.logits(ids) - expected).max() > 0.1
 
 
+DIFFERENT = ["qwen2-max_window_layers", "qwen3-layer_types", "gemma2", "gemma3", "olmo3", "smollm3", "smollm3-windows"]
+
+
+@pytest.mark.parametrize("name", mark_long(["mistral", *DIFFERENT], {"gemma3"}))
+def test_logits_of_packed_documents_agree(in_torch, name):
+    """transformers finds documents by their positions, which start again; they are longer than the window."""
+    variant, ids, length = make(name), tokens(), 10
+    positions = np.concatenate([np.arange(length), np.arange(ids.shape[1] - length)])[None]
+    segments = np.broadcast_to(np.arange(ids.shape[1]) >= length, ids.shape).astype(np.int32)
+    with torch.no_grad():
+        theirs = in_torch(variant)
+        expected = theirs(torch.from_numpy(ids), position_ids=torch.from_numpy(positions), use_cache=False).logits
+
+    def logits(model, ids):
+        return model.logits(model.hidden(ids, True, Documents(segments, positions)))
+
+    found = jax.jit(lambda params: variant.model.apply(params, ids, method=logits))({"params": variant.params})
+    assert np.abs(found - expected.numpy()).max() < 1e-4
+    assert np.abs(variant.logits(ids) - expected.numpy()).max() > 0.1
+
+
+@pytest.mark.parametrize("name", mark_long(["mistral", *DIFFERENT], {"gemma2", "olmo3"}))
+def test_greedy_text_beyond_the_window_is_that_of_transformers(in_torch, name):
+    variant = make(name, tie_word_embeddings=False)  # tied models with random parameters repeat their input
+    prompt = tokens()[:1, :7]
+    with torch.no_grad():
+        expected = in_torch(variant).generate(
+            torch.from_numpy(prompt), do_sample=False, max_new_tokens=16, eos_token_id=None, pad_token_id=0
+        )
+    settings = SamplingSettings(max_new_tokens=16, temperature=0)
+    found = sample(variant.model, variant.params, prompt[0], jax.random.key(0), settings, None)
+    assert found == expected[0, 7:].tolist()
+    assert len(set(found)) > 1
+
+
 GRADIENTS = [
     "gpt2",
     "gpt2-untied",
@@ -81,22 +117,24 @@ GRADIENTS = [
     "gemma",
     "olmo2",
     "qwen3",
+    "arcee",
+    *DIFFERENT,
     "mpt-clip",
     "backpack-divided",
 ]
 
 
-@pytest.mark.parametrize("name", mark_long(GRADIENTS, {"gpt2", "gemma", "backpack-divided"}))
+@pytest.mark.parametrize("name", mark_long(GRADIENTS, {"gpt2", "gemma2", "backpack-divided"}))
 def test_loss_and_every_gradient_agree(in_torch, name):
     variant = make(name)
     theirs = in_torch(variant)
-    ids = tokens()
+    ids, cap = tokens(), variant.model.logit_cap
     mask = np.broadcast_to(np.arange(ids.shape[1]) < ids.shape[1] - 1, ids.shape)
 
     def loss(params):
         hidden = variant.model.apply({"params": params}, ids, True, method="hidden")
         head = variant.model.apply({"params": params}, method="head")
-        return CrossEntropy().loss_sum(hidden, head, {"tokens": ids, "loss_mask": mask}, VOCAB) / mask.sum()
+        return CrossEntropy().loss_sum(hidden, head, {"tokens": ids, "loss_mask": mask}, VOCAB, cap) / mask.sum()
 
     ours, gradients = jax.jit(jax.value_and_grad(loss))(variant.params)
     expected = theirs(torch.from_numpy(ids), labels=torch.from_numpy(ids)).loss

@@ -18,6 +18,36 @@ GEMMA = {"scale_embeddings": True, "norm_offset": True, "activation_function": "
 YARN = {"type": "yarn", "factor": 4.0, "original_seq_len": 8, "theta": 1000.0}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_seq_len": 16, "high_freq_factor": 3.0, "theta": 500.0}
 
+GEMMA2 = GEMMA | {
+    "norm_position": "both",
+    "layer_pattern": ["sliding", "full"],
+    "sliding_window": 5,
+    "attention_logit_cap": 3.0,
+    "final_logit_cap": 4.0,
+    "query_pre_attn_scalar": 7,
+    "num_kv_heads": 2,
+    "num_layers": 3,
+}
+GEMMA3 = GEMMA | {
+    "norm_position": "both",
+    "qk_norm": "head",
+    "layer_pattern": ["sliding"] * 5 + ["full"],
+    "sliding_window": 5,
+    "rope": {"theta": 1000.0, "local_theta": 20.0},
+    "query_pre_attn_scalar": 7,
+    "num_kv_heads": 2,
+    "num_layers": 7,
+}
+OLMO3 = {
+    "qk_norm": "all",
+    "norm_position": "post",
+    "layer_pattern": ["sliding"] * 3 + ["full"],
+    "sliding_window": 5,
+    "num_kv_heads": 2,
+    "num_layers": 5,
+}
+SMOLLM3 = {"layer_pattern": ["full"] * 3 + [{"attention": "full", "rope": False}], "num_layers": 5, "num_kv_heads": 2}
+
 # name: (transformers' model_type, our family, changes to the small model)
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("gpt2", "gpt2", {}),
@@ -44,6 +74,38 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("qwen3", "llama", {"qk_norm": "head", "head_dim": 16, "num_kv_heads": 2}),
     "gemma": ("gemma", "llama", {**GEMMA, "head_dim": 16, "num_kv_heads": 1}),
     "olmo2": ("olmo2", "llama", {"qk_norm": "all", "norm_position": "post", "num_kv_heads": 2}),
+    "llama-relu2": ("llama", "llama", {"activation_function": "relu2"}),
+    "arcee": ("arcee", "llama", {"gated_mlp": False, "activation_function": "relu2", "use_mlp_bias": True}),
+    "qwen2-max_window_layers": (
+        "qwen2",
+        "llama",
+        {"use_qkv_bias": True, "layer_pattern": ["full", "full", "sliding"], "sliding_window": 5, "num_layers": 3},
+    ),
+    "qwen3-layer_types": (
+        "qwen3",
+        "llama",
+        {"qk_norm": "head", "layer_pattern": ["full", "sliding"], "sliding_window": 5, "num_layers": 3},
+    ),
+    "gemma2": ("gemma2", "llama", GEMMA2),
+    "gemma2-without-caps": (
+        "gemma2",
+        "llama",
+        GEMMA2 | {"attention_logit_cap": None, "final_logit_cap": None, "query_pre_attn_scalar": None},
+    ),
+    "gemma3": ("gemma3_text", "llama", GEMMA3),
+    "gemma3-linear": (
+        "gemma3_text",
+        "llama",
+        GEMMA3 | {"rope": {"type": "linear", "factor": 8.0, "theta": 500.0, "local_theta": 20.0}, "num_layers": 6},
+    ),
+    "olmo3": ("olmo3", "llama", OLMO3),
+    "olmo3-yarn": ("olmo3", "llama", OLMO3 | {"rope": YARN | {"local_theta": 1000.0}, "head_dim": 16}),
+    "smollm3": ("smollm3", "llama", SMOLLM3),
+    "smollm3-windows": (
+        "smollm3",
+        "llama",
+        SMOLLM3 | {"layer_pattern": ["full", {"attention": "sliding", "rope": False}], "sliding_window": 5},
+    ),
     "mpt": ("mpt", "mpt", {}),
     "mpt-6-heads": ("mpt", "mpt", {"hidden_dim": 24, "num_heads": 6}),
     "mpt-clip": ("mpt", "mpt", {"clip_qkv": 0.5, "layer_norm_epsilon": 0.1}),

@@ -49,11 +49,10 @@ def attend(
     query_at = first_query + jnp.arange(queries)[:, None]
     if jnp.ndim(first_query):  # [B, 1, S, 1]
         query_at = jnp.reshape(first_query, (-1, 1, 1, 1)) + jnp.arange(queries)[:, None]
+    if key_at is not None and key_at.ndim == 2:  # [B, 1, 1, T]
+        key_at = key_at[:, None, None]
     exists = None if key_at is None else key_at >= 0
-    if key_at is None:
-        key_at = jnp.arange(keys)
-    elif key_at.ndim == 2:  # [B, 1, 1, T]
-        key_at, exists = key_at[:, None, None], exists[:, None, None]
+    key_at = jnp.arange(keys) if key_at is None else key_at
     if slopes is not None:
         distance = jnp.expand_dims(key_at - query_at, -3)  # [1, S, T] or [B, 1, 1, S, T]
         bias = slopes.reshape(kv_heads, groups, 1, 1) * distance

@@ -7,6 +7,7 @@ import pytest
 from lmtrain.config.errors import UserError
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.hf import from_hf_config, to_hf_config
+from lmtrain.models.llama.relatives import RELATIVES
 
 SIZES = {
     "hidden_size": 32,
@@ -62,16 +63,108 @@ def test_the_window(kind, values, expected):
     assert read(kind, **values)["sliding_window"] == expected
 
 
+NOPE = {"attention": "full", "rope": False}
+
+
 @pytest.mark.parametrize(
-    ("kind", "values"),
+    ("kind", "values", "pattern"),
     [
-        ("mistral", {"layer_types": [FULL, SLIDING, FULL, SLIDING]}),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, ["full", "full", "sliding", "sliding"]),
+        ("qwen3", {"use_sliding_window": True, "layer_types": [FULL, SLIDING] * 2}, ["full", "sliding"]),
+        ("gemma2", {}, ["sliding", "full"]),
+        ("gemma3_text", {}, None),  # the sixth layer would be full
+        ("gemma3_text", {"num_hidden_layers": 7}, [*["sliding"] * 5, "full"]),
+        ("gemma3_text", {"sliding_window_pattern": 2}, ["sliding", "full"]),
+        ("olmo3", {"num_hidden_layers": 9}, [*["sliding"] * 3, "full"]),
+        ("olmo3", {"layer_types": [FULL] * 4}, None),
+        ("smollm3", {}, ["full", "full", "full", NOPE]),
+        ("smollm3", {"no_rope_layers": [0, 1, 0, 1]}, [NOPE, "full"]),
+        (
+            "smollm3",
+            {"use_sliding_window": True, "no_rope_layer_interval": 2},
+            ["full", {"attention": "sliding", "rope": False}],
+        ),
     ],
 )
-def test_windows_in_some_layers_are_refused(kind, values):
-    with pytest.raises(UserError, match="a sliding window in 2 of 4 layers only"):
+def test_the_pattern_of_layers(kind, values, pattern):
+    found = read(kind, sliding_window=8, num_key_value_heads=2, **values)
+    assert found["layer_pattern"] == pattern
+    assert found["sliding_window"] == (8 if "sliding" in str(pattern) or kind == "gemma3_text" else None)
+    LlamaConfig.model_validate(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("mistral", {"layer_types": [FULL, SLIDING, FULL, SLIDING]}, "a sliding window in 2 of 4 layers only"),
+        ("olmo3", {"layer_types": [FULL, SLIDING]}, "layer_types has 2 layers, num_hidden_layers is 4"),
+        ("olmo3", {"layer_types": [FULL, SLIDING, "chunked_attention", FULL]}, "layer_types has chunked_attention"),
+    ],
+)
+def test_patterns_that_are_refused(kind, values, message):
+    with pytest.raises(UserError, match=message):
         read(kind, sliding_window=8, **values)
+
+
+FACTOR = 1.2079441541679836  # 0.1 ln(8) + 1
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "attention_factor": FACTOR}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("gemma3_text", {}, {"theta": 1e6, "local_theta": 1e4}),
+        ("gemma3_text", {"rope_theta": 5e5, "rope_local_base_freq": 5e5}, {"theta": 5e5}),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+            {"type": "linear", "theta": 1e6, "factor": 8.0, "local_theta": 1e4},
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e5}}},
+            {"type": "linear", "theta": 7e5, "factor": 2.0, "local_theta": 1e4},
+        ),
+        ("olmo3", {}, {"theta": 5e5}),
+        (
+            "olmo3",
+            {"rope_scaling": YARN, "rope_theta": 5e5},
+            {"type": "yarn", "theta": 5e5, "factor": 8.0, "original_seq_len": 8, "local_theta": 5e5},
+        ),
+        ("smollm3", {"rope_theta": 5e6}, {"theta": 5e6}),
+        ("smollm3", {}, {"theta": 2e6}),
+    ],
+)
+def test_rotary_positions_of_sliding_layers(kind, values, expected):
+    assert read(kind, **values)["rope"] == {"type": "default"} | expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("olmo3", {"rope_theta": 1e4}, "transformers 4 and 5 read rope_theta 10000.0 differently"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope type linear in sliding layers is not supported",
+        ),
+        ("llama", {"rope_scaling": YARN | {"attention_factor": 1.0}}, "rope yarn with attention_factor"),
+    ],
+)
+def test_rotary_positions_that_are_refused(kind, values, message):
+    with pytest.raises(UserError, match=message):
+        read(kind, **values)
+
+
+def test_caps_and_scales():
+    gemma = read("gemma2")
+    assert (gemma["attention_logit_cap"], gemma["final_logit_cap"], gemma["query_pre_attn_scalar"]) == (50.0, 30.0, 256)
+    gemma = read("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=144)
+    assert (gemma["attention_logit_cap"], gemma["final_logit_cap"], gemma["query_pre_attn_scalar"]) == (None, None, 144)
+    gemma = read("gemma3_text", attn_logit_softcapping=5.0)  # which transformers ignores
+    assert gemma["final_logit_cap"] is None
+    assert "attention_logit_cap" not in gemma
+    assert "final_logit_cap" not in read("llama", final_logit_softcapping=5.0)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +217,7 @@ def test_incomplete_or_ambiguous_rope_settings_are_refused(values, message):
 
 def test_keys_that_a_kind_does_not_read_have_no_effect():
     assert read("llama", mlp_bias=True)["use_mlp_bias"]
-    for kind in ("mistral", "qwen2", "qwen3", "gemma", "olmo2"):
+    for kind in set(RELATIVES) - {"llama", "smollm3", "arcee"}:
         assert not read(kind, mlp_bias=True)["use_mlp_bias"]
     assert not read("qwen2", attention_bias=True)["use_bias"]
 
@@ -147,14 +240,30 @@ def test_what_differs_from_transformers_is_refused(kind, values, message):
         read(kind, **values)
 
 
+OLMO, GEMMA = RELATIVES["olmo3"].settings, RELATIVES["gemma2"].settings
+LOCAL, LINEAR = {"local_theta": 5.0}, {"type": "linear", "factor": 2.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"qk_norm": "head", "norm_position": "post"}, "model.qk_norm: head, model.norm_position: post together"),
         ({"scale_embeddings": True}, "model.scale_embeddings: True: transformers has no such model type"),
-        ({"sliding_window": 4, "use_bias": True}, "model.use_bias: transformers' mistral has no such biases"),
-        ({"qk_norm": "head", "use_mlp_bias": True}, "model.use_mlp_bias: transformers' qwen3"),
-        ({"use_bias": True, "use_qkv_bias": True}, "model.use_bias: transformers' qwen2"),
+        ({"sliding_window": 4, "use_qkv_bias": True, "use_bias": True}, "smollm3 is closest, but for use_qkv_bias"),
+        (
+            {"qk_norm": "head", "use_mlp_bias": True},
+            "model.use_mlp_bias: True, model.qk_norm: head together: .*; .* is closest",
+        ),
+        ({"qk_norm": "weightless", "activation_function": "relu2", "gated_mlp": False}, "arcee is .* for qk_norm"),
+        ({"layer_pattern": ["sliding", "full"], "norm_offset": True, "sliding_window": 4}, "smollm3 .*norm_offset"),
+        (
+            {"layer_pattern": ["full", NOPE], "use_qkv_bias": True},
+            "model.use_qkv_bias: True together|smollm3 is closest, but for use_qkv_bias",
+        ),
+        ({"layer_pattern": ["full", NOPE], **OLMO}, "olmo3 is closest, but for layer_pattern"),
+        ({"layer_pattern": ["sliding", "full"], **OLMO, "rope": LOCAL, "sliding_window": 4}, "for rope.local_theta"),
+        ({"layer_pattern": ["sliding", "full"], **OLMO, "rope": LINEAR, "sliding_window": 4}, "for rope.local_theta"),
+        ({"norm_position": "both", **GEMMA, "query_pre_attn_scalar": 2.5}, "model.query_pre_attn_scalar: 2.5"),
         ({"rope": {"type": "dynamic", "factor": 2.0, "original_seq_len": 8}}, "model.rope.original_seq_len"),
     ],
 )

@@ -1,0 +1,174 @@
+"""Llama's relatives in transformers: each model type as the settings in which it differs from Llama."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from lmtrain.config.errors import UserError
+from lmtrain.models.llama.config import LlamaConfig
+
+Values = Mapping[str, Any]
+
+# Settings that distinguish the relatives, with Llama's values.
+_LLAMA: dict[str, Any] = {
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_mlp_bias": False,
+    "qk_norm": "none",
+    "norm_position": "pre",
+    "norm_offset": False,
+    "scale_embeddings": False,
+    "activation_function": "silu",
+    "gated_mlp": True,
+    "attention_logit_cap": None,
+    "final_logit_cap": None,
+    "query_pre_attn_scalar": None,
+}
+
+
+class Relative(NamedTuple):
+    """A model type of transformers: its class, the `settings` in which it differs from Llama, and how it reads a file.
+
+    `free` are settings that a `config.json` of this type defines. `layers`: whether all layers see all keys, all have a
+    window, or each is of either kind; `is_sliding` says which are in a file that does not say it, by layer.
+    `has_switch`: windows need `use_sliding_window`. `local`: what RoPE of its own a sliding layer can have: one that is
+    not `scaled`, or one with any base. The others are values of keys that a file lacks; of `num_key_value_heads` and
+    `head_dim`, None: that of multi-head attention.
+    """
+
+    architecture: str
+    settings: Mapping[str, Any] = MappingProxyType({})
+    free: frozenset[str] = frozenset()
+    layers: Literal["full", "sliding", "any"] = "full"
+    is_sliding: Callable[[Values, int], bool] = lambda values, layer: False
+    has_switch: bool = False
+    has_nope: bool = False
+    local: Literal["no", "unscaled", "any"] = "no"
+    length: int = 2048
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    epsilon: float = 1e-6
+    theta: float = 10_000.0
+    is_tied: bool = False
+
+
+_BIAS = frozenset({"use_bias"})
+_BIASES = frozenset({"use_bias", "use_mlp_bias"})
+_GEMMA = {"scale_embeddings": True, "norm_offset": True, "activation_function": "gelu_new"}
+_OLMO = {"qk_norm": "all", "norm_position": "post"}
+_GEMMAS: dict[str, Any] = {"head_dim": 256, "is_tied": True}
+_QWENS: dict[str, Any] = {"layers": "any", "has_switch": True, "length": 32_768, "kv_heads": 32}
+_QWENS |= {"is_sliding": lambda values, layer: layer >= values.get("max_window_layers", 28)}
+
+RELATIVES = {
+    "llama": Relative("LlamaForCausalLM", free=_BIASES | {"activation_function"}),
+    "mistral": Relative(
+        "MistralForCausalLM", layers="sliding", is_sliding=lambda values, layer: True, length=131_072, kv_heads=8
+    ),
+    "qwen2": Relative("Qwen2ForCausalLM", {"use_qkv_bias": True}, **_QWENS),
+    "qwen3": Relative("Qwen3ForCausalLM", {"qk_norm": "head"}, _BIAS, head_dim=128, **_QWENS),
+    "gemma": Relative("GemmaForCausalLM", _GEMMA, _BIAS, length=8192, kv_heads=16, **_GEMMAS),
+    "gemma2": Relative(
+        "Gemma2ForCausalLM",
+        _GEMMA | {"norm_position": "both"},
+        _BIAS | {"attention_logit_cap", "final_logit_cap", "query_pre_attn_scalar"},
+        layers="any",
+        is_sliding=lambda values, layer: layer % 2 == 0,
+        length=8192,
+        kv_heads=4,
+        **_GEMMAS,
+    ),
+    "gemma3_text": Relative(
+        "Gemma3ForCausalLM",
+        _GEMMA | {"norm_position": "both", "qk_norm": "head"},
+        _BIAS | {"final_logit_cap", "query_pre_attn_scalar"},
+        layers="any",
+        is_sliding=lambda values, layer: (layer + 1) % values.get("sliding_window_pattern", 6) != 0,
+        local="any",
+        length=131_072,
+        kv_heads=4,
+        theta=1e6,
+        **_GEMMAS,
+    ),
+    "olmo2": Relative("Olmo2ForCausalLM", _OLMO, _BIAS, epsilon=1e-5),
+    "olmo3": Relative(
+        "Olmo3ForCausalLM",
+        _OLMO,
+        _BIAS,
+        layers="any",
+        is_sliding=lambda values, layer: (layer + 1) % 4 != 0,
+        local="unscaled",
+        epsilon=1e-5,
+        theta=5e5,
+    ),
+    "smollm3": Relative(
+        "SmolLM3ForCausalLM",
+        free=_BIASES,
+        layers="any",
+        is_sliding=lambda values, layer: not has_rope(values, layer),
+        has_switch=True,
+        has_nope=True,
+        length=32_768,
+        kv_heads=4,
+        theta=2e6,
+        is_tied=True,
+    ),
+    "arcee": Relative(
+        "ArceeForCausalLM", {"gated_mlp": False}, _BIASES | {"activation_function"}, length=4096, epsilon=1e-5
+    ),
+}
+
+
+def has_rope(values: Values, layer: int) -> bool:
+    """Whether a layer of a `config.json` has rotary positions, in the types that have layers without."""
+    listed = values.get("no_rope_layers")
+    return bool(listed[layer]) if listed is not None else (layer + 1) % values.get("no_rope_layer_interval", 4) != 0
+
+
+def relative_of(config: LlamaConfig) -> str:
+    """The model type of transformers that has these settings. Raises `UserError` naming them if there is none."""
+    ours = {name: getattr(config, name) for name in _LLAMA}
+    if config.query_scalar == config.head_width:
+        ours["query_pre_attn_scalar"] = None
+    differences = {kind: _differences(config, ours, relative) for kind, relative in RELATIVES.items()}
+    for kind, differ in differences.items():
+        if not differ:
+            return kind
+    closest = min(reversed(differences), key=lambda kind: len(differences[kind]))
+    unusual = [name for name, value in _LLAMA.items() if ours[name] != value]
+    named = [f"model.{name}: {ours[name]}" for name in unusual]
+    named += ["model.layer_pattern"] * bool(differences[closest] & {"layer_pattern"})
+    named += ["model.rope.local_theta"] * bool(differences[closest] & {"rope.local_theta"})
+    raise UserError(
+        f"{', '.join(named)}{' together' if len(named) > 1 else ''}: transformers has no such model type, so that the "
+        f"model cannot be exported; {closest} is closest, but for {', '.join(sorted(differences[closest]))}"
+    )
+
+
+def _differences(config: LlamaConfig, ours: Mapping[str, Any], relative: Relative) -> set[str]:
+    """The settings that this type does not have."""
+    differ = {
+        name
+        for name, value in (_LLAMA | dict(relative.settings)).items()
+        if name not in relative.free and ours[name] != value
+    }
+    windows = {"full": {False}, "sliding": {True}, "any": {False, True}}[relative.layers]
+    if not {window is not None for window in config.windows} <= windows:
+        differ.add("sliding_window" if config.layer_pattern is None else "layer_pattern")
+    if not relative.has_nope and not all(kind.rope for kind in config.kinds):
+        differ.add("layer_pattern")
+    if not _has_local_rope(config, relative):
+        differ.add("rope.local_theta")
+    return differ
+
+
+def _has_local_rope(config: LlamaConfig, relative: Relative) -> bool:
+    """Whether this type has the RoPE of the sliding layers, if there are any."""
+    rope = config.rope
+    if not any(config.windows):
+        return True
+    if relative.local == "no":
+        return rope.local == rope
+    if rope.local_theta is None:
+        return rope.type == "default"
+    return relative.local == "any" or rope.local_theta == rope.theta
