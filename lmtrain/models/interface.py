@@ -53,7 +53,8 @@ class LanguageModel(Protocol):
         """Hidden states [B, S, D], the input of the head. Needs a `dropout` key unless deterministic."""
 
     def head(self) -> jax.Array:
-        """The head's matrix, [V, D]: logits are `hidden @ head.T`, before `logit_cap`. Rows from `vocab_size` on are padding."""
+        """The head's matrix, [V, D]: logits are `hidden @ head.T`, before `logit_cap`. Rows from `vocab_size` on are
+        padding."""
 
     def empty_cache(self, batch: int, length: int) -> Any:
         """A cache for `length` positions, in the type of the parameters: a tree of arrays, specific to the family."""

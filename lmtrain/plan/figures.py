@@ -119,7 +119,7 @@ def mean_trips(program: Program) -> Trips:
     groups, count = parts // exchange_size(parts, heads), kernel.mean_trips
 
     def mean(op_name: str) -> float | None:
-        """Loops of different layers cannot be told apart: each counts as their mean, so that the sum is right."""
+        """The text does not say of which layer a loop is: each counts as the mean, so that the sum is right."""
         if kernel.scope not in op_name:
             return None
         size = config.flash_attention_block_size

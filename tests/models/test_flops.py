@@ -23,6 +23,7 @@ CONFIGS = {
     "gpt2": Gpt2Config(**SIZES),
     "gpt2, narrow and untied": Gpt2Config(**SIZES, intermediate_dim=600, tie_word_embeddings=False),
     "llama": LlamaConfig(**SIZES, intermediate_dim=700),
+    "llama without a gate": LlamaConfig(**SIZES, intermediate_dim=700, gated_mlp=False),
     "llama, grouped and wide heads": LlamaConfig(**SIZES, intermediate_dim=300, num_kv_heads=2, head_dim=48),
     "mpt": MptConfig(**SIZES, mlp_scale=3),
     "backpack": BackpackConfig(**SIZES, num_senses=4),
@@ -91,6 +92,16 @@ def test_a_sliding_window_limits_the_counted_keys():
     seen = (sum(range(1, 10)) + 10 * (LENGTH - 9)) / LENGTH
     causal = whole.num_flops_per_token(VOCAB, causal=True) - window.num_flops_per_token(VOCAB, causal=True)
     assert causal == pytest.approx(per_key * ((LENGTH + 1) / 2 - seen))
+
+
+def test_layers_that_differ_count_their_own_keys():
+    whole, window, mixed = (
+        LlamaConfig(**SIZES | {"num_layers": 3}, sliding_window=size, layer_pattern=pattern)
+        for size, pattern in ((None, None), (10, None), (10, ["sliding", "full"]))
+    )
+    for causal in (False, True):
+        one, other, both = (c.num_flops_per_token(VOCAB, causal=causal) for c in (whole, window, mixed))
+        assert both == pytest.approx((one + 2 * other) / 3)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 7, 8, 100])

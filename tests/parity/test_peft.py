@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import TOKENIZER
 from lora.exported import FAMILIES, Exported, config_of, load_adapter
+from parity.variants import VARIANTS as MODELS
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.numpy import load_file
@@ -23,6 +24,7 @@ pytestmark = [
 ]
 
 TABLES = ["embed_tokens", "lm_head"]
+ARCEE, GEMMA2 = (MODELS[name][2] for name in ("arcee", "gemma2"))
 # model settings and `lora` sections
 VARIANTS = {
     "gpt2 with trained tied tables": ("gpt2", {}, {"modules_to_save": TABLES}),
@@ -31,6 +33,8 @@ VARIANTS = {
     "llama with trained tied tables": ("llama", {"tie_word_embeddings": True}, {"modules_to_save": ["lm_head"]}),
     "llama with rslora": ("llama", {}, {"use_rslora": True, "target_modules": "all-linear"}),
     "llama, not scanned": ("llama", {"scan_layers": False}, {}),
+    "gemma2": ("llama", GEMMA2, {}),
+    "arcee with a pattern of targets": ("llama", ARCEE, {"target_modules": ["up_proj", "k_proj"]}),
 }
 
 

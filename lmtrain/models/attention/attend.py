@@ -30,11 +30,11 @@ def attend(
     """Each query sees the keys up to its own position. -> [B, H, S, C]
 
     Query s is at position `first_query + s`, key t at t or `key_at[..., t]`; `first_query` is a scalar, or [B], and
-    `key_at` [T], or [B, T], where negative positions are no keys. With fewer key heads than
-    query heads, key head k serves the H / K query heads from k H / K on. With a `window`, a query sees at most
-    `window` keys. With `segments`, those of the queries [B, S] and of the keys [B, T], it sees only keys of its own
-    segment. With a `cap`, scores are cap * tanh(scores / cap). With `slopes` [H], scores grow by slope * (key position - query position) (ALiBi, Press et al. 2022).
-    Softmax runs in float32; with `upcast` the scores do too. `drop` is applied to the attention weights.
+    `key_at` [T], or [B, T], where negative positions are no keys. With fewer key heads than query heads, key head k
+    serves the H / K query heads from k H / K on. With a `window`, a query sees at most `window` keys. With `segments`,
+    those of the queries [B, S] and of the keys [B, T], it sees only keys of its own segment. With a `cap`, scores are
+    cap * tanh(scores / cap). With `slopes` [H], scores grow by slope * (key position - query position) (ALiBi, Press et
+    al. 2022). Softmax runs in float32; with `upcast` the scores do too. `drop` is applied to the attention weights.
     """
     if upcast:
         q_BHSC, k_BKTC = q_BHSC.astype(jnp.float32), k_BKTC.astype(jnp.float32)

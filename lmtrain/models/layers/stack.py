@@ -23,8 +23,8 @@ def stack(
     attention; it repeats over the depth, the last time perhaps in part.
 
     The block has `__call__(x, layer, deterministic, documents) -> (x, None)` and
-    `extend((x, cache), layer, start, count) -> ((x, cache), None)`; `layer` has a leading layer dimension outside, and none
-    inside. The cache is that of all layers, so that each writes its new positions in place.
+    `extend((x, cache), layer, start, count) -> ((x, cache), None)`; `layer` has a leading layer dimension outside, and
+    none inside. The cache is that of all layers, so that each writes its new positions in place.
     """
     if len(pattern) > 1:
         return PatternStack(block, tuple(pattern), num_layers, scan, policy)

@@ -1,4 +1,4 @@
-"""The rotary positions of a `config.json`: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
+"""The rotary positions of a `config.json`, for transformers 5 (`rope_parameters`) and 4 (`rope_scaling`)."""
 
 import math
 from collections.abc import Mapping
