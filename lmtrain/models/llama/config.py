@@ -8,7 +8,7 @@ from lmtrain.config.errors import field_error
 from lmtrain.config.setting import architecture, identity
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.models.base_config import POSITIONS, BaseModelConfig
-from lmtrain.models.llama.layer_kind import LayerKind, shortest_period
+from lmtrain.models.llama.layer_kind import LayerEntry, LayerKind, shortest_period
 from lmtrain.models.rope_config import RopeConfig
 
 
@@ -38,7 +38,7 @@ class LlamaConfig(BaseModelConfig):
         description="Sliding window: maximum number of tokens that a query sees (Mistral), in the sliding layers of "
         "layer_pattern if that is set; null: all before it",
     )
-    layer_pattern: tuple[LayerKind, ...] | None = architecture(
+    layer_pattern: tuple[LayerEntry, ...] | None = architecture(
         None,
         description="Layers that differ: the kinds of the first layers, which repeat over the depth, such as "
         "[sliding, sliding, sliding, full] (OLMo 3); null: all layers are alike",

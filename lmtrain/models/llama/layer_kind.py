@@ -1,9 +1,9 @@
 """The kinds of layers of a Llama whose layers differ, and the pattern in which they repeat."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import BeforeValidator, SerializerFunctionWrapHandler, model_serializer
 
 from lmtrain.config.section import Section
 from lmtrain.config.setting import architecture
@@ -22,14 +22,19 @@ class LayerKind(Section):
     )
     mlp: Literal["dense"] = architecture("dense", description="Kind of the MLP")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"attention": value} if isinstance(value, str) else value
-
     @model_serializer(mode="wrap")
     def _as_name(self, write: SerializerFunctionWrapHandler) -> Any:
         return self.attention if self.rope else write(self)
+
+
+def _from_name(value: Any) -> Any:
+    return {"attention": value} if isinstance(value, str) else value
+
+
+# An entry of a pattern in a config.
+LayerEntry = Annotated[
+    LayerKind, BeforeValidator(_from_name, json_schema_input_type=Literal["full", "sliding"] | LayerKind)
+]
 
 
 def shortest_period(items: Sequence[Item]) -> list[Item]:
