@@ -12,17 +12,22 @@ from lmtrain.generation.sample import SamplingSettings, sample
 from lmtrain.hf.chat_template import ChatTemplate, find_template
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.models.gpt2.config import Gpt2Config
+from lmtrain.models.llama.config import LlamaConfig
 
 LENGTH, NEW = 128, 6
+SIZES = {"seq_len": LENGTH, "hidden_dim": 16, "num_heads": 2}
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
+WINDOW = {"layer_pattern": ["sliding", "full"], "sliding_window": 24, "num_layers": 2}
+CONFIGS = {"full": Gpt2Config(**SIZES, num_layers=1), "windows": LlamaConfig(**SIZES, **WINDOW)}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def start(request, tmp_path_factory):
     """`start(template)`: a conversation with a tiny model; `start.alone(text)`: the greedy text after a prompt."""
     folder = str(write_chat_tokenizer(tmp_path_factory.mktemp("chat") / "tokenizer"))
     tokenizer = load_tokenizer(folder)
-    config = Gpt2Config(seq_len=LENGTH, hidden_dim=16, num_heads=2, num_layers=1)
-    model, params = quick.writing_model(config, tokenizer.vocab_size)
+    model, params = quick.writing_model(CONFIGS[request.param], tokenizer.vocab_size)
     settings = SamplingSettings(NEW, temperature=0)
 
     def make(template=None, **more):
@@ -39,7 +44,7 @@ def start(tmp_path_factory):
 
 def test_each_reply_continues_the_conversation_so_far_and_clear_starts_again(start):
     chat, messages, replies = start(system="Be brief."), [{"role": "system", "content": "Be brief."}], []
-    for text in ("Stars?", "Rain?"):
+    for text in ("Stars?", "Rain or snow or wind?"):
         messages.append({"role": "user", "content": text})
         replies.append("".join(chat.say(text)))
         assert replies[-1] == start.alone(start.template.render(messages, add_generation_prompt=True).text)

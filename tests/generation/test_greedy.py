@@ -18,9 +18,14 @@ from lmtrain.sharding.mesh import build_layout
 SIZES = {"seq_len": 128, "hidden_dim": 16, "num_heads": 2, "num_layers": 2}
 
 
+def with_windows(**sizes):
+    """Layers whose cache is shorter than prompts and chunks, next to full ones."""
+    return LlamaConfig(**sizes, layer_pattern=["sliding", "full"], sliding_window=20)
+
+
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig, *(pytest.param(other, marks=pytest.mark.long) for other in (Gpt2Config, MptConfig, BackpackConfig))],
+    [LlamaConfig, with_windows, *(pytest.param(other, marks=pytest.mark.long) for other in (Gpt2Config, MptConfig, BackpackConfig))],
 )
 def test_greedy_texts_of_a_batch_are_those_of_each_prompt_alone(config):
     model, params = quick.writing_model(config(**SIZES), 40)

@@ -21,7 +21,8 @@ MESHES = {
     "fsdp": (8, PartitioningConfig(), 2),
     "fsdp and tensor": (8, TENSOR, 4),
 }
-MODELS = {"window": families.window_model(4), "auxiliary": families.auxiliary_model()}
+CAPS = {"attention_logit_cap": 2.0, "final_logit_cap": 3.0}
+MODELS = {"window": families.window_model(4, **CAPS), "auxiliary": families.auxiliary_model()}
 
 found = {}
 for name, model in MODELS.items():
