@@ -51,6 +51,8 @@ def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Chan
     config = request.changed(current).run_config
     recomputes = "full" if config.model.gradient_checkpointing is True else config.model.gradient_checkpointing
     for policy in POLICIES:
+        if policy == "dots_no_kernels":  # equals dots_no_batch where attention is a kernel
+            continue
         if policy != recomputes:
             yield f"gradient_checkpointing {policy}".lower(), {**current, "model.gradient_checkpointing": policy}
     if config.model.scan_layers and recomputes is not False:

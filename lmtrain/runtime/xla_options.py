@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from lmtrain.config.errors import UserError
+from lmtrain.runtime.accelerators import find_accelerator
 
 Option = bool | int | float | str
 
@@ -21,13 +22,13 @@ _DEFAULTS: dict[str, dict[str, Option]] = {
         "xla_tpu_overlap_compute_collective_tc": True,
         "xla_tpu_enable_data_parallel_all_reduce_opt": True,
         "xla_tpu_data_parallel_opt_different_sized_ops": True,
-        # The same for all-reduces of gradients: 2.5 % of llama3_8b's step on 256 v5e, for no memory.
+        # The same for large all-reduces of gradients: 2.5 % of llama3_8b's step on 256 v5e, for no memory.
         "xla_enable_async_all_reduce": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
     },
 }
 # Defaults that a kind of device has not: the products of a v6e become slower by more than its all-reduces take.
-_NOT_FOR = {"TPU v6 lite": ("xla_enable_async_all_reduce", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce")}
+_NOT_FOR = {"v6e": ("xla_enable_async_all_reduce", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce")}
 
 # Signs in XLA's messages of an unknown option or an invalid value.
 _REFUSALS = ("No such compile option", "While setting option")
@@ -35,7 +36,8 @@ _REFUSALS = ("No such compile option", "While setting option")
 
 def xla_options(given: Mapping[str, Option | None], platform: str, device_kind: str) -> dict[str, Option]:
     """The options to compile with: defaults of the devices, overridden by `given`; null removes a default."""
-    without = dict.fromkeys(_NOT_FOR.get(device_kind, ()))
+    accelerator = find_accelerator(device_kind)
+    without = dict.fromkeys(_NOT_FOR.get(accelerator.kind if accelerator else "", ()))
     merged = {**_DEFAULTS[platform], **without, **given}
     return {name: value for name, value in merged.items() if value is not None}
 

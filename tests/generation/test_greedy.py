@@ -25,7 +25,11 @@ def with_windows(**sizes):
 
 @pytest.mark.parametrize(
     "config",
-    [LlamaConfig, with_windows, *(pytest.param(other, marks=pytest.mark.long) for other in (Gpt2Config, MptConfig, BackpackConfig))],
+    [
+        LlamaConfig,
+        with_windows,
+        *(pytest.param(other, marks=pytest.mark.long) for other in (Gpt2Config, MptConfig, BackpackConfig)),
+    ],
 )
 def test_greedy_texts_of_a_batch_are_those_of_each_prompt_alone(config):
     model, params = quick.writing_model(config(**SIZES), 40)

@@ -32,6 +32,7 @@ def test_a_kind_of_device_may_lack_defaults_of_its_platform_and_the_config_may_s
     name = "xla_enable_async_all_reduce"
     assert xla_options({}, "tpu", "TPU v5 lite")[name] is True
     assert name not in xla_options({}, "tpu", "TPU v6 lite")
+    assert name not in xla_options({}, "tpu", "TPU v6e")
     assert xla_options({name: True}, "tpu", "TPU v6 lite")[name] is True
 
 

@@ -4,7 +4,6 @@ JAX has no public name for it. It stands in for `triton` where JAX no longer has
 """
 
 import importlib
-import importlib.util
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 
 from lmtrain.compiled.executions import RARELY
 from lmtrain.models.attention.blockwise import blockwise
-from lmtrain.models.attention.kernel import Kernel, is_hopper_or_later, not_in_jax
+from lmtrain.models.attention.kernel import Kernel, is_hopper_or_later, missing_in_jax
 from lmtrain.models.attention.options import Options
 from lmtrain.sharding.local import device_kind
 
@@ -66,7 +65,7 @@ def documents(begins_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _unavailable(device_kind: str) -> str:
     if not is_hopper_or_later(device_kind):
         return f"requires a server GPU from Hopper on (H100, B200, ...), got {device_kind}"
-    return "" if importlib.util.find_spec(_MODULE) else not_in_jax("the packed layout of cuDNN")
+    return missing_in_jax(_MODULE, "the packed layout of cuDNN")
 
 
 KERNEL = Kernel(

@@ -1,6 +1,7 @@
 """The record of an attention kernel, and the attention of a sequence to itself by the kernel of a name."""
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -47,9 +48,13 @@ class Kernel:
         return f"{self.name}_attention"
 
 
-def not_in_jax(part: str) -> str:
-    """The reason of a kernel that requires a part which JAX has removed."""
-    return f"requires {part}, which JAX {jax.__version__} does not have"
+def missing_in_jax(module: str, part: str) -> str:
+    """The reason of a kernel that requires a module of JAX, a `part` of it for users; empty if JAX has it."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # nor the package that it was in
+        found = None
+    return "" if found else f"requires {part}, which JAX {jax.__version__} does not have"
 
 
 def is_hopper_or_later(device_kind: str) -> bool:

@@ -20,7 +20,7 @@ _STEP = 128
 # of 128, by tools/bench/splash_blocks.py; those of a v6e are in the same proportions. Larger blocks do not fit into its
 # on-chip memory.
 _INSTRUCTIONS = {256: 2817, 384: 4749, 512: 6135, 640: 9335, 768: 12815, 1024: 20779}
-_LARGEST_WIDE = 512  # for heads wider than 256, or of 32 bits
+_LARGEST_WIDE = 512  # for heads wider than 128, of 32 bits, or with a cap: larger ones do not fit into a v4
 
 
 def splash(
@@ -33,7 +33,7 @@ def splash(
 
     given, window = q_BHSC.shape[2], options.window
     is_tpu = platform() == "tpu"
-    is_wide = q_BHSC.shape[3] > 256 or q_BHSC.dtype == jnp.float32
+    is_wide = q_BHSC.shape[3] > 128 or q_BHSC.dtype == jnp.float32 or options.cap is not None
     block = block_for(given, window, options.block_size, is_wide)
     length = _up(given, block)
 

@@ -62,6 +62,12 @@ def test_a_tpu_gets_three_kernels_with_blocks_of_multiples_of_128(monkeypatch, l
     assert set(re.findall(r'"block_q": (\d+)', text)) == {str(block)}
 
 
+@pytest.mark.parametrize(("dim", "block"), [(128, 1024), (136, 512), (256, 512)])
+def test_wide_heads_have_smaller_blocks_in_the_program(monkeypatch, dim, block):
+    monkeypatch.setattr(splash, "platform", lambda: "tpu")
+    assert set(re.findall(r'"block_q": (\d+)', lowered(4096, None, dim))) == {str(block)}
+
+
 @pytest.mark.parametrize(("dim", "window"), [(20, None), (80, 100), (256, 1)])
 def test_the_kernels_take_heads_of_any_width_and_windows(monkeypatch, dim, window):
     monkeypatch.setattr(splash, "platform", lambda: "tpu")
@@ -70,4 +76,5 @@ def test_the_kernels_take_heads_of_any_width_and_windows(monkeypatch, dim, windo
 
 def test_blocks_of_wide_heads_are_smaller_and_windows_skip_blocks():
     assert splash.block_for(4096, None, None, is_wide=True) == 512
+    assert splash.block_for(4096, None, None, is_wide=False) == 1024
     assert splash.block_for(8192, 512, None, is_wide=False) < splash.block_for(8192, None, None, is_wide=False)

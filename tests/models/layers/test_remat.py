@@ -155,7 +155,7 @@ def test_kept_values_of_each_layer_of_a_model(capsys, variant, policy, scan, val
     assert {line.split()[0] for line in lines if re.match(r"\S+\[3,.* output of scan ", line)} == values
 
 
-def test_save_attention_does_not_recompute_the_kernel_on_a_tpu(monkeypatch):
+def test_save_attention_and_dots_do_not_recompute_the_kernel_on_a_tpu(monkeypatch):
     monkeypatch.setattr(splash, "platform", lambda: "tpu")
 
     def kernels(policy):
@@ -164,4 +164,5 @@ def test_save_attention_does_not_recompute_the_kernel_on_a_tpu(monkeypatch):
         return re.findall(r'kernel_name = "splash_mha_(\w+?)_', text)
 
     assert kernels("full") == ["fwd", "fwd", "dkv", "dq"]
-    assert kernels("save_attention") == ["fwd", "dkv", "dq"]
+    assert kernels("save_attention") == kernels("dots") == ["fwd", "dkv", "dq"]
+    assert kernels("dots_no_kernels") == ["fwd", "fwd", "dkv", "dq"]

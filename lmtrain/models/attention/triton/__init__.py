@@ -1,10 +1,8 @@
 """Attention on NVIDIA GPUs by our own kernels; memory grows with the length. `attend.py` is the entry point."""
 
-import importlib.util
-
 import jax
 
-from lmtrain.models.attention.kernel import Kernel, all_but, not_in_jax
+from lmtrain.models.attention.kernel import Kernel, all_but, missing_in_jax
 from lmtrain.models.attention.options import Options
 
 
@@ -19,8 +17,7 @@ def triton(
 
 def _unavailable(_: str) -> str:
     """JAX 0.11 and later announce the removal of this backend."""
-    found = importlib.util.find_spec("jax.experimental.pallas.triton")
-    return "" if found else not_in_jax("the Triton backend of Pallas")
+    return missing_in_jax("jax.experimental.pallas.triton", "the Triton backend of Pallas")
 
 
 # Seven products backward: two of the five are computed twice, once for keys and values and once for queries.
