@@ -177,9 +177,10 @@ def test_without_biases_the_export_has_zeros_and_the_import_has_none(in_torch, e
         load_hf_params(with_biases, variant.config, variant.model, layout, "float32")
 
 
-def test_transformers_computes_attention_in_the_way_that_supports_the_setting(export):
-    """Other attention implementations of version 4 omit the division."""
-    folder = export(make("gpt2-inverse"))
+@pytest.mark.parametrize("name", ["gpt2-inverse", "gemma2"])
+def test_transformers_computes_attention_in_the_way_that_supports_the_setting(export, name):
+    """Other attention implementations of version 4 omit GPT-2's division, and Gemma 2's cap."""
+    folder = export(make(name))
     with open(f"{folder}/config.json") as file:
         assert json.load(file)["_attn_implementation"] == "eager"  # the name that version 4 reads
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

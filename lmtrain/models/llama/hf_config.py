@@ -70,11 +70,13 @@ def _write_scores(config: LlamaConfig, relative: Relative) -> dict[str, Any]:
     scalar = config.query_scalar
     if scalar != int(scalar):
         raise UserError(f"model.query_pre_attn_scalar: {scalar}: transformers takes only whole numbers")
-    return {
+    values = {
         "query_pre_attn_scalar": int(scalar),
         "attn_logit_softcapping": config.attention_logit_cap,
         "final_logit_softcapping": config.final_logit_cap,
     }
+    # other implementations of transformers leave the cap out
+    return values | ({} if config.attention_logit_cap is None else {"_attn_implementation": "eager"})
 
 
 def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
