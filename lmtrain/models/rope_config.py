@@ -40,7 +40,9 @@ class RopeConfig(Section):
     def meaning(self) -> dict[str, Any]:
         """The settings that this type of scaling uses."""
         values = self.model_dump(include=self._used)
-        return {name: value for name, value in values.items() if value is not None or name != "local_theta"}
+        if self.local_theta is None or (self.type == "default" and self.local_theta == self.theta):
+            del values["local_theta"]
+        return values
 
     @property
     def local(self) -> "RopeConfig":

@@ -111,9 +111,9 @@ def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> 
 
 
 def _scaled_rope(theirs: Mapping[str, Any], ours: RopeConfig) -> dict[str, Any]:
-    """A base model's RoPE with our scaling for a longer context; another type of scaling replaces all but theta."""
+    """A base model's RoPE with our scaling for a longer context; another type of scaling replaces all but the bases."""
     given = {name: getattr(ours, name) for name in ours.model_fields_set}
-    kept = {"theta": theirs["theta"]} if "type" in given and "theta" in theirs else {}
+    kept = {name: theirs[name] for name in ("theta", "local_theta") if name in theirs}
     return (kept if "type" in given else dict(theirs)) | given
 
 
@@ -205,11 +205,11 @@ def _check_agrees(ref: str, config: RunConfig) -> None:
 
 
 def _is_longer_context(theirs: Mapping[str, Any], ours: Mapping[str, Any], config: RunConfig) -> bool:
-    """Whether only the scaling of RoPE differs; its base may be given, too."""
+    """Whether only the scaling of RoPE differs; its bases may be given, too."""
     if "rope" not in theirs or "rope" not in ours or ours["rope"]["type"] == "default":
         return False
     given: set[str] = getattr(config.model, "rope", RopeConfig()).model_fields_set
-    return ours["rope"]["theta"] == theirs["rope"]["theta"] or "theta" in given
+    return all(ours["rope"].get(name) == theirs["rope"].get(name) or name in given for name in ("theta", "local_theta"))
 
 
 def _check_length(ref: str, seq_len: int, settings: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 JAX has no public name for it. It stands in for `triton` where JAX no longer has that one's backend.
 """
 
+import functools
 import importlib
 from typing import Any
 
@@ -45,6 +46,7 @@ def cudnn_packed(
         )
         return mixed.transpose(0, 2, 1, 3)
 
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
     def in_blocks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         with jax.named_scope(RARELY):
             return blockwise(q, k, v, scale, options)

@@ -97,6 +97,8 @@ class LlamaConfig(BaseModelConfig):
         rotated = {kind.attention for kind in self.pattern if kind.rope}
         if self.rope.local_theta is not None and "sliding" not in rotated:
             raise field_error("rope", "local_theta is for sliding layers with RoPE, which layer_pattern does not have")
+        if rotated == {"sliding"} and self.rope.local_theta is not None:
+            raise field_error("rope", "only sliding layers have RoPE: set theta instead of local_theta")
         if self.rope != RopeConfig() and not rotated:
             raise field_error("rope", "no layer of layer_pattern has RoPE; remove it")
         return self

@@ -104,14 +104,25 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": values.get("tie_word_embeddings", relative.is_tied),
         "rope": read_rope(values, length, relative),
     }
-    if settings["sliding_window"] is None:
+    rotated = _rotated(settings)
+    if "sliding" not in rotated:
         settings["rope"].pop("local_theta", None)
+    elif rotated == {"sliding"} and "local_theta" in settings["rope"]:
+        settings["rope"] = {"type": "default", "theta": settings["rope"]["local_theta"]}
+    if not rotated:
+        settings["rope"] = {}
     if "query_pre_attn_scalar" in relative.free:
         settings["query_pre_attn_scalar"] = values.get("query_pre_attn_scalar", 256)
         settings["final_logit_cap"] = values.get("final_logit_softcapping", 30.0 if kind == "gemma2" else None)
     if "attention_logit_cap" in relative.free:
         settings["attention_logit_cap"] = values.get("attn_logit_softcapping", 50.0)
     return settings
+
+
+def _rotated(settings: Mapping[str, Any]) -> set[str]:
+    """The kinds of attention of layers with RoPE."""
+    pattern = settings["layer_pattern"] or ["full" if settings["sliding_window"] is None else "sliding"]
+    return {kind for kind in pattern if isinstance(kind, str)}
 
 
 _ACTIVATIONS_FROM = {theirs: ours for ours, theirs in _ACTIVATIONS.items()} | {"swish": "silu", "gelu_new": "gelu_new"}
@@ -126,13 +137,15 @@ def _activation(values: Mapping[str, Any]) -> str:
     is_gemma = kind.startswith("gemma")
     default = {"gemma": "gelu_pytorch_tanh", "arcee": "relu2"}.get(kind[:5], "silu")
     given = [values.get("hidden_act"), values.get("hidden_activation") if is_gemma else None]
+    if is_gemma and kind != "gemma":  # the later ones read one name only
+        given = given[1:]
     names = [str(name) for name in given if name is not None] or [default]
     for name in names:
         if name not in _ACTIVATIONS_FROM:
             raise UserError(
                 f"config.json: hidden_act {name} is not supported; expected one of {', '.join(_ACTIVATIONS_FROM)}"
             )
-    ours = {_ACTIVATIONS_FROM["gelu_pytorch_tanh" if is_gemma and name == "gelu" else name] for name in names}
+    ours = {_ACTIVATIONS_FROM["gelu_pytorch_tanh" if kind == "gemma" and name == "gelu" else name] for name in names}
     if len(ours) > 1:
         raise UserError(f"config.json: hidden_act {names[0]} and hidden_activation {names[1]} contradict one another")
     return ours.pop()

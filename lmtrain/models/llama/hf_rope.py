@@ -55,7 +55,7 @@ def _parameters(rope: RopeConfig) -> dict[str, Any]:
 
 
 def read_rope(values: Mapping[str, Any], length: int, relative: Relative) -> dict[str, Any]:
-    """The settings of `model.rope` for a maximum of `length` positions."""
+    """The settings of `model.rope` for a maximum of `length` positions, those of sliding layers as `local_theta`."""
     new = values.get("rope_parameters") or {}
     if relative.local == "no":
         return _settings(values, new, length, relative.theta)
@@ -63,8 +63,7 @@ def read_rope(values: Mapping[str, Any], length: int, relative: Relative) -> dic
     local = _settings({}, _sliding(values, new, relative), length, relative.theta)
     if local["type"] != "default":
         raise UserError(f"config.json: rope type {local['type']} in sliding layers is not supported")
-    is_same = settings == local
-    return settings if is_same else settings | {"local_theta": local["theta"]}
+    return settings | {"local_theta": local["theta"]}
 
 
 def _sliding(values: Mapping[str, Any], new: Mapping[str, Any], relative: Relative) -> dict[str, Any]:
@@ -116,6 +115,8 @@ def _settings(values: Mapping[str, Any], new: Mapping[str, Any], length: int, de
     attention = scaling.get("attention_factor")
     if kind == "yarn" and attention is not None and abs(attention - 0.1 * math.log(settings["factor"]) - 1) < 1e-6:
         neutral["attention_factor"] = attention
+    if not scaling.get("mscale_all_dim"):
+        scaling.pop("mscale", None)  # transformers uses both or none
     rest = {name: value for name, value in scaling.items() if value not in (None, neutral.get(name))}
     if rest:
         raise UserError(f"config.json: rope {kind} with {', '.join(sorted(rest))} is not supported")

@@ -122,6 +122,8 @@ RELATIVES = {
 def has_rope(values: Values, layer: int) -> bool:
     """Whether a layer of a `config.json` has rotary positions, in the types that have layers without."""
     listed = values.get("no_rope_layers")
+    if listed is not None and layer >= len(listed):
+        raise UserError(f"config.json: no_rope_layers has {len(listed)} layers, num_hidden_layers more")
     return bool(listed[layer]) if listed is not None else (layer + 1) % values.get("no_rope_layer_interval", 4) != 0
 
 
@@ -168,7 +170,7 @@ def _has_local_rope(config: LlamaConfig, relative: Relative) -> bool:
     if not any(config.windows):
         return True
     if relative.local == "no":
-        return rope.local == rope
+        return rope.local.meaning() == rope.meaning()
     if rope.local_theta is None:
         return rope.type == "default"
     return relative.local == "any" or rope.local_theta == rope.theta

@@ -31,6 +31,9 @@ def read(kind="llama", **values):
         ("gemma", {"hidden_act": "gelu"}, "gelu_new"),  # in the first files, which use the approximation
         ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}, "gelu_new"),
         ("gemma", {"hidden_activation": None, "hidden_act": "relu"}, "relu"),
+        ("gemma2", {"hidden_activation": "gelu"}, "gelu"),
+        ("gemma3_text", {"hidden_act": "silu"}, "gelu_new"),
+        ("arcee", {}, "relu2"),
     ],
 )
 def test_the_activation(kind, values, expected):
@@ -114,7 +117,8 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
     ("kind", "values", "expected"),
     [
         ("gemma3_text", {}, {"theta": 1e6, "local_theta": 1e4}),
-        ("gemma3_text", {"rope_theta": 5e5, "rope_local_base_freq": 5e5}, {"theta": 5e5}),
+        ("gemma3_text", {"num_hidden_layers": 4}, {"theta": 1e4}),  # all sliding
+        ("gemma3_text", {"layer_types": [FULL] * 8}, {"theta": 1e6}),
         (
             "gemma3_text",
             {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
@@ -125,7 +129,7 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
             {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e5}}},
             {"type": "linear", "theta": 7e5, "factor": 2.0, "local_theta": 1e4},
         ),
-        ("olmo3", {}, {"theta": 5e5}),
+        ("olmo3", {}, {"theta": 5e5, "local_theta": 5e5}),
         (
             "olmo3",
             {"rope_scaling": YARN, "rope_theta": 5e5},
@@ -133,10 +137,32 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
         ),
         ("smollm3", {"rope_theta": 5e6}, {"theta": 5e6}),
         ("smollm3", {}, {"theta": 2e6}),
+        (
+            "arcee",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}},
+            {"type": "yarn", "theta": 1e4, "factor": 2.0, "original_seq_len": 64},
+        ),
     ],
 )
 def test_rotary_positions_of_sliding_layers(kind, values, expected):
-    assert read(kind, **values)["rope"] == {"type": "default"} | expected
+    found = read(kind, **{"num_hidden_layers": 8, "num_key_value_heads": 2} | values)
+    assert found["rope"] == {"type": "default"} | expected
+    LlamaConfig.model_validate(found)
+
+
+def test_a_model_without_rotary_positions_has_none():
+    found = read("smollm3", no_rope_layer_interval=1)
+    assert found["rope"] == {}
+    assert not LlamaConfig.model_validate(found).kinds[0].rope
+    with pytest.raises(UserError, match="no_rope_layers has 2 layers"):
+        read("smollm3", no_rope_layers=[1, 1])
+
+
+def test_equal_bases_are_one_rope():
+    sizes = {"layer_pattern": ["sliding", "full"], "sliding_window": 4}
+    with_local = LlamaConfig(**sizes, rope={"local_theta": 1e4})
+    assert with_local.meaning() == LlamaConfig(**sizes).meaning()
+    assert to_hf_config(with_local, 90, None, None)["model_type"] == "smollm3"
 
 
 @pytest.mark.parametrize(
