@@ -201,6 +201,33 @@ def test_a_longer_context_is_the_base_with_another_rope(tmp_path, given, expecte
             resolve_hf(Run(LoadedConfig(RunConfig.model_validate(settings), path="long.yaml"), "long"))
 
 
+@pytest.mark.parametrize(("kind", "bases"), [("gemma3_text", (1e6, 1e4)), ("olmo3", (5e5, 5e5))])
+@pytest.mark.parametrize("takes_sizes", [True, False])
+def test_a_longer_context_keeps_the_rope_of_sliding_layers(tmp_path, kind, bases, takes_sizes):
+    base = {**LLAMA, "model_type": kind, "num_hidden_layers": 8, "rope_theta": bases[0], "vocab_size": 384}
+    (tmp_path / "config.json").write_text(json.dumps(base))
+    yarn = {"type": "yarn", "factor": 4.0, "original_seq_len": 64}
+    sizes = {} if takes_sizes else hf_settings(str(tmp_path))
+    settings = {
+        "model": {**sizes, "type": "llama", "rope": yarn if takes_sizes else yarn | {"theta": bases[0]}},
+        "initialize_from_hf": str(tmp_path),
+        "use_hf_model_config": takes_sizes,
+        "data": {"tokenizer": "passthrough", "vocab_size": 384, "enforce_eos": False},
+    }
+
+    def resolved():
+        run = Run(LoadedConfig(RunConfig.model_validate(settings), path="long.yaml"), "long")
+        return resolve_hf(run).config.model.rope
+
+    if takes_sizes:
+        assert (resolved().type, resolved().theta, resolved().local_theta) == ("yarn", *bases)
+    elif kind == "olmo3":  # as written: equal bases are one RoPE, which the config scales
+        assert resolved().local_theta is None
+    else:
+        with pytest.raises(UserError, match=r"model.rope: this config has .*the model has .*local_theta"):
+            resolved()
+
+
 def test_a_rope_for_a_base_without_one_is_a_difference(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 1}))
     rope = {"type": "yarn", "factor": 4.0, "original_seq_len": 64}
