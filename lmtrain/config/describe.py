@@ -106,9 +106,7 @@ def type_name(annotation: Any) -> str:
         return " | ".join(map(str, parts))
     if origin in (Union, types.UnionType):
         return " | ".join(dict.fromkeys(type_name(part) for part in parts))
-    if origin is list:
-        return f"list of {type_name(parts[0])}"
-    if origin is tuple and parts[-1] is ...:
+    if _is_list(annotation):
         return f"list of {type_name(parts[0])}"
     if origin is tuple:
         return f"[{', '.join(map(type_name, parts))}]"
@@ -151,12 +149,17 @@ def _only_sections(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
+def _is_list(annotation: Any) -> bool:
+    """Whether this is a list, or a tuple of any length, which a list in a file becomes."""
+    return get_origin(annotation) is list or (get_origin(annotation) is tuple and get_args(annotation)[-1] is ...)
+
+
 def entry_name(annotation: Any) -> str:
     """What follows the name of a list or map of sections in names of their settings: `[]` or `.<name>`."""
     origin = get_origin(annotation)
     if origin is dict:
         return ".<name>"
-    if origin is list and sections_of(annotation):
+    if _is_list(annotation) and sections_of(annotation):
         return "[]"
     return next(filter(None, map(entry_name, get_args(annotation))), "")
 

@@ -29,7 +29,7 @@ def step(
 
     `start` is a scalar or [B]. `last` is the index of the last token, if padding follows it.
     """
-    count = None if last is None else last + 1
+    count = None if last is None or tokens_BS.shape[1] == 1 else last + 1  # one token is no padding
     last = tokens_BS.shape[1] - 1 if last is None else last
     logits_BSV, cache = apply(tokens_BS, cache, start, count, method="extend")
     return choose(logits_BSV[:, last], start + last), cache

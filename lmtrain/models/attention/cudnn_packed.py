@@ -33,7 +33,8 @@ def cudnn_packed(
 
     fused: Any = importlib.import_module(_MODULE)
     # JAX asks this process's own GPU, of which a plan for other machines has none
-    fused.check_compute_capability = lambda capability: is_hopper_or_later(device_kind())
+    is_able = is_hopper_or_later(device_kind())
+    fused.check_compute_capability = lambda capability: is_able
 
     def packed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # before JAX 0.12 the offsets of keys are those of queries, wrong with fewer heads
@@ -57,7 +58,7 @@ def cudnn_packed(
 
 def documents(begins_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first position of each document, [B, N + 1], and its length, [B, N], int32; -1 after the last one."""
-    _batch, length = begins_BS.shape
+    length = begins_BS.shape[1]
     at = jnp.sort(jnp.where(begins_BS, jnp.arange(length, dtype=jnp.int32), length), axis=1)
     at = jnp.pad(at, ((0, 0), (0, MOST_DOCUMENTS + 1)), constant_values=length)[:, : MOST_DOCUMENTS + 1]
     exists = at < length

@@ -121,12 +121,13 @@ class LlamaConfig(BaseModelConfig):
 
     def meaning(self) -> dict[str, Any]:
         values = super().meaning()
-        kinds = [kind.model_dump() for kind in self.kinds]
+        period = shortest_period(self.kinds)
+        are_alike = len(period) == 1 and period[0].rope
         return values | {
             "num_kv_heads": self.kv_heads,
             "head_dim": self.head_width,
             "rope": self.rope.meaning(),
-            "layer_pattern": None if len(set(map(str, kinds))) == 1 and self.kinds[0].rope else shortest_period(kinds),
+            "layer_pattern": None if are_alike else [kind.model_dump() for kind in period],
             "query_pre_attn_scalar": self.query_scalar,
         }
 

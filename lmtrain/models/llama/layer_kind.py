@@ -24,7 +24,7 @@ class LayerKind(Section):
 
     @model_serializer(mode="wrap")
     def _as_name(self, write: SerializerFunctionWrapHandler) -> Any:
-        return self.attention if self.rope else write(self)
+        return self.attention if self == LayerKind(attention=self.attention) else write(self)
 
 
 def _from_name(value: Any) -> Any:
