@@ -32,7 +32,7 @@ AUXILIARY = "auxiliary"
 
 
 class Auxiliary(struct.PyTreeNode):
-    """Sums over layers and positions, float32 scalars; of several layers of a scan, [N] each."""
+    """Sums over positions, float32: scalars; of several layers, [N] each."""
 
     total: jax.Array
     weight: jax.Array
@@ -49,15 +49,15 @@ def add_auxiliary(module: nn.Module, name: str, total: Any, weight: Any, coeffic
 
 
 def collect(sown: Mapping[str, Any]) -> dict[str, Auxiliary]:
-    """The sums over all layers of what a model has sown, by name."""
+    """What a model has sown, by name: [N] sums over positions, of all layers that use the name."""
     sums: dict[str, Auxiliary] = {}
     leaves = jax.tree_util.tree_leaves_with_path(sown.get(AUXILIARY, {}), is_leaf=lambda leaf: type(leaf) is Auxiliary)
     for path, value in leaves:
         name = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)][-1]
         if name in sums and sums[name].coefficient != value.coefficient:
             raise ValueError(f"add_auxiliary: {name} has two coefficients; give them different names")
-        value = jax.tree.map(jnp.sum, value)
-        sums[name] = jax.tree.map(jnp.add, sums[name], value) if name in sums else value
+        value = jax.tree.map(jnp.ravel, value)
+        sums[name] = jax.tree.map(lambda *parts: jnp.concatenate(parts), sums[name], value) if name in sums else value
     return sums
 
 

@@ -99,12 +99,16 @@ class BaseModelConfig(Section):
         """Maximum number of keys that a query sees in each layer; None: all before it."""
         return (None,) * self.num_layers
 
+    @property
+    def mlp_flops(self) -> float:
+        """FLOPs of the MLP per token, mean over the layers; of a mixture of experts, those of the selected ones."""
+        return flops.mlp(self.hidden_dim, self.mlp_dim, self.mlp_matrices)
+
     def num_flops_per_token(self, vocab_size: int, causal: bool = False) -> float:
         """FLOPs of a forward pass per token; see `lmtrain/models/flops.py`."""
         keys = self._mean_keys(causal)
         block = flops.attention(self.hidden_dim, self.num_heads, self.kv_heads, self.head_width, keys)
-        block += flops.mlp(self.hidden_dim, self.mlp_dim, self.mlp_matrices)
-        return self.num_layers * block + flops.linear(self.hidden_dim, vocab_size)  # and the head
+        return self.num_layers * (block + self.mlp_flops) + flops.linear(self.hidden_dim, vocab_size)  # and the head
 
     def attention_flops(self, full: float, causal: float) -> tuple[float, float]:
         """The part of FLOPs per token that grows with the number of keys: of `full` and of `causal` attention."""
@@ -117,6 +121,16 @@ class BaseModelConfig(Section):
     def _mean_keys(self, causal: bool) -> float:
         """Mean number of keys per query over all layers."""
         return sum(flops.mean_keys(self.seq_len, causal, window) for window in self.windows) / self.num_layers
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with a mixture of experts."""
+        return ()
+
+    @property
+    def balance_rate(self) -> float | None:
+        """The rate of the biases that balance the load of experts; None if there are none."""
+        return None
 
     def heads_on(self, parts: int) -> list[int]:
         """The number of heads of each attention on a device, with heads split over `parts` devices."""

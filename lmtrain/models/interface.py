@@ -4,17 +4,20 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 
 class Documents(NamedTuple):
     """Documents packed into sequences; None where nothing depends on them.
 
     `segments` [B, S]: tokens attend only to those of their own segment. `positions` [B, S] are the tokens' positions
-    within their documents; None: positions within the sequence.
+    within their documents; None: positions within the sequence. `used` [B, S]: whether a token or one after it in its
+    sequence has a target, so that it can change the loss; None: all can.
     """
 
     segments: jax.Array | None = None
     positions: jax.Array | None = None
+    used: jax.Array | None = None
 
 
 NO_DOCUMENTS = Documents()
@@ -73,5 +76,7 @@ def hidden_and_head(
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states and head in one `apply(..., method=hidden_and_head)`, so that a tied table is gathered once.
     For `batch` see `lmtrain/data/batches.py`."""
-    documents = Documents(batch.get("segments"), batch.get("positions"))
+    mask = batch.get("loss_mask")
+    used = None if mask is None else jax.lax.cummax(mask.astype(jnp.int32), axis=1, reverse=True) > 0
+    documents = Documents(batch.get("segments"), batch.get("positions"), used)
     return model.hidden(batch["tokens"], deterministic, documents), model.head()

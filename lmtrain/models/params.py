@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.moe.load import BIAS
 
 # Between nested maps and maps from slash-separated paths.
 flatten, unflatten = functools.partial(flatten_dict, sep="/"), functools.partial(unflatten_dict, sep="/")
@@ -60,10 +61,16 @@ def parameter_axes(model: LanguageModel) -> Any:
 
 
 def with_dtype(abstract: Any, dtype: str) -> Any:
-    """The same shapes with another dtype."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)
+    """The same shapes with another dtype, except those of biases that balance the load of experts."""
+    return _all_but_biases(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)
 
 
 def cast(params: Any, dtype: str) -> Any:
-    """Every leaf in `dtype`."""
-    return jax.tree.map(lambda p: p.astype(dtype), params)
+    """Every leaf in `dtype`, except biases that balance the load of experts: their updates are small."""
+    return _all_but_biases(lambda leaf: leaf.astype(dtype), params)
+
+
+def _all_but_biases(function: Callable[[Any], Any], params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if getattr(path[-1], "key", None) == BIAS else function(leaf), params
+    )

@@ -22,7 +22,7 @@ from lmtrain.optim.config import MuonConfig
 from lmtrain.sharding.local import spread
 
 # Axes along which a parameter stacks matrices; each matrix is orthogonalized separately.
-_STACKED = ("layers", "qkv", "senses")
+_STACKED = ("layers", "qkv", "senses", "expert")
 
 # Coefficients a, b, c of the iteration, chosen to maximize its slope at 0 (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -122,8 +122,9 @@ def matrix_dims(axes: tuple[str | None, ...]) -> MuonDimensionNumbers | tuple[()
     MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=(3,))
     """
     own = [dim for dim, name in enumerate(axes) if name not in _STACKED]
-    if "embed" not in axes or "vocab" in axes or "position" in axes or len(own) < 2:
+    embed = next((dim for dim in own if axes[dim] in ("embed", "expert_embed")), None)
+    if embed is None or len(own) < 2 or {"vocab", "position", "router"} & set(axes):
         return ()
-    split = own.index(axes.index("embed"))
+    split = own.index(embed)
     first, rest = (own[:1], own[1:]) if split == 0 else (own[:split], own[split:])
     return MuonDimensionNumbers(tuple(first), tuple(rest))

@@ -167,7 +167,7 @@ def wire_minimum(program: Program, step: str) -> float:
     microbatches = parts[max(parts)]
     gathered = reduced = 0.0
     for size, is_table, axes, is_trained in _parameters(program):
-        parts_of_state = math.prod(sizes[axis] for axis in ("data", "context") if axis in axes)
+        parts_of_state = math.prod(sizes[axis] for axis in ("data", "expert", "context") if axis in axes)
         share = (parts_of_state - 1) / parts_of_state
         held = size / (sizes["model"] if "model" in axes else 1)
         table = 4 if is_table else width
@@ -175,7 +175,7 @@ def wire_minimum(program: Program, step: str) -> float:
         gathered += held * share * (2 * width + scattered) if step == "train" else held * share * width
         if not is_trained:
             continue
-        shards = sizes["data"] * sizes["context"]
+        shards = sizes["data"] * sizes["expert"] * sizes["context"]
         copies = sizes["replica"] * (shards if program.config.lora is not None and not share else 1)
         reduced += 2 * (copies - 1) / copies * held / parts_of_state * table
     if step == "eval":

@@ -11,6 +11,7 @@ from lmtrain.plan.request import Target
 from lmtrain.plan.search import Search
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.runtime.progress import format_bytes
+from lmtrain.sharding.axes import used_axes
 
 # An allocator cannot use all memory: fragments, kernels' workspace, the driver. XLA:TPU's compiler accounts for these.
 USABLE_OF_GPU = 0.92
@@ -69,7 +70,7 @@ def _step_json(figures: dict[str, Any], plan: Plan, capacity: float | None) -> d
 
 def model_lines(program: Mapping[str, Any], device: str, vocabulary: str) -> Iterator[str]:
     """Model, devices, batch and the table of parameters."""
-    mesh = " x ".join(f"{name} {size}" for name, size in program["mesh"].items() if (name, size) != ("context", 1))
+    mesh = " x ".join(f"{name} {size}" for name, size in used_axes(program["mesh"]).items())
     yield f"model       {program['model']}, {program['parameters']:,} parameters"
     yield f"vocabulary  {vocabulary}"
     yield f"precision   {program['precision']}"

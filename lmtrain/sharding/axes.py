@@ -4,7 +4,7 @@ Parameters and activations have separate names, because FSDP shards the `embed` 
 of the residual stream.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 PARAMETER_AXES = {
     "embed": "width of the residual stream",
@@ -14,6 +14,10 @@ PARAMETER_AXES = {
     "head_dim": "width of one head",
     "qkv": "queries, keys and values, stacked",
     "mlp": "width of the MLP",
+    "expert": "experts of a mixture",
+    "expert_embed": "width of the residual stream, in the matrices of experts",
+    "expert_mlp": "width of an expert",
+    "router": "experts, as outputs of a router",
     "vocab": "entries of the vocabulary",
     "position": "positions of a learned position table",
     "layers": "blocks, stacked",
@@ -43,9 +47,19 @@ USER_AXES = {"batch": "sequences of the batch"} | PARAMETER_AXES
 MESH_AXES = {
     "replica": "copies of the model",
     "data": "parts of the batch, and of parameters with FSDP",
+    "expert": "parts of the batch, of other parameters with FSDP, and of experts (expert parallelism)",
     "context": "parts of every sequence, and of parameters with FSDP (context parallelism)",
     "model": "parts of the model (tensor parallelism)",
 }
+
+
+# Axes that only some runs use, whose size is 1 in others.
+_OPTIONAL = ("expert", "context")
+
+
+def used_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of a mesh without those axes that the run does not use."""
+    return {name: size for name, size in sizes.items() if size > 1 or name not in _OPTIONAL}
 
 
 def as_names(value: str | Sequence[str] | None) -> tuple[str, ...]:

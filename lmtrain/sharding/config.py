@@ -47,6 +47,12 @@ class PartitioningConfig(Section):
         description="Number of model replicas over slices or hosts of GPUs, on the slow network (DCN). -1: one in "
         "each; 1: FSDP across all; auto: one in each if its state fits, else 1; the log has the reason",
     )
+    expert_axis_size: int | Literal["auto"] = execution(
+        "auto",
+        description="Expert parallelism: devices that split the experts of a mixture, and exchange tokens instead of "
+        "parameters. 1: FSDP splits experts as other parameters; auto: what sends less over the network between slices "
+        "or hosts, 1 within one; the log has the reason",
+    )
     context_axis_size: int = execution(
         1,
         ge=1,
@@ -69,6 +75,13 @@ class PartitioningConfig(Section):
         for axis in as_names(value):
             if axis not in PARAMETER_AXES:
                 raise ValueError(_unknown("logical", axis, PARAMETER_AXES))
+        return value
+
+    @field_validator("expert_axis_size")
+    @classmethod
+    def _one_or_more(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("expected auto, or 1 or more")
         return value
 
     @field_validator("replica_dcn_axis_size")
@@ -141,13 +154,21 @@ class PartitioningConfig(Section):
         mapping |= dict.fromkeys(as_names(self.fsdp_axis), self._fsdp)
         mapping |= {axis: as_names(value) for axis, value in self.axis_resources.items() if axis != "batch"}
         mapping |= dict.fromkeys(self._tensor_axes, ("model",))
-        return mapping | {axis: as_names(value) for axis, value in self.parameter_axis_resources.items()}
+        mapping |= {axis: as_names(value) for axis, value in self.parameter_axis_resources.items()}
+        # matrices of experts are split as others, but for the devices that split the experts
+        given = self.axis_resources | self.parameter_axis_resources
+        if "expert" not in given:
+            mapping["expert"] = ("expert",)
+        for axis in ("embed", "mlp"):
+            if f"expert_{axis}" not in given:
+                mapping[f"expert_{axis}"] = tuple(name for name in mapping[axis] if name not in mapping["expert"])
+        return mapping
 
     @property
     def compute_mapping(self) -> Mapping:
         """Mapping of activations (`act_*`): the batch, axis_resources, tensor parallelism, then the override."""
         mapping: Mapping = dict.fromkeys(ACTIVATION_AXES, ())
-        given: Mapping = {"batch": ("replica", "data"), "position": self._fsdp[1:]}
+        given: Mapping = {"batch": ("replica", "data", "expert"), "position": self._context}
         given |= {axis: as_names(value) for axis, value in self.axis_resources.items()}
         given |= dict.fromkeys(self._tensor_axes, ("model",))
         given |= {axis: as_names(value) for axis, value in self.compute_axis_resources.items()}
@@ -161,7 +182,7 @@ class PartitioningConfig(Section):
     @property
     def sequence_parts(self) -> int:
         """Number of devices that split a sequence in computation."""
-        sizes = {"context": self.context_axis_size, "model": self.model_axis_size, "replica": 1, "data": 1}
+        sizes = dict.fromkeys(MESH_AXES, 1) | {"context": self.context_axis_size, "model": self.model_axis_size}
         return math.prod(sizes[name] for name in self.compute_mapping["act_seq"])
 
     @property
@@ -172,7 +193,11 @@ class PartitioningConfig(Section):
     @property
     def _fsdp(self) -> tuple[str, ...]:
         """The mesh axes that FSDP splits parameters over."""
-        return ("data", "context") if self.context_axis_size > 1 else ("data",)
+        return ("data", "expert", *self._context)
+
+    @property
+    def _context(self) -> tuple[str, ...]:
+        return ("context",) if self.context_axis_size > 1 else ()
 
     @property
     def _tensor_axes(self) -> tuple[str, ...]:

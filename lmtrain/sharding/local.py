@@ -58,7 +58,7 @@ def _device() -> Any:
 def spread(x: jax.Array) -> jax.Array:
     """`x` with only its first dimension split, over all devices of a model replica."""
     mesh = jax.sharding.get_abstract_mesh()
-    names = tuple(name for name in ("data", "context", "model") if mesh.shape.get(name, 1) > 1)
+    names = tuple(name for name in mesh.axis_names if name != "replica" and mesh.shape[name] > 1)
     return jax.lax.with_sharding_constraint(x, PartitionSpec(names)) if names else x
 
 

@@ -1,4 +1,4 @@
-"""The device mesh (replica, data, model) and the two mappings from logical axes to it."""
+"""The device mesh (replica, data, expert, context, model) and the two mappings from logical axes to it."""
 
 import math
 import os
@@ -72,19 +72,21 @@ def build_layout(
     devices: Sequence[Any] | None = None,
     slice_ids: Sequence[int] | None = None,
     replicas: int | None = None,
+    expert_parts: int | None = None,
 ) -> Layout:
     """The layout over all `devices` of the run, by default JAX's.
 
     `slice_ids`: slice or host of each device, by default those of `slices_of`. `replicas` over slices: by default the
-    configured number, for auto one. The outer axes of the mesh extend over slices, as far as necessary: neighbours
-    along the inner ones are in one slice. Raises `UserError` if the number of devices is not divisible by the
+    configured number, for auto one. `expert_parts`, devices that split experts: the same. The outer axes of the mesh
+    extend over slices, as far as necessary: neighbours along the inner ones are in one slice. Raises `UserError` if the number of devices is not divisible by the
     configured sizes, or if TPUs of several slices would share a product.
     """
     devices = find_devices() if devices is None else devices
     ids = dict(zip(devices, slice_ids or slices_of(devices), strict=True))
     slices = [[device for device in devices if ids[device] == number] for number in sorted(set(ids.values()))]
     replicas = replicas or configured_replicas(config, len(slices)) or 1
-    shape = _shape(config, len(devices), len(slices), replicas)
+    expert_parts = expert_parts or configured_expert_parts(config) or 1
+    shape = _shape(config, len(devices), len(slices), replicas, expert_parts)
     outer = _over_slices(shape, len(slices), platform_of(devices[0]) == "tpu")
     inner = tuple(size // parts for size, parts in zip(shape, outer, strict=True))
     # neighbours in the grid of a slice are also physical neighbours
@@ -95,13 +97,20 @@ def build_layout(
     # Explicit axis types, the default of recent JAX, reject ordinary contractions over a sharded dimension.
     mesh = Mesh(grid, tuple(MESH_AXES), axis_types=(AxisType.Auto,) * len(MESH_AXES))
     in_mesh_order = tuple(ids[device] for device in grid.flat)
-    return Layout(mesh, _rules(config.parameter_mapping), _rules(config.compute_mapping), in_mesh_order)
+    unused = {"expert"} if expert_parts == 1 else set[str]()
+    rules = (_rules(mapping, unused) for mapping in (config.parameter_mapping, config.compute_mapping))
+    return Layout(mesh, *rules, in_mesh_order)
 
 
 def configured_replicas(config: PartitioningConfig, slices: int) -> int | None:
     """The configured number of replicas over slices; None for auto."""
     given = config.replica_dcn_axis_size
     return None if given == "auto" else slices if given == -1 else given
+
+
+def configured_expert_parts(config: PartitioningConfig) -> int | None:
+    """The configured number of devices that split experts; None for auto."""
+    return None if config.expert_axis_size == "auto" else config.expert_axis_size
 
 
 def find_devices() -> list[Any]:
@@ -141,7 +150,7 @@ def slices_of(devices: Sequence[Any]) -> list[int]:
     return ids if len({ids.count(number) for number in ids}) == 1 else [0] * len(ids)
 
 
-def _shape(config: PartitioningConfig, devices: int, slices: int, replicas: int) -> tuple[int, ...]:
+def _shape(config: PartitioningConfig, devices: int, slices: int, replicas: int, expert_parts: int) -> tuple[int, ...]:
     """The sizes of the mesh's axes."""
     if replicas > 1 and slices > 1 and slices % replicas:
         near = " or ".join(map(str, nearest_divisors(slices, replicas)))
@@ -151,14 +160,20 @@ def _shape(config: PartitioningConfig, devices: int, slices: int, replicas: int)
     if devices % replicas:
         raise UserError(f"trainer.replica_dcn_axis_size: {_do_not_divide(devices)} into {replicas} replicas")
     rest = devices // replicas
-    for name in ("model_axis_size", "context_axis_size", "replica_ici_axis_size"):
-        size = getattr(config, name)
+    sizes = {name: getattr(config, name) for name in ("model_axis_size", "context_axis_size", "replica_ici_axis_size")}
+    for name, size in (sizes | {"expert_axis_size": expert_parts}).items():
         if rest % size:
             left = "" if rest == devices else f", {rest} left after the other axes,"
             near = " or ".join(map(str, nearest_divisors(rest, size)))
             raise UserError(f"trainer.{name}: {_do_not_divide(devices, left)} by {size}; it could be {near}")
         rest //= size
-    return replicas * config.replica_ici_axis_size, rest, config.context_axis_size, config.model_axis_size
+    return (
+        replicas * config.replica_ici_axis_size,
+        rest,
+        expert_parts,
+        config.context_axis_size,
+        config.model_axis_size,
+    )
 
 
 def _over_slices(shape: tuple[int, ...], slices: int, is_tpu: bool) -> tuple[int, ...]:
@@ -179,7 +194,6 @@ def _do_not_divide(devices: int, left: str = "") -> str:
     return f"{counted(devices, 'device')}{left} {'does' if devices == 1 else 'do'} not divide"
 
 
-def _rules(mapping: Mapping) -> Rules:
-    return tuple(
-        (axis, mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None) for axis, mesh_axes in mapping.items()
-    )
+def _rules(mapping: Mapping, unused: set[str]) -> Rules:
+    used = {axis: tuple(name for name in mesh_axes if name not in unused) for axis, mesh_axes in mapping.items()}
+    return tuple((axis, mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None) for axis, mesh_axes in used.items())

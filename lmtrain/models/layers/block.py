@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from lmtrain.models.attention.attend import attend
 from lmtrain.models.attention.kernel import self_attend
 from lmtrain.models.cache import StackCache
-from lmtrain.models.interface import Documents
+from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.remat import BLOCK_INPUT
 from lmtrain.models.layers.unfused import unfused
 from lmtrain.sharding.placement import constrain
@@ -93,7 +93,9 @@ class Block(nn.Module):
         """The input of attention."""
         return self.norm_attn(x)
 
-    def add(self, x: jax.Array, mixed: jax.Array, deterministic: bool) -> jax.Array:
+    def add(
+        self, x: jax.Array, mixed: jax.Array, deterministic: bool, documents: Documents = NO_DOCUMENTS
+    ) -> jax.Array:
         """The residual stream after the block, from that before it and the output of attention."""
         x = x + self.drop(mixed, deterministic=deterministic)
         return x + self.drop(self.mlp(self.norm_mlp(x)), deterministic=deterministic)
@@ -103,7 +105,7 @@ class Block(nn.Module):
     ) -> tuple[jax.Array, None]:
         x = checkpoint_name(x, BLOCK_INPUT)
         mixed = self.attn(self.attention_input(x), layer, deterministic, documents)
-        return constrain(self.add(x, mixed, deterministic), "act_batch", "act_stream", "act_embed"), None
+        return constrain(self.add(x, mixed, deterministic, documents), "act_batch", "act_stream", "act_embed"), None
 
     def extend(
         self, state: tuple[jax.Array, StackCache], layer: jax.Array, start: jax.Array, count: Any = None

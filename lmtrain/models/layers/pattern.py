@@ -20,11 +20,12 @@ from lmtrain.models.auxiliary import AUXILIARY
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.linear import LORA
 from lmtrain.models.layers.remat import checkpoint
+from lmtrain.models.moe.load import LOAD
 
 Path = tuple[str, ...]
 
-# Collections of values that leave the stack: metrics (`lmtrain.tracking.jit_log`) and auxiliary losses.
-SOWN = ("metrics", AUXILIARY)
+# Collections of values that leave the stack: metrics (`lmtrain.tracking.jit_log`), auxiliary losses, loads of experts.
+SOWN = ("metrics", AUXILIARY, LOAD)
 
 
 class PatternStack(nn.Module):
@@ -66,7 +67,7 @@ class PatternStack(nn.Module):
         return [self.block(*arguments, parent=None) for arguments in self.pattern]
 
     def _run(self, call: Callable[..., Any], carry: Any, x: jax.Array, layers_N: jax.Array, policy: bool | str) -> Any:
-        """The carry after all blocks; what they sow is sown here, stacked over periods."""
+        """The carry after all blocks; what they sow is sown here, stacked over layers."""
         period = len(self.pattern)
         periods, rest = divmod(self.num_layers, period)
         stacked = nn.meta.unbox(flatten_dict({name: self.variables.get(name, {}) for name in ("params", LORA)}))
@@ -103,20 +104,36 @@ class PatternStack(nn.Module):
         sizes = {path: len(numbers) for path, numbers in owners.items()}, period, dict.fromkeys(keys_N, period)
         pairs = jax.tree.map(cut, arrays, sizes)
         complete, remainder = (jax.tree.map(lambda _, pair, i=i: pair[i], arrays, pairs) for i in (0, 1))
+        all_sown: dict[Path, list[Any]] = {}
         if periods:
             unroll = 1 if self.scan else periods
             loop = blocks(self.scan)
             carry, sown = jax.lax.scan(lambda carry, part: run(carry, part, loop), carry, complete, unroll=unroll)
-            self._sow("period", sown)
+            self._add(all_sown, sown, 0)
         if rest:
             carry, sown = run(carry, remainder, blocks(is_scanned=False)[:rest])
-            self._sow("remainder", sown)
+            self._add(all_sown, jax.tree.map(lambda x: x[None], sown), periods * period)
+        for path, by_layer in all_sown.items():
+            layers = np.concatenate([layers for layers, _ in by_layer])
+            order = np.argsort(layers)
+            values = jax.tree.map(lambda *parts, o=order: jnp.concatenate(parts)[o], *(value for _, value in by_layer))
+            self._put(path, values)
         return carry
 
-    def _sow(self, name: str, all_sown: list[Any]) -> None:
-        for number, sown in enumerate(all_sown):
-            for collection, values in sown.items():
-                self.put_variable(collection, f"{name}_{number}", values)
+    def _add(self, all_sown: dict[Path, list[Any]], sown: list[Any], first: int) -> None:
+        """Add what the blocks of the pattern have sown, each [periods, ...], with the numbers of their layers."""
+        for number, of_block in enumerate(sown):
+            for path, values in flatten_dict(of_block).items():
+                size = len(jax.tree.leaves(values)[0])
+                layers = first + number + len(self.pattern) * np.arange(size)
+                all_sown.setdefault(path, []).append((layers, values))
+
+    def _put(self, path: Path, value: Any) -> None:
+        """Set a variable of a block, whose path begins with its collection."""
+        collection, name, *inner = path
+        rest = self.get_variable(collection, name, {}) if inner else {}
+        flat = flatten_dict(rest) | {tuple(inner): value} if inner else {}
+        self.put_variable(collection, name, unflatten_dict(flat) if inner else value)
 
     def _owners(self, stacked: Mapping[Path, Any], x: jax.Array) -> dict[Path, list[int]]:
         """The numbers of the pattern's blocks that have each parameter; adapters belong to the modules' parameters."""

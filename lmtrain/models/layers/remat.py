@@ -3,13 +3,16 @@
 A policy defines the values inside a block that are kept between forward and backward pass:
 
     full             none, only the inputs of the block
-    dots             the results of all matrix products, and those of attention kernels
+    dots             the results of all matrix products, and those of kernels
     dots_no_kernels  the results of all matrix products outside kernels, which run a second time
     dots_no_batch    those of products with weights, not the scores of attention
     save_attention   the outputs of attention
     offload          none; the inputs of the block are kept in host memory
+
+All keep the experts that a router has selected: computed a second time, rounding could select others.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,8 @@ import flax.linen as nn
 import jax
 
 SAVED_ATTENTION = "attention"
+SAVED_EXPERTS = "experts"
+ROUTED = "routed"
 BLOCK_INPUT = "block_input"
 
 # JAX's operation for cuDNN's attention: names inside a library's custom derivative cannot be given, and without the
@@ -29,15 +34,23 @@ def _attention_saveable(operation: Any, *args: Any, **params: Any) -> Any:
     return operation.name == _CUDNN_FORWARD or by_name(operation, *args, **params)
 
 
+def _all_of(*policies: Any) -> Any:
+    """What any of the policies saves, and the choices of routers."""
+    both = jax.checkpoint_policies.save_from_both_policies
+    return functools.reduce(both, policies, jax.checkpoint_policies.save_only_these_names(ROUTED))
+
+
+_EXPERTS = jax.checkpoint_policies.save_only_these_names(SAVED_EXPERTS)
+
 _POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "full": _all_of(),
     # the output of a kernel is that of products, too, but no `dot` to JAX
-    "dots": jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, _attention_saveable),
-    "dots_no_kernels": jax.checkpoint_policies.dots_saveable,
-    "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "save_attention": _attention_saveable,
+    "dots": _all_of(jax.checkpoint_policies.dots_saveable, _attention_saveable, _EXPERTS),
+    "dots_no_kernels": _all_of(jax.checkpoint_policies.dots_saveable),
+    "dots_no_batch": _all_of(jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _EXPERTS),
+    "save_attention": _all_of(_attention_saveable),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
+        names_which_can_be_saved=[ROUTED],
         names_which_can_be_offloaded=[BLOCK_INPUT],
         offload_src="device",
         offload_dst="pinned_host",

@@ -7,8 +7,10 @@ from pydantic import model_validator
 from lmtrain.config.errors import field_error
 from lmtrain.config.setting import architecture, identity
 from lmtrain.config.suggest import nearest_divisors
+from lmtrain.models import flops
 from lmtrain.models.base_config import POSITIONS, BaseModelConfig
 from lmtrain.models.llama.layer_kind import LayerEntry, LayerKind, shortest_period
+from lmtrain.models.moe.config import MoeConfig
 from lmtrain.models.rope_config import RopeConfig
 
 
@@ -65,6 +67,10 @@ class LlamaConfig(BaseModelConfig):
     scale_embeddings: bool = architecture(False, description="Multiply the embeddings by sqrt(hidden_dim) (Gemma)")
     tie_word_embeddings: bool = architecture(False, description="Tie the output head to the embedding table")
     rope: RopeConfig = architecture(default_factory=RopeConfig, description="Rotary positions")
+    moe: MoeConfig | None = architecture(
+        None,
+        description="Mixture of experts (MoE) in place of the MLP, in all layers that layer_pattern does not exclude",
+    )
 
     @model_validator(mode="after")
     def _kv_heads_divide(self) -> "LlamaConfig":
@@ -103,12 +109,26 @@ class LlamaConfig(BaseModelConfig):
             raise field_error("rope", "no layer of layer_pattern has RoPE; remove it")
         return self
 
+    @model_validator(mode="after")
+    def _experts_fit(self) -> "LlamaConfig":
+        kinds = {kind.mlp for kind in self.pattern}
+        if self.moe is None and "moe" in kinds:
+            raise field_error("layer_pattern", "has layers with a mixture of experts: set moe")
+        if self.moe is None:
+            return self
+        if "moe" not in kinds:
+            raise field_error("moe", "no layer of layer_pattern is a mixture of experts; remove it, or add such layers")
+        if not self.gated_mlp or (self.use_mlp_bias and kinds == {"moe"}):
+            name, value = ("gated_mlp", "false") if not self.gated_mlp else ("use_mlp_bias", "true")
+            raise field_error(name, f"{value}: experts have a gate and no biases; remove it")
+        return self
+
     @property
     def pattern(self) -> tuple[LayerKind, ...]:
-        """The kinds of the first layers, which repeat over the depth."""
-        if self.layer_pattern is not None:
-            return self.layer_pattern
-        return (LayerKind(attention="full" if self.sliding_window is None else "sliding"),)
+        """The kinds of the first layers, which repeat over the depth, with `mlp` filled in."""
+        default = LayerKind(attention="full" if self.sliding_window is None else "sliding")
+        mlp: Literal["dense", "moe"] = "dense" if self.moe is None else "moe"
+        return tuple(kind.model_copy(update={"mlp": kind.mlp or mlp}) for kind in self.layer_pattern or (default,))
 
     @property
     def kinds(self) -> list[LayerKind]:
@@ -123,12 +143,16 @@ class LlamaConfig(BaseModelConfig):
         values = super().meaning()
         period = shortest_period(self.kinds)
         are_alike = len(period) == 1 and period[0].rope
+        moe = None if self.moe is None else self.moe.meaning() | {"intermediate_dim": self.expert_dim}
+        has_mlp = any(kind.mlp == "dense" for kind in self.kinds)
         return values | {
             "num_kv_heads": self.kv_heads,
             "head_dim": self.head_width,
             "rope": self.rope.meaning(),
             "layer_pattern": None if are_alike else [kind.model_dump() for kind in period],
             "query_pre_attn_scalar": self.query_scalar,
+            "intermediate_dim": self.intermediate_dim if has_mlp else None,
+            "moe": moe,
         }
 
     @property
@@ -143,11 +167,33 @@ class LlamaConfig(BaseModelConfig):
 
     @property
     def has_dropout(self) -> bool:
-        return False
+        return self.moe is not None and self.moe.dropout > 0
 
     @property
     def mlp_dim(self) -> int:
         return self.intermediate_dim
+
+    @property
+    def expert_dim(self) -> int:
+        """Hidden dimension of an expert."""
+        return (self.moe and self.moe.intermediate_dim) or self.intermediate_dim
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind.mlp == "moe")
+
+    @property
+    def balance_rate(self) -> float | None:
+        return self.moe.bias_update_rate if self.moe else None
+
+    @property
+    def mlp_flops(self) -> float:
+        if self.moe is None:
+            return super().mlp_flops
+        width, experts = self.expert_dim, self.moe.experts_per_token + self.moe.shared_experts
+        mixture = experts * flops.mlp(self.hidden_dim, width, 3) + flops.linear(self.hidden_dim, self.moe.num_experts)
+        each = {"dense": super().mlp_flops, "moe": mixture}
+        return sum(each[kind.mlp or "dense"] for kind in self.kinds) / self.num_layers
 
     @property
     def query_scalar(self) -> float:

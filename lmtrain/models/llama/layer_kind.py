@@ -20,7 +20,9 @@ class LayerKind(Section):
     rope: bool = architecture(
         True, description="Rotate queries and keys by their positions; false: no positions (NoPE)"
     )
-    mlp: Literal["dense"] = architecture("dense", description="Kind of the MLP")
+    mlp: Literal["dense", "moe"] | None = architecture(
+        None, description="One MLP, or a mixture of experts (model.moe); null: moe if model.moe is set"
+    )
 
     @model_serializer(mode="wrap")
     def _as_name(self, write: SerializerFunctionWrapHandler) -> Any:

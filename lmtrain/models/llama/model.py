@@ -13,6 +13,7 @@ Touvron et al. 2023, "LLaMA: Open and Efficient Foundation Language Models". The
     Gemma3    Gemma2 without caps, qk_norm head, five sliding layers with rope.local_theta before a full one
     SmolLM3   layer_pattern: every fourth layer without RoPE
     Arcee     gated_mlp false, activation_function relu2
+    Mixtral   moe: a mixture of experts in place of the MLP; Qwen3-MoE, with qk_norm head; OLMoE, with qk_norm all
 
     B batch  S query position  T key position  D embed  H heads  K kv heads  C head dim  F mlp  V vocab  N layers
 
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import normal
 
 from lmtrain.models.decoder import Decoder
+from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.block import Attention, Block
 from lmtrain.models.layers.linear import Linear
 from lmtrain.models.layers.mlp import Mlp
@@ -34,6 +36,7 @@ from lmtrain.models.layers.norm import RmsNorm
 from lmtrain.models.layers.rope import frequencies, magnitude, rotate
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.layer_kind import shortest_period
+from lmtrain.models.moe.layer import Moe
 from lmtrain.sharding.placement import constrain
 
 
@@ -97,15 +100,23 @@ class LlamaBlock(Block):
         if c.norm_position == "both":
             self.norm_mixed, self.norm_added = (RmsNorm(dims, c.layer_norm_epsilon, c.norm_offset) for _ in range(2))
         self.attn = LlamaAttention(c, self.backend)
-        self.mlp = Mlp(c.hidden_dim, c.mlp_dim, c.activation_function, init, init, c.use_mlp_bias, c.gated_mlp)
+        (kind,) = c.pattern
+        self.has_experts = kind.mlp == "moe"
+        if self.has_experts:
+            self.moe = Moe(c.moe, c.hidden_dim, c.expert_dim, c.activation_function, init)
+        else:
+            self.mlp = Mlp(c.hidden_dim, c.mlp_dim, c.activation_function, init, init, c.use_mlp_bias, c.gated_mlp)
 
     def attention_input(self, x: jax.Array) -> jax.Array:
         return self._before(self.norm_attn, x)
 
-    def add(self, x: jax.Array, mixed: jax.Array, deterministic: bool) -> jax.Array:
+    def add(
+        self, x: jax.Array, mixed: jax.Array, deterministic: bool, documents: Documents = NO_DOCUMENTS
+    ) -> jax.Array:
         both = self.config.norm_position == "both"
         middle = x.astype(jnp.float32) + self._after(self.norm_mixed if both else self.norm_attn, mixed)
-        added = self.mlp(self._before(self.norm_mlp, middle).astype(x.dtype))
+        read = self._before(self.norm_mlp, middle).astype(x.dtype)
+        added = self.moe(read, documents.used, deterministic) if self.has_experts else self.mlp(read)
         return (middle + self._after(self.norm_added if both else self.norm_mlp, added)).astype(x.dtype)
 
     def _before(self, norm: RmsNorm, x: jax.Array) -> jax.Array:

@@ -1,13 +1,14 @@
 """Reports steps to the trackers, the terminal and the goodput ledger, one step late."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from lmtrain.config.errors import RunError
 from lmtrain.evaluation.run import Findings
+from lmtrain.models.moe.load import BY_LAYER
 from lmtrain.runtime.logging import log
 from lmtrain.tracking.console import Console
 from lmtrain.tracking.live import Evaluated, Shown
@@ -68,12 +69,13 @@ class Reporter:
             return
         step, on_device, requests = pending
         watch, sizes = self._program.watch, self._sizes
-        norms = on_device.pop(WATCH, {})
+        norms, by_layer = on_device.pop(WATCH, {}), on_device.pop(BY_LAYER, {})
         waited = not on_device["train/loss"].is_ready()
         with self._program.explaining_errors():  # errors of the device are raised here
             metrics = {name: float(value) for name, value in jax.device_get(on_device).items()}
             if watch.shows(step):
                 metrics |= watch.by_name(jax.device_get(norms))
+                metrics |= self._of_layers(jax.device_get(by_layer))
         metrics |= self._throughput.step_done(sizes.at(step - 1), sizes.before(step), waited)
         self._due.learn(step, jax.device_get(requests), self._throughput.last_step_seconds)
         with self._reporting.timer.section(HOOKS):
@@ -85,6 +87,15 @@ class Reporter:
             self._reporting.trackers.log(metrics | extra, step)
             self._check(step, metrics["train/loss"])
             self._show(step, metrics)
+
+    def _of_layers(self, by_layer: Mapping[str, Any]) -> dict[str, float]:
+        """Metrics of each layer with experts, such as `moe/max_load/blocks/0`."""
+        layers = self._program.config.model.expert_layers
+        return {
+            f"{name}/blocks/{layer}": float(value)
+            for name, values in by_layer.items()
+            for layer, value in zip(layers, values, strict=False)
+        }
 
     def report_evaluation(self, step: int, findings: Findings) -> None:
         """Log and show the findings of the evaluations after `step` updates."""

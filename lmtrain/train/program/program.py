@@ -24,6 +24,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import Accelerator, find_accelerator
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.xla_options import Option, refused_option, xla_options
+from lmtrain.sharding.axes import used_axes
 from lmtrain.sharding.mesh import Layout, build_layout, platform_of
 from lmtrain.sharding.mesh_function import MeshFunction
 from lmtrain.train.program.out_of_memory import MemoryUse, OutOfMemoryError, device_memory
@@ -192,7 +193,7 @@ def build_program(
         trainer, devices, slice_ids, lambda layout: sum(state_bytes(*state_in(layout)).values()), memory
     )
     layout = build_layout(trainer, devices, slice_ids, replicas.number)
-    log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {dict(layout.mesh.shape)}")
+    log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {used_axes(layout.mesh.shape)}")
     if replicas.reason and len(set(layout.slice_ids)) > 1:
         log.info(f"replica_dcn_axis_size: {replicas.number} ({replicas.reason})")
     batching = choose_batching(trainer, layout.num_batch_shards)
@@ -215,6 +216,7 @@ def build_program(
         hessian=config.optimizer.hessian,
         averaging=averaging,
         watch=watch,
+        balance_rate=config.model.balance_rate,
     )
     train_step = build_train_step(step, layout, shardings, options)
     return Program(

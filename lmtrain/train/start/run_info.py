@@ -12,6 +12,7 @@ from lmtrain.run.config import RunConfig, resolved
 from lmtrain.run.identity import run_identity
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
+from lmtrain.sharding.axes import used_axes
 from lmtrain.train.program.layout_table import layout_table
 from lmtrain.train.program.program import Program
 from lmtrain.weights.lora_base import BASE, LoraBase
@@ -47,8 +48,8 @@ def describe_run(
         "config": resolved(config),
         "machine": {
             "device": jax.devices()[0].device_kind,
-            # checkpoints from before context parallelism have no such axis
-            "mesh": {axis: size for axis, size in program.layout.mesh.shape.items() if (axis, size) != ("context", 1)},
+            # as in checkpoints from before there were more axes
+            "mesh": used_axes(program.layout.mesh.shape),
             "microbatches": microbatches,
             "xla_options": program.xla_options,
         },

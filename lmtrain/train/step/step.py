@@ -11,9 +11,11 @@ from flax import struct
 
 from lmtrain.models.auxiliary import AUXILIARY, Auxiliary, collect, has_auxiliary
 from lmtrain.models.interface import LanguageModel, hidden_and_head
+from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, balanced, collect_load, load_metrics
 from lmtrain.models.params import cast
 from lmtrain.objectives.interface import Objective, sum_of_weights
 from lmtrain.optim.schedules import Schedule
+from lmtrain.sharding.local import num_parts, split_over
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.mesh_function import MeshFunction
 from lmtrain.tracking.jit_log import METRICS, collecting
@@ -30,20 +32,22 @@ Metrics = dict[str, jax.Array]
 
 
 class LossSum(struct.PyTreeNode):
-    """Sums over a microbatch: the objective, logged values by name, and auxiliary losses by name."""
+    """Sums over a microbatch: the objective, logged values by name, auxiliary losses by name, and the load of experts
+    by router."""
 
     objective: jax.Array
     logged: Metrics
     auxiliary: dict[str, Auxiliary]
+    load: dict[str, jax.Array]
 
     @property
     def weights(self) -> Metrics:
-        """The weights of the auxiliary losses."""
-        return {name: value.weight for name, value in self.auxiliary.items()}
+        """The weights of the auxiliary losses, over all layers."""
+        return {name: value.weight.sum() for name, value in self.auxiliary.items()}
 
     def with_auxiliary(self, scales: Metrics) -> jax.Array:
         """The objective plus coefficient * scale * total of each auxiliary loss."""
-        parts = (value.coefficient * scales[name] * value.total for name, value in self.auxiliary.items())
+        parts = (value.coefficient * scales[name] * value.total.sum() for name, value in self.auxiliary.items())
         return sum(parts, start=self.objective)
 
 
@@ -56,7 +60,7 @@ class TrainStep:
     the maximum of each; None for a run of one process (`agreement.py`). Dropout is a function of (seed, step,
     microbatch). Auxiliary losses of the model are added (`lmtrain/models/auxiliary.py`), but are not part of
     `train/loss`. Values that the model sows or that `jit_log` receives are part of the metrics. `hessian` is the method
-    of the estimate that the optimizer uses.
+    of the estimate that the optimizer uses, `balance_rate` that of the biases that balance the load of experts.
     """
 
     model: LanguageModel
@@ -69,6 +73,7 @@ class TrainStep:
     hessian: str | None = None
     averaging: Averaging | None = None
     watch: Watch | None = None
+    balance_rate: float | None = None
 
     def __call__(self, state: TrainState, batch: Any, requests: Any = None) -> tuple[TrainState, Metrics, Any]:
         parts = self.num_microbatches[batch["tokens"].shape[0]]
@@ -106,6 +111,8 @@ class TrainStep:
         with collecting() as also_logged, jax.named_scope(OPTIMIZER_SCOPE):
             optimizer = optax.with_extra_args_support(self.optimizer)
             updates, moments = optimizer.update(gradients, state.opt_state, state.params, **extra)
+        if self.balance_rate is not None:
+            updates = balanced(updates, sums.load, self.balance_rate)
         after = TrainState(
             state.step + 1, optax.apply_updates(state.params, updates), moments, state.ema_params, state.base
         )
@@ -124,7 +131,12 @@ class TrainStep:
             trees = {"grads": gradients, "params": after.params, "updates": updates}
             metrics |= self.watch.on_device(after.step, trees)
         logged = {name: total / parts for name, total in sums.logged.items()} | also_logged.means
-        means = {name: value.total / weights[name] for name, value in sums.auxiliary.items()}
+        means = {name: value.total.sum() / weights[name] for name, value in sums.auxiliary.items()}
+        if sums.load:
+            by_layer = load_metrics(sums.load, num_parts(split_over("expert")))
+            by_layer |= {name: value.total / jnp.maximum(value.weight, 1) for name, value in sums.auxiliary.items()}
+            metrics[BY_LAYER] = by_layer
+            means |= {name: REDUCE[name](values) for name, values in by_layer.items() if name in REDUCE}
         if taken := (metrics.keys() & (logged.keys() | means.keys())) | (logged.keys() & means.keys()):
             raise ValueError(f"jit_log: {', '.join(sorted(taken))}: this name is reserved by lmtrain; use another one")
         return after, metrics | logged | means, requests
@@ -132,12 +144,16 @@ class TrainStep:
     def _loss_sum(self, params: Any, batch: Any, key: jax.Array) -> LossSum:
         """The loss of a batch, without the logits of the entire batch."""
         drops = self.model.has_dropout
-        how = {"method": hidden_and_head, "rngs": {"dropout": key} if drops else {}, "mutable": [METRICS, AUXILIARY]}
+        how = {
+            "method": hidden_and_head,
+            "rngs": {"dropout": key} if drops else {},
+            "mutable": [METRICS, AUXILIARY, LOAD],
+        }
         with collecting() as logged:
             (hidden, head), sown = self.model.apply({"params": params}, batch, not drops, **how)
             logged.add_sown(sown)
             loss = self.objective.loss_sum(hidden, head, batch, self.model.vocab_size, self.model.logit_cap)
-        return LossSum(loss, logged.means, collect(sown))
+        return LossSum(loss, logged.means, collect(sown), collect_load(sown))
 
 
 def build_train_step(

@@ -1,0 +1,61 @@
+"""Settings of a mixture of experts."""
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from lmtrain.config.errors import field_error
+from lmtrain.config.section import Section
+from lmtrain.config.setting import architecture, identity
+
+
+class MoeConfig(Section):
+    """A mixture of experts (MoE): gated MLPs, of which a router selects a few for each token. No token is dropped."""
+
+    num_experts: int = architecture(8, ge=2, description="Number of experts of a layer")
+    experts_per_token: int = architecture(2, ge=1, description="Number of experts that the router selects per token")
+    intermediate_dim: int | None = architecture(
+        None, ge=1, description="Hidden dimension of each expert; null: model.intermediate_dim"
+    )
+    router: Literal["softmax_topk", "topk_softmax", "sigmoid"] = architecture(
+        "softmax_topk",
+        description="Weights of the selected experts. softmax_topk: the largest of a softmax over all experts "
+        "(Mixtral, Qwen3, OLMoE); topk_softmax: a softmax over the largest scores (Granite); sigmoid: the largest sigmoids "
+        "(DeepSeek-V3)",
+    )
+    normalize: bool = architecture(True, description="Divide the weights of the selected experts by their sum")
+    shared_experts: int = architecture(
+        0, ge=0, description="Number of experts that all tokens use, in addition to the selected ones (DeepSeek)"
+    )
+    aux_loss: float = identity(
+        0.01,
+        ge=0,
+        description="Coefficient of the load-balancing loss, computed for each sequence; the loss is 1 if the load is "
+        "balanced",
+    )
+    z_loss: float = identity(
+        0.001, ge=0, description="Coefficient of the router z-loss: the squared log-sum-exp of a token's scores"
+    )
+    bias_update_rate: float | None = identity(
+        None,
+        ge=0,
+        description="Balance without a loss: a bias on the selection grows by this per step for experts below the mean "
+        "load, and shrinks for those above (DeepSeek-V3: 0.001); null: no bias",
+    )
+    dropout: float = identity(0.0, ge=0, lt=1, description="Dropout on the outputs of the experts")
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> "MoeConfig":
+        if self.experts_per_token > self.num_experts:
+            raise field_error("experts_per_token", f"{self.experts_per_token} of {self.num_experts} experts")
+        if self.router == "topk_softmax" and not self.normalize:
+            raise field_error("normalize", "router topk_softmax has weights with the sum 1; remove it")
+        return self
+
+    def meaning(self) -> dict[str, Any]:
+        """The settings that define the meaning of the weights."""
+        names = {"num_experts", "experts_per_token", "router", "normalize", "shared_experts"}
+        values = self.model_dump(include=names)
+        if values["router"] == "softmax_topk" and self.normalize:  # the same function
+            values["router"] = "topk_softmax"
+        return values | {"has_bias": self.bias_update_rate is not None}

@@ -1,0 +1,220 @@
+"""The experts of a mixture: MLPs with a gate, each applied to the tokens that selected it, on the devices of a mesh.
+
+A device sorts the selections of its own tokens by expert, and multiplies them by grouped products. Parameters split by
+FSDP are gathered before. Where experts are split over devices (expert parallelism), these gather each other's tokens,
+compute the selections of their own experts, and add and scatter the results. Where the width of experts is split
+(tensor parallelism), they do so for the parts of a sequence.
+
+    B batch  S position  D embed  T tokens of a device  K experts of a token  R rows  E experts  F width
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.nn.initializers import Initializer
+from jax.sharding import PartitionSpec
+
+from lmtrain.models.layers.linear import declare, sizes
+from lmtrain.models.layers.mlp import ACTIVATIONS
+from lmtrain.models.layers.remat import SAVED_EXPERTS
+from lmtrain.models.moe.dispatch import Rows, part_of, sort_by_expert, sum_of_rows, to_rows, weights_of_rows
+from lmtrain.models.moe.grouped import grouped
+from lmtrain.sharding.local import num_parts, per_device, split_over
+from lmtrain.sharding.placement import stream_axes
+
+# Where experts are split, rows are computed in rounds of this many times the mean number of a device: memory is the
+# same for any load, and balanced loads take one round.
+_ROWS_OF_ROUND = 1.25
+
+
+class Matrices(NamedTuple):
+    """The matrices of experts: gate and up [E, D, F], down [E, F, D]."""
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+
+
+class Experts(nn.Module):
+    """down(activation(gate(x)) * up(x)) of each selected expert, added with the router's weights."""
+
+    num_experts: int
+    embed: int
+    width: int
+    activation: str
+    kernel_init: Initializer
+
+    def setup(self) -> None:
+        embed, width = ("expert_embed", self.embed), ("expert_mlp", self.width)
+        experts = ("expert", self.num_experts)
+        self.gate, self.up = (ExpertMatrices((experts, embed, width), self.kernel_init) for _ in range(2))
+        self.down = ExpertMatrices((experts, width, embed), self.kernel_init)
+
+    def __call__(self, x_BSD: jax.Array, experts_BSK: jax.Array, weights_BSK: jax.Array) -> jax.Array:
+        matrices = Matrices(self.gate(), self.up(), self.down())
+        if self.is_initializing():
+            return x_BSD
+        return apply_experts(x_BSD, experts_BSK, weights_BSK, matrices, self.activation)
+
+
+class ExpertMatrices(nn.Module):
+    """A matrix of each expert, `kernel` [E, inputs, outputs]."""
+
+    dims: tuple[tuple[str, int], ...]
+    kernel_init: Initializer
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        kernel: jax.Array = self.param("kernel", declare(self.kernel_init, self.dims), sizes(self.dims), jnp.float32)
+        return kernel
+
+
+def apply_experts(
+    x_BSD: jax.Array, experts_BSK: jax.Array, weights_BSK: jax.Array, matrices: Matrices, activation: str
+) -> jax.Array:
+    """The weighted sum of each token's experts, [B, S, D]."""
+    split = _Split.of(*x_BSD.shape[:2], len(matrices.gate))
+
+    def on_device(x: jax.Array, experts: jax.Array, weights: jax.Array, *of_device: jax.Array) -> jax.Array:
+        local = Matrices(*of_device)
+        gate, up = (_gather(_gather(m, split.embed, 1), split.width, 2) for m in local[:2])
+        down = _gather(_gather(local.down, split.embed, 2), split.width, 1)
+        x, experts, weights = (
+            _gather(_gather(a, split.gather_positions, 1), split.gather_batch, 0) for a in (x, experts, weights)
+        )
+        shape = x.shape
+        x, experts, weights = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
+        if split.over_experts:
+            experts = experts - jax.lax.axis_index(split.over_experts) * len(gate)
+        y = _of_tokens(x, experts, weights, Matrices(gate, up, down), activation, num_parts(split.over_experts))
+        y = y.reshape(shape)
+        if split.sum_over:
+            y = jax.lax.psum(y, split.sum_over)
+        return _scatter(_scatter(y, split.gather_batch, 0), split.gather_positions, 1)
+
+    by_token = PartitionSpec(split.batch, split.positions)
+    embed, width = split.embed, split.width + split.tensor
+    into = PartitionSpec(split.over_experts, embed, width)
+    out = PartitionSpec(split.over_experts, width, embed)
+    mapped = per_device(on_device, (by_token, by_token, by_token, into, into, out), by_token)
+    y: jax.Array = mapped(x_BSD, experts_BSK, weights_BSK, *matrices)
+    return y
+
+
+class _Split(NamedTuple):
+    """Mesh axes: that split batch and positions, experts, and the dimensions of their matrices: `embed` and `width` by
+    FSDP, `tensor` as tensor parallelism splits the width. Tokens are gathered over `gather_batch` and
+    `gather_positions`; results are scattered there, and summed over `sum_over`, which do not split tokens."""
+
+    batch: tuple[str, ...]
+    positions: tuple[str, ...]
+    over_experts: tuple[str, ...]
+    embed: tuple[str, ...]
+    width: tuple[str, ...]
+    tensor: tuple[str, ...]
+
+    @classmethod
+    def of(cls, batch: int, length: int, num_experts: int) -> "_Split":
+        batch_axes = split_over("act_batch")
+        width = split_over("expert_mlp")
+        tensor = tuple(name for name in width if name in split_over("act_mlp"))
+        return cls(
+            batch_axes if batch % num_parts(batch_axes) == 0 else (),  # a few sequences, in generation
+            stream_axes(length),
+            split_over("expert"),
+            split_over("expert_embed"),
+            tuple(name for name in width if name not in tensor),
+            tensor,
+        )
+
+    @property
+    def _shared(self) -> tuple[str, ...]:
+        """The axes over which devices compute parts of the same tokens' results."""
+        return self.over_experts + self.tensor
+
+    @property
+    def gather_batch(self) -> tuple[str, ...]:
+        return tuple(name for name in self.batch if name in self._shared)
+
+    @property
+    def gather_positions(self) -> tuple[str, ...]:
+        return tuple(name for name in self.positions if name in self._shared)
+
+    @property
+    def sum_over(self) -> tuple[str, ...]:
+        return tuple(name for name in self._shared if name not in self.batch + self.positions)
+
+
+def _gather(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    return jax.lax.all_gather(x, names, axis=dim, tiled=True) if names else x
+
+
+def _scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if names else x
+
+
+def _of_tokens(
+    x_TD: jax.Array, experts_TK: jax.Array, weights_TK: jax.Array, matrices: Matrices, activation: str, parts: int
+) -> jax.Array:
+    """The results of this device's experts, of `parts` times as many, for tokens that it has, [T, D]."""
+    rows = sort_by_expert(experts_TK, len(matrices.gate))
+    of_rows = functools.partial(_of_rows, activation=activation)
+    if parts == 1:
+        return of_rows(x_TD, weights_TK, matrices, rows)
+    length = min(math.ceil(experts_TK.size / parts * _ROWS_OF_ROUND / 128) * 128, experts_TK.size)
+    return _in_rounds(of_rows, length, x_TD, weights_TK, matrices, rows)
+
+
+def _of_rows(x_TD: jax.Array, weights_TK: jax.Array, matrices: Matrices, rows: Rows, activation: str) -> jax.Array:
+    """The weighted sums of these rows, [T, D]. Weights multiply hidden units, so that no gradient needs the outputs."""
+    x = to_rows(x_TD, rows)
+    gate, up = (
+        checkpoint_name(grouped(x, matrix, rows.sizes), SAVED_EXPERTS) for matrix in (matrices.gate, matrices.up)
+    )
+    hidden = ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)
+    hidden = (hidden * weights_of_rows(weights_TK, rows)[:, None]).astype(x.dtype)
+    return sum_of_rows(grouped(hidden, matrices.down, rows.sizes), rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _in_rounds(
+    of_rows: Any, length: int, x_TD: jax.Array, weights_TK: jax.Array, matrices: Matrices, rows: Rows
+) -> jax.Array:
+    """The sum of `of_rows` for `length` rows at a time, as many times as there are rows. Each device has its own number
+    of rounds: they contain no communication."""
+
+    def add(number: jax.Array, total: jax.Array) -> jax.Array:
+        part = part_of(rows, number * length, length)
+        return total + of_rows(x_TD, weights_TK, matrices, part).astype(jnp.float32)
+
+    zeros = jnp.zeros(x_TD.shape, jnp.float32)
+    return jax.lax.fori_loop(0, _rounds(rows, length), add, zeros).astype(x_TD.dtype)
+
+
+def _rounds(rows: Rows, length: int) -> jax.Array:
+    return -(-rows.sizes.sum() // length)
+
+
+def _forward(of_rows: Any, length: int, *arguments: Any) -> tuple[jax.Array, Any]:
+    return _in_rounds(of_rows, length, *arguments), arguments
+
+
+def _backward(of_rows: Any, length: int, saved: Any, d_y: jax.Array) -> tuple[Any, ...]:
+    *inputs, rows = saved
+
+    def add(number: jax.Array, totals: Any) -> Any:
+        part = part_of(rows, number * length, length)
+        _, pull = jax.vjp(lambda *inputs: of_rows(*inputs, part), *inputs)
+        return jax.tree.map(lambda total, new: total + new.astype(total.dtype), totals, pull(d_y))
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tuple(inputs))
+    totals = jax.lax.fori_loop(0, _rounds(rows, length), add, zeros)
+    return *jax.tree.map(lambda total, x: total.astype(x.dtype), totals, tuple(inputs)), None
+
+
+_in_rounds.defvjp(_forward, _backward)

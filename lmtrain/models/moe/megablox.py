@@ -1,0 +1,76 @@
+"""Grouped products by JAX's kernel for TPUs, megablox (Gale et al. 2022, "MegaBlocks"). Elsewhere it is interpreted:
+slow, and only for tests.
+
+    R rows, sorted by expert  E experts  I inputs  O outputs
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lmtrain.models.moe.grouped import GroupedKernel
+from lmtrain.sharding.local import platform
+
+# Tiles of rows, contracted and output columns. A tile of rows that has several experts is computed for each.
+_LARGEST_ROWS, _SMALLEST_ROWS = 512, 128
+_COLUMNS = 1024
+
+
+def tile_for(rows: int, experts: int) -> int:
+    """The number of rows of a tile, a power of two: at most half of an expert's mean."""
+    tile = _SMALLEST_ROWS
+    while tile * 4 * experts <= rows and tile < _LARGEST_ROWS:
+        tile *= 2
+    return tile
+
+
+def _tiles(rows: int, experts: int, contracted: int, outputs: int) -> tuple[int, int, int]:
+    return tile_for(rows, experts), min(_COLUMNS, _up(contracted)), min(_COLUMNS, _up(outputs))
+
+
+def _up(size: int) -> int:
+    return -(-size // 128) * 128
+
+
+def megablox(x_RI: jax.Array, kernel_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """See `GroupedKernel`."""
+    rows, tile = len(x_RI), tile_for(len(x_RI), len(kernel_EIO))
+    padded = jnp.pad(x_RI, ((0, -rows % tile), (0, 0)))
+    return _product(padded, kernel_EIO, sizes_E)[:rows]
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _by_rows(x, kernel, sizes, transposed=False)
+
+
+def _by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # slow to import
+
+    outputs = kernel.shape[1 if transposed else 2]
+    tiles = _tiles(len(x), len(kernel), x.shape[1], outputs)
+    y = gmm(x, kernel, sizes, x.dtype, tiles, transpose_rhs=transposed, interpret=platform() != "tpu")
+    # the kernel does not write rows after the last expert's
+    return jnp.where((jnp.arange(len(y)) < sizes.sum())[:, None], y, 0)
+
+
+def _backward(saved: Any, d_y: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    x, kernel, sizes = saved
+    tiles = _tiles(len(x), *kernel.shape)
+    d_kernel = tgmm(x.swapaxes(0, 1), d_y, sizes, kernel.dtype, tiles, interpret=platform() != "tpu")
+    return _by_rows(d_y, kernel, sizes, transposed=True), d_kernel, None
+
+
+_product.defvjp(lambda x, kernel, sizes: (_product(x, kernel, sizes), (x, kernel, sizes)), _backward)
+
+
+def _rows_computed(rows: int, experts: int) -> float:
+    """Each boundary between experts within a tile computes that tile once more."""
+    tile = tile_for(rows, experts)
+    return rows + (experts - 1) * tile * (1 - 1 / tile)
+
+
+KERNEL = GroupedKernel("megablox", megablox, _rows_computed)
