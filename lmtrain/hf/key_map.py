@@ -5,7 +5,7 @@ names, one per layer (`transformer.h.{layer}.attn.c_attn.weight`). A row maps a 
 shapes correspond. A parameter that only one side has is an error.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Row:
-    """Maps `ours` to `theirs` and back. With `{layer}` in `theirs`, the first dimension of ours is the layer.
+    """Maps `ours` to `theirs` and back. With `{layer}` in `theirs`, the first dimension of ours is the layer, with
+    `{expert}` the second one the expert. `layers` are the numbers of the layers that have it; None: all.
 
     `rows` is the number of our dimensions (without the layer) that become the first dimension of their matrix; the
     others become the second. None keeps the shape, 0 flattens to a vector. `transpose` swaps their two dimensions,
@@ -28,10 +29,16 @@ class Row:
     transpose: bool = False
     vocab: bool = False
     cut: bool = False
+    layers: tuple[int, ...] | None = None
 
     @property
     def is_stacked(self) -> bool:
         return "{layer}" in self.theirs
+
+    @property
+    def stacked_dims(self) -> int:
+        """How many of our first dimensions are layers or experts, of which each has its own tensor."""
+        return sum(name in self.theirs for name in ("{layer}", "{expert}"))
 
     def to_theirs(self, array: np.ndarray, vocab_size: int) -> np.ndarray:
         """Convert our array (of one layer) to their tensor."""
@@ -66,12 +73,12 @@ Table = Sequence[Row | Zeros]
 
 @dataclass(frozen=True)
 class Piece:
-    """One of their tensors: its name, shape, row of the table, and layer."""
+    """One of their tensors: its name, shape, row of the table, and its place in our array: layer and expert."""
 
     name: str
     shape: tuple[int, ...]
     row: Row | Zeros
-    layer: int | None
+    index: tuple[int, ...] = ()
 
 
 def build_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: int, vocab_size: int) -> list[Piece]:
@@ -84,23 +91,35 @@ def build_pieces(table: Table, shapes: Mapping[str, Sequence[int]], num_layers: 
         missing, unexpected = sorted(rows - parameters)[:5], sorted(parameters - rows)[:5]
         raise ValueError(f"parameters do not match the table: missing {missing}, unexpected {unexpected}")
 
-    def piece(row: Row | Zeros, layer: int | None) -> Piece:
-        name = row.theirs if layer is None else row.theirs.format(layer=layer)
+    def pieces(row: Row | Zeros, layer: int | None) -> Iterator[Piece]:
+        place = row.layers.index(layer) if isinstance(row, Row) and row.layers is not None else layer
+        index = () if place is None else (place,)
         if isinstance(row, Zeros):
-            return Piece(name, row.shape, row, layer)
-        shape = shapes[row.ours] if layer is None else shapes[row.ours][1:]
-        return Piece(name, row.their_shape(shape, vocab_size), row, layer)
+            yield Piece(row.theirs.format(layer=layer), row.shape, row, index)
+            return
+        theirs = row.their_shape(shapes[row.ours][row.stacked_dims :], vocab_size)
+        if row.stacked_dims < 2:
+            yield Piece(row.theirs.format(layer=layer), theirs, row, index)
+            return
+        for expert in range(shapes[row.ours][1]):
+            yield Piece(row.theirs.format(layer=layer, expert=expert), theirs, row, (*index, expert))
 
-    unstacked = [piece(row, None) for row in table if not row.is_stacked]
+    unstacked = [piece for row in table if not row.is_stacked for piece in pieces(row, None)]
     stacked = [row for row in table if row.is_stacked]
-    return unstacked + [piece(row, layer) for layer in range(num_layers) for row in stacked]
+    return unstacked + [
+        piece
+        for layer in range(num_layers)
+        for row in stacked
+        if isinstance(row, Zeros) or row.layers is None or layer in row.layers
+        for piece in pieces(row, layer)
+    ]
 
 
-def take(piece: Piece, get: Callable[[str, int | None], np.ndarray], vocab_size: int) -> np.ndarray:
-    """Values of one of their tensors. `get(path, layer)` returns our array, of that layer if it is stacked."""
+def take(piece: Piece, get: Callable[[str, tuple[int, ...]], np.ndarray], vocab_size: int) -> np.ndarray:
+    """Values of one of their tensors. `get(path, index)` returns our array at this index of its first dimensions."""
     if isinstance(piece.row, Zeros):
         return np.zeros(piece.shape, np.float32)
-    return piece.row.to_theirs(get(piece.row.ours, piece.layer), vocab_size)
+    return piece.row.to_theirs(get(piece.row.ours, piece.index), vocab_size)
 
 
 def resize_vocab(array: Any, vocab_size: int, rows: int, numpy: Any = np) -> Any:

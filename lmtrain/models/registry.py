@@ -37,4 +37,7 @@ def family_of(values: Mapping[str, Any]) -> Any:
             return module
     known = [name for module in modules for name in module.MODEL_TYPES]
     kind = values.get("model_type")
+    for module in modules:
+        if lacking := getattr(module, "UNSUPPORTED", {}).get(kind):
+            raise UserError(f"config.json: model_type {kind!r} is not supported: lmtrain has no {lacking}")
     raise UserError(f"config.json: model_type {kind!r} is not supported; expected one of {', '.join(known)}")

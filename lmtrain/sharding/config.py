@@ -119,7 +119,8 @@ class PartitioningConfig(Section):
         for axis, setting, mesh_axes in written:
             rival = "parameter_axis_resources" if setting == "fsdp_axis" else "compute_axis_resources"
             for name in ("axis_resources", rival):
-                if axis in (given := getattr(self, name)) and as_names(given[axis]) != mesh_axes:
+                others = tuple(name for name in mesh_axes if name != "expert")
+                if axis in (given := getattr(self, name)) and as_names(given[axis]) not in (mesh_axes, others):
                     raise field_error(
                         name,
                         f"maps {axis!r} to {given[axis]!r}, but {setting} splits it over {' and '.join(mesh_axes)}; "

@@ -78,8 +78,8 @@ def build_layout(
 
     `slice_ids`: slice or host of each device, by default those of `slices_of`. `replicas` over slices: by default the
     configured number, for auto one. `expert_parts`, devices that split experts: the same. The outer axes of the mesh
-    extend over slices, as far as necessary: neighbours along the inner ones are in one slice. Raises `UserError` if the number of devices is not divisible by the
-    configured sizes, or if TPUs of several slices would share a product.
+    extend over slices, as far as necessary: neighbours along the inner ones are in one slice. Raises `UserError` if the
+    number of devices is not divisible by the configured sizes, or if TPUs of several slices would share a product.
     """
     devices = find_devices() if devices is None else devices
     ids = dict(zip(devices, slice_ids or slices_of(devices), strict=True))

@@ -28,28 +28,30 @@ def gather_merged(params: Any, model: AdaptedModel, pieces: Sequence[Piece], lay
     full = set(trained_in_full(flatten(params[ADAPTERS])))
     of_base, of_adapters = _reader(params[BASE], layout), _reader(params[ADAPTERS], layout)
 
-    def read(path: str, layer: int | None) -> np.ndarray:
-        values = (of_adapters if path in full else of_base)(path, layer)
+    def read(path: str, index: tuple[int, ...]) -> np.ndarray:
+        values = (of_adapters if path in full else of_base)(path, index)
         if path not in adapted:
             return values
-        a, b = (of_adapters(f"{adapted[path]}/{name}", layer) for name in (A, B))
+        a, b = (of_adapters(f"{adapted[path]}/{name}", index) for name in (A, B))
         return merge_layer(values, a, b, model.scale)
 
     return (take(piece, read, model.vocab_size) for piece in pieces)
 
 
-def _reader(params: Any, layout: Layout) -> Callable[[str, int | None], np.ndarray]:
-    """(path, layer) -> the parameter on the host, or one layer of it."""
+def _reader(params: Any, layout: Layout) -> Callable[[str, tuple[int, ...]], np.ndarray]:
+    """(path, index) -> the parameter on the host, or the part at this index of its first dimensions."""
     flat = flatten(params)
-    entire, of_layer = _gatherers(layout.replicated)
-    return lambda path, layer: np.asarray(entire(flat[path]) if layer is None else of_layer(flat[path], layer))
+    part = _gatherer(layout.replicated)
+    return lambda path, index: np.asarray(part(flat[path], index))
 
 
 @functools.cache
-def _gatherers(replicated: NamedSharding) -> tuple[Any, Any]:
-    """Gather an array, or one layer of a stacked one, on every device; compiled once per shape."""
-    entire = jax.jit(lambda array: array, out_shardings=replicated)
-    of_layer = jax.jit(
-        lambda array, layer: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), out_shardings=replicated
-    )
-    return entire, of_layer
+def _gatherer(replicated: NamedSharding) -> Any:
+    """Gather the part of an array at an index of its first dimensions on every device; compiled once per shape."""
+
+    def part(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+        for number in index:
+            array = jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
+        return array
+
+    return jax.jit(part, out_shardings=replicated)

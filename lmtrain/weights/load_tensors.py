@@ -60,13 +60,14 @@ def load_tensors(
                 raise UserError(f"{where}: {piece.name} is not zero, but model.use_bias is false")
             continue
         shape, sharding = abstract[row.ours].shape, shardings[row.ours]
-        if piece.layer is None:
+        if not piece.index:
             flat[row.ours] = load(name, row, shape, sharding)
         else:
             if row.ours not in flat:
                 flat[row.ours] = jnp.zeros(shape, dtype, device=sharding)
-            array = load(name, row, shape[1:], NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])))
-            flat[row.ours] = _with_layer(sharding)(flat[row.ours], array, piece.layer)
+            dims = len(piece.index)
+            array = load(name, row, shape[dims:], NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[dims:])))
+            flat[row.ours] = _with_part(sharding)(flat[row.ours], array, piece.index)
         # wait, or the host runs ahead of the devices and holds one more tensor for each piece that it is ahead
         jax.block_until_ready(flat[row.ours])
     return unflatten(flat)
@@ -84,11 +85,13 @@ def are_equal(where: str, weights: Weights, name: str, other: str, layout: Layou
 
 
 @functools.cache
-def _with_layer(sharding: NamedSharding) -> Any:
-    """`(stacked, array, layer) -> stacked`, compiled once for all stacked parameters of the same shape and layout."""
+def _with_part(sharding: NamedSharding) -> Any:
+    """`(stacked, array, index) -> stacked`, compiled once for all stacked parameters of the same shape and layout."""
 
-    def update(stacked: jax.Array, array: jax.Array, layer: int) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stacked, array, layer, 0)
+    def update(stacked: jax.Array, array: jax.Array, index: tuple[int, ...]) -> jax.Array:
+        return jax.lax.dynamic_update_slice(
+            stacked, jnp.expand_dims(array, tuple(range(len(index)))), (*index, *[0] * array.ndim)
+        )
 
     return jax.jit(update, donate_argnums=0, out_shardings=sharding)
 

@@ -58,7 +58,7 @@ def test_json_alone_is_on_stdout_and_the_program_in_its_file(plan, tmp_path):
     found = json.loads(done.stdout)
     assert found.keys() >= JSON_KEYS
     assert found["devices"] == 4
-    assert found["mesh"] == {"replica": 1, "data": 4, "context": 1, "model": 1}
+    assert found["mesh"] == {"replica": 1, "data": 4, "expert": 1, "context": 1, "model": 1}
     assert found["memory"].keys() >= {"arguments", "peak", "temporary", "capacity", "state"}
     tokens = 64 * 64 / 4
     weights = 2 * (4 * 64 * 64 + 2 * 64 * 256) + 512 * 64

@@ -86,7 +86,7 @@ def test_replicas_on_hosts_and_slices_communicate_over_the_slow_network(flags, n
 
 def test_a_slice_of_several_hosts_has_one_network():
     found = plan(*NANO, "--device", "v5e", "--topology", "2x4", "--step", "train", "--replica_dcn_axis_size", "-1")
-    assert found["mesh"] == {"replica": 1, "data": 8, "context": 1, "model": 1}
+    assert found["mesh"] == {"replica": 1, "data": 8, "expert": 1, "context": 1, "model": 1}
     assert {row["network"] for row in found["collectives"]} == {"ICI"}
 
 

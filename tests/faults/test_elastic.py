@@ -97,7 +97,7 @@ def assert_same_losses(folder: Path, run: str, other: str = "eight", *, after: i
 
 def test_the_checkpoint_has_sharded_arrays_and_the_loss_falls(folder):
     output = (folder / "eight.0.txt").read_text()
-    assert "8 cpu device(s), mesh {'replica': 1, 'data': 4, 'context': 1, 'model': 2}" in output
+    assert "8 cpu device(s), mesh {'replica': 1, 'data': 4, 'model': 2}" in output
     assert re.search(r"blocks/mlp/up/kernel +\| layers 2, embed 32/data 4, mlp 128/model 2 ", output)
     found = logged(folder, "train/loss", "eight")
     assert found[LAST] < found[1] - 1

@@ -49,7 +49,7 @@ def test_planned_shapes_match_the_tensors_and_layers_are_contiguous(params):
     pieces = build_pieces(TABLE, shapes, num_layers=3, vocab_size=4)
     tensors = to_hf(TABLE, params, num_layers=3, vocab_size=4)
     assert {piece.name: piece.shape for piece in pieces} == {name: tensor.shape for name, tensor in tensors.items()}
-    assert [piece.layer for piece in pieces] == [None] + [0] * 4 + [1] * 4 + [2] * 4
+    assert [piece.index for piece in pieces] == [()] + [(0,)] * 4 + [(1,)] * 4 + [(2,)] * 4
 
 
 def test_padding_of_the_vocabulary_is_not_exported():

@@ -34,6 +34,19 @@ def window_model(num_layers: int = 7, **changes: Any) -> LlamaLM:
     return LlamaLM(LlamaConfig(**sizes, **layers, pad_vocab_to_multiple_of=8, **changes), VOCAB)
 
 
+def moe_model(num_layers: int = 3, moe: Any = None, **changes: Any) -> LlamaLM:
+    """Llama with mixtures of eight experts."""
+    sizes = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_kv_heads": 2, "seq_len": LENGTH}
+    moe = {"num_experts": 8, "intermediate_dim": 8, "aux_loss": 0.3, "z_loss": 0.2} | (moe or {})
+    return LlamaLM(LlamaConfig(**sizes, num_layers=num_layers, moe=moe, pad_vocab_to_multiple_of=8, **changes), VOCAB)
+
+
+# A router that no other test has, in two of three layers.
+MIXED = {
+    "layer_pattern": ["full", {"attention": "full", "mlp": "dense"}],
+    "moe": {"router": "sigmoid", "experts_per_token": 3, "shared_experts": 1, "bias_update_rate": 0.01},
+}
+
 SIZE, ROUTED = 0.3, 0.7  # coefficients of the auxiliary losses
 
 

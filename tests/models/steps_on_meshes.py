@@ -22,20 +22,28 @@ MESHES = {
     "fsdp and tensor": (8, TENSOR, 4),
 }
 CAPS = {"attention_logit_cap": 2.0, "final_logit_cap": 3.0}
-MODELS = {"window": families.window_model(4, **CAPS), "auxiliary": families.auxiliary_model()}
+ALL = PartitioningConfig(expert_axis_size=2, context_axis_size=2, model_axis_size=2, tensor_parallel_axes=["mlp"])
+EXPERTS = {"one": MESHES["one"], "fsdp and experts": (8, PartitioningConfig(expert_axis_size=4), 2), "all": (8, ALL, 1)}
+MODELS = {
+    "window": (families.window_model(4, **CAPS), MESHES),
+    "auxiliary": (families.auxiliary_model(), MESHES),
+    "moe": (families.moe_model(), {"one": MESHES["one"], "fsdp and tensor": MESHES["fsdp and tensor"]}),
+    "mixed": (families.moe_model(**families.MIXED), EXPERTS),
+}
 
 found = {}
-for name, model in MODELS.items():
+for name, (model, meshes) in MODELS.items():
     values, expected = quick.random_params(model, 0.5), None
-    for mesh, (devices, config, microbatches) in MESHES.items():
+    for mesh, (devices, config, microbatches) in meshes.items():
         layout = build_layout(config, jax.devices()[:devices])
         step = quick.build_step(model, microbatches=microbatches, layout=layout)
         state, metrics, _ = step(quick.new_state(values), families.BATCH)
         gradients = jax.device_get(state.opt_state[0].trace)
         expected = expected or gradients
-        errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), gradients, expected)
+        errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)), gradients, expected)
+        metrics |= {f"{key}/layers": value for key, value in metrics.pop("by_layer", {}).items()}
         found[f"{name}, {mesh}"] = {
-            "metrics": {key: float(value) for key, value in metrics.items()},
+            "metrics": {key: np.asarray(value, np.float64).tolist() for key, value in metrics.items()},
             "errors": jax.tree.leaves(errors),
         }
 with open(sys.argv[1], "w") as file:

@@ -48,6 +48,14 @@ OLMO3 = {
 }
 SMOLLM3 = {"layer_pattern": ["full"] * 3 + [{"attention": "full", "rope": False}], "num_layers": 5, "num_kv_heads": 2}
 
+MOE = {"num_experts": 4, "experts_per_token": 2}
+QWEN3_MOE = {
+    "qk_norm": "head",
+    "head_dim": 16,
+    "num_kv_heads": 2,
+    "moe": {"num_experts": 5, "experts_per_token": 3, "intermediate_dim": 12},
+}
+
 # name: (transformers' model_type, our family, changes to the small model)
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("gpt2", "gpt2", {}),
@@ -106,6 +114,15 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "llama",
         SMOLLM3 | {"layer_pattern": ["full", {"attention": "sliding", "rope": False}], "sliding_window": 5},
     ),
+    "mixtral": ("mixtral", "llama", {"moe": MOE, "num_kv_heads": 2}),
+    "mixtral-windows": ("mixtral", "llama", {"moe": MOE | {"router": "topk_softmax"}, "sliding_window": 5}),
+    "qwen3_moe": ("qwen3_moe", "llama", QWEN3_MOE),
+    "qwen3_moe-mixed": (
+        "qwen3_moe",
+        "llama",
+        QWEN3_MOE | {"layer_pattern": ["full", {"attention": "full", "mlp": "dense"}], "num_layers": 3},
+    ),
+    "olmoe": ("olmoe", "llama", {"qk_norm": "all", "moe": MOE | {"num_experts": 6, "normalize": False}}),
     "mpt": ("mpt", "mpt", {}),
     "mpt-6-heads": ("mpt", "mpt", {"hidden_dim": 24, "num_heads": 6}),
     "mpt-clip": ("mpt", "mpt", {"clip_qkv": 0.5, "layer_norm_epsilon": 0.1}),

@@ -24,7 +24,7 @@ def test_mappings_accept_every_name_and_one_mesh_axis_several_or_none(mapping):
         ({"mpl": "model"}, "unknown logical axis 'mpl'; did you mean 'mlp'"),
         ({"act_mlp": "model"}, "unknown logical axis 'act_mlp'"),
         ({"mlp": "modle"}, "unknown mesh axis 'modle'; did you mean 'model'"),
-        ({"mlp": ["data", "zzz"]}, "unknown mesh axis 'zzz'; one of replica, data, context, model"),
+        ({"mlp": ["data", "zzz"]}, "unknown mesh axis 'zzz'; one of replica, data, expert, context, model"),
         ({"mlp": []}, "at least 1 item"),
         (["mlp"], "valid dictionary"),
     ],

@@ -11,10 +11,18 @@ from lmtrain.config.errors import UserError
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 
+TENSOR = dict.fromkeys(("mlp", "expert_mlp", "heads", "kv_heads"), "model")
 
-def test_the_mesh_has_the_axes_replica_data_context_model_and_all_devices():
+
+def test_the_mesh_has_the_axes_replica_data_expert_context_model_and_all_devices():
     layout = build_layout(PartitioningConfig())
-    assert dict(layout.mesh.shape) == {"replica": 1, "data": jax.device_count(), "context": 1, "model": 1}
+    assert dict(layout.mesh.shape) == {
+        "replica": 1,
+        "data": jax.device_count(),
+        "expert": 1,
+        "context": 1,
+        "model": 1,
+    }
     assert layout.num_batch_shards == jax.device_count()
     assert layout.batch.spec == PartitionSpec(("replica", "data"), None)
     assert layout.rows.spec == PartitionSpec(("replica", "data"))
@@ -24,11 +32,11 @@ def test_the_mesh_has_the_axes_replica_data_context_model_and_all_devices():
 @pytest.mark.parametrize(
     ("fsdp", "tensor", "expected"),
     [
-        ("embed", None, {"embed": "data"}),
-        (["embed", "vocab"], None, {"embed": "data", "vocab": "data"}),
+        ("embed", None, {"embed": "data", "expert_embed": "data"}),
+        (["embed", "vocab"], None, {"embed": "data", "expert_embed": "data", "vocab": "data"}),
         (None, None, {}),
         ([], [], {}),
-        ("embed", ["mlp", "heads"], {"embed": "data", "mlp": "model", "heads": "model", "kv_heads": "model"}),
+        ("embed", ["mlp", "heads"], {"embed": "data", "expert_embed": "data", **TENSOR}),
     ],
 )
 def test_only_the_configured_parameter_axes_are_split(fsdp, tensor, expected):
@@ -88,10 +96,10 @@ def gpu_hosts(number: int) -> list[FakeDevice]:
 @pytest.mark.parametrize(
     ("config", "shape", "slices_of_replicas"),
     [
-        ({"replica_dcn_axis_size": -1, "model_axis_size": 2}, (4, 2, 1, 2), [{0}, {1}, {2}, {3}]),
-        ({"replica_dcn_axis_size": 2, "replica_ici_axis_size": 2}, (4, 4, 1, 1), [{0}, {1}, {2}, {3}]),
-        ({"replica_dcn_axis_size": 2}, (2, 8, 1, 1), [{0, 1}, {2, 3}]),
-        ({"replica_ici_axis_size": 2, "model_axis_size": 4}, (2, 2, 1, 4), [{0, 1}, {2, 3}]),
+        ({"replica_dcn_axis_size": -1, "model_axis_size": 2}, (4, 2, 1, 1, 2), [{0}, {1}, {2}, {3}]),
+        ({"replica_dcn_axis_size": 2, "replica_ici_axis_size": 2}, (4, 4, 1, 1, 1), [{0}, {1}, {2}, {3}]),
+        ({"replica_dcn_axis_size": 2}, (2, 8, 1, 1, 1), [{0, 1}, {2, 3}]),
+        ({"replica_ici_axis_size": 2, "model_axis_size": 4}, (2, 2, 1, 1, 4), [{0, 1}, {2, 3}]),
     ],
 )
 def test_replicas_are_within_slices_where_they_fit(config, shape, slices_of_replicas):
@@ -129,7 +137,7 @@ def test_only_the_outer_axes_extend_over_slices(devices, slices, replicas, model
     config = PartitioningConfig(replica_dcn_axis_size=replicas, model_axis_size=model)
     layout = build_layout(config, devices(slices))
     copies = slices if replicas == -1 else replicas
-    assert tuple(layout.mesh.shape.values()) == (copies, 4 * slices // copies // model, 1, model)
+    assert tuple(layout.mesh.shape.values()) == (copies, 4 * slices // copies // model, 1, 1, model)
     assert sorted(device.id for device in layout.mesh.devices.flat) == list(range(4 * slices))
     groups = layout.mesh.devices.reshape(slices, 4)  # in mesh order, each slice is complete before the next
     assert [{device.slice_index for device in group} for group in groups] == [{number} for number in range(slices)]
@@ -143,7 +151,7 @@ def test_only_the_outer_axes_extend_over_slices(devices, slices, replicas, model
 @pytest.mark.parametrize("devices", [tpu_slices, gpu_hosts])
 def test_a_sequence_may_extend_over_slices(devices):
     layout = build_layout(PartitioningConfig(context_axis_size=8), devices(2))
-    assert tuple(layout.mesh.shape.values()) == (1, 1, 8, 1)
+    assert tuple(layout.mesh.shape.values()) == (1, 1, 1, 8, 1)
     assert layout.slice_ids == (0,) * 4 + (1,) * 4
 
 
@@ -161,8 +169,8 @@ def test_slices_of_different_sizes_count_as_one():
 
 def test_context_parallelism_splits_sequences_and_the_state():
     config = PartitioningConfig(context_axis_size=4, model_axis_size=2, tensor_parallel_axes=["mlp", "heads"])
-    assert config.parameter_mapping["embed"] == ("data", "context")
-    assert config.compute_mapping["act_batch"] == ("replica", "data")
+    assert config.parameter_mapping["embed"] == ("data", "expert", "context")
+    assert config.compute_mapping["act_batch"] == ("replica", "data", "expert")
     assert config.compute_mapping["act_seq"] == ("context",)
     assert config.compute_mapping["act_stream"] == ("context", "model")
     assert (config.sequence_parts, config.head_parts) == (4, 2)
@@ -193,5 +201,10 @@ def test_specific_mappings_override_axis_resources_which_apply_to_both():
     )
     parameters = {axis: where for axis, where in layout.parameter_rules if where}
     compute = {axis: where for axis, where in layout.compute_rules if where}
-    assert parameters == {"embed": ("replica", "data"), "mlp": "model"}
+    assert parameters == {
+        "embed": ("replica", "data"),
+        "expert_embed": ("replica", "data"),
+        "mlp": "model",
+        "expert_mlp": "model",
+    }
     assert compute == {"act_batch": "data"} | dict.fromkeys(("act_seq", "act_stream", "act_mlp", "act_vocab"), "model")

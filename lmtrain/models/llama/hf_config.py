@@ -6,8 +6,9 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.models.hf_settings import SameSetting, from_hf, to_hf
 from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.llama.hf_moe import has_experts, read_experts, write_experts
 from lmtrain.models.llama.hf_rope import read_rope, write_rope
-from lmtrain.models.llama.layer_kind import shortest_period
+from lmtrain.models.llama.layer_kind import LayerKind, shortest_period
 from lmtrain.models.llama.relatives import RELATIVES, Relative, has_rope, relative_of
 
 _SETTINGS = [
@@ -30,6 +31,7 @@ def to_hf_config(config: LlamaConfig, vocab_size: int, eos_id: int | None, bos_i
         "architectures": [relative.architecture],
         "vocab_size": vocab_size,
         **to_hf(_SETTINGS, config),
+        **({} if relative.experts is None else write_experts(config, relative.experts)),
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_width,
         "hidden_act": _ACTIVATIONS[config.activation_function],
@@ -52,7 +54,7 @@ def _write_layers(config: LlamaConfig, relative: Relative) -> dict[str, Any]:
     """Which layers have windows and positions. Types with a switch have no windows without it."""
     is_sliding = [window is not None for window in config.windows]
     values: dict[str, Any] = {}
-    if any(is_sliding) or (relative.layers == "any" and not relative.has_switch):
+    if any(is_sliding) or (relative.layers in ("any", "either") and not relative.has_switch):
         values["sliding_window"] = config.sliding_window
     if relative.layers == "any" and (any(is_sliding) or not relative.has_switch):
         values["layer_types"] = [_SLIDING if sliding else _FULL for sliding in is_sliding]
@@ -100,6 +102,7 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
         "use_bias": "use_bias" in relative.free and values.get("attention_bias", False),
         "use_mlp_bias": "use_mlp_bias" in relative.free and values.get("mlp_bias", False),
         **_layers(values, relative),
+        **({} if relative.experts is None else {"moe": read_experts(values, relative.experts)}),
         "layer_norm_epsilon": values.get("rms_norm_eps", relative.epsilon),
         "tie_word_embeddings": values.get("tie_word_embeddings", relative.is_tied),
         "rope": read_rope(values, length, relative),
@@ -122,7 +125,8 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
 def _rotated(settings: Mapping[str, Any]) -> set[str]:
     """The kinds of attention of layers with RoPE."""
     pattern = settings["layer_pattern"] or ["full" if settings["sliding_window"] is None else "sliding"]
-    return {kind for kind in pattern if isinstance(kind, str)}
+    kinds = [LayerKind.model_validate(kind if isinstance(kind, dict) else {"attention": kind}) for kind in pattern]
+    return {kind.attention for kind in kinds if kind.rope}
 
 
 _ACTIVATIONS_FROM = {theirs: ours for ours, theirs in _ACTIVATIONS.items()} | {"swish": "silu", "gelu_new": "gelu_new"}
@@ -154,10 +158,10 @@ def _activation(values: Mapping[str, Any]) -> str:
 def _layers(values: Mapping[str, Any], relative: Relative) -> dict[str, Any]:
     """The window, and the pattern of layers if they differ."""
     layers = range(values["num_hidden_layers"])
-    window = values.get("sliding_window", None if relative.has_nope else 4096)
+    window = values.get("sliding_window", relative.window)
     if relative.has_switch and not values.get("use_sliding_window"):
         window = None
-    types = values.get("layer_types") if relative.layers != "full" else None
+    types = values.get("layer_types") if relative.layers in ("any", "sliding") else None
     if types:
         is_sliding = _are_sliding(types, len(layers), window)
     else:
@@ -166,15 +170,22 @@ def _layers(values: Mapping[str, Any], relative: Relative) -> dict[str, Any]:
         number = sum(is_sliding)
         raise UserError(f"config.json: a sliding window in {number} of {len(layers)} layers only is not supported")
     rotated = [not relative.has_nope or has_rope(values, layer) for layer in layers]
+    mixed = [has_experts(values, relative.experts, layer) for layer in layers]
+    if relative.experts is not None and not any(mixed):
+        raise UserError("config.json: no layer has experts")
     kinds = [
-        {"attention": "sliding" if sliding else "full", "rope": rope}
-        for sliding, rope in zip(is_sliding, rotated, strict=True)
+        LayerKind(
+            attention="sliding" if sliding else "full",
+            rope=rope,
+            mlp="dense" if relative.experts is not None and not mixes else None,
+        )
+        for sliding, rope, mixes in zip(is_sliding, rotated, mixed, strict=True)
     ]
     pattern = shortest_period(kinds)
     is_uniform = len(pattern) == 1 and all(rotated)
     return {
         "sliding_window": int(window) if window is not None and any(is_sliding) else None,
-        "layer_pattern": None if is_uniform else [kind["attention"] if kind["rope"] else kind for kind in pattern],
+        "layer_pattern": None if is_uniform else [kind.model_dump(exclude_none=True) for kind in pattern],
     }
 
 

@@ -26,25 +26,44 @@ _LLAMA: dict[str, Any] = {
 }
 
 
+class HfExperts(NamedTuple):
+    """Experts in a model type of transformers: names of weights after those of the layer, of gate, up and down, and
+    names of keys. `can_be_unnormalized`: `norm_topk_prob` may be false; `can_be_mixed`: some layers may have none. The
+    others are values of keys that a file lacks.
+    """
+
+    prefix: str
+    matrices: tuple[str, str, str]
+    number_key: str
+    width_key: str = "intermediate_size"
+    can_be_unnormalized: bool = True
+    can_be_mixed: bool = False
+    number: int = 8
+    per_token: int = 8
+    aux_loss: float = 0.001
+
+
 class Relative(NamedTuple):
     """A model type of transformers: its class, the `settings` in which it differs from Llama, and how it reads a file.
 
     `free` are settings that a `config.json` of this type defines. `layers`: whether all layers see all keys, all have a
-    window, or each is of either kind; `is_sliding` says which are in a file that does not say it, by layer.
-    `has_switch`: windows need `use_sliding_window`. `local`: what RoPE of its own a sliding layer can have: one that is
-    not `scaled`, or one with any base. The others are values of keys that a file lacks; of `num_key_value_heads` and
-    `head_dim`, None: that of multi-head attention.
+    window, all are of either kind, or each is; `is_sliding` says which are in a file that does not say it, by layer.
+    `has_switch`: windows need `use_sliding_window`. `experts`: of a mixture; None: the type has none. `local`: what
+    RoPE of its own a sliding layer can have: one that is not `scaled`, or one with any base. The others are values of
+    keys that a file lacks; of `num_key_value_heads` and `head_dim`, None: that of multi-head attention.
     """
 
     architecture: str
     settings: Mapping[str, Any] = MappingProxyType({})
     free: frozenset[str] = frozenset()
-    layers: Literal["full", "sliding", "any"] = "full"
+    layers: Literal["full", "sliding", "either", "any"] = "full"
     is_sliding: Callable[[Values, int], bool] = lambda values, layer: False
     has_switch: bool = False
     has_nope: bool = False
+    experts: HfExperts | None = None
     local: Literal["no", "unscaled", "any"] = "no"
     length: int = 2048
+    window: int | None = 4096
     kv_heads: int | None = None
     head_dim: int | None = None
     epsilon: float = 1e-6
@@ -57,6 +76,7 @@ _BIASES = frozenset({"use_bias", "use_mlp_bias"})
 _GEMMA = {"scale_embeddings": True, "norm_offset": True, "activation_function": "gelu_new"}
 _OLMO = {"qk_norm": "all", "norm_position": "post"}
 _GEMMAS: dict[str, Any] = {"head_dim": 256, "is_tied": True}
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _QWENS: dict[str, Any] = {"layers": "any", "has_switch": True, "length": 32_768, "kv_heads": 32}
 _QWENS |= {"is_sliding": lambda values, layer: layer >= values.get("max_window_layers", 28)}
 
@@ -109,6 +129,7 @@ RELATIVES = {
         has_switch=True,
         has_nope=True,
         length=32_768,
+        window=None,
         kv_heads=4,
         theta=2e6,
         is_tied=True,
@@ -116,6 +137,48 @@ RELATIVES = {
     "arcee": Relative(
         "ArceeForCausalLM", {"gated_mlp": False}, _BIASES | {"activation_function"}, length=4096, epsilon=1e-5
     ),
+    "mixtral": Relative(
+        "MixtralForCausalLM",
+        free=frozenset({"activation_function"}),
+        layers="either",
+        is_sliding=lambda values, layer: True,
+        experts=HfExperts(
+            "block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts", can_be_unnormalized=False, per_token=2
+        ),
+        length=131_072,
+        window=None,
+        kv_heads=8,
+        epsilon=1e-5,
+        theta=1e6,
+    ),
+    "qwen3_moe": Relative(
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": "head"},
+        _BIAS | {"activation_function"},
+        layers="either",
+        is_sliding=lambda values, layer: True,
+        has_switch=True,
+        experts=HfExperts("mlp", _PROJECTIONS, "num_experts", "moe_intermediate_size", can_be_mixed=True, number=128),
+        length=32_768,
+        kv_heads=4,
+    ),
+    "olmoe": Relative(
+        "OlmoeForCausalLM",
+        {"qk_norm": "all"},
+        _BIAS | {"activation_function"},
+        experts=HfExperts("mlp", _PROJECTIONS, "num_experts", number=64, aux_loss=0.01),
+        length=4096,
+        epsilon=1e-5,
+    ),
+}
+
+# Model types that users look for, and what lmtrain lacks for them.
+UNSUPPORTED = {
+    "gpt_oss": "attention sinks, and experts with biases and clamped gates",
+    "qwen2_moe": "a gate on the shared experts",
+    "deepseek_v2": "latent attention (MLA)",
+    "deepseek_v3": "latent attention (MLA)",
+    "granitemoe": "multipliers of embeddings, attention, residuals and logits",
 }
 
 
@@ -140,6 +203,7 @@ def relative_of(config: LlamaConfig) -> str:
     unusual = [name for name, value in _LLAMA.items() if ours[name] != value]
     named = [f"model.{name}: {ours[name]}" for name in unusual]
     named += ["model.layer_pattern"] * bool(differences[closest] & {"layer_pattern"})
+    named += [f"model.{name}" for name in sorted(differences[closest]) if name.startswith("moe")]
     named += ["model.rope.local_theta"] * bool(differences[closest] & {"rope.local_theta"})
     raise UserError(
         f"{', '.join(named)}{' together' if len(named) > 1 else ''}: transformers has no such model type, so that the "
@@ -154,14 +218,30 @@ def _differences(config: LlamaConfig, ours: Mapping[str, Any], relative: Relativ
         for name, value in (_LLAMA | dict(relative.settings)).items()
         if name not in relative.free and ours[name] != value
     }
-    windows = {"full": {False}, "sliding": {True}, "any": {False, True}}[relative.layers]
-    if not {window is not None for window in config.windows} <= windows:
+    windows = {"full": {False}, "sliding": {True}}.get(relative.layers, {False, True})
+    found = {window is not None for window in config.windows}
+    if not found <= windows or (relative.layers == "either" and len(found) > 1):
         differ.add("sliding_window" if config.layer_pattern is None else "layer_pattern")
     if not relative.has_nope and not all(kind.rope for kind in config.kinds):
         differ.add("layer_pattern")
+    differ |= _expert_differences(config, relative.experts)
     if not _has_local_rope(config, relative):
         differ.add("rope.local_theta")
     return differ
+
+
+def _expert_differences(config: LlamaConfig, experts: HfExperts | None) -> set[str]:
+    moe = config.moe
+    if moe is None or experts is None:
+        return set() if moe is experts else {"moe"}
+    lacking = {
+        "moe.router": moe.router == "sigmoid",
+        "moe.normalize": not moe.normalize and not experts.can_be_unnormalized,
+        "moe.shared_experts": moe.shared_experts > 0,
+        "moe.bias_update_rate": moe.bias_update_rate is not None,
+        "layer_pattern": not experts.can_be_mixed and len(config.expert_layers) < config.num_layers,
+    }
+    return {name for name, differs in lacking.items() if differs}
 
 
 def _has_local_rope(config: LlamaConfig, relative: Relative) -> bool:

@@ -20,8 +20,8 @@ class MoeConfig(Section):
     router: Literal["softmax_topk", "topk_softmax", "sigmoid"] = architecture(
         "softmax_topk",
         description="Weights of the selected experts. softmax_topk: the largest of a softmax over all experts "
-        "(Mixtral, Qwen3, OLMoE); topk_softmax: a softmax over the largest scores (Granite); sigmoid: the largest sigmoids "
-        "(DeepSeek-V3)",
+        "(Mixtral, Qwen3, OLMoE); topk_softmax: a softmax over the largest scores (Granite); sigmoid: the largest "
+        "sigmoids (DeepSeek-V3)",
     )
     normalize: bool = architecture(True, description="Divide the weights of the selected experts by their sum")
     shared_experts: int = architecture(

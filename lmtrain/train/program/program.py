@@ -137,7 +137,7 @@ class Program:
     def memory_use(self) -> MemoryUse:
         """What is known of the step's memory without compiling it."""
         microbatches = max(self.batching.num_microbatches.values())
-        return MemoryUse(self.config, dict(self.layout.mesh.shape), self.rows, microbatches, self.state_bytes)
+        return MemoryUse(self.config, used_axes(self.layout.mesh.shape), self.rows, microbatches, self.state_bytes)
 
     @contextmanager
     def explaining_errors(self) -> Iterator[None]:

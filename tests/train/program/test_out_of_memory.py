@@ -45,7 +45,7 @@ def test_out_of_memory_errors_list_what_uses_memory_and_what_to_change():
         assert f"{name} {format_bytes(size)}" in where
     assert settings.partition(": ")[2] == (
         "32 sequences of 128 tokens at once on each part of the mesh, 1 microbatch, gradient_checkpointing false, "
-        "mp f32, mesh {'replica': 1, 'data': 1, 'context': 1, 'model': 1}, parameters split by fsdp_axis embed"
+        "mp f32, mesh {'replica': 1, 'data': 1, 'model': 1}, parameters split by fsdp_axis embed"
     )
     assert advice[0].strip().startswith("model.gradient_checkpointing: true")
     assert any("trainer.per_device_parallelism: 16 " in line for line in advice)
