@@ -25,7 +25,7 @@ def init_adapters(sites: Sequence[Site], r: int, key: jax.Array) -> dict[str, An
     """
     flat = {}
     for number, site in enumerate(sites):
-        lead, names = ((), ()) if site.layers is None else ((site.layers,), ("layers",))
+        lead, names = ((), ()) if site.layers is None else ((len(site.layers),), ("layers",))
         bound = site.inputs**-0.5
         values = jax.random.uniform(
             jax.random.fold_in(key, number), (*lead, r, site.inputs), jnp.float32, -bound, bound

@@ -8,7 +8,17 @@ import jax.numpy as jnp
 
 from lmtrain.lora.adapters import init_adapters, trained_in_full
 from lmtrain.lora.config import LoraConfig
-from lmtrain.lora.sites import A, B, Site, check_rank, choose_sites, choose_tables, list_sites, list_tables
+from lmtrain.lora.sites import (
+    A,
+    B,
+    Site,
+    check_rank,
+    choose_sites,
+    choose_tables,
+    list_sites,
+    list_tables,
+    names_in_mixtures,
+)
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.linear import LORA, RATE
@@ -88,7 +98,8 @@ def adapt(config: LoraConfig | None, model_config: ModelConfig, model: LanguageM
     if config is None:
         return model
     table = hf_family(model_config.type).table(model_config)
-    sites = choose_sites(config.target_modules, list_sites(table, shapes_by_path(abstract_params(model))))
+    all_sites = list_sites(table, shapes_by_path(abstract_params(model)))
+    sites = choose_sites(config.target_modules, all_sites, names_in_mixtures(table))
     check_rank(config.r, sites)
     tables = choose_tables(config.modules_to_save, list_tables(table))
     in_full = tuple(table.path for table in tables)

@@ -32,8 +32,8 @@ def adapter_rows(sites: Sequence[Site], tables: Sequence[EmbeddingTable]) -> lis
     """Key table of adapters: paths as in `lmtrain/lora/adapters.py`, names as in PEFT's files."""
     rows = []
     for site in sites:
-        rows.append(Row(f"{site.path}/{A}", f"{_PREFIX}{site.module}.lora_A.weight"))
-        rows.append(Row(f"{site.path}/{B}", f"{_PREFIX}{site.module}.lora_B.weight"))
+        rows.append(Row(f"{site.path}/{A}", f"{_PREFIX}{site.module}.lora_A.weight", layers=site.layers))
+        rows.append(Row(f"{site.path}/{B}", f"{_PREFIX}{site.module}.lora_B.weight", layers=site.layers))
     return rows + [Row(table.path, table_name(module), vocab=True) for table in tables for module in table.modules]
 
 

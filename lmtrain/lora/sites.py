@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from lmtrain.hf.key_map import Row, Table
 
 ALL_LINEAR = "all-linear"
 _KERNEL, _WEIGHT = "/kernel", ".weight"
+_MIXTURE = "blocks/moe/"
 
 # Names of an adapter's arrays.
 A, B = "lora_a", "lora_b"
@@ -24,20 +25,21 @@ _EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 class Site:
     """A linear layer: its path here, its name in Hugging Face (with `{layer}` if it is stacked), and its sizes.
 
-    `layers` is None for a layer that is not in the stack of blocks. `is_conv1d`: theirs stores [in, out].
+    `layers` are the numbers of the blocks that have it, None for a layer that is not in the stack of blocks.
+    `is_conv1d`: theirs stores [in, out].
     """
 
     path: str
     module: str
     inputs: int
     outputs: int
-    layers: int | None
+    layers: tuple[int, ...] | None
     is_conv1d: bool
 
     @property
     def modules(self) -> list[str]:
         """Its full names in Hugging Face, one for each layer."""
-        return [self.module.format(layer=layer) for layer in range(self.layers or 1)]
+        return [self.module.format(layer=layer) for layer in self.layers or (0,)]
 
 
 @dataclass(frozen=True)
@@ -52,18 +54,28 @@ class EmbeddingTable:
 
 
 def list_sites(table: Table, shapes: Mapping[str, Sequence[int]]) -> list[Site]:
-    """All linear layers except the head, in the order of the key table. `shapes` of the parameters, by path."""
+    """All linear layers except the head, experts and routers, in the order of the key table. `shapes` by path."""
     sites = []
     for row in table:
-        if not isinstance(row, Row) or not row.ours.endswith(_KERNEL):
+        if not isinstance(row, Row) or not row.ours.endswith(_KERNEL) or _is_of_mixture(row):
             continue
-        layers = shapes[row.ours][0] if row.is_stacked else None
+        layers = (row.layers or tuple(range(shapes[row.ours][0]))) if row.is_stacked else None
         shape = shapes[row.ours][1:] if row.is_stacked else shapes[row.ours]
         split = 1 if row.rows is None else row.rows
         inputs, outputs = math.prod(shape[:split]), math.prod(shape[split:])
         path, module = row.ours.removesuffix(_KERNEL), row.theirs.removesuffix(_WEIGHT)
         sites.append(Site(path, module, inputs, outputs, layers, not row.transpose))
     return sites
+
+
+def names_in_mixtures(table: Table) -> set[str]:
+    """The last parts of the names of experts' matrices and routers, which cannot have adapters."""
+    rows = [row for row in table if isinstance(row, Row) and _is_of_mixture(row)]
+    return {row.theirs.removesuffix(_WEIGHT).rpartition(".")[2] for row in rows}
+
+
+def _is_of_mixture(row: Row) -> bool:
+    return row.ours.startswith(_MIXTURE)
 
 
 def list_tables(table: Table) -> list[EmbeddingTable]:
@@ -80,10 +92,13 @@ def is_head_or_embedding(module: str, tables: Sequence[EmbeddingTable]) -> bool:
     return any(module in table.modules for table in tables)
 
 
-def choose_sites(wanted: str | list[str] | None, sites: Sequence[Site]) -> list[Site]:
+def choose_sites(
+    wanted: str | list[str] | None, sites: Sequence[Site], in_mixtures: Collection[str] = ()
+) -> list[Site]:
     """The layers that `target_modules` names, as PEFT matches them: a list of suffixes, or a regular expression.
 
-    Raises `UserError` for a name that matches nothing, with those that exist.
+    Raises `UserError` for a name that matches nothing, with those that exist; `in_mixtures` are names of layers that
+    cannot have adapters.
     """
     setting = "lora.target_modules"
     if wanted is None or wanted == ALL_LINEAR:
@@ -93,6 +108,8 @@ def choose_sites(wanted: str | list[str] | None, sites: Sequence[Site]) -> list[
         is_named = _by_pattern(setting, name) if isinstance(wanted, str) else _by_suffix(name)
         matches = {site for site in sites if any(map(is_named, site.modules))}
         if not matches:
+            if name in in_mixtures:
+                raise UserError(f"{setting}: {name}: experts and routers of a mixture have no adapters; remove it")
             known = sorted({site.module.rpartition(".")[2] for site in sites})
             if wanted in known:
                 raise UserError(

@@ -91,6 +91,10 @@ class RunConfig(HuggingFaceConfig):
         if len(given) > 1:
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
         self._check_lora()
+        if self.optimizer.hessian == "hutchinson" and self.model.expert_layers:
+            raise field_error(
+                "optimizer.type", "sophia-h needs second derivatives, which experts do not have; use sophia-g"
+            )
         if self.use_hf_model_config and not self.initialize_from_hf:
             raise field_error("use_hf_model_config", "requires initialize_from_hf, which is not set")
         if self.epoch and self.data.configs is not None:
@@ -115,6 +119,10 @@ class RunConfig(HuggingFaceConfig):
         if not (self.initialize_from_hf or self.initialize_from_checkpoint_path):
             raise field_error(
                 "lora", "adapters need a base model: set initialize_from_hf or initialize_from_checkpoint_path"
+            )
+        if self.model.balance_rate:
+            raise field_error(
+                "model.moe.bias_update_rate", "with lora, routers are frozen, so that their bias is: set 0.0"
             )
         if self.optimizer.needs_full_matrices:
             raise field_error(

@@ -98,8 +98,8 @@ def build_layout(
     mesh = Mesh(grid, tuple(MESH_AXES), axis_types=(AxisType.Auto,) * len(MESH_AXES))
     in_mesh_order = tuple(ids[device] for device in grid.flat)
     unused = {"expert"} if expert_parts == 1 else set[str]()
-    rules = (_rules(mapping, unused) for mapping in (config.parameter_mapping, config.compute_mapping))
-    return Layout(mesh, *rules, in_mesh_order)
+    parameters, compute = (_rules(mapping, unused) for mapping in (config.parameter_mapping, config.compute_mapping))
+    return Layout(mesh, parameters, compute, in_mesh_order)
 
 
 def configured_replicas(config: PartitioningConfig, slices: int) -> int | None:

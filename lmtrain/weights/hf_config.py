@@ -92,7 +92,8 @@ def _names_tokenizer(config: RunConfig) -> bool:
 
 
 def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> dict[str, Any]:
-    """Their `model` section with our values of other settings than the architecture, and our scaling of RoPE.
+    """Their `model` section with our values of other settings than the architecture, in `moe` too, and our scaling of
+    RoPE.
 
     Raises `UserError` if the config sets another part of the architecture.
     """
@@ -100,10 +101,17 @@ def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> 
     given = ours.model_fields_set if "model" in config.model_fields_set else set()
     if "type" in given and ours.type != theirs["type"]:
         raise UserError(f"model.type: {ours.type}, but {source} is of type {theirs['type']}")
-    excess = sorted(given & settings_of(type(ours), Role.ARCHITECTURE) - {"type", "rope"})
+    excess = sorted(given & settings_of(type(ours), Role.ARCHITECTURE) - {"type", "rope", "moe"})
+    moe = getattr(ours, "moe", None) if "moe" in given else None
+    if moe is not None:
+        excess += sorted(f"moe.{name}" for name in moe.model_fields_set & settings_of(type(moe), Role.ARCHITECTURE))
+    if moe is not None and theirs.get("moe") is None:
+        raise UserError(f"model.moe: {source} has no experts; remove this setting")
     if excess:
         raise UserError(f"model.{excess[0]}: defined by {source} because of use_hf_model_config; remove one of the two")
     written = dict(theirs) | {name: getattr(ours, name) for name in given}
+    if moe is not None:
+        written["moe"] = theirs["moe"] | {name: getattr(moe, name) for name in moe.model_fields_set}
     if "rope" in given:
         written["rope"] = _scaled_rope(theirs.get("rope") or {}, getattr(ours, "rope", RopeConfig()))
         log.info(f"model.rope: {source} has {theirs.get('rope') or 'the default'}, this run uses {written['rope']}")

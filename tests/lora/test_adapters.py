@@ -8,7 +8,7 @@ import pytest
 from lmtrain.lora.adapters import adapted_layers, init_adapters, merge_layer, start_from, trained_in_full
 from lmtrain.lora.sites import Site
 
-SITES = [Site("blocks/q", "layers.{layer}.q", 16, 6, 3, False), Site("weigh", "weigh", 4, 8, None, False)]
+SITES = [Site("blocks/q", "layers.{layer}.q", 16, 6, (0, 1, 2), False), Site("weigh", "weigh", 4, 8, None, False)]
 
 
 def test_a_is_uniform_by_the_number_of_inputs_and_b_is_zero():

@@ -35,7 +35,7 @@ def test_the_layers_are_chosen_by_the_names_of_hugging_face():
 def test_a_site_has_the_sizes_of_its_matrix_and_a_name_for_each_layer():
     sites = {site.path: site for site in of("llama", num_kv_heads=2)[0]}
     k = sites["blocks/attn/k"]
-    assert (k.inputs, k.outputs, k.layers, k.is_conv1d) == (32, 16, 2, False)
+    assert (k.inputs, k.outputs, k.layers, k.is_conv1d) == (32, 16, (0, 1), False)
     assert k.modules == [f"model.layers.{layer}.self_attn.k_proj" for layer in range(2)]
     assert all(site.is_conv1d for site in of("gpt2")[0])
     (weigh,) = [site for site in of("backpack")[0] if site.path == "weigh"]

@@ -131,9 +131,10 @@ class PatternStack(nn.Module):
     def _put(self, path: Path, value: Any) -> None:
         """Set a variable of a block, whose path begins with its collection."""
         collection, name, *inner = path
-        rest = self.get_variable(collection, name, {}) if inner else {}
-        flat = flatten_dict(rest) | {tuple(inner): value} if inner else {}
-        self.put_variable(collection, name, unflatten_dict(flat) if inner else value)
+        if inner:
+            others: Any = self.get_variable(collection, name, {})
+            value = unflatten_dict(flatten_dict(others) | {tuple(inner): value})
+        self.put_variable(collection, name, value)
 
     def _owners(self, stacked: Mapping[Path, Any], x: jax.Array) -> dict[Path, list[int]]:
         """The numbers of the pattern's blocks that have each parameter; adapters belong to the modules' parameters."""

@@ -10,9 +10,9 @@ from lmtrain.hf.key_map import Row, Table
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.hf_config import from_hf_config, to_hf_config
 from lmtrain.models.llama.hf_moe import expert_rows
-from lmtrain.models.llama.relatives import RELATIVES, relative_of
+from lmtrain.models.llama.relatives import RELATIVES, UNSUPPORTED, relative_of
 
-__all__ = ["from_hf_config", "to_hf_config"]  # the directions of `config.json`, for `lmtrain.models.registry`
+__all__ = ["UNSUPPORTED", "from_hf_config", "to_hf_config"]  # for `lmtrain.models.registry`
 
 DEFAULT_REF = "meta-llama/Llama-2-7b-hf"
 HAS_LEARNED_POSITIONS = False

@@ -102,7 +102,7 @@ class LlamaBlock(Block):
         self.attn = LlamaAttention(c, self.backend)
         (kind,) = c.pattern
         self.has_experts = kind.mlp == "moe"
-        if self.has_experts:
+        if c.moe is not None and self.has_experts:
             self.moe = Moe(c.moe, c.hidden_dim, c.expert_dim, c.activation_function, init)
         else:
             self.mlp = Mlp(c.hidden_dim, c.mlp_dim, c.activation_function, init, init, c.use_mlp_bias, c.gated_mlp)

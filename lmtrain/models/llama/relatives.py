@@ -233,7 +233,7 @@ def _differences(config: LlamaConfig, ours: Mapping[str, Any], relative: Relativ
 def _expert_differences(config: LlamaConfig, experts: HfExperts | None) -> set[str]:
     moe = config.moe
     if moe is None or experts is None:
-        return set() if moe is experts else {"moe"}
+        return set() if moe is None and experts is None else {"moe"}
     lacking = {
         "moe.router": moe.router == "sigmoid",
         "moe.normalize": not moe.normalize and not experts.can_be_unnormalized,

@@ -78,7 +78,7 @@ def apply_experts(
     x_BSD: jax.Array, experts_BSK: jax.Array, weights_BSK: jax.Array, matrices: Matrices, activation: str
 ) -> jax.Array:
     """The weighted sum of each token's experts, [B, S, D]."""
-    split = _Split.of(*x_BSD.shape[:2], len(matrices.gate))
+    split = _Split.of(*x_BSD.shape[:2])
 
     def on_device(x: jax.Array, experts: jax.Array, weights: jax.Array, *of_device: jax.Array) -> jax.Array:
         local = Matrices(*of_device)
@@ -119,7 +119,7 @@ class _Split(NamedTuple):
     tensor: tuple[str, ...]
 
     @classmethod
-    def of(cls, batch: int, length: int, num_experts: int) -> "_Split":
+    def of(cls, batch: int, length: int) -> "_Split":
         batch_axes = split_over("act_batch")
         width = split_over("expert_mlp")
         tensor = tuple(name for name in width if name in split_over("act_mlp"))

@@ -24,15 +24,16 @@ class Moe(nn.Module):
     embed: int
     width: int
     activation: str
-    init: Initializer
+    kernel_init: Initializer
 
     def setup(self) -> None:
         c = self.config
-        self.router = Router(c, self.embed, self.init)
-        self.experts = Experts(c.num_experts, self.embed, self.width, self.activation, self.init)
+        init = self.kernel_init
+        self.router = Router(c, self.embed, init)
+        self.experts = Experts(c.num_experts, self.embed, self.width, self.activation, init)
         if c.shared_experts:
             width = c.shared_experts * self.width
-            self.shared = Mlp(self.embed, width, self.activation, self.init, self.init, False, is_gated=True)
+            self.shared = Mlp(self.embed, width, self.activation, init, init, False, is_gated=True)
         self.drop = nn.Dropout(c.dropout)
 
     def __call__(self, x: jax.Array, used: jax.Array | None, deterministic: bool) -> jax.Array:
