@@ -1,6 +1,6 @@
 """Settings that all model families share, and the checks between sizes."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import model_validator
 
@@ -14,6 +14,16 @@ from lmtrain.models.attention.names import AttentionBackend
 POSITIONS = 2**31  # positions are 32-bit integers
 
 RematPolicy = Literal["full", "dots", "dots_no_kernels", "dots_no_batch", "save_attention", "offload"]
+
+
+class Mixture(NamedTuple):
+    """Sizes of a mixture of experts: number of experts, those that a token uses, width of each, and the numbers of the
+    layers that have it."""
+
+    experts: int
+    per_token: int
+    width: int
+    layers: tuple[int, ...]
 
 
 class BaseModelConfig(Section):
@@ -123,9 +133,9 @@ class BaseModelConfig(Section):
         return sum(flops.mean_keys(self.seq_len, causal, window) for window in self.windows) / self.num_layers
 
     @property
-    def expert_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with a mixture of experts."""
-        return ()
+    def mixture(self) -> Mixture | None:
+        """The mixture of experts; None if the model has none."""
+        return None
 
     @property
     def balance_rate(self) -> float | None:

@@ -17,6 +17,14 @@ from lmtrain.lora.model import ADAPTERS
 from lmtrain.models.attention.kernel import kernel_of
 from lmtrain.models.attention.split import exchange_size
 from lmtrain.models.params import abstract_params, count_parameters
+from lmtrain.plan.experts import (
+    EXPERT_CODE,
+    count_active,
+    describe_experts,
+    exchanged_tokens,
+    expert_flops,
+    expert_trips,
+)
 from lmtrain.runtime.accelerators import Accelerator
 from lmtrain.sharding.axes import as_names
 from lmtrain.sharding.mesh import Layout
@@ -35,6 +43,8 @@ def describe(program: Program, accelerator: Accelerator | None) -> dict[str, Any
     return {
         "model": config.model.type,
         "parameters": count_parameters(program.model),
+        "active_parameters": count_active(program.model, config.model.mixture),
+        "experts": describe_experts(program),
         "precision": str(config.trainer.precision),
         "seq_len": config.model.seq_len,
         "mesh": dict(program.layout.mesh.shape),
@@ -69,6 +79,10 @@ def compiled_figures(
     by_network = {network.fast: 0.0, network.slow: 0.0}
     for collective in measured.collectives:
         by_network[collective.network] += collective.wire_bytes
+    by_axes: dict[str, float] = defaultdict(float)
+    for collective in measured.collectives:
+        if collective.where.startswith(EXPERT_CODE):
+            by_axes["+".join(collective.axes)] += collective.wire_bytes
     figures = {
         "step": step,
         "memory": memory_of(compiled, program.platform),
@@ -78,6 +92,7 @@ def compiled_figures(
         "wire_bytes": measured.wire_bytes,
         "wire_by_network": by_network,
         "wire_minimum": wire_minimum(program, step),
+        "wire_of_experts": dict(by_axes),
         "collectives": _collectives(measured),
         "loops": [
             {"times": loop.times, "total": loop.total, "known": loop.is_known, "where": loop.where}
@@ -111,17 +126,18 @@ def network_of(layout: Layout, accelerator: Accelerator | None) -> Network:
 
 
 def mean_trips(program: Program) -> Trips:
-    """Mean trip counts of loops with computed bounds: those of attention that skips blocks of keys."""
+    """Mean trip counts of loops with computed bounds: of attention that skips blocks of keys, of experts' rows."""
     config, kernel = program.config.model, kernel_of(program.attention.name)
+    of_experts = expert_trips(program)
     if kernel.mean_trips is None:
-        return lambda op_name: None
+        return of_experts
     parts, heads = program.config.trainer.sequence_parts, config.heads_on(program.config.trainer.head_parts)[0]
     groups, count = parts // exchange_size(parts, heads), kernel.mean_trips
 
     def mean(op_name: str) -> float | None:
         """The text does not say of which layer a loop is: each counts as the mean, so that the sum is right."""
         if kernel.scope not in op_name:
-            return None
+            return of_experts(op_name)
         size = config.flash_attention_block_size
         return (
             sum(count(op_name, config.seq_len, size, window, groups) for window in config.windows) / config.num_layers
@@ -153,12 +169,12 @@ def memory_of(compiled: Any, platform: str) -> dict[str, float]:
 def wire_minimum(program: Program, step: str) -> float:
     """The minimum number of bytes that a device has to send in a step.
 
-    FSDP over n devices, of data times context, gathers each weight twice for each microbatch, forward and backward, and
-    scatters its gradient once, (n - 1) / n of it each time; evaluation gathers once. Gradients of embedding tables and
-    of the head are summed in float32, others in the compute dtype. Frozen weights have no gradients. Replicas sum their
-    gradients once per step. Tensor parallelism sums activations after attention and after the MLP, forward and
-    backward, and once more where the forward pass is recomputed; context parallelism exchanges the arrays of attention
-    in each pass.
+    FSDP over n devices, of data, experts and context, gathers each weight twice for each microbatch, forward and
+    backward, and scatters its gradient once, (n - 1) / n of it each time; evaluation gathers once. Gradients of
+    embedding tables and of the head are summed in float32, others in the compute dtype. Frozen weights have no
+    gradients. Replicas sum their gradients once per step. Tensor parallelism sums activations after attention and after
+    the MLP, forward and backward, and once more where the forward pass is recomputed; context parallelism exchanges the
+    arrays of attention in each pass. Devices that split experts exchange tokens (`train/program/expert_parts.py`).
     """
     layout, config = program.layout, program.config
     sizes = layout.mesh.shape
@@ -166,10 +182,11 @@ def wire_minimum(program: Program, step: str) -> float:
     parts = program.batching.num_microbatches
     microbatches = parts[max(parts)]
     gathered = reduced = 0.0
-    for size, is_table, axes, is_trained in _parameters(program):
-        parts_of_state = math.prod(sizes[axis] for axis in ("data", "expert", "context") if axis in axes)
+    for size, names, axes, is_trained in _parameters(program):
+        is_table, of_expert = bool({"vocab", "position"} & names), sizes["expert"] if "expert" in names else 1
+        parts_of_state = math.prod(sizes[axis] for axis in ("data", "expert", "context") if axis in axes) // of_expert
         share = (parts_of_state - 1) / parts_of_state
-        held = size / (sizes["model"] if "model" in axes else 1)
+        held = size / of_expert / (sizes["model"] if "model" in axes else 1)
         table = 4 if is_table else width
         scattered = table if is_trained else 0
         gathered += held * share * (2 * width + scattered) if step == "train" else held * share * width
@@ -180,11 +197,13 @@ def wire_minimum(program: Program, step: str) -> float:
         reduced += 2 * (copies - 1) / copies * held / parts_of_state * table
     if step == "eval":
         batch = program.batching.eval_batch
-        return gathered + _tensor_parallel(program, 2, batch) + _context_parallel(program, 1, batch)
+        activations = _tensor_parallel(program, 2, batch) + _context_parallel(program, 1, batch)
+        return gathered + activations + exchanged_tokens(program, 2, batch)
     again = int(config.model.gradient_checkpointing in (True, "full", "offload"))
     activations = _tensor_parallel(program, 4 + 2 * again, max(parts)) + _context_parallel(
         program, 2 + again, max(parts)
     )
+    activations += exchanged_tokens(program, 5 if config.model.gradient_checkpointing else 4, max(parts))
     return gathered * microbatches + reduced + activations
 
 
@@ -215,9 +234,8 @@ def _context_parallel(program: Program, passes: int, batch: int) -> float:
     return passes * model.num_layers * rows * model.head_width * width * sent
 
 
-def _parameters(program: Program) -> list[tuple[int, bool, set[str], bool]]:
-    """For each parameter: size, whether it is an embedding table or the head, the mesh axes that split it, and whether
-    it is trained."""
+def _parameters(program: Program) -> list[tuple[int, set[str], set[str], bool]]:
+    """For each parameter: size, the names of its dimensions, the mesh axes that split it, and whether it is trained."""
     rules = dict(program.layout.parameter_rules)
     boxes = jax.tree_util.tree_leaves_with_path(
         abstract_params(program.model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
@@ -226,7 +244,7 @@ def _parameters(program: Program) -> list[tuple[int, bool, set[str], bool]]:
     for path, box in boxes:
         axes = {axis for name in box.names for axis in as_names(rules.get(name))}
         is_trained = program.config.lora is None or path[0].key == ADAPTERS
-        parameters.append((math.prod(box.value.shape), bool({"vocab", "position"} & set(box.names)), axes, is_trained))
+        parameters.append((math.prod(box.value.shape), set(box.names), axes, is_trained))
     return parameters
 
 
@@ -245,6 +263,9 @@ def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:
     full, causal = program.flops_per_token if step == "train" else program.forward_flops_per_token
     scores, causal_scores = program.config.model.attention_flops(full, causal)
     sums = dict.fromkeys(("attention", "sometimes", "optimizer", "recomputed", "other"), 0.0)
+    experts, experts_again = expert_flops(program, measured, step, _RECOMPUTED)
+    sums["recomputed"] += experts_again
+    sums["other"] += experts - experts_again
     for product in measured.products:
         parts = {
             "attention": kernel.scope,
@@ -270,6 +291,7 @@ def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:
         "attention_model": scores * tokens,
         "attention": sums["attention"] + by_formula,
         "attention_is_formula": bool(by_formula),
+        "experts_by_formula": experts,
     }
 
 

@@ -71,13 +71,23 @@ def _step_json(figures: dict[str, Any], plan: Plan, capacity: float | None) -> d
 def model_lines(program: Mapping[str, Any], device: str, vocabulary: str) -> Iterator[str]:
     """Model, devices, batch and the table of parameters."""
     mesh = " x ".join(f"{name} {size}" for name, size in used_axes(program["mesh"]).items())
-    yield f"model       {program['model']}, {program['parameters']:,} parameters"
+    active = "" if program["experts"] is None else f", {program['active_parameters']:,} of them active"
+    yield f"model       {program['model']}, {program['parameters']:,} parameters{active}"
     yield f"vocabulary  {vocabulary}"
     yield f"precision   {program['precision']}"
     yield f"devices     {device}: {mesh}"
     if program["replicas"]:
         yield f"replicas    {program['replicas']}"
     yield f"attention   {program['attention']} ({program['attention_reason']})"
+    if experts := program["experts"]:
+        yield (
+            f"experts     {experts['per_token']} of {experts['number']} per token, {experts['kernel']} "
+            f"({experts['kernel_reason']}), expert_axis_size {experts['axis']}"
+        )
+        yield (
+            f"            rows per layer and device: {experts['rows']:,} with a balanced load, "
+            f"{experts['worst_rows']:,} at worst, {experts['rows_in_memory']:,} in memory for any load"
+        )
     for batch, parts in program["batches"].items():
         each = int(batch) // program["batch_shards"]
         micro = f", in {parts} microbatches of {each // parts}" if parts > 1 else ""
@@ -148,6 +158,8 @@ def _work_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"  attention   {_flops(flops['attention'])} {by}; {_flops(flops['attention_model'])} in the model, full "
         f"attention{f' ({kernels})' if kernels else ''}"
     )
+    if flops["experts_by_formula"]:
+        yield f"  experts     {_flops(flops['experts_by_formula'])} of the products by formula, with the rows of tiles"
     sources = ", ".join(f"{_decimal(row['bytes'])} {row['where'] or 'elsewhere'}" for row in figures["hbm_sources"][:4])
     yield f"  HBM         {_decimal(figures['hbm_bytes'])} read and written: {sources}"
 
@@ -157,6 +169,9 @@ def _collective_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     ratio = f", {sent / least:.2f} x the minimum of {_decimal(least)}" if least else ""
     networks = ", ".join(f"{_decimal(size)} {name}" for name, size in figures["wire_by_network"].items() if size)
     yield f"  wire        {_decimal(sent)} sent{f' ({networks})' if networks else ''}{ratio}"
+    if figures["wire_of_experts"]:
+        by_axes = ", ".join(f"{_decimal(size)} over {axes}" for axes, size in figures["wire_of_experts"].items())
+        yield f"  experts     {by_axes} of the bytes sent"
     rows = figures["collectives"]
     if not rows:
         yield "              no collectives"

@@ -91,7 +91,7 @@ class RunConfig(HuggingFaceConfig):
         if len(given) > 1:
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
         self._check_lora()
-        if self.optimizer.hessian == "hutchinson" and self.model.expert_layers:
+        if self.optimizer.hessian == "hutchinson" and self.model.mixture:
             raise field_error(
                 "optimizer.type", "sophia-h needs second derivatives, which experts do not have; use sophia-g"
             )

@@ -8,7 +8,7 @@ from lmtrain.config.errors import field_error
 from lmtrain.config.setting import architecture, identity
 from lmtrain.config.suggest import nearest_divisors
 from lmtrain.models import flops
-from lmtrain.models.base_config import POSITIONS, BaseModelConfig
+from lmtrain.models.base_config import POSITIONS, BaseModelConfig, Mixture
 from lmtrain.models.llama.layer_kind import LayerEntry, LayerKind, shortest_period
 from lmtrain.models.moe.config import MoeConfig
 from lmtrain.models.rope_config import RopeConfig
@@ -179,7 +179,14 @@ class LlamaConfig(BaseModelConfig):
         return (self.moe and self.moe.intermediate_dim) or self.intermediate_dim
 
     @property
+    def mixture(self) -> Mixture | None:
+        if self.moe is None:
+            return None
+        return Mixture(self.moe.num_experts, self.moe.experts_per_token, self.expert_dim, self.expert_layers)
+
+    @property
     def expert_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with a mixture of experts."""
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind.mlp == "moe")
 
     @property

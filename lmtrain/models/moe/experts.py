@@ -27,9 +27,11 @@ from lmtrain.models.moe.grouped import grouped
 from lmtrain.sharding.local import num_parts, per_device, split_over
 from lmtrain.sharding.placement import stream_axes
 
-# Where experts are split, rows are computed in rounds of this many times the mean number of a device: memory is the
-# same for any load, and balanced loads take one round.
-_ROWS_OF_ROUND = 1.25
+# Where experts are split, rows are computed in rounds of this many times the mean number of a device, rounded up to a
+# multiple: memory is the same for any load, and balanced loads take one round.
+_PER_MEAN, _MULTIPLE = 1.25, 128
+# Part of the name of the operations of rounds in a compiled program.
+ROUNDS = "rounds_of_experts"
 
 
 class Matrices(NamedTuple):
@@ -166,8 +168,12 @@ def _of_tokens(
     of_rows = functools.partial(_of_rows, activation=activation)
     if parts == 1:
         return of_rows(x_TD, weights_TK, matrices, rows)
-    length = min(math.ceil(experts_TK.size / parts * _ROWS_OF_ROUND / 128) * 128, experts_TK.size)
-    return _in_rounds(of_rows, length, x_TD, weights_TK, matrices, rows)
+    return _in_rounds(of_rows, rows_of_round(experts_TK.size, parts), x_TD, weights_TK, matrices, rows)
+
+
+def rows_of_round(rows: int, parts: int) -> int:
+    """The number of rows at once, of `rows` of all experts, of which a device has one of `parts` parts."""
+    return rows if parts == 1 else min(math.ceil(rows / parts * _PER_MEAN / _MULTIPLE) * _MULTIPLE, rows)
 
 
 def _of_rows(x_TD: jax.Array, weights_TK: jax.Array, matrices: Matrices, rows: Rows, activation: str) -> jax.Array:
@@ -193,7 +199,8 @@ def _in_rounds(
         return total + of_rows(x_TD, weights_TK, matrices, part).astype(jnp.float32)
 
     zeros = jnp.zeros(x_TD.shape, jnp.float32)
-    return jax.lax.fori_loop(0, _rounds(rows, length), add, zeros).astype(x_TD.dtype)
+    with jax.named_scope(ROUNDS):
+        return jax.lax.fori_loop(0, _rounds(rows, length), add, zeros).astype(x_TD.dtype)
 
 
 def _rounds(rows: Rows, length: int) -> jax.Array:
@@ -213,7 +220,8 @@ def _backward(of_rows: Any, length: int, saved: Any, d_y: jax.Array) -> tuple[An
         return jax.tree.map(lambda total, new: total + new.astype(total.dtype), totals, pull(d_y))
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tuple(inputs))
-    totals = jax.lax.fori_loop(0, _rounds(rows, length), add, zeros)
+    with jax.named_scope(ROUNDS):
+        totals = jax.lax.fori_loop(0, _rounds(rows, length), add, zeros)
     return *jax.tree.map(lambda total, x: total.astype(x.dtype), totals, tuple(inputs)), None
 
 

@@ -6,10 +6,10 @@ R rows, sorted by expert  E experts  I inputs  O outputs
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 
+from lmtrain.models.attention.choose import Choice
 from lmtrain.sharding.local import platform
 
 # (x [R, I], kernel [E, I, O], sizes int32 [E]) -> [R, O]
@@ -23,23 +23,17 @@ class GroupedKernel:
     `call(x, kernel, sizes)` multiplies the rows of each expert, in their order, with its matrix, and has derivatives.
     Results and gradients of rows after the last expert's are 0, whatever these rows contain; so are gradients of
     experts without rows. `rows_computed(rows, experts)` is the mean number of rows that a product computes with
-    balanced random routing: more than `rows`, since a tile has one expert.
-    `is_counted`: the products are in the text of a compiled program. `unavailable` returns why the kernel cannot run
-    with the installed JAX; empty if it can.
+    balanced random routing: more than `rows`, since a tile has one expert. `mean_trips(rows, experts)` is the mean
+    number of tiles of an expert, if its products are in the text of a compiled program, in loops over tiles; None for
+    kernels, whose FLOPs are counted by formula. `unavailable` returns why the kernel cannot run with the installed JAX;
+    empty if it can.
     """
 
     name: str
     call: Call
     rows_computed: Callable[[int, int], float]
-    is_counted: bool = False
+    mean_trips: Callable[[int, int], float] | None = None
     unavailable: Callable[[], str] = lambda: ""
-
-
-class Choice(NamedTuple):
-    """The name of a kernel, and why it was chosen, for the log."""
-
-    name: str
-    reason: str
 
 
 # By platform: modules of this folder with a record `KERNEL`, the fastest first. The last runs everywhere.

@@ -90,7 +90,8 @@ class Reporter:
 
     def _of_layers(self, by_layer: Mapping[str, Any]) -> dict[str, float]:
         """Metrics of each layer with experts, such as `moe/max_load/blocks/0`."""
-        layers = self._program.config.model.expert_layers
+        mixture = self._program.config.model.mixture
+        layers = mixture.layers if mixture else ()
         return {
             f"{name}/blocks/{layer}": float(value)
             for name, values in by_layer.items()

@@ -14,6 +14,7 @@ from lmtrain.lora.model import adapt, trainable
 from lmtrain.models.attention.choose import Choice, choose_attention, log_attention
 from lmtrain.models.attention.split import describe_split
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.moe.grouped import choose_grouped
 from lmtrain.models.params import parameter_axes
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.registry import build_objective
@@ -27,6 +28,7 @@ from lmtrain.runtime.xla_options import Option, refused_option, xla_options
 from lmtrain.sharding.axes import used_axes
 from lmtrain.sharding.mesh import Layout, build_layout, platform_of
 from lmtrain.sharding.mesh_function import MeshFunction
+from lmtrain.train.program.expert_parts import ExpertParts, choose_expert_parts
 from lmtrain.train.program.out_of_memory import MemoryUse, OutOfMemoryError, device_memory
 from lmtrain.train.program.replicas import Replicas, choose_replicas
 from lmtrain.train.step.ema import build_averaging
@@ -43,7 +45,8 @@ class Program:
     """The program of a run. `abstract` and `shardings` are the state's shapes and shardings.
 
     `train_step` is compiled at its first call. `platform` of the devices: cpu, gpu or tpu. `attention` is the kernel's
-    name and the reason for the choice, `replicas` the number of replicas over slices and the reason.
+    name and the reason for the choice, `replicas` the number of replicas over slices and the reason, `products` the
+    kernel of experts (None without), `expert_parts` the number of devices that split them.
     """
 
     config: RunConfig
@@ -58,6 +61,8 @@ class Program:
     platform: str
     attention: Choice
     replicas: Replicas
+    products: Choice | None
+    expert_parts: ExpertParts
 
     def init(self, base: Any = None) -> TrainState:
         """A newly initialized state. With LoRA, `base` are the frozen parameters; None: newly initialized too."""
@@ -192,10 +197,14 @@ def build_program(
     replicas = choose_replicas(
         trainer, devices, slice_ids, lambda layout: sum(state_bytes(*state_in(layout)).values()), memory
     )
-    layout = build_layout(trainer, devices, slice_ids, replicas.number)
+    expert_parts = choose_expert_parts(config, devices, slice_ids, replicas.number, accelerator)
+    layout = build_layout(trainer, devices, slice_ids, replicas.number, expert_parts.number)
     log.info(f"{len(devices)} {devices[0].device_kind} device(s), mesh {used_axes(layout.mesh.shape)}")
     if replicas.reason and len(set(layout.slice_ids)) > 1:
         log.info(f"replica_dcn_axis_size: {replicas.number} ({replicas.reason})")
+    products = choose_grouped(platform) if config.model.mixture else None
+    if products:
+        log.info(f"experts: {products.name} ({products.reason}), expert_axis_size {expert_parts.described}")
     batching = choose_batching(trainer, layout.num_batch_shards)
     heads = config.model.heads_on(trainer.head_parts)
     check_seq_len(config.model.seq_len, parts, any(each % parts and math.gcd(each, parts) % 2 for each in heads))
@@ -232,4 +241,6 @@ def build_program(
         platform,
         attention,
         replicas,
+        products,
+        expert_parts,
     )

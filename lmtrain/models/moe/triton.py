@@ -1,0 +1,47 @@
+"""Grouped products on NVIDIA GPUs by our own kernels, written in Pallas (`triton_kernels.py`). Elsewhere they are
+interpreted: slow, and only for tests.
+
+    R rows, sorted by expert  E experts  I inputs  O outputs
+"""
+
+import jax
+
+from lmtrain.models.attention.kernel import missing_in_jax
+from lmtrain.models.moe.grouped import GroupedKernel
+
+# Rows of a tile; the last tile of an expert is partly empty. With fewer than the largest, programs read more for each
+# product.
+_SMALLEST, _LARGEST = 16, 128
+
+# Contracted columns, or rows of the weight gradient, that a program adds at once, in 16 bits.
+ADDED = 64
+
+
+def tile_for(rows: int, experts: int) -> int:
+    """The number of rows of a tile, a power of two: at most half of an expert's mean."""
+    tile = _LARGEST
+    while tile * 2 * experts > rows and tile > _SMALLEST:
+        tile //= 2
+    return tile
+
+
+def rows_computed(rows: int, experts: int) -> float:
+    """Half of each expert's last tile is empty, and half of its last addition of the weight gradient. Mean of the three
+    products of a step."""
+    tile = tile_for(rows, experts)
+    return rows + experts * (2 * (tile - 1) / 2 + (min(tile, ADDED) - 1) / 2) / 3
+
+
+def grouped(x_RI: jax.Array, kernel_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """See `GroupedKernel`; `x` and `kernel` have the same type. -> [R, O]"""
+    from lmtrain.models.moe.triton_kernels import product  # imports Pallas, which is slow
+
+    return product(x_RI, kernel_EIO, sizes_E)
+
+
+def _unavailable() -> str:
+    """JAX 0.11 and later announce the removal of this backend."""
+    return missing_in_jax("jax.experimental.pallas.triton", "the Triton backend of Pallas")
+
+
+KERNEL = GroupedKernel("triton", grouped, rows_computed, unavailable=_unavailable)
