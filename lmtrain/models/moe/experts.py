@@ -24,7 +24,7 @@ from lmtrain.models.layers.mlp import ACTIVATIONS
 from lmtrain.models.layers.remat import SAVED_EXPERTS
 from lmtrain.models.moe.dispatch import Rows, part_of, sort_by_expert, sum_of_rows, to_rows, weights_of_rows
 from lmtrain.models.moe.grouped import grouped
-from lmtrain.sharding.local import num_parts, per_device, split_over
+from lmtrain.sharding.local import gather, num_parts, per_device, scatter_sum, split_over
 from lmtrain.sharding.placement import stream_axes
 
 # Where experts are split, rows are computed in rounds of this many times the mean number of a device, rounded up to a
@@ -84,10 +84,10 @@ def apply_experts(
 
     def on_device(x: jax.Array, experts: jax.Array, weights: jax.Array, *of_device: jax.Array) -> jax.Array:
         local = Matrices(*of_device)
-        gate, up = (_gather(_gather(m, split.embed, 1), split.width, 2) for m in local[:2])
-        down = _gather(_gather(local.down, split.embed, 2), split.width, 1)
+        gate, up = (gather(gather(m, split.embed, 1), split.width, 2) for m in local[:2])
+        down = gather(gather(local.down, split.embed, 2), split.width, 1)
         x, experts, weights = (
-            _gather(_gather(a, split.gather_positions, 1), split.gather_batch, 0) for a in (x, experts, weights)
+            gather(gather(a, split.gather_positions, 1), split.gather_batch, 0) for a in (x, experts, weights)
         )
         shape = x.shape
         x, experts, weights = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
@@ -97,7 +97,7 @@ def apply_experts(
         y = y.reshape(shape)
         if split.sum_over:
             y = jax.lax.psum(y, split.sum_over)
-        return _scatter(_scatter(y, split.gather_batch, 0), split.gather_positions, 1)
+        return scatter_sum(scatter_sum(y, split.gather_batch, 0), split.gather_positions, 1)
 
     by_token = PartitionSpec(split.batch, split.positions)
     embed, width = split.embed, split.width + split.tensor
@@ -150,14 +150,6 @@ class _Split(NamedTuple):
     @property
     def sum_over(self) -> tuple[str, ...]:
         return tuple(name for name in self._shared if name not in self.batch + self.positions)
-
-
-def _gather(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    return jax.lax.all_gather(x, names, axis=dim, tiled=True) if names else x
-
-
-def _scatter(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if names else x
 
 
 def _of_tokens(
