@@ -10,6 +10,9 @@ from lmtrain.compiled.loops import trip_count
 # Mean trip count of a loop with a computed bound, by its `op_name`; None if unknown.
 Trips = Callable[[str], float | None]
 
+# Files whose functions only communicate, for callers everywhere.
+_HELPERS = ("sharding/local.py",)
+
 # Maximum number of instructions to search for a source line.
 _LOOK_BACK = 60
 
@@ -26,17 +29,24 @@ class Execution:
 
     @functools.cached_property
     def where(self) -> str:
-        """The innermost source line within lmtrain, `models/layers/linear.py:57`; empty if there is none.
+        """The innermost source line within lmtrain, `models/layers/linear.py:57`; empty if there is none. Functions that
+        only communicate (`_HELPERS`) stand for their callers.
 
         Instructions that the compiler inserted have no line: they get that of their fusion, or of their operands.
         """
         seen = [self.instruction, *([self.fusion] if self.fusion else [])]
+        helper = ""
         for op in seen:
             for frame in self.module.stack(op.frame):
                 _, package, path = frame.file.rpartition("lmtrain/")
                 # files of other packages in a virtual environment below the package do not count
                 if package and "site-packages/" not in path:
-                    return f"{path}:{frame.line}"
+                    where = f"{path}:{frame.line}"
+                    if path not in _HELPERS:
+                        return where
+                    helper = helper or where
+            if helper:
+                return helper
             if len(seen) < _LOOK_BACK:
                 seen += [self.inside.by_name[name] for name in op.operands if name in self.inside.by_name]
         return ""

@@ -12,17 +12,19 @@ import jax.numpy as jnp
 from lmtrain.models.moe.grouped import GroupedKernel
 from lmtrain.sharding.local import platform
 
-# Tiles of rows, contracted and output columns. A tile of rows that has several experts is computed for each.
-_LARGEST_ROWS, _SMALLEST_ROWS = 512, 128
+# Sizes of tiles in rows, and the share of the rows that they may add: a tile of several experts is computed for each of
+# them. Matrices are read once for each tile, so that small ones are limited by memory: by the ratio of products to
+# memory of a v5p below 166 rows, of a v5e below 240.
+_ROWS = {512: 1 / 16, 256: 1 / 8}
+_FEWEST_ROWS = 128
+# Contracted and output columns of a tile.
 _COLUMNS = 1024
 
 
 def tile_for(rows: int, experts: int) -> int:
-    """The number of rows of a tile, a power of two: at most half of an expert's mean."""
-    tile = _SMALLEST_ROWS
-    while tile * 4 * experts <= rows and tile < _LARGEST_ROWS:
-        tile *= 2
-    return tile
+    """The number of rows of a tile."""
+    fitting = (tile for tile, share in _ROWS.items() if (experts - 1) * tile <= share * rows)
+    return next(fitting, _FEWEST_ROWS)
 
 
 def _tiles(rows: int, experts: int, contracted: int, outputs: int) -> tuple[int, int, int]:
@@ -69,8 +71,7 @@ _product.defvjp(lambda x, kernel, sizes: (_product(x, kernel, sizes), (x, kernel
 
 def _rows_computed(rows: int, experts: int) -> float:
     """Each boundary between experts within a tile computes that tile once more."""
-    tile = tile_for(rows, experts)
-    return rows + (experts - 1) * tile * (1 - 1 / tile)
+    return rows + (experts - 1) * (tile_for(rows, experts) - 1)
 
 
 KERNEL = GroupedKernel("megablox", megablox, _rows_computed)
