@@ -29,8 +29,9 @@ class Execution:
 
     @functools.cached_property
     def where(self) -> str:
-        """The innermost source line within lmtrain, `models/layers/linear.py:57`; empty if there is none. Functions that
-        only communicate (`_HELPERS`) stand for their callers.
+        """The innermost source line within lmtrain, `models/layers/linear.py:57`; empty if there is none.
+
+        Functions that only communicate (`_HELPERS`) stand for their callers.
 
         Instructions that the compiler inserted have no line: they get that of their fusion, or of their operands.
         """

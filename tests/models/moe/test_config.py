@@ -1,0 +1,52 @@
+"""Settings of mixtures of experts."""
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.moe.config import MoeConfig
+
+SIZES = {"hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_layers": 4, "seq_len": 16}
+MIXED = ["full", {"attention": "full", "mlp": "dense"}]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"moe": {"num_experts": 4, "experts_per_token": 5}}, "5 of 4 experts"),
+        ({"moe": {"router": "topk_softmax", "normalize": False}}, "has weights with the sum 1"),
+        ({"layer_pattern": [{"mlp": "moe"}]}, "set moe"),
+        ({"moe": {}, "layer_pattern": [{"mlp": "dense"}]}, "no layer of layer_pattern is a mixture"),
+        ({"moe": {}, "gated_mlp": False}, "experts have a gate and no biases"),
+        ({"moe": {}, "use_mlp_bias": True}, "experts have a gate and no biases"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        LlamaConfig(**SIZES, **settings)
+
+
+def test_all_layers_have_experts_but_those_that_the_pattern_excludes():
+    assert LlamaConfig(**SIZES).mixture is None
+    assert LlamaConfig(**SIZES, moe={}).mixture == (8, 2, 48, (0, 1, 2, 3))
+    mixed = LlamaConfig(**SIZES, moe={"intermediate_dim": 16}, layer_pattern=MIXED)
+    assert mixed.mixture == (8, 2, 16, (0, 2))
+
+
+def test_flops_are_those_of_active_experts():
+    dense = LlamaConfig(**SIZES).num_flops_per_token(64)
+    moe = LlamaConfig(**SIZES, moe={"intermediate_dim": 24}).num_flops_per_token(64)
+    assert moe == dense + 4 * 2 * 32 * 8  # and the routers'
+    shared = LlamaConfig(**SIZES, moe={"intermediate_dim": 16, "shared_experts": 1}).num_flops_per_token(64)
+    assert shared == moe
+    mixed = LlamaConfig(**SIZES, moe={"intermediate_dim": 24}, layer_pattern=MIXED).num_flops_per_token(64)
+    assert mixed == dense + 2 * 2 * 32 * 8
+
+
+def test_equal_functions_have_equal_meanings():
+    assert MoeConfig().meaning() == MoeConfig(router="topk_softmax", aux_loss=0.5).meaning()
+    assert MoeConfig().meaning() != MoeConfig(normalize=False).meaning()
+    assert MoeConfig().meaning() != MoeConfig(bias_update_rate=0.0).meaning()
+    one = LlamaConfig(**SIZES, moe={"intermediate_dim": 48}).meaning()
+    assert one == LlamaConfig(**SIZES | {"intermediate_dim": 48}, moe={}).meaning()
+    assert one == LlamaConfig(**SIZES, moe={}, layer_pattern=["full"]).meaning()
