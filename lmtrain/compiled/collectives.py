@@ -48,7 +48,7 @@ class Collective:
 
     `bytes` is the size of the full array: the result of an all-gather, the input of a reduce-scatter. `times` is the
     number of executions per step, `wire_bytes` the bytes that one device sends in all of these. `per_slice` is the
-    number of devices of a group in one slice; they share its connection to the others. `where` is the source line.
+    number of devices of a group in one slice; they share its connection to the others. `where` is the source line, `op_name` the name with its scopes.
     """
 
     kind: str
@@ -62,6 +62,7 @@ class Collective:
     wire_bytes: float
     asynchronous: bool
     where: str
+    op_name: str
     shapes: tuple[tuple[int, ...], ...]
 
 
@@ -121,6 +122,7 @@ def _across_slices(execution: Execution, network: Network) -> Collective | None:
         _wire(kind, sum(shape.bytes for shape in held), slices) * execution.times,
         done is not None and _works_until(inside, op, done),
         execution.where,
+        op.op_name,
         tuple(shape.dims for shape in held),
     )
 
@@ -176,6 +178,7 @@ def _collective(execution: Execution, kind: str, network: Network, asynchronous:
         _wire(kind, held, devices) * execution.times,
         asynchronous,
         execution.where,
+        op.op_name,
         tuple(shape.dims for shape in op.shapes),
     )
 

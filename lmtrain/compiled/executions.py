@@ -10,8 +10,8 @@ from lmtrain.compiled.loops import trip_count
 # Mean trip count of a loop with a computed bound, by its `op_name`; None if unknown.
 Trips = Callable[[str], float | None]
 
-# Files whose functions only communicate, for callers everywhere.
-_HELPERS = ("sharding/local.py",)
+# The package of functions that only communicate, for callers everywhere.
+_HELPERS = "sharding/"
 
 # Maximum number of instructions to search for a source line.
 _LOOK_BACK = 60
@@ -31,7 +31,7 @@ class Execution:
     def where(self) -> str:
         """The innermost source line within lmtrain, `models/layers/linear.py:57`; empty if there is none.
 
-        Functions that only communicate (`_HELPERS`) stand for their callers.
+        Lines in `_HELPERS` count only if no other is found.
 
         Instructions that the compiler inserted have no line: they get that of their fusion, or of their operands.
         """
@@ -43,7 +43,7 @@ class Execution:
                 # files of other packages in a virtual environment below the package do not count
                 if package and "site-packages/" not in path:
                     where = f"{path}:{frame.line}"
-                    if path not in _HELPERS:
+                    if not path.startswith(_HELPERS):
                         return where
                     helper = helper or where
             if helper:

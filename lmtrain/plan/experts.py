@@ -16,9 +16,6 @@ from lmtrain.models.moe.grouped import SCOPE, kernel_of
 from lmtrain.models.params import abstract_params, count_parameters
 from lmtrain.train.program.program import Program
 
-# Source files of the experts, as they are named in compiled programs.
-EXPERT_CODE = "models/moe/"
-
 
 def count_active(model: LanguageModel, mixture: Mixture | None) -> int:
     """Number of parameters that a token uses: of the experts, those that the router selects."""

@@ -16,9 +16,9 @@ from lmtrain.compiled.figures import Figures, measure
 from lmtrain.lora.model import ADAPTERS
 from lmtrain.models.attention.kernel import kernel_of
 from lmtrain.models.attention.split import exchange_size
+from lmtrain.models.moe.experts import EXPERTS_SCOPE
 from lmtrain.models.params import abstract_params, count_parameters
 from lmtrain.plan.experts import (
-    EXPERT_CODE,
     count_active,
     describe_experts,
     exchanged_tokens,
@@ -81,7 +81,7 @@ def compiled_figures(
         by_network[collective.network] += collective.wire_bytes
     by_axes: dict[str, float] = defaultdict(float)
     for collective in measured.collectives:
-        if collective.where.startswith(EXPERT_CODE):
+        if EXPERTS_SCOPE in collective.op_name:
             by_axes["+".join(collective.axes)] += collective.wire_bytes
     figures = {
         "step": step,

@@ -354,7 +354,7 @@ def test_without_logging_the_program_is_the_same_as_without_jit_log(monkeypatch,
 
     def without_jit_log(step, params, batch, key):
         hidden, head = step.model.apply({"params": params}, batch, True, rngs={}, method=hidden_and_head)
-        return LossSum(step.objective.loss_sum(hidden, head, batch, step.model.vocab_size), {}, {})
+        return LossSum(step.objective.loss_sum(hidden, head, batch, step.model.vocab_size), {}, {}, {})
 
     monkeypatch.setattr(TrainStep, "_loss_sum", without_jit_log)
     other, state = build(microbatches=microbatches)

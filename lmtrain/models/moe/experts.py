@@ -30,8 +30,8 @@ from lmtrain.sharding.placement import stream_axes
 # Where experts are split, rows are computed in rounds of this many times the mean number of a device, rounded up to a
 # multiple: memory is the same for any load, and balanced loads take one round.
 _PER_MEAN, _MULTIPLE = 1.25, 128
-# Part of the name of the operations of rounds in a compiled program.
-ROUNDS = "rounds_of_experts"
+# Parts of the names of operations in a compiled program: of all of the experts', and of those in rounds.
+EXPERTS_SCOPE, ROUNDS = "sparse_experts", "rounds_of_experts"
 
 
 class Matrices(NamedTuple):
@@ -104,7 +104,8 @@ def apply_experts(
     into = PartitionSpec(split.over_experts, embed, width)
     out = PartitionSpec(split.over_experts, width, embed)
     mapped = per_device(on_device, (by_token, by_token, by_token, into, into, out), by_token)
-    y: jax.Array = mapped(x_BSD, experts_BSK, weights_BSK, *matrices)
+    with jax.named_scope(EXPERTS_SCOPE):
+        y: jax.Array = mapped(x_BSD, experts_BSK, weights_BSK, *matrices)
     return y
 
 
