@@ -48,8 +48,8 @@ class Collective:
 
     `bytes` is the size of the full array: the result of an all-gather, the input of a reduce-scatter. `times` is the
     number of executions per step, `wire_bytes` the bytes that one device sends in all of these. `per_slice` is the
-    number of devices of a group in one slice; they share its connection to the others. `where` is the source line, `op_name` has
-    the scopes.
+    number of devices of a group in one slice; they share its connection to the others. `where` is the source line,
+    `op_name` has the scopes.
     """
 
     kind: str
