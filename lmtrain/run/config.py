@@ -122,7 +122,7 @@ class RunConfig(HuggingFaceConfig):
             )
         if self.model.balance_rate:
             raise field_error(
-                "model.moe.bias_update_rate", "with lora, routers are frozen, so that their bias is: set 0.0"
+                "model.moe.bias_update_rate", "routers are frozen with lora, and so is this bias; set it to 0.0"
             )
         if self.optimizer.needs_full_matrices:
             raise field_error(

@@ -144,14 +144,13 @@ class LlamaConfig(BaseModelConfig):
         period = shortest_period(self.kinds)
         are_alike = len(period) == 1 and period[0].rope
         moe = None if self.moe is None else self.moe.meaning() | {"intermediate_dim": self.expert_dim}
-        has_mlp = any(kind.mlp == "dense" for kind in self.kinds)
         return values | {
             "num_kv_heads": self.kv_heads,
             "head_dim": self.head_width,
             "rope": self.rope.meaning(),
             "layer_pattern": None if are_alike else [kind.model_dump() for kind in period],
             "query_pre_attn_scalar": self.query_scalar,
-            "intermediate_dim": self.intermediate_dim if has_mlp else None,
+            "intermediate_dim": self.intermediate_dim if self.dense_layers else None,
             "moe": moe,
         }
 
@@ -188,6 +187,11 @@ class LlamaConfig(BaseModelConfig):
     def expert_layers(self) -> tuple[int, ...]:
         """The numbers of the layers with a mixture of experts."""
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind.mlp == "moe")
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with one MLP."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind.mlp == "dense")
 
     @property
     def balance_rate(self) -> float | None:

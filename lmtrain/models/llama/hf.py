@@ -10,7 +10,7 @@ from lmtrain.hf.key_map import Row, Table
 from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.llama.hf_config import from_hf_config, to_hf_config
 from lmtrain.models.llama.hf_moe import expert_rows
-from lmtrain.models.llama.relatives import RELATIVES, UNSUPPORTED, relative_of
+from lmtrain.models.llama.relatives import RELATIVES, UNSUPPORTED
 
 __all__ = ["UNSUPPORTED", "from_hf_config", "to_hf_config"]  # for `lmtrain.models.registry`
 
@@ -53,16 +53,14 @@ def table(config: LlamaConfig) -> Table:
         Row(f"blocks/attn/{name}/kernel", f"{_L}self_attn.{name}_proj.weight", rows=1, transpose=True) for name in "qkv"
     ]
     mlp = ("gate", "up", "down") if config.gated_mlp else ("up", "down")
-    dense = None if config.moe is None else _all_but(config.num_layers, config.expert_layers)
+    dense = None if config.moe is None else config.dense_layers
     if dense != ():
         rows += [
             Row(f"blocks/mlp/{name}/kernel", f"{_L}mlp.{name}_proj.weight", transpose=True, layers=dense)
             for name in mlp
         ]
     if config.moe is not None:
-        experts = RELATIVES[relative_of(config)].experts
-        assert experts is not None
-        rows += expert_rows(config, experts, _L)
+        rows += expert_rows(config, _L)
     if config.use_bias or config.use_qkv_bias:
         rows += [Row(f"blocks/attn/{name}/bias", f"{_L}self_attn.{name}_proj.bias", rows=0) for name in "qkv"]
     if config.use_bias:
@@ -74,10 +72,6 @@ def table(config: LlamaConfig) -> Table:
     if not config.tie_word_embeddings:
         rows.append(Row("unembed/embedding", "lm_head.weight", vocab=True))
     return rows
-
-
-def _all_but(number: int, layers: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(layer for layer in range(number) if layer not in layers)
 
 
 def canonical(name: str) -> str | None:

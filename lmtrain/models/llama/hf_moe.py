@@ -6,14 +6,21 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.hf.key_map import Row
 from lmtrain.models.llama.config import LlamaConfig
-from lmtrain.models.llama.relatives import HfExperts, Values
+from lmtrain.models.llama.relatives import RELATIVES, HfExperts, Values, is_of_type
 
+# Keys that have to have these values.
 _ROUTER_KEYS = {"router_jitter_noise": 0.0, "clip_qkv": None}
 
+_OTHERS = HfExperts("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts")
 
-def expert_rows(config: LlamaConfig, names: HfExperts, layer: str) -> list[Row]:
-    """The rows of the layers with experts; `layer` begins the names of a layer."""
-    layers = config.expert_layers
+
+def expert_rows(config: LlamaConfig, layer: str) -> list[Row]:
+    """The rows of the layers with experts; `layer` begins the names of a layer.
+
+    Experts that no model type has get names like those of Qwen3-MoE: only exports need the type, LoRA does not.
+    """
+    types = [relative.experts for relative in RELATIVES.values() if is_of_type(config, relative)]
+    names, layers = next((experts for experts in types if experts), _OTHERS), config.expert_layers
     prefix = layer + names.prefix
     rows = [Row("blocks/moe/router/kernel", f"{prefix}.gate.weight", transpose=True, layers=layers)]
     rows += [
@@ -41,8 +48,7 @@ def write_experts(config: LlamaConfig, names: HfExperts) -> dict[str, Any]:
     if names.can_be_unnormalized:
         values["norm_topk_prob"] = moe.normalize
     if names.can_be_mixed:
-        dense = [layer for layer in range(config.num_layers) if layer not in config.expert_layers]
-        values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        values |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
     return values
 
 

@@ -192,9 +192,7 @@ def has_rope(values: Values, layer: int) -> bool:
 
 def relative_of(config: LlamaConfig) -> str:
     """The model type of transformers that has these settings. Raises `UserError` naming them if there is none."""
-    ours = {name: getattr(config, name) for name in _LLAMA}
-    if config.query_scalar == config.head_width:
-        ours["query_pre_attn_scalar"] = None
+    ours = _own_settings(config)
     differences = {kind: _differences(config, ours, relative) for kind, relative in RELATIVES.items()}
     for kind, differ in differences.items():
         if not differ:
@@ -209,6 +207,17 @@ def relative_of(config: LlamaConfig) -> str:
         f"{', '.join(named)}{' together' if len(named) > 1 else ''}: transformers has no such model type, so that the "
         f"model cannot be exported; {closest} is closest, but for {', '.join(sorted(differences[closest]))}"
     )
+
+
+def is_of_type(config: LlamaConfig, relative: Relative) -> bool:
+    """Whether a model type of transformers has these settings."""
+    return not _differences(config, _own_settings(config), relative)
+
+
+def _own_settings(config: LlamaConfig) -> dict[str, Any]:
+    """The settings that distinguish the relatives."""
+    ours = {name: getattr(config, name) for name in _LLAMA}
+    return ours | ({"query_pre_attn_scalar": None} if config.query_scalar == config.head_width else {})
 
 
 def _differences(config: LlamaConfig, ours: Mapping[str, Any], relative: Relative) -> set[str]:

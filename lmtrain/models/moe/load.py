@@ -32,7 +32,8 @@ def load_metrics(loads: Mapping[str, jax.Array], num_devices: int) -> dict[str, 
     `moe/max_device_load` if experts are split over `num_devices` > 1 devices.
     """
     load = jnp.concatenate([jnp.atleast_2d(load) for load in loads.values()])
-    relative = load / jnp.maximum(load.mean(-1, keepdims=True), 1)
+    mean = load.mean(-1, keepdims=True)
+    relative = load / jnp.where(mean > 0, mean, 1)
     metrics = {
         "moe/max_load": relative.max(-1),
         "moe/min_load": relative.min(-1),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.sharding.config import PartitioningConfig
-from lmtrain.sharding.mesh import Layout, build_layout, configured_replicas, slices_of
+from lmtrain.sharding.mesh import Layout, build_layout, configured_expert_parts, configured_replicas, slices_of
 
 # A slice gets a replica if its state takes at most this part of the memory. Gradients grow with the state, so that a
 # larger one costs a quarter of the memory; as compiled, models of 7 B and more on hosts of 8 H100s gain nothing by it.
@@ -38,6 +38,7 @@ def choose_replicas(
     if slices == 1:
         return Replicas(1, "one slice or host")
     within = config.replica_ici_axis_size * config.context_axis_size * config.model_axis_size
+    within *= configured_expert_parts(config) or 1
     if len(devices) // slices % within:
         return Replicas(1, f"a model on {within} devices needs several slices or hosts")
     if memory is None:

@@ -1,0 +1,96 @@
+"""The bytes that the parallelism of a program requires each device to send."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from lmtrain.lora.model import ADAPTERS
+from lmtrain.models.attention.split import exchange_size
+from lmtrain.models.params import abstract_params
+from lmtrain.plan.experts import exchanged_tokens
+from lmtrain.sharding.axes import as_names
+from lmtrain.train.program.program import Program
+
+
+def wire_minimum(program: Program, step: str) -> float:
+    """The minimum number of bytes that a device has to send in a step.
+
+    FSDP over n devices, of data, experts and context, gathers each weight twice for each microbatch, forward and
+    backward, and scatters its gradient once, (n - 1) / n of it each time; evaluation gathers once. Gradients of
+    embedding tables and of the head are summed in float32, others in the compute dtype. Frozen weights have no
+    gradients. Replicas sum their gradients once per step. Tensor parallelism sums activations after attention and after
+    the MLP, forward and backward, and once more where the forward pass is recomputed; context parallelism exchanges the
+    arrays of attention in each pass. Devices that split experts exchange tokens (`train/program/expert_parts.py`).
+    """
+    layout, config = program.layout, program.config
+    sizes = layout.mesh.shape
+    width = jnp.dtype(config.trainer.precision.compute).itemsize
+    parts = program.batching.num_microbatches
+    microbatches = parts[max(parts)]
+    gathered = reduced = 0.0
+    for size, names, axes, is_trained in _parameters(program):
+        is_table, of_expert = bool({"vocab", "position"} & names), sizes["expert"] if "expert" in names else 1
+        parts_of_state = math.prod(sizes[axis] for axis in ("data", "expert", "context") if axis in axes) // of_expert
+        share = (parts_of_state - 1) / parts_of_state
+        held = size / of_expert / (sizes["model"] if "model" in axes else 1)
+        table = 4 if is_table else width
+        scattered = table if is_trained else 0
+        gathered += held * share * (2 * width + scattered) if step == "train" else held * share * width
+        if not is_trained:
+            continue
+        shards = sizes["data"] * sizes["expert"] * sizes["context"]
+        copies = sizes["replica"] * (shards if program.config.lora is not None and not share else 1)
+        reduced += 2 * (copies - 1) / copies * held / parts_of_state * table
+    if step == "eval":
+        batch = program.batching.eval_batch
+        activations = _tensor_parallel(program, 2, batch) + _context_parallel(program, 1, batch)
+        return gathered + activations + exchanged_tokens(program, 2, batch)
+    again = int(config.model.gradient_checkpointing in (True, "full", "offload"))
+    activations = _tensor_parallel(program, 4 + 2 * again, max(parts)) + _context_parallel(
+        program, 2 + again, max(parts)
+    )
+    activations += exchanged_tokens(program, 5 if config.model.gradient_checkpointing else 4, max(parts))
+    return gathered * microbatches + reduced + activations
+
+
+def _tensor_parallel(program: Program, sums: int, batch: int) -> float:
+    size = program.layout.mesh.shape["model"]
+    if size == 1 or program.layout.num_parts("act_mlp") == 1:
+        return 0.0
+    config = program.config
+    rows = batch // program.layout.num_batch_shards * config.model.seq_len
+    width = jnp.dtype(config.trainer.precision.compute).itemsize
+    return sums * config.model.num_layers * 2 * (size - 1) / size * rows * config.model.hidden_dim * width
+
+
+def _context_parallel(program: Program, passes: int, batch: int) -> float:
+    """Bytes of queries, keys, values and outputs that devices exchange for heads (`models/attention/split.py`)."""
+    model, parts = program.config.model, program.config.trainer.sequence_parts
+    if parts == 1:
+        return 0.0
+    heads = model.heads_on(program.config.trainer.head_parts)[0]
+    kv_heads = max(model.kv_heads * heads // model.num_heads, 1)
+    size = exchange_size(parts, heads)
+    copied = math.lcm(kv_heads, size)
+    exchanged = 2 * (heads + copied) * (size - 1) / size
+    gathered = 2 * copied * (parts // size - 1) + heads
+    rows = batch // program.layout.num_batch_shards * model.seq_len / parts
+    width = jnp.dtype(program.config.trainer.precision.compute).itemsize
+    sent = exchanged + (gathered if size < parts else 0.0)
+    return passes * model.num_layers * rows * model.head_width * width * sent
+
+
+def _parameters(program: Program) -> list[tuple[int, set[str], set[str], bool]]:
+    """For each parameter: size, the names of its dimensions, the mesh axes that split it, and whether it is trained."""
+    rules = dict(program.layout.parameter_rules)
+    boxes = jax.tree_util.tree_leaves_with_path(
+        abstract_params(program.model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
+    )
+    parameters = []
+    for path, box in boxes:
+        axes = {axis for name in box.names for axis in as_names(rules.get(name))}
+        is_trained = program.config.lora is None or path[0].key == ADAPTERS
+        parameters.append((math.prod(box.value.shape), set(box.names), axes, is_trained))
+    return parameters
