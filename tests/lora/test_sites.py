@@ -78,3 +78,16 @@ def test_a_rank_above_the_smallest_dimension_is_refused():
     check_rank(8, sites)
     with pytest.raises(UserError, match=r"lora\.r: 9 is larger .*k_proj \(32 x 8\); set it to 8 at most"):
         check_rank(9, sites)
+
+
+@pytest.mark.parametrize("router", ["softmax_topk", "sigmoid"])
+def test_experts_and_routers_have_no_adapters(router):
+    """Also with a router that no model type of transformers has."""
+    moe = {"moe": {"router": router}, "layer_pattern": ["full", {"attention": "full", "mlp": "dense"}]}
+    sites = of("llama", **moe)[0]
+    assert not [site for site in sites if "moe" in site.path]
+    (gate,) = [site for site in sites if site.path == "blocks/mlp/gate"]
+    assert (gate.layers, gate.modules) == ((1,), ["model.layers.1.mlp.gate_proj"])
+    everywhere = of("llama", moe={"router": router})[0]
+    with pytest.raises(UserError, match="gate_proj: experts and routers of a mixture have no adapters; remove it"):
+        choose_sites(["q_proj", "gate_proj"], everywhere, {"gate_proj", "gate"})

@@ -275,6 +275,9 @@ LOCAL, LINEAR = {"local_theta": 5.0}, {"type": "linear", "factor": 2.0}
     [
         ({"qk_norm": "head", "norm_position": "post"}, "model.qk_norm: head, model.norm_position: post together"),
         ({"scale_embeddings": True}, "model.scale_embeddings: True: transformers has no such model type"),
+        ({"moe": {"router": "sigmoid"}}, "model.moe.router: transformers has no such model type"),
+        ({"moe": {"shared_experts": 1}}, "model.moe.shared_experts: transformers has no such model type"),
+        ({"moe": {"bias_update_rate": 0.0}}, "model.moe.bias_update_rate: transformers has no such model type"),
         ({"sliding_window": 4, "use_qkv_bias": True, "use_bias": True}, "smollm3 is closest, but for use_qkv_bias"),
         (
             {"qk_norm": "head", "use_mlp_bias": True},

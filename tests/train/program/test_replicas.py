@@ -27,6 +27,7 @@ def test_a_state_that_fits_into_each_host_is_replicated():
         ({"memory": None}, "the memory of the devices is unknown"),
         ({"devices": HOSTS[:8]}, "one slice or host"),
         ({"context_axis_size": 16}, "a model on 16 devices needs several slices or hosts"),
+        ({"expert_axis_size": 16}, "a model on 16 devices needs several slices or hosts"),
         ({"context_axis_size": 8}, "with context parallelism, memory is for activations"),
     ],
 )
