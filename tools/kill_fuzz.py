@@ -1,6 +1,6 @@
 """Kill a run many times at random moments, and check that it ends as if it had not been killed.
 
-    .venv/bin/python tools/kill_fuzz.py [--kills 50] [--seed 0] [--steps 600] [--lora] [--folder DIR]
+    .venv/bin/python tools/kill_fuzz.py [--kills 50] [--seed 0] [--steps 600] [--lora | --moe] [--folder DIR]
 
 A tiny run trains once undisturbed. The same run in another folder is killed with SIGKILL, including workers, and
 restarted, until it was killed --kills times; if it finishes before, another run in a new folder replaces it. Moments
@@ -230,11 +230,12 @@ def kill_a_run(folder: Path, most: int, deck: Iterator[str], dice: random.Random
     return [kill for _, kill in kills], check_starts(folder, kills, output)
 
 
-def fuzz(folder: Path, kills: int, steps: int, dice: random.Random, lora: bool) -> tuple[list[Kill], list[str]]:
-    """All kills, and the problems found. `lora`: the run trains adapters."""
+def fuzz(folder: Path, kills: int, settings: dict, dice: random.Random) -> tuple[list[Kill], list[str]]:
+    """All kills of runs with these settings, and the problems found."""
     undisturbed = folder / "undisturbed"
-    settings = runs.lora_settings(steps, folder / "base") if lora else runs.full_settings(steps)
-    deck = (moment for _ in count() for moment in dice.sample(list(MOMENTS), len(MOMENTS)))
+    steps = settings["trainer"]["num_train_steps"]
+    moments = [moment for moment in MOMENTS if moment != "export" or "hf_save_path" in settings]
+    deck = (moment for _ in count() for moment in dice.sample(moments, len(moments)))
     made: list[Kill] = []
     problems: list[str] = []
     runs.write_config(undisturbed, settings)
@@ -261,12 +262,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--lora", action="store_true", help="train adapters on a frozen base")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--lora", action="store_true", help="train adapters on a frozen base")
+    kinds.add_argument("--moe", action="store_true", help="train a mixture of experts that a bias balances")
     parser.add_argument("--folder", type=Path)
     chosen = parser.parse_args()
     with runs.working_folder(chosen.folder) as folder:
         print(f"  {'after':<16}  {'hit':<42}   step   kept   lost       s  allowed")
-        kills, problems = fuzz(folder, chosen.kills, chosen.steps, random.Random(chosen.seed), chosen.lora)
+        if chosen.lora:
+            settings = runs.lora_settings(chosen.steps, folder / "base")
+        else:
+            settings = runs.moe_settings(chosen.steps) if chosen.moe else runs.full_settings(chosen.steps)
+        kills, problems = fuzz(folder, chosen.kills, settings, random.Random(chosen.seed))
     print(f"{len(kills)} kills; most lost {max(kill.lost for kill in kills):.2f} s", *problems, sep="\n")
     return 1 if problems else 0
 

@@ -39,6 +39,15 @@ def full_settings(steps: int) -> dict:
     return settings | {"hf_save_path": "exports", "hf_save_steps": 60}
 
 
+def moe_settings(steps: int) -> dict:
+    """The same with a mixture of experts whose load a bias balances; no Hugging Face model has such a router."""
+    settings = full_settings(steps)
+    moe = {"num_experts": 4, "router": "sigmoid", "shared_experts": 1, "bias_update_rate": 0.01, "dropout": 0.1}
+    sizes = {"hidden_dim": 32, "intermediate_dim": 24, "num_heads": 4, "num_layers": 2, "seq_len": 32}
+    settings["model"] = {"type": "llama", **sizes, "moe": moe}
+    return {name: value for name, value in settings.items() if not name.startswith("hf_save")}
+
+
 def lora_settings(steps: int, folder: Path) -> dict:
     """The same with LoRA, with dropout, on a base that is trained for two steps and exported in `folder`."""
     write_config(folder, full_settings(2) | {"hf_save_steps": 2})

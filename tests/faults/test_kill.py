@@ -16,7 +16,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "kill_fuzz.py"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [[], ["--lora"]])
+@pytest.mark.parametrize("kind", [[], ["--lora"], ["--moe"]])
 def test_killed_at_random_moments_a_run_ends_with_the_same_bytes(tmp_path, kind):
     command = [sys.executable, TOOL, "--kills", 5, "--steps", 300, "--seed", 1, "--folder", tmp_path, *kind]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=1200)

@@ -29,6 +29,7 @@ FAMILIES = {
     "llama": {"num_kv_heads": 2, "intermediate_dim": 24},
     "mpt": {},
     "backpack": {"num_senses": 4},
+    "mixture": {"num_kv_heads": 2, "moe": {"num_experts": 5, "experts_per_token": 2, "intermediate_dim": 12}},
 }
 
 
@@ -36,7 +37,7 @@ FAMILIES = {
 SHOTS = BenchmarkTask(task="local_shots", num_fewshot=2)
 
 
-LONG = ("gpt2", "mpt", "backpack")
+LONG = ("gpt2", "mpt", "backpack", "mixture")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,9 @@ def test_likelihoods_accuracies_and_texts_agree(tasks, tmp_path, monkeypatch, fa
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     tokenizer, layout = load_tokenizer(str(TOKENIZER)), build_layout(PartitioningConfig())
     sizes = {"hidden_dim": 16, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH, "gradient_checkpointing": False}
-    config = RunConfig.model_validate({"model": {"type": family, **sizes, **FAMILIES[family]}}).model
+    config = RunConfig.model_validate(
+        {"model": {"type": "llama" if family == "mixture" else family, **sizes, **FAMILIES[family]}}
+    ).model
     model = build_model(config, tokenizer.vocab_size)
     params = quick.random_params(model, seed=7)
     plan = build_export(config, model, tokenizer, "float32")

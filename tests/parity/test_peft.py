@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 TABLES = ["embed_tokens", "lm_head"]
-ARCEE, GEMMA2 = (MODELS[name][2] for name in ("arcee", "gemma2"))
+ARCEE, GEMMA2, MIXTURE = (MODELS[name][2] for name in ("arcee", "gemma2", "qwen3_moe-mixed"))
 # model settings and `lora` sections
 VARIANTS = {
     "gpt2 with trained tied tables": ("gpt2", {}, {"modules_to_save": TABLES}),
@@ -34,6 +34,7 @@ VARIANTS = {
     "llama with rslora": ("llama", {}, {"use_rslora": True, "target_modules": "all-linear"}),
     "llama, not scanned": ("llama", {"scan_layers": False}, {}),
     "gemma2": ("llama", GEMMA2, {}),
+    "attention and dense layers of a mixture": ("llama", MIXTURE, {}),
     "arcee with a pattern of targets": ("llama", ARCEE, {"target_modules": ["up_proj", "k_proj"]}),
 }
 

@@ -22,6 +22,8 @@ def chart(name: str):
         "throughput/mfu",
         "memory/device_3/peak_bytes",
         "memory/host_peak_bytes",
+        "moe/max_device_load",
+        "moe/max_load/blocks/3",
     ],
 )
 def test_plotted_metrics(metric):

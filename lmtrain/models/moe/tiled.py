@@ -49,27 +49,33 @@ def _rows_by(
         matrix, begin, size = part
 
         def add(number: jax.Array, out: jax.Array) -> jax.Array:
-            """The rows of a tile after the expert's are 0 until the next expert's are written."""
-            rows = _tile_of(padded, begin, size, number, tile)
-            return jax.lax.dynamic_update_slice_in_dim(out, product(rows, matrix), begin + number * tile, 0)
+            """The rows of a tile after the expert's have wrong values until the next expert's are written."""
+            at = begin + number * tile
+            rows = jax.lax.dynamic_slice_in_dim(padded, at, tile)
+            return jax.lax.dynamic_update_slice_in_dim(out, product(rows, matrix), at, 0)
 
         return jax.lax.fori_loop(0, -(-size // tile), add, out), None
 
     zeros = jnp.zeros((len(padded), width), x.dtype)
     out, _ = jax.lax.scan(of_expert, zeros, (kernel, jnp.cumsum(sizes) - sizes, sizes))
-    return out[: len(x)]
+    return _of_experts(out[: len(x)], sizes)
 
 
 def _d_kernel(x: jax.Array, d_out: jax.Array, sizes: jax.Array, kernel: jax.Array) -> jax.Array:
     tile = tile_for(len(x), len(kernel))
-    padded, d_padded = (jnp.pad(array, ((0, tile), (0, 0))) for array in (x, d_out))
+    padded, d_padded = (jnp.pad(_of_experts(array, sizes), ((0, tile), (0, 0))) for array in (x, d_out))
 
     def of_expert(_: None, part: Any) -> tuple[None, jax.Array]:
         begin, size = part
 
         def add(number: jax.Array, total: jax.Array) -> jax.Array:
-            rows, d_rows = (_tile_of(array, begin, size, number, tile) for array in (padded, d_padded))
-            return total + jnp.einsum("RI,RO->IO", rows, d_rows, preferred_element_type=jnp.float32)
+            rows, d_rows = (
+                jax.lax.dynamic_slice_in_dim(array, begin + number * tile, tile) for array in (padded, d_padded)
+            )
+            of_this = (jnp.arange(tile) < size - number * tile)[:, None]
+            return total + jnp.einsum(
+                "RI,RO->IO", rows, jnp.where(of_this, d_rows, 0), preferred_element_type=jnp.float32
+            )
 
         total = jax.lax.fori_loop(0, -(-size // tile), add, jnp.zeros(kernel.shape[1:], jnp.float32))
         return None, total.astype(kernel.dtype)
@@ -77,10 +83,9 @@ def _d_kernel(x: jax.Array, d_out: jax.Array, sizes: jax.Array, kernel: jax.Arra
     return jax.lax.scan(of_expert, None, (jnp.cumsum(sizes) - sizes, sizes))[1]
 
 
-def _tile_of(x: jax.Array, begin: jax.Array, size: jax.Array, number: jax.Array, tile: int) -> jax.Array:
-    """A tile of an expert's rows, with zeros after them."""
-    rows = jax.lax.dynamic_slice_in_dim(x, begin + number * tile, tile)
-    return jnp.where((jnp.arange(tile) < size - number * tile)[:, None], rows, 0)
+def _of_experts(x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`x` with zeros in the rows after the last expert's."""
+    return jnp.where((jnp.arange(len(x)) < sizes.sum())[:, None], x, 0)
 
 
 def _mean_tiles(rows: int, experts: int) -> float:
