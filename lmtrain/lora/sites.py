@@ -54,10 +54,14 @@ class EmbeddingTable:
 
 
 def list_sites(table: Table, shapes: Mapping[str, Sequence[int]]) -> list[Site]:
-    """All linear layers except the head, experts and routers, in the order of the key table. `shapes` by path."""
-    sites = []
+    """All linear layers except the head, in the order of the key table. `shapes` by path.
+
+    In a mixture these are the layers of attention: experts and routers have no adapters, and PEFT takes those of dense
+    MLPs for adapters on the experts, which have the same names.
+    """
+    sites, without = [], names_in_mixtures(table)
     for row in table:
-        if not isinstance(row, Row) or not row.ours.endswith(_KERNEL) or _is_of_mixture(row):
+        if not isinstance(row, Row) or not row.ours.endswith(_KERNEL) or _last_name(row) in without:
             continue
         layers = (row.layers or tuple(range(shapes[row.ours][0]))) if row.is_stacked else None
         shape = shapes[row.ours][1:] if row.is_stacked else shapes[row.ours]
@@ -70,12 +74,11 @@ def list_sites(table: Table, shapes: Mapping[str, Sequence[int]]) -> list[Site]:
 
 def names_in_mixtures(table: Table) -> set[str]:
     """The last parts of the names of experts' matrices and routers, which cannot have adapters."""
-    rows = [row for row in table if isinstance(row, Row) and _is_of_mixture(row)]
-    return {row.theirs.removesuffix(_WEIGHT).rpartition(".")[2] for row in rows}
+    return {_last_name(row) for row in table if isinstance(row, Row) and row.ours.startswith(_MIXTURE)}
 
 
-def _is_of_mixture(row: Row) -> bool:
-    return row.ours.startswith(_MIXTURE)
+def _last_name(row: Row) -> str:
+    return row.theirs.removesuffix(_WEIGHT).rpartition(".")[2]
 
 
 def list_tables(table: Table) -> list[EmbeddingTable]:
@@ -109,7 +112,7 @@ def choose_sites(
         matches = {site for site in sites if any(map(is_named, site.modules))}
         if not matches:
             if name in in_mixtures:
-                raise UserError(f"{setting}: {name}: experts and routers of a mixture have no adapters; remove it")
+                raise UserError(f"{setting}: {name}: MLPs of a model with experts have no adapters; remove it")
             known = sorted({site.module.rpartition(".")[2] for site in sites})
             if wanted in known:
                 raise UserError(

@@ -82,12 +82,9 @@ def test_a_rank_above_the_smallest_dimension_is_refused():
 
 @pytest.mark.parametrize("router", ["softmax_topk", "sigmoid"])
 def test_experts_and_routers_have_no_adapters(router):
-    """Also with a router that no model type of transformers has."""
+    """Nor dense MLPs beside them. Also with a router that no model type of transformers has."""
     moe = {"moe": {"router": router}, "layer_pattern": ["full", {"attention": "full", "mlp": "dense"}]}
-    sites = of("llama", **moe)[0]
-    assert not [site for site in sites if "moe" in site.path]
-    (gate,) = [site for site in sites if site.path == "blocks/mlp/gate"]
-    assert (gate.layers, gate.modules) == ((1,), ["model.layers.1.mlp.gate_proj"])
+    assert {site.path for site in of("llama", **moe)[0]} == {f"blocks/attn/{name}" for name in ("q", "k", "v", "out")}
     everywhere = of("llama", moe={"router": router})[0]
-    with pytest.raises(UserError, match="gate_proj: experts and routers of a mixture have no adapters; remove it"):
+    with pytest.raises(UserError, match="gate_proj: MLPs of a model with experts have no adapters; remove it"):
         choose_sites(["q_proj", "gate_proj"], everywhere, {"gate_proj", "gate"})

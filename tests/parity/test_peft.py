@@ -34,7 +34,7 @@ VARIANTS = {
     "llama with rslora": ("llama", {}, {"use_rslora": True, "target_modules": "all-linear"}),
     "llama, not scanned": ("llama", {"scan_layers": False}, {}),
     "gemma2": ("llama", GEMMA2, {}),
-    "attention and dense layers of a mixture": ("llama", MIXTURE, {}),
+    "attention of a mixture": ("llama", MIXTURE, {}),
     "arcee with a pattern of targets": ("llama", ARCEE, {"target_modules": ["up_proj", "k_proj"]}),
 }
 

@@ -209,7 +209,8 @@ def _backward(of_rows: Any, length: int, saved: Any, d_y: jax.Array) -> tuple[An
 
     def add(number: jax.Array, totals: Any) -> Any:
         part = part_of(rows, number * length, length)
-        _, pull = jax.vjp(lambda *inputs: of_rows(*inputs, part), *inputs)
+        again = jax.checkpoint(functools.partial(of_rows, rows=part), prevent_cse=False)
+        _, pull = jax.vjp(again, *inputs)
         return jax.tree.map(lambda total, new: total + new.astype(total.dtype), totals, pull(d_y))
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tuple(inputs))
