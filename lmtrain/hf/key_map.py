@@ -20,7 +20,7 @@ class Row:
     `rows` is the number of our dimensions (without the layer) that become the first dimension of their matrix; the
     others become the second. None keeps the shape, 0 flattens to a vector. `transpose` swaps their two dimensions,
     as in torch's Linear. With `vocab`, the first dimension is the vocabulary, which ours pads. With `cut`, ours may
-    be the first rows of theirs, for fewer positions.
+    be the first rows of theirs, for fewer positions. Theirs is ours multiplied by `factor`.
     """
 
     ours: str
@@ -30,6 +30,7 @@ class Row:
     vocab: bool = False
     cut: bool = False
     layers: tuple[int, ...] | None = None
+    factor: float = 1.0
 
     @property
     def is_stacked(self) -> bool:
@@ -42,21 +43,28 @@ class Row:
 
     def to_theirs(self, array: np.ndarray, vocab_size: int) -> np.ndarray:
         """Convert our array (of one layer) to their tensor."""
+        array = self._arranged(array, vocab_size)
+        if self.factor != 1:
+            array = (array * self.factor).astype(array.dtype)
+        # contiguous, since a file is written from the buffer and ignores strides
+        return np.ascontiguousarray(array)
+
+    def _arranged(self, array: np.ndarray, vocab_size: int) -> np.ndarray:
         if self.vocab:
             array = array[:vocab_size]
         if self.rows is not None:
             first = int(np.prod(array.shape[: self.rows]))
             array = array.reshape(first, -1) if self.rows else array.reshape(-1)
-        # contiguous, since a file is written from the buffer and ignores strides
-        return np.ascontiguousarray(array.T if self.transpose else array)
+        return array.T if self.transpose else array
 
     def their_shape(self, shape: Sequence[int], vocab_size: int) -> tuple[int, ...]:
         """Shape of the result of `to_theirs` for an array of this shape."""
-        return self.to_theirs(np.broadcast_to(np.int8(0), shape), vocab_size).shape
+        return self._arranged(np.broadcast_to(np.int8(0), shape), vocab_size).shape
 
     def to_ours(self, array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """Convert their tensor to our array of `shape` (of one layer). Raises ValueError if the sizes differ."""
-        return (array.T if self.transpose else array).reshape(shape)
+        array = (array.T if self.transpose else array).reshape(shape)
+        return array if self.factor == 1 else array / self.factor
 
 
 @dataclass(frozen=True)

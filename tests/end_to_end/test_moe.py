@@ -19,7 +19,7 @@ from lmtrain.evaluation.benchmarks.tasks import load_tasks
 
 pytestmark = pytest.mark.end_to_end
 
-MOE = {"num_experts": 4, "experts_per_token": 2, "intermediate_dim": 16}
+MOE = {"num_experts": 4, "experts_per_token": 2, "intermediate_dim": 16, "routed_scaling_factor": 1.7}
 MODEL = {"type": "llama", "hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
 
 
@@ -70,6 +70,15 @@ def test_exports_during_training_are_those_of_the_command(folder):
     tensors = (folder / "model" / "model.safetensors").read_bytes()
     assert (folder / "exports/one/step-8/model.safetensors").read_bytes() == tensors
     assert json.loads((folder / "model/config.json").read_text())["model_type"] == "mixtral"
+
+
+def test_an_export_is_the_same_model_with_and_without_the_factor_of_the_weights(folder):
+    """Its matrices contain the factor, which a `config.json` of Mixtral has not."""
+    run_in_process(["export-hf", "moe.yaml", "--output", "same"], folder, code=0)
+    expected = logged(folder, "eval/loss")[8]
+    for flags in ([], ["--model.moe.routed_scaling_factor", "1.0"]):
+        done = run_in_process(["eval", "moe.yaml", "--hf", "same", *flags], folder, code=0)
+        assert json.loads(done.stdout)["eval/loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_bias_that_balances_resumes_with_the_same_bits(folder):

@@ -18,7 +18,10 @@ def expert_rows(config: LlamaConfig, layer: str) -> list[Row]:
     """The rows of the layers with experts; `layer` begins the names of a layer.
 
     Experts that no model type has get names like those of Qwen3-MoE: only exports need the type, LoRA does not.
+    Their `down` contains the factor of the weights, which no type has.
     """
+    assert config.moe is not None
+    factors = {"down": config.moe.routed_scaling_factor}
     types = [relative.experts for relative in RELATIVES.values() if is_of_type(config, relative)]
     names, layers = next((experts for experts in types if experts), _OTHERS), config.expert_layers
     prefix = layer + names.prefix
@@ -29,6 +32,7 @@ def expert_rows(config: LlamaConfig, layer: str) -> list[Row]:
             f"{prefix}.experts.{{expert}}.{theirs}.weight",
             transpose=True,
             layers=layers,
+            factor=factors.get(ours, 1.0),
         )
         for ours, theirs in zip(("gate", "up", "down"), names.matrices, strict=True)
     ]

@@ -24,6 +24,12 @@ class MoeConfig(Section):
         "sigmoids (DeepSeek-V3)",
     )
     normalize: bool = architecture(True, description="Divide the weights of the selected experts by their sum")
+    routed_scaling_factor: float = architecture(
+        1.0,
+        gt=0,
+        description="Factor of the weights (DeepSeek-V3: 2.5). With experts_per_token, normalized weights have the mean "
+        "1, and the layer begins with outputs like those of one MLP",
+    )
     shared_experts: int = architecture(
         0, ge=0, description="Number of experts that all tokens use, in addition to the selected ones (DeepSeek)"
     )
@@ -54,7 +60,7 @@ class MoeConfig(Section):
 
     def meaning(self) -> dict[str, Any]:
         """The settings that define the meaning of the weights."""
-        names = {"num_experts", "experts_per_token", "router", "normalize", "shared_experts"}
+        names = {"num_experts", "experts_per_token", "router", "normalize", "routed_scaling_factor", "shared_experts"}
         values = self.model_dump(include=names)
         if values["router"] == "softmax_topk" and self.normalize:  # the same function
             values["router"] = "topk_softmax"

@@ -59,8 +59,10 @@ class Router(nn.Module):
         if self.is_mutable_collection(AUXILIARY) and not self.is_initializing():
             self._add_losses(scores, is_selected.any(-2), used_BS)
         if c.router == "topk_softmax":
-            return experts, jax.nn.softmax(weights)
-        return experts, weights / (weights.sum(-1, keepdims=True) + _EPSILON) if c.normalize else weights
+            weights = jax.nn.softmax(weights)
+        elif c.normalize:
+            weights = weights / (weights.sum(-1, keepdims=True) + _EPSILON)
+        return experts, weights * c.routed_scaling_factor
 
     def _add_losses(self, scores: jax.Array, is_selected_BSE: jax.Array, used_BS: jax.Array | None) -> None:
         """The balance of each sequence, E sum(f p) with f the share of the selections and p the mean probability of an

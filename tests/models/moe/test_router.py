@@ -37,6 +37,7 @@ KINDS = {
     "softmax_topk": ({}, softmax(SCORES), None),
     "unnormalized": ({"normalize": False}, softmax(SCORES), lambda chosen: chosen),
     "topk_softmax": ({"router": "topk_softmax"}, SCORES, softmax),
+    "scaled": ({"router": "topk_softmax", "routed_scaling_factor": 2.5}, SCORES, lambda chosen: 2.5 * softmax(chosen)),
     "sigmoid": ({"router": "sigmoid"}, SIGMOIDS, None),
     "sigmoid with bias": ({"router": "sigmoid", "bias_update_rate": 0.1}, SIGMOIDS, None),
     "softmax with bias": ({"bias_update_rate": 0.1}, softmax(SCORES), None),
