@@ -27,8 +27,8 @@ class MoeConfig(Section):
     routed_scaling_factor: float = architecture(
         1.0,
         gt=0,
-        description="Factor of the weights (DeepSeek-V3: 2.5). With experts_per_token, normalized weights have the mean "
-        "1, and the layer begins with outputs like those of one MLP",
+        description="Factor of the weights (DeepSeek-V3: 2.5). With experts_per_token, normalized weights have the "
+        "mean 1, and the layer begins with outputs like those of one MLP",
     )
     shared_experts: int = architecture(
         0, ge=0, description="Number of experts that all tokens use, in addition to the selected ones (DeepSeek)"
