@@ -82,7 +82,7 @@ def test_a_rank_above_the_smallest_dimension_is_refused():
 
 @pytest.mark.parametrize("router", ["softmax_topk", "sigmoid"])
 def test_experts_and_routers_have_no_adapters(router):
-    """Nor dense MLPs beside them. Also with a router that no model type of transformers has."""
+    """Nor the dense MLPs of other layers. Also with a router that no model type of transformers has."""
     moe = {"moe": {"router": router}, "layer_pattern": ["full", {"attention": "full", "mlp": "dense"}]}
     assert {site.path for site in of("llama", **moe)[0]} == {f"blocks/attn/{name}" for name in ("q", "k", "v", "out")}
     everywhere = of("llama", moe={"router": router})[0]
