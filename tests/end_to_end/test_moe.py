@@ -79,6 +79,9 @@ def test_an_export_is_the_same_model_with_and_without_the_factor_of_the_weights(
     for flags in ([], ["--model.moe.routed_scaling_factor", "1.0"]):
         done = run_in_process(["eval", "moe.yaml", "--hf", "same", *flags], folder, code=0)
         assert json.loads(done.stdout)["eval/loss"] == pytest.approx(expected, abs=1e-5)
+    start = ["--trainer.id", "again", "--initialize_from_hf", "same", "--optimizer.learning_rate", "1e-9"]
+    run_in_process(["train", "moe.yaml", *start], folder, code=0)
+    assert logged(folder, "eval/loss", "again")[6] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_bias_that_balances_resumes_with_the_same_bits(folder):

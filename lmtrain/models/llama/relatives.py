@@ -175,7 +175,7 @@ RELATIVES = {
 # Model types that users look for, and what lmtrain lacks for them.
 UNSUPPORTED = {
     "gpt_oss": "attention sinks, and experts with biases and clamped gates",
-    "qwen2_moe": "a gate on the shared experts",
+    "qwen2_moe": "gates on shared experts",
     "deepseek_v2": "latent attention (MLA)",
     "deepseek_v3": "latent attention (MLA)",
     "granitemoe": "multipliers of embeddings, attention, residuals and logits",

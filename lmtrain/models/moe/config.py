@@ -53,14 +53,14 @@ class MoeConfig(Section):
     @model_validator(mode="after")
     def _settings_fit(self) -> "MoeConfig":
         if self.experts_per_token > self.num_experts:
-            raise field_error("experts_per_token", f"{self.experts_per_token} of {self.num_experts} experts")
+            raise field_error("experts_per_token", f"{self.experts_per_token} is more than num_experts, {self.num_experts}")
         if self.router == "topk_softmax" and not self.normalize:
             raise field_error("normalize", "router topk_softmax has weights with the sum 1; remove it")
         return self
 
     def meaning(self) -> dict[str, Any]:
-        """The settings that define the meaning of the weights."""
-        names = {"num_experts", "experts_per_token", "router", "normalize", "routed_scaling_factor", "shared_experts"}
+        """The settings that define the meaning of weights in a file, which contain `routed_scaling_factor`."""
+        names = {"num_experts", "experts_per_token", "router", "normalize", "shared_experts"}
         values = self.model_dump(include=names)
         if values["router"] == "softmax_topk" and self.normalize:  # the same function
             values["router"] = "topk_softmax"

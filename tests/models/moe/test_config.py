@@ -13,7 +13,7 @@ MIXED = ["full", {"attention": "full", "mlp": "dense"}]
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"moe": {"num_experts": 4, "experts_per_token": 5}}, "5 of 4 experts"),
+        ({"moe": {"num_experts": 4, "experts_per_token": 5}}, "5 is more than num_experts, 4"),
         ({"moe": {"router": "topk_softmax", "normalize": False}}, "has weights with the sum 1"),
         ({"layer_pattern": [{"mlp": "moe"}]}, "set moe"),
         ({"moe": {}, "layer_pattern": [{"mlp": "dense"}]}, "no layer of layer_pattern is a mixture"),
