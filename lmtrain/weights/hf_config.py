@@ -107,6 +107,10 @@ def _with_written(theirs: Mapping[str, Any], config: RunConfig, source: str) -> 
         excess += sorted(f"moe.{name}" for name in moe.model_fields_set & settings_of(type(moe), Role.ARCHITECTURE))
     if moe is not None and theirs.get("moe") is None:
         raise UserError(f"model.moe: {source} has no experts; remove this setting")
+    if moe is not None and moe.bias_update_rate is not None:
+        raise UserError(
+            f"model.moe.bias_update_rate: {source} has no bias on the selection; remove it, or set aux_loss"
+        )
     if excess:
         raise UserError(f"model.{excess[0]}: defined by {source} because of use_hf_model_config; remove one of the two")
     written = dict(theirs) | {name: getattr(ours, name) for name in given}

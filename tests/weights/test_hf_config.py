@@ -238,3 +238,36 @@ def test_a_rope_for_a_base_without_one_is_a_difference(tmp_path):
     }
     with pytest.raises(UserError, match="does not match this config's model section"):
         resolve_hf(Run(LoadedConfig(RunConfig.model_validate(settings), path="long.yaml"), "long"))
+
+
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4}
+
+
+def with_moe(folder, values, moe):
+    """The config of a run that starts from a model with these values, and has these settings of experts."""
+    (folder / "config.json").write_text(json.dumps(values | {"vocab_size": 384}))
+    settings = {
+        "model": {"type": "llama", "moe": moe},
+        "initialize_from_hf": str(folder),
+        "use_hf_model_config": True,
+        "data": {"tokenizer": "passthrough", "vocab_size": 384, "enforce_eos": False},
+    }
+    return resolve_hf(Run(LoadedConfig(RunConfig.model_validate(settings), path="moe.yaml"), "moe")).config.model
+
+
+@pytest.mark.parametrize(
+    ("values", "moe", "message"),
+    [
+        (LLAMA, {"aux_loss": 0.1}, r"model.moe: .* has no experts"),
+        (MIXTRAL, {"num_experts": 4}, r"model.moe.num_experts: defined by .* use_hf_model_config"),
+        (MIXTRAL, {"bias_update_rate": 0.01}, r"model.moe.bias_update_rate: .* has no bias on the selection"),
+    ],
+)
+def test_settings_of_experts_that_the_model_does_not_have_are_refused(tmp_path, values, moe, message):
+    with pytest.raises(UserError, match=message):
+        with_moe(tmp_path, values, moe)
+
+
+def test_losses_of_the_routers_may_be_set(tmp_path):
+    moe = with_moe(tmp_path, MIXTRAL, {"aux_loss": 0.5, "dropout": 0.1}).moe
+    assert (moe.num_experts, moe.aux_loss, moe.dropout) == (4, 0.5, 0.1)

@@ -53,7 +53,9 @@ class MoeConfig(Section):
     @model_validator(mode="after")
     def _settings_fit(self) -> "MoeConfig":
         if self.experts_per_token > self.num_experts:
-            raise field_error("experts_per_token", f"{self.experts_per_token} is more than num_experts, {self.num_experts}")
+            raise field_error(
+                "experts_per_token", f"{self.experts_per_token} is more than num_experts, {self.num_experts}"
+            )
         if self.router == "topk_softmax" and not self.normalize:
             raise field_error("normalize", "router topk_softmax has weights with the sum 1; remove it")
         return self
