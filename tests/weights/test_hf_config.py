@@ -240,7 +240,7 @@ def test_a_rope_for_a_base_without_one_is_a_difference(tmp_path):
         resolve_hf(Run(LoadedConfig(RunConfig.model_validate(settings), path="long.yaml"), "long"))
 
 
-MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 4}
 
 
 def with_moe(folder, values, moe):
