@@ -197,7 +197,7 @@ def relative_of(config: LlamaConfig) -> str:
     for kind, differ in differences.items():
         if not differ:
             return kind
-    closest = min(reversed(differences), key=lambda kind: len(differences[kind]))
+    closest = min(reversed(differences), key=lambda kind: ("moe" in differences[kind], len(differences[kind])))
     unusual = [name for name, value in _LLAMA.items() if ours[name] != value]
     named = [f"model.{name}: {ours[name]}" for name in unusual]
     named += ["model.layer_pattern"] * bool(differences[closest] & {"layer_pattern"})

@@ -278,6 +278,7 @@ LOCAL, LINEAR = {"local_theta": 5.0}, {"type": "linear", "factor": 2.0}
         ({"moe": {"router": "sigmoid"}}, "model.moe.router: transformers has no such model type"),
         ({"moe": {"shared_experts": 1}}, "model.moe.shared_experts: transformers has no such model type"),
         ({"moe": {"bias_update_rate": 0.0}}, "model.moe.bias_update_rate: transformers has no such model type"),
+        ({"moe": {"router": "sigmoid"}, "layer_pattern": [{"mlp": "dense"}, "full"]}, "; qwen3_moe is closest"),
         ({"sliding_window": 4, "use_qkv_bias": True, "use_bias": True}, "smollm3 is closest, but for use_qkv_bias"),
         (
             {"qk_norm": "head", "use_mlp_bias": True},
