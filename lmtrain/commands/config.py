@@ -38,7 +38,7 @@ def _show(argv: list[str]) -> int:
         "--resolved",
         action="store_true",
         help="resolve as a run does: sizes and tokenizer of initialize_from_hf, steps of an epoch of tokenized data, "
-        "replicas over slices with this machine's devices",
+        "replicas over slices with this machine's devices; with the factors of transfer for each parameter",
     )
     parser.add_argument(
         "--plot-lr", metavar="FILE", help="plot the learning rate over the run to FILE instead (png, svg, pdf)"
@@ -60,6 +60,13 @@ def _show(argv: list[str]) -> int:
         print(f"wrote {arguments.plot_lr}")
         return 0
     print(show(resolved(run.config), run.loaded.tree), end="")
+    transfer = run.config.transfer
+    if arguments.resolved and transfer is not None:
+        from lmtrain.transfer.factors import describe, factors_of
+
+        factors = factors_of(run.config.model, transfer.base, run.config.optimizer)
+        print("\n# transfer: factors of each parameter\n#")
+        print("".join(f"#   {line}\n" for line in describe(factors)), end="")
     return 0
 
 

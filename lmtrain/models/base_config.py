@@ -90,6 +90,16 @@ class BaseModelConfig(Section):
         return self.hidden_dim // self.num_heads
 
     @property
+    def score_scale(self) -> float:
+        """Attention scores are the products of queries and keys, multiplied by this."""
+        return self.head_width**-0.5
+
+    def initial_range(self, inputs: int, adds: bool = False) -> float:
+        """Standard deviation of the initial values of a matrix with this number of inputs. `adds`: its results are
+        added to the residual stream."""
+        return self.initializer_range
+
+    @property
     def kv_heads(self) -> int:
         """Number of key and value heads."""
         return self.num_heads

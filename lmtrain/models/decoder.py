@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.nn.initializers import Initializer, normal
+from jax.nn.initializers import normal
 
 from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.cache import StackCache
@@ -37,10 +37,6 @@ class Decoder(nn.Module):
     def build_norm(self) -> nn.Module:
         """The norm before the head."""
         raise NotImplementedError
-
-    def embedding_init(self) -> Initializer:
-        """Initial values of the embedding tables and the head."""
-        return normal(self.config.initializer_range)
 
     @property
     def embedding_scale(self) -> float:
@@ -78,7 +74,7 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        entries, init = ("vocab", c.padded(self.vocab_size)), self.embedding_init()
+        entries, init = ("vocab", c.padded(self.vocab_size)), normal(c.initial_range(c.hidden_dim))
         self.tokens = Embed(entries, c.hidden_dim, init, is_head=self.is_tied)
         if self.has_learned_positions:
             self.positions = Embed(("position", c.seq_len), c.hidden_dim, init)

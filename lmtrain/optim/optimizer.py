@@ -1,5 +1,6 @@
 """Construction of the optimizer as one optax transformation: direction, weight decay and learning rate."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,19 +30,34 @@ class LearningRateState(NamedTuple):
 
 
 def build_optimizer(
-    config: OptimizerConfig, schedule: Schedule, axes: Any = None
+    config: OptimizerConfig, schedule: Schedule, axes: Any = None, factors: Mapping[str, Any] | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """update = -rate * (direction(gradients, clipped) + weight_decay * parameter, where it decays).
 
     `axes` are the logical names of each parameter's dimensions, which Muon and Adafactor need. In addition to
-    gradients, state and parameters, `update` takes `loss` (for `skip_bad_steps`) and `hessian` (for Sophia).
+    gradients, state and parameters, `update` takes `loss` (for `skip_bad_steps`) and `hessian` (for Sophia). `factors`
+    are trees like the parameters, `gradient`, `epsilon` and `rate`: of the gradient before it is clipped, of Adam's
+    epsilon, and of the learning rate of the direction, but not of weight decay; None: 1.
     """
     limit = config.max_grad_norm if isinstance(config, ClippedConfig) else None
-    clip = [optax.clip_by_global_norm(limit)] if limit else []
-    update: optax.GradientTransformation = optax.chain(*clip, *_direction(config, axes), *_decay(config, axes))
+    direction = [optax.clip_by_global_norm(limit)] if limit else []
+    if factors is None:
+        direction += _direction(config, axes)
+    else:
+        epsilon = jax.tree.map(lambda factor: 1 / factor, factors["epsilon"])
+        direction = [_multiply(factors["gradient"]), *direction, _multiply(epsilon), *_direction(config, axes)]
+        direction.append(_multiply(factors["rate"]))
+    update: optax.GradientTransformation = optax.chain(*direction, *_decay(config, axes))
     if isinstance(config, AdamConfig) and config.skip_step is not None:
         update = skip_bad_steps(update, config.skip_step.rolling_interval_length, config.skip_step.sigma_factor)
     return optax.chain(update, scale_by_learning_rate(schedule))
+
+
+def _multiply(factors: Any) -> optax.GradientTransformation:
+    """Multiply each update by its factor, in the update's dtype."""
+    return optax.stateless(
+        lambda updates, _: jax.tree.map(lambda u, factor: u * jnp.asarray(factor, u.dtype), updates, factors)
+    )
 
 
 def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformation]:

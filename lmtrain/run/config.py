@@ -24,6 +24,7 @@ from lmtrain.objectives.config import CrossEntropyConfig, ObjectiveConfig, Weigh
 from lmtrain.optim.config import AdamConfig, OptimizerConfig
 from lmtrain.optim.cycles import build_cycles
 from lmtrain.run.trainer import TrainerConfig, num_microbatches
+from lmtrain.transfer.config import TransferConfig, base_of
 
 
 class RunConfig(HuggingFaceConfig):
@@ -40,6 +41,9 @@ class RunConfig(HuggingFaceConfig):
     )
     lora: LoraConfig | None = Field(
         None, description="Train low-rank adapters on a frozen base instead of all parameters; null: all parameters"
+    )
+    transfer: TransferConfig | None = Field(
+        None, description="Take learning rates and initial values from a smaller model (muP, CompleteP); null: as set"
     )
     epoch: int = changeable(
         0, ge=0, description="Number of passes over the data after which training ends; 0: use num_train_steps"
@@ -91,6 +95,7 @@ class RunConfig(HuggingFaceConfig):
         if len(given) > 1:
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
         self._check_lora()
+        self._check_transfer()
         if self.optimizer.hessian == "hutchinson" and self.model.mixture:
             raise field_error(
                 "optimizer.type", "sophia-h needs second derivatives, which experts do not have; use sophia-g"
@@ -127,6 +132,18 @@ class RunConfig(HuggingFaceConfig):
         if self.optimizer.needs_full_matrices:
             raise field_error(
                 "optimizer.type", f"{self.optimizer.type} is for complete matrices; with lora use another, such as adam"
+            )
+
+    def _check_transfer(self) -> None:
+        """Raise an error for settings that do not fit the transfer between sizes."""
+        if self.transfer is None:
+            return
+        base_of(self.model, self.transfer.base)
+        if self.lora is not None:
+            raise field_error("transfer", "adapters have no sizes to transfer between; remove it, or lora")
+        if self.optimizer.type not in ("adam", "lion", "muon"):
+            raise field_error(
+                "optimizer.type", f"{self.optimizer.type} has no rule for transfer; use adam, lion or muon"
             )
 
     @property

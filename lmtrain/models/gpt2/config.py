@@ -34,6 +34,9 @@ class Gpt2Settings(BaseModelConfig):
     def mlp_dim(self) -> int:
         return self.intermediate_dim or self.hidden_dim * self.mlp_scale
 
+    def initial_range(self, inputs: int, adds: bool = False) -> float:
+        return self.initializer_range / (2 * self.num_layers) ** 0.5 if adds else self.initializer_range
+
     @property
     def has_dropout(self) -> bool:
         return max(self.embed_pdrop, self.resid_pdrop, self.attn_pdrop) > 0

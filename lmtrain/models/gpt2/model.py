@@ -35,8 +35,8 @@ class Gpt2Attention(Attention):
     def setup(self) -> None:
         c = self.config
         embed, heads, head_dim = ("embed", c.hidden_dim), ("heads", c.num_heads), ("head_dim", c.head_width)
-        residual = normal(c.initializer_range / (2 * c.num_layers) ** 0.5)
-        self.qkv = Linear((embed,), (("qkv", 3), heads, head_dim), normal(c.initializer_range), c.use_bias)
+        init, residual = (normal(c.initial_range(c.hidden_dim, adds)) for adds in (False, True))
+        self.qkv = Linear((embed,), (("qkv", 3), heads, head_dim), init, c.use_bias)
         self.out = Linear((heads, head_dim), (embed,), residual, c.use_bias)
         self.drop_weights = nn.Dropout(c.attn_pdrop)
 
@@ -44,7 +44,7 @@ class Gpt2Attention(Attention):
         return split_qkv(self.qkv(x))
 
     def scores(self, layer: jax.Array) -> dict[str, Any]:
-        scale = self.config.head_width**-0.5
+        scale = self.config.score_scale
         scaled = scale / (layer + 1) if self.config.scale_attn_by_inverse_layer_idx else scale
         return {"scale": scaled, "upcast": self.config.upcast_attn}
 
@@ -56,7 +56,7 @@ class Gpt2Block(Block):
 
     def setup(self) -> None:
         c = self.config
-        init, residual = (normal(c.initializer_range / part) for part in (1, (2 * c.num_layers) ** 0.5))
+        init, residual = normal(c.initial_range(c.hidden_dim)), normal(c.initial_range(c.mlp_dim, adds=True))
         self.norm_attn = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)
         self.attn = Gpt2Attention(c, self.backend)
         self.norm_mlp = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)

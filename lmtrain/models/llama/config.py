@@ -212,6 +212,11 @@ class LlamaConfig(BaseModelConfig):
         return self.query_pre_attn_scalar or self.head_width
 
     @property
+    def score_scale(self) -> float:
+        scale: float = self.query_scalar**-0.5
+        return scale
+
+    @property
     def mlp_matrices(self) -> int:
         return 3 if self.gated_mlp else 2
 

@@ -82,7 +82,7 @@ class LlamaAttention(Attention):
 
     def scores(self, layer: jax.Array) -> dict[str, Any]:
         c = self.config
-        return {"scale": c.query_scalar**-0.5, "window": self.window, "cap": c.attention_logit_cap}
+        return {"scale": c.score_scale, "window": self.window, "cap": c.attention_logit_cap}
 
 
 class LlamaBlock(Block):

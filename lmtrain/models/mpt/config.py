@@ -44,6 +44,14 @@ class MptConfig(BaseModelConfig):
         return self
 
     @property
+    def score_scale(self) -> float:
+        return self.softmax_scale or super().score_scale
+
+    def initial_range(self, inputs: int, adds: bool = False) -> float:
+        spread: float = self.initializer_range if self.init_scheme == "normal" else (2 / inputs) ** 0.5
+        return spread / (2 * self.num_layers) ** 0.5 if adds else spread
+
+    @property
     def has_dropout(self) -> bool:
         return max(self.embed_pdrop, self.resid_pdrop, self.attn_pdrop) > 0
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.nn.initializers import Initializer, normal
+from jax.nn.initializers import normal
 
 from lmtrain.models.attention.attend import alibi_slopes
 from lmtrain.models.decoder import Decoder
@@ -33,12 +33,6 @@ from lmtrain.models.layers.norm import LayerNorm
 from lmtrain.models.mpt.config import MptConfig
 
 
-def initial(config: MptConfig, inputs: int, residual: bool = False) -> Initializer:
-    """The initializer of a matrix with this number of inputs; `residual` for those that add to the stream."""
-    spread: float = config.initializer_range if config.init_scheme == "normal" else (2 / inputs) ** 0.5
-    return normal(spread / (2 * config.num_layers) ** 0.5 if residual else spread)
-
-
 class MptAttention(Attention):
     """Attention with a bias that grows with the distance (ALiBi)."""
 
@@ -47,8 +41,9 @@ class MptAttention(Attention):
     def setup(self) -> None:
         c = self.config
         embed, heads, head_dim = ("embed", c.hidden_dim), ("heads", c.num_heads), ("head_dim", c.head_width)
-        self.qkv = Linear((embed,), (("qkv", 3), heads, head_dim), initial(c, c.hidden_dim), c.use_bias)
-        self.out = Linear((heads, head_dim), (embed,), initial(c, c.hidden_dim, residual=True), c.use_bias)
+        init, residual = (normal(c.initial_range(c.hidden_dim, adds)) for adds in (False, True))
+        self.qkv = Linear((embed,), (("qkv", 3), heads, head_dim), init, c.use_bias)
+        self.out = Linear((heads, head_dim), (embed,), residual, c.use_bias)
         self.drop_weights = nn.Dropout(c.attn_pdrop)
         self.slopes = alibi_slopes(c.num_heads, c.alibi_bias_max)
 
@@ -56,7 +51,7 @@ class MptAttention(Attention):
         return split_qkv(self.qkv(x), self.config.clip_qkv)
 
     def scores(self, layer: jax.Array) -> dict[str, Any]:
-        return {"scale": self.config.softmax_scale or self.config.head_width**-0.5, "slopes": self.slopes}
+        return {"scale": self.config.score_scale, "slopes": self.slopes}
 
 
 class MptBlock(Block):
@@ -66,7 +61,7 @@ class MptBlock(Block):
 
     def setup(self) -> None:
         c = self.config
-        init, residual = initial(c, c.hidden_dim), initial(c, c.mlp_dim, residual=True)
+        init, residual = normal(c.initial_range(c.hidden_dim)), normal(c.initial_range(c.mlp_dim, adds=True))
         self.norm_attn = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)
         self.attn = MptAttention(c, self.backend)
         self.norm_mlp = LayerNorm(c.hidden_dim, c.layer_norm_epsilon, c.use_bias)
@@ -83,9 +78,6 @@ class MptLM(Decoder):
 
     def build_norm(self) -> LayerNorm:
         return LayerNorm(self.config.hidden_dim, self.config.layer_norm_epsilon, self.config.use_bias)
-
-    def embedding_init(self) -> Initializer:
-        return initial(self.config, self.config.hidden_dim)
 
     @property
     def embedding_dropout(self) -> float:

@@ -1,7 +1,7 @@
 """The program of a run, before any arrays exist: model, optimizer, layout of all arrays, and the step."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from lmtrain.train.step.ema import build_averaging
 from lmtrain.train.step.norms import Watch
 from lmtrain.train.step.state import TrainState, init_state, state_bytes, state_shardings
 from lmtrain.train.step.step import TrainStep, build_train_step
+from lmtrain.transfer.factors import factor_trees
 
 # Signs of an out-of-memory error in XLA's messages.
 _SIGNS = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
@@ -46,7 +47,8 @@ class Program:
 
     `train_step` is compiled at its first call. `platform` of the devices: cpu, gpu or tpu. `attention` is the kernel's
     name and the reason for the choice, `replicas` the number of replicas over slices and the reason, `products` the
-    kernel of experts (None without), `expert_parts` the number of devices that split them.
+    kernel of experts (None without), `expert_parts` the number of devices that split them. `factors` of the transfer
+    between sizes: trees like the parameters, see `lmtrain/transfer/factors.py`; None without.
     """
 
     config: RunConfig
@@ -63,11 +65,14 @@ class Program:
     replicas: Replicas
     products: Choice | None
     expert_parts: ExpertParts
+    factors: Mapping[str, Any] | None
 
     def init(self, base: Any = None) -> TrainState:
         """A newly initialized state. With LoRA, `base` are the frozen parameters; None: newly initialized too."""
         seed = self.config.trainer.seed
-        return init_state(self.model, self.optimizer, self.abstract, self.shardings, seed=seed, base=base)
+        return init_state(
+            self.model, self.optimizer, self.abstract, self.shardings, seed=seed, base=base, factors=self.factors
+        )
 
     def example(self) -> tuple[Any, Any]:
         """An abstract state and the largest batch, each array with its sharding."""
@@ -186,7 +191,8 @@ def build_program(
     model = adapt(config.lora, config.model, build_model(config.model, vocab_size, attention.name))
     schedule = build_schedule(config.optimizer, trainer.num_train_steps)
     axes = trainable(model, parameter_axes(model))
-    optimizer = build_optimizer(config.optimizer, schedule, axes)
+    factors = factor_trees(config.transfer, config.model, config.optimizer)
+    optimizer = build_optimizer(config.optimizer, schedule, axes, factors)
     averaging = build_averaging(trainer.model_averaging)
 
     def state_in(layout: Layout) -> tuple[TrainState, TrainState]:
@@ -243,4 +249,5 @@ def build_program(
         replicas,
         products,
         expert_parts,
+        factors,
     )

@@ -97,17 +97,25 @@ def init_state(
     *,
     seed: int,
     base: Any = None,
+    factors: Mapping[str, Any] | None = None,
 ) -> TrainState:
     """An initial state, each array computed on its devices. The same seed gives the same values on any mesh.
 
-    With LoRA, `base` are the frozen parameters; without it they are initialized too.
+    With LoRA, `base` are the frozen parameters; without it they are initialized too. `factors` of the transfer between
+    sizes, if any: new parameters are multiplied by `initial`, and `offset` is added.
     """
 
     def init(key: jax.Array, base: Any) -> TrainState:
         params, frozen = new_params(model, key, abstract.params, abstract.base, base)
+        if factors is not None:
+            params = jax.tree.map(_scaled, params, factors["initial"], factors["offset"])
         ema_params = None if abstract.ema_params is None else jax.tree.map(jnp.copy, params)
         return TrainState(jnp.int32(0), params, optimizer.init(params), ema_params, frozen)
 
     out = shardings if base is None else shardings.replace(base=None)
     state: TrainState = jax.jit(init, out_shardings=out)(jax.random.key(seed), base)
     return state if base is None else state.replace(base=base)
+
+
+def _scaled(values: jax.Array, factor: Any, offset: float) -> jax.Array:
+    return values * jnp.asarray(factor, values.dtype) + jnp.asarray(offset, values.dtype)

@@ -1,0 +1,1 @@
+"""Transfer of learning rates and initial values from a small model to a larger one (muP, CompleteP)."""

@@ -1,0 +1,71 @@
+"""Settings of the transfer between sizes, and the model that they name."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError, field_validator
+
+from lmtrain.config.errors import field_error
+from lmtrain.config.section import Section
+from lmtrain.config.setting import identity
+from lmtrain.config.suggest import suggest_name
+from lmtrain.models.base_config import BaseModelConfig
+
+_REQUIRED = ("hidden_dim", "num_layers", "num_heads")
+_OTHERS = ("intermediate_dim", "num_kv_heads", "head_dim", "moe")
+_OF_EXPERTS = "intermediate_dim"
+
+
+class TransferConfig(Section):
+    """Learning rates and initial values by comparison with a smaller model, for which they were chosen.
+
+    Yang et al. 2022, "Tensor Programs V" (muP), in width; Dey et al. 2025, "Don't be lazy: CompleteP", in depth.
+    """
+
+    base: dict[str, Any] = identity(
+        {},
+        description="Sizes of the model whose learning rate, epsilon and initializer_range this run uses: hidden_dim, "
+        "num_layers, num_heads, and those of intermediate_dim, num_kv_heads, head_dim and moe.intermediate_dim that "
+        "the model sets; other settings are the model's",
+    )
+
+    @field_validator("base")
+    @classmethod
+    def _sizes_only(cls, base: dict[str, Any]) -> dict[str, Any]:
+        known = (*_REQUIRED, *_OTHERS)
+        for name in base:
+            if name not in known:
+                near = suggest_name(name, known)
+                hint = f"; did you mean {near}?" if near else ""
+                raise ValueError(f"{name} is not a size; expected some of {', '.join(known)}{hint}")
+        if missing := [name for name in _REQUIRED if name not in base]:
+            raise ValueError(f"{missing[0]} is missing")
+        if "moe" in base and (not isinstance(base["moe"], dict) or set(base["moe"]) != {_OF_EXPERTS}):
+            raise ValueError(f"moe: expected {{{_OF_EXPERTS}: ...}}; the number of experts is the model's")
+        return base
+
+
+ModelT = TypeVar("ModelT", bound=BaseModelConfig)
+
+
+def base_of(model: ModelT, sizes: Mapping[str, Any]) -> ModelT:
+    """The model of `transfer.base`: that of `model` with these sizes. Raises the error of a section."""
+    field = "transfer.base"
+    given = {name: getattr(model, name) for name in model.model_fields_set}
+    settings = {name: value for name, value in given.items() if name not in (*_REQUIRED, *_OTHERS)}
+    if needed := [name for name in ("intermediate_dim", "head_dim") if given.get(name) and name not in sizes]:
+        raise field_error(field, f"{needed[0]} is missing: the model sets it")
+    settings |= {name: value for name, value in sizes.items() if name != "moe"}
+    if (moe := given.get("moe")) is not None:
+        width = sizes.get("moe", {}).get(_OF_EXPERTS)
+        if moe.intermediate_dim and width is None:
+            raise field_error(field, f"moe.{_OF_EXPERTS} is missing: the model sets it")
+        settings["moe"] = moe.model_dump(exclude_unset=True) | ({} if width is None else {_OF_EXPERTS: width})
+    elif "moe" in sizes:
+        raise field_error(field, "moe: the model has no experts; remove it")
+    try:
+        return type(model).model_validate(settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"])) or (first.get("ctx") or {}).get("field", "")
+        raise field_error(field, f"{name}: {first['msg']}".removeprefix(": ")) from None

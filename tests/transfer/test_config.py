@@ -1,0 +1,51 @@
+"""`transfer.base`: sizes of a smaller model, with clear errors."""
+
+import pytest
+from pydantic import ValidationError
+
+from lmtrain.run.config import RunConfig
+from lmtrain.transfer.config import base_of
+
+SIZES = {"hidden_dim": 64, "num_heads": 4, "num_layers": 4}
+BASE = {"hidden_dim": 32, "num_heads": 2, "num_layers": 2}
+
+
+def config(base, **sections):
+    model = {"type": "gpt2", **SIZES} | sections.pop("model", {})
+    return RunConfig.model_validate({"model": model, "transfer": {"base": base}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("base", "sections", "message"),
+    [
+        ({"hidden_dim": 32}, {}, "num_layers is missing"),
+        (BASE | {"num_layer": 2}, {}, "num_layer is not a size; .* did you mean num_layers"),
+        (BASE | {"resid_pdrop": 0.1}, {}, "resid_pdrop is not a size"),
+        (BASE | {"hidden_dim": 33}, {}, "num_heads: 2 does not divide hidden_dim 33"),
+        (BASE | {"hidden_dim": "x"}, {}, "hidden_dim: .*valid integer"),
+        (BASE | {"num_kv_heads": 2}, {}, "num_kv_heads"),
+        (BASE, {"model": {"intermediate_dim": 200}}, "intermediate_dim is missing: the model sets it"),
+        (BASE | {"moe": {"intermediate_dim": 8}}, {}, "moe: the model has no experts"),
+        (BASE | {"moe": {"num_experts": 8}}, {}, "the number of experts is the model's"),
+        (BASE, {"optimizer": {"type": "adafactor"}}, "adafactor has no rule for transfer; use adam, lion or muon"),
+        (BASE, {"optimizer": {"type": "sophia-g"}}, "sophia-g has no rule for transfer"),
+        (BASE, {"lora": {}, "initialize_from_hf": "x"}, "adapters have no sizes to transfer between"),
+    ],
+)
+def test_a_bad_base_is_an_error(base, sections, message):
+    with pytest.raises(ValidationError, match=message):
+        config(base, **sections)
+
+
+def test_the_base_has_the_other_settings_of_the_model():
+    model = config(BASE, model={"resid_pdrop": 0.1, "mlp_scale": 2}).model
+    base = base_of(model, BASE)
+    assert (base.hidden_dim, base.num_layers, base.resid_pdrop, base.mlp_dim) == (32, 2, 0.1, 64)
+
+
+def test_sizes_that_the_base_omits_follow_its_own():
+    moe = {"num_experts": 4, "intermediate_dim": 32}
+    llama = {"type": "llama", "intermediate_dim": 128, "num_kv_heads": 2, "moe": moe}
+    sizes = BASE | {"intermediate_dim": 64, "moe": {"intermediate_dim": 16}}
+    base = base_of(config(sizes, model=llama).model, sizes)
+    assert (base.kv_heads, base.moe.num_experts, base.expert_dim) == (2, 4, 16)
