@@ -22,6 +22,7 @@ VERBS = {
     "export-hf": ("export_hf", "write a checkpoint as a Hugging Face model folder"),
     "generate": ("generate", "sample text from a checkpoint"),
     "plan": ("plan", "memory, communication and speed of a run on any devices; search for settings"),
+    "scaling": ("scaling", "a ladder of small runs, and the loss and cost of a large run by its law"),
     "checkpoint": ("checkpoint", "list, inspect and verify checkpoints"),
     "report": ("report", "one HTML page and plots of a run, or of several side by side"),
     "config": ("config", "validate a config, or show it resolved"),

@@ -1,11 +1,17 @@
-"""`lmtrain report RUN [RUN ...]`: one HTML page and PNG plots of a run, or of several side by side."""
+"""`lmtrain report RUN [RUN ...]`: one HTML page and PNG plots of a run, of several side by side, or of a ladder."""
 
 import os
+from collections.abc import Sequence
+
+import yaml
 
 from lmtrain.commands.arguments import Parser
 from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
+from lmtrain.config.load import load_config
+from lmtrain.config.redact import redact
 from lmtrain.report.find import find_runs, name_runs
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.progress import format_bytes
 
 
@@ -14,7 +20,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "runs",
         metavar="RUN",
-        nargs="+",
+        nargs="*",
         help="run id, <log_dir>/<run_id>, or a metrics.jsonl; the run may still be running",
     )
     parser.add_argument(
@@ -23,14 +29,29 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="HTML file to write (default: <log_dir>/<run_id>/report.html; for several runs ./report.html)",
+        help="HTML file to write (default: <log_dir>/<run_id>/report.html; for several runs ./report.html; for a ladder "
+        "./<ladder>-report.html)",
+    )
+    parser.add_argument(
+        "--scaling", metavar="LADDER", help="report on a ladder, its law and its plots, instead of runs"
+    )
+    parser.add_argument(
+        "--predict", metavar="CONFIG", action="append", default=[], help="config to predict by the law of --scaling"
     )
     arguments = parser.parse_args(argv)
+    if arguments.scaling is not None:
+        if arguments.runs:
+            raise UserError(
+                f"--scaling {arguments.scaling} reports on the runs of a ladder; remove {arguments.runs[0]}"
+            )
+        return _report_ladder(arguments.scaling, arguments.predict, arguments.output)
+    if not arguments.runs:
+        parser.error("the following arguments are required: RUN, or --scaling LADDER")
+    if arguments.predict:
+        raise UserError("--predict needs --scaling LADDER")
     files = find_runs(arguments.runs, arguments.log_dir)
     default = os.path.join(files[0].folder, "report.html") if len(files) == 1 else "report.html"
-    output = os.path.expanduser(arguments.output or default)
-    if os.path.splitext(output)[1] not in (".html", ".htm"):
-        raise UserError(f"--output {arguments.output}: expected a name that ends in .html")
+    output = _html(arguments.output or default)
 
     from lmtrain.report.page import write_report  # numpy is imported only now
     from lmtrain.report.run import read_run
@@ -41,6 +62,46 @@ def run(argv: list[str]) -> int:
         print(f"{each.name}: {counted(each.last_step, 'step')}, {counted(len(each.curves), 'metric')} shown")
         for notice in each.notices:
             print(f"  {notice}")
-    size = format_bytes(os.path.getsize(output))
-    print(f"{output}: {size}; {counted(len(plots), 'plot')} in {os.path.dirname(plots[0])}")
+    _say_written(output, plots)
     return 0
+
+
+def _report_ladder(path: str, configs: list[str], output: str | None) -> int:
+    """The page of a ladder, with the predicted losses of these configs."""
+    from lmtrain.commands.scaling import read_fit, read_ladder
+    from lmtrain.report.scaling_page import write_scaling_report
+    from lmtrain.scaling.predict import predict, tokens_of
+    from lmtrain.scaling.results import read_results
+
+    ladder = read_ladder(path, None)
+    page = _html(output or f"{ladder.name}-report.html")
+    big = {name: load_config(RunConfig, name).config for name in configs}
+    try:
+        fitted, reason = read_fit(ladder), ""
+    except UserError as error:
+        if configs:
+            raise
+        fitted, reason = None, str(error)
+    predictions = (
+        {}
+        if fitted is None
+        else {name: predict(fitted, config.model, tokens_of(config)) for name, config in big.items()}
+    )
+    settings = yaml.safe_dump(redact(ladder.config.model_dump(mode="json")), sort_keys=False)
+    plots = write_scaling_report(ladder, read_results(ladder), fitted, reason, predictions, settings, page)
+    print(reason or f"{ladder.name}: {counted(len(plots), 'plot')}")
+    _say_written(page, plots)
+    return 0
+
+
+def _html(output: str) -> str:
+    path = os.path.expanduser(output)
+    if os.path.splitext(path)[1] not in (".html", ".htm"):
+        raise UserError(f"--output {output}: expected a name that ends in .html")
+    return path
+
+
+def _say_written(output: str, plots: Sequence[str]) -> None:
+    size = format_bytes(os.path.getsize(output))
+    where = f" in {os.path.dirname(plots[0])}" if plots else ""
+    print(f"{output}: {size}; {counted(len(plots), 'plot')}{where}")

@@ -24,6 +24,8 @@ def _fraction_or_steps(value: Any) -> Any:
 FractionOrSteps = Annotated[StrictInt | StrictFloat, BeforeValidator(_fraction_or_steps)]
 Steps = Annotated[StrictInt, Field(ge=1)]
 
+_WSD_DECAY = 0.2  # Haegele et al. 2024: longer decays gain little
+
 Estimator = Literal["hutchinson", "gauss_newton_bartlett"]
 
 
@@ -48,8 +50,8 @@ class ScheduleConfig(Section):
         "to weight_decay_modules; false: off (without weight_decay_modules, all parameters decay); null: on unless "
         "weight_decay_modules is set",
     )
-    lr_schedule: Literal["constant", "linear", "cosine", "inv_sqrt", "inv"] = tunable(
-        "cosine", description="Shape of the learning-rate decay"
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd", "inv_sqrt", "inv"] = tunable(
+        "cosine", description="Shape of the learning-rate decay; wsd (warmup, stable, decay): linear, at the end only"
     )
     min_lr_ratio: float = tunable(0.1, ge=0, le=1, description="Final learning rate, as a fraction of the peak")
     warmup: FractionOrSteps = tunable(
@@ -58,7 +60,7 @@ class ScheduleConfig(Section):
     decay: FractionOrSteps | None = tunable(
         None,
         description="Decay at the end of each cycle: steps (int) or fraction of the cycle (float); "
-        "null: all steps after the warmup",
+        "null: all steps after the warmup, with wsd the last fifth of the cycle",
     )
     rewarmup: FractionOrSteps = tunable(
         0.0,
@@ -91,6 +93,11 @@ class ScheduleConfig(Section):
         if self.lr_schedule == "inv" and self.min_lr_ratio == 0:
             raise field_error("min_lr_ratio", "lr_schedule inv requires a value above 0")
         return self
+
+    @property
+    def decay_length(self) -> FractionOrSteps | None:
+        """`decay`, or that of the schedule; None: all steps after the warmup."""
+        return _WSD_DECAY if self.decay is None and self.lr_schedule == "wsd" else self.decay
 
 
 class SkipStepConfig(Section):

@@ -70,11 +70,13 @@ def _cycle(config: ScheduleConfig, index: int, start: int, end: int) -> Cycle:
     warmup = num_steps(config.rewarmup if index else config.warmup, length)
     if warmup > length:
         raise field_error(name, f"{counted(warmup, 'step')}, longer than {where}")
-    if config.decay is None:
+    if config.decay_length is None:
         return Cycle(start, end, warmup, length - warmup)
-    decay = num_steps(config.decay, length)
+    decay = num_steps(config.decay_length, length)
     if decay < 1 and config.lr_schedule != "constant":
-        raise field_error("decay", f"{config.decay} is less than one step; for no decay set lr_schedule: constant")
+        raise field_error(
+            "decay", f"{config.decay_length} is less than one step; for no decay set lr_schedule: constant"
+        )
     if warmup + decay > length:
         raise field_error("decay", f"{counted(decay, 'step')}, with {warmup:,} of {name}, longer than {where}")
     return Cycle(start, end, warmup, decay)

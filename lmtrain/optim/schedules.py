@@ -24,11 +24,12 @@ def build_schedule(config: ScheduleConfig, num_train_steps: int) -> Schedule:
 
     constant  P
     linear    P + (m - P) * t / d
+    wsd       the same
     cosine    m + (P - m) * (1 + cos(pi * t / d)) / 2
     inv       P / (1 + (P / m - 1) * max(t, 1) / d)
     inv_sqrt  P * min(1, sqrt(10000 / (t + w))), at least m, independent of d
 
-    If `decay` is null, the decay starts right after the warmup. After the last step the rate is constant. The first
+    If `decay` is null, the decay starts right after the warmup, with wsd in the last fifth of the cycle. After the last step the rate is constant. The first
     update of a run with warmup has rate 0.
     """
     cycles = build_cycles(config, num_train_steps)
@@ -37,7 +38,7 @@ def build_schedule(config: ScheduleConfig, num_train_steps: int) -> Schedule:
     def decayed(t: jax.Array, w: jax.Array, d: jax.Array) -> jax.Array:
         progress = jnp.where(d > 0, t / jnp.maximum(d, 1), 0.0)
         match config.lr_schedule:
-            case "linear":
+            case "linear" | "wsd":
                 return peak + (end - peak) * progress
             case "cosine":
                 return end + (peak - end) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))

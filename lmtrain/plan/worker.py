@@ -9,14 +9,13 @@ import gzip
 import json
 import os
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.plan.request import Request
 from lmtrain.runtime.atomic_files import write_atomically
+from lmtrain.runtime.lost_parent import end_with_parent
 
 # Parts of compilers' messages that a program does not fit.
 _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory", "exceeds available memory")
@@ -24,7 +23,7 @@ _DOES_NOT_FIT = ("RESOURCE_EXHAUSTED", "Ran out of memory", "out of memory", "ex
 
 def main(argv: list[str]) -> int:
     """Answer one request, `argv[0]`, into the folder `argv[1]`. -> exit code"""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    end_with_parent(os.getppid())  # so that no compiler keeps using memory
     path = Path(argv[0])
     try:
         answer(Request.from_json(path.read_text()), argv[1])
@@ -32,13 +31,6 @@ def main(argv: list[str]) -> int:
         path.with_name("error.txt").write_text(str(error))
         return 2
     return 0
-
-
-def _end_with_parent(parent: int) -> None:
-    """Exit if the command was killed, so that no compiler keeps using memory."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 def answer(request: Request, folder: str) -> None:

@@ -67,12 +67,12 @@ def build_page(
     names = [Cell(run.name, colour=colour_of(number) if several else "") for number, run in enumerate(runs)]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False, "ensure_ascii": False}
-    return environment.from_string(_package_file("page.html")).render(
+    return environment.from_string(package_file("page.html")).render(
         policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {script_source()}",
         version=__version__,
         light=css_variables(0),
         dark=css_variables(1),
-        style=_package_file("page.css"),
+        style=package_file("page.css"),
         script=script(),
         data={
             "runs": [run_data(run) for run in runs],
@@ -100,7 +100,7 @@ def build_page(
 
 def script() -> str:
     """The page's JavaScript."""
-    return '"use strict";\n' + "\n".join(map(_package_file, SCRIPTS))
+    return '"use strict";\n' + "\n".join(map(package_file, SCRIPTS))
 
 
 def script_source() -> str:
@@ -109,7 +109,8 @@ def script_source() -> str:
 
 
 @cache
-def _package_file(name: str) -> str:
+def package_file(name: str) -> str:
+    """The text of a file of this package."""
     return files("lmtrain.report").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -42,6 +42,8 @@ def identity(config: RunConfig) -> dict[str, Any]:
     minimized: dict[str, Any] = {"objective": objective} if objective else {}
     if config.lora is not None:
         minimized["lora"] = _settings(config.lora)
+    if config.transfer is not None:
+        minimized["transfer"] = _settings(config.transfer)
     others = _settings(config) | _settings(config.trainer)
     return redact(sections | minimized | {name: value for name, value in others.items() if not _is_unset(value)})
 

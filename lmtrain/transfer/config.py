@@ -45,6 +45,14 @@ class TransferConfig(Section):
         return base
 
 
+def sizes_of(model: BaseModelConfig) -> dict[str, Any]:
+    """The `transfer.base` with the sizes of a model, complete so that nothing follows another default."""
+    sizes = {name: getattr(model, name, None) for name in (*_REQUIRED, *_OTHERS)}
+    if (moe := sizes.pop("moe")) is not None and moe.intermediate_dim:
+        sizes["moe"] = {_OF_EXPERTS: moe.intermediate_dim}
+    return {name: value for name, value in sizes.items() if value is not None}
+
+
 ModelT = TypeVar("ModelT", bound=BaseModelConfig)
 
 

@@ -1,0 +1,267 @@
+"""`lmtrain scaling run|status|fit|predict LADDER`: a ladder of small runs, and the loss and cost of a large one."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from lmtrain.commands.arguments import Parser, at_least
+from lmtrain.config.errors import UserError
+from lmtrain.config.load import find_config, load_config
+from lmtrain.config.redact import redact
+from lmtrain.plan.answers import ask
+from lmtrain.plan.known_models import find_vocab_size
+from lmtrain.plan.request import Request, Target
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.atomic_files import write_atomically
+from lmtrain.runtime.progress import Progress
+from lmtrain.runtime.topologies import KINDS, find_topology
+from lmtrain.scaling.arguments import as_overrides
+from lmtrain.scaling.config import LadderConfig
+from lmtrain.scaling.ladder import Ladder, build_ladder
+
+if TYPE_CHECKING:
+    from lmtrain.scaling.fitted import FittedLadder
+    from lmtrain.scaling.predict import Speed
+
+
+def run(argv: list[str]) -> int:
+    parser = Parser("scaling", "Train a ladder of small runs, fit a law to their losses, and predict a large run.")
+    parser.add_argument(
+        "action", choices=list(_ACTIONS), help="; ".join(f"{n}: {a.__doc__}" for n, a in _ACTIONS.items())
+    )
+    parser.add_argument("ladder", metavar="LADDER", help="YAML file of the ladder")
+    parser.add_argument("--json", action="store_true", help="status, fit, predict: print only JSON to stdout")
+    count = at_least(1)
+    parser.add_argument("--vocab_size", type=count, metavar="N", help="vocabulary size, if the tokenizer is unknown")
+    jobs = parser.add_argument_group("run")
+    jobs.add_argument("--commands", action="store_true", help="print the commands of the runs instead of running them")
+    jobs.add_argument("--slurm", metavar="DIR", help="write Slurm arrays of the runs and a script that submits them")
+    big = parser.add_argument_group("predict")
+    big.add_argument("--config", metavar="BIG", help="CONFIG of the large run (default: that of the ladder)")
+    big.add_argument(
+        "--device", metavar="KIND", help=f"kind of device, whose speed `plan` computes: {', '.join(KINDS)}"
+    )
+    big.add_argument("--devices", type=count, metavar="N", help="number of devices")
+    big.add_argument("--topology", metavar="T", help="topology of TPUs, as for plan")
+    big.add_argument("--hours", type=at_least(1e-6, float), metavar="H", help="find the best run for these hours")
+    big.add_argument(
+        "--efficiency", type=_fraction, default=1.0, metavar="F", help="fraction of the plan's bound (default: 1)"
+    )
+    big.add_argument("--mfu", type=_fraction, metavar="F", help="model FLOPs utilization, instead of a plan")
+    big.add_argument("--run", metavar="ID", help="run of this speed, instead of a plan (default: the ladder's largest)")
+    big.add_argument("--write", metavar="FILE", help="write the config of the best run")
+    arguments = parser.parse_args(argv)
+    _check_flags(arguments)
+    return _ACTIONS[arguments.action](arguments)
+
+
+def read_ladder(path: str, vocab_size: int | None) -> Ladder:
+    """The ladder of a file, with the config that it names, relative to the file or as on the command line."""
+    loaded = load_config(LadderConfig, path)
+    config = loaded.config.config
+    here = os.path.join(os.path.dirname(loaded.path), config)
+    near = [here + ending for ending in ("", ".yaml", ".yml") if os.path.isfile(here + ending)]
+    try:
+        found = near[0] if near else find_config(config)
+    except UserError as error:
+        raise UserError(f"{loaded.path}: config: {error}") from None
+    base = load_config(RunConfig, found, as_overrides(loaded.config.overrides))
+    return build_ladder(loaded, base, find_vocab_size(base.config.data, vocab_size)[0])
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """train all runs that are not done"""
+    from lmtrain.scaling.fitted import check_data
+    from lmtrain.scaling.jobs import shell_lines, write_arrays
+    from lmtrain.scaling.points import points
+    from lmtrain.scaling.results import read_results
+    from lmtrain.scaling.runner import check, command_lines, stages, train_all
+
+    ladder = read_ladder(arguments.ladder, arguments.vocab_size)
+    law = points(ladder, ladder.rates[:1] * len(ladder.sizes))  # errors of all runs before the first one
+    check_data(ladder, [point.tokens for point in law], train_tokens(ladder.run))
+    if not arguments.commands and arguments.slurm is None:
+        return train_all(ladder) or _status(arguments)
+    results = check(read_results(ladder))
+    lines, more = [command_lines(ladder, stage) for stage in stages(results)], not results.law
+    if not lines:
+        print(f"{ladder.name}: all runs are done", file=sys.stderr)
+    elif arguments.slurm is None:
+        print("\n".join(shell_lines(lines, more)))
+    else:
+        print(f"run: bash {write_arrays(arguments.slurm, ladder.name, lines, more)} [OPTIONS OF SBATCH]")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    """table of all runs"""
+    from lmtrain.scaling.describe import status_json, status_lines
+    from lmtrain.scaling.results import read_results
+
+    ladder = read_ladder(arguments.ladder, arguments.vocab_size)
+    results = read_results(ladder)
+    print(json.dumps(status_json(results)) if arguments.json else "\n".join(status_lines(ladder, results)))
+    return 0
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    """fit the law"""
+    from lmtrain.scaling.describe import fit_json, fit_lines
+
+    fitted = read_fit(read_ladder(arguments.ladder, arguments.vocab_size))
+    print(json.dumps(fit_json(fitted)) if arguments.json else "\n".join(fit_lines(fitted)))
+    return 0
+
+
+def read_fit(ladder: Ladder) -> "FittedLadder":
+    """The law of the runs of a ladder that are done."""
+    from lmtrain.scaling.fitted import fit_ladder
+    from lmtrain.scaling.results import read_results
+
+    return fit_ladder(ladder, read_results(ladder), train_tokens(ladder.run))
+
+
+def train_tokens(config: RunConfig) -> float | None:
+    """Tokens that a run can read before its data repeats; None if the cache is not here or not complete.
+
+    Of a mixture, a source of weight w repeats after its tokens / w.
+    """
+    from lmtrain.preprocess.prepare import find_caches
+
+    try:
+        caches = find_caches(config.data, validation=False).train
+    except (UserError, OSError):  # the text may be on another machine
+        return None
+    if not all(cache.complete for cache in caches.values()):
+        return None
+    if config.data.configs is None:
+        return float(sum(cache.shards.tokens for cache in caches.values()))
+    changes = [weights for _, weights in config.data.weight_changes(list(caches))]
+    shares = {name: max(weights.get(name, 0.0) / sum(weights.values()) for weights in changes) for name in caches}
+    return min((cache.shards.tokens / shares[name] for name, cache in caches.items() if shares[name]), default=None)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    """predict the loss and the cost of BIG, and with --hours the best run"""
+    from lmtrain.scaling.describe import best_lines, cost_line, fit_lines, prediction_json, prediction_lines
+    from lmtrain.scaling.predict import best_run, predict, recipe_differences, tokens_of
+
+    ladder = read_ladder(arguments.ladder, arguments.vocab_size)
+    fitted = read_fit(ladder)
+    big = ladder.base if arguments.config is None else load_config(RunConfig, arguments.config)
+    config = big.config
+    speed = _speed(arguments, fitted, config)
+    lines = list(fit_lines(fitted)) + [""]
+    answer: dict[str, Any] = {}
+    if other := recipe_differences(ladder, config):
+        lines.append(f"the law does not know the effect of: {'; '.join(other)}")
+    if arguments.config is not None:
+        prediction = predict(fitted, config.model, tokens_of(config))
+        lines += [*prediction_lines(prediction), cost_line(prediction.flops, speed), ""]
+        answer |= prediction_json(prediction) | {"device_hours": speed.devices * speed.hours(prediction.flops)}
+    if arguments.hours is not None:
+        best = best_run(fitted, big, speed.flops(arguments.hours))
+        text = config_text(
+            big.tree.data, best.settings, f"the best run for {speed.devices} x {speed.device}, {arguments.hours:g} h"
+        )
+        lines += [*best_lines(best, speed, arguments.hours), cost_line(best.prediction.flops, speed)]
+        answer["best"] = prediction_json(best.prediction) | {"range": list(best.range), "settings": dict(best.settings)}
+        if arguments.write is None:
+            lines += [
+                "settings  (--write FILE writes a config)",
+                *(f"  {name}: {json.dumps(value)}" for name, value in best.settings.items()),
+            ]
+        else:
+            write_atomically(arguments.write, text.encode())
+            lines.append(f"config    {arguments.write}")
+    print(json.dumps(answer) if arguments.json else "\n".join(lines))
+    return 0
+
+
+def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunConfig) -> "Speed":
+    """The speed of the devices: measured in a run, or by the plan of BIG."""
+    from lmtrain.scaling.predict import Speed
+
+    if arguments.device is None:
+        return _measured_speed(arguments, fitted)
+    target = Target.of(find_topology(arguments.device, arguments.topology, arguments.devices, None, 1))
+    topology = target.topology
+    assert topology is not None
+    accelerator, devices = topology.accelerator, topology.num_devices
+    if arguments.mfu is not None:
+        source = f"{100 * arguments.mfu:g} % MFU as given"
+        return Speed(accelerator.peak_flops * arguments.mfu, devices, accelerator.name, source)
+    if install := target.missing_compiler:
+        raise UserError(
+            f"--device {arguments.device}: its compiler is not installed ({install}); install it, or add --mfu F"
+        )
+    request = Request.of(config, fitted.ladder.vocab_size, target, ("train",), True)
+    with Progress("plan", 1, bar=not arguments.json) as progress:
+        plan = ask(request, 3600.0, partial(progress.update, 0))
+    figures = plan.steps.get("train", {})
+    if plan.failure or "mfu_bound" not in figures:
+        reason = plan.failure or figures.get("does_not_fit", "no figures")
+        raise UserError(
+            f"--device {arguments.device}: no plan of this config, {reason.splitlines()[0]}; see `lmtrain plan`, or add --mfu F"
+        )
+    bound = accelerator.peak_flops * figures["mfu_bound"]
+    source = f"{100 * arguments.efficiency:g} % of the plan's bound of {100 * figures['mfu_bound']:.1f} % MFU"
+    return Speed(bound * arguments.efficiency, devices, accelerator.name, source)
+
+
+def _measured_speed(arguments: argparse.Namespace, fitted: "FittedLadder") -> "Speed":
+    """That of the run --run, else of the ladder's largest run, on this number of its devices."""
+    from lmtrain.scaling.predict import Speed
+    from lmtrain.scaling.results import read_speed
+
+    log_dir = fitted.ladder.run.trainer.log_dir
+    name = arguments.run or fitted.largest.point.id
+    speed = read_speed(log_dir, name)
+    return Speed(speed.flops_per_second, arguments.devices or speed.devices, speed.device, f"measured in {name}")
+
+
+def config_text(written: Mapping[str, Any], settings: Mapping[str, Any], title: str) -> str:
+    """A config as written, with these settings, without secrets."""
+    data = deepcopy(dict(written))
+    for name, value in settings.items():
+        *sections, last = name.split(".")
+        section = data
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return f"# {title}\n{yaml.safe_dump(redact(data), sort_keys=False)}"
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    if arguments.commands and arguments.slurm is not None:
+        raise UserError("--commands and --slurm: choose one")
+    given = {
+        "--topology": arguments.topology,
+        "--mfu": arguments.mfu,
+        "--efficiency": None if arguments.efficiency == 1 else arguments.efficiency,
+    }
+    if arguments.device is None and (name := next((name for name, value in given.items() if value is not None), None)):
+        raise UserError(f"{name}: is for --device KIND")
+    if arguments.device is not None and arguments.run is not None:
+        raise UserError("--run is the speed of a run, --device that of a plan; remove one")
+    if arguments.action == "predict" and arguments.config is None and arguments.hours is None:
+        raise UserError("predict: add --config BIG for the loss of a config, or --hours H for the best run")
+    if arguments.write is not None and arguments.hours is None:
+        raise UserError("--write: needs --hours H, for which the best run is written")
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a fraction, above 0 and at most 1")
+    return value
+
+
+_ACTIONS = {"run": _run, "status": _status, "fit": _fit, "predict": _predict}

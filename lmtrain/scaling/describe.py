@@ -1,0 +1,190 @@
+"""Ladders, fits and predictions as text and as JSON."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from lmtrain.config.counts import counted
+from lmtrain.scaling.fitted import FittedLadder
+from lmtrain.scaling.ladder import Ladder
+from lmtrain.scaling.law import Interval
+from lmtrain.scaling.predict import Best, Prediction, Speed
+from lmtrain.scaling.results import Result, Results
+
+_UNKNOWNS = {
+    "E": "the loss that no size and no data falls below",
+    "A": "of the number of parameters N",
+    "alpha": "exponent of N",
+    "B": "of the number of tokens D",
+    "beta": "exponent of D",
+}
+
+
+def status_lines(ladder: Ladder, results: Results) -> Iterator[str]:
+    """A table of all runs, and what is left."""
+    rows = [("run", "N", "D", "D / N", "rate", "seed", "state", "loss")]
+    rows += [_row(result) for result in results.all]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        cells = [
+            f"{cell:<{width}}" if column in (0, 6) else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+        if number == 0:
+            yield "  ".join("-" * width for width in widths)
+    yield from (f"{r.point.id}: {'; '.join(r.differences)}" for r in results.all if r.differences)
+    yield ""
+    yield from rate_lines(ladder, results)
+    left = [result for result in results.all if result.state != "done"]
+    more = "" if results.law else ", and those of the law once the learning rates have been tried"
+    flops = sum(result.point.flops for result in left)
+    yield f"left: {counted(len(left), 'run')}, {flops:.3g} FLOPs{more}" if left or more else "complete"
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    point = result.point
+    loss = "" if result.loss is None else f"{result.loss:.4f}"
+    cells = f"{point.parameters:,}", f"{point.tokens:,}", f"{point.ratio:g}", f"{point.rate:g}", str(point.seed)
+    return (point.id, *cells, result.state, loss)
+
+
+def rate_lines(ladder: Ladder, results: Results) -> Iterator[str]:
+    """The best learning rate of each size that tried them, with a warning if it is the first or the last one."""
+    for number, size in enumerate(ladder.sizes):
+        losses = {r.point.rate: r.loss for r in results.trials if r.point.size == number and r.loss is not None}
+        if not losses or len(losses) < len(ladder.rates):
+            continue
+        best = min(losses, key=lambda rate: losses[rate])
+        tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items())
+        yield f"learning rate of {size.label}: {best:g} ({tried})"
+        if best in (ladder.rates[0], ladder.rates[-1]):
+            yield f"  the best one is the {'lowest' if best == ladder.rates[0] else 'highest'} tried; add others to learning_rates"
+
+
+def fit_lines(fitted: FittedLadder) -> Iterator[str]:
+    """The law with its intervals, its noise, and the backtest."""
+    ladder, runs, fit = fitted.ladder, fitted.runs, fitted.fit
+    sizes = sorted({run.point.parameters for run in runs})
+    tokens = [run.point.tokens for run in runs]
+    yield (
+        f"{ladder.name}: {counted(len(runs), 'run')} of {len(sizes)} sizes, N {count(sizes[0])} to {count(sizes[-1])}, "
+        f"D {count(min(tokens))} to {count(max(tokens))}"
+    )
+    if fitted.missing:
+        yield f"{counted(fitted.missing, 'run')} of the ladder are not done, and are left out"
+    yield "L(N, D) = E + A / N^alpha + B / D^beta, in nats per token; intervals of 95 %"
+    for name, meaning in _UNKNOWNS.items():
+        value, (low, high) = getattr(fit.law, name), fit.interval(name)
+        note = "NOT IDENTIFIED by these runs" if name in fit.unidentified else meaning
+        yield f"  {name:<6}{value:>10.4g}   {low:>9.4g} to {high:<9.4g} {note}"
+    yield f"noise     {100 * fit.noise:.2g} % of the loss of one run ({fit.degrees} degrees of freedom)"
+    worst = max(range(len(runs)), key=lambda i: abs(fit.residuals[i]))
+    yield f"residuals {100 * float(abs(fit.residuals).max()):.2g} % at most, of {runs[worst].point.id}"
+    yield from _backtest_lines(fitted)
+
+
+def _backtest_lines(fitted: FittedLadder) -> Iterator[str]:
+    if not fitted.backtest:
+        yield "backtest  not possible: without the largest run, too few are left for a fit; add a size"
+        return
+    names = ", ".join(dict.fromkeys(fitted.ladder.sizes[test.result.point.size].label for test in fitted.backtest))
+    covered = sum(test.is_covered for test in fitted.backtest)
+    yield (
+        f"backtest  a fit without {counted(len(fitted.backtest), 'run')} of {names} predicts them; {covered} of "
+        f"{len(fitted.backtest)} in the interval of 95 %"
+    )
+    for test in fitted.backtest:
+        yield (
+            f"  {test.result.point.id}: {test.predicted:.4f} ({interval_text(test.interval)}) instead of "
+            f"{test.result.loss:.4f}, {100 * test.error:+.2f} %"
+        )
+
+
+def prediction_lines(prediction: Prediction) -> Iterator[str]:
+    """The predicted loss of a run, and how far it is from the ladder."""
+    p = prediction
+    yield f"run       N {count(p.parameters)}, D {count(p.tokens)} ({p.tokens / p.parameters:.3g} per parameter), {p.flops:.3g} FLOPs"
+    yield (
+        f"beyond    the ladder's largest run by {p.size_factor:.3g} x in N, {p.token_factor:.3g} x in D, "
+        f"{p.flops_factor:.3g} x in FLOPs"
+    )
+    yield f"loss      {p.loss:.4f} ({interval_text(p.interval)} with 95 %)"
+
+
+def cost_line(flops: float, speed: Speed) -> str:
+    """The time of a run on its devices."""
+    hours = speed.hours(flops)
+    return (
+        f"cost      {hours * speed.devices:,.4g} device hours, {duration(hours)} on {speed.devices} x {speed.device}: "
+        f"{speed.flops_per_second:.3g} FLOP/s each, {speed.source}"
+    )
+
+
+def best_lines(best: Best, speed: Speed, hours: float) -> Iterator[str]:
+    """The best run for a budget."""
+    low, high = best.range
+    yield (
+        f"budget    {speed.devices} x {speed.device} for {hours:g} h: {speed.flops(hours):.3g} FLOPs; the best N is "
+        f"{count(best.parameters)}, and from {count(low)} to {count(high)} the loss is within 0.1 %"
+    )
+    yield from prediction_lines(best.prediction)
+
+
+def fit_json(fitted: FittedLadder) -> dict[str, Any]:
+    """The law, its intervals and the backtest."""
+    fit = fitted.fit
+    return {
+        "runs": len(fitted.runs),
+        "missing": fitted.missing,
+        "law": {name: getattr(fit.law, name) for name in _UNKNOWNS},
+        "intervals": {name: list(fit.interval(name)) for name in _UNKNOWNS},
+        "unidentified": fit.unidentified,
+        "noise": fit.noise,
+        "residuals": {run.point.id: float(value) for run, value in zip(fitted.runs, fit.residuals, strict=True)},
+        "backtest": {
+            test.result.point.id: {
+                "predicted": test.predicted,
+                "interval": list(test.interval),
+                "loss": test.result.loss,
+            }
+            for test in fitted.backtest
+        },
+    }
+
+
+def status_json(results: Results) -> list[dict[str, Any]]:
+    """One object for each run."""
+    names = ("id", "parameters", "tokens", "ratio", "seed", "rate", "steps")
+    return [
+        {
+            **{name: getattr(result.point, name) for name in names},
+            "state": result.state,
+            "loss": result.loss,
+            "step": result.step,
+        }
+        for result in results.all
+    ]
+
+
+def prediction_json(prediction: Prediction) -> dict[str, Any]:
+    """A prediction."""
+    names = ("parameters", "tokens", "flops", "loss", "size_factor", "token_factor", "flops_factor")
+    return {**{name: getattr(prediction, name) for name in names}, "interval": list(prediction.interval)}
+
+
+def count(number: float) -> str:
+    """A number with a unit: 1.23 M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
+
+
+def interval_text(interval: Interval) -> str:
+    """`3.1 to 3.2`."""
+    return f"{interval.low:.4f} to {interval.high:.4f}"
+
+
+def duration(hours: float) -> str:
+    """Hours, or days if they are many."""
+    return f"{hours / 24:,.1f} days" if hours > 72 else f"{hours:,.3g} h" if hours >= 1 else f"{60 * hours:,.3g} min"

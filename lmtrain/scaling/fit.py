@@ -1,0 +1,176 @@
+"""Fit of the law to losses of a ladder, with intervals.
+
+The sum of Huber losses of log(law) - log(loss) is minimized, as Hoffmann et al. 2022 do, with a threshold of 0.001. Starts
+come from a grid over alpha and beta, at which E, A and B are linear and have a solution of non-negative least squares
+(variable projection). From the best of them Levenberg and Marquardt's method converges quadratically where L-BFGS stops
+early (Besiroglu et al. 2024 on the published fit); Huber's losses are squares with weights, updated in each iteration.
+
+Intervals are those of laws fitted to 1,000 samples of the losses around the fitted law. The noise of a sample is that of
+the residuals, or of seeds if that is larger, each time with another draw of its unknown size: with few runs, intervals
+are as wide as Student's. All samples are fitted at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from lmtrain.scaling.law import Interval, Law, Laws
+
+HUBER = 1e-3
+SAMPLES = 1000
+NUM_UNKNOWN = 5
+
+_EXPONENTS = np.linspace(0.05, 1.5, 30)
+_BOUNDS = (0.01, 3.0)  # of exponents
+_STARTS = 24
+_ITERATIONS = 300
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted law, with the laws of samples. `residuals` are log(law) - log(loss), `noise` their standard deviation in
+    a single run, and `degrees` its degrees of freedom."""
+
+    law: Law
+    laws: Laws
+    residuals: np.ndarray
+    noise: float
+    degrees: int
+
+    def interval(self, name: str) -> Interval:
+        """The interval of `E`, `A`, `alpha`, `B` or `beta`."""
+        return Interval.of(getattr(self.laws, name))
+
+    @property
+    def unidentified(self) -> list[str]:
+        """What these runs do not determine: exponents whose interval spans a factor of 3, and E if it may be 0."""
+        exponents = [name for name in ("alpha", "beta") if self.interval(name).high > 3 * self.interval(name).low]
+        low, high = self.interval("E")
+        return (["E"] if low < 0.2 * high else []) + exponents
+
+
+def fit_law(parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float], seed: int = 0) -> Fit:
+    """Fit the law to at least six losses of runs with N parameters and D tokens. `seed` is that of the samples."""
+    n, d, y = (np.asarray(values, np.float64) for values in (parameters, tokens, losses))
+    problem = _Problem(n, d)
+    starts = problem.starts(y)
+    found, costs = problem.minimize(starts, np.broadcast_to(np.log(y), (len(starts), len(y))))
+    best = found[np.argmin(costs)]
+    residuals = problem.logs(best[None])[0] - np.log(y)
+    noise, degrees = _noise(residuals, n, d, np.log(y))
+    rng = np.random.default_rng(seed)
+    size = noise * np.sqrt(degrees / rng.chisquare(degrees, SAMPLES))
+    samples = problem.logs(best[None]) + size[:, None] * rng.standard_normal((SAMPLES, len(y)))
+    laws, _ = problem.minimize(np.broadcast_to(best, (SAMPLES, NUM_UNKNOWN)), samples)
+    factors = np.exp(size * rng.standard_normal(SAMPLES))
+    E, A, alpha, B, beta = problem.unscale(best[None])
+    return Fit(
+        Law(*(float(x[0]) for x in (E, A, alpha, B, beta))),
+        Laws(*problem.unscale(laws), factors),
+        residuals,
+        noise,
+        degrees,
+    )
+
+
+def _noise(residuals: np.ndarray, n: np.ndarray, d: np.ndarray, logs: np.ndarray) -> tuple[float, int]:
+    """The standard deviation of a run's log loss and its degrees of freedom: of residuals, or of runs that differ only
+    in their seed, whichever is larger."""
+    degrees = max(len(residuals) - NUM_UNKNOWN, 1)
+    noise = float(np.sqrt(np.sum(residuals**2) / degrees))
+    _, group = np.unique(np.stack([n, d]), axis=1, return_inverse=True)
+    means = np.bincount(group.ravel(), logs) / np.bincount(group.ravel())
+    of_seeds = len(logs) - len(means)
+    if of_seeds:
+        spread = float(np.sqrt(np.sum((logs - means[group.ravel()]) ** 2) / of_seeds))
+        if spread > noise:
+            return spread, of_seeds
+    return noise, degrees
+
+
+class _Problem:
+    """The fit at given N and D. Unknowns are log E, log A', alpha, log B', beta, of A' / (N / N0)^alpha with N0 the
+    geometric mean, which makes them nearly independent. All arrays begin with a dimension of independent fits."""
+
+    def __init__(self, n: np.ndarray, d: np.ndarray):
+        self.center = np.log(n).mean(), np.log(d).mean()
+        self.x, self.y = np.log(n) - self.center[0], np.log(d) - self.center[1]
+
+    def unscale(self, unknowns: np.ndarray) -> tuple[np.ndarray, ...]:
+        """E, A, alpha, B, beta."""
+        e, a, alpha, b, beta = unknowns.T
+        return np.exp(e), np.exp(a + alpha * self.center[0]), alpha, np.exp(b + beta * self.center[1]), beta
+
+    def terms(self, unknowns: np.ndarray) -> np.ndarray:
+        """Logs of the three terms of the law [fits, 3, runs]."""
+        e, a, alpha, b, beta = unknowns.T[:, :, None]
+        return np.stack([np.broadcast_to(e, (len(e), len(self.x))), a - alpha * self.x, b - beta * self.y], axis=1)
+
+    def logs(self, unknowns: np.ndarray) -> np.ndarray:
+        """Logs of the losses by the law [fits, runs]."""
+        found: np.ndarray = np.logaddexp.reduce(self.terms(unknowns), axis=1)
+        return found
+
+    def starts(self, losses: np.ndarray) -> np.ndarray:
+        """The best points of a grid over the exponents, at which the other unknowns are solved for."""
+        grid = [(alpha, beta) for alpha in _EXPONENTS for beta in _EXPONENTS]
+        rows = [self._linear(alpha, beta, losses) for alpha, beta in grid]
+        rows.sort(key=lambda row: row[0])
+        return np.stack([unknowns for _, unknowns in rows[:_STARTS]])
+
+    def _linear(self, alpha: float, beta: float, losses: np.ndarray) -> tuple[float, np.ndarray]:
+        """The sum of squares and the unknowns of non-negative least squares, by trying which terms are zero."""
+        columns = np.stack([np.ones_like(self.x), np.exp(-alpha * self.x), np.exp(-beta * self.y)], axis=1)
+        best = (np.inf, np.zeros(3))
+        for size in (3, 2, 1):
+            for kept in map(list, combinations(range(3), size)):
+                solution = np.zeros(3)
+                solution[kept] = np.linalg.lstsq(columns[:, kept], losses, rcond=None)[0]
+                cost = float(np.sum((columns @ solution - losses) ** 2))
+                if (solution >= 0).all() and cost < best[0]:
+                    best = cost, solution
+            if best[0] < np.inf:
+                break  # terms that are zero without need only add to the cost
+        smallest = 1e-3 * losses.min()
+        e, a, b = np.log(np.maximum(best[1], smallest))
+        return best[0], np.array([e, a, alpha, b, beta])
+
+    def minimize(self, unknowns: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Minimize from each start [fits, 5] for its logs of losses [fits, runs]. -> unknowns, costs [fits]"""
+        unknowns, costs = np.array(unknowns), self._costs(unknowns, logs)
+        damping = np.full(len(unknowns), 1e-3)
+        active = np.arange(len(unknowns))
+        for _ in range(_ITERATIONS):
+            now, target = unknowns[active], logs[active]
+            residuals, slopes = self.logs(now) - target, self._slopes(now)
+            weighted = slopes * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-300))[:, :, None]
+            gradient = (weighted.transpose(0, 2, 1) @ residuals[:, :, None])[:, :, 0]
+            curvature = weighted.transpose(0, 2, 1) @ slopes
+            diagonal = np.einsum("fii->fi", curvature)
+            damped = curvature + np.eye(NUM_UNKNOWN) * (damping[active, None] * diagonal + 1e-14)[:, :, None]
+            tried = now - np.linalg.solve(damped, gradient[:, :, None])[:, :, 0]
+            tried[:, [2, 4]] = np.clip(tried[:, [2, 4]], *_BOUNDS)
+            before, after = costs[active], self._costs(tried, target)
+            better = after < before
+            unknowns[active] = np.where(better[:, None], tried, now)
+            costs[active] = np.where(better, after, before)
+            damping[active] = np.where(better, damping[active] / 4, damping[active] * 8)
+            converged = np.where(better, before - after <= 1e-11 * before, damping[active] > 1e6)
+            active = active[~converged]
+            if not len(active):
+                break
+        return unknowns, costs
+
+    def _costs(self, unknowns: np.ndarray, logs: np.ndarray) -> np.ndarray:
+        """Sums of Huber's losses."""
+        size = np.abs(self.logs(unknowns) - logs)
+        found: np.ndarray = np.where(size <= HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum(axis=1)
+        return found
+
+    def _slopes(self, unknowns: np.ndarray) -> np.ndarray:
+        """Derivatives of the logs of losses by the unknowns [fits, runs, 5]."""
+        terms = self.terms(unknowns)
+        e, a, b = np.moveaxis(np.exp(terms - np.logaddexp.reduce(terms, axis=1)[:, None]), 1, 0)
+        return np.stack([e, a, -a * self.x, b, -b * self.y], axis=2)

@@ -1,0 +1,153 @@
+"""The points of a ladder: ordinary runs, each a config and settings on the command line.
+
+With `wsd`, the longest run of a size (of one seed and learning rate) keeps the checkpoints at which the decays of the
+shorter ones begin. These branch off with `trainer.initialize_from`, and end with the same bytes as a run of that length
+from the start.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lmtrain.config.errors import UserError
+from lmtrain.optim.cycles import num_steps
+from lmtrain.scaling.ladder import Ladder, Size, training_flops
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run. `settings` are those on the command line, by dotted name.
+
+    `parameters` and `tokens` are N and D of the law. `parent` is the id of the run from whose checkpoint of step `start`
+    it branches off. `rate` is the learning rate of the smallest size's longest run.
+    """
+
+    id: str
+    size: int
+    ratio: float
+    seed: int
+    rate: float
+    steps: int
+    parameters: int
+    tokens: int
+    flops_per_token: float
+    settings: Mapping[str, Any]
+    parent: str | None = None
+    start: int = 0
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of its training, without those of its parent."""
+        return self.flops_per_token * self.tokens * (self.steps - self.start) / self.steps
+
+
+def trials(ladder: Ladder) -> list[Point]:
+    """The runs that try learning rates, the longest ones of their size; none if there is only one rate.
+
+    That of the best rate is also a point of the law.
+    """
+    if len(ladder.rates) == 1:
+        return []
+    sizes = ladder.sizes if ladder.config.tries_at_all else ladder.sizes[:1]
+    return [
+        _runs(ladder, number, rate, ladder.config.seeds[0])[0] for number in range(len(sizes)) for rate in ladder.rates
+    ]
+
+
+def best_rates(ladder: Ladder, losses: Mapping[str, float]) -> list[float] | None:
+    """The learning rate of each size, by the losses of its trials; None if some are missing."""
+    tried = trials(ladder)
+    if not tried:
+        return ladder.rates * len(ladder.sizes)
+    if any(trial.id not in losses for trial in tried):
+        return None
+    best = {
+        size: min((trial for trial in tried if trial.size == size), key=lambda trial: losses[trial.id]).rate
+        for size in {trial.size for trial in tried}
+    }
+    return [best[0 if ladder.config.transfer else size] for size in range(len(ladder.sizes))]
+
+
+def points(ladder: Ladder, rates: Sequence[float]) -> list[Point]:
+    """All runs of the law with these learning rates, one for each size; a run stands before those that branch off.
+
+    Raises `UserError` for a run whose settings are invalid.
+    """
+    found = [
+        point
+        for size, rate in enumerate(rates)
+        for seed in ladder.config.seeds
+        for point in _runs(ladder, size, rate, seed)
+    ]
+    for point in found:
+        if point.seed == ladder.config.seeds[0]:
+            ladder.load(point.settings, point.id)
+    return found
+
+
+def _runs(ladder: Ladder, number: int, rate: float, seed: int) -> list[Point]:
+    """The runs of a size, seed and learning rate, the longest one first."""
+    size = ladder.sizes[number]
+    ratios = sorted(ladder.config.tokens_per_parameter, reverse=True)
+    if ladder.config.schedule == "cosine":
+        return [_point(ladder, number, ratio, seed, rate, size.parameters * ratio) for ratio in ratios]
+    runs = [_point(ladder, number, ratio, seed, rate, size.parameters * ratios[0]) for ratio in ratios]
+    return _branch(ladder, runs)
+
+
+def _point(ladder: Ladder, number: int, ratio: float, seed: int, rate: float, tokens: float) -> Point:
+    """A run of a size from the start. `tokens` are those for which its settings are."""
+    size = ladder.sizes[number]
+    grown = ladder.grown(tokens, rate)
+    batch = grown.get("trainer.train_batch_size", ladder.batch_size) * size.model.seq_len
+    steps = max(1, round(size.parameters * ratio / batch))
+    name = f"{ladder.name}-{size.label}-{ratio:g}x-lr{rate:g}-seed{seed}"
+    settings = {
+        "trainer.id": name,
+        "trainer.seed": seed,
+        "trainer.num_train_steps": steps,
+        "trainer.checkpointer.keep": [],
+        "optimizer.lr_schedule": ladder.config.schedule,
+        **grown,
+        **size.settings,
+        **_transfer(ladder, size),
+    }
+    flops = training_flops(size.model, ladder.vocab_size)
+    return Point(name, number, ratio, seed, rate, steps, size.parameters, steps * batch, flops, settings)
+
+
+def _transfer(ladder: Ladder, size: Size) -> dict[str, Any]:
+    """The base of another size than the smallest."""
+    base = ladder.base_sizes
+    return {} if base is None or size is ladder.sizes[0] else {"transfer.base": base}
+
+
+def _branch(ladder: Ladder, runs: Sequence[Point]) -> list[Point]:
+    """The runs of wsd: the first one with checkpoints for the others, which branch off."""
+    longest = runs[0]
+    warmup = num_steps(ladder.run.optimizer.warmup, longest.steps)
+    found, starts = [], []
+    for run in runs:
+        decay = max(1, round(ladder.config.decay * run.steps))
+        start = run.steps - decay
+        if warmup > start:
+            raise UserError(
+                f"{ladder.path}: {run.id} has {run.steps} steps: {warmup} of warmup and {decay} of decay do not fit; "
+                "increase tokens_per_parameter, or decrease optimizer.warmup or trainer.train_batch_size"
+            )
+        settings = {**run.settings, "optimizer.decay": decay, "optimizer.warmup": warmup}
+        if run is longest:
+            found.append(replace(run, settings=settings))
+            continue
+        if start < 1 or start in starts:
+            raise UserError(
+                f"{ladder.path}: {run.id} has {run.steps} steps, too few to differ from the other lengths; increase "
+                "tokens_per_parameter, or decrease trainer.train_batch_size"
+            )
+        starts.append(start)
+        folder = ladder.run.trainer.checkpointer.run_folder(longest.id)
+        settings["trainer.initialize_from"] = f"{folder.rstrip('/')}/step-{start}"
+        found.append(replace(run, settings=settings, parent=longest.id, start=start))
+    keep = [{"every": start, "until": start} for start in sorted(starts)]
+    found[0] = replace(found[0], settings={**found[0].settings, "trainer.checkpointer.keep": keep})
+    return found

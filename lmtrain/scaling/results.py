@@ -1,0 +1,148 @@
+"""What the runs of a ladder have reached, read from their logs: nothing else keeps the state of a ladder."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from lmtrain.config.errors import UserError
+from lmtrain.config.load import load_config
+from lmtrain.config.redact import redact
+from lmtrain.config.tree import dotted, walk_leaves
+from lmtrain.run.config import RunConfig
+from lmtrain.run.identity import identity
+from lmtrain.runtime.run_path import fill_run_id
+from lmtrain.scaling.ladder import Ladder
+from lmtrain.scaling.points import Point, best_rates, points, trials
+
+LOSS = "eval/loss"
+
+# Settings outside the identity of a run that its loss depends on.
+_OTHER_SETTINGS = ("trainer.num_train_steps", "trainer.mp", "trainer.max_eval_batches", "z_loss_weight")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The state of a run. `loss` is that after its last step, None before.
+
+    `differences` are settings with which it was trained instead of those of the ladder.
+    """
+
+    point: Point
+    step: int = 0
+    loss: float | None = None
+    differences: Sequence[str] = ()
+
+    @property
+    def state(self) -> str:
+        if self.differences:
+            return "other settings"
+        if self.loss is not None:
+            return "done"
+        return f"at step {self.step:,}" if self.step else "not started"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The state of a ladder. `law` is empty until the learning rates have been tried."""
+
+    trials: Sequence[Result]
+    law: Sequence[Result]
+
+    @property
+    def all(self) -> list[Result]:
+        """All runs in the order in which they are trained, each once."""
+        return list({result.point.id: result for result in [*self.trials, *self.law]}.values())
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.law) and all(result.state == "done" for result in self.all)
+
+
+def read_results(ladder: Ladder) -> Results:
+    """The state of all runs of a ladder that are known so far."""
+    tried = [read_result(ladder, point) for point in trials(ladder)]
+    rates = best_rates(ladder, losses_of(tried))
+    law = [] if rates is None else points(ladder, rates)
+    return Results(tried, [read_result(ladder, point) for point in law])
+
+
+def losses_of(results: Sequence[Result]) -> dict[str, float]:
+    """The losses of the runs that are done, by id."""
+    return {result.point.id: result.loss for result in results if result.state == "done" and result.loss is not None}
+
+
+def read_result(ladder: Ladder, point: Point) -> Result:
+    """The state of a run. Raises `UserError` for a log that cannot be read."""
+    step, loss = 0, None
+    for values in _read_log(ladder.run.trainer.log_dir, point.id):
+        step = max(step, values.get("step", 0))
+        if values.get("step") == point.steps and isinstance(values.get(LOSS), float):
+            loss = values[LOSS]
+    config = os.path.join(fill_run_id(ladder.run.trainer.log_dir, point.id), point.id, "config.yaml")
+    other = differences(ladder.load(point.settings, point.id), config) if step and os.path.exists(config) else []
+    return Result(point, step, loss, other)
+
+
+class Measured(NamedTuple):
+    """The speed of a run: the median FLOP/s of one of its devices."""
+
+    flops_per_second: float
+    devices: int
+    device: str
+
+
+def read_speed(log_dir: str, run: str) -> Measured:
+    """The speed of a run. Raises `UserError` if its log is missing or has none."""
+    rates, facts = [], {}
+    for values in _read_log(log_dir, run):
+        facts = facts or values
+        if rate := values.get("throughput/gflops_per_second"):
+            rates.append(1e9 * rate)
+    devices = facts.get("throughput/device_count")
+    if not rates or not devices:
+        raise UserError(f"{run} has no log with its speed in {fill_run_id(log_dir, run)}")
+    return Measured(median(rates) / devices, devices, str(facts["throughput/device_kind"]))
+
+
+def _read_log(log_dir: str, run: str) -> Iterator[dict[str, Any]]:
+    """The lines of the log of a run; none if it has none."""
+    path = os.path.join(fill_run_id(log_dir, run), f"{run}.metrics.jsonl")
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            yield from map(_object, file)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def differences(expected: RunConfig, saved: str) -> list[str]:
+    """Settings with which a run was trained that its loss depends on, instead of those expected."""
+    ours, theirs = (_described(config) for config in (expected, load_config(RunConfig, saved).config))
+    names = sorted(ours.keys() | theirs.keys())
+    return [
+        f"{name} {theirs.get(name, 'unset')} instead of {ours.get(name, 'unset')}"
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def _described(config: RunConfig) -> dict[str, Any]:
+    """What a loss depends on, by dotted name: the identity of the run, and further settings."""
+    plain = dict(walk_leaves(config.model_dump(mode="json")))
+    found = {dotted(path): value for path, value in walk_leaves(identity(config))}
+    data = redact(config.data.model_dump(mode="json"))
+    found |= {f"data.{name}": data[name] for name in ("validation_urls", "train_urls", "id", "tokenizer")}
+    return found | {name: plain[tuple(name.split("."))] for name in _OTHER_SETTINGS}
+
+
+def _object(line: str) -> dict[str, Any]:
+    """The object of a line; empty for a line that a killed run left unfinished."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,62 @@
+"""The shape rule of a family: a model of another size with the proportions of a given one."""
+
+import math
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from lmtrain.config.errors import UserError
+from lmtrain.models.base_config import BaseModelConfig
+from lmtrain.scaling.ladder import multiplying_parameters
+
+ModelT = TypeVar("ModelT", bound=BaseModelConfig)
+
+_MAX_LAYERS = 256
+
+
+def scaled_model(model: ModelT, parameters: float, vocab_size: int) -> ModelT:
+    """The model closest to this number of parameters with the proportions of `model`.
+
+    Of a number of layers, the width is the proportional one, in whole groups of heads, each as wide as before; MLPs are
+    in proportion to it, in multiples of 128 where they are wider than 2,048. Raises `UserError` if no depth fits the
+    model's settings.
+    """
+    best, distance = None, math.inf
+    for layers in range(1, _MAX_LAYERS + 1):
+        try:
+            found = type(model).model_validate(_settings(model, layers))
+        except ValidationError:  # such as a layer_pattern that does not divide the number of layers
+            continue
+        size = multiplying_parameters(found, vocab_size)
+        if abs(math.log(size / parameters)) < distance:
+            best, distance = found, abs(math.log(size / parameters))
+        if size > 8 * parameters:
+            break
+    if best is None:
+        raise UserError("no other number of layers fits the model's settings, such as layer_pattern")
+    return best
+
+
+def _settings(model: BaseModelConfig, layers: int) -> dict[str, Any]:
+    """The settings that `model` sets, with those of its sizes for this number of layers."""
+    settings = model.model_dump(exclude_unset=True)
+    kv_heads = model.kv_heads
+    group = model.num_heads // kv_heads
+    unit = model.num_heads // math.gcd(model.num_heads, kv_heads) if group else 1
+    step = unit * model.hidden_dim / model.num_heads
+    groups = max(1, round(model.hidden_dim / model.num_layers * layers / step))
+    heads = groups * unit
+    width = round(heads * model.hidden_dim / model.num_heads)
+    settings |= {"num_layers": layers, "num_heads": heads, "hidden_dim": width}
+    if settings.get("num_kv_heads") is not None:
+        settings["num_kv_heads"] = max(1, heads * kv_heads // model.num_heads)
+    if settings.get("intermediate_dim") is not None:
+        settings["intermediate_dim"] = _proportional(settings["intermediate_dim"], width / model.hidden_dim)
+    if (moe := settings.get("moe")) and moe.get("intermediate_dim"):
+        moe["intermediate_dim"] = _proportional(moe["intermediate_dim"], width / model.hidden_dim)
+    return settings
+
+
+def _proportional(size: int, ratio: float) -> int:
+    multiple = 128 if size * ratio > 2048 else 8
+    return max(multiple, multiple * round(size * ratio / multiple))
