@@ -29,21 +29,17 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="HTML file to write (default: <log_dir>/<run_id>/report.html; for several runs ./report.html; for a ladder "
-        "./<ladder>-report.html)",
+        help="HTML file to write (default: <log_dir>/<run_id>/report.html; for several runs ./report.html; for a "
+        "ladder ./<ladder>-report.html)",
     )
-    parser.add_argument(
-        "--scaling", metavar="LADDER", help="report on a ladder, its law and its plots, instead of runs"
-    )
+    parser.add_argument("--scaling", metavar="LADDER", help="a ladder, its law and its plots, instead of runs")
     parser.add_argument(
         "--predict", metavar="CONFIG", action="append", default=[], help="config to predict by the law of --scaling"
     )
     arguments = parser.parse_args(argv)
     if arguments.scaling is not None:
         if arguments.runs:
-            raise UserError(
-                f"--scaling {arguments.scaling} reports on the runs of a ladder; remove {arguments.runs[0]}"
-            )
+            raise UserError(f"--scaling reports on the runs of a ladder; remove {arguments.runs[0]}")
         return _report_ladder(arguments.scaling, arguments.predict, arguments.output)
     if not arguments.runs:
         parser.error("the following arguments are required: RUN, or --scaling LADDER")

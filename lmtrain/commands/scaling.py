@@ -158,7 +158,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     big = ladder.base if arguments.config is None else load_config(RunConfig, arguments.config)
     config = big.config
     speed = _speed(arguments, fitted, config)
-    lines = list(fit_lines(fitted)) + [""]
+    lines = [*fit_lines(fitted), ""]
     answer: dict[str, Any] = {}
     if other := recipe_differences(ladder, config):
         lines.append(f"the law does not know the effect of: {'; '.join(other)}")
@@ -209,7 +209,8 @@ def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunCon
     if plan.failure or "mfu_bound" not in figures:
         reason = plan.failure or figures.get("does_not_fit", "no figures")
         raise UserError(
-            f"--device {arguments.device}: no plan of this config, {reason.splitlines()[0]}; see `lmtrain plan`, or add --mfu F"
+            f"--device {arguments.device}: no plan of this config, {reason.splitlines()[0]}; see `lmtrain plan`, or "
+            "add --mfu F"
         )
     bound = accelerator.peak_flops * figures["mfu_bound"]
     source = f"{100 * arguments.efficiency:g} % of the plan's bound of {100 * figures['mfu_bound']:.1f} % MFU"

@@ -29,8 +29,8 @@ def build_schedule(config: ScheduleConfig, num_train_steps: int) -> Schedule:
     inv       P / (1 + (P / m - 1) * max(t, 1) / d)
     inv_sqrt  P * min(1, sqrt(10000 / (t + w))), at least m, independent of d
 
-    If `decay` is null, the decay starts right after the warmup, with wsd in the last fifth of the cycle. After the last step the rate is constant. The first
-    update of a run with warmup has rate 0.
+    If `decay` is null, the decay starts right after the warmup, with wsd in the last fifth of the cycle. After the last
+    step the rate is constant. The first update of a run with warmup has rate 0.
     """
     cycles = build_cycles(config, num_train_steps)
     peak, end = config.learning_rate, config.learning_rate * config.min_lr_ratio

@@ -1,7 +1,7 @@
 """Plots of a ladder and its law: loss by tokens, residuals, lines of equal loss, and losses by learning rate."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def scaling_plots(
     ladder: Ladder, results: Results, fitted: FittedLadder | None, predictions: Sequence[Prediction] = ()
 ) -> dict[str, "Figure"]:
     """The plots by name; without a fit only that of the learning rates. `predictions` are marked among the runs."""
-    figures = {}
+    figures: dict[str, Figure] = {}
     if fitted is not None:
         figures |= {
             "loss-by-tokens": _loss_by_tokens(fitted, predictions),
@@ -59,7 +59,7 @@ def _loss_by_tokens(fitted: FittedLadder, predictions: Sequence[Prediction]) -> 
             parameters = runs[0].point.parameters
             colour = light(colour_of(size))
             axes.plot(tokens, [fitted.fit.law.loss(parameters, d) for d in tokens], color=colour, linewidth=1.2)
-            losses = [run.loss for run in runs]
+            losses = [run.loss for run in runs if run.loss is not None]
             axes.plot(
                 [run.point.tokens for run in runs],
                 losses,
@@ -111,7 +111,7 @@ def _equal_loss(fitted: FittedLadder, predictions: Sequence[Prediction]) -> "Fig
         axes.plot(best[:, 0], best[:, 1], color=light("c1"), linewidth=1.6, label="best N for its FLOPs")
         for column in (0, 1):
             label = "0.1 % more loss" if column == 0 else None
-            style = {"color": light("c1"), "linewidth": 0.8, "linestyle": (0, (3, 2))}
+            style: dict[str, Any] = {"color": light("c1"), "linewidth": 0.8, "linestyle": (0, (3, 2))}
             axes.plot(flat[:, column], products / flat[:, column], label=label, **style)
         runs = len(fitted.runs)
         axes.plot(n[:runs], d[:runs], "o", color=light("c0"), markersize=4, label="runs of the ladder")

@@ -21,7 +21,7 @@ _UNKNOWNS = {
 
 def status_lines(ladder: Ladder, results: Results) -> Iterator[str]:
     """A table of all runs, and what is left."""
-    rows = [("run", "N", "D", "D / N", "rate", "seed", "state", "loss")]
+    rows: list[tuple[str, ...]] = [("run", "N", "D", "D / N", "rate", "seed", "state", "loss")]
     rows += [_row(result) for result in results.all]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, row in enumerate(rows):
@@ -58,7 +58,8 @@ def rate_lines(ladder: Ladder, results: Results) -> Iterator[str]:
         tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items())
         yield f"learning rate of {size.label}: {best:g} ({tried})"
         if best in (ladder.rates[0], ladder.rates[-1]):
-            yield f"  the best one is the {'lowest' if best == ladder.rates[0] else 'highest'} tried; add others to learning_rates"
+            end = "lowest" if best == ladder.rates[0] else "highest"
+            yield f"  the best one is the {end} tried; add others to learning_rates"
 
 
 def fit_lines(fitted: FittedLadder) -> Iterator[str]:
@@ -103,7 +104,8 @@ def _backtest_lines(fitted: FittedLadder) -> Iterator[str]:
 def prediction_lines(prediction: Prediction) -> Iterator[str]:
     """The predicted loss of a run, and how far it is from the ladder."""
     p = prediction
-    yield f"run       N {count(p.parameters)}, D {count(p.tokens)} ({p.tokens / p.parameters:.3g} per parameter), {p.flops:.3g} FLOPs"
+    ratio = p.tokens / p.parameters
+    yield f"run       N {count(p.parameters)}, D {count(p.tokens)} ({ratio:.3g} per parameter), {p.flops:.3g} FLOPs"
     yield (
         f"beyond    the ladder's largest run by {p.size_factor:.3g} x in N, {p.token_factor:.3g} x in D, "
         f"{p.flops_factor:.3g} x in FLOPs"

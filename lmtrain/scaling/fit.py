@@ -1,13 +1,14 @@
 """Fit of the law to losses of a ladder, with intervals.
 
-The sum of Huber losses of log(law) - log(loss) is minimized, as Hoffmann et al. 2022 do, with a threshold of 0.001. Starts
-come from a grid over alpha and beta, at which E, A and B are linear and have a solution of non-negative least squares
-(variable projection). From the best of them Levenberg and Marquardt's method converges quadratically where L-BFGS stops
-early (Besiroglu et al. 2024 on the published fit); Huber's losses are squares with weights, updated in each iteration.
+The sum of Huber losses of log(law) - log(loss) is minimized, as Hoffmann et al. 2022 do, with a threshold of 0.001.
+Starts are from a grid over alpha and beta, at which E, A and B are linear and have a solution of non-negative least
+squares (variable projection). From the best of them Levenberg and Marquardt's method converges quadratically where
+L-BFGS stops early (Besiroglu et al. 2024 on the published fit); Huber's losses are squares with weights, updated in
+each iteration.
 
-Intervals are those of laws fitted to 1,000 samples of the losses around the fitted law. The noise of a sample is that of
-the residuals, or of seeds if that is larger, each time with another draw of its unknown size: with few runs, intervals
-are as wide as Student's. All samples are fitted at once.
+Intervals are those of laws fitted to 1,000 samples of the losses around the fitted law. The noise of a sample is that
+of the residuals, or of seeds if that is larger, each time with another draw of its unknown size: with few runs,
+intervals are as wide as Student's. All samples are fitted at once.
 """
 
 from collections.abc import Sequence
@@ -65,14 +66,9 @@ def fit_law(parameters: Sequence[float], tokens: Sequence[float], losses: Sequen
     samples = problem.logs(best[None]) + size[:, None] * rng.standard_normal((SAMPLES, len(y)))
     laws, _ = problem.minimize(np.broadcast_to(best, (SAMPLES, NUM_UNKNOWN)), samples)
     factors = np.exp(size * rng.standard_normal(SAMPLES))
-    E, A, alpha, B, beta = problem.unscale(best[None])
-    return Fit(
-        Law(*(float(x[0]) for x in (E, A, alpha, B, beta))),
-        Laws(*problem.unscale(laws), factors),
-        residuals,
-        noise,
-        degrees,
-    )
+    law = Law(*(float(values[0]) for values in problem.unscale(best[None])))
+    E, A, alpha, B, beta = problem.unscale(laws)
+    return Fit(law, Laws(E, A, alpha, B, beta, factors), residuals, noise, degrees)
 
 
 def _noise(residuals: np.ndarray, n: np.ndarray, d: np.ndarray, logs: np.ndarray) -> tuple[float, int]:

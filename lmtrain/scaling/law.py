@@ -37,7 +37,7 @@ class Law:
         return parameters, product / parameters
 
     def flat_range(self, product: float, tolerance: float = 1e-3) -> tuple[float, float]:
-        """The smallest and the largest N whose loss at this N * D is at most `tolerance` above the lowest, relatively."""
+        """The smallest and the largest N whose loss at this N * D is above the lowest by at most this fraction."""
         best, tokens = self.best(product)
         limit = (1 + tolerance) * self.loss(best, tokens)
         return tuple(best * self._step(best, product, limit, sign) for sign in (-1, 1))  # type: ignore[return-value]

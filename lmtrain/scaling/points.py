@@ -18,8 +18,8 @@ from lmtrain.scaling.ladder import Ladder, Size, training_flops
 class Point:
     """A run. `settings` are those on the command line, by dotted name.
 
-    `parameters` and `tokens` are N and D of the law. `parent` is the id of the run from whose checkpoint of step `start`
-    it branches off. `rate` is the learning rate of the smallest size's longest run.
+    `parameters` and `tokens` are N and D of the law. `parent` is the id of the run from whose checkpoint of step
+    `start` it branches off. `rate` is the learning rate of the smallest size's longest run.
     """
 
     id: str

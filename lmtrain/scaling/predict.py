@@ -47,8 +47,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Best:
-    """The best run for a budget of FLOPs. `range` are the N within 0.1 % of the lowest loss; `settings` those of the run
-    by dotted name."""
+    """The best run for a budget of FLOPs. `range` are the N within 0.1 % of the lowest loss; `settings` those of the
+    run by dotted name."""
 
     parameters: float
     range: tuple[float, float]

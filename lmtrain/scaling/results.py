@@ -96,7 +96,8 @@ class Measured(NamedTuple):
 
 def read_speed(log_dir: str, run: str) -> Measured:
     """The speed of a run. Raises `UserError` if its log is missing or has none."""
-    rates, facts = [], {}
+    rates: list[float] = []
+    facts: dict[str, Any] = {}
     for values in _read_log(log_dir, run):
         facts = facts or values
         if rate := values.get("throughput/gflops_per_second"):

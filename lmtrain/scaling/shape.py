@@ -1,27 +1,26 @@
 """The shape rule of a family: a model of another size with the proportions of a given one."""
 
 import math
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
 from lmtrain.config.errors import UserError
-from lmtrain.models.base_config import BaseModelConfig
+from lmtrain.models.config import ModelConfig
 from lmtrain.scaling.ladder import multiplying_parameters
-
-ModelT = TypeVar("ModelT", bound=BaseModelConfig)
 
 _MAX_LAYERS = 256
 
 
-def scaled_model(model: ModelT, parameters: float, vocab_size: int) -> ModelT:
+def scaled_model(model: ModelConfig, parameters: float, vocab_size: int) -> ModelConfig:
     """The model closest to this number of parameters with the proportions of `model`.
 
     Of a number of layers, the width is the proportional one, in whole groups of heads, each as wide as before; MLPs are
     in proportion to it, in multiples of 128 where they are wider than 2,048. Raises `UserError` if no depth fits the
     model's settings.
     """
-    best, distance = None, math.inf
+    best: ModelConfig | None = None
+    distance = math.inf
     for layers in range(1, _MAX_LAYERS + 1):
         try:
             found = type(model).model_validate(_settings(model, layers))
@@ -37,12 +36,11 @@ def scaled_model(model: ModelT, parameters: float, vocab_size: int) -> ModelT:
     return best
 
 
-def _settings(model: BaseModelConfig, layers: int) -> dict[str, Any]:
+def _settings(model: ModelConfig, layers: int) -> dict[str, Any]:
     """The settings that `model` sets, with those of its sizes for this number of layers."""
     settings = model.model_dump(exclude_unset=True)
     kv_heads = model.kv_heads
-    group = model.num_heads // kv_heads
-    unit = model.num_heads // math.gcd(model.num_heads, kv_heads) if group else 1
+    unit = model.num_heads // math.gcd(model.num_heads, kv_heads)  # heads that share keys and values
     step = unit * model.hidden_dim / model.num_heads
     groups = max(1, round(model.hidden_dim / model.num_layers * layers / step))
     heads = groups * unit
