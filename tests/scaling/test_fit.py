@@ -26,7 +26,9 @@ def test_a_law_without_noise_is_recovered():
     assert fit.unidentified == []
 
 
-@pytest.mark.parametrize("law", [Law(0.9, 50, 0.6, 2e3, 0.4), Law(2.5, 2e3, 0.45, 30, 0.15), Law(1e-3, 20, 0.1, 60, 0.2)])
+@pytest.mark.parametrize(
+    "law", [Law(0.9, 50, 0.6, 2e3, 0.4), Law(2.5, 2e3, 0.45, 30, 0.15), Law(1e-3, 20, 0.1, 60, 0.2)]
+)
 def test_other_laws_are_recovered(law):
     fit = fit_law(N, D, [law.loss(n, d) for n, d in RUNS])
     assert fit.law.loss(*LARGE) == pytest.approx(law.loss(*LARGE), rel=1e-6)

@@ -125,7 +125,10 @@ def test_runs_of_wsd_have_the_settings_of_their_longest(make):
         ({"sizes": [{"hidden_dim": 30}]}, r"sizes\[0\]: (.|\n)*does not divide hidden_dim"),
         ({"sizes": [{"hidden_dim": 64}, {"intermediate_dim": 64}]}, "two are 64x4"),
         ({"overrides": {"trainer.steps_per_eval": None}}, "the law is fitted to eval/loss"),
-        ({"overrides": {"trainer.train_batch_size": [{"start": 0, "value": 4}, {"start": 9, "value": 8}]}}, "one batch"),
+        (
+            {"overrides": {"trainer.train_batch_size": [{"start": 0, "value": 4}, {"start": 9, "value": 8}]}},
+            "one batch",
+        ),
         ({"overrides": {"epoch": 1}}, "epoch: the ladder sets it"),
     ],
 )
@@ -135,7 +138,7 @@ def test_a_bad_ladder_is_an_error(make, changes, message):
 
 
 def test_too_few_steps_are_an_error(make, tmp_path):
-    with pytest.raises(UserError, match="of warmup and .* of decay do not fit"):
+    with pytest.raises(UserError, match=r"of warmup and .* of decay do not fit"):
         points(make(overrides={"optimizer.warmup": 0.5}), [1e-2] * 4)
     base = BASE | {"trainer": BASE["trainer"] | dirs(tmp_path), "initialize_from_hf": "gpt2"}
     with pytest.raises(UserError, match="initialize_from_hf: the runs of a ladder start from new parameters"):
