@@ -80,17 +80,25 @@ def _run(arguments: argparse.Namespace) -> int:
     """train all runs that are not done"""
     from lmtrain.scaling.fitted import check_data
     from lmtrain.scaling.jobs import shell_lines, write_arrays
-    from lmtrain.scaling.points import points
+    from lmtrain.scaling.points import arguments_of, points
     from lmtrain.scaling.results import read_results
-    from lmtrain.scaling.runner import check, command_lines, stages, train_all
+    from lmtrain.scaling.runner import check, stages, train_all
 
     ladder = read_ladder(arguments.ladder, arguments.vocab_size)
-    law = points(ladder, ladder.rates[:1] * len(ladder.sizes))  # errors of all runs before the first one
-    check_data(ladder, [point.tokens for point in law], train_tokens(ladder.run))
+    law = points(ladder, ladder.rates[:1] * len(ladder.sizes))
+    for point in law:  # errors of all runs before the first one
+        ladder.load(point.settings, point.id)
+
+    def data_is_enough() -> bool:
+        available = train_tokens(ladder.run)
+        check_data(ladder, [point.tokens for point in law], available)
+        return available is not None
+
     if not arguments.commands and arguments.slurm is None:
-        return train_all(ladder) or _status(arguments)
+        return train_all(ladder, data_is_enough) or _status(arguments)
+    data_is_enough()
     results = check(read_results(ladder))
-    lines, more = [command_lines(ladder, stage) for stage in stages(results)], not results.law
+    lines, more = [[arguments_of(ladder, point) for point in stage] for stage in stages(results)], not results.law
     if not lines:
         print(f"{ladder.name}: all runs are done", file=sys.stderr)
     elif arguments.slurm is None:
@@ -168,6 +176,8 @@ def _predict(arguments: argparse.Namespace) -> int:
         answer |= prediction_json(prediction) | {"device_hours": speed.devices * speed.hours(prediction.flops)}
     if arguments.hours is not None:
         best = best_run(fitted, big, speed.flops(arguments.hours))
+        overrides = ladder.config.overrides if arguments.config is None else {}
+        load_config(RunConfig, big.path, as_overrides({**overrides, **best.settings}))  # as `config check` does
         text = config_text(
             big.tree.data, best.settings, f"the best run for {speed.devices} x {speed.device}, {arguments.hours:g} h"
         )
@@ -179,7 +189,10 @@ def _predict(arguments: argparse.Namespace) -> int:
                 *(f"  {name}: {json.dumps(value)}" for name, value in best.settings.items()),
             ]
         else:
-            write_atomically(arguments.write, text.encode())
+            try:
+                write_atomically(arguments.write, text.encode())
+            except OSError as error:
+                raise UserError(f"--write {arguments.write} cannot be written: {error.strerror or error}") from None
             lines.append(f"config    {arguments.write}")
     print(json.dumps(answer) if arguments.json else "\n".join(lines))
     return 0

@@ -109,6 +109,8 @@ class Request:
         include = {"model", "optimizer", "trainer", "objective", "z_loss_weight"}
         if config.lora is not None:  # which requires a base
             include |= {"lora", "initialize_from_hf", "initialize_from_checkpoint_path"}
+        if config.transfer is not None:
+            include |= {"transfer"}
         values = config.model_dump(mode="json", include=include, exclude={"trainer": _TRAINER_SKIPS})
         data = config.data
         kept = {"mask_across_documents": data.mask_across_documents, "reset_positions": data.has_positions}

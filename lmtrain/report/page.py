@@ -8,10 +8,10 @@ import base64
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lmtrain import __version__
 from lmtrain.config.errors import UserError
@@ -34,18 +34,22 @@ from lmtrain.report.tables import (
 from lmtrain.report.theme import TIMES, css_variables
 from lmtrain.runtime.atomic_files import write_atomically
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 SCRIPTS = ("scale.js", "draw.js", "chart.js", "controls.js")  # in the order in which they use one another
 
 
 def write_report(runs: Sequence[LoggedRun], output: str) -> list[str]:
-    """Write `output` and `<output stem>-plots/*.png`. Returns the PNG files. Raises `UserError` if writing fails.
-
-    The page is written last, so that it exists only with its plots.
-    """
-    folder = f"{os.path.splitext(output)[0]}-plots"
+    """Write `output` and `<output stem>-plots/*.png`. Returns the PNG files. Raises `UserError` if writing fails."""
     plots, notes = choose_plots(runs)
     pictures = {plot.name: to_png(draw(plot)) for plot in plots}
-    page = build_page(runs, plots, pictures, notes)
+    return write_page(output, build_page(runs, plots, pictures, notes), pictures)
+
+
+def write_page(output: str, page: str, pictures: Mapping[str, bytes]) -> list[str]:
+    """Write the pictures, then the page, which exists only with them. Raises `UserError` if writing fails."""
+    folder = f"{os.path.splitext(output)[0]}-plots"
     paths = {os.path.join(folder, f"{name}.png"): picture for name, picture in pictures.items()}
     try:
         os.makedirs(folder, exist_ok=True)
@@ -61,13 +65,9 @@ def build_page(
     runs: Sequence[LoggedRun], plots: Sequence[Plot], pictures: dict[str, bytes], notes: Sequence[str]
 ) -> str:
     """The page as text. `pictures` are the plots as PNG by name; `notes` are shown below the plots."""
-    from jinja2 import Environment, StrictUndefined
-
     several = len(runs) > 1
     names = [Cell(run.name, colour=colour_of(number) if several else "") for number, run in enumerate(runs)]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False, "ensure_ascii": False}
-    return environment.from_string(package_file("page.html")).render(
+    return template("page.html").render(
         policy=f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {script_source()}",
         version=__version__,
         light=css_variables(0),
@@ -96,6 +96,15 @@ def build_page(
         made=format_time(time.time()),
         rule=RULE,
     )
+
+
+def template(name: str) -> "Template":
+    """A page of this package as a template that escapes text."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False, "ensure_ascii": False}
+    return environment.from_string(package_file(name))
 
 
 def script() -> str:

@@ -1,12 +1,10 @@
 """What a report shows about a run, read from its files. A run may still be running, or may have been killed."""
 
-import json
 import math
 import os
 import sys
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +19,7 @@ from lmtrain.report.curve import Curve, thin
 from lmtrain.report.find import RunFiles
 from lmtrain.tracking.goodput import NAME as LEDGER
 from lmtrain.tracking.goodput import Attempt, read_attempts, total_seconds
+from lmtrain.tracking.json_log import read_objects
 
 _MAX_STEP = 2**53
 
@@ -74,7 +73,7 @@ def read_samples(path: str, notices: list[str]) -> Samples:
     samples: Samples = {}
     unreadable = 0
     try:
-        for entry in _read_objects(path):
+        for entry in read_objects(path):
             step, prompt, text = (entry.get(name) for name in ("step", "prompt", "text"))
             if type(step) is int and isinstance(prompt, str) and isinstance(text, str):
                 samples.setdefault(prompt, {})[step] = text
@@ -89,27 +88,13 @@ def read_samples(path: str, notices: list[str]) -> Samples:
     return samples
 
 
-def _read_objects(path: str) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; an empty one for a line that is none. A last line may be half written."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                value = None
-            if isinstance(value, dict):
-                yield value
-            elif line.endswith("\n") and not line.isspace():
-                yield {}
-
-
 def _read_log(path: str, notices: list[str]) -> tuple[dict[str, Curve], dict[str, Any], int]:
     """Read a log line by line; a value takes 16 bytes of memory until its metric is thinned."""
     values: defaultdict[str, tuple[array[int], array[float]]] = defaultdict(lambda: (array("q"), array("d")))
     facts: dict[str, Any] = {}
     last_step = unreadable = 0
     try:
-        for number, line in enumerate(_read_objects(path)):
+        for number, line in enumerate(read_objects(path)):
             step = line.pop("step", None)
             if type(step) not in (int, float) or not 0 <= step < _MAX_STEP or step % 1:
                 unreadable += 1

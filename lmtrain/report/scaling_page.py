@@ -1,16 +1,13 @@
 """The page about a ladder: its law, its plots, which are also PNG files in a folder next to it, and its runs."""
 
 import base64
-import os
 from collections.abc import Mapping, Sequence
 
 from lmtrain import __version__
-from lmtrain.config.errors import UserError
 from lmtrain.report.draw import to_png
-from lmtrain.report.page import package_file
+from lmtrain.report.page import package_file, template, write_page
 from lmtrain.report.scaling_plots import scaling_plots
 from lmtrain.report.theme import css_variables
-from lmtrain.runtime.atomic_files import write_atomically
 from lmtrain.scaling.describe import fit_lines, prediction_lines, status_lines
 from lmtrain.scaling.fitted import FittedLadder
 from lmtrain.scaling.ladder import Ladder
@@ -31,15 +28,12 @@ def write_scaling_report(
 
     `reason` says why there is no fit, `predictions` are those of configs by name, `settings` the text of the ladder.
     """
-    from jinja2 import Environment, StrictUndefined
-
     figures = scaling_plots(ladder, results, fitted, list(predictions.values()))
     pictures = {name: to_png(figure) for name, figure in figures.items()}
     law = [reason] if fitted is None else list(fit_lines(fitted))
     for name, prediction in predictions.items():
         law += ["", name, *prediction_lines(prediction)]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(package_file("scaling.html")).render(
+    page = template("scaling.html").render(
         version=__version__,
         light=css_variables(0),
         style=package_file("page.css"),
@@ -50,13 +44,4 @@ def write_scaling_report(
         settings=settings,
         pictures={name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
     )
-    folder = f"{os.path.splitext(output)[0]}-plots"
-    paths = {os.path.join(folder, f"{name}.png"): picture for name, picture in pictures.items()}
-    try:
-        os.makedirs(folder, exist_ok=True)
-        for path, picture in paths.items():
-            write_atomically(path, picture, durable=False)
-        write_atomically(output, page.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {error.strerror or error}") from None
-    return list(paths)
+    return write_page(output, page, pictures)

@@ -100,7 +100,7 @@ def _equal_loss(fitted: FittedLadder, predictions: Sequence[Prediction]) -> "Fig
     n = [run.point.parameters for run in fitted.runs] + [p.parameters for p in predictions]
     d = [run.point.tokens for run in fitted.runs] + [p.tokens for p in predictions]
     x, y = np.geomspace(min(n) / 2, max(n) * 2, 120), np.geomspace(min(d) / 2, max(d) * 2, 120)
-    losses = law.E + law.A * x[None, :] ** -law.alpha + law.B * y[:, None] ** -law.beta
+    losses = [[law.loss(parameters, tokens) for parameters in x] for tokens in y]
     with styled():
         figure, axes = _axes("Lines of equal loss", "parameters N", "tokens D")
         lines = axes.contour(x, y, losses, levels=_LEVELS, colors=light("soft"), linewidths=0.8)

@@ -1,7 +1,7 @@
 """The law of a loss: L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022), N parameters and D tokens."""
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ class Law:
         """The smallest and the largest N whose loss at this N * D is above the lowest by at most this fraction."""
         best, tokens = self.best(product)
         limit = (1 + tolerance) * self.loss(best, tokens)
-        return tuple(best * self._step(best, product, limit, sign) for sign in (-1, 1))  # type: ignore[return-value]
+        return best * self._step(best, product, limit, -1), best * self._step(best, product, limit, 1)
 
     def _step(self, best: float, product: float, limit: float, sign: int) -> float:
         """The factor on `best` at which the loss reaches the limit, by bisection of its logarithm."""
@@ -80,8 +80,7 @@ class Laws:
 
     def losses(self, parameters: float, tokens: float) -> np.ndarray:
         """The loss by each law."""
-        E, A, alpha, B, beta, _ = astuple(self)
-        found: np.ndarray = E + A * parameters**-alpha + B * tokens**-beta
+        found: np.ndarray = self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta
         return found
 
     def interval(self, parameters: float, tokens: float) -> Interval:

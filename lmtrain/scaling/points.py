@@ -11,6 +11,7 @@ from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.optim.cycles import num_steps
+from lmtrain.scaling.arguments import as_arguments
 from lmtrain.scaling.ladder import Ladder, Size, training_flops
 
 
@@ -71,18 +72,19 @@ def best_rates(ladder: Ladder, losses: Mapping[str, float]) -> list[float] | Non
 def points(ladder: Ladder, rates: Sequence[float]) -> list[Point]:
     """All runs of the law with these learning rates, one for each size; a run stands before those that branch off.
 
-    Raises `UserError` for a run whose settings are invalid.
+    Raises `UserError` for runs that are too short for the schedule.
     """
-    found = [
+    return [
         point
         for size, rate in enumerate(rates)
         for seed in ladder.config.seeds
         for point in _runs(ladder, size, rate, seed)
     ]
-    for point in found:
-        if point.seed == ladder.config.seeds[0]:
-            ladder.load(point.settings, point.id)
-    return found
+
+
+def arguments_of(ladder: Ladder, point: Point) -> list[str]:
+    """The arguments of `lmtrain` that train a run."""
+    return ["train", *as_arguments(ladder.base.path, {**ladder.config.overrides, **point.settings})]
 
 
 def _runs(ladder: Ladder, number: int, rate: float, seed: int) -> list[Point]:

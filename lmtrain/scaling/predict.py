@@ -99,7 +99,7 @@ def run_settings(
 ) -> tuple[dict[str, Any], float]:
     """The settings of a run of this model by the rules of the ladder, and its tokens in whole batches."""
     ladder = fitted.ladder
-    grown = ladder.grown(tokens, fitted.runs[0].point.rate)
+    grown = ladder.grown(tokens, fitted.runs[-1].point.rate)  # without transfer that of the largest size
     # without a rule for the batch size it is the config's
     batch = grown.setdefault("trainer.train_batch_size", config.trainer.batch_sizes.all[0]) * model.seq_len
     steps = max(1, round(tokens / batch))
@@ -119,6 +119,8 @@ def recipe_differences(ladder: Ladder, config: RunConfig) -> list[str]:
     rules = {"optimizer.lr_schedule": ladder.config.schedule}
     if ladder.config.growth.batch_size:
         rules["trainer.train_batch_size"] = theirs["trainer.train_batch_size"]
+    if ladder.config.growth.weight_decay:
+        rules["optimizer.weight_decay"] = theirs["optimizer.weight_decay"]
     ours |= rules
     return [f"{name} {theirs[name]} (ladder: {ours[name]})" for name in ours if ours[name] != theirs.get(name)]
 
@@ -134,6 +136,8 @@ def _recipe(config: RunConfig) -> dict[str, Any]:
         "optimizer.type": config.optimizer.type,
         "optimizer.lr_schedule": config.optimizer.lr_schedule,
         "optimizer.weight_decay": config.optimizer.weight_decay,
+        "optimizer.warmup": config.optimizer.warmup,
+        "optimizer.min_lr_ratio": config.optimizer.min_lr_ratio,
         "trainer.train_batch_size": config.trainer.batch_sizes.all[0],
         "objective.type": config.objective.type,
     }

@@ -1,6 +1,5 @@
 """What the runs of a ladder have reached, read from their logs: nothing else keeps the state of a ladder."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from lmtrain.run.identity import identity
 from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.points import Point, best_rates, points, trials
+from lmtrain.tracking.json_log import read_objects
 
 LOSS = "eval/loss"
 
@@ -55,10 +55,6 @@ class Results:
     def all(self) -> list[Result]:
         """All runs in the order in which they are trained, each once."""
         return list({result.point.id: result for result in [*self.trials, *self.law]}.values())
-
-    @property
-    def is_complete(self) -> bool:
-        return bool(self.law) and all(result.state == "done" for result in self.all)
 
 
 def read_results(ladder: Ladder) -> Results:
@@ -112,8 +108,7 @@ def _read_log(log_dir: str, run: str) -> Iterator[dict[str, Any]]:
     """The lines of the log of a run; none if it has none."""
     path = os.path.join(fill_run_id(log_dir, run), f"{run}.metrics.jsonl")
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            yield from map(_object, file)
+        yield from read_objects(path)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -138,12 +133,3 @@ def _described(config: RunConfig) -> dict[str, Any]:
     data = redact(config.data.model_dump(mode="json"))
     found |= {f"data.{name}": data[name] for name in ("validation_urls", "train_urls", "id", "tokenizer")}
     return found | {name: plain[tuple(name.split("."))] for name in _OTHER_SETTINGS}
-
-
-def _object(line: str) -> dict[str, Any]:
-    """The object of a line; empty for a line that a killed run left unfinished."""
-    try:
-        values = json.loads(line)
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from lmtrain.config.counts import counted
 from lmtrain.config.errors import RunError, UserError
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
-from lmtrain.scaling.arguments import as_arguments
 from lmtrain.scaling.ladder import Ladder
-from lmtrain.scaling.points import Point
+from lmtrain.scaling.points import Point, arguments_of
 from lmtrain.scaling.results import Result, Results, read_result, read_results
 
 # `lmtrain train`, which ends at once if the ladder is killed: no run is left behind that holds its folder.
@@ -44,13 +43,18 @@ def stages(results: Results) -> list[list[Point]]:
     return [stage for stage in found if stage]
 
 
-def train_all(ladder: Ladder) -> int:
+def train_all(ladder: Ladder, data_is_enough: Callable[[], bool]) -> int:
     """Train all runs that are not done. -> exit code of the command
+
+    `data_is_enough` is asked before each run until it is true: it is false as long as the cache is being built, and
+    raises `UserError` if a run would repeat its data.
 
     Raises `UserError` if a run refuses its settings, and `RunError` if one fails.
     """
+    is_enough = False
     while left := [point for stage in stages(check(read_results(ladder))) for point in stage]:
         for number, point in enumerate(left):
+            is_enough = is_enough or data_is_enough()
             more = counted(len(left) - number - 1, "run")
             print(f"{ladder.name}: {point.id}, then {more}", file=sys.stderr, flush=True)
             code = _train(ladder, point)
@@ -86,8 +90,7 @@ def _check_done(result: Result, code: int) -> None:
 
 def _train(ladder: Ladder, point: Point) -> int:
     """Train one run. -> its exit code"""
-    settings = {**ladder.config.overrides, **point.settings}
-    command = [sys.executable, "-c", _TRAIN, str(os.getpid()), "train", *as_arguments(ladder.base.path, settings)]
+    command = [sys.executable, "-c", _TRAIN, str(os.getpid()), *arguments_of(ladder, point)]
     with StopRequest("stopping the current run") as stop:
         # in a session of its own, so that Ctrl-C reaches it once, through this process
         process = subprocess.Popen(command, start_new_session=True)
@@ -109,10 +112,3 @@ def _poll(process: "subprocess.Popen[bytes]") -> Iterator[int | None]:
             return
         except subprocess.TimeoutExpired:
             yield None
-
-
-def command_lines(ladder: Ladder, points: Sequence[Point]) -> list[list[str]]:
-    """The arguments of `lmtrain` for these runs."""
-    return [
-        ["train", *as_arguments(ladder.base.path, {**ladder.config.overrides, **point.settings})] for point in points
-    ]

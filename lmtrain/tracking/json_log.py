@@ -144,6 +144,20 @@ def _open(path: str) -> IO[bytes]:
     return open(path, "a+b", buffering=0)
 
 
+def read_objects(path: str) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; an empty one for a line that is none. A last line may be half written."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                yield value
+            elif line.endswith("\n") and not line.isspace():
+                yield {}
+
+
 def _read_lines(path: str, step: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the lines up to this step, each with its values; a line truncated by a crash is left out."""
     if os.path.exists(path):
