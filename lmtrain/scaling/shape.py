@@ -1,6 +1,7 @@
 """The shape rule of a family: a model of another size with the proportions of a given one."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,15 +16,15 @@ _MAX_LAYERS = 256
 def scaled_model(model: ModelConfig, parameters: float, vocab_size: int) -> ModelConfig:
     """The model closest to this number of parameters with the proportions of `model`.
 
-    Of a number of layers, the width is the proportional one, in whole groups of heads, each as wide as before; MLPs are
-    in proportion to it, in multiples of 128 where they are wider than 2,048. Raises `UserError` if no depth fits the
-    model's settings.
+    The ratio of width to depth is within a fifth of that of `model`, or as close as whole groups of heads allow, each
+    head as wide as before. MLPs are in proportion to the width, in multiples of 128 where they are wider than 2,048.
+    Raises `UserError` if no depth fits the model's settings.
     """
     best: ModelConfig | None = None
     distance = math.inf
-    for layers in range(1, _MAX_LAYERS + 1):
+    for layers, heads in _shapes(model):
         try:
-            found = type(model).model_validate(_settings(model, layers))
+            found = type(model).model_validate(_settings(model, layers, heads))
         except ValidationError:  # such as a layer_pattern that does not divide the number of layers
             continue
         size = multiplying_parameters(found, vocab_size)
@@ -36,14 +37,20 @@ def scaled_model(model: ModelConfig, parameters: float, vocab_size: int) -> Mode
     return best
 
 
-def _settings(model: ModelConfig, layers: int) -> dict[str, Any]:
-    """The settings that `model` sets, with those of its sizes for this number of layers."""
+def _shapes(model: ModelConfig) -> Iterator[tuple[int, int]]:
+    """Numbers of layers and heads with about the proportions of `model`, in groups of heads that share keys."""
+    group = model.num_heads // math.gcd(model.num_heads, model.kv_heads)
+    for layers in range(1, _MAX_LAYERS + 1):
+        groups = model.num_heads / model.num_layers * layers / group
+        nearest = max(1, round(groups))
+        for number in range(min(nearest, math.ceil(groups / 1.2)), max(nearest, math.floor(groups * 1.2)) + 1):
+            yield layers, max(1, number) * group
+
+
+def _settings(model: ModelConfig, layers: int, heads: int) -> dict[str, Any]:
+    """The settings that `model` sets, with those of its sizes for these numbers of layers and heads."""
     settings = model.model_dump(exclude_unset=True)
     kv_heads = model.kv_heads
-    unit = model.num_heads // math.gcd(model.num_heads, kv_heads)  # heads that share keys and values
-    step = unit * model.hidden_dim / model.num_heads
-    groups = max(1, round(model.hidden_dim / model.num_layers * layers / step))
-    heads = groups * unit
     width = round(heads * model.hidden_dim / model.num_heads)
     settings |= {"num_layers": layers, "num_heads": heads, "hidden_dim": width}
     if settings.get("num_kv_heads") is not None:
