@@ -1,7 +1,6 @@
 """The worker's exit code and the files that it leaves."""
 
 import json
-from types import SimpleNamespace
 
 from plan.workers import local_request
 
@@ -9,7 +8,7 @@ from lmtrain.plan import worker
 
 
 def test_a_user_error_is_written_next_to_the_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker.threading, "Thread", lambda **keywords: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(worker, "end_with_parent", lambda parent: None)
     (tmp_path / "request.json").write_text(local_request(False, model_axis_size=2).to_json())
     assert worker.main([str(tmp_path / "request.json"), str(tmp_path)]) == 2
     assert (tmp_path / "error.txt").read_text().startswith("trainer.model_axis_size: ")

@@ -1,0 +1,165 @@
+"""The state of a ladder is what the logs of its runs say."""
+
+import json
+
+import pytest
+from scaling.made_ladder import BASE, LAW, dirs, write_ladder, write_log, write_results
+
+from lmtrain.commands.scaling import read_fit, read_ladder
+from lmtrain.config.errors import UserError
+from lmtrain.scaling.fitted import check_data, fit_ladder
+from lmtrain.scaling.points import points
+from lmtrain.scaling.results import read_results, read_speed
+from lmtrain.scaling.runner import check, stages
+
+RATES = {"learning_rates": [5e-3, 1e-2, 2e-2]}
+
+
+def test_a_ladder_begins_with_its_learning_rates(tmp_path):
+    ladder = read_ladder(write_ladder(tmp_path, **RATES), None)
+    results = read_results(ladder)
+    assert results.law == []
+    assert [len(stage) for stage in stages(results)] == [3]
+    assert {result.state for result in results.all} == {"not started"}
+
+
+def test_the_best_rate_decides_the_runs_of_the_law(tmp_path):
+    ladder = write_results(tmp_path, write_ladder(tmp_path, **RATES), done=lambda point: point.size == 0)
+    results = read_results(ladder)
+    assert {result.point.rate for result in results.law} == {1e-2}
+    left = stages(results)
+    assert [len(stage) for stage in left] == [3, 6]  # the longest run of three sizes, then those that branch off
+    assert all(point.parent is None for point in left[0])
+    assert {point.parent for point in left[1]} == {point.id for point in left[0]}
+    assert len(results.all) == 3 + 11
+
+
+def test_a_run_is_done_when_its_last_step_was_evaluated(tmp_path):
+    ladder = read_ladder(write_ladder(tmp_path), None)
+    one, other, *_ = points(ladder, [1e-2] * 4)
+    write_log(tmp_path, one, 3.0)
+    write_log(tmp_path, other, 3.0, steps=other.steps - 1)
+    results = read_results(ladder)
+    assert [result.state for result in results.law[:3]] == ["done", f"at step {other.steps - 1:,}", "not started"]
+    assert [result.loss for result in results.law[:3]] == [3.0, None, None]
+
+
+def test_an_unfinished_line_of_a_killed_run_is_ignored(tmp_path):
+    ladder = read_ladder(write_ladder(tmp_path), None)
+    (point, *_) = points(ladder, [1e-2] * 4)
+    write_log(tmp_path, point, 3.0)
+    path = tmp_path / "logs" / f"{point.id}.metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]) + lines[2][:20])
+    assert read_results(ladder).law[0].state == "at step 1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"optimizer": {"weight_decay": 0.2}}, "optimizer.weight_decay 0.2 instead of 0.1"),
+        ({"trainer": {"max_eval_batches": 8}}, "trainer.max_eval_batches 8 instead of 4"),
+        ({"trainer": {"num_train_steps": 9999}}, "trainer.num_train_steps 9999 instead of"),
+        ({"data": {"validation_urls": ["other.jsonl"]}}, "data.validation_urls"),
+        ({"z_loss_weight": 1e-4}, r"z_loss_weight 0\.0001 instead of"),
+        ({"optimizer": {"lr_schedule": "linear"}}, "optimizer.lr_schedule linear instead of wsd"),
+        ({"transfer": None}, "transfer.*instead of"),
+    ],
+)
+def test_runs_with_other_settings_are_refused(tmp_path, changes, named):
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    point = points(ladder, [1e-2] * 4)[4]
+    config = ladder.load(point.settings, point.id).model_dump(mode="json")
+    for name, value in changes.items():
+        config[name] = config[name] | value if isinstance(value, dict) else value
+    folder = tmp_path / "logs" / point.id
+    folder.mkdir()
+    (folder / "config.yaml").write_text(json.dumps(config))
+    results = read_results(ladder)
+    assert [result.point.id for result in results.law if result.state == "other settings"] == [point.id]
+    with pytest.raises(UserError, match=f"{point.id} was trained with other settings.*{named}"):
+        fit_ladder(ladder, results, None)
+    with pytest.raises(UserError, match=named):
+        check(results)
+
+
+def test_the_settings_of_the_ladder_itself_are_no_difference(tmp_path):
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    for point in points(ladder, [1e-2] * 4):
+        folder = tmp_path / "logs" / point.id
+        folder.mkdir()
+        config = ladder.load(point.settings, point.id).model_dump(mode="json")
+        (folder / "config.yaml").write_text(json.dumps(config))
+    assert {result.state for result in read_results(ladder).law} == {"done"}
+
+
+@pytest.mark.parametrize(
+    ("done", "message"),
+    [
+        (lambda point: point.size < 2, "2 sizes are done, and the law's exponents need 3 or more"),
+        (lambda point: point.ratio == 20, "1 ratios of tokens to parameters are done"),
+        (lambda point: point.size > 1 or (point.size == 0 and point.ratio == 5), None),
+    ],
+)
+def test_runs_that_do_not_determine_the_exponents_are_refused(tmp_path, done, message):
+    ladder = write_results(tmp_path, write_ladder(tmp_path), done=done)
+    if message is None:
+        assert fit_ladder(ladder, read_results(ladder), None).missing == 5
+        return
+    with pytest.raises(UserError, match=message):
+        fit_ladder(ladder, read_results(ladder), None)
+
+
+def test_a_fit_needs_the_learning_rates(tmp_path):
+    ladder = read_ladder(write_ladder(tmp_path, **RATES), None)
+    with pytest.raises(UserError, match=r"3 runs that try learning rates are not done; run `lmtrain scaling run"):
+        fit_ladder(ladder, read_results(ladder), None)
+
+
+def test_repeated_data_is_refused(tmp_path):
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    longest = max(point.tokens for point in points(ladder, [1e-2] * 4))
+    with pytest.raises(UserError, match=r"2\.00 times the training data, and the law is for new data only"):
+        fit_ladder(ladder, read_results(ladder), longest / 2)
+    check_data(ladder, [longest], longest)
+    check_data(ladder, [longest], None)
+
+
+def test_the_backtest_predicts_the_largest_size(tmp_path):
+    fitted = read_fit(write_results(tmp_path, write_ladder(tmp_path)))
+    assert [tested.result.point.size for tested in fitted.backtest] == [3, 3, 3]
+    for tested in fitted.backtest:
+        point = tested.result.point
+        assert tested.predicted == pytest.approx(LAW.loss(point.parameters, point.tokens), rel=0.02)
+        assert tested.error == pytest.approx(tested.predicted / tested.result.loss - 1)
+
+
+def test_with_three_sizes_the_backtest_leaves_out_one_run(tmp_path):
+    fitted = read_fit(write_results(tmp_path, write_ladder(tmp_path), done=lambda point: point.size < 3))
+    (tested,) = fitted.backtest
+    assert (tested.result.point.size, tested.result.point.ratio) == (2, 20)
+
+
+def test_the_speed_is_the_median_of_a_device(tmp_path):
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    (point, *_) = points(ladder, [1e-2] * 4)
+    assert read_speed(ladder.run.trainer.log_dir, point.id) == (25e9, 2, "cpu")
+    with pytest.raises(UserError, match="nothing has no log with its speed"):
+        read_speed(ladder.run.trainer.log_dir, "nothing")
+
+
+def test_a_cosine_ladder_of_several_seeds_is_fitted_to_all_runs(tmp_path):
+    path = write_ladder(tmp_path, schedule="cosine", seeds=[0, 1])
+    fitted = read_fit(write_results(tmp_path, path))
+    assert len(fitted.runs) == 24
+    assert fitted.fit.degrees == 24 - 5
+    assert fitted.fit.noise == pytest.approx(1e-3, rel=0.5)
+
+
+def test_a_log_that_cannot_be_read_is_an_error(tmp_path):
+    base = BASE | {"trainer": BASE["trainer"] | dirs(tmp_path)}
+    ladder = read_ladder(write_ladder(tmp_path, base), None)
+    (point, *_) = points(ladder, [1e-2] * 4)
+    (tmp_path / "logs" / f"{point.id}.metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read: Is a directory"):
+        read_results(ladder)
