@@ -168,7 +168,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     speed = _speed(arguments, fitted, config)
     lines = [*fit_lines(fitted), ""]
     answer: dict[str, Any] = {}
-    if other := recipe_differences(ladder, config):
+    if arguments.config is not None and (other := recipe_differences(ladder, config)):
         lines.append(f"the law does not know the effect of: {'; '.join(other)}")
     if arguments.config is not None:
         prediction = predict(fitted, config.model, tokens_of(config))

@@ -36,7 +36,7 @@ def write_arrays(folder: str, name: str, stages: Sequence[Sequence[Sequence[str]
             write_atomically(path, "".join(f"{shlex.join(arguments)}\n" for arguments in stage).encode())
             lines.append(
                 f'after=$(sbatch --parsable "$@" ${{after:+"--dependency=afterok:$after"}} --array=1-{len(stage)} '
-                f"deploy/slurm/array.sbatch {shlex.quote(path)})"
+                f'"${{REPOSITORY:-.}}/deploy/slurm/array.sbatch" {shlex.quote(path)})'
             )
             lines.append(f'echo "array $after: {len(stage)} runs"')
         script = os.path.join(folder, "submit.sh")

@@ -1,0 +1,212 @@
+"""`lmtrain scaling run|status|fit|predict LADDER` and `lmtrain report --scaling`, on a ladder whose runs are logs."""
+
+import json
+import shlex
+
+import pytest
+import yaml
+from report.made import Page
+from scaling.made_ladder import BASE, LAW, dirs, write_ladder, write_log, write_results
+
+from lmtrain.commands.scaling import read_ladder
+from lmtrain.config.load import load_config
+from lmtrain.run.config import RunConfig
+from lmtrain.scaling.ladder import multiplying_parameters
+from lmtrain.scaling.points import points
+from lmtrain.scaling.predict import tokens_of
+
+BIG = {"type": "llama", "hidden_dim": 128, "intermediate_dim": 352, "num_heads": 8, "num_layers": 8, "seq_len": 32}
+RATES = {"learning_rates": [5e-3, 1e-2, 2e-2]}
+
+
+@pytest.fixture
+def done(tmp_path):
+    """A ladder all of whose runs are done, and big.yaml."""
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    write_big(tmp_path)
+    return ladder
+
+
+def write_big(folder, **optimizer):
+    settings = {"lr_schedule": "wsd", **BASE["optimizer"], **optimizer}
+    trainer = BASE["trainer"] | dirs(folder) | {"num_train_steps": 50_000}
+    big = {"data": BASE["data"], "model": BIG, "trainer": trainer, "optimizer": settings}
+    (folder / "big.yaml").write_text(yaml.safe_dump(big))
+
+
+def test_the_status_is_a_table(tmp_path, run_cli):
+    write_results(tmp_path, write_ladder(tmp_path, **RATES), done=lambda point: point.size < 2)
+    ladder = read_ladder(str(tmp_path / "ladder.yaml"), None)
+    (half, *_) = [point for point in points(ladder, [1e-2] * 4) if point.size == 2]
+    write_log(tmp_path, half, 3.0, steps=half.steps - 5)
+    lines = run_cli("scaling", "status", "ladder.yaml", code=0).stdout.splitlines()
+    assert lines[0].split() == ["run", "N", "D", "D", "/", "N", "rate", "seed", "state", "loss"]
+    rows = {line.split()[0]: line for line in lines[2:] if line.startswith("ladder-")}
+    assert len(rows) == 14
+    assert f"at step {half.steps - 5:,}" in rows[half.id]
+    assert sum(" done " in row for row in rows.values()) == 8
+    (rate,) = [line for line in lines if line.startswith("learning rate of 16x1: 0.01 (0.005: ")]
+    assert rate.count(":") == 4
+    assert lines[-1].startswith("left: 6 runs, ")
+    objects = json.loads(run_cli("scaling", "status", "ladder.yaml", "--json", code=0).stdout)
+    assert [(each["id"], each["state"]) for each in objects if each["id"] == half.id] == [
+        (half.id, f"at step {half.steps - 5:,}")
+    ]
+
+
+def test_the_best_rate_at_the_end_of_the_list_is_said(tmp_path, run_cli):
+    path = write_ladder(tmp_path, learning_rates=[1e-2, 2e-2])
+    write_results(tmp_path, path, done=lambda point: point.size == 0)
+    assert "the best one is the lowest tried; add others" in run_cli("scaling", "status", path, code=0).stdout
+
+
+def test_the_fit_is_the_law(done, run_cli):
+    text = run_cli("scaling", "fit", "ladder.yaml", code=0).stdout
+    assert "ladder: 12 runs of 4 sizes" in text
+    assert "backtest  a fit without 3 runs of 64x4 predicts them" in text
+    found = json.loads(run_cli("scaling", "fit", "ladder.yaml", "--json", code=0).stdout)
+    assert found["runs"] == len(found["residuals"]) == 12
+    assert set(found["law"]) == {"E", "A", "alpha", "B", "beta"}
+    for name, value in found["law"].items():
+        low, high = found["intervals"][name]
+        assert low <= value <= high
+    for name in found["unidentified"]:
+        assert f"{found['law'][name]:.4g}" in text
+    assert ("NOT IDENTIFIED" in text) == bool(found["unidentified"])
+
+
+def test_a_prediction_has_a_loss_and_a_cost(done, tmp_path, run_cli):
+    answer = json.loads(run_cli("scaling", "predict", "ladder.yaml", "--config", "big.yaml", "--json", code=0).stdout)
+    config = load_config(RunConfig, str(tmp_path / "big.yaml")).config
+    parameters = multiplying_parameters(config.model, done.vocab_size)
+    assert (answer["parameters"], answer["tokens"]) == (parameters, 50_000 * 4 * 32)
+    assert answer["loss"] == pytest.approx(LAW.loss(parameters, 50_000 * 4 * 32), rel=0.02)
+    low, high = answer["interval"]
+    assert low < LAW.loss(parameters, 50_000 * 4 * 32) < high
+    # the speed of the largest run, 25 GFLOP/s on each of two devices
+    assert answer["device_hours"] == pytest.approx(answer["flops"] / 25e9 / 3600)
+    text = run_cli("scaling", "predict", "ladder.yaml", "--config", "big.yaml", code=0).stdout
+    assert f"beyond    the ladder's largest run by {answer['size_factor']:.3g} x in N" in text
+    assert "2 x cpu: 2.5e+10 FLOP/s each, measured in ladder-64x4-20x-lr0.01-seed0" in text
+    assert "does not know" not in text
+
+
+def test_the_speed_can_be_given(done, run_cli):
+    command = ("scaling", "predict", "ladder.yaml", "--config", "big.yaml", "--json")
+    flags = ("--device", "h100", "--devices", 64, "--mfu", 0.5)
+    answer = json.loads(run_cli(*command, *flags, code=0).stdout)
+    assert answer["device_hours"] == pytest.approx(answer["flops"] / (0.5 * 989.4e12) / 3600, rel=1e-3)
+    other = json.loads(run_cli(*command, "--run", "ladder-16x1-20x-lr0.01-seed0", code=0).stdout)
+    assert other["device_hours"] == pytest.approx(answer["flops"] / 25e9 / 3600)
+
+
+def test_what_the_law_does_not_know_is_said(done, tmp_path, run_cli):
+    write_big(tmp_path, weight_decay=0.2)
+    text = run_cli("scaling", "predict", "ladder.yaml", "--config", "big.yaml", code=0).stdout
+    assert "the law does not know the effect of: optimizer.weight_decay 0.2 (ladder: 0.1)" in text
+
+
+def test_the_best_run_is_a_config(done, tmp_path, run_cli):
+    flags = ("--device", "h100", "--devices", 8, "--mfu", 0.4, "--hours", 0.001)
+    command = ("scaling", "predict", "ladder.yaml", *flags)
+    answer = json.loads(run_cli(*command, "--json", code=0).stdout)["best"]
+    assert answer["flops"] == pytest.approx(8 * 0.4 * 989.4e12 * 3.6, rel=0.05)
+    low, high = answer["range"]
+    assert low < answer["parameters"] < high
+    assert answer["loss"] == pytest.approx(LAW.loss(answer["parameters"], answer["tokens"]), rel=0.02)
+    text = run_cli(*command, "--write", "best.yaml", code=0).stdout
+    assert "does not know" not in text
+    assert "config    best.yaml" in text
+    run_cli("config", "check", "best.yaml", code=0)
+    config = load_config(RunConfig, str(tmp_path / "best.yaml")).config
+    assert multiplying_parameters(config.model, done.vocab_size) == answer["parameters"]
+    assert tokens_of(config) == answer["tokens"]
+    assert config.optimizer.lr_schedule == "wsd"
+    assert config.transfer.base == done.base_sizes
+    assert config.model.hidden_dim / config.model.num_heads == 16  # the ladder's config
+
+
+def test_commands_are_those_of_the_ladder(tmp_path, run_cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_results(tmp_path, write_ladder(tmp_path, **RATES), done=lambda point: point.size == 0)
+    lines = run_cli("scaling", "run", "ladder.yaml", "--commands", code=0).stdout.splitlines()
+    assert [number for number, line in enumerate(lines) if line.startswith("#")] == [0, 4]
+    ladder = read_ladder(str(tmp_path / "ladder.yaml"), None)
+    expected = {point.id: point for point in points(ladder, [1e-2] * 4) if point.size}
+    for line in lines:
+        if line.startswith("#"):
+            continue
+        program, verb, config, *flags = shlex.split(line)
+        assert (program, verb) == ("lmtrain", "train")
+        overrides = [tuple(flag.removeprefix("--").split("=", 1)) for flag in flags]
+        loaded = load_config(RunConfig, config, overrides).config
+        point = expected.pop(loaded.trainer.id)
+        assert loaded == ladder.load(point.settings, point.id)
+    assert not expected
+
+
+def test_commands_of_a_ladder_without_rates_say_that_more_follow(tmp_path, run_cli):
+    write_ladder(tmp_path, **RATES)
+    lines = run_cli("scaling", "run", "ladder.yaml", "--commands", code=0).stdout.splitlines()
+    assert len(lines) == 5
+    assert lines[-1].startswith("# Run `lmtrain scaling run` again when these are done")
+
+
+def test_a_complete_ladder_has_no_commands(done, tmp_path, run_cli):
+    ended = run_cli("scaling", "run", "ladder.yaml", "--slurm", "jobs", code=0)
+    assert (ended.stdout, ended.stderr) == ("", "ladder: all runs are done\n")
+    assert not (tmp_path / "jobs").exists()
+
+
+def test_a_complete_ladder_runs_nothing(done, run_cli):
+    ended = run_cli("scaling", "run", "ladder.yaml", code=0)
+    assert ended.stderr == ""
+    assert ended.stdout.splitlines()[-1] == "complete"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("run", "--commands", "--slurm", "jobs"), "--commands and --slurm: choose one"),
+        (("predict",), "predict: add --config BIG"),
+        (("predict", "--hours", 1, "--mfu", 0.5), "--mfu: is for --device KIND"),
+        (("predict", "--hours", 1, "--efficiency", 0.5), "--efficiency: is for --device KIND"),
+        (("predict", "--hours", 1, "--device", "h100", "--run", "one"), "--run is the speed of a run"),
+        (("predict", "--config", "big.yaml", "--write", "best.yaml"), "--write: needs --hours H"),
+        (("predict", "--hours", 1, "--mfu", 2), "expected a fraction"),
+        (("predict", "--hours", 1, "--device", "h1000"), "h1000"),
+        (("predict", "--hours", 1, "--run", "none"), "none has no log with its speed"),
+        (("predict", "--config", "nothing.yaml"), "nothing.yaml"),
+        (("predict", "--hours", 1, "--write", "no/best.yaml"), "--write no/best.yaml cannot be written"),
+    ],
+)
+def test_bad_arguments_are_errors(done, run_cli, flags, message):
+    action, *others = flags
+    ended = run_cli("scaling", action, "ladder.yaml", *others)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_a_report_of_a_complete_ladder_has_plots_and_predictions(done, tmp_path, run_cli):
+    command = ("report", "--scaling", "ladder.yaml", "--predict", "big.yaml")
+    out = run_cli(*command, code=0).stdout
+    page = (tmp_path / "ladder-report.html").read_text()
+    assert Page(page).problems == []
+    plots = sorted(path.name for path in (tmp_path / "ladder-report-plots").iterdir())
+    assert f"{len(plots)} plots in ladder-report-plots" in out
+    for part in ("big.yaml", "beyond    the ladder", "backtest", "ladder-64x4-20x-lr0.01-seed0"):
+        assert part in page, part
+    assert all((tmp_path / "ladder-report-plots" / name).stat().st_size > 5000 for name in plots)
+    assert len(plots) == 3
+
+
+def test_a_report_of_an_unfinished_ladder_says_what_is_missing(tmp_path, run_cli):
+    write_results(tmp_path, write_ladder(tmp_path, **RATES), done=lambda point: point.size == 0)
+    out = run_cli("report", "--scaling", "ladder.yaml", "--output", "now.html", code=0).stdout
+    assert "1 sizes are done, and the law's exponents need 3 or more" in out
+    page = (tmp_path / "now.html").read_text()
+    assert "1 sizes are done" in page
+    assert "left: 9 runs" in page
+    ended = run_cli("report", "--scaling", "ladder.yaml", "--predict", "base.yaml", code=2)
+    assert "1 sizes are done" in ended.stderr

@@ -1,0 +1,111 @@
+"""Ladders with real runs: killed and stopped at any moment, with branches that are straight runs to the last bit."""
+
+import json
+import os
+import signal
+
+import pytest
+import yaml
+from conftest import logged, run_in_process, tiny_settings
+from faults.runs import array_bytes, end, last_logged, log_file, wait_for
+from forked import Forked
+from pages import ROOT
+
+from lmtrain.commands.scaling import read_ladder
+from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
+from lmtrain.scaling.points import arguments_of, points
+
+pytestmark = pytest.mark.end_to_end
+
+SIZES = {"hidden_dim": 16, "intermediate_dim": 48, "num_heads": 2, "num_layers": 1}
+
+
+def write_ladder(folder, **changes):
+    settings = tiny_settings()
+    settings["model"] = {"type": "llama", **SIZES, "seq_len": 32, "gradient_checkpointing": False}
+    settings["optimizer"] = {"learning_rate": 5e-3, "warmup": 20}
+    settings["trainer"] |= {"steps_per_eval": 100, "max_eval_batches": 4, "checkpointer": {"save_interval": "1s"}}
+    del settings["trainer"]["num_train_steps"]
+    ladder = {"config": "tiny", "sizes": [SIZES], "tokens_per_parameter": [3, 5], **changes}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "ladder.yaml").write_text(yaml.safe_dump(ladder))
+
+
+def test_a_ladder_that_is_killed_and_stopped_has_the_runs_of_an_undisturbed_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_ladder(tmp_path)
+    ladder = read_ladder("ladder.yaml", None)
+    longest, branch = points(ladder, [5e-3])
+    output = disturb(tmp_path, longest, signal.SIGKILL)
+    assert f"ladder: {longest.id}, then 1 run" in output
+    output = disturb(tmp_path, branch, signal.SIGTERM)
+    assert output.splitlines()[-1] == "ladder: stopped; run the same command again to resume"
+    ended = run_in_process(["scaling", "status", "ladder.yaml"], tmp_path, code=0)
+    assert ended.stdout.splitlines()[-1].startswith("left: 1 run, ")
+    process = start(tmp_path)
+    assert process.wait(timeout=300) == 0, process.output.read_text()
+    assert process.output.read_text().splitlines()[-1] == "complete"
+    for point in (longest, branch):
+        _, config, *flags = arguments_of(ladder, point)
+        own = [flag for flag in flags if not flag.startswith(("--trainer.id", "--trainer.initialize_from"))]
+        run_in_process(["train", config, *own, "--trainer.id=straight"], tmp_path, code=0)
+        last = point.steps
+        assert array_bytes(tmp_path, last, point.id) == array_bytes(tmp_path, last, "straight")
+        losses = [logged(tmp_path, "eval/loss", run)[last] for run in (point.id, "straight")]
+        assert losses[0] == losses[1]
+        for part in ("checkpoints", "logs"):
+            (tmp_path / part / "straight").rename(tmp_path / part / f"straight {last}")
+        log_file(tmp_path, "straight").unlink()
+
+
+def start(folder):
+    return Forked(["scaling", "run", "ladder.yaml"], folder, folder / "output.txt")
+
+
+def disturb(folder, point, number):
+    """Start the ladder, and send it this signal in the middle of a run. -> its output"""
+    process = start(folder)
+    try:
+        wait_for(lambda: last_logged(folder, point.id) >= point.start + 5, [process])
+        os.kill(process.pid, number)
+        code = process.wait(timeout=300)
+    finally:
+        end([process])
+    assert code == (STOPPED_BY_SIGNAL if number == signal.SIGTERM else -number)
+    text = process.output.read_text()
+    assert "Traceback" not in text
+    return text
+
+
+def test_errors_of_a_run_end_the_ladder(tmp_path, monkeypatch):
+    """And the other runs have not started."""
+    write_ladder(tmp_path, overrides={"data.train_urls": ["nothing-*.jsonl"]})
+    process = start(tmp_path)
+    assert process.wait(timeout=300) == 2
+    text = process.output.read_text()
+    assert "nothing-*.jsonl" in text
+    assert "Traceback" not in text
+    assert not list((tmp_path / "checkpoints").glob("*-3x-*"))
+
+
+@pytest.mark.long
+def test_three_sizes_predict_a_model_of_three_times_the_largest(tmp_path):
+    """The ladder of the guide, without its largest size and with fewer tokens."""
+    shipped = yaml.safe_load((ROOT / "configs/ladders/nano.yaml").read_text())
+    shorter = {"config": "llama_nano", "sizes": shipped["sizes"][:3], "tokens_per_parameter": [5, 10, 20]}
+    (tmp_path / "ladder.yaml").write_text(yaml.safe_dump(shipped | shorter | {"learning_rates": [1.6e-2]}))
+    process = start(tmp_path)
+    assert process.wait(timeout=1800) == 0, process.output.read_text()
+    large = ["model.hidden_dim=56", "model.intermediate_dim=152", "model.num_heads=7", "model.num_layers=4"]
+    settings = [f"--{setting}" for setting in (*large, "trainer.num_train_steps=1700")]
+    run_in_process(["config", "show", "ladders/nano_large", *settings], tmp_path, code=0)
+    shown = run_in_process(["config", "show", "ladders/nano_large", *settings], tmp_path, code=0).stdout
+    (tmp_path / "large.yaml").write_text(shown)
+    command = ["scaling", "predict", "ladder.yaml", "--config", "large.yaml", "--json"]
+    answer = json.loads(run_in_process(command, tmp_path, code=0).stdout)
+    run_in_process(["train", "large.yaml", "--trainer.id", "large"], tmp_path, code=0)
+    loss = logged(tmp_path, "eval/loss", "large")[1700]
+    print(answer, loss)
+    assert answer["size_factor"] > 2.5
+    assert answer["interval"][0] < loss < answer["interval"][1]
+    assert answer["loss"] == pytest.approx(loss, rel=0.04)
