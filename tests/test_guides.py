@@ -13,12 +13,14 @@ import pytest
 
 from lmtrain.cli import VERBS
 from lmtrain.commands.arguments import Parser
+from lmtrain.commands.scaling import read_ladder
 from lmtrain.config.describe import describe
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
 from lmtrain.config.show import show
 from lmtrain.config.yaml_loader import load_file
 from lmtrain.run.config import RunConfig, resolved
+from lmtrain.scaling.points import points
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -124,6 +126,10 @@ def test_configs_load(block, folder):
     for other in blocks_of(block.page):  # an earlier config of the page may be included
         if other.language == "yaml" and other.line < block.line and name_of_file(other.text):
             write_config(folder, other)
+    if re.search(r"^sizes:", block.text, re.MULTILINE):  # a ladder
+        ladder = read_ladder(str(write_config(folder, block)), 1000)
+        assert points(ladder, ladder.rates[:1] * len(ladder.sizes))
+        return
     loaded = load_config(RunConfig, str(write_config(folder, block)))
     old = [notice for notice in loaded.tree.notices if "now" in notice]
     assert old == []  # no page recommends an older name

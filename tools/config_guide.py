@@ -26,6 +26,7 @@ from lmtrain.config.setting import ROLES
 from lmtrain.models.attention.kernel import kernels
 from lmtrain.models.attention.names import FEATURES
 from lmtrain.run.config import RunConfig, resolved
+from lmtrain.scaling.config import LadderConfig
 from lmtrain.sharding.axes import MESH_AXES, USER_AXES
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -160,6 +161,11 @@ def _backends() -> str:
     return _table(("backend", "device", "cannot do"), rows)
 
 
+def _ladder() -> str:
+    rows = [_row(setting)[:4] for group in describe(LadderConfig) for setting in group.settings]
+    return _table(("setting", "meaning", "type", "default"), rows)
+
+
 def _names(words: dict[str, str]) -> Callable[[], str]:
     return lambda: _table(("axis", "what it is"), [(f"`{word}`", meaning) for word, meaning in words.items()])
 
@@ -171,6 +177,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "attention backends": _backends,
     "logical axes": _names(USER_AXES),
     "mesh axes": _names(MESH_AXES),
+    "ladder": _ladder,
 }
 
 

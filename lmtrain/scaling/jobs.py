@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.atomic_files import write_atomically
 from lmtrain.scaling.arguments import as_command
@@ -35,10 +36,10 @@ def write_arrays(folder: str, name: str, stages: Sequence[Sequence[Sequence[str]
             path = os.path.join(folder, f"{number}.commands")
             write_atomically(path, "".join(f"{shlex.join(arguments)}\n" for arguments in stage).encode())
             lines.append(
-                f'after=$(sbatch --parsable "$@" ${{after:+"--dependency=afterok:$after"}} --array=1-{len(stage)} '
+                f'after=$(sbatch --parsable "$@" ${{after:+"--dependency=afterok:${{after%%;*}}"}} --array=1-{len(stage)} '
                 f'"${{REPOSITORY:-.}}/deploy/slurm/array.sbatch" {shlex.quote(path)})'
             )
-            lines.append(f'echo "array $after: {len(stage)} runs"')
+            lines.append(f'echo "array $after: {counted(len(stage), "run")}"')
         script = os.path.join(folder, "submit.sh")
         write_atomically(script, ("\n".join(lines) + "\n").encode())
     except OSError as error:

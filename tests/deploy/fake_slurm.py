@@ -3,10 +3,12 @@
 It behaves like real Slurm where it matters: the batch script runs from a copy in a spool folder, with the variables of
 sbatch; `srun` sets those of each task, with all "nodes" on 127.0.0.1; a signal goes to the tasks, that is, to the
 processes started by srun, not to the script or their children; `scontrol requeue` requires `--requeue`, and the script
-then runs again with a greater SLURM_RESTART_COUNT. An unknown option is an error.
+then runs again with a greater SLURM_RESTART_COUNT; the tasks of an array run one after the other, after the arrays on
+which it depends. An unknown option is an error.
 
 FAKE_SLURM contains `job.json`, the submitted options; `tasks.json`, the process ids of the running step; `requeue`, if
-the job will be requeued; `steps.jsonl`, the options of every srun.
+the job will be requeued; `steps.jsonl`, the options of every srun; `arrays.jsonl`, the id, dependency and exit code of
+every array.
 """
 
 import json
@@ -20,10 +22,11 @@ from pathlib import Path
 OPTIONS = {
     "sbatch": {
         *("job-name", "nodes", "ntasks", "cpus-per-task", "gpus-per-node", "time", "signal", "open-mode", "output"),
+        *("array", "dependency"),
     },
     "srun": {"ntasks", "ntasks-per-node", "cpus-per-task", "cpu-bind", "kill-on-bad-exit"},
 }
-FLAGS = {"sbatch": {"exclusive", "requeue"}, "srun": set()}
+FLAGS = {"sbatch": {"exclusive", "requeue", "parsable"}, "srun": set()}
 
 
 def parse(command: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -59,15 +62,43 @@ def sbatch(words: list[str]) -> int:
         environment["SLURM_GPUS_ON_NODE"] = options["gpus-per-node"]
     if "cpus-per-task" in options:
         environment["SLURM_CPUS_PER_TASK"] = options["cpus-per-task"]
+    command = ["bash", str(spooled), *arguments]
+    if "array" in options:
+        return _array(state, options, command, environment)
+    return _until_not_requeued(state, command, environment)
+
+
+def _until_not_requeued(state: Path, command: list[str], environment: dict[str, str]) -> int:
     count = int(os.environ.get("SLURM_RESTART_COUNT", 0))
     while True:
         if count:
             environment["SLURM_RESTART_COUNT"] = str(count)
-        code = subprocess.call(["bash", str(spooled), *arguments], env=environment)
+        code = subprocess.call(command, env=environment, stdout=sys.stderr)
         if not (state / "requeue").exists():
             return code
         (state / "requeue").unlink()
         count += 1
+
+
+def _array(state: Path, options: dict[str, str], command: list[str], environment: dict[str, str]) -> int:
+    """Run the tasks of an array in turn; none if an array on which it depends has failed. -> 0, as it was submitted"""
+    first, last = map(int, options["array"].split("-"))
+    log = state / "arrays.jsonl"
+    before = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    code, after = 0, options.get("dependency")
+    if after is not None:
+        kind, job = after.split(":")
+        assert kind == "afterok", after
+        (code,) = [array["code"] for array in before if array["id"] == job]
+    tasks = range(first, last + 1) if code == 0 else ()
+    for task in tasks:
+        environment |= {"SLURM_ARRAY_TASK_ID": str(task)}
+        code = max(code, _until_not_requeued(state, command, dict(environment)))
+    entry = {"id": str(1000 + len(before)), "dependency": after, "tasks": len(tasks), "code": code}
+    with open(log, "a") as file:
+        file.write(json.dumps(entry) + "\n")
+    print(entry["id"])
+    return 0
 
 
 def srun(words: list[str]) -> int:

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import log_lines, tiny_settings
+from conftest import log_lines, run_in_process, tiny_settings
 from deploy.fake_slurm import install, warn
-from deploy.scripts import DEPLOY, ROOT
+from deploy.scripts import DEPLOY, ROOT, shellcheck
 from faults.runs import end, wait_for, write_config
 
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
@@ -242,6 +242,58 @@ def test_signalled_preprocessing_is_requeued_and_finishes(slurm):
     assert code == 0, output
     assert "exit 75, requeue 1 of" in output
     assert (slurm.folder / "cache" / "train" / "manifest.json").exists()
+
+
+def ladder_jobs(slurm, *options, **changes):
+    """Write the arrays of a ladder, and submit them. -> exit code, output"""
+    settings = tiny_settings()
+    settings["trainer"] |= {"steps_per_eval": 50, "max_eval_batches": 2}
+    del settings["trainer"]["num_train_steps"]
+    write_config(slurm.folder, settings)
+    sizes = {"hidden_dim": 16, "num_heads": 2, "num_layers": 1}
+    ladder = {"config": "tiny.json", "sizes": [sizes], "tokens_per_parameter": [1, 2], **changes}
+    (slurm.folder / "ladder.yaml").write_text(json.dumps(ladder))
+    done = run_in_process(["scaling", "run", "ladder.yaml", "--slurm", "jobs"], slurm.folder, code=0)
+    assert done.stdout == "run: bash jobs/submit.sh [OPTIONS OF SBATCH]\n"
+    shellcheck(slurm.folder / "jobs/submit.sh")
+    command = ["bash", "jobs/submit.sh", *options]
+    environment = os.environ | slurm.environment
+    ended = subprocess.run(command, cwd=slurm.folder, env=environment, capture_output=True, text=True, timeout=300)
+    return ended.returncode, ended.stdout
+
+
+def arrays(slurm):
+    return [json.loads(line) for line in (slurm.state / "arrays.jsonl").read_text().splitlines()]
+
+
+def test_the_arrays_of_a_ladder_start_its_runs_in_order(slurm):
+    slurm.exits(75, 0, 0)
+    code, output = ladder_jobs(slurm, "--gpus-per-node=0")
+    assert (code, output) == (0, "array 1000: 1 run\narray 1001: 1 run\n")
+    assert [(array["dependency"], array["tasks"], array["code"]) for array in arrays(slurm)] == [
+        (None, 1, 0),
+        ("afterok:1000", 1, 0),
+    ]
+    longest, again, branch = [line.split()[2:] for line in (slurm.folder / "seen.txt").read_text().splitlines()]
+    assert longest == again
+    assert "--trainer.id=ladder-16x1-2x-lr0.01-seed0" in longest
+    assert any(word.startswith("--trainer.initialize_from=") for word in branch)
+
+
+def test_runs_that_need_a_failed_one_do_not_start(slurm):
+    slurm.exits(2)
+    assert ladder_jobs(slurm)[0] == 0
+    assert [(array["tasks"], array["code"]) for array in arrays(slurm)] == [(1, 2), (0, 2)]
+
+
+@pytest.mark.end_to_end
+@pytest.mark.long
+def test_the_arrays_of_a_ladder_train_its_runs(slurm):
+    code, _ = ladder_jobs(slurm, "--gpus-per-node=0", learning_rates=[1e-3, 2e-3])
+    assert code == 0
+    status = run_in_process(["scaling", "status", "ladder.yaml"], slurm.folder, code=0)
+    assert "left: 1 run, " in status.stdout, status.stdout
+    assert [array["code"] for array in arrays(slurm)] == [0]
 
 
 def test_secrets_are_nowhere_in_the_scripts():

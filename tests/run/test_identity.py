@@ -128,6 +128,13 @@ def test_another_objective_changes_the_run_id_and_the_default_does_not():
     assert len(set(ids)) == 4
 
 
+def test_another_base_of_a_transfer_is_another_run():
+    base = {"hidden_dim": 32, "num_heads": 2, "num_layers": 2}
+    runs = [build(), *(build(transfer={"base": base | {"num_layers": layers}}) for layers in (1, 2))]
+    assert len({run_id(run, "stem", {}) for run in runs}) == 3
+    assert "transfer" not in identity(build())
+
+
 SIGNED = "https://me:word@host/a.jsonl?version=1&X-Amz-Date={0}&X-Amz-Signature={0}"
 
 
