@@ -7,6 +7,8 @@ Coordinates may differ in their last digits, since processors round differently;
 
 `tools/pictures_plan.json` holds figures that need the compiler of NVIDIA GPUs. They are from the output of
 `lmtrain plan llama3_8b --device h100 --devices 8 --json`: copy the values of these keys after a change that moves them.
+`tools/pictures_scaling.json` holds losses that were measured: `runs` of `lmtrain scaling status ladders/nano --json`,
+`large` of `lmtrain train ladders/nano_large --trainer.seed N`, and `rates` of tools/bench/transfer.py.
 """
 
 import io
@@ -18,20 +20,35 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from lmtrain.commands.scaling import read_ladder
+from lmtrain.config.load import load_config
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.plan import report
 from lmtrain.plan.answers import Plan
 from lmtrain.report.curve import thin
 from lmtrain.report.draw import draw, styled
-from lmtrain.report.plots import Line, Plot
+from lmtrain.report.plots import Line, Plot, colour_of
+from lmtrain.report.scaling_plots import scaling_plots
+from lmtrain.report.theme import light
+from lmtrain.run.config import RunConfig
 from lmtrain.runtime.accelerators import find_accelerator
+from lmtrain.scaling.fitted import fit_ladder
+from lmtrain.scaling.points import best_rates, points, trials
+from lmtrain.scaling.predict import predict, tokens_of
+from lmtrain.scaling.results import Result, Results
 from lmtrain.tracking import live
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "configs" / "guide" / "pictures"
 CURVE = ROOT / "tests" / "golden" / "gpt2_nano_curve.json"
 PLAN = ROOT / "tools" / "pictures_plan.json"
+SCALING = ROOT / "tools" / "pictures_scaling.json"
+
+_RATES = {
+    "Width 64 and 256": ["64x2, standard", "256x2, standard", "256x2, transfer"],
+    "2 and 8 layers": ["64x2, standard", "64x8, standard", "64x8, transfer"],
+}
 
 _STEPS = 40_000
 _SCHEDULES: dict[str, dict[str, Any]] = {
@@ -87,22 +104,71 @@ def plan_memory() -> str:
     return _terminal(console, f"lmtrain plan llama3_8b --device h100 --devices {figures['devices']}")
 
 
+def scaling_law() -> str:
+    """The runs of ladders/nano, the law of them, the prediction of ladders/nano_large, and its three runs."""
+    losses = json.loads(SCALING.read_text())
+    ladder = read_ladder(str(ROOT / "configs/ladders/nano.yaml"), None)
+    tried = [Result(trial, trial.steps, losses["runs"][trial.id]) for trial in trials(ladder)]
+    rates = best_rates(ladder, losses["runs"])
+    assert rates is not None
+    law = [Result(point, point.steps, losses["runs"][point.id]) for point in points(ladder, rates)]
+    results = Results(tried, law)
+    fitted = fit_ladder(ladder, results, None)
+    config = load_config(RunConfig, str(ROOT / "configs/ladders/nano_large.yaml")).config
+    prediction = predict(fitted, config.model, tokens_of(config))
+    figure = scaling_plots(ladder, results, fitted, [prediction])["loss-by-tokens"]
+    (axes,) = figure.axes
+    measured = losses["large"]
+    axes.plot([prediction.tokens] * len(measured), measured, "x", color=light("c1"), markersize=6)
+    return _svg(figure, "scaling_law")
+
+
+def scaling_rates() -> str:
+    """Losses by learning rate of tools/bench/transfer.py."""
+    from matplotlib.figure import Figure
+
+    losses = json.loads(SCALING.read_text())["rates"]
+    with styled():
+        figure = Figure(figsize=(8, 3.4))
+        for number, (title, names) in enumerate(_RATES.items()):
+            axes = figure.add_subplot(1, len(_RATES), number + 1)
+            axes.set_title(title)
+            axes.set(xlabel="learning rate, log2", ylabel="nats per token")
+            for colour, name in enumerate(names):
+                exponents = [int(rate.removeprefix("2^")) for rate in losses[name]]
+                style = "o-" if name.endswith("transfer") or colour == 0 else "o--"
+                label = name.replace("64x2, standard", "64x2, the base")
+                axes.plot(
+                    exponents, losses[name].values(), style, color=light(colour_of(colour)), markersize=4, label=label
+                )
+            axes.legend()
+    return _svg(figure, "scaling_rates")
+
+
 DRAWN: dict[str, Callable[[], str]] = {
     "loss_curve.svg": loss_curve,
     "schedules.svg": schedules,
     "live_view.svg": live_view,
     "plan_memory.svg": plan_memory,
+    "scaling_law.svg": scaling_law,
+    "scaling_rates.svg": scaling_rates,
 }
 
 
 def _chart(plot: Plot) -> str:
-    """A plot as a file, with the same bytes each time."""
+    """A plot as a file."""
+    with styled():
+        return _svg(draw(plot), plot.name)
+
+
+def _svg(figure: Any, name: str) -> str:
+    """A figure as a file, with the same bytes each time."""
     import matplotlib
 
     buffer = io.StringIO()
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with styled(), matplotlib.rc_context({"svg.hashsalt": plot.name}):
-        draw(plot).savefig(buffer, format="svg", metadata=metadata)
+    with styled(), matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", metadata=metadata)
     return buffer.getvalue()
 
 

@@ -6,14 +6,15 @@ squares (variable projection). From the best of them Levenberg and Marquardt's m
 L-BFGS stops early (Besiroglu et al. 2024 on the published fit); Huber's losses are squares with weights, updated in
 each iteration.
 
-Intervals are those of laws fitted to 1,000 samples of the losses around the fitted law. The noise of a sample is that
-of the residuals, or of seeds if that is larger, each time with another draw of its unknown size: with few runs,
-intervals are as wide as Student's. All samples are fitted at once.
+Intervals are those of laws fitted to 1,000 samples of the losses around the fitted law, with the noise of seeds and of
+what the law does not describe, each time with another draw of its unknown size: with few runs, intervals are as wide as
+Student's. All samples are fitted at once.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -60,30 +61,43 @@ def fit_law(parameters: Sequence[float], tokens: Sequence[float], losses: Sequen
     found, costs = problem.minimize(starts, np.broadcast_to(np.log(y), (len(starts), len(y))))
     best = found[np.argmin(costs)]
     residuals = problem.logs(best[None])[0] - np.log(y)
-    noise, degrees = _noise(residuals, n, d, np.log(y))
+    noise = _noise(residuals, n, d)
     rng = np.random.default_rng(seed)
-    size = noise * np.sqrt(degrees / rng.chisquare(degrees, SAMPLES))
-    samples = problem.logs(best[None]) + size[:, None] * rng.standard_normal((SAMPLES, len(y)))
+    size = np.sqrt(noise.degrees / rng.chisquare(noise.degrees, SAMPLES))
+    errors = rng.standard_normal((SAMPLES, len(noise.of_points)))[:, noise.point]
+    samples = problem.logs(best[None]) + size[:, None] * noise.of_points[noise.point] * errors
     laws, _ = problem.minimize(np.broadcast_to(best, (SAMPLES, NUM_UNKNOWN)), samples)
-    factors = np.exp(size * rng.standard_normal(SAMPLES))
+    factors = np.exp(noise.of_run * size * rng.standard_normal(SAMPLES))
     law = Law(*(float(values[0]) for values in problem.unscale(best[None])))
     E, A, alpha, B, beta = problem.unscale(laws)
-    return Fit(law, Laws(E, A, alpha, B, beta, factors), residuals, noise, degrees)
+    return Fit(law, Laws(E, A, alpha, B, beta, factors), residuals, noise.of_run, noise.degrees)
 
 
-def _noise(residuals: np.ndarray, n: np.ndarray, d: np.ndarray, logs: np.ndarray) -> tuple[float, int]:
-    """The standard deviation of a run's log loss and its degrees of freedom: of residuals, or of runs that differ only
-    in their seed, whichever is larger."""
-    degrees = max(len(residuals) - NUM_UNKNOWN, 1)
-    noise = float(np.sqrt(np.sum(residuals**2) / degrees))
-    _, group = np.unique(np.stack([n, d]), axis=1, return_inverse=True)
-    means = np.bincount(group.ravel(), logs) / np.bincount(group.ravel())
-    of_seeds = len(logs) - len(means)
-    if of_seeds:
-        spread = float(np.sqrt(np.sum((logs - means[group.ravel()]) ** 2) / of_seeds))
-        if spread > noise:
-            return spread, of_seeds
-    return noise, degrees
+class _Noise(NamedTuple):
+    """Standard deviations of log losses: of a single run, and of the mean of the seeds at each point.
+
+    `point` is the point of each run, and `degrees` are the degrees of freedom of the estimate.
+    """
+
+    of_run: float
+    of_points: np.ndarray
+    point: np.ndarray
+    degrees: int
+
+
+def _noise(residuals: np.ndarray, n: np.ndarray, d: np.ndarray) -> _Noise:
+    """The noise of seeds, from runs that differ in nothing else, and what the law does not describe at a point, which
+    its seeds share: more seeds do not make it smaller."""
+    _, point = np.unique(np.stack([n, d]), axis=1, return_inverse=True)
+    point = point.ravel()
+    runs = np.bincount(point)
+    means = np.bincount(point, residuals) / runs
+    of_seeds, of_points = len(residuals) - len(runs), max(len(runs) - NUM_UNKNOWN, 1)
+    seeds = float(np.sum((residuals - means[point]) ** 2)) / of_seeds if of_seeds else 0.0
+    shared = float(np.sum(means**2)) / of_points - seeds * float(np.mean(1 / runs))
+    degrees = of_points if shared > 0 else of_seeds
+    shared = max(shared, 0.0)
+    return _Noise((shared + seeds) ** 0.5, np.sqrt(shared + seeds / runs), point, max(degrees, 1))
 
 
 class _Problem:

@@ -77,6 +77,18 @@ def test_noise_of_seeds_widens_intervals():
     assert fit.interval("alpha").high > LAW.alpha
 
 
+def test_seeds_do_not_average_out_what_the_law_does_not_describe():
+    """Two seeds of each point that have nearly the same loss are no more certain than one."""
+    losses = noisy(3e-3, 0)
+    rng = np.random.default_rng(1)
+    twice = np.repeat(losses, 2) * np.exp(1e-5 * rng.standard_normal(2 * len(losses)))
+    one, two = fit_law(N, D, losses), fit_law(np.repeat(N, 2), np.repeat(D, 2), twice)
+    assert (two.degrees, one.degrees) == (len(N) - 5, len(N) - 5)
+    assert two.noise == pytest.approx(one.noise, rel=0.05)
+    widths = [fit.laws.interval(*LARGE).high - fit.laws.interval(*LARGE).low for fit in (one, two)]
+    assert widths[1] == pytest.approx(widths[0], rel=0.1)
+
+
 def test_the_best_size_has_the_lowest_loss_of_its_compute():
     product = 1e20
     best, tokens = LAW.best(product)

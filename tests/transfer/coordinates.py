@@ -16,6 +16,15 @@ from lmtrain.run.config import RunConfig
 from lmtrain.transfer.factors import factor_trees
 
 VOCAB, BATCH, LENGTH, STEPS, BASE = 16, 16, 32, 10, 64
+RATES = {"adam": 2**-9, "lion": 2**-11, "muon": 2**-6}
+MODELS = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True, "qk_norm": "head"}),
+    "gpt2": ("gpt2", {}),
+    "mpt": ("mpt", {"init_scheme": "normal"}),
+    "backpack": ("backpack", {}),
+    "mixture": ("llama", {"moe": {"num_experts": 4, "shared_experts": 1}}),
+}
 
 
 def slope(family, optimizer, rate, transfer, widths, **model):
