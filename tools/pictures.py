@@ -8,7 +8,7 @@ Coordinates may differ in their last digits, since processors round differently;
 `tools/pictures_plan.json` holds figures that need the compiler of NVIDIA GPUs. They are from the output of
 `lmtrain plan llama3_8b --device h100 --devices 8 --json`: copy the values of these keys after a change that moves them.
 `tools/pictures_scaling.json` holds losses that were measured: `runs` of `lmtrain scaling status ladders/nano --json`,
-`large` of `lmtrain train ladders/nano_large --trainer.seed N`, and `rates` of tools/bench/transfer.py.
+`large` of `lmtrain train ladders/nano_large --trainer.seed N`, and `rates` of tools/bench/rates.py.
 """
 
 import io
@@ -124,7 +124,7 @@ def scaling_law() -> str:
 
 
 def scaling_rates() -> str:
-    """Losses by learning rate of tools/bench/transfer.py."""
+    """Losses by learning rate of tools/bench/rates.py."""
     from matplotlib.figure import Figure
 
     losses = json.loads(SCALING.read_text())["rates"]

@@ -48,6 +48,18 @@ def _axes(title: str, x: str, y: str) -> tuple["Figure", "Axes"]:
     return figure, axes
 
 
+def _logarithmic(axes: "Axes", names: str) -> None:
+    """Logarithmic scales of these axes, `x` or `xy`, with labels such as `3 M`."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    for name in names:
+        axes.set(**{f"{name}scale": "log"})
+        axis = axes.xaxis if name == "x" else axes.yaxis
+        axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+        axis.set_major_formatter(lambda value, _: count(value))
+        axis.set_minor_formatter(NullFormatter())
+
+
 def _loss_by_tokens(fitted: FittedLadder, predictions: Sequence[Prediction]) -> "Figure":
     with styled():
         figure, axes = _axes("Loss by tokens", "tokens D", "nats per token")
@@ -73,7 +85,7 @@ def _loss_by_tokens(fitted: FittedLadder, predictions: Sequence[Prediction]) -> 
             axes.plot([prediction.tokens] * 2, [low, high], color=light("ink"), linewidth=1.4)
             label = f"predicted, N {count(prediction.parameters)}"
             axes.plot(prediction.tokens, prediction.loss, "D", color=light("ink"), markersize=5, label=label)
-        axes.set_xscale("log")
+        _logarithmic(axes, "x")
         figure.legend(loc="outside lower left", ncols=3)
     return figure
 
@@ -90,7 +102,7 @@ def _residuals(fitted: FittedLadder) -> "Figure":
             label = f"N {count(fitted.ladder.sizes[size].parameters)}"
             axes.plot(*zip(*found, strict=True), "o", color=light(colour_of(size)), markersize=4, label=label)
         axes.axhline(0, color=light("soft"), linewidth=0.8)
-        axes.set_xscale("log")
+        _logarithmic(axes, "x")
         figure.legend(loc="outside lower left", ncols=3)
     return figure
 
@@ -117,7 +129,8 @@ def _equal_loss(fitted: FittedLadder, predictions: Sequence[Prediction]) -> "Fig
         axes.plot(n[:runs], d[:runs], "o", color=light("c0"), markersize=4, label="runs of the ladder")
         if predictions:
             axes.plot(n[runs:], d[runs:], "D", color=light("ink"), markersize=5, label="predicted")
-        axes.set(xscale="log", yscale="log", xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
+        _logarithmic(axes, "xy")
+        axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
         figure.legend(loc="outside lower left", ncols=2)
     return figure
 

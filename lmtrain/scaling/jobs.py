@@ -36,8 +36,8 @@ def write_arrays(folder: str, name: str, stages: Sequence[Sequence[Sequence[str]
             path = os.path.join(folder, f"{number}.commands")
             write_atomically(path, "".join(f"{shlex.join(arguments)}\n" for arguments in stage).encode())
             lines.append(
-                f'after=$(sbatch --parsable "$@" ${{after:+"--dependency=afterok:${{after%%;*}}"}} --array=1-{len(stage)} '
-                f'"${{REPOSITORY:-.}}/deploy/slurm/array.sbatch" {shlex.quote(path)})'
+                f'after=$(sbatch --parsable "$@" ${{after:+"--dependency=afterok:${{after%%;*}}"}} '
+                f'--array=1-{len(stage)} "${{REPOSITORY:-.}}/deploy/slurm/array.sbatch" {shlex.quote(path)})'
             )
             lines.append(f'echo "array $after: {counted(len(stage), "run")}"')
         script = os.path.join(folder, "submit.sh")

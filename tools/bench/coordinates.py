@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from transfer.coordinates import MODELS, RATES, slope  # noqa: E402
+from transfer.coordinates import MODELS, RATES, slope
 
 WIDTHS = (64, 128, 256, 512)
 

@@ -1,6 +1,6 @@
 """The best learning rates of models of two widths, and of two depths, with `transfer` and without.
 
-    .venv/bin/python tools/bench/transfer.py FOLDER [--steps 300]
+    .venv/bin/python tools/bench/rates.py FOLDER [--steps 300]
 
 Trains runs of `ladders/nano_large` with other sizes in FOLDER, with the smaller model of each pair as the base, and
 prints the loss after the last step by learning rate, and the log2 of the best rate. Started again, it trains those
