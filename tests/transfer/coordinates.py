@@ -16,7 +16,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.transfer.factors import factor_trees
 
 VOCAB, BATCH, LENGTH, STEPS, BASE = 16, 16, 32, 10, 64
-RATES = {"adam": 2**-9, "lion": 2**-11, "muon": 2**-6}
+RATES = {"adam": 2**-10, "lion": 2**-12, "muon": 2**-7}
 MODELS = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True, "qk_norm": "head"}),
