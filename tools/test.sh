@@ -17,7 +17,7 @@ two=(-n 2 --dist loadfile --no-loadscope-reorder)
 if [ "${1:-}" = --fast ]; then
     slow=(deploy end_to_end evaluation faults golden lora models multihost objectives parity plan preprocess remote)
     slow+=(generation hf/test_weight_files.py sharding tracking/test_jit_log.py train weights)
-    slow+=(test_pictures.py test_readme.py)
+    slow+=(test_pictures.py test_readme.py transfer)
     shift
     set -- "${two[@]}" -m "not long and not end_to_end and not multi_device" "${slow[@]/#/--ignore=tests/}" "$@"
 fi
