@@ -130,7 +130,7 @@ def test_another_objective_changes_the_run_id_and_the_default_does_not():
 
 def test_another_base_of_a_transfer_is_another_run():
     base = {"hidden_dim": 32, "num_heads": 2, "num_layers": 2}
-    runs = [build(), *(build(transfer={"base": base | {"num_layers": layers}}) for layers in (1, 2))]
+    runs = [build(), *(build(transfer__base=base | {"num_layers": layers}) for layers in (1, 2))]
     assert len({run_id(run, "stem", {}) for run in runs}) == 3
     assert "transfer" not in identity(build())
 
