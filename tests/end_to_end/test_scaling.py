@@ -58,8 +58,9 @@ def test_a_ladder_that_is_killed_and_stopped_has_the_runs_of_an_undisturbed_one(
         log_file(tmp_path, "straight").unlink()
 
 
-def start(folder):
-    return Forked(["scaling", "run", "ladder.yaml"], folder, folder / "output.txt")
+def start(folder, *words, **environment):
+    command = words or ("scaling", "run", "ladder.yaml")
+    return Forked(list(command), folder, folder / "output.txt", **environment)
 
 
 def disturb(folder, point, number):
@@ -94,7 +95,8 @@ def test_three_sizes_predict_a_model_of_2_6_times_the_largest(tmp_path):
     shipped = yaml.safe_load((ROOT / "configs/ladders/nano.yaml").read_text())
     shorter = {"config": "llama_nano", "sizes": shipped["sizes"][:3], "tokens_per_parameter": [5, 10, 20]}
     (tmp_path / "ladder.yaml").write_text(yaml.safe_dump(shipped | shorter | {"learning_rates": [1.6e-2], "seeds": [0]}))
-    process = start(tmp_path)
+    fast = {"XLA_FLAGS": ""}  # the suite's are for short runs
+    process = start(tmp_path, **fast)
     assert process.wait(timeout=1800) == 0, process.output.read_text()
     large = ["model.hidden_dim=48", "model.intermediate_dim=128", "model.num_heads=6", "model.num_layers=4"]
     settings = [f"--{setting}" for setting in (*large, "trainer.num_train_steps=1200")]
@@ -102,7 +104,8 @@ def test_three_sizes_predict_a_model_of_2_6_times_the_largest(tmp_path):
     (tmp_path / "large.yaml").write_text(shown)
     command = ["scaling", "predict", "ladder.yaml", "--config", "large.yaml", "--json"]
     answer = json.loads(run_in_process(command, tmp_path, code=0).stdout)
-    run_in_process(["train", "large.yaml", "--trainer.id", "large"], tmp_path, code=0)
+    process = start(tmp_path, "train", "large.yaml", "--trainer.id", "large", **fast)
+    assert process.wait(timeout=1800) == 0, process.output.read_text()
     loss = logged(tmp_path, "eval/loss", "large")[1200]
     print(answer, loss)
     assert answer["size_factor"] > 2.5

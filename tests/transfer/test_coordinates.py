@@ -4,7 +4,7 @@ prints all families and optimizers."""
 import pytest
 from transfer.coordinates import MODELS, RATES, slope
 
-WIDTHS = (64, 128, 256)
+WIDTHS = (64, 256)
 
 
 def slopes(name, optimizer):
