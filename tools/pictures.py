@@ -45,9 +45,13 @@ CURVE = ROOT / "tests" / "golden" / "gpt2_nano_curve.json"
 PLAN = ROOT / "tools" / "pictures_plan.json"
 SCALING = ROOT / "tools" / "pictures_scaling.json"
 
+# colour and style of a line, by width and layers
 _RATES = {
-    "Width 64 and 256": ["64x2, standard", "256x2, standard", "256x2, transfer"],
-    "2 and 8 layers": ["64x2, standard", "64x8, standard", "64x8, transfer"],
+    "64x2, standard": (0, "o-"),
+    "256x2, transfer": (1, "o-"),
+    "256x2, standard": (1, "o--"),
+    "64x8, transfer": (2, "o-"),
+    "64x8, standard": (2, "o--"),
 }
 
 _STEPS = 40_000
@@ -129,19 +133,16 @@ def scaling_rates() -> str:
 
     losses = json.loads(SCALING.read_text())["rates"]
     with styled():
-        figure = Figure(figsize=(8, 3.4))
-        for number, (title, names) in enumerate(_RATES.items()):
-            axes = figure.add_subplot(1, len(_RATES), number + 1)
-            axes.set_title(title)
-            axes.set(xlabel="learning rate, log2", ylabel="nats per token")
-            for colour, name in enumerate(names):
-                exponents = [int(rate.removeprefix("2^")) for rate in losses[name]]
-                style = "o-" if name.endswith("transfer") or colour == 0 else "o--"
-                label = name.replace("64x2, standard", "64x2, the base")
-                axes.plot(
-                    exponents, losses[name].values(), style, color=light(colour_of(colour)), markersize=4, label=label
-                )
-            axes.legend()
+        figure = Figure(figsize=(6, 3.4))
+        axes = figure.add_subplot()
+        axes.set_title("Loss by learning rate")
+        axes.set(xlabel="log2", ylabel="nats per token")
+        for name, (colour, style) in _RATES.items():
+            exponents = [int(rate.removeprefix("2^")) for rate in losses[name]]
+            colours = light(colour_of(colour))
+            axes.plot(exponents, losses[name].values(), style, color=colours, markersize=4, label=name)
+        axes.set_xticks(exponents)
+        figure.legend(loc="outside lower left", ncols=3)
     return _svg(figure, "scaling_rates")
 
 

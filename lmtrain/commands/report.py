@@ -64,9 +64,10 @@ def run(argv: list[str]) -> int:
 
 def _report_ladder(path: str, configs: list[str], output: str | None) -> int:
     """The page of a ladder, with the predicted losses of these configs."""
-    from lmtrain.commands.scaling import read_fit, read_ladder
+    from lmtrain.commands.scaling import read_fit, read_ladder, train_tokens
     from lmtrain.report.scaling_page import write_scaling_report
-    from lmtrain.scaling.predict import predict, tokens_of
+    from lmtrain.scaling.describe import effect_lines
+    from lmtrain.scaling.predict import check_config, predict, tokens_of, unknown_effects
     from lmtrain.scaling.results import read_results
 
     ladder = read_ladder(path, None)
@@ -78,13 +79,14 @@ def _report_ladder(path: str, configs: list[str], output: str | None) -> int:
         if configs:
             raise
         fitted, reason = None, str(error)
-    predictions = (
-        {}
-        if fitted is None
-        else {name: predict(fitted, config.model, tokens_of(config)) for name, config in big.items()}
-    )
+    predictions, effects = {}, {}
+    if fitted is not None:
+        for name, config in big.items():
+            check_config(ladder, name, config)
+            predictions[name] = predict(fitted, config.model, tokens_of(config))
+            effects[name] = list(effect_lines(unknown_effects(fitted, config, train_tokens(config))))
     settings = yaml.safe_dump(redact(ladder.config.model_dump(mode="json")), sort_keys=False)
-    plots = write_scaling_report(ladder, read_results(ladder), fitted, reason, predictions, settings, page)
+    plots = write_scaling_report(ladder, read_results(ladder), fitted, reason, predictions, effects, settings, page)
     print(reason or f"{ladder.name}: {counted(len(plots), 'plot')}")
     _say_written(page, plots)
     return 0

@@ -3,9 +3,11 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ import yaml
 
 from lmtrain.commands.arguments import Parser, at_least
 from lmtrain.config.errors import UserError
-from lmtrain.config.load import find_config, load_config
+from lmtrain.config.load import LoadedConfig, find_config, load_config
 from lmtrain.config.redact import redact
 from lmtrain.plan.answers import ask
 from lmtrain.plan.known_models import find_vocab_size
@@ -51,9 +53,7 @@ def run(argv: list[str]) -> int:
     big.add_argument("--devices", type=count, metavar="N", help="number of devices")
     big.add_argument("--topology", metavar="T", help="topology of TPUs, as for plan")
     big.add_argument("--hours", type=at_least(1e-6, float), metavar="H", help="find the best run for these hours")
-    big.add_argument(
-        "--efficiency", type=_fraction, default=1.0, metavar="F", help="fraction of the plan's bound (default: 1)"
-    )
+    big.add_argument("--efficiency", type=_fraction, metavar="F", help="fraction of the plan's bound (default: 1)")
     big.add_argument("--mfu", type=_fraction, metavar="F", help="model FLOPs utilization, instead of a plan")
     big.add_argument("--run", metavar="ID", help="run of this speed, instead of a plan (default: the ladder's largest)")
     big.add_argument("--write", metavar="FILE", help="write the config of the best run")
@@ -72,7 +72,10 @@ def read_ladder(path: str, vocab_size: int | None) -> Ladder:
         found = near[0] if near else find_config(config)
     except UserError as error:
         raise UserError(f"{loaded.path}: config: {error}") from None
-    base = load_config(RunConfig, found, as_overrides(loaded.config.overrides))
+    try:
+        base = load_config(RunConfig, found, as_overrides(loaded.config.overrides))
+    except UserError as error:
+        raise UserError(f"{loaded.path}: config with overrides: {error}") from None
     return build_ladder(loaded, base, find_vocab_size(base.config.data, vocab_size)[0])
 
 
@@ -81,10 +84,12 @@ def _run(arguments: argparse.Namespace) -> int:
     from lmtrain.scaling.fitted import check_data
     from lmtrain.scaling.jobs import shell_lines, write_arrays
     from lmtrain.scaling.points import arguments_of, points
-    from lmtrain.scaling.results import read_results
-    from lmtrain.scaling.runner import check, stages, train_all
+    from lmtrain.scaling.results import check, read_results, stages
+    from lmtrain.scaling.runner import train_all
 
     ladder = read_ladder(arguments.ladder, arguments.vocab_size)
+    if len(ladder.sizes) < 3:
+        print(f"{ladder.path}: fewer than 3 sizes, from which no law can be fitted", file=sys.stderr)
     law = points(ladder, ladder.rates[:1] * len(ladder.sizes))
     for point in law:  # errors of all runs before the first one
         ladder.load(point.settings, point.id)
@@ -104,7 +109,8 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.slurm is None:
         print("\n".join(shell_lines(lines, more)))
     else:
-        print(f"run: bash {write_arrays(arguments.slurm, ladder.name, lines, more)} [OPTIONS OF SBATCH]")
+        script = write_arrays(arguments.slurm, ladder.name, lines, more)
+        print(f"run: bash {shlex.quote(script)} [OPTIONS OF SBATCH]")
     return 0
 
 
@@ -158,44 +164,70 @@ def train_tokens(config: RunConfig) -> float | None:
 
 def _predict(arguments: argparse.Namespace) -> int:
     """predict the loss and the cost of BIG, and with --hours the best run"""
-    from lmtrain.scaling.describe import best_lines, cost_line, fit_lines, prediction_json, prediction_lines
-    from lmtrain.scaling.predict import best_run, predict, recipe_differences, tokens_of
+    from lmtrain.scaling.describe import cost_line, effect_lines, fit_lines, prediction_json, prediction_lines
+    from lmtrain.scaling.predict import check_config, predict, tokens_of, unknown_effects
 
     ladder = read_ladder(arguments.ladder, arguments.vocab_size)
     fitted = read_fit(ladder)
     big = ladder.base if arguments.config is None else load_config(RunConfig, arguments.config)
     config = big.config
+    check_config(ladder, big.path, config)
     speed = _speed(arguments, fitted, config)
     lines = [*fit_lines(fitted), ""]
-    answer: dict[str, Any] = {}
-    if arguments.config is not None and (other := recipe_differences(ladder, config)):
-        lines.append(f"the law does not know the effect of: {'; '.join(other)}")
+    answer: dict[str, Any] = {"speed": asdict(speed)}
     if arguments.config is not None:
         prediction = predict(fitted, config.model, tokens_of(config))
-        lines += [*prediction_lines(prediction), cost_line(prediction.flops, speed), ""]
-        answer |= prediction_json(prediction) | {"device_hours": speed.devices * speed.hours(prediction.flops)}
+        effects = unknown_effects(fitted, config, train_tokens(config))
+        lines += [*effect_lines(effects), *prediction_lines(prediction), cost_line(prediction.flops, speed), ""]
+        hours = speed.devices * speed.hours(prediction.flops)
+        answer |= prediction_json(prediction) | {"device_hours": hours, "unknown_effects": effects}
     if arguments.hours is not None:
-        best = best_run(fitted, big, speed.flops(arguments.hours))
-        overrides = ladder.config.overrides if arguments.config is None else {}
-        load_config(RunConfig, big.path, as_overrides({**overrides, **best.settings}))  # as `config check` does
-        text = config_text(
-            big.tree.data, best.settings, f"the best run for {speed.devices} x {speed.device}, {arguments.hours:g} h"
-        )
-        lines += [*best_lines(best, speed, arguments.hours), cost_line(best.prediction.flops, speed)]
-        answer["best"] = prediction_json(best.prediction) | {"range": list(best.range), "settings": dict(best.settings)}
-        if arguments.write is None:
-            lines += [
-                "settings  (--write FILE writes a config)",
-                *(f"  {name}: {json.dumps(value)}" for name, value in best.settings.items()),
-            ]
-        else:
-            try:
-                write_atomically(arguments.write, text.encode())
-            except OSError as error:
-                raise UserError(f"--write {arguments.write} cannot be written: {error.strerror or error}") from None
-            lines.append(f"config    {arguments.write}")
+        found, answer["best"] = _best(arguments, fitted, big, speed)
+        lines += found
     print(json.dumps(answer) if arguments.json else "\n".join(lines))
     return 0
+
+
+def _best(
+    arguments: argparse.Namespace, fitted: "FittedLadder", big: LoadedConfig[RunConfig], speed: "Speed"
+) -> tuple[list[str], dict[str, Any]]:
+    """The best run for --hours as text and as JSON; with --write also a config."""
+    from lmtrain.scaling.describe import best_lines, cost_line, effect_lines, prediction_json
+    from lmtrain.scaling.predict import best_run, repetitions
+
+    ladder, title = fitted.ladder, "the best run for"
+    overrides: Mapping[str, Any] = {}
+    shape = big.config.model
+    if arguments.config is None:
+        overrides, shape = ladder.config.overrides, ladder.sizes[-1].model
+    if arguments.write is not None:
+        _check_output(arguments.write, title)
+    best = best_run(fitted, big.config, shape, speed.flops(arguments.hours))
+    load_config(RunConfig, big.path, as_overrides({**overrides, **best.settings}))  # as `config check` does
+    effects = repetitions(best.prediction.tokens, train_tokens(big.config))
+    lines = [*effect_lines(effects), *best_lines(best, speed, arguments.hours), cost_line(best.prediction.flops, speed)]
+    answer = prediction_json(best.prediction) | {"range": list(best.range), "settings": dict(best.settings)}
+    answer["unknown_effects"] = effects
+    if arguments.write is None:
+        lines.append("settings  (--write FILE writes a config)")
+        return lines + [f"  {name}: {json.dumps(value)}" for name, value in best.settings.items()], answer
+    text = config_text(big.tree.data, best.settings, f"{title} {speed.devices} x {speed.device}, {arguments.hours:g} h")
+    try:
+        write_atomically(arguments.write, text.encode())
+    except OSError as error:
+        raise UserError(f"--write {arguments.write} cannot be written: {error.strerror or error}") from None
+    return [*lines, f"config    {arguments.write}"], answer
+
+
+def _check_output(path: str, title: str) -> None:
+    """Raise `UserError` if a file is there that this command has not written."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            ours = file.readline().startswith(f"# {title}")
+    except (OSError, UnicodeDecodeError):
+        ours = not os.path.exists(path)
+    if not ours:
+        raise UserError(f"--write {path}: this file exists; choose another name")
 
 
 def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunConfig) -> "Speed":
@@ -226,8 +258,9 @@ def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunCon
             "add --mfu F"
         )
     bound = accelerator.peak_flops * figures["mfu_bound"]
-    source = f"{100 * arguments.efficiency:g} % of the plan's bound of {100 * figures['mfu_bound']:.1f} % MFU"
-    return Speed(bound * arguments.efficiency, devices, accelerator.name, source)
+    efficiency = arguments.efficiency or 1.0
+    source = f"{100 * efficiency:g} % of the plan's bound of {100 * figures['mfu_bound']:.1f} % MFU"
+    return Speed(bound * efficiency, devices, accelerator.name, source)
 
 
 def _measured_speed(arguments: argparse.Namespace, fitted: "FittedLadder") -> "Speed":
@@ -256,10 +289,18 @@ def config_text(written: Mapping[str, Any], settings: Mapping[str, Any], title: 
 def _check_flags(arguments: argparse.Namespace) -> None:
     if arguments.commands and arguments.slurm is not None:
         raise UserError("--commands and --slurm: choose one")
+    for action, flags in _FLAGS.items():
+        for flag in flags if arguments.action != action else ():
+            if getattr(arguments, flag) is not None and getattr(arguments, flag) is not False:
+                raise UserError(f"--{flag}: is for `lmtrain scaling {action}`")
+    if arguments.mfu is not None and arguments.efficiency is not None:
+        raise UserError("--mfu is the utilization itself, --efficiency a fraction of the plan's bound; remove one")
+    if arguments.hours is not None and arguments.hours > _MOST_HOURS:
+        raise UserError(f"--hours {arguments.hours:g}: expected at most {_MOST_HOURS:g}")
     given = {
         "--topology": arguments.topology,
         "--mfu": arguments.mfu,
-        "--efficiency": None if arguments.efficiency == 1 else arguments.efficiency,
+        "--efficiency": arguments.efficiency,
     }
     if arguments.device is None and (name := next((name for name, value in given.items() if value is not None), None)):
         raise UserError(f"{name}: is for --device KIND")
@@ -277,5 +318,12 @@ def _fraction(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text}: expected a fraction, above 0 and at most 1")
     return value
 
+
+# Flags of one action.
+_FLAGS = {
+    "run": ("commands", "slurm"),
+    "predict": ("config", "device", "devices", "topology", "hours", "efficiency", "mfu", "run", "write"),
+}
+_MOST_HOURS = 1e6
 
 _ACTIONS = {"run": _run, "status": _status, "fit": _fit, "predict": _predict}

@@ -21,18 +21,20 @@ def write_scaling_report(
     fitted: FittedLadder | None,
     reason: str,
     predictions: Mapping[str, Prediction],
+    effects: Mapping[str, Sequence[str]],
     settings: str,
     output: str,
 ) -> Sequence[str]:
     """Write `output` and `<output stem>-plots/*.png`. Returns the PNG files. Raises `UserError` if writing fails.
 
-    `reason` says why there is no fit, `predictions` are those of configs by name, `settings` the text of the ladder.
+    `reason` says why there is no fit, `predictions` are those of configs by name, `effects` lines on what the law does
+    not know about them, `settings` the text of the ladder.
     """
     figures = scaling_plots(ladder, results, fitted, list(predictions.values()))
     pictures = {name: to_png(figure) for name, figure in figures.items()}
     law = [reason] if fitted is None else list(fit_lines(fitted))
     for name, prediction in predictions.items():
-        law += ["", name, *prediction_lines(prediction)]
+        law += ["", name, *effects[name], *prediction_lines(prediction)]
     page = template("scaling.html").render(
         version=__version__,
         light=css_variables(0),

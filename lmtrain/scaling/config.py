@@ -37,7 +37,7 @@ class LadderConfig(Section):
     seeds: list[Annotated[int, Field(ge=0, lt=2**32)]] = Field(
         [0], min_length=1, description="Seeds; each size and length runs once for each"
     )
-    learning_rates: list[Positive] = Field(
+    learning_rates: list[Annotated[float, Field(gt=0, lt=1000)]] = Field(
         [], description="Learning rates to try with the longest run of a size, ascending; []: that of the config"
     )
     transfer: bool = Field(
@@ -55,6 +55,8 @@ class LadderConfig(Section):
     def _ascending(cls, values: list[float]) -> list[float]:
         if any(later <= earlier for earlier, later in pairwise(values)):
             raise ValueError(f"expected ascending numbers, got {values}")
+        if len({f"{value:g}" for value in values}) < len(values):
+            raise ValueError(f"two numbers are the same in six digits: {values}")
         return values
 
     @field_validator("seeds")
@@ -70,7 +72,17 @@ class LadderConfig(Section):
         for name in overrides:
             if name in OWN or name.split(".")[0] == "transfer":
                 raise ValueError(f"{name}: the ladder sets it")
+            if any(own.startswith(f"{name}.") for own in OWN) and overrides[name] is not None:
+                raise ValueError(f"{name}: write its settings by dotted name, such as {name}.type")
         return overrides
+
+    @field_validator("sizes")
+    @classmethod
+    def _sizes_only(cls, sizes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for size in sizes:
+            if name := next((name for name in ("type", "seq_len") if name in size), None):
+                raise ValueError(f"{name} is no size: one law is for one of these; set it in config or overrides")
+        return sizes
 
     @model_validator(mode="after")
     def _rates_fit(self) -> "LadderConfig":

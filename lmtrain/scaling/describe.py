@@ -1,6 +1,6 @@
 """Ladders, fits and predictions as text and as JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lmtrain.config.counts import counted
@@ -8,7 +8,9 @@ from lmtrain.scaling.fitted import FittedLadder
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.law import Interval
 from lmtrain.scaling.predict import Best, Prediction, Speed
-from lmtrain.scaling.results import Result, Results
+from lmtrain.scaling.results import Result, Results, stages
+
+_FAR = 100  # times the largest N
 
 _UNKNOWNS = {
     "E": "the loss that no size and no data falls below",
@@ -35,15 +37,17 @@ def status_lines(ladder: Ladder, results: Results) -> Iterator[str]:
     yield from (f"{r.point.id}: {'; '.join(r.differences)}" for r in results.all if r.differences)
     yield ""
     yield from rate_lines(ladder, results)
-    left = [result for result in results.all if result.state != "done"]
+    left = [point for stage in stages(results) for point in stage]
+    if all(result.state == "not started" for result in results.all):
+        yield f"no run has a log in {ladder.run.trainer.log_dir}"
     more = "" if results.law else ", and those of the law once the learning rates have been tried"
-    flops = sum(result.point.flops for result in left)
+    flops = sum(point.flops for point in left)
     yield f"left: {counted(len(left), 'run')}, {flops:.3g} FLOPs{more}" if left or more else "complete"
 
 
 def _row(result: Result) -> tuple[str, ...]:
     point = result.point
-    loss = "" if result.loss is None else f"{result.loss:.4f}"
+    loss = f"{result.loss:.4f}" if result.state == "done" else ""
     cells = f"{point.parameters:,}", f"{point.tokens:,}", f"{point.ratio:g}", f"{point.rate:g}", str(point.seed)
     return (point.id, *cells, result.state, loss)
 
@@ -51,7 +55,8 @@ def _row(result: Result) -> tuple[str, ...]:
 def rate_lines(ladder: Ladder, results: Results) -> Iterator[str]:
     """The best learning rate of each size that tried them, with a warning if it is the first or the last one."""
     for number, size in enumerate(ladder.sizes):
-        losses = {r.point.rate: r.loss for r in results.trials if r.point.size == number and r.loss is not None}
+        ended = [r for r in results.trials if r.point.size == number and r.state in ("done", "diverged")]
+        losses = {r.point.rate: r.loss for r in ended if r.loss is not None}
         if not losses or len(losses) < len(ladder.rates):
             continue
         best = min(losses, key=lambda rate: losses[rate])
@@ -72,7 +77,7 @@ def fit_lines(fitted: FittedLadder) -> Iterator[str]:
         f"D {count(min(tokens))} to {count(max(tokens))}"
     )
     if fitted.missing:
-        yield f"{counted(fitted.missing, 'run')} of the ladder are not done, and are left out"
+        yield f"left out, as they are not done: {counted(fitted.missing, 'run')}"
     yield "L(N, D) = E + A / N^alpha + B / D^beta, in nats per token; intervals of 95 %"
     for name, meaning in _UNKNOWNS.items():
         value, (low, high) = getattr(fit.law, name), fit.interval(name)
@@ -110,7 +115,15 @@ def prediction_lines(prediction: Prediction) -> Iterator[str]:
         f"beyond    the ladder's largest run by {p.size_factor:.3g} x in N, {p.token_factor:.3g} x in D, "
         f"{p.flops_factor:.3g} x in FLOPs"
     )
-    yield f"loss      {p.loss:.4f} ({interval_text(p.interval)} with 95 %)"
+    far = "; far outside the ladder: a direction, not a prediction" if p.size_factor > _FAR else ""
+    yield f"loss      {p.loss:.4f} ({interval_text(p.interval)} with 95 %){far}"
+
+
+def effect_lines(effects: Sequence[str]) -> Iterator[str]:
+    """What the law does not know about a run."""
+    if effects:
+        yield "the law does not know the effect of:"
+        yield from (f"  {effect}" for effect in effects)
 
 
 def cost_line(flops: float, speed: Speed) -> str:
@@ -161,7 +174,7 @@ def status_json(results: Results) -> list[dict[str, Any]]:
         {
             **{name: getattr(result.point, name) for name in names},
             "state": result.state,
-            "loss": result.loss,
+            "loss": result.loss if result.state == "done" else None,
             "step": result.step,
         }
         for result in results.all

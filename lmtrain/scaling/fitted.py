@@ -60,9 +60,9 @@ def fit_ladder(ladder: Ladder, results: Results, train_tokens: float | None) -> 
 def usable_runs(ladder: Ladder, results: Results, train_tokens: float | None) -> list[Result]:
     """The runs of the law that are done. Raises `UserError` as `fit_ladder`."""
     if not results.law:
-        left = sum(trial.state != "done" for trial in results.trials)
+        left = sum(trial.state not in ("done", "diverged") for trial in results.trials)
         raise UserError(
-            f"{ladder.path}: {counted(left, 'run')} that try learning rates are not done; "
+            f"{ladder.path}: the learning rates have not been tried, {counted(left, 'run')} left; "
             f"run `lmtrain scaling run {ladder.path}`"
         )
     for result in results.law:
@@ -72,17 +72,19 @@ def usable_runs(ladder: Ladder, results: Results, train_tokens: float | None) ->
                 f"{'; '.join(result.differences[:3])}. Restore the settings, or remove the log of this run and its "
                 "checkpoints, and train it again"
             )
+        if result.state == "diverged":
+            raise UserError(f"{result.point.id} has diverged; add lower learning_rates to the ladder")
     runs = [result for result in results.law if result.state == "done"]
     check_data(ladder, [run.point.tokens for run in runs], train_tokens)
     sizes, ratios = ({getattr(run.point, name) for run in runs} for name in ("size", "ratio"))
     for found, least, what in (
-        (sizes, 3, "sizes"),
-        (ratios, 2, "ratios of tokens to parameters"),
-        (runs, _MIN_RUNS, "runs"),
+        (sizes, 3, "size"),
+        (ratios, 2, "ratio"),
+        (runs, _MIN_RUNS, "run"),
     ):
         if len(found) < least:
             raise UserError(
-                f"{ladder.path}: {len(found)} {what} are done, and the law's exponents need {least} or more; "
+                f"{ladder.path}: {counted(len(found), what)} done, and the law's exponents need {least} or more; "
                 f"`lmtrain scaling status {ladder.path}` lists the runs"
             )
     return runs

@@ -91,12 +91,13 @@ class Ladder:
         run. Those with an exponent of 0 are left to the config, but for the learning rate."""
         growth, decay = self.config.growth, self.run.optimizer.weight_decay
         ratio = tokens / self.reference_tokens
-        settings: dict[str, Any] = {"optimizer.learning_rate": _rounded(rate * ratio**growth.learning_rate)}
+        settings: dict[str, Any] = {}
         if growth.batch_size:
             step = self.batch_size & -self.batch_size  # the largest power of two that divides it: devices divide that
-            settings["trainer.train_batch_size"] = step * max(
-                1, round(self.batch_size * ratio**growth.batch_size / step)
-            )
+            batch = step * max(1, round(self.batch_size * ratio**growth.batch_size / step))
+            settings["trainer.train_batch_size"] = batch
+            rate *= (batch / self.batch_size) ** (growth.learning_rate / growth.batch_size)  # of the batch as rounded
+        settings["optimizer.learning_rate"] = _rounded(rate)
         if growth.weight_decay and decay:
             settings["optimizer.weight_decay"] = _rounded(decay * ratio**growth.weight_decay)
         return settings
@@ -118,24 +119,30 @@ def build_ladder(loaded: LoadedConfig[LadderConfig], base: LoadedConfig[RunConfi
     return Ladder(loaded.stem, loaded.path, loaded.config, base, vocab_size, sizes)
 
 
-def _check_base(path: str, config: RunConfig) -> None:
+def check_start(path: str, config: RunConfig) -> None:
+    """Raise `UserError` for a run that starts from other than new parameters, or with another length than its steps."""
+    starts = "a ladder and its law are for runs from new parameters"
+    length = "the length of a run is trainer.num_train_steps"
     wrong = {
-        "initialize_from_hf": config.initialize_from_hf,
-        "initialize_from_checkpoint_path": config.initialize_from_checkpoint_path,
-        "trainer.initialize_from": config.trainer.initialize_from,
-        "trainer.load_checkpoint_path": config.trainer.load_checkpoint_path,
-        "transfer": config.transfer,
-        "lora": config.lora,
-        "epoch": config.epoch,
-        "trainer.early_stopping": config.trainer.early_stopping,
+        "initialize_from_hf": (config.initialize_from_hf, starts),
+        "initialize_from_checkpoint_path": (config.initialize_from_checkpoint_path, starts),
+        "trainer.initialize_from": (config.trainer.initialize_from, starts),
+        "trainer.load_checkpoint_path": (config.trainer.load_checkpoint_path, starts),
+        "lora": (config.lora, starts),
+        "epoch": (config.epoch, length),
+        "trainer.early_stopping": (config.trainer.early_stopping, length),
+        "optimizer.cycles": (config.optimizer.cycles, "a ladder and its law are for one cycle"),
+        "optimizer.cycle_length": (config.optimizer.cycle_length, "a ladder and its law are for one cycle"),
     }
-    if name := next((name for name, value in wrong.items() if value), None):
-        reason = "the ladder sets it" if name == "transfer" else "the runs of a ladder start from new parameters"
-        if name in ("epoch", "trainer.early_stopping"):
-            reason = "the ladder sets the length of each run"
-        raise UserError(f"{path}: config sets {name}: {reason}; remove it")
+    for name, (value, reason) in wrong.items():
+        if value:
+            raise UserError(f"{path}: config sets {name}: {reason}; remove it")
     if len(config.trainer.batch_sizes.all) > 1:
         raise UserError(f"{path}: config changes trainer.train_batch_size during a run; a ladder needs one batch size")
+
+
+def _check_base(path: str, config: RunConfig) -> None:
+    check_start(path, config)
     if not config.trainer.evaluates:
         raise UserError(
             f"{path}: config has no evaluation, and the law is fitted to eval/loss; set trainer.steps_per_eval"

@@ -5,6 +5,7 @@ shorter ones begin. These branch off with `trainer.initialize_from`, and end wit
 from the start.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +63,8 @@ def best_rates(ladder: Ladder, losses: Mapping[str, float]) -> list[float] | Non
         return ladder.rates * len(ladder.sizes)
     if any(trial.id not in losses for trial in tried):
         return None
+    if all(losses[trial.id] == math.inf for trial in tried):
+        raise UserError(f"{ladder.path}: all learning_rates diverge; add lower ones")
     best = {
         size: min((trial for trial in tried if trial.size == size), key=lambda trial: losses[trial.id]).rate
         for size in {trial.size for trial in tried}
@@ -121,7 +124,9 @@ def _point(ladder: Ladder, number: int, ratio: float, seed: int, rate: float, to
 def _transfer(ladder: Ladder, size: Size) -> dict[str, Any]:
     """The base of another size than the smallest."""
     base = ladder.base_sizes
-    return {} if base is None or size is ladder.sizes[0] else {"transfer.base": base}
+    if base is None or size is ladder.sizes[0]:
+        return {} if ladder.run.transfer is None else {"transfer": None}
+    return {"transfer.base": base}
 
 
 def _branch(ladder: Ladder, runs: Sequence[Point]) -> list[Point]:

@@ -4,13 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lmtrain.config.load import LoadedConfig
+from lmtrain.config.errors import UserError
 from lmtrain.models.config import ModelConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.scaling.fitted import FittedLadder
-from lmtrain.scaling.ladder import Ladder, multiplying_parameters, training_flops
+from lmtrain.scaling.ladder import Ladder, check_start, multiplying_parameters, training_flops
 from lmtrain.scaling.law import Interval
+from lmtrain.scaling.results import described
 from lmtrain.scaling.shape import scaled_model
+from lmtrain.transfer.config import sizes_of
 
 
 @dataclass(frozen=True)
@@ -77,20 +79,24 @@ def tokens_of(config: RunConfig) -> int:
     return config.trainer.batch_sizes.before(config.trainer.num_train_steps) * config.model.seq_len
 
 
-def best_run(fitted: FittedLadder, big: LoadedConfig[RunConfig], flops: float) -> Best:
-    """The size and the number of tokens with the lowest loss for a budget, as a run with the proportions of `big`.
+def best_run(fitted: FittedLadder, config: RunConfig, shape: ModelConfig, flops: float) -> Best:
+    """The size and the number of tokens with the lowest loss for a budget, as a run of `config` with a model that has
+    the proportions of `shape`.
 
-    The FLOPs of a token are taken in proportion to N, as those of `big` are. Raises `UserError` if no model fits.
+    The FLOPs of a token are taken in proportion to N, as those of `shape` are. Raises `UserError` if no model fits.
     """
-    config, ladder = big.config, fitted.ladder
-    of_parameter = training_flops(config.model, ladder.vocab_size) / multiplying_parameters(
-        config.model, ladder.vocab_size
-    )
-    product = flops / of_parameter
+    ladder = fitted.ladder
+    product = flops * multiplying_parameters(shape, ladder.vocab_size) / training_flops(shape, ladder.vocab_size)
     parameters, _ = fitted.fit.law.best(product)
-    model = scaled_model(config.model, parameters, ladder.vocab_size)
+    model = scaled_model(shape, parameters, ladder.vocab_size)
     tokens = flops / training_flops(model, ladder.vocab_size)
     settings, tokens = run_settings(fitted, config, model, tokens)
+    if settings["trainer.num_train_steps"] >= 2**31:
+        raise UserError(
+            f"the best run has {settings['trainer.num_train_steps']:,} steps of "
+            f"{settings['trainer.train_batch_size']:,} sequences; use a larger trainer.train_batch_size, or growth in "
+            "the ladder"
+        )
     return Best(parameters, fitted.fit.law.flat_range(product), predict(fitted, model, tokens), settings)
 
 
@@ -113,31 +119,44 @@ def run_settings(
     return settings, steps * batch
 
 
-def recipe_differences(ladder: Ladder, config: RunConfig) -> list[str]:
-    """Settings in which a config differs from the runs of a ladder, and whose effect the law does not know."""
-    ours, theirs = (_recipe(run) for run in (ladder.run, config))
-    rules = {"optimizer.lr_schedule": ladder.config.schedule}
-    if ladder.config.growth.batch_size:
-        rules["trainer.train_batch_size"] = theirs["trainer.train_batch_size"]
-    if ladder.config.growth.weight_decay:
-        rules["optimizer.weight_decay"] = theirs["optimizer.weight_decay"]
-    ours |= rules
-    return [f"{name} {theirs[name]} (ladder: {ours[name]})" for name in ours if ours[name] != theirs.get(name)]
+def check_config(ladder: Ladder, path: str, config: RunConfig) -> None:
+    """Raise `UserError` for a config whose loss is not on the ladder's scale."""
+    check_start(path, config)
+    for name, ours, theirs in (
+        ("model.type", ladder.run.model.type, config.model.type),
+        ("data.tokenizer", ladder.run.data.tokenizer, config.data.tokenizer),
+    ):
+        if ours != theirs:
+            raise UserError(f"{path}: {name} is {theirs}, that of the ladder {ours}: the law says nothing about it")
 
 
-def _recipe(config: RunConfig) -> dict[str, Any]:
-    return {
-        "model.type": config.model.type,
-        "model.seq_len": config.model.seq_len,
-        "data.tokenizer": config.data.tokenizer,
-        "data.train_urls": config.data.train_urls,
-        "data.id": config.data.id,
-        "data.configs": sorted(config.data.configs or {}),
-        "optimizer.type": config.optimizer.type,
-        "optimizer.lr_schedule": config.optimizer.lr_schedule,
-        "optimizer.weight_decay": config.optimizer.weight_decay,
-        "optimizer.warmup": config.optimizer.warmup,
-        "optimizer.min_lr_ratio": config.optimizer.min_lr_ratio,
-        "trainer.train_batch_size": config.trainer.batch_sizes.all[0],
-        "objective.type": config.objective.type,
-    }
+def unknown_effects(fitted: FittedLadder, config: RunConfig, train_tokens: float | None) -> list[str]:
+    """In what a config differs from a run of the ladder with its size and length, with effects that the law does not
+    know. `train_tokens`: tokens of the training data; None if unknown."""
+    ladder, tokens = fitted.ladder, tokens_of(config)
+    shape = config.model.model_dump(mode="json", exclude_unset=True)
+    settings, _ = run_settings(fitted, config, config.model, tokens)
+    if not ladder.config.growth.batch_size:
+        settings["trainer.train_batch_size"] = ladder.batch_size
+    settings |= {f"model.{name}": shape[name] for name in sizes_of(config.model) if name in shape}
+    settings |= {"trainer.seed": config.trainer.seed, "trainer.num_train_steps": config.trainer.num_train_steps}
+    ours, theirs = (
+        described(each) | {"optimizer.decay": each.optimizer.decay_length}
+        for each in (ladder.load(settings, "prediction"), config)
+    )
+    if config.transfer is None and (base := ladder.base_sizes) is not None:
+        ours = {name: value for name, value in ours.items() if not name.startswith("transfer.")}
+        ours["transfer"] = {"base": base}
+    found = [
+        f"{name} {theirs.get(name, 'unset')} (ladder: {ours.get(name, 'unset')})"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]
+    return found + repetitions(tokens, train_tokens)
+
+
+def repetitions(tokens: float, train_tokens: float | None) -> list[str]:
+    """That data is read more than once, which the law does not know."""
+    if train_tokens is None or tokens <= train_tokens:
+        return []
+    return [f"repeated data ({tokens / train_tokens:.3g} epochs)"]

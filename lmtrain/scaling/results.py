@@ -1,5 +1,6 @@
 """What the runs of a ladder have reached, read from their logs: nothing else keeps the state of a ladder."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from lmtrain.scaling.points import Point, best_rates, points, trials
 from lmtrain.tracking.json_log import read_objects
 
 LOSS = "eval/loss"
+_TRAIN_LOSS = "train/loss"
 
 # Settings outside the identity of a run that its loss depends on.
 _OTHER_SETTINGS = ("trainer.num_train_steps", "trainer.mp", "trainer.max_eval_batches", "z_loss_weight")
@@ -25,7 +27,7 @@ _OTHER_SETTINGS = ("trainer.num_train_steps", "trainer.mp", "trainer.max_eval_ba
 
 @dataclass(frozen=True)
 class Result:
-    """The state of a run. `loss` is that after its last step, None before.
+    """The state of a run. `loss` is that after its last step, None before; infinite if it has diverged.
 
     `differences` are settings with which it was trained instead of those of the ladder.
     """
@@ -39,6 +41,8 @@ class Result:
     def state(self) -> str:
         if self.differences:
             return "other settings"
+        if self.loss == math.inf:
+            return "diverged"
         if self.loss is not None:
             return "done"
         return f"at step {self.step:,}" if self.step else "not started"
@@ -57,6 +61,23 @@ class Results:
         return list({result.point.id: result for result in [*self.trials, *self.law]}.values())
 
 
+def check_existing(ladder: Ladder) -> None:
+    """Raise `UserError` if a run of a learning rate that is not tried yet was trained with other settings."""
+    for rate in ladder.rates:
+        check(Results([], [read_result(ladder, point) for point in points(ladder, [rate] * len(ladder.sizes))]))
+
+
+def check(results: Results) -> Results:
+    """Raise `UserError` if a run was trained with other settings than those of the ladder."""
+    for result in results.all:
+        if result.differences:
+            raise UserError(
+                f"{result.point.id} was trained with other settings: {'; '.join(result.differences[:3])}. Restore the "
+                "settings, copy the ladder to another name, or remove the log and the checkpoints of this run"
+            )
+    return results
+
+
 def read_results(ladder: Ladder) -> Results:
     """The state of all runs of a ladder that are known so far."""
     tried = [read_result(ladder, point) for point in trials(ladder)]
@@ -65,21 +86,48 @@ def read_results(ladder: Ladder) -> Results:
     return Results(tried, [read_result(ladder, point) for point in law])
 
 
+def stages(results: Results) -> list[list[Point]]:
+    """The runs that are not done, in stages: those of a stage need only those of earlier ones.
+
+    The runs of the law are known after those that try learning rates, of which those that diverge are not repeated.
+    """
+    trials = {result.point.id for result in results.trials}
+    left = [
+        result.point
+        for result in results.all
+        if result.state != "done" and not (result.state == "diverged" and result.point.id in trials)
+    ]
+    tried = [point for point in left if point.id in trials]
+    others = [point for point in left if point.id not in trials]
+    found = [tried, [point for point in others if point.parent is None], [point for point in others if point.parent]]
+    return [stage for stage in found if stage]
+
+
 def losses_of(results: Sequence[Result]) -> dict[str, float]:
-    """The losses of the runs that are done, by id."""
-    return {result.point.id: result.loss for result in results if result.state == "done" and result.loss is not None}
+    """The losses of the runs that are done, by id; infinite of those that have diverged."""
+    ended = ("done", "diverged")
+    return {result.point.id: result.loss for result in results if result.state in ended and result.loss is not None}
 
 
 def read_result(ladder: Ladder, point: Point) -> Result:
     """The state of a run. Raises `UserError` for a log that cannot be read."""
     step, loss = 0, None
     for values in _read_log(ladder.run.trainer.log_dir, point.id):
-        step = max(step, values.get("step", 0))
-        if values.get("step") == point.steps and isinstance(values.get(LOSS), float):
-            loss = values[LOSS]
+        if not isinstance(values.get("step"), int):
+            continue
+        step = max(step, values["step"])
+        if values["step"] == point.steps and LOSS in values:
+            loss = _finite(values[LOSS])
+        elif _TRAIN_LOSS in values:
+            loss = None if _finite(values[_TRAIN_LOSS]) < math.inf else math.inf
     config = os.path.join(fill_run_id(ladder.run.trainer.log_dir, point.id), point.id, "config.yaml")
     other = differences(ladder.load(point.settings, point.id), config) if step and os.path.exists(config) else []
     return Result(point, step, loss, other)
+
+
+def _finite(loss: Any) -> float:
+    """A loss of a log, in which null is one that is not finite."""
+    return loss if isinstance(loss, float) and 0 < loss < math.inf else math.inf
 
 
 class Measured(NamedTuple):
@@ -117,7 +165,10 @@ def _read_log(log_dir: str, run: str) -> Iterator[dict[str, Any]]:
 
 def differences(expected: RunConfig, saved: str) -> list[str]:
     """Settings with which a run was trained that its loss depends on, instead of those expected."""
-    ours, theirs = (_described(config) for config in (expected, load_config(RunConfig, saved).config))
+    try:
+        ours, theirs = (described(config) for config in (expected, load_config(RunConfig, saved).config))
+    except UserError as error:
+        return [f"{saved} cannot be read: {str(error).splitlines()[-1].strip()}"]
     names = sorted(ours.keys() | theirs.keys())
     return [
         f"{name} {theirs.get(name, 'unset')} instead of {ours.get(name, 'unset')}"
@@ -126,7 +177,7 @@ def differences(expected: RunConfig, saved: str) -> list[str]:
     ]
 
 
-def _described(config: RunConfig) -> dict[str, Any]:
+def described(config: RunConfig) -> dict[str, Any]:
     """What a loss depends on, by dotted name: the identity of the run, and further settings."""
     plain = dict(walk_leaves(config.model_dump(mode="json")))
     found = {dotted(path): value for path, value in walk_leaves(identity(config))}

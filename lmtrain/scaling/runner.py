@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 
 from lmtrain.config.counts import counted
 from lmtrain.config.errors import RunError, UserError
+from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
 from lmtrain.scaling.ladder import Ladder
-from lmtrain.scaling.points import Point, arguments_of
-from lmtrain.scaling.results import Result, Results, read_result, read_results
+from lmtrain.scaling.points import Point, arguments_of, trials
+from lmtrain.scaling.results import Result, check, check_existing, read_result, read_results, stages
 
 # `lmtrain train`, which ends at once if the ladder is killed: no run is left behind that holds its folder.
 _TRAIN = """
@@ -30,19 +31,6 @@ main()
 _POLL_SECONDS = 0.2
 
 
-def stages(results: Results) -> list[list[Point]]:
-    """The runs that are not done, in stages: those of a stage need only those of earlier ones.
-
-    The runs of the law are known after those that try learning rates.
-    """
-    left = [result.point for result in results.all if result.state != "done"]
-    trials = {result.point.id for result in results.trials}
-    tried = [point for point in left if point.id in trials]
-    others = [point for point in left if point.id not in trials]
-    found = [tried, [point for point in others if point.parent is None], [point for point in others if point.parent]]
-    return [stage for stage in found if stage]
-
-
 def train_all(ladder: Ladder, data_is_enough: Callable[[], bool]) -> int:
     """Train all runs that are not done. -> exit code of the command
 
@@ -52,39 +40,52 @@ def train_all(ladder: Ladder, data_is_enough: Callable[[], bool]) -> int:
     Raises `UserError` if a run refuses its settings, and `RunError` if one fails.
     """
     is_enough = False
+    check_existing(ladder)
     while left := [point for stage in stages(check(read_results(ladder))) for point in stage]:
         for number, point in enumerate(left):
             is_enough = is_enough or data_is_enough()
-            more = counted(len(left) - number - 1, "run")
-            print(f"{ladder.name}: {point.id}, then {more}", file=sys.stderr, flush=True)
+            _check_start(ladder, point)
+            more = len(left) - number - 1
+            then = f", then {counted(more, 'run')}" if more else ""
+            print(f"{ladder.name}: {point.id}{then}", file=sys.stderr, flush=True)
             code = _train(ladder, point)
             if code == STOPPED_BY_SIGNAL:
                 print(f"{ladder.name}: stopped; run the same command again to resume", file=sys.stderr, flush=True)
                 return code
-            _check_done(read_result(ladder, point), code)
+            is_trial = any(point.id == trial.id for trial in trials(ladder))
+            _check_done(ladder, read_result(ladder, point), is_trial, code)
     return 0
 
 
-def check(results: Results) -> Results:
-    """Raise `UserError` if a run was trained with other settings than those of the ladder."""
-    for result in results.all:
-        if result.differences:
-            raise UserError(
-                f"{result.point.id} was trained with other settings: {'; '.join(result.differences[:3])}. Restore the "
-                "settings, copy the ladder to another name, or remove the log and the checkpoints of this run"
-            )
-    return results
-
-
-def _check_done(result: Result, code: int) -> None:
-    if code == 2:
+def _check_done(ladder: Ladder, result: Result, is_trial: bool, code: int) -> None:
+    if result.state == "diverged":
+        said = f"{result.point.id} has diverged"
+        if not is_trial:
+            raise RunError(f"{said}; add lower learning_rates to the ladder, or lengthen optimizer.warmup")
+        print(f"{ladder.name}: {said}: its learning rate is too high", file=sys.stderr, flush=True)
+    elif code == 2:
         raise UserError(f"{result.point.id} was refused; see above")
-    if code:
+    elif code:
         raise RunError(f"{result.point.id} failed with exit code {code}; run the same command again to resume")
-    if result.state != "done":
-        raise RunError(
-            f"{result.point.id} has ended without eval/loss of step {result.point.steps:,} in its log; with several "
-            "hosts, trainer.log_dir must be a folder that all of them share"
+    elif result.state != "done":
+        trainer = ladder.run.trainer
+        raise UserError(
+            f"{result.point.id} has all steps, but its log in {fill_run_id(trainer.log_dir, result.point.id)} has no "
+            f"eval/loss of step {result.point.steps:,}. If the log was lost, remove "
+            f"{trainer.checkpointer.run_folder(result.point.id)} to train this run again; several hosts need a shared "
+            "trainer.log_dir"
+        )
+
+
+def _check_start(ladder: Ladder, point: Point) -> None:
+    """Raise `UserError` if the checkpoint from which a run branches off is missing."""
+    folder = point.settings.get("trainer.initialize_from", "")
+    if folder and "://" not in folder and not os.path.isdir(folder):
+        trainer, parent = ladder.run.trainer, str(point.parent)
+        raise UserError(
+            f"{point.id} starts from {folder}, which does not exist: {parent} was trained without this length, or its "
+            f"checkpoints were removed. Remove {trainer.checkpointer.run_folder(parent)} and its log in "
+            f"{fill_run_id(trainer.log_dir, parent)} to train it again"
         )
 
 

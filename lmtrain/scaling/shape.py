@@ -22,7 +22,8 @@ def scaled_model(model: ModelConfig, parameters: float, vocab_size: int) -> Mode
     """
     best: ModelConfig | None = None
     distance = math.inf
-    for layers, heads in _shapes(model):
+    shapes = list(_shapes(model, parameters / multiplying_parameters(model, vocab_size)))
+    for layers, heads in shapes:
         try:
             found = type(model).model_validate(_settings(model, layers, heads))
         except ValidationError:  # such as a layer_pattern that does not divide the number of layers
@@ -30,21 +31,31 @@ def scaled_model(model: ModelConfig, parameters: float, vocab_size: int) -> Mode
         size = multiplying_parameters(found, vocab_size)
         if abs(math.log(size / parameters)) < distance:
             best, distance = found, abs(math.log(size / parameters))
-        if size > 8 * parameters:
-            break
-    if best is None:
+    if shapes and best is None:
         raise UserError("no other number of layers fits the model's settings, such as layer_pattern")
+    if best is None or distance > math.log(2):
+        raise UserError(
+            f"no model of at most {_MAX_LAYERS} layers with these proportions has about {parameters:.3g} parameters; "
+            "add --config of a model that is nearer to it"
+        )
     return best
 
 
-def _shapes(model: ModelConfig) -> Iterator[tuple[int, int]]:
-    """Numbers of layers and heads with about the proportions of `model`, in groups of heads that share keys."""
+def _shapes(model: ModelConfig, ratio: float) -> Iterator[tuple[int, int]]:
+    """Numbers of layers and heads with about the proportions of `model` and `ratio` times its parameters, in groups of
+    heads that share keys; of many heads in multiples of eight, which devices divide."""
     group = model.num_heads // math.gcd(model.num_heads, model.kv_heads)
     for layers in range(1, _MAX_LAYERS + 1):
-        groups = model.num_heads / model.num_layers * layers / group
-        nearest = max(1, round(groups))
-        for number in range(min(nearest, math.ceil(groups / 1.2)), max(nearest, math.floor(groups * 1.2)) + 1):
-            yield layers, max(1, number) * group
+        nearest = max(1.0, model.num_heads / model.num_layers * layers)
+        # parameters of blocks are in proportion to the layers and the square of the width; those of the head are less
+        wanted = model.num_heads * math.sqrt(ratio * model.num_layers / layers)
+        if not nearest / 3 < wanted < 3 * nearest:
+            continue
+        heads = min(max(wanted, nearest / 1.2), nearest * 1.2)
+        step = group if heads <= 16 else math.lcm(group, 8)
+        first = math.floor(heads / step)
+        for number in range(max(1, first - 1), first + 3):
+            yield layers, number * step
 
 
 def _settings(model: ModelConfig, layers: int, heads: int) -> dict[str, Any]:

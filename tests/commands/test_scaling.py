@@ -6,8 +6,9 @@ import shlex
 import pytest
 import yaml
 from report.made import Page
-from scaling.made_ladder import BASE, LAW, dirs, write_ladder, write_log, write_results
+from scaling.made_ladder import BASE, LADDER, LAW, dirs, write_ladder, write_log, write_results
 
+from lmtrain.commands import scaling
 from lmtrain.commands.scaling import read_ladder
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig
@@ -27,10 +28,12 @@ def done(tmp_path):
     return ladder
 
 
-def write_big(folder, **optimizer):
+def write_big(folder, changes=None, **optimizer):
     settings = {"lr_schedule": "wsd", **BASE["optimizer"], **optimizer}
     trainer = BASE["trainer"] | dirs(folder) | {"num_train_steps": 50_000}
-    big = {"data": BASE["data"], "model": BIG, "trainer": trainer, "optimizer": settings}
+    base = LADDER["sizes"][0]
+    big = {"data": BASE["data"], "model": BIG, "trainer": trainer, "optimizer": settings, "transfer": {"base": base}}
+    big |= changes or {}
     (folder / "big.yaml").write_text(yaml.safe_dump(big))
 
 
@@ -100,10 +103,75 @@ def test_the_speed_can_be_given(done, run_cli):
     assert other["device_hours"] == pytest.approx(answer["flops"] / 25e9 / 3600)
 
 
-def test_what_the_law_does_not_know_is_said(done, tmp_path, run_cli):
-    write_big(tmp_path, weight_decay=0.2)
-    text = run_cli("scaling", "predict", "ladder.yaml", "--config", "big.yaml", code=0).stdout
-    assert "the law does not know the effect of: optimizer.weight_decay 0.2 (ladder: 0.1)" in text
+@pytest.mark.parametrize(
+    ("changes", "optimizer", "expected"),
+    [
+        ({}, {"weight_decay": 0.2}, "optimizer.weight_decay 0.2 (ladder: 0.1)"),
+        ({}, {"learning_rate": 1.0}, "optimizer.learning_rate 1.0 (ladder: 0.01)"),
+        ({}, {"decay": 0.9}, "optimizer.decay 0.9 (ladder: 0.2)"),
+        ({}, {"max_grad_norm": 0.01}, "optimizer.max_grad_norm 0.01 (ladder: unset)"),
+        ({"model": BIG | {"initializer_range": 0.001}}, {}, "model.initializer_range 0.001 (ladder: unset)"),
+        ({"z_loss_weight": 1.0}, {}, "z_loss_weight 1.0 (ladder: 0.0)"),
+        ({"transfer": None}, {}, "transfer unset (ladder: {'base': {'hidden_dim': 16,"),
+    ],
+)
+def test_what_the_law_does_not_know_is_said(done, tmp_path, run_cli, changes, optimizer, expected):
+    write_big(tmp_path, changes, **optimizer)
+    command = ("scaling", "predict", "ladder.yaml", "--config", "big.yaml")
+    text = run_cli(*command, code=0).stdout
+    assert f"the law does not know the effect of:\n  {expected}" in text
+    (effect,) = json.loads(run_cli(*command, "--json", code=0).stdout)["unknown_effects"]
+    assert effect.startswith(expected)
+    run_cli("report", "--scaling", "ladder.yaml", "--predict", "big.yaml", code=0)
+    assert "the law does not know the effect of" in (tmp_path / "ladder-report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": BIG | {"type": "gpt2"}}, "model.type is gpt2, that of the ladder llama"),
+        ({"data": BASE["data"] | {"tokenizer": "byte"}}, "data.tokenizer is byte, that of the ladder"),
+        ({"initialize_from_hf": "gpt2"}, "config sets initialize_from_hf: a ladder and its law"),
+        ({"epoch": 1}, "config sets epoch: the length of a run"),
+    ],
+)
+def test_configs_of_another_scale_are_refused(done, tmp_path, run_cli, changes, message):
+    write_big(tmp_path, changes)
+    settings = yaml.safe_load((tmp_path / "big.yaml").read_text())
+    if settings["model"]["type"] == "gpt2":
+        del settings["model"]["intermediate_dim"], settings["transfer"]
+        (tmp_path / "big.yaml").write_text(yaml.safe_dump(settings))
+    ended = run_cli("scaling", "predict", "ladder.yaml", "--config", "big.yaml", code=2)
+    assert message in ended.stderr
+
+
+def test_repeated_data_of_the_large_run_is_said(done, tmp_path, run_cli, monkeypatch):
+    monkeypatch.setattr(scaling, "train_tokens", lambda config: 5e6)
+    command = ("scaling", "predict", "ladder.yaml", "--config", "big.yaml", "--hours", 1, "--device", "h100")
+    text = run_cli(*command, "--mfu", 0.4, code=0).stdout
+    assert "repeated data (1.28 epochs)" in text
+    assert text.count("repeated data") == 2
+
+
+def test_only_files_of_the_command_are_overwritten(done, tmp_path, run_cli):
+    before = (tmp_path / "big.yaml").read_text()
+    command = ("scaling", "predict", "ladder.yaml", "--hours", 1, "--device", "h100", "--mfu", 1e-4, "--write")
+    for name in ("big.yaml", "ladder.yaml"):
+        assert "this file exists; choose another name" in run_cli(*command, name, code=2).stderr
+    assert (tmp_path / "big.yaml").read_text() == before
+    for _ in range(2):
+        run_cli(*command, "best.yaml", code=0)
+
+
+def test_large_budgets_are_answered(done, run_cli):
+    command = ("scaling", "predict", "ladder.yaml", "--device", "h100", "--mfu", 0.4, "--hours")
+    text = run_cli(*command, 10, "--devices", 64, code=0).stdout
+    assert "far outside the ladder" in text
+    heads = int(text.split("model.num_heads: ")[1].split()[0])
+    assert heads % 8 == 0
+    assert "a larger trainer.train_batch_size, or growth" in run_cli(*command, 1000, "--devices", 64, code=2).stderr
+    ended = run_cli(*command, 1e6, "--devices", 65_536, code=2)
+    assert "no model of at most 256 layers with these proportions" in ended.stderr
 
 
 def test_the_best_run_is_a_config(done, tmp_path, run_cli):
@@ -168,6 +236,10 @@ def test_a_complete_ladder_runs_nothing(done, run_cli):
     ("flags", "message"),
     [
         (("run", "--commands", "--slurm", "jobs"), "--commands and --slurm: choose one"),
+        (("fit", "--hours", 1), "--hours: is for `lmtrain scaling predict`"),
+        (("status", "--slurm", "x"), "--slurm: is for `lmtrain scaling run`"),
+        (("predict", "--hours", 1, "--device", "h100", "--mfu", 0.5, "--efficiency", 0.5), "remove one"),
+        (("predict", "--hours", 1e9), "--hours 1e+09: expected at most 1e+06"),
         (("predict",), "predict: add --config BIG"),
         (("predict", "--hours", 1, "--mfu", 0.5), "--mfu: is for --device KIND"),
         (("predict", "--hours", 1, "--efficiency", 0.5), "--efficiency: is for --device KIND"),
@@ -204,9 +276,9 @@ def test_a_report_of_a_complete_ladder_has_plots_and_predictions(done, tmp_path,
 def test_a_report_of_an_unfinished_ladder_says_what_is_missing(tmp_path, run_cli):
     write_results(tmp_path, write_ladder(tmp_path, **RATES), done=lambda point: point.size == 0)
     out = run_cli("report", "--scaling", "ladder.yaml", "--output", "now.html", code=0).stdout
-    assert "1 sizes are done, and the law's exponents need 3 or more" in out
+    assert "1 size done, and the law's exponents need 3 or more" in out
     page = (tmp_path / "now.html").read_text()
-    assert "1 sizes are done" in page
+    assert "1 size done" in page
     assert "left: 9 runs" in page
     ended = run_cli("report", "--scaling", "ladder.yaml", "--predict", "base.yaml", code=2)
-    assert "1 sizes are done" in ended.stderr
+    assert "1 size done" in ended.stderr

@@ -94,7 +94,8 @@ def test_three_sizes_predict_a_model_of_2_6_times_the_largest(tmp_path):
     """The ladder of the guide, without its two largest sizes and with fewer tokens."""
     shipped = yaml.safe_load((ROOT / "configs/ladders/nano.yaml").read_text())
     shorter = {"config": "llama_nano", "sizes": shipped["sizes"][:3], "tokens_per_parameter": [5, 10, 20]}
-    (tmp_path / "ladder.yaml").write_text(yaml.safe_dump(shipped | shorter | {"learning_rates": [1.6e-2], "seeds": [0]}))
+    shorter |= {"learning_rates": [1.6e-2], "seeds": [0]}
+    (tmp_path / "ladder.yaml").write_text(yaml.safe_dump(shipped | shorter))
     fast = {"XLA_FLAGS": ""}  # the suite's are for short runs
     process = start(tmp_path, **fast)
     assert process.wait(timeout=1800) == 0, process.output.read_text()

@@ -68,6 +68,14 @@ def test_larger_sizes_transfer_from_the_smallest(make):
     assert all("transfer.base" not in run.settings for run in points(make(transfer=False), [1e-2] * 4))
 
 
+def test_the_config_may_have_the_transfer_of_the_large_run(make):
+    base = BASE | {"transfer": {"base": {"hidden_dim": 16, "intermediate_dim": 44, "num_heads": 1, "num_layers": 1}}}
+    runs = points(ladder := make(base=base), [1e-2] * 4)
+    bases = [ladder.load(run.settings, run.id).transfer for run in runs]
+    assert bases[0] is None
+    assert bases[-1].base == base["transfer"]["base"]
+
+
 def test_sizes_are_sorted_by_parameters(make):
     ladder = make(sizes=list(reversed(LADDER["sizes"])))
     assert [size.model.hidden_dim for size in ladder.sizes] == [16, 32, 48, 64]
@@ -99,7 +107,7 @@ def test_settings_grow_with_tokens(make):
         batch = config.trainer.train_batch_size
         assert batch % 4 == 0
         assert batch == pytest.approx(max(4, 4 * ratio**0.5), abs=2)
-        assert config.optimizer.learning_rate == pytest.approx(1e-2 * ratio**0.25, rel=1e-3)
+        assert config.optimizer.learning_rate == pytest.approx(1e-2 * (batch / 4) ** 0.5, rel=1e-3)
         assert config.optimizer.weight_decay == pytest.approx(0.1 * ratio**-0.5, rel=1e-3)
 
 
@@ -120,6 +128,14 @@ def test_runs_of_wsd_have_the_settings_of_their_longest(make):
         ({"overrides": {"transfer.base": {}}}, "transfer.base: the ladder sets it"),
         ({"transfer": False, "rates_at": "smallest"}, "say nothing about another"),
         ({"growth": {"learning_rate": 0.2}}, "set growth.batch_size"),
+        ({"overrides": {"optimizer": {"learning_rate": 1}}}, "optimizer: write its settings by dotted name"),
+        ({"overrides": {"optimizer.cycles": 2}}, "optimizer.cycles: a ladder and its law are for one cycle"),
+        (
+            {"overrides": {"model.num_layer": 2}},
+            r"ladder.yaml: config with overrides: (.|\n)*did you mean model.num_layers",
+        ),
+        ({"learning_rates": [1e-3, 1.0000001e-3]}, "two numbers are the same in six digits"),
+        ({"sizes": [{"hidden_dim": 64, "seq_len": 16}]}, "seq_len is no size"),
         ({"schedul": "wsd"}, "did you mean .*schedule"),
         ({"config": "nothing"}, "ladder.yaml: config: nothing: no such config"),
         ({"sizes": [{"hidden_dim": 30}]}, r"sizes\[0\]: (.|\n)*does not divide hidden_dim"),
@@ -141,5 +157,5 @@ def test_too_few_steps_are_an_error(make, tmp_path):
     with pytest.raises(UserError, match=r"of warmup and .* of decay do not fit"):
         points(make(overrides={"optimizer.warmup": 0.5}), [1e-2] * 4)
     base = BASE | {"trainer": BASE["trainer"] | dirs(tmp_path), "initialize_from_hf": "gpt2"}
-    with pytest.raises(UserError, match="initialize_from_hf: the runs of a ladder start from new parameters"):
+    with pytest.raises(UserError, match="initialize_from_hf: a ladder and its law are for runs from new parameters"):
         make(base=base)

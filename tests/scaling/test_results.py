@@ -8,9 +8,9 @@ from scaling.made_ladder import BASE, LAW, dirs, write_ladder, write_log, write_
 from lmtrain.commands.scaling import read_fit, read_ladder
 from lmtrain.config.errors import UserError
 from lmtrain.scaling.fitted import check_data, fit_ladder
-from lmtrain.scaling.points import points
-from lmtrain.scaling.results import read_results, read_speed
-from lmtrain.scaling.runner import check, stages
+from lmtrain.scaling.points import points, trials
+from lmtrain.scaling.results import check, read_results, read_speed, stages
+from lmtrain.scaling.runner import train_all
 
 RATES = {"learning_rates": [5e-3, 1e-2, 2e-2]}
 
@@ -42,6 +42,71 @@ def test_a_run_is_done_when_its_last_step_was_evaluated(tmp_path):
     results = read_results(ladder)
     assert [result.state for result in results.law[:3]] == ["done", f"at step {other.steps - 1:,}", "not started"]
     assert [result.loss for result in results.law[:3]] == [3.0, None, None]
+
+
+def test_a_learning_rate_at_which_the_loss_diverges_is_left_out(tmp_path):
+    ladder = read_ladder(write_ladder(tmp_path, **RATES), None)
+    for trial in trials(ladder):
+        write_log(tmp_path, trial, 3.0 + trial.rate)
+    *_, highest = trials(ladder)
+    with open(tmp_path / "logs" / f"{highest.id}.metrics.jsonl", "w") as file:
+        file.write('{"step": 1, "train/loss": 5.0}\n{"step": 2, "train/loss": null}\n')
+    results = read_results(ladder)
+    assert [result.state for result in results.trials] == ["done", "done", "diverged"]
+    assert {result.point.rate for result in results.law} == {5e-3}
+    assert highest.id not in {point.id for stage in stages(results) for point in stage}
+    for trial in trials(ladder):
+        write_log(tmp_path, trial, float("nan"))
+    with pytest.raises(UserError, match="all learning_rates diverge; add lower ones"):
+        read_results(ladder)
+
+
+def test_a_run_of_the_law_that_has_diverged_is_an_error(tmp_path):
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    point = points(ladder, [1e-2] * 4)[4]
+    for loss in (float("nan"), float("inf"), 0.0, -1.0):
+        write_log(tmp_path, point, loss)
+        with pytest.raises(UserError, match=f"{point.id} has diverged; add lower learning_rates"):
+            fit_ladder(ladder, read_results(ladder), None)
+
+
+def test_runs_of_another_rate_are_checked_before_the_first_run(tmp_path):
+    path = write_ladder(tmp_path, **RATES)
+    ladder = read_ladder(path, None)
+    point = points(ladder, [2e-2] * 4)[4]
+    write_log(tmp_path, point, 3.0)
+    config = ladder.load(point.settings, point.id).model_dump(mode="json")
+    config["optimizer"]["weight_decay"] = 0.3
+    (tmp_path / "logs" / point.id).mkdir()
+    (tmp_path / "logs" / point.id / "config.yaml").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"{point.id} was trained with other settings: optimizer.weight_decay 0.3"):
+        train_all(ladder, lambda: True)
+
+
+def test_a_branch_without_its_checkpoint_is_an_error_before_it_starts(tmp_path):
+    ladder = write_results(tmp_path, write_ladder(tmp_path), done=lambda point: point.ratio != 10)
+    (point, *_) = [result.point for result in read_results(ladder).law if result.state != "done"]
+    with pytest.raises(UserError, match=f"{point.id} starts from .*step-{point.start}, which does not exist"):
+        train_all(ladder, lambda: True)
+
+
+@pytest.mark.parametrize("line", ["garbage", '{"step": "a", "eval/loss": 3.0}', '{"step": null}', "[1]"])
+def test_other_lines_of_a_log_are_ignored(tmp_path, line):
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    (point, *_) = points(ladder, [1e-2] * 4)
+    with open(tmp_path / "logs" / f"{point.id}.metrics.jsonl", "a") as file:
+        file.write(line + "\n")
+    assert read_results(ladder).law[0].state == "done"
+
+
+def test_a_saved_config_that_cannot_be_read_is_a_difference(tmp_path):
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    (point, *_) = points(ladder, [1e-2] * 4)
+    (tmp_path / "logs" / point.id).mkdir()
+    (tmp_path / "logs" / point.id / "config.yaml").write_text("model: [")
+    (first, *_) = read_results(ladder).law
+    assert first.state == "other settings"
+    assert "config.yaml cannot be read" in first.differences[0]
 
 
 def test_an_unfinished_line_of_a_killed_run_is_ignored(tmp_path):
@@ -96,8 +161,8 @@ def test_the_settings_of_the_ladder_itself_are_no_difference(tmp_path):
 @pytest.mark.parametrize(
     ("done", "message"),
     [
-        (lambda point: point.size < 2, "2 sizes are done, and the law's exponents need 3 or more"),
-        (lambda point: point.ratio == 20, "1 ratios of tokens to parameters are done"),
+        (lambda point: point.size < 2, "2 sizes done, and the law's exponents need 3 or more"),
+        (lambda point: point.ratio == 20, "1 ratio done, and the law's exponents need 2 or more"),
         (lambda point: point.size > 1 or (point.size == 0 and point.ratio == 5), None),
     ],
 )
@@ -112,7 +177,7 @@ def test_runs_that_do_not_determine_the_exponents_are_refused(tmp_path, done, me
 
 def test_a_fit_needs_the_learning_rates(tmp_path):
     ladder = read_ladder(write_ladder(tmp_path, **RATES), None)
-    with pytest.raises(UserError, match=r"3 runs that try learning rates are not done; run `lmtrain scaling run"):
+    with pytest.raises(UserError, match=r"learning rates have not been tried, 3 runs left; run `lmtrain scaling run"):
         fit_ladder(ladder, read_results(ladder), None)
 
 
