@@ -17,6 +17,7 @@ from lmtrain.commands.arguments import Parser, at_least
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import LoadedConfig, find_config, load_config
 from lmtrain.config.redact import redact
+from lmtrain.config.yaml_loader import load_file
 from lmtrain.plan.answers import ask
 from lmtrain.plan.known_models import find_vocab_size
 from lmtrain.plan.request import Request, Target
@@ -64,6 +65,9 @@ def run(argv: list[str]) -> int:
 
 def read_ladder(path: str, vocab_size: int | None) -> Ladder:
     """The ladder of a file, with the config that it names, relative to the file or as on the command line."""
+    found = load_file(find_config(path)).data
+    if "sizes" not in found and {"data", "model", "trainer"} & set(found):
+        raise UserError(f"{path} is the config of a run, not a ladder, which has config and sizes")
     loaded = load_config(LadderConfig, path)
     config = loaded.config.config
     here = os.path.join(os.path.dirname(loaded.path), config)

@@ -260,6 +260,12 @@ def test_bad_arguments_are_errors(done, run_cli, flags, message):
     assert ended.stdout == ""
 
 
+def test_a_config_is_no_ladder(tmp_path, run_cli):
+    write_big(tmp_path)
+    ended = run_cli("scaling", "status", "big.yaml", code=2)
+    assert ended.stderr == "lmtrain: error: big.yaml is the config of a run, not a ladder, which has config and sizes\n"
+
+
 def test_a_report_of_a_complete_ladder_has_plots_and_predictions(done, tmp_path, run_cli):
     command = ("report", "--scaling", "ladder.yaml", "--predict", "big.yaml")
     out = run_cli(*command, code=0).stdout
