@@ -11,7 +11,7 @@ import tempfile
 from lmtrain.compiled.executions import walk
 from lmtrain.compiled.hlo import Module, parse_hlo
 
-_KEPT = tempfile.mkdtemp(prefix="lmtrain-plans-")
+KEPT = tempfile.mkdtemp(prefix="lmtrain-plans-")
 _SECONDS = 900
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
@@ -49,8 +49,8 @@ def run(*arguments: str, folder: str | None = None, **environment: str) -> subpr
         capture_output=True,
         text=True,
         timeout=_SECONDS,
-        cwd=folder or _KEPT,
-        env={**clean, "XDG_CACHE_HOME": _KEPT, **environment},
+        cwd=folder or KEPT,
+        env={**clean, "XDG_CACHE_HOME": KEPT, **environment},
     )
 
 
@@ -67,7 +67,7 @@ def plan(*arguments: str) -> dict:
 @functools.cache
 def modules(*arguments: str) -> Module:
     """The compiled program of the step."""
-    path = os.path.join(_KEPT, f"{abs(hash(arguments))}.hlo")
+    path = os.path.join(KEPT, f"{abs(hash(arguments))}.hlo")
     done = run(*arguments, "--json", "--hlo", path)
     assert done.returncode in (0, 1), done.stderr
     with open(path) as file:
