@@ -65,10 +65,13 @@ def run(argv: list[str]) -> int:
 
 def read_ladder(path: str, vocab_size: int | None) -> Ladder:
     """The ladder of a file, with the config that it names, relative to the file or as on the command line."""
-    found = load_file(find_config(path)).data
-    if "sizes" not in found and {"data", "model", "trainer"} & set(found):
-        raise UserError(f"{path} is the config of a run, not a ladder, which has config and sizes")
-    loaded = load_config(LadderConfig, path)
+    try:
+        loaded = load_config(LadderConfig, path)
+    except UserError:
+        written = load_file(find_config(path)).data
+        if "sizes" not in written and {"data", "model", "trainer"} & set(written):
+            raise UserError(f"{path} is the config of a run, not a ladder, which has config and sizes") from None
+        raise
     config = loaded.config.config
     here = os.path.join(os.path.dirname(loaded.path), config)
     near = [here + ending for ending in ("", ".yaml", ".yml") if os.path.isfile(here + ending)]
@@ -88,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from lmtrain.scaling.fitted import check_data
     from lmtrain.scaling.jobs import shell_lines, write_arrays
     from lmtrain.scaling.points import arguments_of, points
-    from lmtrain.scaling.results import check, read_results, stages
+    from lmtrain.scaling.results import check, check_existing, read_results, stages
     from lmtrain.scaling.runner import train_all
 
     ladder = read_ladder(arguments.ladder, arguments.vocab_size)
@@ -106,6 +109,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.commands and arguments.slurm is None:
         return train_all(ladder, data_is_enough) or _status(arguments)
     data_is_enough()
+    check_existing(ladder)
     results = check(read_results(ladder))
     lines, more = [[arguments_of(ladder, point) for point in stage] for stage in stages(results)], not results.law
     if not lines:
@@ -285,7 +289,8 @@ def config_text(written: Mapping[str, Any], settings: Mapping[str, Any], title: 
         *sections, last = name.split(".")
         section = data
         for part in sections:
-            section = section.setdefault(part, {})
+            section[part] = section.get(part) or {}
+            section = section[part]
         section[last] = value
     return f"# {title}\n{yaml.safe_dump(redact(data), sort_keys=False)}"
 

@@ -8,7 +8,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.scaling.fit import NUM_UNKNOWN, Fit, fit_law
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.law import Interval
-from lmtrain.scaling.results import Result, Results
+from lmtrain.scaling.results import Result, Results, check
 
 _MIN_RUNS = NUM_UNKNOWN + 1
 
@@ -65,13 +65,7 @@ def usable_runs(ladder: Ladder, results: Results, train_tokens: float | None) ->
             f"{ladder.path}: the learning rates have not been tried, {counted(left, 'run')} left; "
             f"run `lmtrain scaling run {ladder.path}`"
         )
-    for result in results.law:
-        if result.differences:
-            raise UserError(
-                f"{result.point.id} was trained with other settings, so that one law does not describe all runs: "
-                f"{'; '.join(result.differences[:3])}. Restore the settings, or remove the log of this run and its "
-                "checkpoints, and train it again"
-            )
+    for result in check(results).law:
         if result.state == "diverged":
             raise UserError(f"{result.point.id} has diverged; add lower learning_rates to the ladder")
     runs = [result for result in results.law if result.state == "done"]

@@ -32,9 +32,9 @@ def write_arrays(folder: str, name: str, stages: Sequence[Sequence[Sequence[str]
     lines += ["set -euo pipefail", 'after=""']
     try:
         os.makedirs(folder, exist_ok=True)
-        for name_of_old in os.listdir(folder):
-            if name_of_old.endswith(".commands"):
-                os.remove(os.path.join(folder, name_of_old))
+        for old in os.listdir(folder):
+            if old.endswith(".commands"):
+                os.remove(os.path.join(folder, old))
         for number, stage in enumerate(stages, 1):
             path = os.path.join(folder, f"{number}.commands")
             write_atomically(path, "".join(f"{shlex.join(arguments)}\n" for arguments in stage).encode())

@@ -73,6 +73,13 @@ class Ladder:
         """`transfer.base` of other sizes; None without transfer."""
         return sizes_of(self.sizes[0].model) if self.config.transfer else None
 
+    def transfer_of(self, config: RunConfig, is_smallest: bool) -> dict[str, Any]:
+        """`transfer` of a run of `config`: the base of other sizes than the smallest, and none without transfer."""
+        base = self.base_sizes
+        if base is not None and not is_smallest:
+            return {"transfer.base": base}
+        return {} if config.transfer is None else {"transfer": None}
+
     @property
     def reference_tokens(self) -> float:
         """Tokens of the smallest size's longest run, for which the settings of the config are."""

@@ -13,7 +13,7 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.optim.cycles import num_steps
 from lmtrain.scaling.arguments import as_arguments
-from lmtrain.scaling.ladder import Ladder, Size, training_flops
+from lmtrain.scaling.ladder import Ladder, training_flops
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,10 @@ def _point(ladder: Ladder, number: int, ratio: float, seed: int, rate: float, to
         "optimizer.lr_schedule": ladder.config.schedule,
         **grown,
         **size.settings,
-        **_transfer(ladder, size),
+        **ladder.transfer_of(ladder.run, size is ladder.sizes[0]),
     }
     flops = training_flops(size.model, ladder.vocab_size)
     return Point(name, number, ratio, seed, rate, steps, size.parameters, steps * batch, flops, settings)
-
-
-def _transfer(ladder: Ladder, size: Size) -> dict[str, Any]:
-    """The base of another size than the smallest."""
-    base = ladder.base_sizes
-    if base is None or size is ladder.sizes[0]:
-        return {} if ladder.run.transfer is None else {"transfer": None}
-    return {"transfer.base": base}
 
 
 def _branch(ladder: Ladder, runs: Sequence[Point]) -> list[Point]:

@@ -10,7 +10,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.scaling.fitted import FittedLadder
 from lmtrain.scaling.ladder import Ladder, check_start, multiplying_parameters, training_flops
 from lmtrain.scaling.law import Interval
-from lmtrain.scaling.results import described
+from lmtrain.scaling.results import compared, described
 from lmtrain.scaling.shape import scaled_model
 from lmtrain.transfer.config import sizes_of
 
@@ -114,9 +114,7 @@ def run_settings(
     settings |= grown | {"trainer.num_train_steps": steps, "optimizer.lr_schedule": ladder.config.schedule}
     if ladder.config.schedule == "wsd":
         settings["optimizer.decay"] = ladder.config.decay
-    if (base := ladder.base_sizes) is not None:
-        settings["transfer.base"] = base
-    return settings, steps * batch
+    return settings | ladder.transfer_of(config, False), steps * batch
 
 
 def check_config(ladder: Ladder, path: str, config: RunConfig) -> None:
@@ -147,11 +145,7 @@ def unknown_effects(fitted: FittedLadder, config: RunConfig, train_tokens: float
     if config.transfer is None and (base := ladder.base_sizes) is not None:
         ours = {name: value for name, value in ours.items() if not name.startswith("transfer.")}
         ours["transfer"] = {"base": base}
-    found = [
-        f"{name} {theirs.get(name, 'unset')} (ladder: {ours.get(name, 'unset')})"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
-    ]
+    found = [f"{name} {their} (ladder: {our})" for name, our, their in compared(ours, theirs)]
     return found + repetitions(tokens, train_tokens)
 
 

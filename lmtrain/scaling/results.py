@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -169,12 +169,14 @@ def differences(expected: RunConfig, saved: str) -> list[str]:
         ours, theirs = (described(config) for config in (expected, load_config(RunConfig, saved).config))
     except UserError as error:
         return [f"{saved} cannot be read: {str(error).splitlines()[-1].strip()}"]
-    names = sorted(ours.keys() | theirs.keys())
-    return [
-        f"{name} {theirs.get(name, 'unset')} instead of {ours.get(name, 'unset')}"
-        for name in names
-        if ours.get(name) != theirs.get(name)
-    ]
+    return [f"{name} {their} instead of {our}" for name, our, their in compared(ours, theirs)]
+
+
+def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The name and both values of settings that differ; those that one of them has not are `unset`."""
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            yield name, ours.get(name, "unset"), theirs.get(name, "unset")
 
 
 def described(config: RunConfig) -> dict[str, Any]:

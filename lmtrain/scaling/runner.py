@@ -39,7 +39,7 @@ def train_all(ladder: Ladder, data_is_enough: Callable[[], bool]) -> int:
 
     Raises `UserError` if a run refuses its settings, and `RunError` if one fails.
     """
-    is_enough = False
+    is_enough, tried = False, {trial.id for trial in trials(ladder)}
     check_existing(ladder)
     while left := [point for stage in stages(check(read_results(ladder))) for point in stage]:
         for number, point in enumerate(left):
@@ -52,8 +52,7 @@ def train_all(ladder: Ladder, data_is_enough: Callable[[], bool]) -> int:
             if code == STOPPED_BY_SIGNAL:
                 print(f"{ladder.name}: stopped; run the same command again to resume", file=sys.stderr, flush=True)
                 return code
-            is_trial = any(point.id == trial.id for trial in trials(ladder))
-            _check_done(ladder, read_result(ladder, point), is_trial, code)
+            _check_done(ladder, read_result(ladder, point), point.id in tried, code)
     return 0
 
 
