@@ -13,7 +13,7 @@ import pytest
 
 from lmtrain.cli import VERBS
 from lmtrain.commands.arguments import Parser
-from lmtrain.commands.scaling import read_ladder
+from lmtrain.commands.ladders import read_ladder
 from lmtrain.config.describe import describe
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config

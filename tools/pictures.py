@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lmtrain.commands.scaling import read_ladder
+from lmtrain.commands.ladders import read_ladder
 from lmtrain.config.load import load_config
 from lmtrain.optim.config import AdamConfig
 from lmtrain.optim.schedules import build_schedule

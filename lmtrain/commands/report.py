@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
 
 def _report_ladder(path: str, configs: list[str], output: str | None) -> int:
     """The page of a ladder, with the predicted losses of these configs."""
-    from lmtrain.commands.scaling import read_fit, read_ladder, train_tokens
+    from lmtrain.commands.ladders import read_fit, read_ladder, train_tokens
     from lmtrain.report.scaling_page import write_scaling_report
     from lmtrain.scaling.describe import effect_lines
     from lmtrain.scaling.predict import check_config, predict, tokens_of, unknown_effects

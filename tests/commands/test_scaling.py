@@ -9,7 +9,7 @@ from report.made import Page
 from scaling.made_ladder import BASE, LADDER, LAW, dirs, write_ladder, write_log, write_results
 
 from lmtrain.commands import scaling
-from lmtrain.commands.scaling import read_ladder
+from lmtrain.commands.ladders import read_ladder
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig
 from lmtrain.scaling.ladder import multiplying_parameters
@@ -192,6 +192,14 @@ def test_the_best_run_is_a_config(done, tmp_path, run_cli):
     assert config.optimizer.lr_schedule == "wsd"
     assert config.transfer.base == done.base_sizes
     assert config.model.hidden_dim / config.model.num_heads == 16  # the ladder's config
+
+
+def test_without_transfer_the_best_run_has_none(tmp_path, run_cli):
+    write_results(tmp_path, write_ladder(tmp_path, transfer=False))
+    write_big(tmp_path)
+    command = ("scaling", "predict", "ladder.yaml", "--config", "big.yaml", "--hours", 1, "--write", "best.yaml")
+    assert "transfer.base.hidden_dim 16 (ladder: unset)" in run_cli(*command, code=0).stdout
+    assert load_config(RunConfig, str(tmp_path / "best.yaml")).config.transfer is None
 
 
 def test_commands_are_those_of_the_ladder(tmp_path, run_cli, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import yaml
 from conftest import TOKENIZER, TRAIN_FILES, VALIDATION_FILES
 
-from lmtrain.commands.scaling import read_ladder
+from lmtrain.commands.ladders import read_ladder
 from lmtrain.scaling.law import Law
 from lmtrain.scaling.points import points, trials
 

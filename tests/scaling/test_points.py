@@ -3,7 +3,7 @@
 import pytest
 from scaling.made_ladder import BASE, LADDER, dirs, write_ladder
 
-from lmtrain.commands.scaling import read_ladder
+from lmtrain.commands.ladders import read_ladder
 from lmtrain.config.errors import UserError
 from lmtrain.models.params import count_parameters
 from lmtrain.models.registry import build_model
