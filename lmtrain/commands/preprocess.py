@@ -7,6 +7,7 @@ from lmtrain.commands.arguments import Parser, at_least, parse_run
 from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
+from lmtrain.data.cache_manifest import count_documents
 from lmtrain.data.caches import describe_epochs
 from lmtrain.preprocess.prepare import SplitCaches, find_caches, require_text, start_build, wait
 from lmtrain.preprocess.prepare_demo import missing_demo, prepare_demo
@@ -59,11 +60,11 @@ def run(argv: list[str]) -> int:
 def _log_result(config: RunConfig, caches: SplitCaches) -> None:
     for cache in caches.all:
         shards = cache.shards.infos
-        documents = sum(shard.documents for shard in shards)
-        log.info(
-            f"{cache.folder}: complete, {counted(documents, 'document')}, {cache.shards.tokens:,} tokens in "
-            f"{counted(len(shards), 'shard')}"
-        )
+        documents = count_documents(shards)
+        in_place = sum(shard.in_place for shard in shards)
+        where = f"{counted(len(shards), 'shard')}" + (f", {in_place:,} of them read in place" if in_place else "")
+        number = "" if documents is None else f" {counted(documents, 'document')},"
+        log.info(f"{cache.folder}: complete,{number} {cache.shards.tokens:,} tokens in {where}")
     sizes, seq_len = config.trainer.batch_sizes, config.model.seq_len
     for epoch in describe_epochs(config.data, caches.train, seq_len, sizes):
         log.info(f"{epoch} of {' or '.join(map(str, sizes.all))} sequences of {seq_len} tokens")

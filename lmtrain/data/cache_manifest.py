@@ -8,12 +8,15 @@ A shard holds the documents of one source, in records of `block_tokens` tokens (
 its token ids (uint16 or uint32, see `dtype`), followed by the end offset in tokens of each document that ends in the
 record (uint16), so that a reader of one block also knows its documents. All numbers are little-endian.
 
+A shard may also be a file that another system wrote, or one of another cache, which is read in place: it has a `layout`
+or a `dtype` of its own, and `file` is its complete path. A manifest with such shards has format 4.
+
 Format 2 is that of text. Format 3 is that of documents with targets (conversations and completions): each record also
 has, at its end, one bit for each of its tokens, true for targets, packed with the first token in the lowest bit. One
 more record, the last one, holds the length of each document in tokens (uint32).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +26,7 @@ from lmtrain.runtime.storage import join, read_json, write_json
 
 TEXT_FORMAT = 2
 TARGETS_FORMAT = 3
+IN_PLACE_FORMAT = 4
 BLOCK_TOKENS = 16384
 
 
@@ -35,16 +39,23 @@ class ShardInfo:
     bytes: int
     sha256: str
     tokens: int
-    documents: int
+    documents: int | None  # None: not counted, in a file that is read in place
     skipped: int = 0
     bad_records: list[str] = field(default_factory=list)  # the first skipped records, each with its location
     targets: int | None = None  # target tokens; None in shards of text, whose tokens are all targets
     warnings: list[str] = field(default_factory=list)
+    layout: dict[str, Any] | None = None  # of a file that another system wrote, see `TokenLayout`
+    dtype: str | None = None  # of a shard of another cache
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is a file that is read where it is."""
+        return self.layout is not None or self.dtype is not None
 
     @property
     def described(self) -> dict[str, Any]:
         """The form in which it is written: that of text has no fields for targets."""
-        optional = ("targets", "warnings")
+        optional = ("targets", "warnings", "layout", "dtype")
         return {name: value for name, value in asdict(self).items() if name not in optional or value not in (None, [])}
 
 
@@ -71,12 +82,24 @@ class CacheManifest:
         return sum(shard.tokens for shard in self.shards)
 
     @property
-    def documents(self) -> int:
-        return sum(shard.documents for shard in self.shards)
+    def documents(self) -> int | None:
+        """None if not all are counted."""
+        return count_documents(self.shards)
 
     @property
     def skipped(self) -> int:
         return sum(shard.skipped for shard in self.shards)
+
+
+def count_documents(shards: Sequence[ShardInfo]) -> int | None:
+    """Number of documents; None if those of some shards are not counted."""
+    counts = [shard.documents for shard in shards if shard.documents is not None]
+    return sum(counts) if len(counts) == len(shards) else None
+
+
+def shard_path(folder: str, info: ShardInfo) -> str:
+    """Path or URL of a shard of the cache in `folder`."""
+    return info.file if info.in_place else join(folder, info.file)
 
 
 def has_targets(recipe: Mapping[str, Any]) -> bool:
@@ -96,8 +119,9 @@ def shard_name(index: int, count: int) -> str:
 
 def save_manifest(folder: str, manifest: CacheManifest) -> None:
     """Write the manifest, which marks the cache as complete."""
+    written = TARGETS_FORMAT if manifest.has_targets else TEXT_FORMAT
     totals = {
-        "format": TARGETS_FORMAT if manifest.has_targets else TEXT_FORMAT,
+        "format": IN_PLACE_FORMAT if any(shard.in_place for shard in manifest.shards) else written,
         "block_tokens": BLOCK_TOKENS,
         "tokens": manifest.tokens,
         "documents": manifest.documents,
@@ -117,7 +141,7 @@ def load_manifest(folder: str) -> CacheManifest | None:
         raise  # access failed
     except ValueError as error:
         raise UserError(f"{path}: corrupt: {error}; delete the folder to build the cache again") from None
-    known = (TEXT_FORMAT, TARGETS_FORMAT)
+    known = (TEXT_FORMAT, TARGETS_FORMAT, IN_PLACE_FORMAT)
     if value.get("format") not in known or value.get("block_tokens") != BLOCK_TOKENS:
         raise UserError(
             f"{path}: unsupported format {value.get('format')}, expected {' or '.join(map(str, known))}: written by "

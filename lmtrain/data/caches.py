@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.data.batch_sizes import BatchSizes
+from lmtrain.data.cache_manifest import shard_path
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TooLong
 from lmtrain.data.mirror import Mirror, warn_if_small
@@ -43,7 +43,8 @@ class Cache:
     @property
     def identity(self) -> dict[str, Any]:
         """What determines the tokens and their order; known before any are built. Excludes the location of the text."""
-        parts = [{name: value for name, value in s.items() if name not in ("url", "id")} for s in self.sources]
+        place = ("url", "id", "modified")
+        parts = [{name: value for name, value in s.items() if name not in place} for s in self.sources]
         return {"recipe": self.recipe, "sources": parts}
 
 
@@ -63,16 +64,18 @@ class Caches:
 
 def open_store(config: DataConfig, cache: Cache) -> TokenStore:
     """Open the tokens of a cache. Raises `UserError` if shards are missing or corrupt."""
-    if is_url(cache.folder):
+    infos = list(cache.shards.infos)
+    paths = [shard_path(cache.folder, info) for info in infos]
+    if is_url(cache.folder) or any(map(is_url, paths)):
         mirror = Mirror(cache.folder, config.mirror_dir, config.max_mirror_bytes)
         mirror.fetch_ahead(cache.shards)
         if config.shuffle is True:
             warn_if_small(cache.folder, cache.shards, config.max_mirror_bytes)
         return TokenStore(cache.folder, cache.shards, cache.dtype, mirror.locate, cache.too_long)
-    for info in list(cache.shards.infos):
-        check_file(os.path.join(cache.folder, info.file), info)
+    for path, info in zip(paths, infos, strict=True):
+        check_file(path, info)
     return TokenStore(
-        cache.folder, cache.shards, cache.dtype, lambda info: os.path.join(cache.folder, info.file), cache.too_long
+        cache.folder, cache.shards, cache.dtype, lambda info: shard_path(cache.folder, info), cache.too_long
     )
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, StrictInt, model_validator
 from lmtrain.config.errors import field_error
 from lmtrain.config.section import Section
 from lmtrain.config.setting import execution, identity
-from lmtrain.data.formats import FormatConfig, TextFormat
+from lmtrain.data.formats import ChatFormat, CompletionFormat, FormatConfig, TextFormat
 
 
 def demo_tokenizer(demo: str) -> str:
@@ -21,15 +21,17 @@ class SourceConfig(Section):
 
     train_urls: list[str] | None = identity(
         None,
-        description="Training files (.jsonl .json .txt .parquet, plain or .gz .zst .bz2 .xz): paths and URLs with "
-        "braces ({1..8}) and globs (*), read in this order",
+        description="Training files (.jsonl .json .txt .parquet .arrow, plain or .gz .zst .bz2 .xz): paths and URLs "
+        "with braces ({1..8}) and globs (*), read in this order; with format tokens also .bin and .npy, and folders of "
+        "token caches",
     )
     validation_urls: list[str] | None = identity(None, description="Validation files, in the same form as train_urls")
     id: str | None = identity(None, min_length=1, description="Hugging Face dataset: a hub id or a local folder")
     name: str | None = identity(None, description="Configuration of the dataset `id`; null: its default configuration")
     stream: bool = identity(False, description="Read the dataset `id` as a stream instead of downloading it first")
     format: FormatConfig = identity(
-        default_factory=TextFormat, description="What a record is: text, a conversation, or a prompt and its completion"
+        default_factory=TextFormat,
+        description="What a record is: text, a conversation, a prompt and its completion, or token ids",
     )
     text_key: str = identity("text", description="Key (or Parquet column) of the text in each record", min_length=1)
     text_documents: Literal["line", "blank_line", "file"] = identity(
@@ -49,7 +51,7 @@ class SourceConfig(Section):
     @property
     def has_targets(self) -> bool:
         """Whether its documents have targets, being conversations or completions."""
-        return not isinstance(self.format, TextFormat)
+        return isinstance(self.format, ChatFormat | CompletionFormat)
 
     @property
     def has_train(self) -> bool:
@@ -180,7 +182,7 @@ class DataConfig(SourceConfig):
         others = [*kinds, *(kind for kind in ("train_urls", "validation_urls", "id") if getattr(self, kind))]
         if kinds and len(others) > 1:
             raise field_error(kinds[0], f"set together with {others[1]}; remove one ({kinds[0]}: null turns it off)")
-        if self.configs and self.has_targets:
+        if self.configs and not isinstance(self.format, TextFormat):
             raise field_error("format", "applies to a single source; set it for each source in configs")
         if (self.tokenizer == "passthrough") != (self.vocab_size is not None):
             needed = "required by the tokenizer passthrough, which has no vocabulary"

@@ -1,4 +1,4 @@
-"""Settings of what the records of a source are: text, conversations, or prompts with completions."""
+"""Settings of what the records of a source are: text, conversations, prompts with completions, or token ids."""
 
 from typing import Annotated, Any, Literal
 
@@ -59,9 +59,34 @@ class CompletionFormat(Section):
     )
 
 
+class TokensFormat(Section):
+    """Token ids that exist already, of the tokenizer `data.tokenizer`; no EOS or BOS token is added.
+
+    Files of ids (.bin, .npy) and token caches are read in place; rows with ids (.parquet, .arrow, .jsonl, datasets) are
+    converted once. Tokens are targets according to labels or masks in the rows, all of them without any.
+    """
+
+    type: Literal["tokens"] = identity("tokens", description="Kind of record")
+    dtype: Literal["uint16", "uint32"] | None = identity(
+        None, description="Type of the ids in files that have no header; null: uint16"
+    )
+    eos_id: int | None = identity(
+        None, ge=0, description="Id between documents in files without an index; null: the tokenizer's EOS token"
+    )
+    eos_at: Literal["first", "last"] | None = identity(
+        None,
+        description="Place of that id in each document; null: first in files with the header of llm.c, last in others",
+    )
+    input_ids_field: str = identity("input_ids", min_length=1, description="Key of the list of ids in each row")
+    too_long: TooLong = identity(
+        "cut", description="Action for a row with labels longer than seq_len: cut off its end, or drop it"
+    )
+
+
 FormatConfig = Annotated[
     Annotated[TextFormat, Tag("text")]
     | Annotated[ChatFormat, Tag("chat")]
-    | Annotated[CompletionFormat, Tag("completion")],
+    | Annotated[CompletionFormat, Tag("completion")]
+    | Annotated[TokensFormat, Tag("tokens")],
     by_type("text"),
 ]

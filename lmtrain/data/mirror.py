@@ -3,13 +3,16 @@
 import contextlib
 import os
 import threading
+from functools import partial
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import ShardInfo
+from lmtrain.data.cache_manifest import ShardInfo, shard_path
+from lmtrain.data.sampled import sample_checksum
 from lmtrain.data.shards import Shards
+from lmtrain.data.token_file import changed
 from lmtrain.runtime.atomic_files import file_sha256
 from lmtrain.runtime.logging import log
-from lmtrain.runtime.storage import download, join, read_reliably
+from lmtrain.runtime.storage import download, is_url, join, read_range, read_reliably
 
 # The most recently requested copies are never deleted, whatever the limit: they are being read.
 _KEPT = 8
@@ -31,7 +34,12 @@ class Mirror:
             raise UserError(f"data.mirror_dir: {folder} cannot be created: {error.strerror}") from None
 
     def locate(self, info: ShardInfo) -> str:
-        """Path of the local copy of a shard, downloaded if missing. Raises `UserError` if unavailable or corrupt."""
+        """Path of the local copy of a shard, downloaded if missing; of a local file that is read in place, its own.
+
+        Raises `UserError` if unavailable or corrupt.
+        """
+        if not is_url(shard_path(self.url, info)):
+            return shard_path(self.url, info)
         path = os.path.join(self._folder, f"{info.sha256}.arrayrecord")
         with self._lock:
             alone = self._locks.setdefault(path, threading.Lock())
@@ -60,15 +68,17 @@ class Mirror:
             return  # the reader of the shard gets the error
 
     def _copy(self, info: ShardInfo, path: str) -> None:
-        source = join(self.url, info.file)
+        source = shard_path(self.url, info)
         temporary = f"{path}.tmp-{os.getpid()}"
 
         def read() -> str:
             download(source, temporary)
-            return file_sha256(temporary)
+            return _checksum(temporary, info)
 
         try:
             if read_reliably(source, read, lambda checksum: checksum == info.sha256) != info.sha256:
+                if info.in_place:
+                    raise changed(source)
                 raise UserError(
                     f"{source}: checksum mismatch with the manifest: the cache is corrupt; delete that shard, its "
                     f".json and {join(self.url, 'manifest.json')}, and run `lmtrain preprocess` again"
@@ -102,6 +112,13 @@ class Mirror:
                 with contextlib.suppress(FileNotFoundError):
                     copies.append((entry.path, entry.stat()))
         return sorted(copies, key=lambda copy: copy[1].st_mtime)
+
+
+def _checksum(path: str, info: ShardInfo) -> str:
+    """The checksum of a copy, to compare with `info.sha256`: of a file of another system sampled."""
+    if info.layout is None:
+        return file_sha256(path)
+    return sample_checksum(os.path.getsize(path), partial(read_range, path))
 
 
 def warn_if_small(url: str, shards: Shards, max_bytes: int) -> None:

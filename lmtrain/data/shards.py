@@ -36,6 +36,14 @@ class Shards:
         shards.complete = True
         return shards
 
+    @classmethod
+    def of_one(cls, info: ShardInfo) -> "Shards":
+        """A single shard."""
+        shards = cls()
+        shards.add(info)
+        shards.finish()
+        return shards
+
     @property
     def tokens(self) -> int:
         return int(self.starts[-1])

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import ShardInfo
+from lmtrain.data.cache_manifest import ShardInfo, count_documents
 from lmtrain.data.caches import Cache, packed_windows
 from lmtrain.data.config import DataConfig
 
@@ -21,8 +21,8 @@ def check_contents(folder: str, shards: Sequence[ShardInfo], recipe: Mapping[str
     sources = ", ".join(labels[:_MAX_SHOWN]) + (
         f" and {len(labels) - _MAX_SHOWN} more" if len(labels) > _MAX_SHOWN else ""
     )
-    documents = sum(shard.documents for shard in shards)
-    if not documents:
+    documents, tokens = count_documents(shards), sum(shard.tokens for shard in shards)
+    if documents == 0 or (documents is None and not tokens):
         skipped = sum(shard.skipped for shard in shards)
         reason = f"all {skipped:,} records are bad and were skipped" if skipped else "empty, or blank lines only"
         raise UserError(
@@ -32,12 +32,14 @@ def check_contents(folder: str, shards: Sequence[ShardInfo], recipe: Mapping[str
     settings = recipe["documents"].get("format")
     if settings is not None and not any(shard.targets for shard in shards):
         raise UserError(
-            f"{folder}: none of the {documents:,} documents in {sources} has a target token, so nothing would be "
+            f"{folder}: none of the {documents or 0:,} documents in {sources} has a target token, so nothing would be "
             f"learned: {_reason(settings)}; then delete the cache folder to build it again"
         )
 
 
 def _reason(settings: Mapping[str, Any]) -> str:
+    if settings["type"] == "tokens":
+        return "all labels are -100, or all masks 0; check the labels and masks of the rows"
     if settings["type"] == "completion":
         return "completions have no tokens; check data.format.output_field"
     return (

@@ -3,6 +3,7 @@
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo
 from lmtrain.data.formats import TooLong
 from lmtrain.data.record_threads import check_threads
 from lmtrain.data.shards import Shards
+from lmtrain.data.token_file import TokenFile, TokenLayout
 
 # Maximum number of open readers. Each holds a file descriptor; the default limit of a process is 1024.
 _OPEN_READERS = 64
@@ -51,25 +53,29 @@ class TokenStore:
         """Read the windows `[start, start + length)`.
 
         Returns three arrays [len(starts), length]: tokens int32, 0 past the end of the data; bool, true at the first
-        token of each document, but for one that starts with the window; and bool, true for targets: in text, all. All
-        blocks of one shard are read in one call, for speed.
+        token of each document, though perhaps not of one that starts with the window; and bool, true for targets: in
+        text, all. All blocks of one shard are read in one call, for speed.
         """
         self.shards.check()
         tokens = np.zeros((len(starts), length), np.int32)
         begins = np.zeros((len(starts), length), bool)
         targets = np.full((len(starts), length), not self.has_targets)
         for shard, pieces in self._pieces(starts, length).items():
+            if self.shards.infos[shard].layout is not None:
+                self._read_file(shard, pieces, tokens, begins)
+                continue
+            dtype = np.dtype(self.shards.infos[shard].dtype or self._dtype)
             blocks = sorted({block for block, *_ in pieces})
             records = dict(zip(blocks, self._read_blocks(shard, blocks), strict=True))
             in_shard = self.shards.infos[shard].tokens
             for block, offset, row, column, count in pieces:
                 record = records[block]
                 size = min(BLOCK_TOKENS, in_shard - block * BLOCK_TOKENS)
-                content = np.frombuffer(record, self._dtype, size)
+                content = np.frombuffer(record, dtype, size)
                 tokens[row, column : column + count] = content[offset : offset + count]
                 bits = -(-size // 8) if self.has_targets else 0
                 end_of_ends = len(record) - bits
-                at_ends = size * self._dtype.itemsize
+                at_ends = size * dtype.itemsize
                 ends = np.frombuffer(record, "<u2", (end_of_ends - at_ends) // 2, at_ends)
                 if self.has_targets:
                     packed = np.frombuffer(record, np.uint8, offset=end_of_ends)
@@ -79,6 +85,15 @@ class TokenStore:
                 columns = ends[first:last].astype(np.int64) + (column - offset)
                 begins[row, columns[columns < length]] = True
         return tokens, begins, targets
+
+    def _read_file(self, shard: int, pieces: list[Piece], tokens: np.ndarray, begins: np.ndarray) -> None:
+        """Read pieces of a file of token ids into the rows of `tokens` and `begins`."""
+        file = self._reader(shard)
+        for block, offset, row, column, count in pieces:
+            ids, first = file.read(block * BLOCK_TOKENS + offset, count)
+            tokens[row, column : column + count] = ids
+            columns = first + column
+            begins[row, columns[columns < begins.shape[1]]] = True
 
     def document_lengths(self, shard: int) -> np.ndarray:
         """The length of each document of a shard with targets, in tokens, int64 [documents]."""
@@ -119,13 +134,33 @@ class TokenStore:
         if shard in self._readers:
             self._readers.move_to_end(shard)
             return self._readers[shard]
-        from array_record.python.array_record_module import ArrayRecordReader
-
-        reader = ArrayRecordReader(self._locate(self.shards.infos[shard]), _READER_OPTIONS)
+        reader = self._open(self.shards.infos[shard])
         self._readers[shard] = reader
         if len(self._readers) > _OPEN_READERS:
             self._readers.popitem(last=False)[1].close()
         return reader
+
+    def _open(self, info: ShardInfo) -> Any:
+        if info.layout is not None:
+            return open_token_file(info, self._locate)
+        from array_record.python.array_record_module import ArrayRecordReader
+
+        return ArrayRecordReader(self._locate(info), _READER_OPTIONS)
+
+
+def open_token_file(info: ShardInfo, locate: Callable[[ShardInfo], str]) -> TokenFile:
+    """Open a file of token ids that is read in place. Raises `UserError` if it has changed."""
+    assert info.layout is not None
+    layout = TokenLayout.of(info.layout)
+    index = None
+    try:
+        if layout.index is not None:
+            index = locate(
+                replace(info, file=layout.index.file, bytes=layout.index.bytes, sha256=layout.index.checksum)
+            )
+        return TokenFile(locate(info), layout, info.source["modified"], index)
+    except FileNotFoundError as error:
+        raise UserError(f"{error.filename}: no such file; data.train_urls names it, and it is read in place") from None
 
 
 def read_columns(store: TokenStore, starts: np.ndarray, columns: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -159,6 +194,9 @@ def check_file(path: str, info: ShardInfo) -> None:
 
     ArrayRecord itself opens a truncated file as an empty one.
     """
+    if info.layout is not None:
+        open_token_file(info, lambda info: info.file).close()
+        return
     size = os.path.getsize(path) if os.path.isfile(path) else None
     if size != info.bytes:
         raise corrupt_shard(path, "is missing" if size is None else f"has {size:,} bytes instead of {info.bytes:,}")

@@ -12,13 +12,14 @@ import socket
 import threading
 from typing import Any
 
-from lmtrain.config.errors import ReadError
-from lmtrain.data.cache_manifest import ShardInfo
+from lmtrain.config.errors import ReadError, UserError
+from lmtrain.data.cache_manifest import ShardInfo, shard_path
 from lmtrain.data.shards import Shards
-from lmtrain.data.token_store import corrupt_shard
+from lmtrain.data.token_store import corrupt_shard, open_token_file
 from lmtrain.runtime.atomic_files import file_sha256, write_atomically
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
+from lmtrain.runtime.storage import is_url
 
 
 def verify_in_background(folder: str, shards: Shards) -> threading.Thread:
@@ -41,15 +42,22 @@ def verify(folder: str, shards: Shards) -> None:
     size = 0
     try:
         for info in shards.follow():
-            path = os.path.join(folder, info.file)
+            path = shard_path(folder, info)
+            if is_url(path):
+                continue  # verified when it is downloaded
             described = _describe(path, info)
             if verified.get(info.file) == described:
                 continue
-            if file_sha256(path) != info.sha256:
+            if info.layout is not None:
+                with contextlib.closing(open_token_file(info, lambda info: info.file)) as file:
+                    file.scan()
+            elif file_sha256(path) != info.sha256:
                 shards.fail(corrupt_shard(path, "has another checksum than in the manifest"))
                 return
             verified[info.file] = described
             size += info.bytes
+    except UserError as error:  # the file has changed, or has a wrong id
+        shards.fail(error)
     except OSError:
         return  # the reader of the shard gets the error
     except Exception as error:  # of the build, which its readers get, too

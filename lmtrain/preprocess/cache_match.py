@@ -23,7 +23,7 @@ def check_sources(folder: str, cached: Mapping[Any, _Source], wanted: Mapping[An
 
     Their files may have moved to another folder. A cache that is not `complete` may lack some.
     """
-    if all(_content(source) == _content(wanted.get(shard)) for shard, source in cached.items()) and (
+    if all(_is_same(source, wanted.get(shard)) for shard, source in cached.items()) and (
         not complete or len(cached) == len(wanted)
     ):
         return
@@ -37,9 +37,16 @@ def check_sources(folder: str, cached: Mapping[Any, _Source], wanted: Mapping[An
     _refuse(folder, lines or ["the list of sources has another order or length"])
 
 
-def _content(source: _Source | None) -> dict[str, Any] | None:
-    """A source without its folder."""
-    return None if source is None else {**source, "url": os.path.basename(source["url"])}
+def _is_same(cached: _Source, wanted: _Source | None) -> bool:
+    """Whether these are the same source: an unchanged file, or a copy of it in another folder."""
+    if wanted is None or (cached["url"] == wanted["url"] and cached.get("modified") != wanted.get("modified")):
+        return False
+    return _content(cached) == _content(wanted)
+
+
+def _content(source: _Source) -> dict[str, Any]:
+    """A source without its folder and time."""
+    return {**source, "url": os.path.basename(source["url"]), "modified": None}
 
 
 def _name(source: _Source) -> str:

@@ -5,6 +5,7 @@
     .txt      one document per line, without its line break, numbered by line; blank lines are skipped. Depending on
               `data.text_documents`: a block between blank lines, or the entire file, numbered by its first line
     .parquet  one document per row, numbered from 1
+    .arrow    the same; a file or a stream of Arrow's IPC format, as the datasets library saves it
 
 A record that cannot be parsed is a `BadRecordError` in its place, and reading continues after it.
 """
@@ -20,6 +21,7 @@ from lmtrain.preprocess.records import BadRecordError, Record, RecordReader, Tex
 
 _CHUNK_BYTES = 1 << 20
 _PARQUET_ROWS = 256
+_ARROW_FILE = b"ARROW1"
 
 
 class UnreadableError(Exception):
@@ -116,11 +118,35 @@ def read_parquet(file: IO[Any], reader: RecordReader) -> Iterator[Record]:
         raise UnreadableError(f"corrupt, or not Parquet: {error}") from None
 
 
+def read_arrow(file: IO[Any], reader: RecordReader) -> Iterator[Record]:
+    """One record for each row, with the number of its row."""
+    import pyarrow
+
+    source = pyarrow.PythonFile(file, mode="r")
+    try:
+        is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+        file.seek(0)
+        if is_file:
+            table = pyarrow.ipc.open_file(source)
+            batches: Iterable[Any] = map(table.get_batch, range(table.num_record_batches))
+        else:
+            batches = table = pyarrow.ipc.open_stream(source)
+        present = table.schema.names
+        reader.check_keys(present)
+        columns = [column for column in reader.columns if column in present]
+        yield from enumerate(chain.from_iterable(batch.select(columns).to_pylist() for batch in batches), start=1)
+    except BadRecordError as error:
+        raise UnreadableError(str(error)) from None
+    except pyarrow.ArrowException as error:
+        raise UnreadableError(f"corrupt, or not Arrow: {error}") from None
+
+
 READERS: dict[str, Callable[[IO[Any], RecordReader], Iterator[Record]]] = {
     ".jsonl": read_jsonl,
     ".json": read_json,
     ".txt": read_txt,
     ".parquet": read_parquet,
+    ".arrow": read_arrow,
 }
 
 

@@ -4,16 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lmtrain.data.config import DataConfig
-from lmtrain.data.formats import CompletionFormat, TextFormat
 from lmtrain.hf.chat_template import ChatTemplate, Rendered, TemplateError
 from lmtrain.preprocess.messages import ASSISTANT, find_key, message_keys, parsed, read_messages
 from lmtrain.preprocess.records import (
     BadRecordError,
     InstructionText,
-    RecordReader,
-    Texts,
-    TokenIds,
     checked_text,
     listed_keys,
 )
@@ -166,19 +161,6 @@ class Completions:
         return InstructionText(
             before + completion, ((len(before), len(before) + len(completion)),), (prompt, completion)
         )
-
-
-def record_reader(config: DataConfig, template: ChatTemplate | None) -> RecordReader:
-    """The reader of the records of a source; `template` is for conversations only."""
-    if isinstance(config.format, CompletionFormat):
-        return Completions(config.format.input_field, config.format.output_field, config.format.separate_with)
-    if isinstance(config.format, TextFormat):
-        if config.vocab_size is not None:
-            return TokenIds(config.text_key, vocab_size=config.vocab_size)
-        return Texts(config.text_key, config.text_documents)
-    assert template is not None
-    chat = config.format
-    return Conversations(template, chat.messages_field, chat.loss_on, chat.chat_template_kwargs)
 
 
 def _is_written(message: Mapping[str, Any], text: str) -> bool:

@@ -130,7 +130,7 @@ def build_on_ray(
             for reference in done:
                 number, job = under_way.pop(reference)
                 info = _result(reference, job)
-                counts[number] = info.documents, info.tokens, job.source.bytes
+                counts[number] = info.documents or 0, info.tokens, job.source.bytes
                 on_counts(counts)
                 yield number, info
             if stopped() and (waiting or under_way):

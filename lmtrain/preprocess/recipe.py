@@ -7,7 +7,7 @@ import numpy as np
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.data.config import DataConfig
-from lmtrain.data.formats import ChatFormat, CompletionFormat, TextFormat
+from lmtrain.data.formats import ChatFormat, CompletionFormat, TextFormat, TokensFormat
 from lmtrain.hf.chat_template import ChatTemplate, find_template
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, find_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
@@ -16,14 +16,23 @@ from lmtrain.hf.tokenizer import Tokenizer
 _CHAT_RULES = 2
 
 
-def recipe_of(config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, Any]:
-    """How documents become tokens: equal recipes give equal tokens. Has no secrets, and no setting without effect."""
+def recipe_of(
+    config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate | None, labelled: bool = False
+) -> dict[str, Any]:
+    """How documents become tokens: equal recipes give equal tokens. Has no secrets, and no setting without effect.
+
+    `labelled`: rows of token ids have labels.
+    """
     documents: dict[str, Any] = {"on_bad_record": config.on_bad_record}
     if config.text_documents != "line":  # caches built before this setting existed lack it
         documents["text_documents"] = config.text_documents
     if isinstance(config.format, TextFormat):
         documents |= {"text_key": config.text_key, "enforce_eos": config.enforce_eos}
-    if not isinstance(config.format, ChatFormat):
+    if isinstance(config.format, TokensFormat):
+        described = config.format.model_dump(exclude={"too_long"})
+        described["eos_id"] = tokenizer.eos_id if config.format.eos_id is None else config.format.eos_id
+        documents["format" if labelled else "tokens"] = described
+    elif not isinstance(config.format, ChatFormat):
         documents["enforce_bos"] = config.enforce_bos
     if isinstance(config.format, CompletionFormat):
         documents["format"] = config.format.model_dump(exclude={"too_long"})
@@ -45,7 +54,7 @@ def chat_template_of(config: DataConfig) -> ChatTemplate | None:
 
 def check_special_tokens(tokenizer: Tokenizer, config: DataConfig) -> None:
     """Raise `UserError` if a token to be enforced does not exist. Completions always end in the EOS token."""
-    if isinstance(config.format, ChatFormat):
+    if isinstance(config.format, ChatFormat | TokensFormat):
         return
     if isinstance(config.format, CompletionFormat) and tokenizer.eos_id is None:
         raise UserError(

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 
 class BadRecordError(Exception):
     """What is wrong with a record, without its place."""
@@ -24,8 +26,19 @@ class InstructionText:
         return len(self.text)
 
 
-# A document's text, its token ids with the passthrough tokenizer, or a document with targets.
-Document = str | list[int] | InstructionText
+@dataclass(frozen=True)
+class TokenizedText:
+    """A document as token ids, and which of them are targets, bool; None: all."""
+
+    ids: np.ndarray
+    targets: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+# A document's text, its token ids with the passthrough tokenizer, a document with targets, or one that is tokenized.
+Document = str | list[int] | InstructionText | TokenizedText
 
 # A record's number and content. A record that cannot be parsed has an error as its content.
 Record = tuple[int, Any]

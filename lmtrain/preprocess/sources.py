@@ -1,9 +1,12 @@
-"""Text sources of a split: files, expanded from braces and globs, or the shards of a Hugging Face dataset."""
+"""Sources of a split: files, expanded from braces and globs, or the shards of a Hugging Face dataset."""
 
 import hashlib
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import IO, Any
 
 from braceexpand import braceexpand
@@ -12,11 +15,15 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.redact import find_masked, redact
 from lmtrain.config.remote import is_missing, open_fs, remote_errors, without_query
 from lmtrain.data.config import DataConfig
+from lmtrain.data.formats import TokensFormat
+from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.formats import READERS
 from lmtrain.preprocess.hf_dataset import DatasetShard, dataset_splits, list_dataset_shards
+from lmtrain.preprocess.token_sources import EXTENSIONS, TokenSource, find_layout, find_shards, is_cache, is_in_place
 from lmtrain.runtime.storage import is_url
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
+_UNCOMPRESSED = (".parquet", ".arrow")
 _SAMPLE_BYTES = 4096
 _THREADS = 32
 
@@ -43,15 +50,15 @@ class Source:
         return url if self.start is None else f"{url} from byte {self.start:,}"
 
 
-AnySource = Source | DatasetShard
+AnySource = Source | DatasetShard | TokenSource
 
 
 def as_recorded(source: AnySource) -> dict[str, Any]:
     """A source as in manifests: without secrets in its URL, so that a renewed signature does not change it."""
-    return redact(asdict(source))
+    return source.recorded if isinstance(source, TokenSource) else redact(asdict(source))
 
 
-def list_sources(config: DataConfig, split: str) -> list[AnySource]:
+def list_sources(config: DataConfig, split: str, tokenizer: Tokenizer) -> list[AnySource]:
     """Sources of a split in order. Raises `UserError` if any is missing or unavailable."""
     if config.id is not None:
         return list(list_dataset_shards(config, split))
@@ -62,21 +69,29 @@ def list_sources(config: DataConfig, split: str) -> list[AnySource]:
                 f"the secrets of {written[int(masked[0][0])]} are masked, since they are not saved with a run; use the "
                 "config that the run was started with (after --run ID, add it as CONFIG)"
             )
-        urls = expand_urls(written)
+        urls = expand_urls(written, isinstance(config.format, TokensFormat))
     except FilesMissingError as error:
         setting = {"train": "train_urls", "validation": "validation_urls"}[split]
         raise FilesMissingError(f"data.{setting}: {error}") from None
+    describe = partial(_describe, config, tokenizer)
     if any(map(is_url, urls)):
         with ThreadPoolExecutor(_THREADS) as pool:
-            files = list(pool.map(describe_source, urls))
+            parts = list(pool.map(describe, urls))
     else:  # local files need no threads, each of which takes memory
-        files = list(map(describe_source, urls))
+        parts = list(map(describe, urls))
+    return list(chain.from_iterable(parts))
+
+
+def _describe(config: DataConfig, tokenizer: Tokenizer, url: str) -> Sequence[AnySource]:
+    """The sources that a file or, of token ids, a folder consists of."""
+    if isinstance(config.format, TokensFormat):
+        if is_cache(url):
+            return find_shards(url, tokenizer)
+        if is_in_place(url):
+            return [find_layout(url, config, tokenizer)]
+    file = describe_source(url)
     unsplit = config.text_documents != "line"  # parts are split at lines
-    return [
-        part
-        for file in files
-        for part in ([file] if unsplit and format_of(file.url)[0] == ".txt" else split_source(file, config.split_bytes))
-    ]
+    return [file] if unsplit and format_of(url)[0] == ".txt" else split_source(file, config.split_bytes)
 
 
 def split_source(file: Source, part_bytes: int) -> list[Source]:
@@ -102,8 +117,11 @@ def has_text(config: DataConfig, split: str) -> bool:
     return bool(config.urls(split))
 
 
-def expand_urls(urls: list[str]) -> list[str]:
-    """Expand braces, then globs, in the order written. Raises `UserError` with all URLs that match nothing."""
+def expand_urls(urls: list[str], of_tokens: bool = False) -> list[str]:
+    """Expand braces, then globs, in the order written. Raises `UserError` with all URLs that match nothing.
+
+    `of_tokens`: they may also be files of token ids, and folders of token caches.
+    """
     files: list[str] = []
     missing: list[str] = []
     for url in urls:
@@ -112,7 +130,7 @@ def expand_urls(urls: list[str]) -> list[str]:
         except ValueError:  # UnbalancedBracesError, which the package does not export to type checkers
             raise UserError(f"{url}: unbalanced braces") from None
         for name in names:
-            matches = _matches(name)
+            matches = [name] if of_tokens and is_cache(name) else _matches(name)
             files.extend(matches)
             if not matches:
                 missing.append(name)
@@ -121,7 +139,7 @@ def expand_urls(urls: list[str]) -> list[str]:
         name = folders[0].rstrip("/")
         raise UserError(f"{folders[0]}: is a folder; set the files in it, such as '{name}/*.jsonl'")
     if missing:
-        raise FilesMissingError("no such file: " + ", ".join(missing))
+        raise FilesMissingError("no such file: " + ", ".join(map(_with_similar, missing)))
     by_file: dict[str, list[str]] = {}
     for name in files:
         by_file.setdefault(name if is_url(name) else os.path.realpath(name), []).append(name)
@@ -129,12 +147,18 @@ def expand_urls(urls: list[str]) -> list[str]:
     if repeated:
         raise UserError("listed more than once: " + ", ".join(repeated))
     for name in files:
-        format_of(name)
+        if not of_tokens or not (is_in_place(name) or is_cache(name)):
+            format_of(name)
     return files
 
 
 class FilesMissingError(UserError):
     """Input files that are missing, or whose secrets are; a finished cache does not need them."""
+
+
+def _with_similar(name: str) -> str:
+    """A missing file, with the one that may be meant: Megatron-LM names its files without extension."""
+    return f"{name} (but there is {name}.bin)" if not is_url(name) and os.path.isfile(f"{name}.bin") else name
 
 
 def _matches(name: str) -> list[str]:
@@ -194,7 +218,13 @@ def format_of(url: str) -> tuple[str, str | None]:
     compression = COMPRESSIONS.get(extension)
     if compression:
         extension = os.path.splitext(stem)[1]
-    if extension not in READERS or (compression and extension == ".parquet"):
-        readable = f"{' '.join(READERS)}, and all but .parquet with {' '.join(COMPRESSIONS)} after it"
-        raise UserError(f"{without_query(url)}: unsupported format (supported: {readable})")
+    if extension not in READERS or (compression and extension in _UNCOMPRESSED):
+        readable = f"{' '.join(READERS)}, and all but {' '.join(_UNCOMPRESSED)} with {' '.join(COMPRESSIONS)} after it"
+        if extension == ".idx":
+            raise UserError(f"{url}: an index; set the .bin next to it, with data.format: {{type: tokens}}")
+        advice = f"; for files of token ids ({' '.join(EXTENSIONS)}) set data.format: {{type: tokens}}"
+        raise UserError(
+            f"{without_query(url)}: unsupported format (supported: {readable}"
+            f"{advice if extension in EXTENSIONS else ''})"
+        )
     return extension, compression

@@ -1,12 +1,21 @@
 """Cache of one split of a source: its shards, which of them exist, and whether they match the config."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.config.remote import remote_errors
-from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, load_manifest, save_manifest, shard_name
+from lmtrain.data.cache_manifest import (
+    CacheManifest,
+    ShardInfo,
+    has_targets,
+    load_manifest,
+    save_manifest,
+    shard_name,
+)
 from lmtrain.data.caches import Cache
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TextFormat
@@ -14,9 +23,12 @@ from lmtrain.data.shards import Shards
 from lmtrain.data.targets import check_contents
 from lmtrain.hf.chat_template import check_tokens
 from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.cache_match import check_recipe, check_sources
+from lmtrain.preprocess.labels import has_labels
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
 from lmtrain.preprocess.sources import AnySource, FilesMissingError, as_recorded, describe_urls, list_sources
+from lmtrain.preprocess.token_sources import TokenSource
 from lmtrain.runtime.atomic_files import remove_temporaries
 from lmtrain.runtime.lock import FileLock
 from lmtrain.runtime.logging import log
@@ -35,7 +47,7 @@ class SplitCache(Cache):
         split: str,
         recipe: dict[str, Any],
         dtype: str,
-        sources: list[AnySource],
+        sources: Sequence[AnySource],
         finished: CacheManifest | None,
         is_read: bool = True,
     ):
@@ -45,25 +57,32 @@ class SplitCache(Cache):
             [shard.source for shard in finished.shards] if finished else list(map(as_recorded, sources)),
             dtype,
             Shards.of(finished) if finished else Shards(),
-            None if isinstance(config.format, TextFormat) else config.format.too_long,
+            None if isinstance(config.format, TextFormat) or not has_targets(recipe) else config.format.too_long,
         )
         self.split = split
         self.manifest = finished
         self.is_read = is_read
-        self.jobs = [] if finished else self._jobs(config, sources)
+        self.jobs = {} if finished else self._jobs(config, sources)
         self._urls = describe_urls(config, split)
-        self._infos: list[ShardInfo | None] = [None] * len(self.jobs)
+        self._infos = (
+            [] if finished else [source.info if isinstance(source, TokenSource) else None for source in sources]
+        )
         self._lock = None if is_url(self.folder) or finished else FileLock(os.path.join(self.folder, ".building"))
+        self._publish()
 
-    def _jobs(self, config: DataConfig, sources: list[AnySource]) -> "list[ShardJob]":
+    def _jobs(self, config: DataConfig, sources: Sequence[AnySource]) -> "dict[int, ShardJob]":
+        """How to build each shard that is not read in place, by its number."""
+        if all(isinstance(source, TokenSource) for source in sources):
+            return {}
         # imports the text readers, which a finished cache does not need
         from lmtrain.preprocess.write_shard import ShardJob
 
         template, paths = chat_template_of(config), [shard_name(i, len(sources)) for i in range(len(sources))]
-        return [
-            ShardJob(source, join(self.folder, path), config, self.recipe, template)
-            for source, path in zip(sources, paths, strict=True)
-        ]
+        return {
+            number: ShardJob(source, join(self.folder, path), config, self.recipe, template)
+            for number, (source, path) in enumerate(zip(sources, paths, strict=True))
+            if not isinstance(source, TokenSource)
+        }
 
     @property
     def complete(self) -> bool:
@@ -110,7 +129,7 @@ class SplitCache(Cache):
         Raises `UserError` if they were built with other settings or from other sources.
         """
         missing = {f"{job.name}.json": index for index, job in self.missing.items()}
-        known = {f"{job.name}.json" for job in self.jobs} - missing.keys()
+        known = {f"{job.name}.json" for job in self.jobs.values()} - missing.keys()
         markers = {}
         for name in list_names(self.folder):
             if name.startswith("shard-") and name.endswith(".json") and name not in known:
@@ -119,7 +138,7 @@ class SplitCache(Cache):
                     markers[name] = marker
         for recipe, _ in markers.values():
             check_recipe(self.folder, recipe, self.recipe)
-        expected = {f"{job.name}.json": source for job, source in zip(self.jobs, self.sources, strict=True)}
+        expected = {f"{job.name}.json": self.sources[number] for number, job in self.jobs.items()}
         check_sources(self.folder, {name: info.source for name, (_, info) in markers.items()}, expected, complete=False)
         for name, index in missing.items():
             if name in markers:
@@ -130,6 +149,12 @@ class SplitCache(Cache):
     def add(self, index: int, info: ShardInfo) -> None:
         """Add the finished shard `index`. Readers get shards in order."""
         self._infos[index] = info
+        self._publish()
+
+    def _publish(self) -> None:
+        """Give readers the shards up to the first one that is missing."""
+        if self.shards.complete:
+            return
         while len(self.shards.infos) < len(self._infos):
             following = self._infos[len(self.shards.infos)]
             if following is None:
@@ -162,14 +187,17 @@ def find_cache(config: DataConfig, split: str, is_read: bool = True) -> SplitCac
         check_tokens(template, tokenizer, "data.format.chat_template")
         if finished is None:
             template.check()
-    recipe, dtype = recipe_of(config, tokenizer, template), token_dtype(tokenizer.vocab_size).str
+    dtype = token_dtype(tokenizer.vocab_size).str
     if finished is not None:
+        recipe = recipe_of(config, tokenizer, template, has_targets(finished.recipe))
         check_recipe(folder, finished.recipe, recipe)
+        finished = _with_sources(config, split, folder, finished, tokenizer)
         if is_read:
             check_contents(folder, finished.shards, recipe)
-        _check_sources_of_finished(config, split, folder, finished)
         return SplitCache(config, split, recipe, dtype, [], finished, is_read)
-    cache = SplitCache(config, split, recipe, dtype, list_sources(config, split), None, is_read)
+    sources = list_sources(config, split, tokenizer)
+    recipe = recipe_of(config, tokenizer, template, has_labels(sources, config, tokenizer.vocab_size))
+    cache = SplitCache(config, split, recipe, dtype, sources, None, is_read)
     cache.find_finished()
     return cache
 
@@ -191,20 +219,27 @@ def split_folder(config: DataConfig, split: str) -> str:
     return join(config.cache_dir, split)
 
 
-def _check_sources_of_finished(config: DataConfig, split: str, folder: str, finished: CacheManifest) -> None:
-    """Raise `UserError` if a cache has other sources; sources that are unavailable are not checked."""
+def _with_sources(
+    config: DataConfig, split: str, folder: str, finished: CacheManifest, tokenizer: Tokenizer
+) -> CacheManifest:
+    """A finished cache with the files that are read in place, where they are now.
+
+    Raises `UserError` if it has other sources; sources that are unavailable, and not read any more, are not checked.
+    """
     same_urls = finished.urls == describe_urls(config, split)
     if config.id is not None and same_urls:
-        return  # a dataset is not downloaded again just to check for changes
+        return finished  # a dataset is not downloaded again just to check for changes
     try:
-        sources = map(as_recorded, list_sources(config, split))
+        sources = list_sources(config, split, tokenizer)
     except FilesMissingError as error:
-        if not same_urls:
+        if not same_urls or any(shard.in_place for shard in finished.shards):
             raise
         log.info(f"{folder}: using the finished cache, although its source files are unavailable ({error})")
-        return
+        return finished
     cached = dict(enumerate(shard.source for shard in finished.shards))
-    check_sources(folder, cached, dict(enumerate(sources)), complete=True)
+    check_sources(folder, cached, dict(enumerate(map(as_recorded, sources))), complete=True)
+    pairs = zip(sources, finished.shards, strict=True)
+    return replace(finished, shards=[s.info if isinstance(s, TokenSource) else shard for s, shard in pairs])
 
 
 def _read_marker(path: str) -> tuple[dict[str, Any], ShardInfo] | None:

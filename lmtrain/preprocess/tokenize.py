@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lmtrain.data.config import DataConfig
-from lmtrain.data.formats import CompletionFormat, TextFormat
+from lmtrain.data.formats import CompletionFormat, TextFormat, TokensFormat
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.long_documents import split_document
 from lmtrain.preprocess.recipe import token_dtype
-from lmtrain.preprocess.records import InstructionText
+from lmtrain.preprocess.records import InstructionText, TokenizedText
 
 # Characters to encode in one call; encodings take 100 times the memory of their text.
 _GROUP_CHARACTERS = 2_000_000
@@ -31,12 +31,13 @@ class TokenBatch(NamedTuple):
 
 
 def tokenize(documents: list[Any], tokenizer: Tokenizer, config: DataConfig, split_long: bool = False) -> TokenBatch:
-    """Encode documents of one kind: instructions, texts, or lists of ids with the
-    tokenizer passthrough.
+    """Encode documents of one kind: instructions, texts, ids, or lists of ids with the tokenizer passthrough.
 
     Special tokens are added to texts as ids, never as text, so the tokenizer alone decides about text that spells one.
     `split_long` encodes long texts in pieces, for tokenizers whose tokens do not change by it.
     """
+    if isinstance(config.format, TokensFormat):
+        return _concatenate(documents, tokenizer)
     if not isinstance(config.format, TextFormat):
         return _tokenize_instructions(documents, tokenizer, config)
     before = tokenizer.bos_id if config.enforce_bos else None
@@ -53,6 +54,18 @@ def tokenize(documents: list[Any], tokenizer: Tokenizer, config: DataConfig, spl
     first_piece = np.cumsum([0, *map(len, pieces[:-1])])
     lengths = np.add.reduceat(np.concatenate(counts), first_piece)
     return _with_ends(np.concatenate(parts), lengths, before, after)
+
+
+def _concatenate(documents: list[TokenizedText], tokenizer: Tokenizer) -> TokenBatch:
+    """Documents that are tokens already."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    ids = np.concatenate([np.zeros(0, dtype), *(document.ids.astype(dtype) for document in documents)])
+    lengths = np.array([len(document) for document in documents], np.int64)
+    targets = [document.targets for document in documents if document.targets is not None]
+    if not targets:
+        return TokenBatch(ids, lengths)
+    without = sum(not part.any() for part in targets)
+    return TokenBatch(ids, lengths, np.concatenate(targets), without_targets=without)
 
 
 def _encode(tokenizer: Tokenizer, pieces: list[str], dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:

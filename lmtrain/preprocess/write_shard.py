@@ -12,16 +12,15 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo
+from lmtrain.data.cache_manifest import BLOCK_TOKENS, ShardInfo, has_targets
 from lmtrain.data.config import DataConfig
-from lmtrain.data.formats import TextFormat
 from lmtrain.data.record_threads import check_threads
 from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.documents import DocumentReader
-from lmtrain.preprocess.instructions import record_reader
 from lmtrain.preprocess.long_documents import can_split, split_document
 from lmtrain.preprocess.recipe import token_dtype
+from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import Document, InstructionText
 from lmtrain.preprocess.sources import AnySource, as_recorded
 from lmtrain.preprocess.tokenize import TokenBatch, tokenize
@@ -73,15 +72,16 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
     tokenizer = open_tokenizer(job.config.tokenizer, job.config.vocab_size)
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
     file = f"{job.path}.arrayrecord"
+    labelled = has_targets(job.recipe)
     reader = DocumentReader(
-        job.source, record_reader(job.config, job.template), skip_bad=job.config.on_bad_record == "skip"
+        job.source,
+        record_reader(job.config, tokenizer.vocab_size, job.template, labelled),
+        skip_bad=job.config.on_bad_record == "skip",
     )
     counts = dict.fromkeys(_WARNINGS, 0)
     with _published(file) as temporary:
         with _written(temporary) as writer:
-            blocks = _BlockWriter(
-                writer, token_dtype(tokenizer.vocab_size), has_targets=not isinstance(job.config.format, TextFormat)
-            )
+            blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size), labelled)
             position = 0
             for documents in _batches(reader, split_long, job.config.max_document_bytes):
                 batch = tokenize(documents, tokenizer, job.config, split_long)

@@ -13,6 +13,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.config.setting import Role, settings_of
 from lmtrain.data.config import DataConfig
+from lmtrain.data.formats import TextFormat
 from lmtrain.run.config import RunConfig
 from lmtrain.run.trainer import TrainerConfig
 from lmtrain.tracking.config import WandbConfig
@@ -65,9 +66,9 @@ def _describe_data(described: dict[str, Any], data: DataConfig) -> None:
     """
     of_sources = described.get("configs", {})
     for name, source in (data.configs or {}).items():
-        if source.has_targets:
+        if not isinstance(source.format, TextFormat):
             of_sources[name]["format"]["type"] = source.format.type
-    if data.has_targets:
+    if not isinstance(data.format, TextFormat):
         described["format"]["type"] = data.format.type
     if data.reset_positions is False and not any(source.has_targets for source in data.sources().values()):
         described.pop("reset_positions", None)

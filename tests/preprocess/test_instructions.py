@@ -20,8 +20,9 @@ from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.preprocess.documents import DocumentReader
-from lmtrain.preprocess.instructions import Completions, Conversations, record_reader
+from lmtrain.preprocess.instructions import Completions, Conversations
 from lmtrain.preprocess.recipe import chat_template_of
+from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import BadRecordError, read_document
 from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.split_cache import find_cache
@@ -148,7 +149,7 @@ def test_a_template_that_refuses_a_conversation_or_leaves_the_sandbox_is_an_erro
 
 def documents(config, skip_bad=False):
     return DocumentReader(
-        describe_source(config.train_urls[0]), record_reader(config, chat_template_of(config)), skip_bad
+        describe_source(config.train_urls[0]), record_reader(config, 0, chat_template_of(config)), skip_bad
     )
 
 

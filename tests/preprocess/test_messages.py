@@ -12,9 +12,10 @@ from lmtrain.data.config import DataConfig
 from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.preprocess.documents import DocumentReader
-from lmtrain.preprocess.instructions import Conversations, record_reader
+from lmtrain.preprocess.instructions import Conversations
 from lmtrain.preprocess.messages import read_messages
 from lmtrain.preprocess.recipe import chat_template_of
+from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import BadRecordError
 from lmtrain.preprocess.sources import describe_source
 
@@ -106,7 +107,7 @@ def test_a_table_of_sharegpt_is_read_or_names_the_format_to_set(tmp_path, format
     turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "The robot."}]
     parquet.write_table(pyarrow.Table.from_pylist([{"id": 1, "conversations": turns}] * 3), path)
     config = DataConfig(tokenizer=str(write_chat_tokenizer(tmp_path / "tokenizer")), format=format)
-    reader = DocumentReader(describe_source(str(path)), record_reader(config, chat_template_of(config)))
+    reader = DocumentReader(describe_source(str(path)), record_reader(config, 0, chat_template_of(config)))
     if format["type"] == "chat":
         assert [document.contents for _, document in reader] == [("Who?", "The robot.")] * 3
     else:

@@ -64,7 +64,7 @@ def local(tmp_path_factory):
     for name in [*NAMES, "c0.jsonl.gz"]:
         (root / "text" / name).write_bytes(text_of(name))
     (root / "cache" / "train").mkdir(parents=True)
-    for job in find_cache(config(root), "train").jobs:
+    for job in find_cache(config(root), "train").jobs.values():
         build_shard(job, lambda *counts: None)
     build_cache(config(root), "train")
     return config(root)

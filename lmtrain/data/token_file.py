@@ -1,0 +1,160 @@
+"""Files of token ids that other systems wrote, read in place: llm.c, nanoGPT, Megatron, OLMo.
+
+A file is one array of ids. Where documents begin is either at the EOS tokens in it or in an index next to it. Files are
+read with `pread`, since a file that shrinks under a memory map kills the process.
+"""
+
+import bisect
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from lmtrain.config.errors import UserError
+
+# Ids that are checked at once.
+_SCANNED = 1 << 22
+
+
+@dataclass(frozen=True)
+class MegatronIndex:
+    """The tables of an .idx: where each sequence begins, in bytes of the .bin, and the first sequence of each document,
+    with the number of sequences as its last entry. `pointers` and `documents` are bytes of the .idx where they start.
+    `file`, `bytes` and `checksum` are those of the .idx.
+    """
+
+    file: str
+    bytes: int
+    checksum: str
+    sequences: int
+    entries: int
+    pointers: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """How a file holds its `tokens` ids: `dtype` as stored, from byte `offset` on, each below `vocab_size`.
+
+    Documents begin after each id `eos` (`last`), at each (`first`), or where the `index` says; with neither of them
+    they are unknown.
+    """
+
+    dtype: str
+    offset: int
+    tokens: int
+    vocab_size: int
+    eos: int | None = None
+    eos_at: Literal["first", "last"] = "last"
+    index: MegatronIndex | None = None
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> "TokenLayout":
+        """The layout of its description in a manifest."""
+        index = described["index"]
+        return cls(**{**described, "index": None if index is None else MegatronIndex(**index)})
+
+
+class TokenFile:
+    """Random access to the ids of a file, whose index is `index_path` if it has one. `modified` is when the file was
+    last modified, in ns; None for a copy that nothing else writes.
+
+    Raises `UserError` if the file has changed or an id is not in the vocabulary.
+    """
+
+    def __init__(self, path: str, layout: TokenLayout, modified: int | None, index_path: str | None = None):
+        self.path = path
+        self._layout = layout
+        self._dtype = np.dtype(layout.dtype)
+        self._file = os.open(path, os.O_RDONLY)
+        self._index = None if index_path is None else os.open(index_path, os.O_RDONLY)
+        self._modified = modified
+        self._check()
+        self._begin = functools.lru_cache(1 << 14)(self._read_begin)
+
+    def close(self) -> None:
+        os.close(self._file)
+        if self._index is not None:
+            os.close(self._index)
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids [count] from `start` on, as stored; and where documents begin, ascending, int64, relative to `start`.
+
+        The latter may include the position after the last id, and leave out the first.
+        """
+        layout, ids = self._layout, self._ids(start, count)
+        if layout.index is not None:
+            first = bisect.bisect_left(range(layout.index.entries), start, key=self._begin)
+            last = bisect.bisect_right(range(layout.index.entries), start + count, key=self._begin)
+            return ids, np.array([self._begin(entry) - start for entry in range(first, last)], np.int64)
+        if layout.eos is None:
+            return ids, np.zeros(0, np.int64)
+        return ids, np.flatnonzero(ids == layout.eos) + int(layout.eos_at == "last")
+
+    def scan(self) -> None:
+        """Read all ids. Raises `UserError` for one that is not in the vocabulary."""
+        for start in range(0, self._layout.tokens, _SCANNED):
+            self._ids(start, min(_SCANNED, self._layout.tokens - start))
+
+    def _ids(self, start: int, count: int) -> np.ndarray:
+        layout = self._layout
+        self._check()
+        size = count * self._dtype.itemsize
+        place = layout.offset + start * self._dtype.itemsize
+        content = _read(self._file, size, place)
+        if len(content) < size:
+            raise changed(self.path)
+        ids = np.frombuffer(content, self._dtype)
+        if count and (int(ids.max()) >= layout.vocab_size or int(ids.min()) < 0):
+            wrong = int(np.flatnonzero((ids < 0) | (ids >= layout.vocab_size))[0])
+            raise UserError(
+                f"{self.path}: token id {int(ids[wrong])} at byte {place + wrong * self._dtype.itemsize:,} is not in "
+                f"the vocabulary of {layout.vocab_size:,} tokens; set data.tokenizer to that of these files, or "
+                "data.format.dtype if ids have another size"
+            )
+        return ids
+
+    def _check(self) -> None:
+        """Raise `UserError` if another program has written the file."""
+        if self._modified is None:
+            return
+        status = os.stat(self.path)  # not of the open file, which may have been replaced
+        if status.st_mtime_ns != self._modified:
+            raise changed(self.path)
+
+    def _read_begin(self, entry: int) -> int:
+        """The token at which document `entry` begins; for the last entry the number of tokens."""
+        index = self._layout.index
+        assert index is not None
+        assert self._index is not None
+        sequence = self._number(index.documents + 8 * entry)
+        if sequence >= index.sequences:
+            return self._layout.tokens
+        return self._number(index.pointers + 8 * sequence) // self._dtype.itemsize
+
+    def _number(self, place: int) -> int:
+        assert self._index is not None
+        content = os.pread(self._index, 8, place)
+        if len(content) < 8:
+            raise changed(self.path)
+        return int.from_bytes(content, "little", signed=True)
+
+
+def _read(file: int, size: int, place: int) -> bytes:
+    """Up to `size` bytes; `os.pread` reads at most 2 GiB, and may read less."""
+    parts = []
+    while size > 0 and (part := os.pread(file, size, place)):
+        parts.append(part)
+        size, place = size - len(part), place + len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def changed(path: str) -> UserError:
+    """The error for a file that is not the one whose size, time and sampled checksum are in the cache's manifest."""
+    return UserError(
+        f"{path}: this file has changed since the run first read it, so a resumed run would read other data. Restore "
+        "it, or choose another data.cache_dir and trainer.id to start with what it has now"
+    )

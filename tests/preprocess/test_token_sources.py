@@ -1,0 +1,317 @@
+"""Token ids of other systems give the batches that a cache of the same documents gives, and errors name the place."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow
+import pytest
+from cache_building import build_cache
+from pyarrow import parquet
+from token_files import EOS, begun, documents, ended, llm_c, megatron, nano_gpt, numpy_array
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.caches import open_store
+from lmtrain.data.config import DataConfig
+from lmtrain.data.token_store import document_starts
+from lmtrain.data.windows import windows_of
+from lmtrain.preprocess.split_cache import find_cache
+
+SEQ_LEN = 50
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(*urls, cache_dir="cache", tokenizer="byte", **changes):
+    format = {"type": "tokens", **changes.pop("format", {})}
+    settings = {"num_preprocess_workers": 1, "cache_dir": cache_dir, "format": format, **changes}
+    return DataConfig(train_urls=list(urls), tokenizer=tokenizer, **settings)
+
+
+def windows(wanted):
+    """Tokens, starts of documents, 0 in padding, and loss masks of all windows."""
+    build_cache(wanted, "train")
+    found = windows_of(open_store(wanted, find_cache(wanted, "train")), SEQ_LEN)
+    tokens, firsts, mask = found.read(np.arange(found.for_evaluation()), range(SEQ_LEN))
+    firsts.reshape(-1)[found.store.shards.tokens :] = 0
+    return tokens, firsts, mask
+
+
+def expected(docs, eos_first=False):
+    """The windows of documents by definition."""
+    ids = begun(docs) if eos_first else ended(docs)
+    starts = np.cumsum([0, *(len(document) + 1 for document in docs)])
+    count = -(-len(ids) // SEQ_LEN)
+    tokens = np.zeros(count * SEQ_LEN, np.int32)
+    tokens[: len(ids)] = ids
+    begins = np.searchsorted(starts, np.arange(count * SEQ_LEN), side="right") - 1
+    firsts = np.maximum(starts[begins].reshape(count, SEQ_LEN) - SEQ_LEN * np.arange(count)[:, None], 0)
+    mask = np.arange(1, count * SEQ_LEN + 1).reshape(count, SEQ_LEN) < len(ids)
+    mask[:, -1] = False
+    firsts.reshape(-1)[len(ids) :] = 0
+    return tokens.reshape(count, SEQ_LEN), firsts, mask
+
+
+def assert_same(found, wanted):
+    for got, right in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(got, right)
+
+
+WRITERS = {
+    "nano.bin": (nano_gpt, {}, {}),
+    "wide.bin": (nano_gpt, {"dtype": "<u4"}, {"format": {"dtype": "uint32"}}),
+    "llmc.bin": (llm_c, {}, {}),
+    "llama.bin": (llm_c, {"dtype": "<u4"}, {}),
+    "megatron.bin": (megatron, {}, {}),
+    "sentences.bin": (megatron, {"dtype": "<i4", "sentences": 3}, {}),
+    "long.bin": (megatron, {"dtype": "<i8"}, {}),
+    "olmo.npy": (nano_gpt, {}, {}),
+    "saved.npy": (numpy_array, {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_files_are_read_in_place(folder, name):
+    write, how, settings = WRITERS[name]
+    docs = documents()
+    write(folder / name, docs, **how)
+    assert_same(windows(config(name, **settings)), expected(docs, write is llm_c))
+    assert os.listdir("cache/train") == ["manifest.json"]
+
+
+def rows(docs, **more):
+    table = pyarrow.table({"input_ids": [np.append(ids, EOS).tolist() for ids in docs], **more})
+    parquet.write_table(table, "rows.parquet")
+    with pyarrow.OSFile("rows.arrow", "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    with pyarrow.OSFile("stream.arrow", "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    with open("rows.jsonl", "w") as file:
+        file.writelines(f"{row}\n".replace("'", '"').replace("None", "null") for row in table.to_pylist())
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "stream.arrow", "rows.jsonl"])
+def test_rows_are_converted(name):
+    docs = documents()
+    rows(docs)
+    assert_same(windows(config(name)), expected(docs))
+
+
+def test_padding_of_rows_is_dropped():
+    docs = documents()
+    rows([np.append(ids, [0, 0]) for ids in docs], attention_mask=[[1] * len(ids) + [0, 0, 1] for ids in docs])
+    assert_same(windows(config("rows.parquet")), expected(docs))
+
+
+def test_labels_and_masks_select_the_targets():
+    docs = [np.arange(1, 9), np.arange(20, 29)]
+    labels = [[-100] * 4 + np.append(ids, EOS).tolist()[4:] for ids in docs]
+    masks = [[1] * len(ids) + [0] for ids in docs]
+    rows(docs, labels=labels, loss_mask=masks)
+    tokens, _, mask = windows(config("rows.parquet"))
+    targets = np.roll(tokens, -1, axis=1)[mask]
+    assert targets.tolist() == [5, 6, 7, 8, 24, 25, 26, 27, 28]
+
+
+def test_a_cache_by_its_path_is_read_in_place(folder):
+    docs = documents()
+    rows(docs)
+    first = windows(config("rows.parquet"))
+    assert_same(windows(config("cache/train", cache_dir="other")), first)
+    assert os.listdir("other/train") == ["manifest.json"]
+    with pytest.raises(UserError, match="a cache of another tokenizer"):
+        find_cache(config("cache/train", cache_dir="third", tokenizer="passthrough", vocab_size=300), "train")
+
+
+def test_files_of_several_kinds_are_one_source(folder):
+    parts = [documents(seed) for seed in range(3)]
+    nano_gpt(folder / "a.bin", parts[0])
+    rows(parts[1])
+    megatron(folder / "c.bin", parts[2])
+    wanted = config("a.bin", "rows.parquet", "c.bin")
+    assert_same(windows(wanted), expected([*parts[0], *parts[1], *parts[2]]))
+    assert find_cache(wanted, "train").shards.infos[1].file == "shard-00001-of-00003.arrayrecord"
+
+
+def test_documents_go_on_in_the_next_file_of_llm_c(folder):
+    docs = documents()
+    ids = begun(docs)
+    for number, part in enumerate(np.array_split(ids, 3)):
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(part)
+        (folder / f"{number}.bin").write_bytes(header.tobytes() + part.astype("<u2").tobytes())
+    assert_same(windows(config("{0..2}.bin")), expected(docs, eos_first=True))
+
+
+def test_megatron_s_documents_that_cross_blocks_of_the_reader(folder):
+    docs = documents(number=300)
+    megatron(folder / "big.bin", docs)
+    wanted = config("big.bin")
+    build_cache(wanted, "train")
+    store = open_store(wanted, find_cache(wanted, "train"))
+    starts, size = np.array([0, 10_000]), 30_000
+    tokens, begins, _ = store.read(starts, size)
+    ids, ends = ended(docs), np.cumsum([len(document) + 1 for document in docs])
+    for row, start in enumerate(starts):
+        np.testing.assert_array_equal(tokens[row], ids[start : start + size])
+        right = ends[(ends > start) & (ends < start + size)] - start
+        np.testing.assert_array_equal(1 + np.flatnonzero(begins[row, 1:]), right)
+    assert document_starts(store, starts, begins, 0)[row].max() == right[-1]
+
+
+def refusal(wanted):
+    with pytest.raises(UserError) as error:
+        windows(wanted)
+    return str(error.value)
+
+
+def test_an_id_that_is_not_in_the_vocabulary_is_named_with_its_place(folder):
+    docs = documents(vocab=200)
+    docs[10][0] = 999
+    place = sum(len(document) + 1 for document in docs[:10])
+    nano_gpt(folder / "a.bin", docs)
+    llm_c(folder / "b.bin", docs)
+    rows(docs)
+    message = refusal(config("a.bin"))
+    assert f"a.bin: token id 999 at byte {2 * place:,} is not in the vocabulary of 257 tokens" in message
+    assert f"b.bin: token id 999 at byte {1024 + 2 * (place + 1):,} is not" in refusal(config("b.bin", cache_dir="b"))
+    message = refusal(config("rows.parquet", cache_dir="c"))
+    assert message.startswith("rows.parquet:11: token id 999 is not in the vocabulary of 257 tokens")
+
+
+@pytest.mark.parametrize("change", ["content", "time", "shorter", "index"])
+def test_a_file_that_changes_is_refused_by_the_run_and_by_a_resumed_one(folder, change):
+    docs = documents(vocab=200)
+    megatron(folder / "a.bin", docs)
+    wanted = config("a.bin")
+    build_cache(wanted, "train")
+    store = open_store(wanted, find_cache(wanted, "train"))
+    store.read(np.array([0]), SEQ_LEN)
+    if change == "index":
+        megatron(folder / "a.bin", [docs[0][:-1], np.append(docs[0][-1], docs[1]), *docs[2:]])
+    elif change == "shorter":
+        megatron(folder / "a.bin", docs[:-1])
+    elif change == "content":
+        megatron(folder / "a.bin", [ids ^ 1 for ids in docs])
+    os.utime("a.bin", ns=(0, 0))
+    with pytest.raises(UserError, match=r"a.bin: this file has changed since the run first read it"):
+        store.read(np.array([0]), SEQ_LEN)
+    with pytest.raises(UserError, match=r"a.bin has changed since it was cached"):
+        find_cache(wanted, "train")
+
+
+def test_copies_in_another_folder_are_used(folder):
+    docs = documents()
+    megatron(folder / "a.bin", docs)
+    first = windows(config("a.bin"))
+    os.mkdir("moved")
+    for name in ("a.bin", "a.idx"):
+        os.rename(name, f"moved/{name}")
+    os.utime("moved/a.bin", ns=(0, 0))
+    assert_same(windows(config("moved/a.bin")), first)
+    with pytest.raises(UserError, match=r"no such file: a.bin"):
+        find_cache(config("a.bin"), "train")
+
+
+def cut(path, size):
+    with open(path, "r+b") as file:
+        file.truncate(size)
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "size", "message"),
+    [
+        (nano_gpt, "a.bin", 1001, r"a.bin: its 1,001 bytes are no multiple of 2"),
+        (llm_c, "a.bin", 3000, r"a.bin: truncated, or damaged: its header has [\d,]+ tokens of 2 bytes, but the file"),
+        (megatron, "a.bin", 3000, r"a.bin: has 3,000 bytes, but a.idx describes"),
+        (megatron, "a.idx", 500, r"a.idx: truncated: 500 bytes for 60 sequences"),
+        (megatron, "a.idx", 5, r"a.idx: not an index of Megatron-LM, but a.bin is next to it"),
+        (numpy_array, "a.npy", 4000, r"a.npy: truncated"),
+    ],
+)
+def test_truncated_files_are_refused(folder, write, file, size, message):
+    write(folder / f"a{'.npy' if file == 'a.npy' else '.bin'}", documents())
+    cut(file, size)
+    with pytest.raises(UserError, match=message):
+        find_cache(config(f"a{'.npy' if file == 'a.npy' else '.bin'}"), "train")
+
+
+def test_what_is_missing_is_asked_for(folder):
+    docs = documents()
+    nano_gpt(folder / "a.bin", docs)
+    megatron(folder / "b_text_document.bin", docs)
+    without_eos = {"tokenizer": "passthrough", "vocab_size": 300, "enforce_eos": False}
+    with pytest.raises(UserError, match=r"a.bin: where its documents end is unknown.*set data.format.eos_id"):
+        find_cache(config("a.bin", **without_eos), "train")
+    assert_same(windows(config("a.bin", format={"eos_id": EOS}, **without_eos)), expected(docs))
+    assert_same(windows(config("b_text_document.bin", cache_dir="b", **without_eos)), expected(docs))
+    with pytest.raises(UserError, match=r"2 bytes per token cannot hold the 100,000 tokens.*data.format.dtype"):
+        find_cache(config("a.bin", cache_dir="c", **without_eos | {"vocab_size": 100_000}), "train")
+    with pytest.raises(UserError, match=r"\(but there is b_text_document.bin\)"):
+        find_cache(config("b_text_document", cache_dir="c"), "train")
+    with pytest.raises(UserError, match=r"b_text_document.idx: an index; set the .bin next to it"):
+        find_cache(config("b_text_document.idx", cache_dir="c"), "train")
+    with pytest.raises(UserError, match=r"for files of token ids \(.bin .npy\) set data.format: {type: tokens}"):
+        find_cache(DataConfig(train_urls=["a.bin"], tokenizer="byte", cache_dir="c"), "train")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"labels": [[5, EOS, -100], [5, 6, EOS]]}, r"rows.jsonl:1: labels must be the ids.*shift them by one"),
+        (
+            {"labels": [[7, 8, EOS], [5, 6, EOS]]},
+            r"rows.jsonl:1: labels must be the ids of the same positions, or -100",
+        ),
+        ({"labels": [[4, 5, EOS], None]}, r"rows.jsonl:2: has no labels, but the first row of the source has some"),
+        ({"loss_mask": [[1, 1], [1, 1, 1]]}, r"rows.jsonl:1: 'loss_mask' has 2 numbers, but there are 3 token ids"),
+        ({"labels": [[0.5] * 3, [0.5] * 3]}, r"rows.jsonl:1: 'labels' is not a list of integers"),
+    ],
+)
+def test_wrong_labels_are_named_with_their_row(more, message):
+    rows([np.array([4, 5]), np.array([5, 6])], **more)
+    with pytest.raises(UserError, match=message):
+        windows(config("rows.jsonl"))
+
+
+def test_labels_in_some_files_only_are_refused(folder):
+    docs = documents()
+    nano_gpt(folder / "a.bin", docs)
+    rows(docs, loss_mask=[[1] * (len(ids) + 1) for ids in docs])
+    with pytest.raises(UserError, match=r"rows.parquet has labels, but a.bin has none: make them two sources"):
+        find_cache(config("a.bin", "rows.parquet"), "train")
+
+
+_PEERS = """
+import sys
+import numpy as np
+from datatrove.pipeline.tokens.megatron_tokenizer import MegatronTokenizedFile
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from token_files import EOS, documents
+import torch
+
+theirs = MegatronTokenizedFile(".", "datatrove", token_size=2)
+for kind in (np.uint16, np.int32):
+    builder = IndexedDatasetBuilder(f"megatron-{kind.__name__}.bin", dtype=kind)
+    for ids in documents():
+        ended = np.append(ids, EOS)
+        builder.add_document(torch.tensor(ended, dtype=torch.int64), [len(ended)])
+    builder.finalize(f"megatron-{kind.__name__}.idx")
+for ids in documents():
+    theirs.write([*ids.tolist(), EOS])
+theirs.close()
+"""
+
+
+@pytest.mark.long
+def test_files_that_megatron_core_and_datatrove_write(folder):
+    path = os.pathsep.join([os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH", "")])
+    subprocess.run([sys.executable, "-c", _PEERS], check=True, env={**os.environ, "PYTHONPATH": path})
+    right = expected(documents())
+    for name in ("megatron-uint16", "megatron-int32", "datatrove"):
+        assert_same(windows(config(f"{name}.bin", cache_dir=name)), right)
