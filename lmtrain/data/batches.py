@@ -125,7 +125,7 @@ class EvalSource:
 
     @functools.cached_property
     def windows(self) -> Windows:
-        return windows_of(self.store, self.seq_len)
+        return windows_of(self.store, self.seq_len, evaluates=True)
 
     @property
     def all_batches(self) -> int:

@@ -1,8 +1,9 @@
 """Order of training: the window of tokens of each example.
 
 Window i of a split of text is tokens [iL, (i+1)L) of its concatenated documents, where L is the sequence length. A
-window has L - 1 targets: position p predicts the token at p + 1. Conversations and completions are packed instead, see
-`lmtrain/data/packing.py`.
+window has L - 1 targets: position p predicts the token at p + 1. For evaluation the last token of each window is also
+the first of the next one, so that every token but the first one of the split is a target once. Conversations and
+completions are packed instead, see `lmtrain/data/packing.py`.
 """
 
 import functools
@@ -46,11 +47,13 @@ class WindowOrder:
 
 
 class TextWindows:
-    """Windows of text: L tokens each, in the order of the documents."""
+    """Windows of text: L tokens each, in the order of the documents. `overlap` is the number of tokens that a window
+    shares with the next one."""
 
-    def __init__(self, store: TokenStore, seq_len: int):
+    def __init__(self, store: TokenStore, seq_len: int, overlap: int = 0):
         self.store = store
         self._seq_len = seq_len
+        self._stride = seq_len - overlap
 
     def for_training(self) -> int:
         """Number of complete windows so far; training drops the tail of fewer than L tokens."""
@@ -58,8 +61,7 @@ class TextWindows:
 
     def for_evaluation(self) -> int:
         """Number of windows with at least one target; the tail is padded and masked."""
-        complete, tail = divmod(self.store.shards.tokens, self._seq_len)
-        return complete + (tail >= 2)
+        return max(0, -(-(self.store.shards.tokens - 1) // self._stride))
 
     def wait_for(self, number: int | None) -> int:
         """Wait until `number` windows are known, or all (None); return the number of known windows."""
@@ -71,7 +73,7 @@ class TextWindows:
         Each has the given columns of the windows' positions, [windows, columns]. Every token is a target, also the
         first one of a document.
         """
-        starts = numbers * self._seq_len
+        starts = numbers * self._stride
         tokens, begins, _ = read_columns(self.store, starts, columns)
         positions = np.arange(columns.start, columns.stop)
         mask = (positions < self._seq_len - 1) & (starts[:, None] + positions + 1 < self.store.shards.tokens)
@@ -82,9 +84,9 @@ class TextWindows:
 Windows = TextWindows | PackedWindows
 
 
-def windows_of(store: TokenStore, seq_len: int) -> Windows:
-    """The windows of a store in sequences of `seq_len` tokens."""
-    return PackedWindows(store, seq_len) if store.has_targets else TextWindows(store, seq_len)
+def windows_of(store: TokenStore, seq_len: int, evaluates: bool = False) -> Windows:
+    """The windows of a store in sequences of `seq_len` tokens, for training or for evaluation."""
+    return PackedWindows(store, seq_len) if store.has_targets else TextWindows(store, seq_len, int(evaluates))
 
 
 def wait_for_windows(windows: Windows, examples: np.ndarray, shuffle: Shuffle) -> int:

@@ -13,20 +13,20 @@ from lmtrain.data.token_store import TokenStore
 from lmtrain.data.windows import TextWindows, WindowOrder, train_windows, wait_for_windows
 
 
-def of(shards):
+def of(shards, overlap=0):
     """Windows of 10 tokens of a store that is never read."""
-    return TextWindows(TokenStore("text", shards, "<u2", lambda info: info.file), 10)
+    return TextWindows(TokenStore("text", shards, "<u2", lambda info: info.file), 10, overlap)
 
 
 @pytest.mark.parametrize(
     ("tokens", "train", "evaluation"),
-    # a tail of one token has nothing to predict
-    [(0, 0, 0), (1, 0, 0), (2, 0, 1), (9, 0, 1), (10, 1, 1), (11, 1, 1), (12, 1, 2), (20, 2, 2)],
+    # windows of evaluation share a token, and a tail of one token has nothing to predict
+    [(0, 0, 0), (1, 0, 0), (2, 0, 1), (9, 0, 1), (10, 1, 1), (11, 1, 2), (12, 1, 2), (19, 1, 2), (20, 2, 3)],
 )
 def test_training_drops_the_tail_and_evaluation_keeps_a_tail_with_a_target(tokens, train, evaluation):
     shards = Shards()
     shards.add(ShardInfo("f", {}, 1, "", tokens, 1))
-    assert (of(shards).for_training(), of(shards).for_evaluation()) == (train, evaluation)
+    assert (of(shards).for_training(), of(shards, overlap=1).for_evaluation()) == (train, evaluation)
 
 
 def test_without_shuffle_windows_are_in_order_and_restart():

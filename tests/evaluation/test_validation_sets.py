@@ -1,8 +1,12 @@
 """Validation sets as batches: their number, and that each iteration starts again."""
 
+import json
+
+import numpy as np
 from opened_run import open_run
 
 from lmtrain.evaluation.validation_sets import open_validation_sets
+from lmtrain.hf.token_bytes import token_bytes
 from lmtrain.sharding.mesh import build_layout
 
 
@@ -21,6 +25,18 @@ def test_each_iteration_reads_the_same_batches_from_the_beginning():
         assert one["tokens"].shape == (4, 32)
         assert (one["tokens"] == other["tokens"]).all()
     assert (first[0]["tokens"] != first[1]["tokens"]).any()
+
+
+def test_the_targets_have_every_byte_of_the_text_once_but_those_of_the_first_token():
+    """So bits per byte are those of the whole text, as lm-eval counts it, which predicts the first token, too."""
+    _, caches, tokenizer = open_run()
+    (cache,), (validation,) = caches.validation.values(), sets().values()
+    lengths = np.array(token_bytes(tokenizer))
+    tokens, masks = zip(*((batch["tokens"], np.array(batch["loss_mask"])) for batch in validation), strict=True)
+    targets = np.concatenate([np.roll(part, -1, axis=1)[mask] for part, mask in zip(tokens, masks, strict=True)])
+    with open(cache.sources[0]["url"]) as file:
+        size = sum(len(json.loads(line)["text"].encode()) for line in file)
+    assert lengths[targets].sum() == size - lengths[int(tokens[0][0, 0])]
 
 
 def test_a_limit_of_batches_takes_the_first_ones_and_is_logged(caplog):
