@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
         check_benchmarks(harness)
     check_model_flags(arguments)
     if arguments.hf is None:
-        trained = from_checkpoint(run, arguments.checkpoint)
+        trained = from_checkpoint(run, arguments.checkpoint, arguments.average)
     else:
         trained = from_hf(arguments.hf, run.config if run.loaded.path else None)
     with StopRequest("ending the evaluation") as stop:

@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
     start_console_log()
     _check(arguments, run.config)
     output, repository = arguments.output, arguments.upload
-    trained = from_checkpoint(run, arguments.checkpoint)
+    trained = from_checkpoint(run, arguments.checkpoint, arguments.average)
     assert trained.origin is not None
     if output is not None and not arguments.overwrite:
         check_same_run(output, trained.origin)

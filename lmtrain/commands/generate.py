@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     start_console_log()
     check_model_flags(arguments)
     if arguments.hf is None:
-        trained = from_checkpoint(run, arguments.checkpoint)
+        trained = from_checkpoint(run, arguments.checkpoint, arguments.average)
     elif run.loaded.path:
         raise UserError("--hf: cannot be combined with CONFIG; remove CONFIG")
     else:

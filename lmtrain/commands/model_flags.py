@@ -20,6 +20,11 @@ def add_model_flags(parser: Parser, hf: bool = True) -> None:
         metavar="PATH",
         help="checkpoint to load: step folder, run folder or a parent of it (default: the config's own run)",
     )
+    parser.add_argument(
+        "--average",
+        metavar="N|A,B,...",
+        help="average of the last N permanent checkpoints, or of a list of steps or checkpoints",
+    )
     if hf:
         parser.add_argument(
             "--hf", metavar="REF", help="Hugging Face model instead of a checkpoint: folder, URL, or id[@revision]"
@@ -28,5 +33,8 @@ def add_model_flags(parser: Parser, hf: bool = True) -> None:
 
 def check_model_flags(arguments: argparse.Namespace) -> None:
     """Raise `UserError` for two models."""
-    if arguments.hf is not None and arguments.checkpoint is not None:
-        raise UserError("--hf and --checkpoint: choose one")
+    if arguments.hf is None:
+        return
+    for flag in ("checkpoint", "average"):
+        if getattr(arguments, flag) is not None:
+            raise UserError(f"--hf and --{flag}: choose one")

@@ -21,6 +21,7 @@ from lmtrain.run.identity import identity
 from lmtrain.run.run import Run
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import join, list_names
+from lmtrain.weights.average import mean_params, named_checkpoints
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin
 from lmtrain.weights.hf_config import config_of, hf_ref, resolve_hf
 from lmtrain.weights.lora_base import BASE, load_base
@@ -72,27 +73,32 @@ class TrainedModel:
         return LoadedModel(model, self.get_params(model, layout), layout)
 
 
-def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
-    """The checkpoint at `path`, by default the newest of the config's own run.
+def from_checkpoint(run: Run, path: str | None, average: str | None = None) -> TrainedModel:
+    """The checkpoint at `path`, by default the newest of the config's own run; or the average of those that `average`
+    names, see `named_checkpoints`.
 
     Raises `UserError` if there is none, or if its model or tokenizer differs from the config.
     """
     run = resolve_hf(run, path)
     config = run.config
-    checkpoint = _choose(run, path)
+    checkpoints = [_choose(run, path)] if average is None else _averaged(run, path, average)
+    checkpoint = checkpoints[-1]
     run_info = checkpoint.read_run_info()
     saved = run_info["identity"]
     tokenizer = tokenizer_of(run, saved["tokenizer"])
     ours = identity(config)
     now = {"model": ours["model"], "tokenizer": tokenizer.identity, "lora": ours.get("lora")}
-    theirs = {name: saved.get(name) for name in now}
-    require_equal(theirs, now, f"{checkpoint.path} does not match this config's model")
+    for each in checkpoints:
+        theirs = each.read_run_info()["identity"]
+        theirs = {name: theirs.get(name) for name in now}
+        require_equal(theirs, now, f"{each.path} does not match this config's model")
 
     def get_params(model: "LanguageModel", layout: "Layout") -> Any:
         from lmtrain.lora import model as lora
         from lmtrain.weights.load_checkpoint import restore_params
 
-        params = restore_params(checkpoint, model, layout, config.trainer.checkpointer.staging_dir)
+        staging_dir = config.trainer.checkpointer.staging_dir
+        params = mean_params(checkpoints, lambda each: restore_params(each, model, layout, staging_dir))
         if not isinstance(model, lora.AdaptedModel):
             return params
         frozen = load_base(config, model, layout, hf_ref(config), tokenizer.identity, run_info[BASE])
@@ -103,7 +109,19 @@ def from_checkpoint(run: Run, path: str | None) -> TrainedModel:
         trained_on = BaseIdentity(run_info[BASE]["fingerprint"], config.base_dtype)
     origin = ModelOrigin(run_info["run_id"], saved["data_tokens"], trained_on)
     template = template_of(run, tokenizer)
-    return TrainedModel(checkpoint.path, checkpoint.step, config, tokenizer, get_params, origin, template)
+    source = checkpoint.path if average is None else f"average of {', '.join(each.path for each in checkpoints)}"
+    return TrainedModel(source, checkpoint.step, config, tokenizer, get_params, origin, template)
+
+
+def _averaged(run: Run, path: str | None, average: str) -> list[Checkpoint]:
+    """The checkpoints to average; logs them."""
+    if run.config.lora is not None:
+        raise UserError("--average: this run has adapters, whose average is not the adapter of an average model")
+    verification = run.config.trainer.checkpointer.verify_on_restore
+    checkpoints = named_checkpoints(average, path or run.checkpoints, verification)
+    steps = ", ".join(f"{checkpoint.step:,}" for checkpoint in checkpoints)
+    log.info(f"run {checkpoints[-1].read_run_info()['run_id']}, average of steps {steps}")
+    return checkpoints
 
 
 def _choose(run: Run, path: str | None) -> Checkpoint:

@@ -5,9 +5,11 @@ import os
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import yaml
 from conftest import run_in_process, tiny_settings
+from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from lmtrain.checkpoint.manifest import read_manifest, write_manifest
@@ -24,7 +26,7 @@ def trained(tmp_path_factory):
     """A folder with tiny.yaml, trained for 8 steps, and its export."""
     folder = tmp_path_factory.mktemp("trained")
     settings = tiny_settings()
-    settings["trainer"] |= {"num_train_steps": 8, "id": "exported"}
+    settings["trainer"] |= {"num_train_steps": 8, "id": "exported", "checkpointer": {"keep": [{"every": 2}]}}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
     run(folder, "train", "tiny.yaml")
     run(folder, "export-hf", "tiny.yaml", "--output", "model")
@@ -40,6 +42,45 @@ def test_the_export_contains_the_tokenizer(trained):
     text = "The quiet café counts the naïve-robot.\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert (tokenizer.eos_token_id, len(tokenizer), tokenizer.model_max_length) == (0, 384, 32)
+
+
+def test_an_average_is_the_mean_of_the_checkpoints(trained):
+    steps = {}
+    for step in (4, 6, 8):
+        run(
+            trained,
+            "export-hf",
+            "tiny.yaml",
+            "--checkpoint",
+            f"checkpoints/exported/step-{step}",
+            "--output",
+            str(step),
+        )
+        steps[step] = load_file(trained / str(step) / "model.safetensors")
+    run(trained, "export-hf", "tiny.yaml", "--average", "3", "--output", "averaged")
+    averaged = load_file(trained / "averaged" / "model.safetensors")
+    for name, values in averaged.items():
+        total = sum((steps[step][name].astype(np.float64) for step in steps), start=0.0)
+        np.testing.assert_allclose(values, total / 3, rtol=1e-6, atol=1e-9)
+    assert any((averaged[name] != steps[8][name]).any() for name in averaged)
+    last = json.loads(run(trained, "eval", "tiny.yaml"))
+    listed = json.loads(run(trained, "eval", "tiny.yaml", "--average", "4, 8"))
+    assert listed["step"] == last["step"] == 8
+    assert listed["eval/loss"] != last["eval/loss"]
+
+
+@pytest.mark.parametrize(
+    ("average", "message"),
+    [
+        ("5", "has 4 permanent checkpoints (steps: 2, 4, 6, 8); a run keeps those of trainer.checkpointer.keep"),
+        ("1", "--average 1: expected a number of at least 2, or a list of steps or paths"),
+        ("4,4", "--average 4,4: names a checkpoint twice"),
+        ("4,5", "step-5: no such folder"),
+    ],
+)
+def test_what_cannot_be_averaged_is_named(trained, average, message):
+    refused = run_in_process(["eval", "tiny.yaml", "--average", average], trained, code=2)
+    assert message in refused.stderr.splitlines()[-1]
 
 
 def test_the_files_of_an_export_have_the_permissions_of_the_umask(trained):
