@@ -1,5 +1,6 @@
 """`lmtrain preprocess CONFIG`: build the token caches of all splits, or resume a stopped build."""
 
+import argparse
 import os
 import sys
 
@@ -9,6 +10,10 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.data.cache_manifest import count_documents
 from lmtrain.data.caches import describe_epochs
+from lmtrain.evaluation.benchmarks.check import check_benchmarks
+from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
+from lmtrain.preprocess.benchmark_index import Item
+from lmtrain.preprocess.dropped import Dropped
 from lmtrain.preprocess.prepare import SplitCaches, find_caches, require_text, start_build, wait
 from lmtrain.preprocess.prepare_demo import missing_demo, prepare_demo
 from lmtrain.preprocess.sources import describe_urls, has_text
@@ -16,9 +21,12 @@ from lmtrain.run.config import RunConfig
 from lmtrain.run.masked import require_secrets
 from lmtrain.runtime.distributed import start_processes
 from lmtrain.runtime.logging import log, start_console_log
-from lmtrain.runtime.processes import ALONE
+from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 from lmtrain.weights.hf_config import resolve_hf
+
+# Words: as in GPT-3 (Brown et al. 2020, appendix C).
+_NGRAM = 13
 
 
 def run(argv: list[str]) -> int:
@@ -32,7 +40,9 @@ def run(argv: list[str]) -> int:
         help="print the first N documents of each source as the model will see them: text, tokens, which are targets, "
         "where sequences begin; nothing is built",
     )
+    _add_check_flags(parser)
     arguments, run = parse_run(parser, argv)
+    _check_flags(arguments)
     require_secrets(run.loaded)
     if arguments.dry_run:
         _print_shards(resolve_hf(run).config)
@@ -43,18 +53,82 @@ def run(argv: list[str]) -> int:
     processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
     config = resolve_hf(run).config
-    caches = find_caches(config.data)
     with StopRequest("discarding unfinished shards") as stop:
-        build = start_build(config, caches, processes)
         try:
-            wait(build, stop)
+            dropped = _check_texts(arguments, config, processes, stop)
+            caches = find_caches(config.data, dropped=dropped)
+            build = start_build(config, caches, processes)
+            try:
+                wait(build, stop)
+            finally:
+                build.stop()
         except StoppedError:
             log.info("stopped; finished shards are kept: run the same command again to resume")
             return STOPPED_BY_SIGNAL
-        finally:
-            build.stop()
     _log_result(config, caches)
     return 0
+
+
+def _add_check_flags(parser: Parser) -> None:
+    checks = parser.add_argument_group("checks of the text")
+    checks.add_argument(
+        "--check-contamination",
+        metavar="TASK,...",
+        help="report training documents that share words with items of these benchmarks of lm-eval",
+    )
+    checks.add_argument(
+        "--ngram", type=at_least(1), metavar="N", help="number of consecutive words that count as shared (default: 13)"
+    )
+    checks.add_argument("--drop", action="store_true", help="leave these documents out of the cache")
+    checks.add_argument(
+        "--check-duplicates",
+        action="store_true",
+        help="report documents that occur twice, but for case and punctuation; --check-contamination does, too",
+    )
+    checks.add_argument(
+        "--drop-duplicates", action="store_true", help="leave training documents out of the cache that occurred before"
+    )
+    checks.add_argument("--include_path", metavar="DIR", help="folder with YAML files of more benchmarks")
+    checks.add_argument(
+        "--confirm_run_unsafe_code", action="store_true", help="allow benchmarks that run Python code of their own"
+    )
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Raise `UserError` for flags without the one that they belong to."""
+    for flag in ("ngram", "drop", "include_path", "confirm_run_unsafe_code"):
+        if getattr(arguments, flag) and arguments.check_contamination is None:
+            raise UserError(f"--{flag}: requires --check-contamination TASK,...")
+    checks = arguments.check_contamination is not None or arguments.check_duplicates or arguments.drop_duplicates
+    if checks and (arguments.dry_run or arguments.show is not None):
+        raise UserError("--dry-run and --show read no text to check; remove the flags of checks")
+
+
+def _check_texts(
+    arguments: argparse.Namespace, config: RunConfig, processes: Processes, stop: StopRequest
+) -> dict[str, Dropped]:
+    """The training documents to drop, by source."""
+    tasks = arguments.check_contamination
+    if tasks is None and not arguments.check_duplicates and not arguments.drop_duplicates:
+        return {}
+    from lmtrain.commands.check_texts import check_texts
+
+    items = None
+    if tasks is not None:
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        if not names:
+            raise UserError("--check-contamination: names no benchmark, such as hellaswag,mmlu")
+        harness = EvalHarnessConfig(
+            task_spec=names,
+            include_path=arguments.include_path,
+            confirm_run_unsafe_code=arguments.confirm_run_unsafe_code,
+        )
+        check_benchmarks(harness)
+        from lmtrain.evaluation.benchmarks.items import load_items
+
+        items = [Item(*item) for item in load_items(harness)]
+    size = arguments.ngram or _NGRAM
+    return check_texts(config, items, size, arguments.drop, arguments.drop_duplicates, processes, stop)
 
 
 def _log_result(config: RunConfig, caches: SplitCaches) -> None:
@@ -65,6 +139,9 @@ def _log_result(config: RunConfig, caches: SplitCaches) -> None:
         where = f"{counted(len(shards), 'shard')}" + (f", {in_place:,} of them read in place" if in_place else "")
         number = "" if documents is None else f" {counted(documents, 'document')},"
         log.info(f"{cache.folder}: complete,{number} {cache.shards.tokens:,} tokens in {where}")
+        if dropped := sum(shard.dropped for shard in shards):
+            tokens = sum(shard.dropped_tokens for shard in shards)
+            log.info(f"{cache.folder}: {counted(dropped, 'document')} of {tokens:,} tokens dropped")
     sizes, seq_len = config.trainer.batch_sizes, config.model.seq_len
     for epoch in describe_epochs(config.data, caches.train, seq_len, sizes):
         log.info(f"{epoch} of {' or '.join(map(str, sizes.all))} sequences of {seq_len} tokens")

@@ -46,6 +46,8 @@ class ShardInfo:
     warnings: list[str] = field(default_factory=list)
     layout: dict[str, Any] | None = None  # of a file that another system wrote, see `TokenLayout`
     dtype: str | None = None  # of a shard of another cache
+    dropped: int = 0  # documents that were left out, with `dropped_tokens` tokens
+    dropped_tokens: int = 0
 
     @property
     def in_place(self) -> bool:
@@ -55,8 +57,10 @@ class ShardInfo:
     @property
     def described(self) -> dict[str, Any]:
         """The form in which it is written: that of text has no fields for targets."""
-        optional = ("targets", "warnings", "layout", "dtype")
-        return {name: value for name, value in asdict(self).items() if name not in optional or value not in (None, [])}
+        optional = ("targets", "warnings", "layout", "dtype", "dropped", "dropped_tokens")
+        unset = {"dropped": 0, "dropped_tokens": 0, "warnings": []}
+        values = asdict(self)
+        return {name: value for name, value in values.items() if name not in optional or value != unset.get(name)}
 
 
 @dataclass(frozen=True)

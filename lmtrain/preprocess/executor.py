@@ -1,23 +1,23 @@
-"""Executors that build shards: this machine or a Ray cluster, with the same result."""
+"""Executors of jobs, which build shards or check texts: this machine or a Ray cluster, with the same result."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import ShardInfo
-from lmtrain.preprocess.local import build_locally
-from lmtrain.preprocess.write_shard import ShardJob
+from lmtrain.preprocess.job import Job
+from lmtrain.preprocess.local import run_locally
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.machine import usable_cores
 from lmtrain.runtime.processes import Processes
 
-# Progress of each job, int64 [jobs, COUNTS of lmtrain/preprocess/write_shard.py].
+# Progress of each job, int64 [jobs, COUNTS].
 Counts = np.ndarray
 OnCounts = Callable[[Counts], None]
 Stopped = Callable[[], bool]
@@ -25,18 +25,18 @@ Stopped = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Executor:
-    """Builds shards. `run(jobs, on_counts, stopped)` yields (number of the job, its shard) in any order.
+    """Runs jobs. `run(jobs, on_counts, stopped)` yields (number of the job, its result) in any order.
 
     It reports counts periodically, and raises `StoppedError` soon after `stopped()` is true. A process that does not
     call `run` contributes its cores while it is within `helping()`.
     """
 
     label: str
-    run: Callable[[list[ShardJob], OnCounts, Stopped], Iterator[tuple[int, ShardInfo]]]
+    run: Callable[[Sequence[Job], OnCounts, Stopped], Iterator[tuple[int, Any]]]
     helping: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-LOCAL = Executor("this machine", build_locally)
+LOCAL = Executor("this machine", run_locally)
 
 
 def choose_executor(ray: RayConfig, workers: int | None, processes: Processes, background: bool = False) -> Executor:
@@ -47,16 +47,16 @@ def choose_executor(ray: RayConfig, workers: int | None, processes: Processes, b
     address = ray.address or os.environ.get("RAY_ADDRESS")
     if address is None and processes.count == 1:
         label = counted(workers or usable_cores(), "local process", "local processes")
-        return Executor(label, partial(build_locally, max_workers=workers, background=background))
+        return Executor(label, partial(run_locally, max_workers=workers, background=background))
     _check_ray(f"ray at {address}" if address else f"a run of {processes.count} processes")
-    from lmtrain.preprocess.ray_cluster import build_on_ray, cluster
+    from lmtrain.preprocess.ray_cluster import cluster, run_on_ray
 
     label = f"the Ray cluster at {address}" if address else f"a Ray cluster on the {processes.count} hosts of the run"
     joined = partial(cluster, ray, address, processes)
 
-    def run(jobs: list[ShardJob], on_counts: OnCounts, stopped: Stopped) -> Iterator[tuple[int, ShardInfo]]:
+    def run(jobs: Sequence[Job], on_counts: OnCounts, stopped: Stopped) -> Iterator[tuple[int, Any]]:
         with joined() as joined_address:
-            yield from build_on_ray(jobs, on_counts, stopped, joined_address, workers)
+            yield from run_on_ray(jobs, on_counts, stopped, joined_address, workers)
 
     return Executor(label, run, joined)
 

@@ -1,11 +1,11 @@
-"""Local executor: builds shards in one process per core. Workers are spawned, so that they import no JAX."""
+"""Local executor: runs jobs in one process per core. Workers are spawned, so that they import no JAX."""
 
 import ctypes
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import ShardInfo
-from lmtrain.preprocess.write_shard import COUNTS, ShardJob, build_shard
+from lmtrain.preprocess.job import COUNTS, Job
 from lmtrain.runtime.machine import usable_cores
 from lmtrain.runtime.signals import STOP_SIGNALS, StoppedError
 
@@ -25,16 +24,16 @@ _DIED = "died without an error, most likely killed for using too much memory"
 _counters: Any = None
 
 
-def build_locally(
-    jobs: list[ShardJob],
+def run_locally(
+    jobs: Sequence[Job],
     on_counts: Callable[[np.ndarray], None],
     stopped: Callable[[], bool],
     max_workers: int | None = None,
     background: bool = False,
-) -> Iterator[tuple[int, ShardInfo]]:
-    """Build all shards, yielding (number of the job, shard) when one is finished, in any order.
+) -> Iterator[tuple[int, Any]]:
+    """Run all jobs, yielding (number of the job, result) when one is finished, in any order.
 
-    With fewer shards than cores, the tokenizer uses threads; processes times threads never exceed the cores.
+    With fewer jobs than cores, the tokenizer uses threads; processes times threads never exceed the cores.
     """
     cores = max_workers or usable_cores()
     workers = min(cores, len(jobs))
@@ -47,7 +46,7 @@ def build_locally(
     workers_seen: set[Any] = set()
     finished = False
     try:
-        numbers = {pool.submit(_build, number, job): number for number, job in enumerate(jobs)}
+        numbers = {pool.submit(_run, number, job): number for number, job in enumerate(jobs)}
         pending = set(numbers)
         while pending:
             done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -94,8 +93,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _build(number: int, job: ShardJob) -> ShardInfo:
+def _run(number: int, job: Job) -> Any:
     def report(*increments: int) -> None:
         _counters[number] += increments
 
-    return build_shard(job, report)
+    return job.run(report)

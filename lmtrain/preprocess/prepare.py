@@ -9,6 +9,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.data.caches import Caches, needs_all
 from lmtrain.data.config import DataConfig
 from lmtrain.data.targets import FirstTargets
+from lmtrain.preprocess.dropped import Dropped
 from lmtrain.preprocess.prepare_demo import prepare_demo
 from lmtrain.preprocess.sources import has_text
 from lmtrain.preprocess.split_cache import SplitCache, find_cache, has_cache, split_folder
@@ -37,11 +38,17 @@ class SplitCaches(Caches):
         return [*self.train.values(), *self.validation.values()]
 
 
-def find_caches(config: DataConfig, train: bool = True, validation: bool = True) -> SplitCaches:
-    """The requested splits of every source; `validation` only of sources that have validation text."""
+def find_caches(
+    config: DataConfig, train: bool = True, validation: bool = True, dropped: Mapping[str, Dropped] | None = None
+) -> SplitCaches:
+    """The requested splits of every source; `validation` only of sources that have validation text.
+
+    `dropped`: training documents of a source to leave out.
+    """
     require_text(config, "train" if train else "validation")
     caches = SplitCaches(
-        _find_split(config, "train") if train else {}, _find_split(config, "validation") if validation else {}
+        _find_split(config, "train", dropped or {}) if train else {},
+        _find_split(config, "validation", {}) if validation else {},
     )
     if not train and not caches.validation:
         raise UserError("data: no validation text")
@@ -134,7 +141,7 @@ def require_text(config: DataConfig, split: str) -> None:
         )
 
 
-def _find_split(config: DataConfig, split: str) -> dict[str, SplitCache]:
+def _find_split(config: DataConfig, split: str, dropped: Mapping[str, Dropped]) -> dict[str, SplitCache]:
     caches = {}
     for name, source in config.sources().items():
         # opening a dataset takes seconds, and is needed only once
@@ -143,5 +150,6 @@ def _find_split(config: DataConfig, split: str) -> dict[str, SplitCache]:
                 log.info(f"{split_folder(source, split)}: not used, since the config has no validation text")
                 continue
             prepare_demo(source)
-            caches[name] = find_cache(source, split, split == "validation" or config.has_weight(name))
+            is_read = split == "validation" or config.has_weight(name)
+            caches[name] = find_cache(source, split, is_read, dropped.get(name))
     return caches

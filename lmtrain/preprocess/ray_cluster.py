@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,11 @@ import numpy as np
 import ray
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.cache_manifest import ShardInfo
-from lmtrain.preprocess.write_shard import COUNTS, ShardJob, build_shard
+from lmtrain.preprocess.job import COUNTS, Job
 from lmtrain.runtime.config import RayConfig
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.signals import StoppedError
-from lmtrain.runtime.storage import file_size
 
 _POLL_SECONDS = 0.5
 _CONNECT_SECONDS = 60
@@ -103,24 +101,24 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def build_on_ray(
-    jobs: list[ShardJob],
+def run_on_ray(
+    jobs: Sequence[Job],
     on_counts: Callable[[np.ndarray], None],
     stopped: Callable[[], bool],
     address: str,
     max_workers: int | None = None,
-) -> Iterator[tuple[int, ShardInfo]]:
-    """Build all shards, yielding (number of the job, shard) when one is finished, in any order.
+) -> Iterator[tuple[int, Any]]:
+    """Run all jobs, yielding (number of the job, result) when one is finished, in any order.
 
-    The counts are those of finished shards.
+    The counts are those of finished jobs.
     """
     _connect(address)
     # one core per task: Ray does not account for the tokenizer's threads
     environment = {"env_vars": {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}}
-    task: Any = ray.remote(num_cpus=1, max_retries=3, runtime_env=environment)(_build)
+    task: Any = ray.remote(num_cpus=1, max_retries=3, runtime_env=environment)(_run)
     counts = np.zeros((len(jobs), COUNTS), np.int64)
     waiting = list(enumerate(jobs))
-    under_way: dict[Any, tuple[int, ShardJob]] = {}
+    under_way: dict[Any, tuple[int, Job]] = {}
     try:
         while waiting or under_way:
             while waiting and len(under_way) < (max_workers or len(jobs)):
@@ -129,10 +127,10 @@ def build_on_ray(
             done, _ = ray.wait(list(under_way), timeout=_POLL_SECONDS)
             for reference in done:
                 number, job = under_way.pop(reference)
-                info = _result(reference, job)
-                counts[number] = info.documents or 0, info.tokens, job.source.bytes
+                result = _result(reference, job)
+                counts[number] = job.counts(result)
                 on_counts(counts)
-                yield number, info
+                yield number, result
             if stopped() and (waiting or under_way):
                 raise StoppedError
     finally:
@@ -169,10 +167,10 @@ def _unreachable(address: str, reason: str) -> UserError:
     return UserError(f"trainer.ray.address: {address}: no Ray cluster found: {reason}")
 
 
-def _result(reference: Any, job: ShardJob) -> ShardInfo:
-    """Shard of a finished task. Raises the original error of a failed task."""
+def _result(reference: Any, job: Job) -> Any:
+    """Result of a finished task. Raises the original error of a failed task."""
     try:
-        info: ShardInfo = ray.get(reference)
+        result = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, UserError) else error) from None
     except (ray.exceptions.RaySystemError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
@@ -180,15 +178,11 @@ def _result(reference: Any, job: ShardJob) -> ShardInfo:
             f"{job.source.label}: the Ray worker died four times, most likely killed for using too much memory; "
             f"finished shards are kept: {str(error).splitlines()[0]}"
         ) from None
-    if file_size(f"{job.path}.arrayrecord") != info.bytes:
-        raise UserError(
-            f"{job.path}.arrayrecord: built on another machine, not found on this one; data.cache_dir must be a folder "
-            "that all machines of the Ray cluster share, or a URL"
-        )
-    return info
+    job.check(result)
+    return result
 
 
-def _build(job: ShardJob, folder: str) -> ShardInfo:
+def _run(job: Job, folder: str) -> Any:
     """The Ray task. Relative paths are relative to the folder of the process that submitted it."""
     os.chdir(folder)
-    return build_shard(job)
+    return job.run(lambda *_: None)

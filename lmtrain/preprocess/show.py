@@ -18,23 +18,20 @@ from itertools import islice
 import numpy as np
 
 from lmtrain.config.counts import counted
-from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TextFormat, TooLong
 from lmtrain.data.packing import pack
-from lmtrain.data.shards import Shards
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.long_documents import can_split
-from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, token_dtype
+from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.sources import AnySource, list_sources
+from lmtrain.preprocess.token_documents import documents_in_place
 from lmtrain.preprocess.token_sources import TokenSource
 from lmtrain.preprocess.tokenize import tokenize
 
-# Tokens of a file in place that are read at once.
-_READ_TOKENS = 1 << 16
 _GREEN, _BOLD, _PLAIN = "\x1b[32m", "\x1b[1m", "\x1b[0m"
 
 
@@ -99,7 +96,7 @@ def _pack(documents: list[ShownDocument], seq_len: int, too_long: TooLong, befor
 
 def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:
     if isinstance(source, TokenSource):
-        yield from _documents_in_place(source, config, tokenizer)
+        yield from _shown_in_place(source, config, tokenizer)
         return
     reader = DocumentReader(
         source,
@@ -112,28 +109,10 @@ def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -
         yield ShownDocument(reader.place(number), batch.tokens, batch.targets, {}, len(batch.tokens))
 
 
-def _documents_in_place(source: TokenSource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:
-    """The documents of a file that is read in place."""
-    shards, dtype = Shards.of_one(source.info), token_dtype(tokenizer.vocab_size).str
-    too_long: TooLong | None = None if source.info.targets is None else "cut"
-    store = open_store(config, Cache(config.cache_dir, {}, [], dtype, shards, too_long))
-    begin, ids, targets = 0, np.zeros(0, np.int32), np.zeros(0, bool)
-    for start in range(0, source.info.tokens, _READ_TOKENS):
-        read = store.read(np.array([start]), min(_READ_TOKENS, source.info.tokens - start))
-        more, begins, are_targets = (part[0] for part in read)
-        ids, targets = np.append(ids, more), np.append(targets, are_targets)
-        for border in [start + at for at in np.flatnonzero(begins).tolist() if start + at > begin]:
-            yield _shown(source, begin, ids[: border - begin], targets[: border - begin], too_long)
-            ids, targets, begin = ids[border - begin :], targets[border - begin :], border
-    if len(ids):
-        yield _shown(source, begin, ids, targets, too_long)
-
-
-def _shown(
-    source: TokenSource, begin: int, ids: np.ndarray, targets: np.ndarray, too_long: TooLong | None
-) -> ShownDocument:
-    place = f"{source.label}, token {begin:,}"
-    return ShownDocument(place, ids, None if too_long is None else targets, {}, len(ids))
+def _shown_in_place(source: TokenSource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:
+    for document in documents_in_place(source, config, tokenizer.vocab_size):
+        ids = document.tokens.ids
+        yield ShownDocument(document.place, ids, document.tokens.targets, {}, len(ids))
 
 
 def describe_document(document: ShownDocument, tokenizer: Tokenizer, colour: bool) -> str:

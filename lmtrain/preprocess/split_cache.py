@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.config.remote import remote_errors
@@ -25,6 +26,7 @@ from lmtrain.hf.chat_template import check_tokens
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.cache_match import check_recipe, check_sources
+from lmtrain.preprocess.dropped import Dropped
 from lmtrain.preprocess.labels import has_labels
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
 from lmtrain.preprocess.sources import AnySource, FilesMissingError, as_recorded, describe_urls, list_sources
@@ -50,6 +52,7 @@ class SplitCache(Cache):
         sources: Sequence[AnySource],
         finished: CacheManifest | None,
         is_read: bool = True,
+        dropped: Dropped | None = None,
     ):
         super().__init__(
             split_folder(config, split),
@@ -62,7 +65,7 @@ class SplitCache(Cache):
         self.split = split
         self.manifest = finished
         self.is_read = is_read
-        self.jobs = {} if finished else self._jobs(config, sources)
+        self.jobs = {} if finished else self._jobs(config, sources, dropped)
         self._urls = describe_urls(config, split)
         self._infos = (
             [] if finished else [source.info if isinstance(source, TokenSource) else None for source in sources]
@@ -70,7 +73,7 @@ class SplitCache(Cache):
         self._lock = None if is_url(self.folder) or finished else FileLock(os.path.join(self.folder, ".building"))
         self._publish()
 
-    def _jobs(self, config: DataConfig, sources: Sequence[AnySource]) -> "dict[int, ShardJob]":
+    def _jobs(self, config: DataConfig, sources: Sequence[AnySource], dropped: Dropped | None) -> "dict[int, ShardJob]":
         """How to build each shard that is not read in place, by its number."""
         if all(isinstance(source, TokenSource) for source in sources):
             return {}
@@ -78,8 +81,9 @@ class SplitCache(Cache):
         from lmtrain.preprocess.write_shard import ShardJob
 
         template, paths = chat_template_of(config), [shard_name(i, len(sources)) for i in range(len(sources))]
+        which = {} if dropped is None else dropped.documents
         return {
-            number: ShardJob(source, join(self.folder, path), config, self.recipe, template)
+            number: ShardJob(source, join(self.folder, path), config, self.recipe, template, which.get(number))
             for number, (source, path) in enumerate(zip(sources, paths, strict=True))
             if not isinstance(source, TokenSource)
         }
@@ -96,13 +100,7 @@ class SplitCache(Cache):
 
     def make_folder(self) -> None:
         """Create the folder of the cache. Raises `UserError` if it cannot be created or is not writable."""
-        if is_url(self.folder):
-            check_writable(self.folder)
-        else:
-            try:
-                os.makedirs(self.folder, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"data.cache_dir: {self.folder} cannot be created: {error.strerror}") from None
+        make_folder(self.folder)
 
     def acquire(self) -> bool:
         """Lock the cache for building and delete temporary files of killed builds. Returns whether it was free.
@@ -172,9 +170,20 @@ class SplitCache(Cache):
         return self.manifest
 
 
-def find_cache(config: DataConfig, split: str, is_read: bool = True) -> SplitCache:
+def make_folder(folder: str) -> None:
+    """Create a folder of `data.cache_dir`. Raises `UserError` if it cannot be created or is not writable."""
+    if is_url(folder):
+        check_writable(folder)
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.cache_dir: {folder} cannot be created: {error.strerror}") from None
+
+
+def find_cache(config: DataConfig, split: str, is_read: bool = True, dropped: Dropped | None = None) -> SplitCache:
     """The cache of `split`, and which of its shards exist. Writes nothing. Without `is_read` it may have nothing to
-    learn from.
+    learn from. `dropped` are documents to leave out; a finished cache is used whatever it leaves out.
 
     Raises `UserError` if the existing cache was built from other sources or with another tokenizer or settings, or if
     an input file is missing.
@@ -189,7 +198,10 @@ def find_cache(config: DataConfig, split: str, is_read: bool = True) -> SplitCac
             template.check()
     dtype = token_dtype(tokenizer.vocab_size).str
     if finished is not None:
-        recipe = recipe_of(config, tokenizer, template, has_targets(finished.recipe))
+        recipe = _with_dropped(recipe_of(config, tokenizer, template, has_targets(finished.recipe)), dropped)
+        if dropped is None and "dropped" in finished.recipe:
+            recipe["dropped"] = finished.recipe["dropped"]
+            log.info(f"{folder}: without {_describe_dropped(finished)}")
         check_recipe(folder, finished.recipe, recipe)
         finished = _with_sources(config, split, folder, finished, tokenizer)
         if is_read:
@@ -197,9 +209,19 @@ def find_cache(config: DataConfig, split: str, is_read: bool = True) -> SplitCac
         return SplitCache(config, split, recipe, dtype, [], finished, is_read)
     sources = list_sources(config, split, tokenizer)
     recipe = recipe_of(config, tokenizer, template, has_labels(sources, config, tokenizer.vocab_size))
-    cache = SplitCache(config, split, recipe, dtype, sources, None, is_read)
+    cache = SplitCache(config, split, _with_dropped(recipe, dropped), dtype, sources, None, is_read, dropped)
     cache.find_finished()
     return cache
+
+
+def _with_dropped(recipe: dict[str, Any], dropped: Dropped | None) -> dict[str, Any]:
+    return recipe if dropped is None else recipe | {"dropped": dropped.recipe}
+
+
+def _describe_dropped(manifest: CacheManifest) -> str:
+    documents, tokens = (sum(getattr(s, name) for s in manifest.shards) for name in ("dropped", "dropped_tokens"))
+    kinds = " and ".join(manifest.recipe["dropped"])
+    return f"{counted(documents, 'document')} ({tokens:,} tokens) that were dropped as {kinds}"
 
 
 def has_cache(config: DataConfig, split: str) -> bool:

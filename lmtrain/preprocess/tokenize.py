@@ -29,6 +29,14 @@ class TokenBatch(NamedTuple):
     without_targets: int = 0
     unwritten: int = 0
 
+    def only(self, kept: np.ndarray) -> "TokenBatch":
+        """The documents of `kept`, bool [documents]. The other counts stay those of all documents."""
+        if kept.all():
+            return self
+        of_kept = np.repeat(kept, self.lengths)
+        targets = None if self.targets is None else self.targets[of_kept]
+        return self._replace(tokens=self.tokens[of_kept], lengths=self.lengths[kept], targets=targets)
+
 
 def tokenize(documents: list[Any], tokenizer: Tokenizer, config: DataConfig, split_long: bool = False) -> TokenBatch:
     """Encode documents of one kind: instructions, texts, ids, or lists of ids with the tokenizer passthrough.

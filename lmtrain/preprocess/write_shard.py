@@ -2,9 +2,9 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from lmtrain.data.record_threads import check_threads
 from lmtrain.hf.chat_template import ChatTemplate
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.documents import DocumentReader
+from lmtrain.preprocess.job import Report
 from lmtrain.preprocess.long_documents import can_split, split_document
 from lmtrain.preprocess.recipe import token_dtype
 from lmtrain.preprocess.record_reader import record_reader
@@ -25,7 +26,7 @@ from lmtrain.preprocess.records import Document, InstructionText
 from lmtrain.preprocess.sources import AnySource, as_recorded
 from lmtrain.preprocess.tokenize import TokenBatch, tokenize
 from lmtrain.runtime.atomic_files import file_sha256
-from lmtrain.runtime.storage import is_url, upload, write_json
+from lmtrain.runtime.storage import file_size, is_url, upload, write_json
 
 # Maximum size of one batch: keeps the tokenizer's threads busy, and fits in memory many times.
 _BATCH_CHARACTERS = 2_000_000
@@ -33,10 +34,6 @@ _BATCH_DOCUMENTS = 1024
 
 # Random reads take one block at a time, so records are neither grouped nor compressed: token ids do not compress.
 _WRITER_OPTIONS = "group_size:1,uncompressed"
-
-# Number of counts of a job: documents, tokens, bytes of input as stored.
-COUNTS = 3
-Report = Callable[[int, int, int], None]
 
 # Warnings about instructions, by the counts of `TokenBatch`.
 _WARNINGS = {
@@ -49,18 +46,38 @@ _WARNINGS = {
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Everything that determines a shard. `path` has no extension; `template` is for conversations only."""
+    """Everything that determines a shard. `path` has no extension; `template` is for conversations only.
+
+    `dropped`: which documents are left out, bool [documents]; None: none.
+    """
 
     source: AnySource
     path: str
     config: DataConfig
     recipe: dict[str, Any]
     template: ChatTemplate | None = None
+    dropped: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
         """File name of the shard, without extension."""
         return self.path.rpartition("/")[2]
+
+    def run(self, report: Report) -> ShardInfo:
+        """Build the shard."""
+        return build_shard(self, report)
+
+    def counts(self, result: ShardInfo) -> tuple[int, int, int]:
+        """Documents, tokens, and bytes of input."""
+        return result.documents or 0, result.tokens, self.source.bytes
+
+    def check(self, result: ShardInfo) -> None:
+        """Raise `UserError` if the shard is not on this machine."""
+        if file_size(f"{self.path}.arrayrecord") != result.bytes:
+            raise UserError(
+                f"{self.path}.arrayrecord: built on another machine, not found on this one; data.cache_dir must be a "
+                "folder that all machines of the Ray cluster share, or a URL"
+            )
 
 
 def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
@@ -82,12 +99,15 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
     with _published(file) as temporary:
         with _written(temporary) as writer:
             blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size), labelled)
-            position = 0
+            position, number, dropped_tokens = 0, 0, 0
             for documents in _batches(reader, split_long, job.config.max_document_bytes):
-                batch = tokenize(documents, tokenizer, job.config, split_long)
+                every = tokenize(documents, tokenizer, job.config, split_long)
+                batch = every.only(_kept(job, number, len(documents)))
+                number += len(documents)
+                dropped_tokens += len(every.tokens) - len(batch.tokens)
                 blocks.add(batch)
                 counts = {name: count + getattr(batch, name) for name, count in counts.items()}
-                report(len(documents), len(batch.tokens), reader.position - position)
+                report(len(batch.lengths), len(batch.tokens), reader.position - position)
                 position = reader.position
             _check_bad_share(reader, blocks.documents, job)
             blocks.finish()
@@ -106,10 +126,19 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
             documents=blocks.documents,
             skipped=reader.skipped,
             bad_records=reader.bad_records,
+            dropped=number - blocks.documents,
+            dropped_tokens=dropped_tokens,
         )
     with _naming(f"{job.path}.json"):
         write_json(f"{job.path}.json", {"recipe": job.recipe, "shard": info.described})
     return info
+
+
+def _kept(job: ShardJob, first: int, count: int) -> np.ndarray:
+    """Which of `count` documents from number `first` on are kept, bool [count]."""
+    if job.dropped is None:
+        return np.ones(count, bool)
+    return ~job.dropped[first : first + count]
 
 
 def _check_bad_share(reader: DocumentReader, documents: int, job: ShardJob) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
-from lmtrain.preprocess.local import build_locally
+from lmtrain.preprocess.local import run_locally
 from lmtrain.preprocess.sources import Source, describe_source
 from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.runtime.machine import usable_cores
@@ -22,7 +22,7 @@ DEADLINE_SECONDS = 300
 PARENT = """
 import sys
 
-from lmtrain.preprocess.local import build_locally
+from lmtrain.preprocess.local import run_locally
 from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.preprocess.sources import Source
 from lmtrain.data.config import DataConfig
@@ -33,7 +33,7 @@ if __name__ == "__main__":
     folder, tokenizer = sys.argv[1:]
     config = DataConfig(tokenizer=tokenizer)
     jobs = [ShardJob(Source(f"{folder}/{name}.jsonl", 0, ""), f"{folder}/{name}", config, {}) for name in "ab"]
-    print(list(build_locally(jobs, lambda counts: None, lambda: False, 2)))
+    print(list(run_locally(jobs, lambda counts: None, lambda: False, 2)))
 """
 
 
@@ -102,7 +102,7 @@ def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):
         described = describe_source(str(source))
         jobs.append(ShardJob(described, str(tmp_path / name), config, {}))
     seen = []
-    built = list(build_locally(jobs, lambda counts: seen.append(counts.tolist()), lambda: False, 2))
+    built = list(run_locally(jobs, lambda counts: seen.append(counts.tolist()), lambda: False, 2))
     assert sorted((number, info.file) for number, info in built) == [
         (i, f"{c}.arrayrecord") for i, c in enumerate("abc")
     ]
@@ -117,7 +117,7 @@ def test_an_error_in_a_worker_is_raised_in_the_parent(tmp_path, settings):
     described = Source(str(source), 3, "")
     job = ShardJob(described, str(tmp_path / "a"), DataConfig(tokenizer=settings["data"]["tokenizer"]), {})
     with pytest.raises(UserError, match=r"a\.jsonl:1: no key 'text'"):
-        list(build_locally([job], lambda counts: None, lambda: False, 1))
+        list(run_locally([job], lambda counts: None, lambda: False, 1))
 
 
 def test_usable_cores_are_those_the_process_may_run_on():
