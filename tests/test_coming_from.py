@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 from conftest import logged, run_in_process
 
@@ -118,16 +117,6 @@ def test_the_maxtext_config_has_the_parameters_of_its_default_model():
 def program(name: str) -> str:
     """The Python block of the nanoGPT page that begins with this file name."""
     return re.search(rf"```python\n(# {re.escape(name)}.*?)```", text_of("from_nanogpt.md"), re.DOTALL)[1]
-
-
-def test_binary_files_of_token_ids_become_documents_with_the_same_ids(tmp_path):
-    ids = np.arange(2_500_000, dtype=np.uint64).astype(np.uint16)
-    ids.tofile(tmp_path / "train.bin")
-    subprocess.run([sys.executable, "-c", program("bin_to_jsonl.py")], cwd=tmp_path, check=True)
-    documents = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    assert len(documents) == 2
-    assert np.array_equal(np.concatenate(documents), ids)
-    assert not (tmp_path / "val.jsonl").exists()
 
 
 def test_the_character_tokenizer_has_nanogpts_ids(tmp_path):

@@ -153,6 +153,7 @@ def test_the_quickstart_runs_from_text_to_export(clone):
 
 
 @pytest.mark.long
+@pytest.mark.release  # tests/test_finetuning.py follows the guide to a chat model
 def test_the_quickstart_of_chat_teaches_a_format_and_exports_it(clone):
     """The real script with half the steps: the accuracy rises, and adapter and merged model give the same logits."""
     command = ["bash", "tools/quickstart_chat.sh", "--trainer.num_train_steps", "80", "--trainer.steps_per_eval", "80"]

@@ -88,6 +88,7 @@ def test_the_curve_of_the_nano_model_is_close_to_the_stored_one_and_reproducible
 
 
 @pytest.mark.long
+@pytest.mark.release
 def test_sophia_learns_at_least_as_much_per_step(tmp_path):
     """Compared at the end, over the last 20 steps: the batches are the same, and one of them is noise."""
     adam, sophia = json.loads(STORED.read_text()), curve(tmp_path, "gpt2_nano_sophia")

@@ -11,7 +11,10 @@ BENCHMARK = Path(__file__).parent.parent.parent / "tools" / "bench" / "gradients
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["gpt2", "llama", "mpt"])  # Backpack needs the benchmark's 32,768 tokens
+# Backpack needs the benchmark's 32,768 tokens
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.release) for name in ("gpt2", "mpt"))]
+)
 def test_no_tensor_is_off_by_more_than_a_percent_or_than_autocast(family):
     command = [sys.executable, str(BENCHMARK), family, "--tokens", "8192", "--all"]
     command += ["--text", TRAIN_FILES[0], "--tokenizer", str(TOKENIZER)]

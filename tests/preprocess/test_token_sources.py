@@ -138,7 +138,7 @@ def test_files_of_several_kinds_are_one_source(folder):
     assert find_cache(wanted, "train").shards.infos[1].file == "shard-00001-of-00003.arrayrecord"
 
 
-def test_documents_go_on_in_the_next_file_of_llm_c(folder):
+def test_documents_continue_in_the_next_file_of_llm_c(folder):
     docs = documents()
     ids = begun(docs)
     for number, part in enumerate(np.array_split(ids, 3)):
