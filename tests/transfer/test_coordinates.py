@@ -2,7 +2,7 @@
 prints all families and optimizers."""
 
 import pytest
-from transfer.coordinates import MODELS, RATES, slope
+from transfer.coordinates import MODELS, rate_of, slope
 
 WIDTHS = (64, 256)
 
@@ -10,7 +10,8 @@ WIDTHS = (64, 256)
 def slopes(name, optimizer):
     """Without and with transfer."""
     family, model = MODELS[name]
-    return [slope(family, {"type": optimizer}, RATES[optimizer], each, WIDTHS, **model) for each in (False, True)]
+    rate = rate_of(family, optimizer)
+    return [slope(family, {"type": optimizer}, rate, each, WIDTHS, **model) for each in (False, True)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from transfer.coordinates import MODELS, RATES, slope
+from transfer.coordinates import MODELS, RATES, rate_of, slope
 
 WIDTHS = (64, 128, 256, 512)
 
@@ -19,7 +19,8 @@ WIDTHS = (64, 128, 256, 512)
 def main() -> None:
     for name in sys.argv[1:] or MODELS:
         family, model = MODELS[name]
-        for optimizer, rate in RATES.items():
+        for optimizer in RATES:
+            rate = rate_of(family, optimizer)
             standard, transferred = (
                 slope(family, {"type": optimizer}, rate, transfer, WIDTHS, **model) for transfer in (False, True)
             )
