@@ -10,6 +10,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.data.cache_manifest import count_documents
 from lmtrain.data.caches import describe_epochs
+from lmtrain.data.verification import verify
 from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.preprocess.benchmark_index import Item
@@ -65,6 +66,10 @@ def run(argv: list[str]) -> int:
         except StoppedError:
             log.info("stopped; finished shards are kept: run the same command again to resume")
             return STOPPED_BY_SIGNAL
+    for cache in caches.all:
+        if any(shard.layout for shard in cache.shards.infos):  # ids that a run would refuse
+            verify(cache.folder, cache.shards)
+            cache.shards.check()
     _log_result(config, caches)
     return 0
 

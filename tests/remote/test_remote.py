@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cache_building import build_cache
 from conftest import TOKENIZER
+from token_files import documents, llm_c, megatron
 
 from lmtrain.config.errors import UserError
 from lmtrain.config.yaml_loader import load_file
@@ -100,6 +101,31 @@ def test_braces_and_globs_find_the_files_in_order_and_the_cache_has_the_files_of
     for shard in SHARDS:
         with open(f"{local.cache_dir}/{shard}.arrayrecord", "rb") as file:
             assert contents[f"cache/{shard}.arrayrecord"] == file.read()
+
+
+def test_files_of_token_ids_are_read_from_a_bucket_and_a_change_is_noticed(finished, tmp_path):
+    """Those of Megatron-LM with their index, a cache by its URL, and a local file among them."""
+    store, docs = finished[0], [documents(seed, 20) for seed in range(2)]
+    for name, write in (("a.bin", megatron), ("b.bin", llm_c)):
+        write(tmp_path / name, docs[0])
+    for name in ("a.bin", "a.idx"):
+        store.put(f"ids/{name}", (tmp_path / name).read_bytes())
+    settings = {"tokenizer": "byte", "format": {"type": "tokens"}, "mirror_dir": str(tmp_path / "mirror")}
+    urls = [f"{store.url}/ids/a.bin", str(tmp_path / "b.bin")]
+    remote = DataConfig(train_urls=urls, cache_dir=str(tmp_path / "one"), **settings)
+    local = DataConfig(train_urls=[str(tmp_path / "a.bin"), urls[1]], cache_dir=str(tmp_path / "two"), **settings)
+    for wanted in (remote, local):
+        build_cache(wanted, "train")
+    stores = [open_store(wanted, find_cache(wanted, "train")) for wanted in (remote, local)]
+    for found, expected in zip(*(store.read(np.array([0, 500]), 3000) for store in stores), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    with_cache = settings | {"tokenizer": str(TOKENIZER), "train_urls": [f"{store.url}/cache/train"]}
+    by_url = DataConfig(cache_dir=str(tmp_path / "three"), **with_cache)
+    build_cache(by_url, "train")
+    assert all_tokens(by_url) == all_tokens(config(store.url, mirror_dir=str(tmp_path / "mirror")))
+    store.put("ids/a.bin", (tmp_path / "a.bin").read_bytes()[::-1])
+    with pytest.raises(UserError, match=r"a.bin has changed since it was cached"):
+        find_cache(remote, "train")
 
 
 def test_only_missing_shards_of_a_cache_in_a_bucket_are_built_again(finished):
