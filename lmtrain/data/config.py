@@ -8,7 +8,7 @@ from pydantic import Field, StrictInt, model_validator
 from lmtrain.config.errors import field_error
 from lmtrain.config.section import Section
 from lmtrain.config.setting import execution, identity
-from lmtrain.data.formats import ChatFormat, CompletionFormat, FormatConfig, TextFormat
+from lmtrain.data.formats import ChatFormat, CompletionFormat, FormatConfig, TextFormat, TokensFormat
 
 
 def demo_tokenizer(demo: str) -> str:
@@ -43,6 +43,8 @@ class SourceConfig(Section):
     def _one_kind(self) -> "SourceConfig":
         if self.id is not None and (self.train_urls or self.validation_urls):
             raise field_error("id", "set together with train_urls or validation_urls; remove one of them")
+        if isinstance(self.format, TokensFormat) and self.text_key != "text":
+            raise field_error("text_key", "has no effect on token ids; set format.input_ids_field")
         for setting in ("name", "stream"):
             if getattr(self, setting) and self.id is None:
                 raise field_error(setting, "applies to a Hugging Face dataset, but no id is set")
@@ -184,6 +186,8 @@ class DataConfig(SourceConfig):
             raise field_error(kinds[0], f"set together with {others[1]}; remove one ({kinds[0]}: null turns it off)")
         if self.configs and not isinstance(self.format, TextFormat):
             raise field_error("format", "applies to a single source; set it for each source in configs")
+        if isinstance(self.format, TokensFormat) and self.enforce_bos:
+            raise field_error("enforce_bos", "has no effect on token ids, which stay as they are; remove it")
         if (self.tokenizer == "passthrough") != (self.vocab_size is not None):
             needed = "required by the tokenizer passthrough, which has no vocabulary"
             known = f"the tokenizer {self.tokenizer} defines its vocabulary size; remove this setting"

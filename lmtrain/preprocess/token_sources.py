@@ -38,6 +38,9 @@ _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 # Integer types by their codes in an .idx.
 _MEGATRON_TYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
+# Types of `TokensFormat`.
+_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+
 _NUMPY = b"\x93NUMPY"
 _NUMPY_BYTES = 4096
 
@@ -105,7 +108,7 @@ def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSour
     elif start.startswith(_NUMPY):
         layout = _numpy(url, start, size, layout)
     else:
-        width = np.dtype(dtype := {"uint16": "<u2", "uint32": "<u4"}[own.dtype or "uint16"]).itemsize
+        width = np.dtype(dtype := _DTYPES[own.dtype or "uint16"]).itemsize
         if size % width:
             raise UserError(f"{url}: its {size:,} bytes are no multiple of {width}: truncated, or not {own.dtype}")
         if own.dtype is None and ids > 65536:
@@ -114,6 +117,9 @@ def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSour
                 f"{tokenizer.path!r}; set data.format.dtype: uint32, or to uint16 if that is what the file has"
             )
         layout = replace(layout, dtype=dtype, tokens=size // width)
+    if own.dtype is not None and layout.dtype != _DTYPES[own.dtype]:
+        has = np.dtype(layout.dtype).name
+        raise UserError(f"{url}: has ids of type {has}, as its header or index says; remove data.format.dtype")
     if layout.index is None and layout.eos is None and (config.mask_across_documents or config.has_positions):
         raise UserError(
             f"{url}: where its documents end is unknown, since the tokenizer {tokenizer.path!r} has no EOS token; set "

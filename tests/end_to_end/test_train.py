@@ -65,7 +65,7 @@ def test_a_run_prints_its_id_logs_every_step_once_in_order_and_saves_those_of_it
     folder, printed = undisturbed
     assert printed.splitlines()[0] == f"run {RUN}"
     assert sorted(os.listdir(folder / "checkpoints" / RUN)) == ["step-12", "step-4", "step-8"]
-    assert "2 of 36 batches of cache/validation (trainer.max_eval_batches)" in printed
+    assert "2 of 38 batches of cache/validation (trainer.max_eval_batches)" in printed
     assert trained_steps(folder) == list(range(1, 13))
     assert [m["step"] for m in metrics(folder) if "eval/loss" in m] == [6, 12]
     losses = logged(folder, "train/loss")

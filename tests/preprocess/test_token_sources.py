@@ -9,6 +9,7 @@ import pyarrow
 import pytest
 from cache_building import build_cache
 from pyarrow import parquet
+from pydantic import ValidationError
 from token_files import EOS, begun, documents, ended, llm_c, megatron, nano_gpt, numpy_array
 
 from lmtrain.config.errors import UserError
@@ -252,6 +253,12 @@ def test_what_is_missing_is_asked_for(folder):
     assert_same(windows(config("b_text_document.bin", cache_dir="b", **without_eos)), expected(docs))
     with pytest.raises(UserError, match=r"2 bytes per token cannot hold the 100,000 tokens.*data.format.dtype"):
         find_cache(config("a.bin", cache_dir="c", **without_eos | {"vocab_size": 100_000}), "train")
+    with pytest.raises(UserError, match=r"b_text_document.bin: has ids of type uint16, as its header or index says"):
+        find_cache(config("b_text_document.bin", cache_dir="c", format={"dtype": "uint32"}), "train")
+    with pytest.raises(ValidationError, match=r"has no effect on token ids; set format.input_ids_field"):
+        config("a.bin", text_key="ids")
+    with pytest.raises(ValidationError, match=r"has no effect on token ids, which stay as they are"):
+        config("a.bin", enforce_bos=True)
     with pytest.raises(UserError, match=r"\(but there is b_text_document.bin\)"):
         find_cache(config("b_text_document", cache_dir="c"), "train")
     with pytest.raises(UserError, match=r"b_text_document.idx: an index; set the .bin next to it"):
