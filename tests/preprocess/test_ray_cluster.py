@@ -70,6 +70,18 @@ def test_a_cluster_gives_the_bytes_of_a_local_build(config, lmtrain, undisturbed
     assert contents(tmp_path) == undisturbed
 
 
+@pytest.mark.long
+def test_a_cluster_finds_the_duplicates_that_a_local_check_finds(config, lmtrain, texts, address, tmp_path):
+    (tmp_path / "again.jsonl").write_bytes((texts / "0.jsonl").read_bytes())
+    urls = json.dumps([f"{texts}/1.jsonl", f"{texts}/0.jsonl", "again.jsonl"])
+    for name, flags in (("local", []), ("ray", ["--address", address])):
+        folder = ["--data.train_urls", urls, "--data.cache_dir", name]
+        lmtrain("preprocess", config, "--check-duplicates", *folder, *flags, code=0)
+    report = (tmp_path / "ray" / "check.json").read_text()
+    assert report == (tmp_path / "local" / "check.json").read_text()
+    assert json.loads(report)["sources"]["train"]["duplicates"] == {"train": 30}
+
+
 def test_the_address_may_come_from_the_environment(config, lmtrain, address, tmp_path):
     done = lmtrain("preprocess", config, "--dry-run", RAY_ADDRESS=address)
     assert f"on the Ray cluster at {address}" in done.stdout, done.stderr
