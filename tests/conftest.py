@@ -74,8 +74,11 @@ def tiny_settings() -> dict:
 
 # Started first, so that the two workers of the suite finish at about the same time.
 _LONGEST = (
+    "tests/test_finetuning.py",
     "tests/end_to_end/",
     "tests/test_readme.py",
+    "tests/golden/",
+    "tests/deploy/",
     "tests/multihost/",
     "tests/runtime/test_distributed.py",
     "tests/train/",

@@ -126,6 +126,7 @@ def test_files_of_token_ids_are_read_from_a_bucket_and_a_change_is_noticed(finis
     store.put("ids/a.bin", (tmp_path / "a.bin").read_bytes()[::-1])
     with pytest.raises(UserError, match=r"a.bin has changed since it was cached"):
         find_cache(remote, "train")
+    store.delete("ids/a.bin", "ids/a.idx")
 
 
 def test_only_missing_shards_of_a_cache_in_a_bucket_are_built_again(finished):
