@@ -4,14 +4,16 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
-from lmtrain.preprocess.benchmark_index import BenchmarkIndex, Item, build_index, save_index
+from lmtrain.preprocess.benchmark_index import BenchmarkIndex, build_index, save_index
 from lmtrain.preprocess.check_texts import CheckedSource, CheckJob
 from lmtrain.preprocess.dropped import Dropped
 from lmtrain.preprocess.duplicates import DocumentHashes
@@ -27,6 +29,9 @@ from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.progress import Progress
 from lmtrain.runtime.signals import StopRequest
 from lmtrain.runtime.storage import join, write_bytes, write_json
+
+if TYPE_CHECKING:
+    from lmtrain.evaluation.benchmarks.items import BenchmarkItem
 
 REPORT = "check.json"
 _INDEX = "benchmarks.npz"
@@ -51,7 +56,7 @@ class _Split:
 
 def check_texts(
     config: RunConfig,
-    items: Iterable[Item] | None,
+    items: Iterable["BenchmarkItem"] | None,
     size: int,
     drop: bool,
     drop_duplicates: bool,
@@ -91,7 +96,7 @@ def check_texts(
         for number, result in executor.run(jobs, on_counts, lambda: stop.requested):
             hashes.add(number, result.hashes)
             split = next(split for split in reversed(splits) if split.first <= number)
-            result.hashes = result.hashes[:0]
+            result.hashes = np.zeros(0, np.uint64)  # of millions of documents; they are in the files now
             split.checked[number] = result
         train = [split for split in splits if split.split == "train"]
         numbers = {split.label: range(split.first, split.first + len(split.sources)) for split in splits}

@@ -13,7 +13,6 @@ from lmtrain.data.caches import describe_epochs
 from lmtrain.data.verification import verify
 from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
-from lmtrain.preprocess.benchmark_index import Item
 from lmtrain.preprocess.dropped import Dropped
 from lmtrain.preprocess.prepare import SplitCaches, find_caches, require_text, start_build, wait
 from lmtrain.preprocess.prepare_demo import missing_demo, prepare_demo
@@ -131,7 +130,7 @@ def _check_texts(
         check_benchmarks(harness)
         from lmtrain.evaluation.benchmarks.items import load_items
 
-        items = [Item(*item) for item in load_items(harness)]
+        items = list(load_items(harness))
     size = arguments.ngram or _NGRAM
     return check_texts(config, items, size, arguments.drop, arguments.drop_duplicates, processes, stop)
 

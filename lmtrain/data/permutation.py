@@ -13,7 +13,7 @@ _ROUNDS = 6
 def permute(index: np.ndarray, n: int, seed: int, epoch: np.ndarray) -> np.ndarray:
     """Permute `index` (int64, each in 0 .. n-1) in the order of (seed, epoch); the order differs in every epoch."""
     half = max(1, (max(n - 1, 1).bit_length() + 1) // 2)
-    key = _mix(_mix(np.uint64(seed) + np.zeros(index.shape, np.uint64)) ^ epoch.astype(np.uint64))
+    key = mix(mix(np.uint64(seed) + np.zeros(index.shape, np.uint64)) ^ epoch.astype(np.uint64))
     result = index.astype(np.uint64)
     outside = np.ones(index.shape, bool)
     while outside.any():
@@ -26,11 +26,11 @@ def _feistel(value: np.ndarray, half: int, key: np.ndarray) -> np.ndarray:
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> shift, value & mask
     for number in range(_ROUNDS):
-        left, right = right, left ^ (_mix(_mix(key + np.uint64(number)) ^ right) & mask)
+        left, right = right, left ^ (mix(mix(key + np.uint64(number)) ^ right) & mask)
     return (left << shift) | right
 
 
-def _mix(value: np.ndarray) -> np.ndarray:
+def mix(value: np.ndarray) -> np.ndarray:
     """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): every input bit changes every output bit."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

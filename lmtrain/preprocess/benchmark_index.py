@@ -5,25 +5,20 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lmtrain.preprocess.word_hashes import Words, ngrams, words_of
+
+if TYPE_CHECKING:
+    from lmtrain.evaluation.benchmarks.items import BenchmarkItem
 
 # An n-gram that more items of a task share is one of its wording, and says nothing about an item.
 _MOST_ITEMS = 10
 # Slots of the table that most words of a text are compared with first, for each n-gram.
 _SLOTS = 16
 _MOST_SLOTS = 1 << 27
-
-
-class Item(NamedTuple):
-    """An item of a benchmark: its task, its number in it, and its texts, such as the question with each answer."""
-
-    task: str
-    number: int
-    texts: tuple[str, ...]
 
 
 class Hit(NamedTuple):
@@ -90,7 +85,7 @@ def load_index(file: IO[bytes]) -> BenchmarkIndex:
         return BenchmarkIndex(about["size"], saved["hashes"], saved["owners"], table, names, about["short"])
 
 
-def build_index(items: Sequence[Item], size: int) -> BenchmarkIndex:
+def build_index(items: Sequence["BenchmarkItem"], size: int) -> BenchmarkIndex:
     """The index of the n-grams of `size` words of items."""
     hashes, owners, short = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)], dict.fromkeys([i.task for i in items], 0)
     for number, item in enumerate(items):

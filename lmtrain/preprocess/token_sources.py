@@ -47,13 +47,11 @@ _NUMPY_BYTES = 4096
 
 @dataclass(frozen=True)
 class TokenSource:
-    """A file that is read in place. `fingerprint` covers parts of it and of its index; `modified` is in ns, None for
-    one at a URL. `info` is what the cache's manifest says of it."""
+    """A file that is read in place. `info` is what the cache's manifest says of it: its source has a `fingerprint` of
+    parts of the file and its index, and when it was `modified` in ns, None for one at a URL."""
 
     url: str
     bytes: int
-    fingerprint: str
-    modified: int | None
     info: ShardInfo
 
     @property
@@ -82,7 +80,7 @@ def is_cache(url: str) -> bool:
 def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSource:
     """A file of token ids as a source. Raises `UserError` if it is damaged, or none that is known."""
     size = _size(url)
-    read = partial(_read, url)
+    read = partial(read_range, url)
     own, ids = config.format, tokenizer.vocab_size
     assert isinstance(own, TokensFormat)
     start = read(0, _NUMPY_BYTES)
@@ -131,7 +129,7 @@ def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSour
     described = asdict(layout)
     file = url if is_url(url) else os.path.realpath(url)
     info = ShardInfo(file, source, size, checksum, layout.tokens, documents, layout=described)
-    return TokenSource(url, size, fingerprint, modified, info)
+    return TokenSource(url, size, info)
 
 
 def find_shards(folder: str, tokenizer: Tokenizer) -> list[TokenSource]:
@@ -150,11 +148,7 @@ def _shard_source(folder: str, manifest: CacheManifest, info: ShardInfo) -> Toke
     path = shard_path(folder, info)
     source = {"url": redact(path), "bytes": info.bytes, "fingerprint": info.sha256[:16], "modified": None}
     described = replace(info, file=path if is_url(path) else os.path.realpath(path), source=source)
-    return TokenSource(path, info.bytes, info.sha256[:16], None, replace(described, dtype=manifest.dtype))
-
-
-def _read(url: str, start: int, end: int) -> bytes:
-    return read_range(url, start, end)
+    return TokenSource(path, info.bytes, replace(described, dtype=manifest.dtype))
 
 
 def _size(url: str) -> int:
@@ -177,7 +171,7 @@ def _llm_c_kind(start: bytes) -> tuple[int, int]:
 
 def _megatron(url: str, index_url: str, size: int, layout: TokenLayout) -> TokenLayout:
     index_size = _size(index_url)
-    start = _read(index_url, 0, _MEGATRON_HEADER.size)
+    start = read_range(index_url, 0, _MEGATRON_HEADER.size)
     if len(start) < _MEGATRON_HEADER.size or not start.startswith(_MEGATRON):
         raise UserError(f"{index_url}: not an index of Megatron-LM, but {url} is next to it; rename one of them")
     _, version, code, sequences, entries = _MEGATRON_HEADER.unpack(start)
@@ -192,14 +186,14 @@ def _megatron(url: str, index_url: str, size: int, layout: TokenLayout) -> Token
     dtype = np.dtype(_MEGATRON_TYPES[code])
     end = 0
     if sequences:
-        last = int.from_bytes(_read(index_url, documents - 8, documents), "little")
-        end = last + int.from_bytes(_read(index_url, pointers - 4, pointers), "little") * dtype.itemsize
+        last = int.from_bytes(read_range(index_url, documents - 8, documents), "little")
+        end = last + int.from_bytes(read_range(index_url, pointers - 4, pointers), "little") * dtype.itemsize
     if end != size:
         raise UserError(f"{url}: has {size:,} bytes, but {index_url} describes {end:,}: one of them is truncated")
     index = MegatronIndex(
         index_url if is_url(index_url) else os.path.realpath(index_url),
         index_size,
-        sample_checksum(index_size, partial(_read, index_url)),
+        sample_checksum(index_size, partial(read_range, index_url)),
         sequences,
         entries,
         pointers,

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lmtrain.data.permutation import mix
+
 # Not letters of a word, in texts with other than ASCII letters; in ASCII, `_IN_WORD` decides.
 _OTHER = re.compile(r"[^\w]+")
 _IN_WORD = np.zeros(256, bool)
@@ -80,7 +82,7 @@ def ngrams(words: Words, size: int) -> tuple[np.ndarray, np.ndarray]:
     total = np.zeros(count, np.uint64)
     for place in range(size):
         total = total * np.uint64(_BASE) + words.hashes[place : place + count]
-    return _mix(total)[first], first
+    return mix(total)[first], first
 
 
 def text_hashes(words: Words, number: int) -> np.ndarray:
@@ -97,7 +99,7 @@ def _of_parts(values: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.nd
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values * powers, dtype=np.uint64)])
     inverses = _powers(_INVERSE, len(values) + 1)
     with np.errstate(over="ignore"):
-        return _mix((sums[ends] - sums[starts]) * inverses[starts] + (ends - starts).astype(np.uint64))
+        return mix((sums[ends] - sums[starts]) * inverses[starts] + (ends - starts).astype(np.uint64))
 
 
 def _powers(base: int, count: int) -> np.ndarray:
@@ -105,10 +107,3 @@ def _powers(base: int, count: int) -> np.ndarray:
     factors = np.full(count, base, np.uint64)
     factors[:1] = 1
     return factors.cumprod(dtype=np.uint64)
-
-
-def _mix(value: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): every input bit changes every output bit."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))

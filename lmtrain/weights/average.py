@@ -14,6 +14,9 @@ from lmtrain.checkpoint.verify import choose_checkpoint
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.storage import join
 
+# Parts of a checkpoint that are read.
+_PARTS = ("params", "average")
+
 
 def named_checkpoints(average: str, folder: str, verification: str) -> list[Checkpoint]:
     """The checkpoints that `average` names, verified: a number N is the last N permanent ones in `folder`, a list has
@@ -30,10 +33,6 @@ def named_checkpoints(average: str, folder: str, verification: str) -> list[Chec
     if len({checkpoint.path for checkpoint in checkpoints}) < len(checkpoints):
         raise UserError(f"--average {average}: names a checkpoint twice")
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
-
-
-# Parts of a checkpoint that are read.
-_PARTS = ("params", "average")
 
 
 def _last(number: str, folder: str) -> list[Checkpoint]:
