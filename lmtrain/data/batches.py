@@ -13,6 +13,7 @@ from lmtrain.data.batch_sizes import BatchSizes
 from lmtrain.data.caches import Cache, open_store
 from lmtrain.data.config import DataConfig
 from lmtrain.data.mixture import Mixture
+from lmtrain.data.pairs import PairWindows
 from lmtrain.data.token_store import TokenStore
 from lmtrain.data.windows import Shuffle, WindowOrder, Windows, wait_for_windows, windows_of
 
@@ -29,6 +30,10 @@ class Batch(TypedDict):
     starts; tokens attend only within their segment. `positions` int32 [rows, L] is present if positions restart in any
     source: the position of each token within its segment, or in its sequence where they do not restart. Where other
     processes have a part of every sequence, all arrays have only the columns of this process.
+
+    Of pairs of answers, `documents` int32 [rows, L] is the number of each token's document in its window, even ones
+    chosen and odd ones rejected; and `reference` float32 [rows, L] has the log-probability of each answer by the
+    reference at its first token, 0 elsewhere, if there is a reference.
     """
 
     tokens: np.ndarray
@@ -36,6 +41,8 @@ class Batch(TypedDict):
     segments: NotRequired[np.ndarray]
     positions: NotRequired[np.ndarray]
     loss_weights: NotRequired[np.ndarray]
+    documents: NotRequired[np.ndarray]
+    reference: NotRequired[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class TrainSource:
     `mixture` selects the store of each example; None means that there is one store. `rows` are the rows of this
     process, by batch size, and `columns` its positions of every sequence, None if these are all. `reset_positions`
     None: positions restart in stores with targets only. `loss_weights` are the weights of the tokens of each store;
-    None leaves the array out.
+    None leaves the array out. `references` are those of the documents of each store, float32 [documents].
     """
 
     stores: Sequence[TokenStore]
@@ -60,6 +67,7 @@ class TrainSource:
     reset_positions: bool | None = False
     loss_weights: Sequence[float] | None = None
     columns: range | None = None
+    references: Sequence[np.ndarray] | None = None
 
     @functools.cached_property
     def orders(self) -> list[WindowOrder]:
@@ -81,9 +89,14 @@ class TrainSource:
         columns = self.columns or range(self.seq_len)
         tokens = np.empty((len(examples), len(columns)), np.int32)
         documents, mask = np.empty(tokens.shape, np.int32), np.empty(tokens.shape, bool)
+        of_pairs: dict[str, np.ndarray] = {}
         for source in np.unique(sources).tolist():
             chosen = sources == source
-            tokens[chosen], documents[chosen], mask[chosen] = self._read(source, numbers[chosen])
+            windows = self._windows_of(source, numbers[chosen])
+            tokens[chosen], documents[chosen], mask[chosen] = self.windows[source].read(windows, columns)
+            reference = None if self.references is None else self.references[source]
+            for name, values in describe_pairs(self.windows[source], windows, columns, reference).items():
+                of_pairs.setdefault(name, np.zeros(tokens.shape, values.dtype))[chosen] = values
         restarts = np.array([restart(store, self.reset_positions) for store in self.stores])
         batch = make_batch(
             tokens,
@@ -96,14 +109,15 @@ class TrainSource:
         if self.loss_weights is not None:
             weights = np.array(self.loss_weights, np.float32)[sources]
             batch["loss_weights"] = np.repeat(weights[:, None], len(columns), axis=1)
-        return batch
+        return batch | of_pairs  # type: ignore[return-value]
 
-    def _read(self, source: int, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _windows_of(self, source: int, examples: np.ndarray) -> np.ndarray:
+        """The windows of these examples of a source."""
         windows = self.windows[source]
         count = wait_for_windows(windows, examples, self.shuffle)
         if count == 0:
             raise too_little(windows.store, self.seq_len)
-        return windows.read(self.orders[source](examples, count), self.columns or range(self.seq_len))
+        return self.orders[source](examples, count)
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,7 @@ class EvalSource:
     mask_across_documents: bool
     reset_positions: bool | None = False
     columns: range | None = None
+    reference: np.ndarray | None = None
 
     @property
     def stores(self) -> Sequence[TokenStore]:
@@ -140,14 +155,27 @@ class EvalSource:
         columns = self.columns or range(self.seq_len)
         tokens, documents, mask = self.windows.read(numbers, columns)
         restarts = np.full(len(numbers), restart(self.store, self.reset_positions))
-        return make_batch(
+        batch = make_batch(
             tokens, mask, documents, columns, self.mask_across_documents, restarts if restarts.any() else None
         )
+        return batch | describe_pairs(self.windows, numbers, columns, self.reference)  # type: ignore[return-value]
 
 
 def restart(store: TokenStore, reset_positions: bool | None) -> bool:
     """Whether position ids restart at each document of a store; None is the default of `data.reset_positions`."""
     return store.has_targets if reset_positions is None else reset_positions
+
+
+def describe_pairs(
+    windows: Windows, numbers: np.ndarray, columns: range, reference: np.ndarray | None
+) -> dict[str, np.ndarray]:
+    """The arrays of a batch that only pairs of answers have."""
+    if not isinstance(windows, PairWindows):
+        return {}
+    arrays = {"documents": windows.numbers_of_documents(numbers, columns)}
+    if reference is not None:
+        arrays["reference"] = windows.values_at_starts(numbers, columns, reference)
+    return arrays
 
 
 def make_batch(

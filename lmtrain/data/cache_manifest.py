@@ -111,6 +111,11 @@ def has_targets(recipe: Mapping[str, Any]) -> bool:
     return "format" in recipe.get("documents", {})
 
 
+def has_pairs(recipe: Mapping[str, Any]) -> bool:
+    """Whether documents made by this recipe are pairs of answers: first the chosen one, then the rejected one."""
+    return bool(recipe.get("documents", {}).get("format", {}).get("type") == "preference")
+
+
 def manifest_path(folder: str) -> str:
     """Path of the manifest of a cache."""
     return join(folder, "manifest.json")

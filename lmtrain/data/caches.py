@@ -9,12 +9,13 @@ from typing import Any
 from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.data.batch_sizes import BatchSizes
-from lmtrain.data.cache_manifest import shard_path
+from lmtrain.data.cache_manifest import has_pairs, shard_path
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TooLong
 from lmtrain.data.mirror import Mirror, warn_if_small
 from lmtrain.data.mixture import Mixture
 from lmtrain.data.packing import PackedWindows
+from lmtrain.data.pairs import PairWindows
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import TokenStore, check_file
 from lmtrain.runtime.storage import is_url
@@ -39,6 +40,11 @@ class Cache:
     def has_targets(self) -> bool:
         """Whether it holds conversations or completions."""
         return self.too_long is not None
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether it holds pairs of answers."""
+        return has_pairs(self.recipe)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -71,11 +77,16 @@ def open_store(config: DataConfig, cache: Cache) -> TokenStore:
         mirror.fetch_ahead(cache.shards)
         if config.shuffle is True:
             warn_if_small(cache.folder, cache.shards, config.max_mirror_bytes)
-        return TokenStore(cache.folder, cache.shards, cache.dtype, mirror.locate, cache.too_long)
+        return TokenStore(cache.folder, cache.shards, cache.dtype, mirror.locate, cache.too_long, cache.has_pairs)
     for path, info in zip(paths, infos, strict=True):
         check_file(path, info)
     return TokenStore(
-        cache.folder, cache.shards, cache.dtype, lambda info: shard_path(cache.folder, info), cache.too_long
+        cache.folder,
+        cache.shards,
+        cache.dtype,
+        lambda info: shard_path(cache.folder, info),
+        cache.too_long,
+        cache.has_pairs,
     )
 
 
@@ -89,7 +100,8 @@ def num_windows(config: DataConfig, cache: Cache, seq_len: int) -> int:
 def packed_windows(config: DataConfig, cache: Cache, seq_len: int) -> PackedWindows:
     """The windows of a cache with targets, so far. The lengths of all its documents are read for it, once."""
     if seq_len not in cache.packed:
-        cache.packed[seq_len] = PackedWindows(open_store(config, cache), seq_len)
+        store = open_store(config, cache)
+        cache.packed[seq_len] = PairWindows(store, seq_len) if store.has_pairs else PackedWindows(store, seq_len)
     cache.packed[seq_len].for_training()
     return cache.packed[seq_len]
 
@@ -102,6 +114,8 @@ def needs_all(config: DataConfig, epoch: int) -> str | None:
         return "epoch requires the total number of tokens"
     if config.configs is not None and config.stop_strategy == "first_exhausted":
         return "data.stop_strategy first_exhausted requires the total number of tokens"
+    if config.has_pairs:
+        return "pairs of answers are compared with a reference before the first step"
     return None
 
 
@@ -163,7 +177,8 @@ def _describe_targets(config: DataConfig, cache: Cache, seq_len: int) -> str:
     text = f"; {targets:,} of {cache.shards.tokens:,} tokens are targets"
     long = packed_windows(config, cache, seq_len).too_long
     done = {"cut": "cut off there", "drop": "dropped"}[cache.too_long or "cut"]
-    return f"{text}; {counted(long, 'document')} longer than {seq_len:,} tokens, {done}" if long else text
+    what = "pair" if cache.has_pairs else "document"
+    return f"{text}; {counted(long, what)} longer than {seq_len:,} tokens, {done}" if long else text
 
 
 def choose_steps(

@@ -8,7 +8,14 @@ from pydantic import Field, StrictInt, model_validator
 from lmtrain.config.errors import field_error
 from lmtrain.config.section import Section
 from lmtrain.config.setting import execution, identity
-from lmtrain.data.formats import ChatFormat, CompletionFormat, FormatConfig, TextFormat, TokensFormat
+from lmtrain.data.formats import (
+    ChatFormat,
+    CompletionFormat,
+    FormatConfig,
+    PreferenceFormat,
+    TextFormat,
+    TokensFormat,
+)
 
 
 def demo_tokenizer(demo: str) -> str:
@@ -31,7 +38,8 @@ class SourceConfig(Section):
     stream: bool = identity(False, description="Read the dataset `id` as a stream instead of downloading it first")
     format: FormatConfig = identity(
         default_factory=TextFormat,
-        description="What a record is: text, a conversation, a prompt and its completion, or token ids",
+        description="What a record is: text, a conversation, a prompt and its completion, a pair of answers of which "
+        "one is preferred, or token ids",
     )
     text_key: str = identity("text", description="Key (or Parquet column) of the text in each record", min_length=1)
     text_documents: Literal["line", "blank_line", "file"] = identity(
@@ -52,8 +60,8 @@ class SourceConfig(Section):
 
     @property
     def has_targets(self) -> bool:
-        """Whether its documents have targets, being conversations or completions."""
-        return isinstance(self.format, ChatFormat | CompletionFormat)
+        """Whether its documents have targets, being conversations, completions or answers."""
+        return isinstance(self.format, ChatFormat | CompletionFormat | PreferenceFormat)
 
     @property
     def has_train(self) -> bool:
@@ -163,10 +171,19 @@ class DataConfig(SourceConfig):
         return self.reset_positions
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether its sources have pairs of answers."""
+        return any(isinstance(source.format, PreferenceFormat) for source in self.sources().values())
+
+    @property
     def batch_types(self) -> dict[str, str]:
         """Dtypes of the arrays of a batch, each [rows, seq_len]; see `lmtrain/data/batches.py`."""
         types = {"tokens": "int32", "loss_mask": "bool"}
-        more = {"segments": self.mask_across_documents, "positions": self.has_positions}
+        more = {
+            "segments": self.mask_across_documents,
+            "positions": self.has_positions,
+            "documents": self.has_pairs,
+        }
         return types | {name: "int32" for name, wanted in more.items() if wanted}
 
     @model_validator(mode="before")
@@ -186,6 +203,14 @@ class DataConfig(SourceConfig):
             raise field_error(kinds[0], f"set together with {others[1]}; remove one ({kinds[0]}: null turns it off)")
         if self.configs and not isinstance(self.format, TextFormat):
             raise field_error("format", "applies to a single source; set it for each source in configs")
+        formats = [type(source.format) for source in (self.configs or {}).values()] or [type(self.format)]
+        if PreferenceFormat in formats:
+            if set(formats) != {PreferenceFormat}:
+                raise field_error("configs", "sources of preferences cannot be mixed with sources of other formats")
+            if not self.mask_across_documents:
+                raise field_error(
+                    "mask_across_documents", "preferences require true: an answer would attend to the other one"
+                )
         if isinstance(self.format, TokensFormat) and self.enforce_bos:
             raise field_error("enforce_bos", "has no effect on token ids, which stay as they are; remove it")
         if (self.tokenizer == "passthrough") != (self.vocab_size is not None):

@@ -1,6 +1,6 @@
-"""Settings of what the records of a source are: text, conversations, prompts with completions, or token ids."""
+"""Settings of what the records of a source are: text, conversations, completions, preferences, or token ids."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Tag, model_validator
 
@@ -18,11 +18,9 @@ class TextFormat(Section):
     type: Literal["text"] = identity("text", description="Kind of record")
 
 
-class ChatFormat(Section):
-    """Records with a conversation, a list of messages {role, content}, written by a chat template."""
+class _Templated(Section):
+    """Settings of the template that writes conversations."""
 
-    type: Literal["chat"] = identity("chat", description="Kind of record")
-    messages_field: str = identity("messages", min_length=1, description="Key of the list of messages in each record")
     chat_template: str | None = identity(
         None,
         min_length=1,
@@ -32,19 +30,26 @@ class ChatFormat(Section):
     chat_template_kwargs: dict[str, Any] = identity(
         {}, description="Variables for the template; a record's own chat_template_kwargs take precedence"
     )
+
+    @model_validator(mode="after")
+    def _check_variables(self) -> Self:
+        if used := sorted(RENDERER_NAMES & self.chat_template_kwargs.keys()):
+            message = f"{', '.join(used)}: set for each conversation; choose another name"
+            raise field_error("chat_template_kwargs", message)
+        return self
+
+
+class ChatFormat(_Templated):
+    """Records with a conversation, a list of messages {role, content}, written by a chat template."""
+
+    type: Literal["chat"] = identity("chat", description="Kind of record")
+    messages_field: str = identity("messages", min_length=1, description="Key of the list of messages in each record")
     loss_on: Literal["assistant", "all", "last"] = identity(
         "assistant", description="Targets: tokens of the assistant's messages, of all messages, or of its last message"
     )
     too_long: TooLong = identity(
         "cut", description="Action for a conversation longer than seq_len: cut off its end, or drop it"
     )
-
-    @model_validator(mode="after")
-    def _check_variables(self) -> "ChatFormat":
-        if used := sorted(RENDERER_NAMES & self.chat_template_kwargs.keys()):
-            message = f"{', '.join(used)}: set for each conversation; choose another name"
-            raise field_error("chat_template_kwargs", message)
-        return self
 
 
 class CompletionFormat(Section):
@@ -56,6 +61,29 @@ class CompletionFormat(Section):
     separate_with: str = identity("", description="Text between prompt and completion; not a target")
     too_long: TooLong = identity(
         "cut", description="Action for a record longer than seq_len: cut off its end, or drop it"
+    )
+
+
+class PreferenceFormat(_Templated):
+    """Records with two answers to a prompt, of which one is preferred; each as a text, or as a list of messages.
+
+    The tokens of the answers are the targets. Texts are followed by an EOS token, messages are written by the chat
+    template. Both answers of a pair are read in one sequence, as two documents.
+    """
+
+    type: Literal["preference"] = identity("preference", description="Kind of record")
+    prompt_field: str = identity(
+        "prompt",
+        min_length=1,
+        description="Key of the prompt in each record; in a record without it, the prompt is what both answers have in "
+        "common at their start",
+    )
+    chosen_field: str = identity("chosen", min_length=1, description="Key of the preferred answer in each record")
+    rejected_field: str = identity("rejected", min_length=1, description="Key of the other answer in each record")
+    too_long: TooLong = identity(
+        "cut",
+        description="Action for a pair whose answers are together longer than seq_len: cut off the end of the longer "
+        "answer, then of both, or drop the pair",
     )
 
 
@@ -87,6 +115,7 @@ FormatConfig = Annotated[
     Annotated[TextFormat, Tag("text")]
     | Annotated[ChatFormat, Tag("chat")]
     | Annotated[CompletionFormat, Tag("completion")]
+    | Annotated[PreferenceFormat, Tag("preference")]
     | Annotated[TokensFormat, Tag("tokens")],
     by_type("text"),
 ]

@@ -42,6 +42,8 @@ def _reason(settings: Mapping[str, Any]) -> str:
         return "all labels are -100, or all masks 0; check the labels and masks of the rows"
     if settings["type"] == "completion":
         return "completions have no tokens; check data.format.output_field"
+    if settings["type"] == "preference":
+        return "the answers have no tokens; check data.format.chosen_field and rejected_field"
     return (
         "no conversation has a message from the assistant that the chat template writes; check the roles of the "
         "messages and data.format.chat_template, or set data.format.loss_on: all"

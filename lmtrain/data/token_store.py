@@ -28,7 +28,8 @@ Piece = tuple[int, int, int, int, int]
 class TokenStore:
     """Tokens of one split, in source order across shards. `locate` returns the local file of a shard.
 
-    `too_long` is the setting of `ChatFormat`, None for text; others have shards of format 3.
+    `too_long` is the setting of `ChatFormat`, None for text; others have shards of format 3. `has_pairs`: documents are
+    pairs of answers, which stay together.
 
     Not thread-safe: use one store per thread. Opening is cheap, since shards are opened at their first read.
     """
@@ -40,11 +41,13 @@ class TokenStore:
         dtype: str,
         locate: Callable[[ShardInfo], str],
         too_long: TooLong | None = None,
+        has_pairs: bool = False,
     ):
         self.name = name
         self.shards = shards
         self.has_targets = too_long is not None
         self.too_long: TooLong = too_long or "cut"
+        self.has_pairs = has_pairs
         self._dtype = np.dtype(dtype)
         self._locate = locate
         self._readers: OrderedDict[int, Any] = OrderedDict()

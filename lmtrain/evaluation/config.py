@@ -9,7 +9,7 @@ from lmtrain.config.section import Section
 from lmtrain.config.setting import changeable
 
 # Modules of this package, in the order in which they run, each with a function `build(config) -> Evaluator | None`.
-EVALUATIONS = ("perplexity", "samples")
+EVALUATIONS = ("perplexity", "preferences", "samples")
 
 
 class EarlyStoppingConfig(BestConfig):

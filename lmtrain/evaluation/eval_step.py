@@ -26,18 +26,23 @@ def build_eval_step(
 ) -> MeshFunction:
     """The jitted (params, batch) -> (summed loss, targets, bytes of their text), without dropout.
 
-    The loss is the plain cross-entropy, regardless of the training objective. `token_bytes` [V] are the lengths of the
+    The loss is the plain cross-entropy, regardless of the training objective; of pairs of answers, that of the chosen
+    ones. `token_bytes` [V] are the lengths of the
     tokens' texts in bytes; without it the third value is 0. `options` are compiler options.
     """
 
     def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         mask = batch["loss_mask"]
+        if "documents" in batch:  # see `lmtrain/data/pairs.py`
+            mask = mask & (batch["documents"] % 2 == 0)
+            batch = batch | {"loss_mask": mask}
         lengths = jnp.int32(0)
         if token_bytes is not None:
             lengths = jnp.where(mask, jnp.asarray(token_bytes)[next_token_targets(batch["tokens"])], 0).sum()
         variables = {"params": cast(params, compute_dtype)}
         hidden, head = model.apply(variables, batch, True, method=hidden_and_head)
-        return CrossEntropy().loss_sum(hidden, head, batch, model.vocab_size, model.logit_cap), mask.sum(), lengths
+        loss = CrossEntropy().loss_sum(hidden, head, batch, model.vocab_size, model.logit_cap).total
+        return loss, mask.sum(), lengths
 
     jitted = jax.jit(evaluate, out_shardings=layout.replicated, compiler_options=dict(options or {}))
     return MeshFunction(layout, jitted)

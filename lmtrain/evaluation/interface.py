@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from lmtrain.evaluation.validation_sets import ValidationSet
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.models.interface import LanguageModel
+from lmtrain.objectives.interface import Objective
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.sharding.mesh import Layout
 
@@ -19,9 +20,10 @@ def _nothing(*_: Any) -> None:
 class Context:
     """What an evaluation may use. Its parameters are placed on `layout`; it computes in `compute_dtype`.
 
-    `seq_len` is the model's context in tokens, `folder` the run's log folder. Call `check_stop()` between batches,
-    equally often in all processes; it raises `StoppedError` if the run has to stop. `progress(done, total, what)` may
-    be called equally often. `batch_size` is the number of sequences of `seq_len` tokens in a batch, on all devices.
+    `seq_len` is the model's context in tokens, `folder` the run's log folder, `objective` that of the run, None outside
+    of training. `batch_size` is the number of sequences of `seq_len` tokens in a batch, on all devices. Call
+    `check_stop()` between batches, equally often in all processes; it raises `StoppedError` if the run has to stop.
+    `progress(done, total, what)` may be called equally often.
     """
 
     model: LanguageModel
@@ -33,6 +35,7 @@ class Context:
     batch_size: int = 1
     processes: Processes = ALONE
     folder: str = ""
+    objective: Objective | None = None
     xla_options: Mapping[str, Any] = field(default_factory=dict)
     check_stop: Callable[[], None] = _nothing
     progress: Callable[[int, int, str], None] = _nothing

@@ -1,6 +1,6 @@
 """Settings of the training objective."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
@@ -9,7 +9,14 @@ from lmtrain.config.section import Section, by_type
 from lmtrain.config.setting import identity
 
 
-class _CrossEntropy(Section):
+class _Objective(Section):
+    """What an objective needs: pairs of answers as data; the log-probabilities of the model that it starts from."""
+
+    needs_pairs: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
+
+
+class _CrossEntropy(_Objective):
     """Settings shared by all kinds of cross-entropy."""
 
     label_smoothing: float = identity(
@@ -41,8 +48,43 @@ class WeightedCrossEntropyConfig(_CrossEntropy):
         return self
 
 
+class DpoConfig(_Objective):
+    """Direct preference optimization: raises the probability of chosen answers over that of rejected ones, relative to
+    the model that training starts from."""
+
+    needs_pairs: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
+
+    type: Literal["dpo"] = identity("dpo", description="Objective type")
+    beta: float = identity(0.1, gt=0, description="Strength with which the model is kept near the reference")
+    loss: Literal["sigmoid", "ipo"] = identity(
+        "sigmoid", description="Loss of a pair's margin: sigmoid (DPO), or ipo (squared distance from 1 / (2 beta))"
+    )
+    label_smoothing: float = identity(
+        0.0, ge=0, lt=0.5, description="Probability that a label is wrong (conservative DPO); for loss sigmoid only"
+    )
+
+    @model_validator(mode="after")
+    def _smoothing_has_an_effect(self) -> Self:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise field_error("label_smoothing", "has no effect with loss: ipo; set it to 0.0")
+        return self
+
+
+class OrpoConfig(_Objective):
+    """Odds-ratio preference optimization: cross-entropy of the chosen answers with their prompts, and a preference for
+    them over the rejected ones. It has no reference."""
+
+    needs_pairs: ClassVar[bool] = True
+
+    type: Literal["orpo"] = identity("orpo", description="Objective type")
+    beta: float = identity(0.1, gt=0, description="Weight of the preference, relative to the cross-entropy")
+
+
 ObjectiveConfig = Annotated[
     Annotated[CrossEntropyConfig, Tag("cross_entropy")]
-    | Annotated[WeightedCrossEntropyConfig, Tag("weighted_cross_entropy")],
+    | Annotated[WeightedCrossEntropyConfig, Tag("weighted_cross_entropy")]
+    | Annotated[DpoConfig, Tag("dpo")]
+    | Annotated[OrpoConfig, Tag("orpo")],
     by_type("cross_entropy"),
 ]

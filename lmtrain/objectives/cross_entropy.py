@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from lmtrain.objectives.interface import LossTerms
 from lmtrain.objectives.row_losses import LogitStatistics, sum_of_row_losses
 
 
@@ -47,9 +48,10 @@ class CrossEntropy:
         batch: Mapping[str, jax.Array],
         vocab_size: int,
         logit_cap: float | None = None,
-    ) -> jax.Array:
+    ) -> LossTerms:
         targets, weights = next_token_targets(batch["tokens"]), self.weights(batch)
-        return sum_of_row_losses(self.row, hidden_BSD, head_VD, targets, weights, vocab_size, logit_cap)
+        total = sum_of_row_losses(self.row, hidden_BSD, head_VD, targets, weights, vocab_size, logit_cap)
+        return LossTerms(total, {})
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,28 @@
 """The interface of objectives: the training step and Sophia's Hessian use only this."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 
+class LossTerms(NamedTuple):
+    """The sum of losses times weights, a float32 scalar; and sums of other values by name, whose means are logged."""
+
+    total: jax.Array
+    logged: dict[str, jax.Array]
+
+
 class Objective(Protocol):
-    """A weighted mean over the positions of a batch (see `lmtrain/data/batches.py`).
+    """A weighted mean over the positions of a batch, or over its pairs of answers (see `lmtrain/data/batches.py`).
 
     The step divides the sum over all microbatches and devices by the sum of the weights, so the loss does not depend
     on how a batch is split.
     """
 
     def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """The weight of each position in the mean, [B, S], float32, or bool for weights of 0 and 1."""
+        """The weight of each position in the mean, [B, S], float32, or bool for weights of 0 and 1; or of each pair."""
 
     def loss_sum(
         self,
@@ -24,8 +31,8 @@ class Objective(Protocol):
         batch: Mapping[str, jax.Array],
         vocab_size: int,
         logit_cap: float | None = None,
-    ) -> jax.Array:
-        """The sum over all positions of loss times weight, a float32 scalar.
+    ) -> LossTerms:
+        """The sum over all positions of loss times weight.
 
         Logits are `hidden @ head.T`, or with a `logit_cap` cap * tanh(that / cap); rows of the head from `vocab_size`
         on are padding. `sum_of_row_losses` computes

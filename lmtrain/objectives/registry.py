@@ -6,11 +6,14 @@ from typing import Any
 from lmtrain.objectives.config import ObjectiveConfig
 from lmtrain.objectives.cross_entropy import CrossEntropy, CrossEntropyRow, WeightedCrossEntropy
 from lmtrain.objectives.interface import Objective
+from lmtrain.objectives.preferences import Preferences
 
-# type -> constructor from its config section and `z_loss_weight`, which every objective adds
+# type -> constructor from its config section and `z_loss_weight`, which every cross-entropy adds
 OBJECTIVES: dict[str, Callable[[Any, float], Objective]] = {
     "cross_entropy": lambda config, z: CrossEntropy(CrossEntropyRow(z, config.label_smoothing)),
     "weighted_cross_entropy": lambda config, z: WeightedCrossEntropy(CrossEntropyRow(z, config.label_smoothing)),
+    "dpo": lambda config, _: Preferences(config.loss, config.beta, config.label_smoothing),
+    "orpo": lambda config, _: Preferences("orpo", config.beta),
 }
 
 

@@ -163,7 +163,7 @@ def _weighted(losses_T: jax.Array, weight_T: jax.Array) -> jax.Array:
     """Weighted losses; 0 where the weight is 0, even if the loss is NaN."""
     if weight_T.dtype == bool:
         return jnp.where(weight_T, losses_T, 0.0)
-    return jnp.where(weight_T > 0, weight_T * losses_T, 0.0)
+    return jnp.where(weight_T != 0, weight_T * losses_T, 0.0)
 
 
 def _d_logits(

@@ -18,7 +18,7 @@ from lmtrain.preprocess.benchmark_index import BenchmarkIndex, load_index
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.job import Report
 from lmtrain.preprocess.record_reader import record_reader
-from lmtrain.preprocess.records import Document, InstructionText, TokenizedText
+from lmtrain.preprocess.records import Document, TokenizedText, texts_of
 from lmtrain.preprocess.sources import AnySource
 from lmtrain.preprocess.token_documents import documents_in_place
 from lmtrain.preprocess.token_sources import TokenSource
@@ -144,10 +144,8 @@ def _index(path: str) -> BenchmarkIndex:
 
 
 def _text(document: Document, tokenizer: Tokenizer) -> str:
-    if isinstance(document, str):
-        return document
-    if isinstance(document, InstructionText):
-        return document.text
+    if texts := texts_of(document):
+        return "\n".join(texts)
     if tokenizer.library is None:
         raise UserError(
             "a check needs texts, but the tokenizer passthrough has only token ids; set data.tokenizer to the one that "

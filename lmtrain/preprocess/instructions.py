@@ -14,7 +14,7 @@ from lmtrain.preprocess.records import (
 )
 
 # Keys of a record besides the messages that reach the template.
-_TOOLS, _VARIABLES = "tools", "chat_template_kwargs"
+TOOLS, VARIABLES = "tools", "chat_template_kwargs"
 # Stands before a conversation that the assistant starts, to learn what the template writes for its message elsewhere.
 _OPENING = {"role": "user", "content": "x"}
 
@@ -33,7 +33,7 @@ class Conversations:
     @property
     def columns(self) -> tuple[str, ...]:
         """Keys of a record that are read."""
-        return *message_keys(self.messages_field), _TOOLS, _VARIABLES
+        return *message_keys(self.messages_field), TOOLS, VARIABLES
 
     def check_keys(self, keys: Collection[str]) -> None:
         find_key(keys, self.messages_field)
@@ -41,13 +41,11 @@ class Conversations:
     def read(self, record: Mapping[str, Any]) -> InstructionText:
         """The conversation of a record. Raises `BadRecordError`, and `UserError` for a fault of the template."""
         messages = read_messages(record, self.messages_field)
-        tools, own = (parsed(record.get(name), name) for name in (_TOOLS, _VARIABLES))
-        rendering = _Rendering(self.template, messages, tools or None, {**self.variables, **(own or {})})
-        written = all(_is_written(message, rendering.text) for message in messages if message["role"] == ASSISTANT)
-        return InstructionText(rendering.text, rendering.targets(self.loss_on), _strings(messages), written)
+        rendering = Rendering.of(self.template, messages, record, self.variables)
+        return rendering.as_text(rendering.targets(self.loss_on))
 
 
-class _Rendering:
+class Rendering:
     """A conversation as text, and its targets."""
 
     def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, variables: Any):
@@ -57,6 +55,32 @@ class _Rendering:
         whole = self._render(messages)
         self.text = whole.text
         self._marked = tuple(span for span in whole.generated if span[0] < span[1])
+
+    @classmethod
+    def of(
+        cls,
+        template: ChatTemplate,
+        messages: list[dict[str, Any]],
+        record: Mapping[str, Any],
+        variables: Mapping[str, Any],
+    ) -> "Rendering":
+        """These messages of a record, which may have tools and variables of its own."""
+        tools, own = (parsed(record.get(name), name) for name in (TOOLS, VARIABLES))
+        return cls(template, messages, tools or None, {**variables, **(own or {})})
+
+    def as_text(self, targets: tuple[Span, ...]) -> InstructionText:
+        """The text with these targets."""
+        replies = [message for message in self._messages if message["role"] == ASSISTANT]
+        written = all(_is_written(message, self.text) for message in replies)
+        return InstructionText(self.text, targets, _strings(self._messages), written)
+
+    def answer(self, number: int) -> Span:
+        """The part of the text from message `number` (from 0) to the end, after the message's header."""
+        if self._messages[number]["role"] == ASSISTANT:
+            return len(self._prompt(number, self.text)), len(self.text)
+        return self._end(self._render(self._messages[:number]).text, number - 1, "a prompt that ends before it"), len(
+            self.text
+        )
 
     def targets(self, loss_on: str) -> tuple[Span, ...]:
         """The parts of the text that are targets, ascending."""
@@ -159,7 +183,10 @@ class Completions:
             raise BadRecordError(f"{self.output_field!r} is empty")
         before = prompt + self.separate_with
         return InstructionText(
-            before + completion, ((len(before), len(before) + len(completion)),), (prompt, completion)
+            before + completion,
+            ((len(before), len(before) + len(completion)),),
+            (prompt, completion),
+            is_plain=True,
         )
 
 

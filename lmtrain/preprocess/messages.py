@@ -51,7 +51,11 @@ def read_messages(record: Mapping[str, Any], messages_field: str) -> list[dict[s
     Raises `BadRecordError` if they cannot be read.
     """
     key = find_key(record, messages_field)
-    listed = parsed(record[key], key) if key != _INSTRUCTION else _from_alpaca(record)
+    return check_messages(parsed(record[key], key) if key != _INSTRUCTION else _from_alpaca(record), key)
+
+
+def check_messages(listed: Any, key: str) -> list[dict[str, Any]]:
+    """The messages of a list under `key`. Raises `BadRecordError` if it is none."""
     if not isinstance(listed, list) or not listed:
         what = "an empty list" if listed == [] else type(listed).__name__
         raise BadRecordError(f"{key!r} is {what}, not a list of messages")

@@ -7,8 +7,8 @@ import numpy as np
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.data.config import DataConfig
-from lmtrain.data.formats import ChatFormat, CompletionFormat, TextFormat, TokensFormat
-from lmtrain.hf.chat_template import ChatTemplate, find_template
+from lmtrain.data.formats import ChatFormat, CompletionFormat, PreferenceFormat, TextFormat, TokensFormat
+from lmtrain.hf.chat_template import DEFAULT_TEMPLATE, ChatTemplate, find_template, read_templates
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, find_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 
@@ -36,6 +36,9 @@ def recipe_of(
         documents["enforce_bos"] = config.enforce_bos
     if isinstance(config.format, CompletionFormat):
         documents["format"] = config.format.model_dump(exclude={"too_long"})
+    elif isinstance(config.format, PreferenceFormat):
+        described = config.format.model_dump(exclude={"too_long", "chat_template"})
+        documents["format"] = described | {"template": template and template.digest}
     elif isinstance(config.format, ChatFormat):
         assert template is not None
         described = config.format.model_dump(include={"type", "messages_field", "loss_on", "chat_template_kwargs"})
@@ -44,22 +47,32 @@ def recipe_of(
 
 
 def chat_template_of(config: DataConfig) -> ChatTemplate | None:
-    """The template of conversations; None for other data. Raises `UserError` if there is none."""
-    if not isinstance(config.format, ChatFormat):
+    """The template of conversations; None for other data. Raises `UserError` if there is none.
+
+    Preferences need one only if they are conversations, which is found when they are read.
+    """
+    if not isinstance(config.format, ChatFormat | PreferenceFormat):
         return None
     if config.tokenizer == PASSTHROUGH:
         raise UserError("data.format: conversations are texts, but the tokenizer is passthrough")
-    return find_template(find_tokenizer(config.tokenizer), config.format.chat_template, "data.format.chat_template")
+    folder, wanted = find_tokenizer(config.tokenizer), config.format.chat_template
+    if (
+        isinstance(config.format, PreferenceFormat)
+        and wanted is None
+        and DEFAULT_TEMPLATE not in read_templates(folder)
+    ):
+        return None
+    return find_template(folder, wanted, "data.format.chat_template")
 
 
 def check_special_tokens(tokenizer: Tokenizer, config: DataConfig) -> None:
     """Raise `UserError` if a token to be enforced does not exist. Completions always end in the EOS token."""
     if isinstance(config.format, ChatFormat | TokensFormat):
         return
-    if isinstance(config.format, CompletionFormat) and tokenizer.eos_id is None:
+    if isinstance(config.format, CompletionFormat | PreferenceFormat) and tokenizer.eos_id is None:
         raise UserError(
-            f"tokenizer {tokenizer.path!r} has no eos_token in tokenizer_config.json, which ends completions; set it "
-            "there"
+            f"tokenizer {tokenizer.path!r} has no eos_token in tokenizer_config.json, which ends completions and "
+            "answers; set it there"
         )
     for name, is_enforced, number in (
         ("eos", config.enforce_eos, tokenizer.eos_id),

@@ -15,15 +15,27 @@ class BadRecordError(Exception):
 class InstructionText:
     """A conversation or a completion as text. `targets` are the parts that the model learns to write, as [start, end)
     in characters; `contents` are the texts that it was made of, without those of the template. `is_written`: the text
-    has all that the assistant says or calls."""
+    has all that the assistant says or calls. `is_plain`: no template has written it, so that it gets an EOS token."""
 
     text: str
     targets: tuple[tuple[int, int], ...]
     contents: tuple[str, ...]
     is_written: bool = True
+    is_plain: bool = False
 
     def __len__(self) -> int:
         return len(self.text)
+
+
+@dataclass(frozen=True)
+class AnswerPair:
+    """Two answers to a prompt, each as a text with the prompt. They become two documents."""
+
+    chosen: InstructionText
+    rejected: InstructionText
+
+    def __len__(self) -> int:
+        return len(self.chosen) + len(self.rejected)
 
 
 @dataclass(frozen=True)
@@ -37,8 +49,8 @@ class TokenizedText:
         return len(self.ids)
 
 
-# A document's text, its token ids with the passthrough tokenizer, a document with targets, or one that is tokenized.
-Document = str | list[int] | InstructionText | TokenizedText
+# A document's text, its token ids with the passthrough tokenizer, one or two with targets, or one that is tokenized.
+Document = str | list[int] | InstructionText | AnswerPair | TokenizedText
 
 # A record's number and content. A record that cannot be parsed has an error as its content.
 Record = tuple[int, Any]
@@ -46,6 +58,7 @@ Record = tuple[int, Any]
 # Keys by which records of conversations and of completions are recognized where a text is expected.
 _CONVERSATIONS = ({"messages"}, {"conversations"}, {"instruction", "output"})
 COMPLETION = {"prompt", "completion"}
+_PREFERENCE = {"chosen", "rejected"}
 READ_COMPLETIONS = "data.format: {type: completion} to read prompts with completions"
 
 
@@ -112,13 +125,22 @@ def read_document(reader: RecordReader, record: Any) -> Document:
         document = reader.read(record)
     except RecursionError:
         raise BadRecordError("nested too deeply") from None
-    text = document.text if isinstance(document, InstructionText) else document
-    if isinstance(text, str) and not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-            raise BadRecordError(f"not UTF-8: {error.reason} at character {error.start}") from None
+    for text in texts_of(document):
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+                raise BadRecordError(f"not UTF-8: {error.reason} at character {error.start}") from None
     return document
+
+
+def texts_of(document: Document) -> list[str]:
+    """The texts of a document; none of token ids."""
+    if isinstance(document, AnswerPair):
+        return [document.chosen.text, document.rejected.text]
+    if isinstance(document, InstructionText):
+        return [document.text]
+    return [document] if isinstance(document, str) else []
 
 
 def checked_text(value: Any, key: str) -> str:
@@ -145,6 +167,8 @@ def is_conversation(keys: Collection[str]) -> bool:
 
 def _setting_for(keys: Collection[str]) -> str:
     """The setting by which records with these keys can be read that have no text."""
+    if set(keys) >= _PREFERENCE:
+        return "data.format: {type: preference} to read pairs of answers"
     if is_conversation(keys):
         return "data.format: {type: chat} to read conversations"
     if set(keys) >= COMPLETION:

@@ -19,8 +19,9 @@ import numpy as np
 
 from lmtrain.config.counts import counted
 from lmtrain.data.config import DataConfig
-from lmtrain.data.formats import TextFormat, TooLong
+from lmtrain.data.formats import PreferenceFormat, TextFormat, TooLong
 from lmtrain.data.packing import pack
+from lmtrain.data.pairs import kept_lengths
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.documents import DocumentReader
@@ -56,8 +57,9 @@ def first_documents(config: DataConfig, seq_len: int, number: int) -> Iterator[S
     check_special_tokens(tokenizer, config)
     sequences, tokens = 0, 0
     for source in list_sources(config, "train", tokenizer):
-        documents = list(islice(_documents_of(source, config, tokenizer), number))
-        number -= len(documents)
+        per_record = 2 if isinstance(config.format, PreferenceFormat) else 1
+        documents = list(islice(_documents_of(source, config, tokenizer), per_record * number))
+        number -= len(documents) // per_record
         if all(document.targets is None for document in documents):
             for document in documents:
                 begins = range(-tokens % seq_len, document.length, seq_len)
@@ -65,8 +67,8 @@ def first_documents(config: DataConfig, seq_len: int, number: int) -> Iterator[S
                 tokens += document.length
         else:
             assert not isinstance(config.format, TextFormat)
-            too_long = config.format.too_long
-            documents = _pack(documents, seq_len, too_long, sequences)
+            pack_all = _pack_pairs if per_record == 2 else _pack
+            documents = pack_all(documents, seq_len, config.format.too_long, sequences)
             sequences += sum(len(document.sequences) for document in documents)
         yield from documents
         if not number:
@@ -77,21 +79,37 @@ def _pack(documents: list[ShownDocument], seq_len: int, too_long: TooLong, befor
     """The first documents of a shard in sequences, which are numbered from `before` + 1. Each shard is packed alone,
     and the first documents are packed as if there were all."""
     lengths = np.array([document.length for document in documents], np.int64)
-    starts, _, _ = pack(lengths, seq_len, too_long)
-    numbers = {start: before + 1 + index for index, start in enumerate(starts.tolist())}
-    begins = np.cumsum(lengths) - lengths
-    packed = []
-    for document, begin in zip(documents, begins.tolist(), strict=True):
-        kept = seq_len if document.length <= seq_len or too_long == "cut" else 0
-        packed.append(
-            replace(
-                document,
-                ids=document.ids[:kept],
-                targets=None if document.targets is None else document.targets[:kept],
-                sequences={0: numbers[begin]} if begin in numbers else {},
-            )
+    begins = pack(lengths, seq_len, too_long).first.tolist()
+    return [
+        _cut(
+            document,
+            seq_len if document.length <= seq_len or too_long == "cut" else 0,
+            {0: before + 1 + begins.index(number)} if number in begins else {},
         )
-    return packed
+        for number, document in enumerate(documents)
+    ]
+
+
+def _pack_pairs(documents: list[ShownDocument], seq_len: int, too_long: TooLong, before: int) -> list[ShownDocument]:
+    """As `_pack`, for pairs of answers."""
+    lengths = np.array([document.length for document in documents], np.int64).reshape(-1, 2)
+    begins = pack(lengths.sum(1), seq_len, too_long).first.tolist()
+    kept = np.stack(kept_lengths(lengths[:, 0], lengths[:, 1], seq_len), axis=1)
+    if too_long == "drop":
+        kept[lengths.sum(1) > seq_len] = 0
+    return [
+        _cut(
+            document,
+            int(kept[number // 2, number % 2]),
+            {0: before + 1 + begins.index(number // 2)} if number % 2 == 0 and number // 2 in begins else {},
+        )
+        for number, document in enumerate(documents)
+    ]
+
+
+def _cut(document: ShownDocument, kept: int, sequences: dict[int, int]) -> ShownDocument:
+    targets = None if document.targets is None else document.targets[:kept]
+    return replace(document, ids=document.ids[:kept], targets=targets, sequences=sequences)
 
 
 def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:
@@ -106,7 +124,11 @@ def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -
     split_long = tokenizer.library is not None and can_split(tokenizer.library)
     for number, document in reader:
         batch = tokenize([document], tokenizer, config, split_long)
-        yield ShownDocument(reader.place(number), batch.tokens, batch.targets, {}, len(batch.tokens))
+        for index, end in enumerate(np.cumsum(batch.lengths).tolist()):
+            part = slice(end - int(batch.lengths[index]), end)
+            place = reader.place(number) + (f", {('chosen', 'rejected')[index]}" if len(batch.lengths) > 1 else "")
+            targets = None if batch.targets is None else batch.targets[part]
+            yield ShownDocument(place, batch.tokens[part], targets, {}, part.stop - part.start)
 
 
 def _shown_in_place(source: TokenSource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lmtrain.data.config import DataConfig
-from lmtrain.data.formats import CompletionFormat, TextFormat, TokensFormat
+from lmtrain.data.formats import TextFormat, TokensFormat
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.long_documents import split_document
 from lmtrain.preprocess.recipe import token_dtype
-from lmtrain.preprocess.records import InstructionText, TokenizedText
+from lmtrain.preprocess.records import AnswerPair, InstructionText, TokenizedText
 
 # Characters to encode in one call; encodings take 100 times the memory of their text.
 _GROUP_CHARACTERS = 2_000_000
@@ -20,7 +20,7 @@ _GROUP_CHARACTERS = 2_000_000
 class TokenBatch(NamedTuple):
     """Concatenated token ids of documents, [tokens], and the length of each, int64 [documents]. Of instructions also
     which tokens are targets, bool [tokens], and the numbers of documents whose contents spell a special token, without
-    targets, and with something from the assistant that the template does not write."""
+    targets, with something from the assistant that the template does not write, and in pairs of equal answers."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -28,6 +28,7 @@ class TokenBatch(NamedTuple):
     spelled: int = 0
     without_targets: int = 0
     unwritten: int = 0
+    equal: int = 0
 
     def only(self, kept: np.ndarray) -> "TokenBatch":
         """The documents of `kept`, bool [documents]. The other counts stay those of all documents."""
@@ -107,19 +108,23 @@ def _with_ends(tokens: np.ndarray, lengths: np.ndarray, before: int | None, afte
     return TokenBatch(out, extended)
 
 
-def _tokenize_instructions(documents: list[InstructionText], tokenizer: Tokenizer, config: DataConfig) -> TokenBatch:
+def _tokenize_instructions(
+    records: list[InstructionText | AnswerPair], tokenizer: Tokenizer, config: DataConfig
+) -> TokenBatch:
     """Encode instructions with their special tokens, which the text spells.
 
     A token is a target if any of its characters is. Completions get an EOS token, a target, and a BOS token if it is
-    enforced; conversations have what their template writes.
+    enforced; conversations have what their template writes. A pair of answers becomes two documents.
     """
-    completes = isinstance(config.format, CompletionFormat)
-    before = [tokenizer.bos_id] if completes and config.enforce_bos else []
-    after = [tokenizer.eos_id] if completes else []
+    documents: list[InstructionText] = []
+    for record in records:
+        documents += [record.chosen, record.rejected] if isinstance(record, AnswerPair) else [record]
     texts = [document.text for document in documents]
     encodings = tokenizer.parsing_backend.encode_batch(texts, add_special_tokens=False)
     ids, targets = [], []
     for document, encoding in zip(documents, encodings, strict=True):
+        before = [tokenizer.bos_id] if document.is_plain and config.enforce_bos else []
+        after = [tokenizer.eos_id] if document.is_plain else []
         ids.append(np.array([*before, *encoding.ids, *after], token_dtype(tokenizer.vocab_size)))
         inside = _overlaps(np.array(encoding.offsets, np.int64).reshape(-1, 2), document.targets)
         targets.append(np.concatenate([np.zeros(len(before), bool), inside, np.ones(len(after), bool)]))
@@ -132,6 +137,7 @@ def _tokenize_instructions(documents: list[InstructionText], tokenizer: Tokenize
         sum(any(token in content for token in special for content in document.contents) for document in documents),
         sum(not part.any() for part in targets),
         sum(not document.is_written for document in documents),
+        sum(2 for pair in records if isinstance(pair, AnswerPair) and pair.chosen == pair.rejected),
     )
 
 

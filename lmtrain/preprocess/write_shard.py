@@ -22,7 +22,7 @@ from lmtrain.preprocess.job import Report
 from lmtrain.preprocess.long_documents import can_split, split_document
 from lmtrain.preprocess.recipe import token_dtype
 from lmtrain.preprocess.record_reader import record_reader
-from lmtrain.preprocess.records import Document, InstructionText
+from lmtrain.preprocess.records import Document, texts_of
 from lmtrain.preprocess.sources import AnySource, as_recorded
 from lmtrain.preprocess.tokenize import TokenBatch, tokenize
 from lmtrain.runtime.atomic_files import file_sha256
@@ -41,6 +41,7 @@ _WARNINGS = {
     "without_targets": "{} have no target token, such as no message of the assistant; they are read without a loss",
     "unwritten": "the chat template does not write the reply, or the tool call, of {} as it is; is a name in the "
     "template misspelt, such as message.contnt?",
+    "equal": "{} are pairs of equal answers, from which no preference is learned",
 }
 
 
@@ -99,17 +100,19 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
     with _published(file) as temporary:
         with _written(temporary) as writer:
             blocks = _BlockWriter(writer, token_dtype(tokenizer.vocab_size), labelled)
-            position, number, dropped_tokens = 0, 0, 0
+            position, number, dropped, dropped_tokens = 0, 0, 0, 0
             for documents in _batches(reader, split_long, job.config.max_document_bytes):
                 every = tokenize(documents, tokenizer, job.config, split_long)
-                batch = every.only(_kept(job, number, len(documents)))
+                kept = np.repeat(_kept(job, number, len(documents)), len(every.lengths) // len(documents))
+                batch = every.only(kept)
                 number += len(documents)
+                dropped += len(kept) - len(batch.lengths)
                 dropped_tokens += len(every.tokens) - len(batch.tokens)
                 blocks.add(batch)
                 counts = {name: count + getattr(batch, name) for name, count in counts.items()}
                 report(len(batch.lengths), len(batch.tokens), reader.position - position)
                 position = reader.position
-            _check_bad_share(reader, blocks.documents, job)
+            _check_bad_share(reader, number, job)
             blocks.finish()
         info = ShardInfo(
             file=f"{job.name}.arrayrecord",
@@ -126,7 +129,7 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
             documents=blocks.documents,
             skipped=reader.skipped,
             bad_records=reader.bad_records,
-            dropped=number - blocks.documents,
+            dropped=dropped,
             dropped_tokens=dropped_tokens,
         )
     with _naming(f"{job.path}.json"):
@@ -182,8 +185,7 @@ def _check_pieces(document: Document, split_long: bool, max_bytes: int, place: s
 
 def _size(document: Document) -> int:
     """Size of the text in UTF-8; 0 for a document of token ids."""
-    text = document.text if isinstance(document, InstructionText) else document
-    return len(text.encode()) if isinstance(text, str) else 0
+    return sum(len(text.encode()) for text in texts_of(document))
 
 
 @contextmanager

@@ -95,6 +95,7 @@ class RunConfig(HuggingFaceConfig):
         if len(given) > 1:
             raise field_error(given[0], f"set together with {given[1]}; remove one of them")
         self._check_lora()
+        self._check_objective(given)
         self._check_transfer()
         if self.optimizer.hessian == "hutchinson" and self.model.mixture:
             raise field_error(
@@ -112,6 +113,39 @@ class RunConfig(HuggingFaceConfig):
             except ValueError as error:
                 raise field_error("trainer.per_device_parallelism", str(error)) from None
         return self
+
+    def _check_objective(self, given: list[str]) -> None:
+        """Raise an error for settings that do not fit the objective. `given` names what training starts from."""
+        objective = self.objective
+        if not objective.needs_pairs:
+            if self.data.has_pairs:
+                raise field_error(
+                    "objective.type",
+                    f"{objective.type} cannot compare answers (data.format preference); set dpo or orpo",
+                )
+            return
+        if not self.data.has_pairs:
+            raise field_error(
+                "objective.type", f"{objective.type} compares answers; set data.format: {{type: preference}}"
+            )
+        if self.optimizer.hessian is not None:
+            raise field_error(
+                "optimizer.type",
+                f"{self.optimizer.type} estimates the Hessian of a cross-entropy; use another, such as adam",
+            )
+        if self.z_loss_weight:
+            raise field_error("z_loss_weight", f"has no effect with objective {objective.type}; set it to 0.0")
+        if objective.needs_reference and self.trainer.initialize_from:
+            raise field_error(
+                "trainer.initialize_from",
+                "is the complete state of a run, which has no reference; set initialize_from_checkpoint_path",
+            )
+        if objective.needs_reference and not given:
+            raise field_error(
+                "objective.type",
+                f"{objective.type} tunes a model, relative to which preferences are learned; set "
+                "initialize_from_hf or initialize_from_checkpoint_path",
+            )
 
     def _check_lora(self) -> None:
         """Raise an error for settings that do not fit LoRA."""
@@ -177,7 +211,8 @@ class RunConfig(HuggingFaceConfig):
     @property
     def batch_types(self) -> dict[str, str]:
         """Arrays of a training batch, each [rows, seq_len], and their dtypes; see `lmtrain/data/batches.py`."""
-        return self.data.batch_types | ({} if self.loss_weights is None else {"loss_weights": "float32"})
+        more = {"loss_weights": self.loss_weights is not None, "reference": self.objective.needs_reference}
+        return self.data.batch_types | {name: "float32" for name, wanted in more.items() if wanted}
 
 
 def data_seed(config: RunConfig) -> int:

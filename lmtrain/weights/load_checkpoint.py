@@ -16,13 +16,19 @@ from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import parameter_shardings
 
 
-def restore_params(checkpoint: Checkpoint, model: LanguageModel, layout: Layout, staging_dir: str | None = None) -> Any:
+def restore_params(
+    checkpoint: Checkpoint,
+    model: LanguageModel,
+    layout: Layout,
+    staging_dir: str | None = None,
+    averaged: bool = True,
+) -> Any:
     """Only the parameters, in the dtype they were saved in: for sampling, evaluation and export.
 
-    For a run with `model_averaging`, their average. For one with LoRA, only the adapters.
+    For a run with `model_averaging`, their average if `averaged`. For one with LoRA, only the adapters.
     """
     trainer, part = checkpoint.read_run_info()["config"]["trainer"], "params"
-    if trainer.get("model_averaging") is not None:
+    if averaged and trainer.get("model_averaging") is not None:
         part = "average"
         log.info(f"{checkpoint.path}: using the EMA of the parameters (trainer.model_averaging)")
     boxed = trainable(model, abstract_params(model))

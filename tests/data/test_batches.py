@@ -233,7 +233,7 @@ def test_the_seeds_of_the_sources_never_change(store):
 class _Reversed:
     """A store with the same tokens in reverse order."""
 
-    has_targets = False
+    has_targets = has_pairs = False
 
     def __init__(self, store):
         self.shards = store.shards

@@ -21,7 +21,7 @@ LENGTHS = st.lists(st.integers(1, 30), max_size=60)
 
 @given(LENGTHS, st.integers(2, 20), st.sampled_from(["cut", "drop"]))
 def test_windows_hold_complete_documents_in_order_and_the_next_one_does_not_fit(lengths, seq_len, too_long):
-    found, sizes, num_long = pack(np.array(lengths, np.int64), seq_len, too_long)
+    found, sizes, first, num_long = pack(np.array(lengths, np.int64), seq_len, too_long)
     starts = np.cumsum([0, *lengths]).tolist()
     expected, window = [], []
 
@@ -40,13 +40,14 @@ def test_windows_hold_complete_documents_in_order_and_the_next_one_does_not_fit(
         window.append(number)
     close()
     assert list(zip(found.tolist(), sizes.tolist(), strict=True)) == expected
+    assert [starts[number] for number in first] == found.tolist()
     assert num_long == sum(length > seq_len for length in lengths)
 
 
 class Documents:
     """A store of documents with targets, in memory: token t of document d is 100 d + t, and odd ones are targets."""
 
-    has_targets = True
+    has_targets, has_pairs = True, False
 
     def __init__(self, *shards, too_long="cut", complete=True):
         self.name, self.too_long = "documents", too_long

@@ -136,7 +136,7 @@ def test_loss_and_every_gradient_agree(in_torch, name):
     def loss(params):
         hidden = variant.model.apply({"params": params}, ids, True, method="hidden")
         head = variant.model.apply({"params": params}, method="head")
-        return CrossEntropy().loss_sum(hidden, head, {"tokens": ids, "loss_mask": mask}, VOCAB, cap) / mask.sum()
+        return CrossEntropy().loss_sum(hidden, head, {"tokens": ids, "loss_mask": mask}, VOCAB, cap).total / mask.sum()
 
     ours, gradients = jax.jit(jax.value_and_grad(loss))(variant.params)
     expected = theirs(torch.from_numpy(ids), labels=torch.from_numpy(ids)).loss

@@ -1,6 +1,6 @@
 """What the training loop needs, put together in the order of dependency: program, data, state, reporting."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from lmtrain.train.loop.saver import Saver
 from lmtrain.train.program.program import Program, build_program
 from lmtrain.train.start.evaluation import is_pending, open_evaluation
 from lmtrain.train.start.initial_state import begin
+from lmtrain.train.start.reference import REFERENCE, Reference
 from lmtrain.train.start.reporting import Reporting, open_reporting
 from lmtrain.train.start.resume import DECISIONS, check_identity
 from lmtrain.train.start.run_info import describe_run, log_program
@@ -30,7 +31,7 @@ from lmtrain.train.start.run_logs import keep_config, keep_tokenizer
 from lmtrain.train.start.train_batches import TrainBatches
 from lmtrain.train.step.state import TrainState
 from lmtrain.weights.hf_config import hf_ref
-from lmtrain.weights.lora_base import BASE, load_base
+from lmtrain.weights.lora_base import BASE, LoraBase, load_base
 from lmtrain.weights.run_tokenizer import template_of
 
 if TYPE_CHECKING:
@@ -102,7 +103,17 @@ def set_up(
             if exporter is not None:
                 exporter.set_base(base.identity)
         run_info = describe_run(config, run.id, tokenizer.identity, caches, program, base)
+        reference = None
+        if config.objective.needs_reference and (own is not None or base is not None):
+            # before the state takes the memory
+            reference = _find_reference(program, base, saved, processes)
+            evaluation = reference.add_to(caches, batches, evaluation)
         state, step = begin(program, own, run_info, hf_ref(config), processes, base)
+        if config.objective.needs_reference and reference is None:
+            reference = Reference.of(program, state.params, processes)
+            evaluation = reference.add_to(caches, batches, evaluation)
+        if reference is not None:
+            run_info |= {REFERENCE: reference.digest}
 
     # Reporting
     def write_files() -> None:
@@ -122,6 +133,15 @@ def set_up(
         Saver(checkpointer, exporter, run_info, decisions, reporting.trackers, timer),
         reporting,
     )
+
+
+def _find_reference(
+    program: Program, base: LoraBase | None, saved: Mapping[str, Any], processes: Processes
+) -> Reference:
+    """The reference of preferences: the frozen base, or the model that a run that resumes started from."""
+    if base is not None:
+        return Reference(program, base.identity.fingerprint, lambda: base.params, processes)
+    return Reference.saved(program, saved[REFERENCE], processes)
 
 
 def _open_exporter(

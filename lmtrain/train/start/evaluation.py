@@ -5,6 +5,7 @@ from lmtrain.data.caches import Caches
 from lmtrain.evaluation.interface import Context
 from lmtrain.evaluation.validation_sets import open_validation_sets
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.objectives.registry import build_objective
 from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.tracking.open import Trackers
@@ -34,6 +35,7 @@ def open_evaluation(
         batch_size=program.batching.eval_batch,
         processes=processes,
         folder=folder,
+        objective=build_objective(config.objective, config.z_loss_weight),
         xla_options=program.xla_options,
     )
 

@@ -1,10 +1,14 @@
 """The training batches of a run, from its caches to its devices."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lmtrain.data.batches import TrainSource, iterate, open_cache
-from lmtrain.data.caches import Caches, build_mixture, describe_epochs
+import numpy as np
+
+from lmtrain.data.batches import EvalSource, TrainSource, iterate, open_cache
+from lmtrain.data.caches import Cache, Caches, build_mixture, describe_epochs
+from lmtrain.evaluation.validation_sets import ValidationSet
 from lmtrain.run.config import RunConfig, data_seed
 from lmtrain.runtime.logging import log
 from lmtrain.sharding.mesh import Layout
@@ -16,6 +20,7 @@ class TrainBatches:
 
     def __init__(self, config: RunConfig, caches: Caches, layout: Layout):
         self._sizes = config.trainer.batch_sizes
+        self._data, self._sharding = config.data, layout.batch
         seed, seq_len = data_seed(config), config.model.seq_len
         self._parts = {size: LocalPart.of(layout.batch, size, seq_len) for size in self._sizes.all}
         self._source = TrainSource(
@@ -35,6 +40,27 @@ class TrainBatches:
         epochs = describe_epochs(config.data, caches.train, seq_len, self._sizes)
         for cache, epoch in zip(caches.train.values(), epochs, strict=True):
             log.info(f"{epoch}; data: {cache.folder}")
+
+    def in_order(self, cache: Cache, batch_size: int) -> ValidationSet:
+        """All sequences of a training cache in batches, in their order."""
+        source, part = self._source, LocalPart.of(self._sharding, batch_size, self._source.seq_len)
+        return ValidationSet(
+            EvalSource(
+                open_cache(self._data, cache, source.seq_len),
+                source.seq_len,
+                batch_size,
+                part.rows,
+                None,
+                source.mask_across_documents,
+                source.reset_positions,
+                part.columns,
+            ),
+            part,
+        )
+
+    def set_references(self, references: Sequence[np.ndarray]) -> None:
+        """Add the values of the documents of each source, see `TrainSource`."""
+        self._source = replace(self._source, references=references)
 
     def after(self, first_step: int) -> Iterator[Any]:
         """Global arrays, one batch for each step after `first_step` updates."""

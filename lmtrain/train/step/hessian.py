@@ -40,7 +40,7 @@ def estimate_hessian(
         direction = optax.tree.random_like(draw_key, params, jax.random.normal)
 
         def product(micro: Any, key: jax.Array) -> Any:
-            gradient = jax.grad(lambda p: objective.loss_sum(*_hidden(model, p, micro), micro, *of_head))
+            gradient = jax.grad(lambda p: objective.loss_sum(*_hidden(model, p, micro), micro, *of_head).total)
             return jax.jvp(gradient, (params,), (direction,))[1]
 
         total = sum_over_microbatches(product, batch, sample_key, num_microbatches)

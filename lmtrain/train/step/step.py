@@ -13,7 +13,7 @@ from lmtrain.models.auxiliary import AUXILIARY, Auxiliary, collect, has_auxiliar
 from lmtrain.models.interface import LanguageModel, hidden_and_head
 from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, balanced, collect_load, load_metrics
 from lmtrain.models.params import cast
-from lmtrain.objectives.interface import Objective, sum_of_weights
+from lmtrain.objectives.interface import LossTerms, Objective, sum_of_weights
 from lmtrain.optim.schedules import Schedule
 from lmtrain.sharding.local import num_parts, split_over
 from lmtrain.sharding.mesh import Layout
@@ -32,10 +32,10 @@ Metrics = dict[str, jax.Array]
 
 
 class LossSum(struct.PyTreeNode):
-    """Sums over a microbatch: the objective, logged values by name, auxiliary losses by name, and the load of experts
-    by router."""
+    """Sums over a microbatch: the objective and its logged values, other logged values by name, auxiliary losses by
+    name, and the load of experts by router."""
 
-    objective: jax.Array
+    objective: LossTerms
     logged: Metrics
     auxiliary: dict[str, Auxiliary]
     load: dict[str, jax.Array]
@@ -48,7 +48,7 @@ class LossSum(struct.PyTreeNode):
     def with_auxiliary(self, scales: Metrics) -> jax.Array:
         """The objective plus coefficient * scale * total of each auxiliary loss."""
         parts = (value.coefficient * scales[name] * value.total.sum() for name, value in self.auxiliary.items())
-        return sum(parts, start=self.objective)
+        return sum(parts, start=self.objective.total)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class TrainStep:
             return sums, gradients
 
         sums, gradients = sum_over_microbatches(value_and_grad, batch, key, parts)
-        loss = sums.objective * scale
+        loss = sums.objective.total * scale
         gradients = jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), gradients, state.params)
         extra: dict[str, Any] = {"loss": loss}
         if (method := self.hessian) is not None:
@@ -123,6 +123,7 @@ class TrainStep:
             "train/learning_rate": self.schedule(state.step),
             "train/gradient_norm": optax.tree.norm(gradients),
         }
+        metrics |= {f"train/{name}": total * scale for name, total in sums.objective.logged.items()}
         if (skipped := optax.tree.get(moments, "skipped")) is not None:
             metrics["optim/skipped_steps"] = skipped
         if requests is not None:

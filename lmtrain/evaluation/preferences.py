@@ -1,0 +1,76 @@
+"""Preferences on validation sets: the objective's loss, and how often the chosen answer has the higher reward."""
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from lmtrain.evaluation.config import EvaluationConfig
+from lmtrain.evaluation.eval_step import read_ahead
+from lmtrain.evaluation.interface import Context
+from lmtrain.models.interface import hidden_and_head
+from lmtrain.models.params import cast
+from lmtrain.objectives.interface import Objective
+from lmtrain.objectives.preferences import Preferences
+from lmtrain.sharding.mesh_function import MeshFunction
+
+
+class PreferenceEvaluator:
+    """Means over the pairs of all validation sets, of a run with an objective that compares answers."""
+
+    name = "preferences"
+    optional = False
+
+    def __init__(self, every: int | None):
+        self.every = every
+
+    def prepare(self, context: Context) -> bool:
+        self._context = context
+        if not isinstance(context.objective, Preferences) or not context.sets:
+            return False
+        self._step = _build_step(context, context.objective)
+        return True
+
+    def evaluate(self, params: Any, step: int) -> dict[str, float]:
+        """`loss`, and what the objective logs, such as `rewards/accuracy`."""
+        context, done = self._context, itertools.count(1)
+        total = sum(map(len, context.sets.values()))
+
+        def between() -> None:
+            context.check_stop()
+            context.progress(next(done), total, "batches of pairs")
+
+        sums: Counter[str] = Counter()
+        for batches in context.sets.values():
+            for result in read_ahead(self._step, params, batches, between):
+                sums.update({name: float(value) for name, value in result.items()})
+        pairs = sums.pop("pairs")
+        return {name: value / max(pairs, 1) for name, value in sums.items()}
+
+    def describe(self, metrics: Mapping[str, float]) -> str:
+        loss, accuracy = metrics["eval/preferences/loss"], metrics["eval/preferences/rewards/accuracy"]
+        margin = metrics["eval/preferences/rewards/margin"]
+        return f"preferences: loss {loss:.4f}, {100 * accuracy:.1f} % of pairs right, margin {margin:.3f}"
+
+
+def build(config: EvaluationConfig) -> PreferenceEvaluator | None:
+    """The evaluator of a run that evaluates."""
+    return None if config.steps_per_eval is None else PreferenceEvaluator(config.steps_per_eval)
+
+
+def _build_step(context: Context, objective: Objective) -> MeshFunction:
+    """The jitted (params, batch) -> sums over the pairs of a batch by name, and their number."""
+    model = context.model
+
+    def evaluate(params: Any, batch: Any) -> dict[str, jax.Array]:
+        variables = {"params": cast(params, context.compute_dtype)}
+        hidden, head = model.apply(variables, batch, True, method=hidden_and_head)
+        terms = objective.loss_sum(hidden, head, batch, model.vocab_size, model.logit_cap)
+        return {"pairs": objective.weights(batch).sum(), "loss": terms.total, **terms.logged}
+
+    options = dict(context.xla_options)
+    return MeshFunction(
+        context.layout, jax.jit(evaluate, out_shardings=context.layout.replicated, compiler_options=options)
+    )

@@ -1,0 +1,127 @@
+"""Losses of pairs of answers, one of which is preferred: DPO, IPO and ORPO, with TRL's formulas.
+
+    DPO   -(1 - e) log sigmoid(b m) - e log sigmoid(-b m)   Rafailov et al. 2023; smoothing e: Mitchell 2023 (cDPO)
+    IPO   (m' - 1 / (2 b))^2                                Azar et al. 2023
+    ORPO  nll - b log sigmoid(log odds ratio)               Hong et al. 2024
+
+b is `beta`. The margin m is log p(chosen) - log p(rejected), less the same by the reference, where log p is the sum
+over the tokens of an answer; m' is that of means per token. ORPO has no reference: its odds are p / (1 - p) with log p
+the mean per token, and nll is the mean over all tokens of the prompt and the chosen answer.
+
+    P pairs in a sequence, at most half of its tokens; 2: chosen, rejected
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from lmtrain.objectives.cross_entropy import next_token_targets
+from lmtrain.objectives.document_sums import sum_by_document
+from lmtrain.objectives.interface import LossTerms
+from lmtrain.objectives.log_probs import target_log_probs
+
+# Mean log-probabilities of ORPO stay below this: the odds of probability 1 are infinite.
+_HIGHEST_LOG_PROB = -1e-6
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """The mean loss of the pairs of a batch in which both answers have target tokens."""
+
+    loss: Literal["sigmoid", "ipo", "orpo"]
+    beta: float
+    label_smoothing: float = 0.0
+
+    def weights(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Which pairs count, bool [B, P]."""
+        return _are_complete(_by_answer(batch["loss_mask"], batch))
+
+    def loss_sum(
+        self,
+        hidden_BSD: jax.Array,
+        head_VD: jax.Array,
+        batch: Mapping[str, jax.Array],
+        vocab_size: int,
+        logit_cap: float | None = None,
+    ) -> LossTerms:
+        """The sum of losses over pairs; logged are rewards, their accuracy, and log-probabilities as the loss has them.
+
+        The reward of an answer is b * log p, less that by the reference.
+        """
+        targets = next_token_targets(batch["tokens"])
+        log_probs_BS = target_log_probs(hidden_BSD, head_VD, targets, vocab_size, logit_cap)
+        tokens_BP2 = _by_answer(batch["loss_mask"], batch)
+        counts_BP = _are_complete(tokens_BP2)
+        per_answer = jnp.maximum(tokens_BP2, 1) if self.loss in ("ipo", "orpo") else 1
+        log_probs_BP2 = _by_answer(jnp.where(batch["loss_mask"], log_probs_BS, 0.0), batch) / per_answer
+        gain_BP2 = log_probs_BP2
+        if self.loss != "orpo":
+            gain_BP2 = log_probs_BP2 - _by_answer(batch["reference"], batch) / per_answer
+        margin_BP = gain_BP2[..., 0] - gain_BP2[..., 1]
+        logged = {}
+        if self.loss == "sigmoid":
+            losses = -(1 - self.label_smoothing) * jax.nn.log_sigmoid(self.beta * margin_BP)
+            losses -= self.label_smoothing * jax.nn.log_sigmoid(-self.beta * margin_BP)
+        elif self.loss == "ipo":
+            losses = (margin_BP - 1 / (2 * self.beta)) ** 2
+        else:
+            nll = _nll_of_chosen(log_probs_BS, batch)
+            losses = nll - self.beta * jax.nn.log_sigmoid(_log_odds_ratio(log_probs_BP2))
+            logged["nll"] = nll
+        logged |= {
+            "rewards/chosen": self.beta * gain_BP2[..., 0],
+            "rewards/rejected": self.beta * gain_BP2[..., 1],
+            "rewards/margin": self.beta * margin_BP,
+            "rewards/accuracy": margin_BP > 0,
+            "log_probs/chosen": log_probs_BP2[..., 0],
+            "log_probs/rejected": log_probs_BP2[..., 1],
+        }
+
+        def total(values: jax.Array) -> jax.Array:
+            return jnp.where(counts_BP, values, 0.0).sum()
+
+        return LossTerms(total(losses), {name: total(jax.lax.stop_gradient(logged[name])) for name in logged})
+
+
+def answer_log_probs(
+    hidden_BSD: jax.Array,
+    head_VD: jax.Array,
+    batch: Mapping[str, jax.Array],
+    vocab_size: int,
+    logit_cap: float | None = None,
+) -> jax.Array:
+    """The log-probability of each document's target tokens, [B, S] float32: entry n of a row is that of document n."""
+    targets = next_token_targets(batch["tokens"])
+    log_probs = target_log_probs(hidden_BSD, head_VD, targets, vocab_size, logit_cap)
+    return sum_by_document(jnp.where(batch["loss_mask"], log_probs, 0.0), batch["documents"])
+
+
+def _by_answer(values_BS: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """The sum of values of positions over each answer, [B, P, 2] float32; 0 where there is no pair."""
+    sums = sum_by_document(values_BS, batch["documents"])
+    pairs = sums.shape[1] // 2
+    return sums[:, : 2 * pairs].reshape(-1, pairs, 2)
+
+
+def _are_complete(tokens_BP2: jax.Array) -> jax.Array:
+    """Which pairs have target tokens in both answers, given their numbers, bool [B, P]."""
+    return (tokens_BP2 > 0).all(-1)
+
+
+def _nll_of_chosen(log_probs_BS: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """The mean negative log-probability of all tokens of each chosen answer and its prompt, [B, P]."""
+    documents = batch["documents"]
+    inside = jnp.roll(documents, -1, axis=1) == documents
+    inside = inside.at[:, -1].set(False)
+    total = _by_answer(jnp.where(inside, log_probs_BS, 0.0), batch)
+    return -(total / jnp.maximum(_by_answer(inside, batch), 1))[..., 0]
+
+
+def _log_odds_ratio(log_probs_BP2: jax.Array) -> jax.Array:
+    """log(odds of chosen / odds of rejected), [B, P]."""
+    below_one = jnp.minimum(log_probs_BP2, _HIGHEST_LOG_PROB)
+    log_odds = below_one - jnp.log(-jnp.expm1(below_one))
+    return log_odds[..., 0] - log_odds[..., 1]

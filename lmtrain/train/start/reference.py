@@ -1,0 +1,188 @@
+"""Log-probabilities of answers by the reference of preference tuning: the model that training starts from.
+
+They are computed on the run's devices before the first step, and stored next to each token cache under a hash of the
+reference's parameters and of all else that determines them. With LoRA the reference is the frozen base.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from lmtrain.checkpoint.verify import choose_checkpoint
+from lmtrain.config.counts import counted
+from lmtrain.config.errors import UserError, errors_of
+from lmtrain.data.batches import EvalSource
+from lmtrain.data.caches import Cache, Caches
+from lmtrain.data.pairs import PairWindows
+from lmtrain.evaluation.eval_step import read_ahead
+from lmtrain.evaluation.interface import Context
+from lmtrain.evaluation.validation_sets import ValidationSet
+from lmtrain.lora.fingerprint import fingerprint
+from lmtrain.lora.model import AdaptedModel
+from lmtrain.models.interface import hidden_and_head
+from lmtrain.models.params import cast
+from lmtrain.objectives.preferences import answer_log_probs
+from lmtrain.runtime.distributed import gather
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.processes import Processes
+from lmtrain.runtime.progress import Progress
+from lmtrain.runtime.storage import join, read_bytes, write_bytes
+from lmtrain.sharding.mesh_function import MeshFunction
+from lmtrain.train.program.program import Program
+from lmtrain.train.start.train_batches import TrainBatches
+from lmtrain.weights.hf_config import hf_ref
+from lmtrain.weights.load_checkpoint import restore_params
+from lmtrain.weights.load_hf import load_hf_params
+
+# Key of a checkpoint's run info: the fingerprint of the reference's parameters.
+REFERENCE = "reference"
+
+# Part of the hash that names stored values: changes if the same inputs give other values.
+_VERSION = 1
+
+
+class Reference:
+    """The reference of a run, by the `digest` of its parameters. `load` gives these, and is called only if some values
+    are not stored yet."""
+
+    def __init__(self, program: Program, digest: str, load: Callable[[], Any], processes: Processes):
+        self.digest = digest
+        self._program = program
+        self._load = load
+        self._processes = processes
+        self._params: Any = None
+
+    @classmethod
+    def of(cls, program: Program, params: Any, processes: Processes) -> "Reference":
+        """The reference with these parameters of the model, without adapters."""
+        return cls(program, fingerprint(params, program.layout), lambda: params, processes)
+
+    @classmethod
+    def saved(cls, program: Program, digest: str, processes: Processes) -> "Reference":
+        """The reference of a run that resumes."""
+
+        def load() -> Any:
+            params = _initial_params(program, processes)
+            found = fingerprint(params, program.layout)
+            if found != digest:
+                raise UserError(
+                    f"the model that this run started from has changed: it has the fingerprint {found[:12]}, but the "
+                    f"run's reference {digest[:12]}; restore it, or start a new run with another trainer.id"
+                )
+            return params
+
+        return cls(program, digest, load, processes)
+
+    def add_to(self, caches: Caches, batches: TrainBatches, evaluation: Context) -> Context:
+        """Add the log-probabilities of all answers to the training batches, and to the validation sets of the result.
+
+        Raises `UserError` if the reference has changed.
+        """
+        try:
+            batches.set_references(
+                [
+                    self._log_probs(cache, batches.in_order(cache, evaluation.batch_size))
+                    for cache in caches.train.values()
+                ]
+            )
+            sets = {}
+            for name, own in evaluation.sets.items():
+                values = self._log_probs(caches.validation[name], own)
+                sets[name] = replace(own, source=replace(own.source, reference=values))
+            return replace(evaluation, sets=sets)
+        finally:
+            self._params = None  # of a run that resumes, this is a second copy
+
+    def _log_probs(self, cache: Cache, own: ValidationSet) -> np.ndarray:
+        """The log-probability of each document in the batches of a cache, float32 [documents]; 0 in others."""
+        path = join(cache.folder, f"reference-{self._key(cache, own.source)}.npy")
+        assert isinstance(own.source.windows, PairWindows)
+        own.source.windows.for_evaluation()
+        stored = _read(path, own.source.windows.documents)
+        if all(gather(self._processes, "reference is stored", stored is not None)):
+            assert stored is not None
+            log.info(f"reference {self.digest[:12]}: {path}")
+            return stored
+        values = self._compute(own, cache.folder)
+        if self._processes.is_first:
+            content = io.BytesIO()
+            np.save(content, values)
+            write_bytes(path, content.getvalue())
+        return values
+
+    def _key(self, cache: Cache, source: EvalSource) -> str:
+        """A hash of all that determines the values."""
+        described = {
+            "version": _VERSION,
+            "reference": self.digest,
+            "cache": cache.identity,
+            "too_long": cache.too_long,
+            "seq_len": source.seq_len,
+            "compute": self._program.config.trainer.precision.compute,
+            "reset_positions": source.reset_positions,
+            "sequences": len(source) * source.batch_size if len(source) < source.all_batches else None,
+        }
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _compute(self, own: ValidationSet, folder: str) -> np.ndarray:
+        windows, size = own.source.windows, own.source.batch_size
+        assert isinstance(windows, PairWindows)
+        if self._params is None:
+            self._params = self._load()
+        values = np.zeros(windows.documents, np.float32)
+        pairs = counted(windows.documents // 2, "pair")
+        log.info(
+            f"reference {self.digest[:12]}: log-probabilities of {pairs} of {folder}, {counted(len(own), 'batch')}"
+        )
+        step = _build_step(self._program)
+        with Progress("reference", len(own), quiet=not self._processes.is_first) as progress:
+            for number, sums in enumerate(read_ahead(step, self._params, own)):
+                for row, of_documents in enumerate(np.asarray(sums)):
+                    documents = windows.range_of(number * size + row)
+                    values[documents] = of_documents[: documents.stop - documents.start]
+                progress.update(number + 1, f"{number + 1:,}/{len(own):,} batches of {folder}")
+        return values
+
+
+def _build_step(program: Program) -> MeshFunction:
+    """The jitted (params, batch) -> log-probabilities of documents, see `answer_log_probs`, on every device."""
+    model = program.model.inner if isinstance(program.model, AdaptedModel) else program.model
+
+    def log_probs(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+        variables = {"params": cast(params, program.config.trainer.precision.compute)}
+        hidden, head = model.apply(variables, batch, True, method=hidden_and_head)
+        return answer_log_probs(hidden, head, batch, model.vocab_size, model.logit_cap)
+
+    options = dict(program.xla_options)
+    return MeshFunction(
+        program.layout, jax.jit(log_probs, out_shardings=program.layout.replicated, compiler_options=options)
+    )
+
+
+def _read(path: str, documents: int) -> np.ndarray | None:
+    """Stored values; None if there are none, or not of all documents."""
+    try:
+        values: np.ndarray = np.load(io.BytesIO(read_bytes(path)))
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+    return values if values.shape == (documents,) and values.dtype == np.float32 else None
+
+
+def _initial_params(program: Program, processes: Processes) -> Any:
+    """The parameters that the run started from."""
+    config = program.config
+    ref, path = hf_ref(config), config.initialize_from_checkpoint_path
+    if ref is not None:
+        dtype = config.trainer.precision.params
+        return load_hf_params(ref, config.model, program.model, program.layout, dtype)
+    assert path is not None
+    settings = config.trainer.checkpointer
+    with errors_of("initialize_from_checkpoint_path"):
+        checkpoint = choose_checkpoint(path, settings.verify_on_restore, processes, parts=("params",))
+        return restore_params(checkpoint, program.model, program.layout, settings.staging_dir, averaged=False)
