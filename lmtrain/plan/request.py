@@ -107,13 +107,18 @@ class Request:
     ) -> "Request":
         """The request for a config, of which it has the settings that a compiled program depends on."""
         include = {"model", "optimizer", "trainer", "objective", "z_loss_weight"}
-        if config.lora is not None:  # which requires a base
+        if config.lora is not None or config.objective.needs_reference:  # which require an initial model
             include |= {"lora", "initialize_from_hf", "initialize_from_checkpoint_path"}
         if config.transfer is not None:
             include |= {"transfer"}
         values = config.model_dump(mode="json", include=include, exclude={"trainer": _TRAINER_SKIPS})
         data = config.data
-        kept = {"mask_across_documents": data.mask_across_documents, "reset_positions": data.has_positions}
+        kept: dict[str, Any] = {"mask_across_documents": data.mask_across_documents}
+        kept["reset_positions"] = data.has_positions
+        if data.has_pairs:
+            kept["format"] = {"type": "preference"}
+        if config.loss_weights is not None:
+            kept["configs"] = {name: {} for name in config.loss_weights}
         return cls(values | {"data": kept}, vocab_size, target, steps, compile_it)
 
     def changed(self, changes: Mapping[str, Any], **fields: Any) -> "Request":

@@ -1,0 +1,153 @@
+"""Preference tuning from the command line: DPO in full and with LoRA, ORPO; resumed, evaluated, and refused."""
+
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from conftest import TRAIN_FILES, log_lines, logged, run_in_process, tiny_settings
+from faults.runs import array_bytes
+
+from lmtrain.preprocess.documents import read_texts
+
+pytestmark = pytest.mark.end_to_end
+
+METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy", "log_probs/chosen")
+
+
+def run(folder, *arguments, code=0):
+    return run_in_process(arguments, folder, code)
+
+
+def write(folder, name, settings):
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+
+
+def settings_of(name, objective, **more):
+    settings = tiny_settings()
+    settings["data"] |= {
+        "train_urls": ["pairs.jsonl"],
+        "validation_urls": ["held_out.jsonl"],
+        "cache_dir": "pairs",
+        "format": {"type": "preference"},
+    }
+    settings["model"] = {"type": "llama", "seq_len": 48}
+    settings["optimizer"] |= {"lr_schedule": "constant", "warmup": 0}
+    settings["trainer"] |= {"id": name, "num_train_steps": 8, "steps_per_eval": 8}
+    more = {"initialize_from_hf": "base", "use_hf_model_config": True} | more
+    return settings | {"objective": objective} | more
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model `base`, pairs of answers (words in their order, and shuffled), and runs of all kinds."""
+    folder = tmp_path_factory.mktemp("preferences")
+    settings = tiny_settings()
+    sizes = {"hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
+    settings["model"] = {"type": "llama", **sizes, "seq_len": 48}
+    settings["trainer"] |= {"id": "base"}
+    write(folder, "base", settings)
+    run(folder, "train", "base.yaml")
+    run(folder, "export-hf", "base.yaml", "--output", "base")
+    texts = [text.split() for text in read_texts(TRAIN_FILES[0], "text")]
+    texts = [words[:8] for words in texts if len(words) >= 8]
+    shuffle = random.Random(0)
+    pairs = []
+    for words in texts:
+        other = words[3:]
+        shuffle.shuffle(other)
+        pairs.append(
+            {"prompt": " ".join(words[:3]), "chosen": " " + " ".join(words[3:]), "rejected": " " + " ".join(other)}
+        )
+    for name, part in (("pairs", pairs[:-8]), ("held_out", pairs[-8:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in part))
+    write(folder, "dpo", settings_of("dpo", {"type": "dpo"}))
+    write(folder, "lora", settings_of("lora", {"type": "dpo"}, lora={"r": 4, "alpha": 8}))
+    write(folder, "orpo", settings_of("orpo", {"type": "orpo"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    outputs = {}
+    for name in ("dpo", "lora", "orpo"):
+        outputs[name] = run(folder, "train", f"{name}.yaml").stderr
+    return outputs
+
+
+@pytest.mark.parametrize("name", ["dpo", "lora", "orpo"])
+def test_runs_learn_the_preference_and_log_it(folder, trained, name):
+    first = log_lines(folder, name)
+    losses = logged(folder, "train/loss", name)
+    if name != "orpo":
+        assert losses[1] == pytest.approx(np.log(2), abs=1e-4)  # the model is the reference
+        assert logged(folder, "train/rewards/margin", name)[1] == pytest.approx(0, abs=1e-4)
+    margins = logged(folder, "train/rewards/margin", name)
+    assert margins[8] > margins[1]
+    for metric in METRICS:
+        assert any(f"eval/preferences/{metric}" in line for line in first), metric
+    assert logged(folder, "eval/preferences/rewards/accuracy", name)[8] > 0.5
+    assert " % of pairs right, margin " in trained[name]
+
+
+def stored(folder):
+    return {path: path.stat().st_mtime_ns for path in (folder / "pairs").glob("*/reference-*.npy")}
+
+
+@pytest.mark.parametrize("name", ["dpo", "lora"])
+def test_a_run_that_is_resumed_is_the_straight_run_with_or_without_its_stored_reference(folder, trained, name):
+    before = stored(folder)
+    assert len(before) == 2  # one for each split: the base is the reference of both runs
+    run(folder, "train", f"{name}.yaml", "--trainer.id", f"{name}-again", "--trainer.num_train_steps", 4)
+    assert stored(folder) == before  # used again
+    for path in before:
+        path.unlink()
+    output = run(folder, "train", f"{name}.yaml", "--trainer.id", f"{name}-again").stderr
+    assert "resuming after step 4" in output
+    assert "log-probabilities of" in output
+    assert array_bytes(folder, 8, f"{name}-again") == array_bytes(folder, 8, name)
+    assert logged(folder, "train/loss", f"{name}-again") == logged(folder, "train/loss", name)
+
+
+def test_a_reference_that_has_changed_is_refused(folder, trained):
+    run(folder, "train", "dpo.yaml", "--trainer.id", "changed", "--trainer.num_train_steps", 4)
+    for path in stored(folder):
+        path.unlink()
+    shutil.move(folder / "base", folder / "kept")
+    run(folder, "export-hf", "base.yaml", "--checkpoint", "checkpoints/base/step-4", "--output", "base")
+    try:
+        output = run(folder, "train", "dpo.yaml", "--trainer.id", "changed", code=2).stderr
+        assert "the model that this run started from has changed" in output
+    finally:
+        shutil.rmtree(folder / "base")
+        shutil.move(folder / "kept", folder / "base")
+    run(folder, "train", "dpo.yaml", "--trainer.id", "changed")
+
+
+def test_other_commands_read_the_run(folder, trained):
+    loss = json.loads(run(folder, "eval", "dpo.yaml").stdout)["eval/loss"]
+    assert loss == pytest.approx(logged(folder, "eval/loss", "dpo")[8], abs=1e-5)
+    shown = run(folder, "preprocess", "dpo.yaml", "--show", 2).stdout
+    assert "pairs.jsonl:1, chosen: " in shown
+    assert "pairs.jsonl:2, rejected: " in shown
+    for name in ("dpo", "lora", "orpo"):
+        run(folder, "plan", f"{name}.yaml", "--device", "h100")
+    run(folder, "export-hf", "lora.yaml", "--output", "merged", "--merge", "--verify")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--objective.type", "cross_entropy"], "objective.type: cross_entropy cannot compare answers"),
+        (["--data.format.type", "text"], "objective.type: dpo compares answers; set data.format: {type: preference}"),
+        (["--initialize_from_hf", "false"], "objective.type: dpo tunes a model"),
+        (["--data.mask_across_documents", "false"], "preferences require true"),
+        (["--z_loss_weight", "0.1"], "z_loss_weight: has no effect with objective dpo"),
+        (["--objective.loss", "ipo", "--objective.label_smoothing", "0.1"], "label_smoothing: has no effect with"),
+        (["--optimizer.type", "sophia-g"], "optimizer.type: sophia-g estimates the Hessian of a cross-entropy"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(folder, changes, message):
+    assert message in run(folder, "train", "dpo.yaml", *changes, code=2).stderr
