@@ -34,7 +34,7 @@ class PreferenceEvaluator:
         return True
 
     def evaluate(self, params: Any, step: int) -> dict[str, float]:
-        """`loss`, and what the objective logs, such as `rewards/accuracy`."""
+        """`loss`, and what the objective logs, such as `rewards/accuracies`."""
         context, done = self._context, itertools.count(1)
         total = sum(map(len, context.sets.values()))
 
@@ -50,8 +50,8 @@ class PreferenceEvaluator:
         return {name: value / max(pairs, 1) for name, value in sums.items()}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        loss, accuracy = metrics["eval/preferences/loss"], metrics["eval/preferences/rewards/accuracy"]
-        margin = metrics["eval/preferences/rewards/margin"]
+        loss, accuracy = metrics["eval/preferences/loss"], metrics["eval/preferences/rewards/accuracies"]
+        margin = metrics["eval/preferences/rewards/margins"]
         return f"preferences: loss {loss:.4f}, {100 * accuracy:.1f} % of pairs right, margin {margin:.3f}"
 
 

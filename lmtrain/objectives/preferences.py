@@ -47,7 +47,7 @@ class Preferences:
         vocab_size: int,
         logit_cap: float | None = None,
     ) -> LossTerms:
-        """The sum of losses over pairs; logged are rewards, their accuracy, and log-probabilities as the loss has them.
+        """The sum of losses over pairs; logged are rewards, their accuracy, and log-probabilities, under TRL's names.
 
         The reward of an answer is b * log p, less that by the reference.
         """
@@ -55,29 +55,30 @@ class Preferences:
         log_probs_BS = target_log_probs(hidden_BSD, head_VD, targets, vocab_size, logit_cap)
         tokens_BP2 = _by_answer(batch["loss_mask"], batch)
         counts_BP = _are_complete(tokens_BP2)
-        per_answer = jnp.maximum(tokens_BP2, 1) if self.loss in ("ipo", "orpo") else 1
-        log_probs_BP2 = _by_answer(jnp.where(batch["loss_mask"], log_probs_BS, 0.0), batch) / per_answer
-        gain_BP2 = log_probs_BP2
-        if self.loss != "orpo":
-            gain_BP2 = log_probs_BP2 - _by_answer(batch["reference"], batch) / per_answer
-        margin_BP = gain_BP2[..., 0] - gain_BP2[..., 1]
+        per_answer_BP2 = jnp.maximum(tokens_BP2, 1)
+        log_probs_BP2 = _by_answer(jnp.where(batch["loss_mask"], log_probs_BS, 0.0), batch)
         logged = {}
-        if self.loss == "sigmoid":
-            losses = -(1 - self.label_smoothing) * jax.nn.log_sigmoid(self.beta * margin_BP)
-            losses -= self.label_smoothing * jax.nn.log_sigmoid(-self.beta * margin_BP)
-        elif self.loss == "ipo":
-            losses = (margin_BP - 1 / (2 * self.beta)) ** 2
-        else:
+        if self.loss == "orpo":
+            log_probs_BP2 = log_probs_BP2 / per_answer_BP2
             nll = _nll_of_chosen(log_probs_BS, batch)
             losses = nll - self.beta * jax.nn.log_sigmoid(_log_odds_ratio(log_probs_BP2))
-            logged["nll"] = nll
+            gain_BP2 = log_probs_BP2
+            logged["nll_loss"] = nll
+        else:
+            gain_BP2 = log_probs_BP2 - _by_answer(batch["reference"], batch)
+            if self.loss == "ipo":
+                losses = (_margin(gain_BP2 / per_answer_BP2) - 1 / (2 * self.beta)) ** 2
+            else:
+                margin = self.beta * _margin(gain_BP2)
+                losses = -(1 - self.label_smoothing) * jax.nn.log_sigmoid(margin)
+                losses -= self.label_smoothing * jax.nn.log_sigmoid(-margin)
         logged |= {
             "rewards/chosen": self.beta * gain_BP2[..., 0],
             "rewards/rejected": self.beta * gain_BP2[..., 1],
-            "rewards/margin": self.beta * margin_BP,
-            "rewards/accuracy": margin_BP > 0,
-            "log_probs/chosen": log_probs_BP2[..., 0],
-            "log_probs/rejected": log_probs_BP2[..., 1],
+            "rewards/margins": self.beta * _margin(gain_BP2),
+            "rewards/accuracies": _margin(gain_BP2) > 0,
+            "logps/chosen": log_probs_BP2[..., 0],
+            "logps/rejected": log_probs_BP2[..., 1],
         }
 
         def total(values: jax.Array) -> jax.Array:
@@ -120,8 +121,13 @@ def _nll_of_chosen(log_probs_BS: jax.Array, batch: Mapping[str, jax.Array]) -> j
     return -(total / jnp.maximum(_by_answer(inside, batch), 1))[..., 0]
 
 
+def _margin(values_BP2: jax.Array) -> jax.Array:
+    """The difference between chosen and rejected answers, [B, P]."""
+    return values_BP2[..., 0] - values_BP2[..., 1]
+
+
 def _log_odds_ratio(log_probs_BP2: jax.Array) -> jax.Array:
     """log(odds of chosen / odds of rejected), [B, P]."""
     below_one = jnp.minimum(log_probs_BP2, _HIGHEST_LOG_PROB)
     log_odds = below_one - jnp.log(-jnp.expm1(below_one))
-    return log_odds[..., 0] - log_odds[..., 1]
+    return _margin(log_odds)

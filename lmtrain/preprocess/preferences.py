@@ -7,7 +7,7 @@
 As in TRL, a prompt that is a text next to answers that are messages is ignored: the messages have it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,11 +71,13 @@ class Preferences:
             check_messages(asked + chosen, self.chosen_field),
             check_messages(asked + rejected, self.rejected_field),
         ]
-        shared = len(asked) or _common_messages(*conversations)
+        shared = len(asked) or _common(*conversations)
+        if not shared:
+            raise BadRecordError("the answers have no message in common at their start; write the prompt under its key")
+        if shared == min(map(len, conversations)):
+            raise BadRecordError("an answer has no message")
         parts = []
         for messages in conversations:
-            if shared == len(messages):
-                raise BadRecordError("an answer has no message of its own")
             rendering = Rendering.of(self.template, messages, record, self.variables)
             parts.append(rendering.as_text((rendering.answer(shared),)))
         return AnswerPair(*parts)
@@ -83,24 +85,16 @@ class Preferences:
 
 def _common_text(chosen: str, rejected: str) -> str:
     """The prompt at the start of both texts, without a space at its end, which belongs to the answers."""
+    if prompt := chosen[: _common(chosen, rejected)].removesuffix(" "):
+        return prompt
+    raise BadRecordError("the answers have no prompt in common at their start; write it under its key")
+
+
+def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """The length of what both have in common at their start; less than that of each, as in TRL."""
     if chosen == rejected:
         raise BadRecordError(
             "both answers are equal, so it is unknown where they begin; write the prompt under its key"
         )
-    differs = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    prompt = chosen[: min(len(chosen), len(rejected)) if differs is None else differs].removesuffix(" ")
-    if not prompt:
-        raise BadRecordError("the answers have no prompt in common at their start; write it under its key")
-    return prompt
-
-
-def _common_messages(chosen: list[Any], rejected: list[Any]) -> int:
-    """The number of messages at the start of both conversations that are the same."""
-    if chosen == rejected:
-        raise BadRecordError(
-            "both answers are equal, so it is unknown where they begin; write the prompt under its key"
-        )
-    shared = next((at for at, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    if shared == 0:
-        raise BadRecordError("the answers have no message in common at their start; write the prompt under its key")
-    return min(len(chosen), len(rejected)) if shared is None else shared
+    shortest = min(len(chosen), len(rejected)) - 1
+    return next((at for at in range(shortest) if chosen[at] != rejected[at]), shortest)

@@ -29,13 +29,17 @@ class InstructionText:
 
 @dataclass(frozen=True)
 class AnswerPair:
-    """Two answers to a prompt, each as a text with the prompt. They become two documents."""
+    """Two answers to a prompt, each as a text that starts with the prompt. They become two documents."""
 
     chosen: InstructionText
     rejected: InstructionText
 
     def __len__(self) -> int:
         return len(self.chosen) + len(self.rejected)
+
+    @property
+    def prompt(self) -> str:
+        return self.chosen.text[: self.chosen.targets[0][0]]
 
 
 @dataclass(frozen=True)

@@ -114,19 +114,25 @@ def _tokenize_instructions(
     """Encode instructions with their special tokens, which the text spells.
 
     A token is a target if any of its characters is. Completions get an EOS token, a target, and a BOS token if it is
-    enforced; conversations have what their template writes. A pair of answers becomes two documents.
+    enforced; conversations have what their template writes. A pair of answers becomes two documents, whose targets
+    start where one of them differs from the tokens of their prompt alone, as in TRL.
     """
     documents: list[InstructionText] = []
     for record in records:
         documents += [record.chosen, record.rejected] if isinstance(record, AnswerPair) else [record]
-    texts = [document.text for document in documents]
-    encodings = tokenizer.parsing_backend.encode_batch(texts, add_special_tokens=False)
+    encodings = tokenizer.parsing_backend.encode_batch([text.text for text in documents], add_special_tokens=False)
+    starts = _answer_starts(records, encodings, tokenizer)
     ids, targets = [], []
-    for document, encoding in zip(documents, encodings, strict=True):
+    for number, (document, encoding) in enumerate(zip(documents, encodings, strict=True)):
+        # TRL does not repeat an EOS token that an answer spells
+        ends = document.is_plain and not (starts and encoding.ids[-1:] == [tokenizer.eos_id])
         before = [tokenizer.bos_id] if document.is_plain and config.enforce_bos else []
-        after = [tokenizer.eos_id] if document.is_plain else []
+        after = [tokenizer.eos_id] if ends else []
         ids.append(np.array([*before, *encoding.ids, *after], token_dtype(tokenizer.vocab_size)))
-        inside = _overlaps(np.array(encoding.offsets, np.int64).reshape(-1, 2), document.targets)
+        if starts:
+            inside = np.arange(len(encoding.ids)) >= starts[number]
+        else:
+            inside = _overlaps(np.array(encoding.offsets, np.int64).reshape(-1, 2), document.targets)
         targets.append(np.concatenate([np.zeros(len(before), bool), inside, np.ones(len(after), bool)]))
     added = tokenizer.parsing_backend.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
@@ -137,8 +143,26 @@ def _tokenize_instructions(
         sum(any(token in content for token in special for content in document.contents) for document in documents),
         sum(not part.any() for part in targets),
         sum(not document.is_written for document in documents),
-        sum(2 for pair in records if isinstance(pair, AnswerPair) and pair.chosen == pair.rejected),
+        sum(2 for record in records if isinstance(record, AnswerPair) and record.chosen == record.rejected),
     )
+
+
+def _answer_starts(
+    records: list[InstructionText | AnswerPair], encodings: list[Any], tokenizer: Tokenizer
+) -> list[int]:
+    """The number of the first token of each answer; empty for documents that are no answers."""
+    prompts = [record.prompt for record in records if isinstance(record, AnswerPair)]
+    starts = []
+    for number, alone in enumerate(tokenizer.parsing_backend.encode_batch(prompts, add_special_tokens=False)):
+        pair = encodings[2 * number : 2 * number + 2]
+        starts += 2 * [min(_common_length(alone.ids, answer.ids) for answer in pair)]
+    return starts
+
+
+def _common_length(first: list[int], second: list[int]) -> int:
+    """Number of equal ids at the start of both."""
+    different = (number for number, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(different, min(len(first), len(second)))
 
 
 def _overlaps(offsets: np.ndarray, spans: tuple[tuple[int, int], ...]) -> np.ndarray:

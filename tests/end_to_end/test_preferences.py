@@ -14,7 +14,7 @@ from lmtrain.preprocess.documents import read_texts
 
 pytestmark = pytest.mark.end_to_end
 
-METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy", "log_probs/chosen")
+METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen")
 
 
 def run(folder, *arguments, code=0):
@@ -83,12 +83,12 @@ def test_runs_learn_the_preference_and_log_it(folder, trained, name):
     losses = logged(folder, "train/loss", name)
     if name != "orpo":
         assert losses[1] == pytest.approx(np.log(2), abs=1e-4)  # the model is the reference
-        assert logged(folder, "train/rewards/margin", name)[1] == pytest.approx(0, abs=1e-4)
-    margins = logged(folder, "train/rewards/margin", name)
+        assert logged(folder, "train/rewards/margins", name)[1] == pytest.approx(0, abs=1e-4)
+    margins = logged(folder, "train/rewards/margins", name)
     assert margins[8] > margins[1]
     for metric in METRICS:
         assert any(f"eval/preferences/{metric}" in line for line in first), metric
-    assert logged(folder, "eval/preferences/rewards/accuracy", name)[8] > 0.5
+    assert logged(folder, "eval/preferences/rewards/accuracies", name)[8] > 0.5
     assert " % of pairs right, margin " in trained[name]
 
 

@@ -53,9 +53,9 @@ def test_a_step_equals_the_formula_on_single_sequences(name, microbatches):
     objective = build_objective(OF[name], 0.0)
     metrics, found = quick.metrics_and_gradients(MODEL, PARAMS, BATCH, objective=objective, microbatches=microbatches)
     assert metrics["train/loss"] == pytest.approx(float(loss), rel=1e-5)
-    assert metrics["train/rewards/accuracy"] == pytest.approx(float(accuracy))
+    assert metrics["train/rewards/accuracies"] == pytest.approx(float(accuracy))
     rewards = metrics["train/rewards/chosen"], metrics["train/rewards/rejected"]
-    assert metrics["train/rewards/margin"] == pytest.approx(rewards[0] - rewards[1], abs=1e-5)
+    assert metrics["train/rewards/margins"] == pytest.approx(rewards[0] - rewards[1], abs=1e-5)
     check_equal(found, gradients)
 
 

@@ -1,6 +1,7 @@
 """Train a tiny model on meshes of simulated devices, and compare with one device. Called by test_context.py.
 
-context_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, devices, model, trainer, data, lora, optimizer}.
+context_on_meshes.py OUTPUT CASE [CASE ...], each case JSON: {name, devices, model, trainer, data, lora, objective,
+optimizer}.
 Writes for each case the sizes of its mesh, the largest difference of the losses, and for each tensor the norm of the
 difference of gradients, relative to the norm of the gradient on one device.
 """
@@ -31,7 +32,11 @@ def batch(step: int, config: RunConfig) -> dict[str, np.ndarray]:
     begins[:, 0] = True
     documents = np.maximum.accumulate(np.where(begins, np.arange(LENGTH), 0), axis=1)
     whole = {"tokens": tokens, "loss_mask": mask, "segments": documents, "positions": np.arange(LENGTH) - documents}
-    return {name: whole[name].astype(bool if name == "loss_mask" else np.int32) for name in config.batch_types}
+    if config.data.has_pairs:
+        whole["loss_mask"] = mask & ~np.roll(begins, -1, axis=1)
+        whole["documents"] = np.cumsum(begins, axis=1) - 1
+        whole["reference"] = np.where(begins, rng.normal(-10, 3, begins.shape), 0)
+    return {name: whole[name].astype(dtype) for name, dtype in config.batch_types.items()}
 
 
 def with_noise(leaf: jax.Array) -> jax.Array:
@@ -52,7 +57,9 @@ def run(case: dict, devices: int, trainer: dict) -> tuple[list[float], dict[str,
         optimizer={**OPTIMIZER, **case.get("optimizer", {})},
         data={"tokenizer": "passthrough", "vocab_size": VOCAB, **case.get("data", {})},
         lora=case.get("lora"),
-        initialize_from_hf="unused" if "lora" in case else False,  # the base is newly initialized
+        objective=case.get("objective", {}),
+        # the base, or the model to tune, is newly initialized
+        initialize_from_hf="unused" if "lora" in case or "objective" in case else False,
     )
     program = build_program(config, VOCAB, jax.devices()[:devices])
     state = program.init()
@@ -77,7 +84,7 @@ def main() -> None:
     for number, case in enumerate(map(json.loads, sys.argv[2:])):
         if number == 0:  # before the same model is traced for one device
             run(case, case["devices"], case["trainer"])
-        key = json.dumps({name: case.get(name) for name in ("model", "data", "lora", "optimizer")})
+        key = json.dumps({name: case.get(name) for name in ("model", "data", "lora", "objective", "optimizer")})
         if key not in alone:
             alone[key] = run(case, 1, {})
         expected, gradients, _, evaluated = alone[key]

@@ -13,12 +13,16 @@ BLOCKS = {"attn_backend": "blockwise", "flash_attention_block_size": 16}
 TENSOR = {"model_axis_size": 2, "tensor_parallel_axes": ["mlp", "heads", "vocab"]}
 NO_DROPOUT = {"attn_pdrop": 0, "embed_pdrop": 0, "resid_pdrop": 0}
 
+PAIRS = {"data": {"format": {"type": "preference"}}}
+DPO = {**PAIRS, "objective": {"type": "dpo"}}
+
 # Name -> devices, settings of the trainer, of the model, others. Models have 4 heads. "exchanged": heads for positions.
 SHORT = {
     "first in a process, with data": (8, {"context_axis_size": 2}, {}, {}),
     "exchanged, with FSDP": (8, {"context_axis_size": 4}, {}, {}),
     "two groups of four gather, which swap queries": (8, {"context_axis_size": 8}, {"num_kv_heads": 2}, {}),
     "ALiBi, blocks, gathered": (8, {"context_axis_size": 8}, {"type": "mpt", "num_heads": 2, **BLOCKS}, {}),
+    "answers": (8, {"context_axis_size": 2, **TENSOR, "per_device_parallelism": 2}, {}, DPO),
 }
 LONG = {
     "two devices": (2, {"context_axis_size": 2}, {}, {}),
@@ -45,6 +49,8 @@ LONG = {
     "replicas": (8, {"context_axis_size": 2, "replica_ici_axis_size": 2}, {}, {}),
     "no FSDP": (8, {"context_axis_size": 4, "fsdp_axis": None}, {}, {}),
     "adapters": (8, {"context_axis_size": 4}, {}, {"lora": {}}),
+    "answers, adapters, FSDP": (8, {}, {}, {**DPO, "lora": {}}),
+    "answers, odds ratios": (8, {"context_axis_size": 4, **TENSOR}, {}, {**PAIRS, "objective": {"type": "orpo"}}),
     "one document": (8, {"context_axis_size": 8}, {}, {"data": {"mask_across_documents": False}}),
     "no recomputation": (8, {"context_axis_size": 8}, {"gradient_checkpointing": False, "scan_layers": False}, {}),
     "position over the model axis": (8, {"model_axis_size": 4, "compute_axis_resources": {"position": "model"}},

@@ -1,0 +1,179 @@
+"""Pairs of answers: every form, one message for each damaged record, and caches of them."""
+
+import json
+
+import numpy as np
+import pytest
+from cache_building import build_cache
+from chat_tokenizer import PLAIN, write_chat_tokenizer
+from conftest import TOKENIZER
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.cache_manifest import load_manifest
+from lmtrain.data.caches import Cache, open_store
+from lmtrain.data.config import DataConfig
+from lmtrain.data.pairs import PairWindows
+from lmtrain.data.shards import Shards
+from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.preprocess.recipe import chat_template_of, recipe_of
+from lmtrain.preprocess.record_reader import record_reader
+from lmtrain.preprocess.records import BadRecordError, read_document
+from lmtrain.preprocess.tokenize import tokenize
+
+ASK, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "Who?"), ("assistant", "Me."), ("assistant", "No one."))
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), PLAIN))
+
+
+def read(record, folder=str(TOKENIZER), **settings):
+    """The two texts of a record, and the text of the targets of each."""
+    config = DataConfig(tokenizer=folder, format={"type": "preference"}, **settings)
+    tokenizer = load_tokenizer(folder)
+    pair = read_document(record_reader(config, tokenizer.vocab_size, chat_template_of(config)), record)
+    batch = tokenize([pair], tokenizer, config)
+    parts = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
+    targets = np.split(batch.targets, np.cumsum(batch.lengths)[:-1])
+
+    def decode(ids):
+        return tokenizer.library.decode(ids.tolist(), skip_special_tokens=False)
+
+    return [decode(ids) for ids in parts], [decode(ids[own]) for ids, own in zip(parts, targets, strict=True)]
+
+
+TEXTS = (
+    ["A star is big.<|endoftext|>", "A star is small.<|endoftext|>"],
+    [" big.<|endoftext|>", " small.<|endoftext|>"],
+)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "A star is", "chosen": " big.", "rejected": " small."},
+        {"prompt": "A star is", "chosen": " big.<|endoftext|>", "rejected": " small."},
+        {"chosen": "A star is big.", "rejected": "A star is small."},
+    ],
+)
+def test_texts_get_an_eos_token_and_the_prompt_is_no_target(record):
+    assert read(record) == TEXTS
+
+
+def test_a_bos_token_is_no_target():
+    texts, targets = read({"prompt": "A", "chosen": " b", "rejected": " c"}, enforce_bos=True)
+    assert texts == ["<|endoftext|>A b<|endoftext|>", "<|endoftext|>A c<|endoftext|>"]
+    assert targets == [" b<|endoftext|>", " c<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": "Who?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},  # the prompt is in the messages, too
+    ],
+)
+def test_messages_are_written_by_the_template_and_targets_start_after_the_header(folder, record):
+    texts, targets = read(record, folder)
+    asked = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    assert targets == ["Me.<|im_end|>\n", "No one.<|im_end|>\n"]
+    assert texts == [f"<|endoftext|>{asked}{target}" for target in targets]
+
+
+def test_answers_may_have_several_messages(folder):
+    more = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+    _, targets = read({"prompt": [ASK], "chosen": [GOOD, *more], "rejected": [BAD]}, folder)
+    assert targets[0].startswith("Me.<|im_end|>\n<|im_start|>user\nSure?")
+    _, targets = read({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, *more]}, folder)  # a part of the other one
+    assert targets[0] == "Me.<|im_end|>\n"
+    assert targets[1].endswith("Yes.<|im_end|>\n")
+    own = [{"role": "user", "content": "Or?"}, {"role": "assistant", "content": "So."}]
+    _, targets = read({"chosen": [ASK, GOOD, *more], "rejected": [ASK, GOOD, *own]}, folder)
+    assert targets[1] == "<|im_start|>user\nOr?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"chosen": "a b"}, "no key 'rejected' .*set data.format.rejected_field"),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' is int, not text"),
+        ({"chosen": None, "rejected": "b"}, "'chosen' is NoneType, not text"),
+        ({"chosen": "a b", "rejected": "a b"}, "both answers are equal, so it is unknown where they begin"),
+        ({"chosen": "a", "rejected": "b"}, "no prompt in common"),
+        ({"chosen": "", "rejected": "b"}, "no prompt in common"),
+        ({"prompt": [ASK], "chosen": "a", "rejected": "b"}, "'prompt' is a list of messages, but 'chosen' is text"),
+        ({"prompt": "a", "chosen": [ASK, GOOD], "rejected": "b"}, "'chosen' is list, not text"),
+        ({"prompt": [ASK], "chosen": [], "rejected": [BAD]}, "an answer has no message"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "no message in common"),
+        ({"prompt": [ASK], "chosen": [{"role": "assistant"}], "rejected": [BAD]}, "has no content"),
+        ({"prompt": "a", "chosen": "\ud800", "rejected": "b"}, "not UTF-8"),
+    ],
+)
+def test_a_damaged_record_is_one_clear_error(folder, record, reason):
+    with pytest.raises(BadRecordError, match=reason):
+        read(record, folder)
+
+
+def test_messages_without_a_template_are_an_error():
+    with pytest.raises(UserError, match="'chosen' has messages, but the tokenizer has no chat template"):
+        read({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]})
+
+
+@given(st.text(max_size=20), st.text(max_size=20), st.text(max_size=20))
+def test_texts_of_any_kind_are_kept(prompt, chosen, rejected):
+    config = DataConfig(tokenizer=str(TOKENIZER), format={"type": "preference"})
+    try:
+        pair = read_document(record_reader(config, 0), {"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    except BadRecordError as error:
+        assert "not UTF-8" in str(error)  # noqa: PT017
+        return
+    batch = tokenize([pair], load_tokenizer(str(TOKENIZER)), config)
+    assert len(batch.lengths) == 2
+    ends = np.cumsum(batch.lengths)
+    assert batch.targets[ends - 1].all()  # each has at least an EOS token
+
+
+def test_a_cache_keeps_pairs_together_counts_equal_ones_and_drops_duplicates_as_pairs(tmp_path):
+    rows = [{"prompt": "A star", "chosen": f" is {n}.", "rejected": f" has {n} robots."} for n in range(5)]
+    rows.append({"prompt": "A star", "chosen": " is.", "rejected": " is."})
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(
+        train_urls=[str(path)],
+        tokenizer=str(TOKENIZER),
+        cache_dir=str(tmp_path / "cache"),
+        format={"type": "preference"},
+        num_preprocess_workers=1,
+    )
+    manifest = build_cache(config, "train")
+    assert load_manifest(f"{config.cache_dir}/train") == manifest
+    (shard,) = manifest.shards
+    assert shard.documents == 12
+    assert shard.warnings == [
+        f"{path}: 2 of 12 documents are pairs of equal answers, from which no preference is learned"
+    ]
+    cache = Cache(f"{config.cache_dir}/train", manifest.recipe, [], manifest.dtype, Shards.of(manifest), "cut")
+    assert cache.has_pairs
+    windows = PairWindows(open_store(config, cache), 64)
+    number = windows.for_training()
+    ranges = [windows.range_of(window) for window in range(number)]
+    assert [part.start % 2 for part in ranges] == [0] * number
+    assert [document for part in ranges for document in range(part.start, part.stop)] == list(range(12))
+
+
+def test_the_recipe_has_what_changes_the_tokens():
+    tokenizer = load_tokenizer(str(TOKENIZER))
+
+    def recipe(**settings):
+        config = DataConfig(tokenizer=str(TOKENIZER), format={"type": "preference", **settings})
+        return recipe_of(config, tokenizer, chat_template_of(config))
+
+    assert recipe() == recipe(too_long="drop")
+    assert recipe() != recipe(chosen_field="better")
+    assert recipe() != recipe(chat_template=PLAIN)
