@@ -138,7 +138,7 @@ class Reference:
         values = np.zeros(windows.documents, np.float32)
         pairs = counted(windows.documents // 2, "pair")
         log.info(
-            f"reference {self.digest[:12]}: log-probabilities of {pairs} of {folder}, {counted(len(own), 'batch')}"
+            f"reference {self.digest[:12]}: log-probabilities of {pairs} of {folder}, {len(own):,} batches"
         )
         step = _build_step(self._program)
         with Progress("reference", len(own), quiet=not self._processes.is_first) as progress:
