@@ -15,9 +15,18 @@ class _Objective(Section):
     needs_pairs: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
 
+    @property
+    def is_cross_entropy(self) -> bool:
+        """Whether it is a cross-entropy of the tokens, which z-loss and estimates of the Hessian require."""
+        return False
+
 
 class _CrossEntropy(_Objective):
     """Settings shared by all kinds of cross-entropy."""
+
+    @property
+    def is_cross_entropy(self) -> bool:
+        return True
 
     label_smoothing: float = identity(
         0.0,
@@ -81,10 +90,23 @@ class OrpoConfig(_Objective):
     beta: float = identity(0.1, gt=0, description="Weight of the preference, relative to the cross-entropy")
 
 
+class DistillConfig(_Objective):
+    """Knowledge distillation: the model learns the distribution over all tokens of a frozen teacher with the same
+    tokenizer, at every target token: alpha * temperature^2 * KL(teacher || model) + (1 - alpha) * cross-entropy."""
+
+    type: Literal["distill"] = identity("distill", description="Objective type")
+    teacher: str = identity(min_length=1, description="The teacher: a folder or hub id of a Hugging Face model")
+    temperature: float = identity(
+        1.0, gt=0, description="The logits of both models are divided by it; above 1, unlikely tokens count more"
+    )
+    alpha: float = identity(1.0, gt=0, le=1, description="Weight of the divergence; the rest is that of cross-entropy")
+
+
 ObjectiveConfig = Annotated[
     Annotated[CrossEntropyConfig, Tag("cross_entropy")]
     | Annotated[WeightedCrossEntropyConfig, Tag("weighted_cross_entropy")]
     | Annotated[DpoConfig, Tag("dpo")]
-    | Annotated[OrpoConfig, Tag("orpo")],
+    | Annotated[OrpoConfig, Tag("orpo")]
+    | Annotated[DistillConfig, Tag("distill")],
     by_type("cross_entropy"),
 ]

@@ -46,14 +46,19 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(
-        cls, hidden_BSD: jax.Array, head_VD: jax.Array, vocab_size: int | None, cap: float | None = None
+        cls,
+        hidden_BSD: jax.Array,
+        head_VD: jax.Array,
+        vocab_size: int | None,
+        cap: float | None = None,
+        arrays: int = 1,
     ) -> "Chunks":
-        """The split in the program being traced, for these global arrays."""
+        """The split in the program being traced, for these global arrays; `arrays` of logits are in memory at once."""
         batch, positions, vocab = split_over("act_batch"), stream_axes(hidden_BSD.shape[1]), split_over("act_vocab")
         entries = head_VD.shape[0]
         chunks = cls(batch, positions, vocab, 0, vocab_size or entries, entries, cap)
         rows = hidden_BSD.shape[0] * hidden_BSD.shape[1] // num_parts(chunks.rows)
-        return chunks._replace(size=rows_at_once(rows, entries // num_parts(vocab), platform()))
+        return chunks._replace(size=rows_at_once(rows, arrays * entries // num_parts(vocab), platform()))
 
     @property
     def gathered(self) -> tuple[str, ...]:

@@ -117,34 +117,35 @@ class RunConfig(HuggingFaceConfig):
     def _check_objective(self, given: list[str]) -> None:
         """Raise an error for settings that do not fit the objective. `given` names what training starts from."""
         objective = self.objective
-        if not objective.needs_pairs:
-            if self.data.has_pairs:
-                raise field_error(
-                    "objective.type",
-                    f"{objective.type} cannot compare answers (data.format preference); set dpo or orpo",
-                )
-            return
-        if not self.data.has_pairs:
+        kind = objective.type
+        if objective.needs_pairs != self.data.has_pairs:
             raise field_error(
-                "objective.type", f"{objective.type} compares answers; set data.format: {{type: preference}}"
+                "objective.type",
+                f"{kind} compares answers; set data.format: {{type: preference}}"
+                if objective.needs_pairs
+                else f"{kind} cannot compare answers (data.format preference); set dpo or orpo",
             )
+        if objective.is_cross_entropy:
+            return
         if self.optimizer.hessian is not None:
             raise field_error(
                 "optimizer.type",
                 f"{self.optimizer.type} estimates the Hessian of a cross-entropy; use another, such as adam",
             )
         if self.z_loss_weight:
-            raise field_error("z_loss_weight", f"has no effect with objective {objective.type}; set it to 0.0")
-        if objective.needs_reference and self.trainer.initialize_from:
+            raise field_error("z_loss_weight", f"has no effect with objective {kind}; set it to 0.0")
+        if not objective.needs_reference:
+            return
+        if self.trainer.initialize_from:
             raise field_error(
                 "trainer.initialize_from",
                 "is the complete state of a run, which has no reference; set initialize_from_checkpoint_path",
             )
-        if objective.needs_reference and not given:
+        if not given:
             raise field_error(
                 "objective.type",
-                f"{objective.type} tunes a model, relative to which preferences are learned; set "
-                "initialize_from_hf or initialize_from_checkpoint_path",
+                f"{kind} tunes a model, relative to which preferences are learned; set initialize_from_hf or "
+                "initialize_from_checkpoint_path",
             )
 
     def _check_lora(self) -> None:

@@ -16,6 +16,7 @@ from lmtrain.hf.tokenizer import Tokenizer, load_tokenizer
 from lmtrain.hf.weight_files import locate, read_model_config
 from lmtrain.models.registry import family_of, hf_family
 from lmtrain.models.rope_config import RopeConfig
+from lmtrain.objectives.config import DistillConfig
 from lmtrain.run.config import RunConfig
 from lmtrain.run.run import ResolvedSettings, Run, resolve, validate
 from lmtrain.runtime.logging import log
@@ -155,17 +156,33 @@ def check_tokens(ref: str, data: DataConfig) -> None:
 
     One tokenizer may have more tokens than the other, and a few tokens, such as special ones, may have other names.
     """
+    if found := _other_tokens(ref, data):
+        raise UserError(
+            f"data.tokenizer: {data.tokenizer} has other tokens for {found} than {ref} was trained on, so its "
+            f"embeddings would be meaningless; set data.tokenizer: {ref} and a cache_dir for it, or "
+            "allow_other_tokenizer: true"
+        )
+
+
+def check_teacher(config: RunConfig) -> None:
+    """Raise `UserError` if the teacher of a distillation has another tokenizer."""
+    objective, data = config.objective, config.data
+    if isinstance(objective, DistillConfig) and (found := _other_tokens(objective.teacher, data)):
+        raise UserError(
+            f"objective.teacher: {objective.teacher} has other tokens for {found} than data.tokenizer "
+            f"{data.tokenizer}, so its predictions are about other texts; set data.tokenizer: {objective.teacher} and "
+            "a cache_dir for it"
+        )
+
+
+def _other_tokens(ref: str, data: DataConfig) -> str:
+    """How many ids are of other tokens in the tokenizer of the model, for messages; empty for a few or none."""
     if data.tokenizer == PASSTHROUGH or not has_tokenizer(ref):
-        return
+        return ""
     ours, theirs = _tokens_of(open_tokenizer(data.tokenizer)), _tokens_of(_their_tokenizer(ref))
     shared = ours.keys() & theirs.keys()
     differ = sum(ours[number] != theirs[number] for number in shared)
-    if differ > _MAX_DIFFERENT * len(shared):
-        raise UserError(
-            f"data.tokenizer: {data.tokenizer} has other tokens for {differ:,} of {len(shared):,} ids than {ref} was "
-            f"trained on, so its embeddings would be meaningless; set data.tokenizer: {ref} and a cache_dir for it, or "
-            "allow_other_tokenizer: true"
-        )
+    return f"{differ:,} of {len(shared):,} ids" if differ > _MAX_DIFFERENT * len(shared) else ""
 
 
 def _their_tokenizer(ref: str) -> Tokenizer:

@@ -18,7 +18,7 @@ from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import Layout, build_layout
 from lmtrain.sharding.mesh_function import MeshFunction
-from lmtrain.train.step.state import TrainState, state_shardings
+from lmtrain.train.step.state import TrainState, add_teacher, state_shardings
 from lmtrain.train.step.step import TrainStep, build_train_step
 
 
@@ -89,6 +89,8 @@ def build_step(
 ) -> MeshFunction:
     """The training step of a model with parameters in `dtype`, for batches of any size."""
     _, shardings = state_shardings(model, optimizer, layout, dtype, averages="averaging" in more)
+    if "teacher" in more:
+        _, shardings = add_teacher(shardings, shardings, more["teacher"], layout, dtype)
     number = defaultdict(lambda: microbatches)
     step = TrainStep(model, objective or CrossEntropy(), optimizer, schedule, number, **more)
     return build_train_step(step, layout, shardings)

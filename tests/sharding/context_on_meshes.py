@@ -7,6 +7,7 @@ difference of gradients, relative to the norm of the gradient on one device.
 """
 
 import json
+import os
 import sys
 
 import jax
@@ -37,6 +38,19 @@ def batch(step: int, config: RunConfig) -> dict[str, np.ndarray]:
         whole["documents"] = np.cumsum(begins, axis=1) - 1
         whole["reference"] = np.where(begins, rng.normal(-10, 3, begins.shape), 0)
     return {name: whole[name].astype(dtype) for name, dtype in config.batch_types.items()}
+
+
+# A teacher of other sizes than those of the students, in the folder of the results; its weights are random.
+TEACHER = {
+    "model_type": "llama",
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": LENGTH,
+}
 
 
 def with_noise(leaf: jax.Array) -> jax.Array:
@@ -81,6 +95,10 @@ def run(case: dict, devices: int, trainer: dict) -> tuple[list[float], dict[str,
 
 def main() -> None:
     found, alone = {}, {}
+    os.chdir(os.path.dirname(sys.argv[1]))
+    os.makedirs("teacher", exist_ok=True)
+    with open("teacher/config.json", "w") as file:
+        json.dump(TEACHER, file)
     for number, case in enumerate(map(json.loads, sys.argv[2:])):
         if number == 0:  # before the same model is traced for one device
             run(case, case["devices"], case["trainer"])

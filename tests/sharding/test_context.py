@@ -15,6 +15,7 @@ NO_DROPOUT = {"attn_pdrop": 0, "embed_pdrop": 0, "resid_pdrop": 0}
 
 PAIRS = {"data": {"format": {"type": "preference"}}}
 DPO = {**PAIRS, "objective": {"type": "dpo"}}
+DISTILL = {"objective": {"type": "distill", "teacher": "teacher", "temperature": 2.0, "alpha": 0.5}}
 
 # Name -> devices, settings of the trainer, of the model, others. Models have 4 heads. "exchanged": heads for positions.
 SHORT = {
@@ -51,6 +52,8 @@ LONG = {
     "adapters": (8, {"context_axis_size": 4}, {}, {"lora": {}}),
     "answers, adapters, FSDP": (8, {}, {}, {**DPO, "lora": {}}),
     "answers, odds ratios": (8, {"context_axis_size": 4, **TENSOR}, {}, {**PAIRS, "objective": {"type": "orpo"}}),
+    "a teacher": (8, {"context_axis_size": 2, **TENSOR, "per_device_parallelism": 2}, {}, DISTILL),
+    "a teacher of adapters, FSDP": (8, {}, {}, {**DISTILL, "lora": {}}),
     "one document": (8, {"context_axis_size": 8}, {}, {"data": {"mask_across_documents": False}}),
     "no recomputation": (8, {"context_axis_size": 8}, {"gradient_checkpointing": False, "scan_layers": False}, {}),
     "position over the model axis": (8, {"model_axis_size": 4, "compute_axis_resources": {"position": "model"}},

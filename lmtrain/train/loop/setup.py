@@ -28,6 +28,7 @@ from lmtrain.train.start.reporting import Reporting, open_reporting
 from lmtrain.train.start.resume import DECISIONS, check_identity
 from lmtrain.train.start.run_info import describe_run, log_program
 from lmtrain.train.start.run_logs import keep_config, keep_tokenizer
+from lmtrain.train.start.teacher import TEACHER, load_teacher
 from lmtrain.train.start.train_batches import TrainBatches
 from lmtrain.train.step.state import TrainState
 from lmtrain.weights.hf_config import hf_ref
@@ -108,7 +109,10 @@ def set_up(
             # before the state takes the memory
             reference = _find_reference(program, base, saved, processes)
             evaluation = reference.add_to(caches, batches, evaluation)
-        state, step = begin(program, own, run_info, hf_ref(config), processes, base)
+        teacher = None
+        if program.teacher is not None:
+            teacher, run_info[TEACHER] = load_teacher(program, saved.get(TEACHER))
+        state, step = begin(program, own, run_info, hf_ref(config), processes, base, teacher)
         if config.objective.needs_reference and reference is None:
             reference = Reference.of(program, state.params, processes)
             evaluation = reference.add_to(caches, batches, evaluation)

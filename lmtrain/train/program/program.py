@@ -31,9 +31,10 @@ from lmtrain.sharding.mesh_function import MeshFunction
 from lmtrain.train.program.expert_parts import ExpertParts, choose_expert_parts
 from lmtrain.train.program.out_of_memory import MemoryUse, OutOfMemoryError, device_memory
 from lmtrain.train.program.replicas import Replicas, choose_replicas
+from lmtrain.train.program.teacher import Teacher, build_teacher
 from lmtrain.train.step.ema import build_averaging
 from lmtrain.train.step.norms import Watch
-from lmtrain.train.step.state import TrainState, init_state, state_bytes, state_shardings
+from lmtrain.train.step.state import TrainState, add_teacher, init_state, state_bytes, state_shardings
 from lmtrain.train.step.step import TrainStep, build_train_step
 from lmtrain.transfer.factors import factor_trees
 
@@ -48,7 +49,8 @@ class Program:
     `train_step` is compiled at its first call. `platform` of the devices: cpu, gpu or tpu. `attention` is the kernel's
     name and the reason for the choice, `replicas` the number of replicas over slices and the reason, `products` the
     kernel of experts (None without), `expert_parts` the number of devices that split them. `factors` of the transfer
-    between sizes: trees like the parameters, see `lmtrain/transfer/factors.py`; None without.
+    between sizes: trees like the parameters, see `lmtrain/transfer/factors.py`; None without. `teacher` of a
+    distillation, None without.
     """
 
     config: RunConfig
@@ -66,12 +68,21 @@ class Program:
     products: Choice | None
     expert_parts: ExpertParts
     factors: Mapping[str, Any] | None
+    teacher: Teacher | None = None
 
-    def init(self, base: Any = None) -> TrainState:
-        """A newly initialized state. With LoRA, `base` are the frozen parameters; None: newly initialized too."""
-        seed = self.config.trainer.seed
+    def init(self, base: Any = None, teacher: Any = None) -> TrainState:
+        """A newly initialized state. `base` are the frozen parameters of a run with LoRA, `teacher` those of a
+        distillation; None: newly initialized too."""
         return init_state(
-            self.model, self.optimizer, self.abstract, self.shardings, seed=seed, base=base, factors=self.factors
+            self.model,
+            self.optimizer,
+            self.abstract,
+            self.shardings,
+            seed=self.config.trainer.seed,
+            base=base,
+            factors=self.factors,
+            teacher=self.teacher.model if self.teacher else None,
+            teacher_params=teacher,
         )
 
     def example(self) -> tuple[Any, Any]:
@@ -124,13 +135,18 @@ class Program:
         """FLOPs per token of forward and backward pass: with full attention, and with causal attention.
 
         The backward pass has twice those of the forward pass. With LoRA, the frozen weights have no gradients, so that
-        only those of attention are counted twice; the adapters' own are not counted.
+        only those of attention are counted twice; the adapters' own are not counted. A teacher has a forward pass only.
         """
         full, causal = self.forward_flops_per_token
         if self.config.lora is None:
-            return 3 * full, 3 * causal
-        scores, causal_scores = self.config.model.attention_flops(full, causal)
-        return 2 * full + scores, 2 * causal + causal_scores
+            total, causal_total = 3 * full, 3 * causal
+        else:
+            scores, causal_scores = self.config.model.attention_flops(full, causal)
+            total, causal_total = 2 * full + scores, 2 * causal + causal_scores
+        if self.teacher is None:
+            return total, causal_total
+        count, tokens = self.teacher.config.num_flops_per_token, self.model.vocab_size
+        return total + count(tokens, causal=False), causal_total + count(tokens, causal=True)
 
     @property
     def rows(self) -> int:
@@ -183,8 +199,10 @@ def build_program(
     devices = jax.devices() if devices is None else devices
     accelerator = accelerator or find_accelerator(devices[0].device_kind)
     platform = accelerator.platform if accelerator else platform_of(devices[0])
+    kind = accelerator.name if accelerator else devices[0].device_kind
+    teacher = build_teacher(config, vocab_size, platform, kind)
     needs = config.attention_needs()
-    attention = choose_attention(needs, platform, accelerator.name if accelerator else devices[0].device_kind)
+    attention = choose_attention(needs, platform, kind)
     if (parts := trainer.sequence_parts) > 1:
         how = describe_split(parts, config.model.heads_on(trainer.head_parts)[0])
         attention = attention._replace(reason=f"{attention.reason}; {how}")
@@ -197,7 +215,12 @@ def build_program(
 
     def state_in(layout: Layout) -> tuple[TrainState, TrainState]:
         params = trainer.precision.params
-        return state_shardings(model, optimizer, layout, params, averaging is not None, config.base_dtype)
+        abstract, shardings = state_shardings(
+            model, optimizer, layout, params, averaging is not None, config.base_dtype
+        )
+        if teacher is None:
+            return abstract, shardings
+        return add_teacher(abstract, shardings, teacher.model, layout, trainer.precision.compute)
 
     memory = accelerator.memory if accelerator else None
     replicas = choose_replicas(
@@ -222,7 +245,7 @@ def build_program(
         log.info(f"XLA options: {', '.join(f'{name}={written(value)}' for name, value in options.items())}")
     step = TrainStep(
         model,
-        build_objective(config.objective, config.z_loss_weight),
+        build_objective(config.objective, config.z_loss_weight, teacher.model.logit_cap if teacher else None),
         optimizer,
         schedule,
         batching.num_microbatches,
@@ -232,6 +255,7 @@ def build_program(
         averaging=averaging,
         watch=watch,
         balance_rate=config.model.balance_rate,
+        teacher=teacher.model if teacher else None,
     )
     train_step = build_train_step(step, layout, shardings, options)
     return Program(
@@ -250,4 +274,5 @@ def build_program(
         products,
         expert_parts,
         factors,
+        teacher,
     )

@@ -63,9 +63,11 @@ def check_before_data(run: Run, data_identity: str, processes: Processes) -> Non
     from lmtrain.sharding.mesh import find_devices
     from lmtrain.train.program.program import build_program
     from lmtrain.train.start.initial_state import own_checkpoint
+    from lmtrain.weights.hf_config import check_teacher
 
     config, trainer = run.config, run.config.trainer
     find_devices()
+    check_teacher(config)
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
     with nothing_logged():  # it is built again after the data, which may end the run earlier
         program = build_program(config, tokenizer.vocab_size)

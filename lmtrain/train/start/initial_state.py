@@ -75,13 +75,27 @@ def begin(
     begin_from_hf: str | None,
     processes: Processes = ALONE,
     base: LoraBase | None = None,
+    teacher: Any = None,
 ) -> tuple[TrainState, int]:
     """The state to train from, and its number of finished updates; `own` is the checkpoint the run resumes from.
 
-    `base` is the frozen base of a run with LoRA.
+    `base` is the frozen base of a run with LoRA, `teacher` has the parameters of the teacher of a distillation.
 
     Raises `UserError` for a checkpoint that does not match the run.
     """
+    state, step = _begin(program, own, run_info, begin_from_hf, processes, base, teacher)
+    return state.replace(teacher=teacher), step
+
+
+def _begin(
+    program: Program,
+    own: Checkpoint | None,
+    run_info: Mapping[str, Any],
+    begin_from_hf: str | None,
+    processes: Processes,
+    base: LoraBase | None,
+    teacher: Any,
+) -> tuple[TrainState, int]:
     config = program.config
     trainer = config.trainer
     partial = trainer.allow_partial_checkpoint
@@ -99,7 +113,7 @@ def begin(
             log.info(f"{name}: {_IGNORED}")
         return _restore(program, own, partial), own.step
     if base is not None:
-        return _new_adapters(program, base), 0
+        return _new_adapters(program, base, teacher), 0
     if trainer.initialize_from is not None:
         checkpoint = _other_run("trainer.initialize_from", trainer.initialize_from, run_info, program, processes)
         if checkpoint.step >= trainer.num_train_steps:
@@ -117,7 +131,7 @@ def begin(
         first = jax.device_put(jnp.int32(0), program.shardings.step)
         return state.replace(step=first, opt_state=restart_schedule(state.opt_state)), 0
     with program.explaining_errors():
-        state = program.init()
+        state = program.init(teacher=teacher)
     if begin_from_hf is not None:
         from lmtrain.weights.load_hf import load_hf_params
 
@@ -130,10 +144,10 @@ def begin(
     return state, 0
 
 
-def _new_adapters(program: Program, base: LoraBase) -> TrainState:
+def _new_adapters(program: Program, base: LoraBase, teacher: Any) -> TrainState:
     """The initial state of a run with LoRA."""
     with program.explaining_errors():
-        state = program.init(base.params)
+        state = program.init(base.params, teacher)
     lora = program.config.lora
     if lora is None or lora.initialize_from is None:
         log.info(f"a new run: adapters are initialized from trainer.seed {program.config.trainer.seed}")

@@ -137,9 +137,7 @@ class Reference:
             self._params = self._load()
         values = np.zeros(windows.documents, np.float32)
         pairs = counted(windows.documents // 2, "pair")
-        log.info(
-            f"reference {self.digest[:12]}: log-probabilities of {pairs} of {folder}, {len(own):,} batches"
-        )
+        log.info(f"reference {self.digest[:12]}: log-probabilities of {pairs} of {folder}, {len(own):,} batches")
         step = _build_step(self._program)
         with Progress("reference", len(own), quiet=not self._processes.is_first) as progress:
             for number, sums in enumerate(read_ahead(step, self._params, own)):

@@ -17,13 +17,15 @@ from lmtrain.sharding.placement import bytes_per_device, like_parameters, parame
 from lmtrain.weights.new import new_params
 
 # Fields of the state -> parts of a checkpoint, whose names never change.
+TEACHER = "teacher"
 ON_DISK = {"params": "params", "opt_state": "optimizer", "ema_params": "average"}
 
 
 class TrainState(struct.PyTreeNode):
     """Training state. `step`: int32 scalar; the others: trees of arrays, `ema_params` None without model averaging.
 
-    With LoRA, `params` are the adapters, and `base` the parameters of the frozen model, which no checkpoint has.
+    With LoRA, `params` are the adapters, and `base` the parameters of the frozen model; `teacher` are those of the
+    frozen teacher of a distillation. No checkpoint has either.
     """
 
     step: Any
@@ -31,6 +33,7 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
     ema_params: Any = None
     base: Any = None
+    teacher: Any = None
 
     def with_base(self, params: Any) -> Any:
         """The parameters of the model: `params`, with LoRA together with the base."""
@@ -48,8 +51,9 @@ class TrainState(struct.PyTreeNode):
 
     @property
     def in_memory(self) -> dict[str, Any]:
-        """`parts`, and with LoRA the frozen base."""
-        return self.parts | ({} if self.base is None else {BASE: self.base})
+        """`parts`, and the frozen base and teacher, if any."""
+        frozen = {BASE: self.base, TEACHER: self.teacher}
+        return self.parts | {name: part for name, part in frozen.items() if part is not None}
 
     @classmethod
     def from_parts(cls, step: Any, parts: Mapping[str, Any]) -> "TrainState":
@@ -89,6 +93,15 @@ def state_shardings(
     )
 
 
+def add_teacher(
+    abstract: TrainState, shardings: TrainState, teacher: LanguageModel, layout: Layout, dtype: str
+) -> tuple[TrainState, TrainState]:
+    """Add the parameters of a teacher in `dtype`."""
+    boxed = abstract_params(teacher)
+    placed = parameter_shardings(layout, boxed)
+    return abstract.replace(teacher=with_dtype(nn.meta.unbox(boxed), dtype)), shardings.replace(teacher=placed)
+
+
 def init_state(
     model: LanguageModel,
     optimizer: optax.GradientTransformation,
@@ -98,23 +111,29 @@ def init_state(
     seed: int,
     base: Any = None,
     factors: Mapping[str, Any] | None = None,
+    teacher: LanguageModel | None = None,
+    teacher_params: Any = None,
 ) -> TrainState:
     """An initial state, each array computed on its devices. The same seed gives the same values on any mesh.
 
-    With LoRA, `base` are the frozen parameters; without it they are initialized too. `factors` of the transfer between
-    sizes, if any: new parameters are multiplied by `initial`, and `offset` is added.
+    With LoRA, `base` are the frozen parameters; without it they are initialized too, and so is a `teacher` without
+    `teacher_params`. `factors` of the transfer between sizes, if any: new parameters are multiplied by `initial`, and
+    `offset` is added.
     """
+    new_teacher = teacher if teacher_params is None else None
 
     def init(key: jax.Array, base: Any) -> TrainState:
         params, frozen = new_params(model, key, abstract.params, abstract.base, base)
         if factors is not None:
             params = jax.tree.map(_scaled, params, factors["initial"], factors["offset"])
         ema_params = None if abstract.ema_params is None else jax.tree.map(jnp.copy, params)
-        return TrainState(jnp.int32(0), params, optimizer.init(params), ema_params, frozen)
+        taught = None if new_teacher is None else new_params(new_teacher, key, abstract.teacher)[0]
+        return TrainState(jnp.int32(0), params, optimizer.init(params), ema_params, frozen, taught)
 
-    out = shardings if base is None else shardings.replace(base=None)
+    given = {name: value for name, value in (("base", base), ("teacher", teacher_params)) if value is not None}
+    out = shardings.replace(**dict.fromkeys(given))
     state: TrainState = jax.jit(init, out_shardings=out)(jax.random.key(seed), base)
-    return state if base is None else state.replace(base=base)
+    return state.replace(**given)
 
 
 def _scaled(values: jax.Array, factor: Any, offset: float) -> jax.Array:

@@ -13,6 +13,7 @@ from lmtrain.models.auxiliary import AUXILIARY, Auxiliary, collect, has_auxiliar
 from lmtrain.models.interface import LanguageModel, hidden_and_head
 from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, balanced, collect_load, load_metrics
 from lmtrain.models.params import cast
+from lmtrain.objectives.distillation import TEACHER
 from lmtrain.objectives.interface import LossTerms, Objective, sum_of_weights
 from lmtrain.optim.schedules import Schedule
 from lmtrain.sharding.local import num_parts, split_over
@@ -60,7 +61,8 @@ class TrainStep:
     the maximum of each; None for a run of one process (`agreement.py`). Dropout is a function of (seed, step,
     microbatch). Auxiliary losses of the model are added (`lmtrain/models/auxiliary.py`), but are not part of
     `train/loss`. Values that the model sows or that `jit_log` receives are part of the metrics. `hessian` is the method
-    of the estimate that the optimizer uses, `balance_rate` that of the biases that balance the load of experts.
+    of the estimate that the optimizer uses, `balance_rate` that of the biases that balance the load of experts. The
+    objective of a run with a `teacher` gets its hidden states and head.
     """
 
     model: LanguageModel
@@ -74,6 +76,7 @@ class TrainStep:
     averaging: Averaging | None = None
     watch: Watch | None = None
     balance_rate: float | None = None
+    teacher: LanguageModel | None = None
 
     def __call__(self, state: TrainState, batch: Any, requests: Any = None) -> tuple[TrainState, Metrics, Any]:
         parts = self.num_microbatches[batch["tokens"].shape[0]]
@@ -84,7 +87,7 @@ class TrainStep:
         base = None if state.base is None else cast(state.base, self.compute_dtype)
 
         def loss_sum(params: Any, micro: Any, key: jax.Array) -> LossSum:
-            return self._loss_sum(state.replace(base=base).with_base(params), micro, key)
+            return self._loss_sum(state.replace(base=base).with_base(params), micro, key, state.teacher)
 
         weights: dict[str, jax.Array] = {}
         if has_auxiliary(self.model):
@@ -114,7 +117,12 @@ class TrainStep:
         if self.balance_rate is not None:
             updates = balanced(updates, sums.load, self.balance_rate)
         after = TrainState(
-            state.step + 1, optax.apply_updates(state.params, updates), moments, state.ema_params, state.base
+            state.step + 1,
+            optax.apply_updates(state.params, updates),
+            moments,
+            state.ema_params,
+            state.base,
+            state.teacher,
         )
         if self.averaging is not None:
             after = after.replace(ema_params=move_average(after.ema_params, after.params, self.averaging(after.step)))
@@ -142,7 +150,7 @@ class TrainStep:
             raise ValueError(f"jit_log: {', '.join(sorted(taken))}: this name is reserved by lmtrain; use another one")
         return after, metrics | logged | means, requests
 
-    def _loss_sum(self, params: Any, batch: Any, key: jax.Array) -> LossSum:
+    def _loss_sum(self, params: Any, batch: Any, key: jax.Array, teacher: Any = None) -> LossSum:
         """The loss of a batch, without the logits of the entire batch."""
         drops = self.model.has_dropout
         how = {
@@ -153,6 +161,9 @@ class TrainStep:
         with collecting() as logged:
             (hidden, head), sown = self.model.apply({"params": params}, batch, not drops, **how)
             logged.add_sown(sown)
+            if self.teacher is not None:
+                taught = self.teacher.apply({"params": teacher}, batch, True, method=hidden_and_head)
+                batch = batch | dict(zip(TEACHER, taught, strict=True))
             loss = self.objective.loss_sum(hidden, head, batch, self.model.vocab_size, self.model.logit_cap)
         return LossSum(loss, logged.means, collect(sown), collect_load(sown))
 

@@ -1,0 +1,109 @@
+"""Distillation from the command line: a small model learns from a larger one; resumed, planned, and refused."""
+
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from chat_tokenizer import write_chat_tokenizer
+from conftest import log_lines, logged, run_in_process, tiny_settings
+from faults.runs import array_bytes, arrays
+
+pytestmark = pytest.mark.end_to_end
+
+
+def run(folder, *arguments, code=0):
+    return run_in_process(arguments, folder, code)
+
+
+def write(folder, name, settings):
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the model `teacher`, and a run `student`, of another family and size, trained for 8 steps."""
+    folder = tmp_path_factory.mktemp("distillation")
+    settings = tiny_settings()
+    sizes = {"hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
+    settings["model"] = {"type": "llama", **sizes, "seq_len": 64}
+    settings["trainer"] |= {"id": "teacher"}
+    write(folder, "teacher", settings)
+    run(folder, "train", "teacher.yaml")
+    run(folder, "export-hf", "teacher.yaml", "--output", "teacher")
+    settings = tiny_settings()
+    settings["model"] |= {"hidden_dim": 16, "num_layers": 1}
+    settings["optimizer"]["lr_schedule"] = "constant"
+    settings["trainer"] |= {"id": "student", "num_train_steps": 8, "steps_per_eval": 8}
+    write(folder, "student", settings | {"objective": {"type": "distill", "teacher": "teacher", "temperature": 2.0}})
+    (folder / "output.txt").write_text(run(folder, "train", "student.yaml").stderr)
+    return folder
+
+
+def test_the_divergence_and_the_evaluation_loss_fall(folder):
+    losses = logged(folder, "train/loss", "student")
+    assert losses[8] < losses[1]
+    assert logged(folder, "eval/loss", "student")[8] < np.log(384)
+    assert "teacher: teacher, float32, frozen; fingerprint " in (folder / "output.txt").read_text()
+
+
+def test_checkpoints_do_not_have_the_teacher(folder):
+    assert not [name for name in arrays(folder, 8, "student") if "teacher" in name or "rope" in name]
+    sizes = {name: len(content) for name, content in array_bytes(folder, 8, "student").items()}
+    assert max(sizes.values()) < 4 * 384 * 32  # the teacher's table
+
+
+def test_a_resumed_run_is_the_straight_run(folder):
+    run(folder, "train", "student.yaml", "--trainer.id", "again", "--trainer.num_train_steps", 4)
+    assert "resuming after step 4" in run(folder, "train", "student.yaml", "--trainer.id", "again").stderr
+    assert array_bytes(folder, 8, "again") == array_bytes(folder, 8, "student")
+    assert [line for line in log_lines(folder, "again") if "train/loss" in line][-1]["train/loss"] == logged(
+        folder, "train/loss", "student"
+    )[8]
+
+
+def test_a_teacher_that_has_changed_is_refused(folder):
+    run(folder, "train", "student.yaml", "--trainer.id", "changed", "--trainer.num_train_steps", 4)
+    shutil.move(folder / "teacher", folder / "kept")
+    run(folder, "export-hf", "teacher.yaml", "--checkpoint", "checkpoints/teacher/step-4", "--output", "teacher")
+    try:
+        output = run(folder, "train", "student.yaml", "--trainer.id", "changed", code=2).stderr
+        assert "objective.teacher: teacher has changed" in output
+    finally:
+        shutil.rmtree(folder / "teacher")
+        shutil.move(folder / "kept", folder / "teacher")
+
+
+def test_other_commands_read_the_run_without_its_teacher(folder):
+    shutil.move(folder / "teacher", folder / "gone")
+    try:
+        assert "eval/loss" in run(folder, "eval", "student.yaml").stdout
+        run(folder, "export-hf", "student.yaml", "--output", "exported", "--verify")
+        run(folder, "generate", "student.yaml", "--prompt", "The", "--max_new_tokens", 4)
+        missing = run(folder, "train", "student.yaml", "--trainer.id", "new", code=2).stderr
+        assert "objective.teacher: " in missing
+    finally:
+        shutil.move(folder / "gone", folder / "teacher")
+
+
+def test_a_teacher_that_does_not_fit_is_refused(folder):
+    def refused(*changes):
+        return run(folder, "train", "student.yaml", "--trainer.id", "refused", *changes, code=2).stderr
+
+    assert "objective.teacher: teacher has a context of 64 tokens, but model.seq_len is 128" in refused(
+        "--model.seq_len", 128
+    )
+    write_chat_tokenizer(folder / "larger")
+    output = refused("--data.tokenizer", "larger", "--data.cache_dir", "other")
+    assert "objective.teacher: teacher has 384 tokens, but the run's tokenizer 386" in output
+    assert "objective.teacher: teacher has other tokens for" in refused(
+        "--data.tokenizer", "byte", "--data.cache_dir", "bytes"
+    )
+    assert "optimizer.type: sophia-g estimates the Hessian" in refused("--optimizer.type", "sophia-g")
+    assert "objective.teacher" in refused("--objective.teacher", "nowhere")
+    assert not (folder / "checkpoints/refused").exists()
+
+
+def test_the_plan_counts_the_teacher(folder):
+    output = run(folder, "plan", "student.yaml", "--device", "h100").stdout
+    assert "teacher" in output
