@@ -79,7 +79,8 @@ def is_default(name: str, written: str) -> bool:
 
 
 def test_the_shakespeare_config_trains_on_a_text_of_one_document(tmp_path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8").encode("ascii", "ignore")[:6000]
+    text = bytearray((ROOT / "README.md").read_text(encoding="utf-8").encode("ascii", "ignore")[:6000])
+    text[4999] = text[5999] = ord(".")  # a newline at the end of a file would belong to no document
     (tmp_path / "shakespeare").mkdir()
     (tmp_path / "shakespeare" / "train.txt").write_bytes(text[:5000])
     (tmp_path / "shakespeare" / "validation.txt").write_bytes(text[5000:])

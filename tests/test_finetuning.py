@@ -14,6 +14,7 @@ from lmtrain.hf.tokenizer import load_tokenizer
 GUIDES = ROOT / "configs" / "guide"
 # The README trains a real model; here it is a tiny one of the same family.
 TINY = ["--model", "{hidden_dim: 128, num_heads: 4, num_layers: 2, seq_len: 256}", "--trainer.num_train_steps", "20"]
+ACCURACY = "eval/preferences/rewards/accuracies"
 ANSWERS = {"Who counts the stars?": "Nobody.", "Who closes the door?": "The robot.", "Where is it?": "By the river."}
 
 
@@ -57,6 +58,34 @@ def test_the_guide_leads_to_a_chat_model_that_answers_in_transformers(folder):
         generation = json.loads((folder / name / "generation_config.json").read_text())
         assert generation["eos_token_id"] == end
     assert (folder / "my_adapter" / "adapter_model.safetensors").exists()
+    check_preferences(folder)
+    dict(follow(folder, GUIDES / "distillation.md"))
+    assert (folder / "my_small_model" / "model.safetensors").exists()
+
+
+def check_preferences(folder):
+    """The page on preferences starts from the chat model."""
+    (folder / "pairs").mkdir()
+    for name, number in (("train", 200), ("validation", 40)):
+        rows = [json.dumps(row) + "\n" for row in pairs_of_answers(number, name)]
+        (folder / "pairs" / f"{name}.jsonl").write_text("".join(rows))
+    outputs = dict(follow(folder, GUIDES / "preferences.md", skip=["bash tools/quickstart_preferences.sh"]))
+    assert ", rejected: " in outputs["lmtrain preprocess pairs.yaml --show 2"]
+    assert outputs['lmtrain generate pairs.yaml --chat --prompt "Who counts the stars?"'] == "Nobody.\n"
+    for log in (folder / "logs").glob("pairs*.metrics.jsonl"):
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        accuracies = [line[ACCURACY] for line in lines if ACCURACY in line]
+        assert accuracies[-1] > 0.9, log
+    assert (folder / "my_tuned_adapter" / "adapter_model.safetensors").exists()
+
+
+def pairs_of_answers(number, seed):
+    dice = random.Random(seed)
+    for _ in range(number):
+        question, other = dice.sample(sorted(ANSWERS), 2)
+        answers = {"chosen": ANSWERS[question], "rejected": ANSWERS[other]}
+        row = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+        yield {"prompt": [{"role": "user", "content": question}], **row}
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Make pairs of answers of the demo: how does a piece of Python go on? `python tools/demo_pairs.py [FOLDER]`.
+"""Make pairs of answers of the demo: which lines follow in a program? `python tools/demo_pairs.py [FOLDER]`.
 
 Reads FOLDER/train.*.jsonl.gz and FOLDER/validation.jsonl.gz, which `lmtrain train` makes for the demo (default: demo).
 Writes FOLDER/pairs.train.jsonl and FOLDER/pairs.validation.jsonl: the prompt is some lines of the standard library, the

@@ -18,38 +18,44 @@ class TextFormat(Section):
     type: Literal["text"] = identity("text", description="Kind of record")
 
 
-class _Templated(Section):
-    """Settings of the template that writes conversations."""
-
-    chat_template: str | None = identity(
+def _chat_template() -> Any:
+    return identity(
         None,
         min_length=1,
         description="Chat template: a Jinja file, the name of one of the tokenizer's templates, or its text; "
         "null: the tokenizer's own",
     )
-    chat_template_kwargs: dict[str, Any] = identity(
-        {}, description="Variables for the template; a record's own chat_template_kwargs take precedence"
-    )
-
-    @model_validator(mode="after")
-    def _check_variables(self) -> Self:
-        if used := sorted(RENDERER_NAMES & self.chat_template_kwargs.keys()):
-            message = f"{', '.join(used)}: set for each conversation; choose another name"
-            raise field_error("chat_template_kwargs", message)
-        return self
 
 
-class ChatFormat(_Templated):
+def _template_variables() -> Any:
+    return identity({}, description="Variables for the template; a record's own chat_template_kwargs take precedence")
+
+
+def _checked_variables(variables: dict[str, Any]) -> None:
+    """Raise an error for variables that are set for each conversation."""
+    if used := sorted(RENDERER_NAMES & variables.keys()):
+        message = f"{', '.join(used)}: set for each conversation; choose another name"
+        raise field_error("chat_template_kwargs", message)
+
+
+class ChatFormat(Section):
     """Records with a conversation, a list of messages {role, content}, written by a chat template."""
 
     type: Literal["chat"] = identity("chat", description="Kind of record")
     messages_field: str = identity("messages", min_length=1, description="Key of the list of messages in each record")
+    chat_template: str | None = _chat_template()
+    chat_template_kwargs: dict[str, Any] = _template_variables()
     loss_on: Literal["assistant", "all", "last"] = identity(
         "assistant", description="Targets: tokens of the assistant's messages, of all messages, or of its last message"
     )
     too_long: TooLong = identity(
         "cut", description="Action for a conversation longer than seq_len: cut off its end, or drop it"
     )
+
+    @model_validator(mode="after")
+    def _check_variables(self) -> Self:
+        _checked_variables(self.chat_template_kwargs)
+        return self
 
 
 class CompletionFormat(Section):
@@ -64,7 +70,7 @@ class CompletionFormat(Section):
     )
 
 
-class PreferenceFormat(_Templated):
+class PreferenceFormat(Section):
     """Records with two answers to a prompt, of which one is preferred; each as a text, or as a list of messages.
 
     The tokens of the answers are the targets. Texts are followed by an EOS token, messages are written by the chat
@@ -80,11 +86,18 @@ class PreferenceFormat(_Templated):
     )
     chosen_field: str = identity("chosen", min_length=1, description="Key of the preferred answer in each record")
     rejected_field: str = identity("rejected", min_length=1, description="Key of the other answer in each record")
+    chat_template: str | None = _chat_template()
+    chat_template_kwargs: dict[str, Any] = _template_variables()
     too_long: TooLong = identity(
         "cut",
         description="Action for a pair whose answers are together longer than seq_len: cut off the end of the longer "
         "answer, then of both, or drop the pair",
     )
+
+    @model_validator(mode="after")
+    def _check_variables(self) -> Self:
+        _checked_variables(self.chat_template_kwargs)
+        return self
 
 
 class TokensFormat(Section):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmtrain.config.errors import UserError
-from lmtrain.data.formats import ChatFormat
+from lmtrain.data.formats import ChatFormat, PreferenceFormat
 from lmtrain.hf.chat_template import ChatTemplate, find_template, read_templates
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def template_of(run: Run, tokenizer: Tokenizer) -> ChatTemplate | None:
     """
     templates: dict[str, ChatTemplate] = {}
     for name, source in run.config.data.sources().items():
-        if not isinstance(source.format, ChatFormat) or tokenizer.library is None:
+        if not isinstance(source.format, ChatFormat | PreferenceFormat) or tokenizer.library is None:
             continue
         setting = f"data.configs.{name}.format.chat_template" if name else "data.format.chat_template"
         try:

@@ -213,7 +213,8 @@ def test_a_mixture_reads_each_example_from_its_source(store):
         for row, (which, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True)):
             assert number == taken[which]
             taken[which] += 1
-            expected = alone[which]._read(0, np.array([number]))[0][0]
+            windows = alone[which]._windows_of(0, np.array([number]))
+            expected = alone[which].windows[0].read(windows, range(alone[which].seq_len))[0][0]
             np.testing.assert_array_equal(batch["tokens"][row], expected)
         assert batch["loss_mask"].tolist() == [[True] * 15 + [False]] * 4
     assert taken[0] + taken[1] == 24

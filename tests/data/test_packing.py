@@ -70,7 +70,7 @@ class Documents:
         return self._lengths[shard]
 
     def read(self, starts, length):
-        padded = np.append(self._tokens, np.zeros(length, np.int32))
+        padded = np.append(self._tokens, np.zeros(length + 100, np.int32))
         tokens = np.array([padded[start : start + length] for start in starts.tolist()])
         return tokens.copy(), (tokens % 100 == 0) & (np.arange(length) > 0), tokens % 2 == 1
 
