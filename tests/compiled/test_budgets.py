@@ -281,6 +281,36 @@ def test_variants_of_a_run_send_no_more(variant, devices):
     assert products(found) <= 1.05
 
 
+@pytest.mark.parametrize("devices", [GPU, pytest.param(SMALL_POD, marks=pytest.mark.long)], ids=["gpu", "tpu"])
+def test_preferences_cost_one_more_product_with_the_head(devices):
+    """No second model, no logits of the entire batch, nothing more on the wire."""
+    flags = (*family("gpt2", 32), "--model.num_layers", "4")
+    plain = plan(*flags, *devices)
+    pairs = ("--data.format.type", "preference", "--initialize_from_checkpoint_path", "checkpoints/tuned")
+    found = plan(*flags, "--objective.type", "dpo", *pairs, *devices)
+    one_product = 2 * 32 * 1024 / found["devices"] * 768 * 50304
+    more = found["flops"]["compiled"] - plain["flops"]["compiled"]
+    assert 0 <= more <= 1.02 * one_product  # none if all rows are one chunk, whose logits are used twice
+    assert found["wire_bytes"] <= 1.01 * plain["wire_bytes"]
+    assert found["memory"]["peak"] <= 1.05 * plain["memory"]["peak"]
+
+
+@pytest.mark.parametrize("devices", [GPU, pytest.param(SMALL_POD, marks=pytest.mark.long)], ids=["gpu", "tpu"])
+def test_a_teacher_costs_one_forward_pass(devices, tmp_path):
+    """It is as large as the student; its weights are gathered once, and have no gradients. With more sequences, the
+    loss is a loop, after which XLA:TPU sums the head's gradient by an all-reduce, with and without a teacher."""
+    sizes = {"n_embd": 768, "n_head": 12, "n_layer": 4, "n_positions": 1024, "vocab_size": 50257}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    flags = (*family("gpt2", 16), "--model.num_layers", "4")
+    plain = plan(*flags, *devices)
+    found = plan(*flags, "--objective", f"{{type: distill, teacher: {tmp_path}}}", *devices)
+    assert found["flops"]["model"] == pytest.approx(plain["flops"]["model"] * 4 / 3, rel=0.01)
+    assert products(found) <= 1.05
+    weights = 2 * found["parameters"]
+    assert found["wire_bytes"] <= plain["wire_bytes"] + 1.05 * weights
+    assert found["memory"]["peak"] <= 1.15 * plain["memory"]["peak"] + 2 * weights
+
+
 def test_logging_in_a_model_sends_only_the_logged_values(tmp_path):
     """A mean over the batch is a few bytes on the wire."""
     flags = (*family("gpt2", 32), "--model.num_layers", "4", "--trainer.per_device_parallelism", "1")
