@@ -126,6 +126,14 @@ def test_a_reference_that_has_changed_is_refused(folder, trained):
     run(folder, "train", "dpo.yaml", "--trainer.id", "changed")
 
 
+def test_dropout_is_a_warning(folder, trained):
+    output = run(
+        folder, "train", "lora.yaml", "--trainer.id", "drop", "--lora.dropout", 0.1, "--trainer.num_train_steps", 1
+    )
+    assert "objective dpo: the model has dropout in training" in output.stderr
+    assert "has dropout in training" not in trained["lora"]
+
+
 def test_other_commands_read_the_run(folder, trained):
     loss = json.loads(run(folder, "eval", "dpo.yaml").stdout)["eval/loss"]
     assert loss == pytest.approx(logged(folder, "eval/loss", "dpo")[8], abs=1e-5)

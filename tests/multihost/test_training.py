@@ -139,3 +139,37 @@ def test_two_processes_have_the_adapters_and_the_results_of_benchmarks_of_one(tm
     assert their_adapters.keys() == adapters.keys()
     for name, values in adapters.items():
         np.testing.assert_allclose(their_adapters[name], values, rtol=0, atol=2e-3, err_msg=name)
+
+
+@pytest.mark.long
+def test_four_processes_that_split_sequences_compare_answers_as_one(tmp_path):
+    """Each reads half of the columns of its sequences, and of the reference."""
+    base = tiny_settings()
+    base["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 2, "id": "base"}
+    (tmp_path / "base.json").write_text(json.dumps(base))
+    for command in (["train", "base.json"], ["export-hf", "base.json", "--output", "base"]):
+        run_in_process(command, tmp_path, code=0)
+    rows = [
+        {"prompt": "A star", "chosen": f" has {n} robots.", "rejected": f" is {n} rivers" * (n % 4)} for n in range(40)
+    ]
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = []
+    for count in (1, 4):
+        settings = base | {"initialize_from_hf": "base", "objective": {"type": "dpo", "loss": "ipo"}}
+        settings["data"] = base["data"] | {
+            "train_urls": ["train.jsonl"],
+            "validation_urls": ["validation.jsonl"],
+            "cache_dir": f"cache-{count}",
+            "format": {"type": "preference"},
+        }
+        settings["trainer"] = base["trainer"] | {"num_train_steps": 4, "steps_per_eval": 4, "context_axis_size": 2}
+        (tmp_path / "tiny.json").write_text(json.dumps(settings))
+        lines = complete(tmp_path, f"of-{count}", count)
+        losses = [line["train/loss"] for line in lines if "train/loss" in line]
+        (held_out,) = [line["eval/preferences/loss"] for line in lines if "eval/preferences/loss" in line]
+        (stored,) = (tmp_path / f"cache-{count}" / "train").glob("reference-*.npy")
+        found.append((losses, held_out, np.load(stored)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+    assert (found[0][2] < 0).all()

@@ -29,6 +29,11 @@ def log_program(program: Program) -> None:
         log.info(f"  {line}")
     state = format_bytes(sum(program.state_bytes.values()))
     log.info(f"  training state: {state} per device; `lmtrain plan` compiles the step for its peak memory")
+    if config.objective.needs_reference and program.model.has_dropout:
+        log.warning(
+            f"objective {config.objective.type}: the model has dropout in training, its reference has none; set "
+            "model.resid_pdrop, embed_pdrop and attn_pdrop, and lora.dropout, to 0.0, as TRL does"
+        )
 
 
 def describe_run(
