@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from lmtrain.evaluation.interface import Context
 from lmtrain.evaluation.perplexity import Perplexity
 from lmtrain.evaluation.registry import build_evaluators
 from lmtrain.evaluation.run import Evaluations
+from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.runtime.signals import StoppedError
 
 NOTHING = Context(None, None, "float32", None, {}, seq_len=32)
@@ -85,8 +87,9 @@ def test_a_required_evaluator_that_fails_ends_the_run_and_so_does_a_stop():
 
 
 def test_perplexity_is_evaluated_if_there_are_validation_sets():
-    (evaluator,) = build_evaluators(EvaluationConfig(steps_per_eval=7))
+    evaluator, preferences = build_evaluators(EvaluationConfig(steps_per_eval=7))
     assert isinstance(evaluator, Perplexity)
+    assert not preferences.prepare(SimpleNamespace(objective=CrossEntropy(), sets={"": []}))  # no answers to compare
     assert (evaluator.every, evaluator.optional, evaluator.name) == (7, False, "")
     nothing = EvaluationConfig(steps_per_eval=None)
     assert build_evaluators(nothing) == []
