@@ -7,6 +7,8 @@ from typing import Any
 from lmtrain.hf.chat_template import ChatTemplate, Rendered, TemplateError
 from lmtrain.preprocess.messages import ASSISTANT, find_key, message_keys, parsed, read_messages
 from lmtrain.preprocess.records import (
+    PREFERENCE,
+    READ_PREFERENCES,
     BadRecordError,
     InstructionText,
     checked_text,
@@ -171,9 +173,8 @@ class Completions:
     def check_keys(self, keys: Collection[str]) -> None:
         for key, setting in ((self.input_field, "input_field"), (self.output_field, "output_field")):
             if key not in keys:
-                raise BadRecordError(
-                    f"no key {key!r} (it has {listed_keys(keys)}); set data.format.{setting} to the key"
-                )
+                advice = READ_PREFERENCES if set(keys) >= PREFERENCE else f"data.format.{setting} to the key"
+                raise BadRecordError(f"no key {key!r} (it has {listed_keys(keys)}); set {advice}")
 
     def read(self, record: Mapping[str, Any]) -> InstructionText:
         """Prompt and completion of a record. Raises `BadRecordError`."""

@@ -13,7 +13,15 @@ from typing import Any
 
 from lmtrain.config.json_text import parse_json
 from lmtrain.data.formats import ChatFormat
-from lmtrain.preprocess.records import COMPLETION, READ_COMPLETIONS, BadRecordError, checked_text, listed_keys
+from lmtrain.preprocess.records import (
+    COMPLETION,
+    PREFERENCE,
+    READ_COMPLETIONS,
+    READ_PREFERENCES,
+    BadRecordError,
+    checked_text,
+    listed_keys,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ASSISTANT = "assistant"
@@ -41,7 +49,9 @@ def find_key(keys: Collection[str], messages_field: str) -> str:
         return _SHAREGPT
     if messages_field == _OPENAI and {_INSTRUCTION, _OUTPUT} <= set(keys):
         return _INSTRUCTION
-    setting = READ_COMPLETIONS if set(keys) >= COMPLETION else "data.format.messages_field to the key of the messages"
+    setting = "data.format.messages_field to the key of the messages"
+    for shape, other in ((COMPLETION, READ_COMPLETIONS), (PREFERENCE, READ_PREFERENCES)):
+        setting = other if set(keys) >= shape else setting
     raise BadRecordError(f"no key {messages_field!r} (it has {listed_keys(keys)}); set {setting}")
 
 

@@ -62,8 +62,9 @@ Record = tuple[int, Any]
 # Keys by which records of conversations and of completions are recognized where a text is expected.
 _CONVERSATIONS = ({"messages"}, {"conversations"}, {"instruction", "output"})
 COMPLETION = {"prompt", "completion"}
-_PREFERENCE = {"chosen", "rejected"}
+PREFERENCE = {"chosen", "rejected"}
 READ_COMPLETIONS = "data.format: {type: completion} to read prompts with completions"
+READ_PREFERENCES = "data.format: {type: preference} to read pairs of answers"
 
 
 class RecordReader(Protocol):
@@ -171,8 +172,8 @@ def is_conversation(keys: Collection[str]) -> bool:
 
 def _setting_for(keys: Collection[str]) -> str:
     """The setting by which records with these keys can be read that have no text."""
-    if set(keys) >= _PREFERENCE:
-        return "data.format: {type: preference} to read pairs of answers"
+    if set(keys) >= PREFERENCE:
+        return READ_PREFERENCES
     if is_conversation(keys):
         return "data.format: {type: chat} to read conversations"
     if set(keys) >= COMPLETION:

@@ -120,6 +120,14 @@ def test_a_damaged_record_is_one_clear_error(folder, record, reason):
         read(record, folder)
 
 
+@pytest.mark.parametrize("kind", ["text", "chat", "completion"])
+def test_pairs_under_another_format_name_the_setting(folder, kind):
+    config = DataConfig(tokenizer=folder, format={"type": kind})
+    reader = record_reader(config, 0, chat_template_of(config))
+    with pytest.raises(BadRecordError, match="set data.format: .type: preference. to read pairs of answers"):
+        reader.read({"prompt": "a", "chosen": "b", "rejected": "c"})
+
+
 def test_messages_without_a_template_are_an_error():
     with pytest.raises(UserError, match="'chosen' has messages, but the tokenizer has no chat template"):
         read({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]})
