@@ -124,7 +124,7 @@ def test_a_damaged_record_is_one_clear_error(folder, record, reason):
 def test_pairs_under_another_format_name_the_setting(folder, kind):
     config = DataConfig(tokenizer=folder, format={"type": kind})
     reader = record_reader(config, 0, chat_template_of(config))
-    with pytest.raises(BadRecordError, match="set data.format: .type: preference. to read pairs of answers"):
+    with pytest.raises(BadRecordError, match=r"set data.format: .type: preference. to read pairs of answers"):
         reader.read({"prompt": "a", "chosen": "b", "rejected": "c"})
 
 
