@@ -35,8 +35,7 @@ class Objective(Protocol):
         """The sum over all positions of loss times weight.
 
         Logits are `hidden @ head.T`, or with a `logit_cap` cap * tanh(that / cap); rows of the head from `vocab_size`
-        on are padding. `sum_of_row_losses` computes
-        such sums without the logits of the entire batch.
+        on are padding. `sum_of_losses` computes such sums without the logits of the entire batch.
         """
 
 

@@ -83,24 +83,24 @@ def test_the_loops_of_the_loss_contain_no_large_collectives(name):
     """The head is gathered once per microbatch, and its gradient is summed over devices once."""
     for settings in ((), ("--model_axis_size", "2", *TENSOR)):
         found = plan(*family(name, 32), *GPU, *settings)
-        loops = [loop["times"] for loop in found["loops"] if loop["where"].startswith("objectives/row_losses.py")]
+        loops = [loop["times"] for loop in found["loops"] if loop["where"].startswith("objectives/chunked_sums.py")]
         assert len(loops) == (name != "backpack")  # its rows fit into one chunk
         rows = 4 * 4096 * 8
         for row in found["collectives"]:
-            if row["where"].startswith(("objectives/row_losses.py", "objectives/logits.py")) and row["times"] > 1:
+            if row["where"].startswith(("objectives/chunked_sums.py", "objectives/logits.py")) and row["times"] > 1:
                 assert row["bytes"] <= 4 * 4 * rows
 
 
 def test_memory_traffic_of_the_loss_of_gpt2_small_on_one_gpu():
     found = plan(*family("gpt2", 64), *ONE)
     sources = {row["where"]: row["bytes"] for row in found["hbm_sources"]}
-    assert sources["objectives/row_losses.py"] + sources["objectives/logits.py"] <= 90e9
+    assert sources["objectives/chunked_sums.py"] + sources["objectives/logits.py"] <= 90e9
 
 
 @pytest.mark.parametrize("length", ["1021", pytest.param("1000", marks=pytest.mark.long)])
 def test_chunks_of_the_loss_are_large_for_every_sequence_length(length):
     found = plan(*family("gpt2", 64), "--model.seq_len", length, *ONE)
-    chunks = sum(loop["times"] for loop in found["loops"] if loop["where"].startswith("objectives/row_losses.py"))
+    chunks = sum(loop["times"] for loop in found["loops"] if loop["where"].startswith("objectives/chunked_sums.py"))
     assert 1 <= chunks <= 64 * int(length) / 1024
 
 
@@ -156,7 +156,7 @@ def test_a_sequence_of_a_million_tokens_fits_on_64_gpus_with_32_heads():
 def test_sequences_split_on_a_pod_sum_no_activations():
     found = plan(*context(131072, 16, 4), *FOUR, *POD)
     summed = [row for row in found["collectives"] if row["kind"] == "all-reduce" and row["bytes"] > 1e6]
-    assert {row["where"].partition(":")[0] for row in summed} <= {"models/layers/linear.py", "objectives/row_losses.py"}
+    assert {row["where"].partition(":")[0] for row in summed} <= {"models/layers/linear.py", "objectives/chunked_sums.py"}
     assert all(row["axes"] == ["data", "context"] for row in summed), "other than of gradients"
     hidden = 131072 // 4 * 4096 * 2
     assert hidden not in [row["bytes"] for row in summed]
