@@ -8,8 +8,6 @@ import numpy as np
 from lmtrain.data.packing import Packed, PackedWindows, pack
 from lmtrain.data.token_store import TokenStore, read_columns
 
-CHOSEN, REJECTED = 0, 1
-
 
 def kept_lengths(chosen: np.ndarray, rejected: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """How many tokens of each answer are kept of a pair, so that both fit: the longer one is cut off to half of the
