@@ -156,7 +156,10 @@ def test_a_sequence_of_a_million_tokens_fits_on_64_gpus_with_32_heads():
 def test_sequences_split_on_a_pod_sum_no_activations():
     found = plan(*context(131072, 16, 4), *FOUR, *POD)
     summed = [row for row in found["collectives"] if row["kind"] == "all-reduce" and row["bytes"] > 1e6]
-    assert {row["where"].partition(":")[0] for row in summed} <= {"models/layers/linear.py", "objectives/chunked_sums.py"}
+    assert {row["where"].partition(":")[0] for row in summed} <= {
+        "models/layers/linear.py",
+        "objectives/chunked_sums.py",
+    }
     assert all(row["axes"] == ["data", "context"] for row in summed), "other than of gradients"
     hidden = 131072 // 4 * 4096 * 2
     assert hidden not in [row["bytes"] for row in summed]
