@@ -89,6 +89,7 @@ def pairs_of_answers(number, seed):
 
 
 @pytest.mark.long
+@pytest.mark.release  # the suite parses these pages, and the other test runs most of their commands
 def test_the_reference_pages_work_in_order(folder):
     """README, then instructions.md, then lora.md."""
     outputs = dict(follow(folder, GUIDES / "instructions.md"))

@@ -90,6 +90,7 @@ def test_errors_of_a_run_end_the_ladder(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
+@pytest.mark.release  # tests/commands/test_scaling.py predicts from results, and the suite runs and kills a ladder
 def test_three_sizes_predict_a_model_of_2_6_times_the_largest(tmp_path):
     """The ladder of the guide, without its two largest sizes and with fewer tokens."""
     shipped = yaml.safe_load((ROOT / "configs/ladders/nano.yaml").read_text())

@@ -87,8 +87,17 @@ def test_odds_of_certain_answers_are_finite():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("adapts", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", [Gpt2Config, LlamaConfig, MptConfig])
+@pytest.mark.parametrize(
+    ("family", "adapts"),
+    [
+        (Gpt2Config, False),
+        (LlamaConfig, False),
+        (MptConfig, False),
+        (MptConfig, True),
+        pytest.param(Gpt2Config, True, marks=pytest.mark.release),
+        pytest.param(LlamaConfig, True, marks=pytest.mark.release),
+    ],
+)
 def test_losses_and_gradients_of_families_equal_the_formulas(family, adapts):
     """Packed into sequences with document masking, against each answer alone."""
     config = family(hidden_dim=16, num_heads=2, num_layers=2, seq_len=24)

@@ -24,6 +24,7 @@ SHORT = {
     "two groups of four gather, which swap queries": (8, {"context_axis_size": 8}, {"num_kv_heads": 2}, {}),
     "ALiBi, blocks, gathered": (8, {"context_axis_size": 8}, {"type": "mpt", "num_heads": 2, **BLOCKS}, {}),
     "answers": (8, {"context_axis_size": 2, **TENSOR, "per_device_parallelism": 2}, {}, DPO),
+    "a teacher": (8, {"context_axis_size": 2, **TENSOR, "per_device_parallelism": 2}, {}, DISTILL),
 }
 LONG = {
     "two devices": (2, {"context_axis_size": 2}, {}, {}),
@@ -52,7 +53,6 @@ LONG = {
     "adapters": (8, {"context_axis_size": 4}, {}, {"lora": {}}),
     "answers, adapters, FSDP": (8, {}, {}, {**DPO, "lora": {}}),
     "answers, odds ratios": (8, {"context_axis_size": 4, **TENSOR}, {}, {**PAIRS, "objective": {"type": "orpo"}}),
-    "a teacher": (8, {"context_axis_size": 2, **TENSOR, "per_device_parallelism": 2}, {}, DISTILL),
     "a teacher of adapters, FSDP": (8, {}, {}, {**DISTILL, "lora": {}}),
     "one document": (8, {"context_axis_size": 8}, {}, {"data": {"mask_across_documents": False}}),
     "no recomputation": (8, {"context_axis_size": 8}, {"gradient_checkpointing": False, "scan_layers": False}, {}),
