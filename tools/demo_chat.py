@@ -5,16 +5,14 @@ Writes to FOLDER/chat: train.jsonl and validation.jsonl, conversations of real l
 tasks/, a benchmark of the validation file for `lmtrain eval --tasks line_kinds`. The same demo gives the same bytes.
 """
 
-import glob
-import gzip
 import json
 import os
 import random
 import re
 import sys
-from collections.abc import Iterator
 
 import yaml
+from demo_texts import demo_files, texts
 
 QUESTION = "What does this line do?\n"
 # Answer -> the lines that it describes.
@@ -35,19 +33,12 @@ LONGEST_LINE, EXAMPLES = 80, 400
 def lines_by_kind(files: list[str]) -> dict[str, list[str]]:
     """Different lines of the files, by the answer that describes them, in the order of the files."""
     found: dict[str, dict[str, None]] = {answer: {} for answer in KINDS}
-    for line in _lines(files):
+    for line in (line.strip() for text in texts(files) for line in text.splitlines()):
         if len(line) <= LONGEST_LINE:
             answer = next((answer for answer, pattern in KINDS.items() if pattern.fullmatch(line)), None)
             if answer is not None:
                 found[answer][line] = None
     return {answer: list(lines) for answer, lines in found.items()}
-
-
-def _lines(files: list[str]) -> Iterator[str]:
-    for path in files:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            for record in file:
-                yield from (line.strip() for line in json.loads(record)["text"].splitlines())
 
 
 def conversation(lines: dict[str, list[str]], dice: random.Random) -> list[dict[str, str]]:
@@ -93,17 +84,8 @@ def _write_rows(path: str, rows: list[dict]) -> None:
 
 
 def main(folder: str) -> int:
-    files = {
-        "train": sorted(glob.glob(os.path.join(folder, "train.*.jsonl.gz"))),
-        "validation": [os.path.join(folder, "validation.jsonl.gz")],
-    }
-    needed = [*(files["train"] or [os.path.join(folder, "train.1-of-8.jsonl.gz")]), *files["validation"]]
-    missing = [path for path in needed if not os.path.exists(path)]
-    if missing:
-        print(
-            f"demo_chat: error: {missing[0]} not found; `lmtrain preprocess configs/llama_nano.yaml` makes the demo",
-            file=sys.stderr,
-        )
+    files = demo_files(folder, "demo_chat")
+    if files is None:
         return 2
     chat = os.path.join(folder, "chat")
     os.makedirs(chat, exist_ok=True)

@@ -5,13 +5,12 @@ Writes FOLDER/pairs.train.jsonl and FOLDER/pairs.validation.jsonl: the prompt is
 preferred answer the lines that follow, the other one lines of another place. The same demo gives the same bytes.
 """
 
-import glob
-import gzip
 import json
 import os
 import random
 import sys
-from collections.abc import Iterator
+
+from demo_texts import demo_files, texts
 
 PAIRS = {"train": 4000, "validation": 200}
 LINES_OF_PROMPT, LINES_OF_ANSWER = 4, 3
@@ -20,7 +19,7 @@ LINES_OF_PROMPT, LINES_OF_ANSWER = 4, 3
 def pieces(files: list[str]) -> list[tuple[str, str]]:
     """Lines of the files, and those that follow them."""
     found = []
-    for text in _texts(files):
+    for text in texts(files):
         lines = [line for line in text.splitlines(keepends=True) if line.strip()]
         size = LINES_OF_PROMPT + LINES_OF_ANSWER
         for start in range(0, len(lines) - size, size):
@@ -29,25 +28,9 @@ def pieces(files: list[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _texts(files: list[str]) -> Iterator[str]:
-    for path in files:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            for record in file:
-                yield json.loads(record)["text"]
-
-
 def main(folder: str) -> int:
-    files = {
-        "train": sorted(glob.glob(os.path.join(folder, "train.*.jsonl.gz"))),
-        "validation": [os.path.join(folder, "validation.jsonl.gz")],
-    }
-    needed = [*(files["train"] or [os.path.join(folder, "train.1-of-8.jsonl.gz")]), *files["validation"]]
-    missing = [path for path in needed if not os.path.exists(path)]
-    if missing:
-        print(
-            f"demo_pairs: error: {missing[0]} not found; `lmtrain preprocess configs/llama_nano.yaml` makes the demo",
-            file=sys.stderr,
-        )
+    files = demo_files(folder, "demo_pairs")
+    if files is None:
         return 2
     for split, count in PAIRS.items():
         found, dice = pieces(files[split]), random.Random(split)

@@ -80,7 +80,9 @@ def _resolved(run: Run) -> Run:
 
     run = resolve_hf(run)
     data = run.config.data
-    if needs_all(data, run.config.epoch) is None or not any(s.urls("train") or s.id for s in data.sources().values()):
+    if needs_all(data, run.config.epoch, run.config.objective.needs_reference) is None or not any(
+        s.urls("train") or s.id for s in data.sources().values()
+    ):
         return run
     if not all(has_cache(source, "train") for source in data.sources().values()):
         print(

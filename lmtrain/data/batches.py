@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
 import grain
 import numpy as np
@@ -109,7 +109,7 @@ class TrainSource:
         if self.loss_weights is not None:
             weights = np.array(self.loss_weights, np.float32)[sources]
             batch["loss_weights"] = np.repeat(weights[:, None], len(columns), axis=1)
-        return batch | of_pairs  # type: ignore[return-value]
+        return cast(Batch, {**batch, **of_pairs})
 
     def _windows_of(self, source: int, examples: np.ndarray) -> np.ndarray:
         """The windows of these examples of a source."""
@@ -158,7 +158,7 @@ class EvalSource:
         batch = make_batch(
             tokens, mask, documents, columns, self.mask_across_documents, restarts if restarts.any() else None
         )
-        return batch | describe_pairs(self.windows, numbers, columns, self.reference)  # type: ignore[return-value]
+        return cast(Batch, {**batch, **describe_pairs(self.windows, numbers, columns, self.reference)})
 
 
 def restart(store: TokenStore, reset_positions: bool | None) -> bool:

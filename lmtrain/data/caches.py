@@ -15,7 +15,7 @@ from lmtrain.data.formats import TooLong
 from lmtrain.data.mirror import Mirror, warn_if_small
 from lmtrain.data.mixture import Mixture
 from lmtrain.data.packing import PackedWindows
-from lmtrain.data.pairs import PairWindows
+from lmtrain.data.pairs import packed_windows_of
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import TokenStore, check_file
 from lmtrain.runtime.storage import is_url
@@ -100,22 +100,24 @@ def num_windows(config: DataConfig, cache: Cache, seq_len: int) -> int:
 def packed_windows(config: DataConfig, cache: Cache, seq_len: int) -> PackedWindows:
     """The windows of a cache with targets, so far. The lengths of all its documents are read for it, once."""
     if seq_len not in cache.packed:
-        store = open_store(config, cache)
-        cache.packed[seq_len] = PairWindows(store, seq_len) if store.has_pairs else PackedWindows(store, seq_len)
+        cache.packed[seq_len] = packed_windows_of(open_store(config, cache), seq_len)
     cache.packed[seq_len].for_training()
     return cache.packed[seq_len]
 
 
-def needs_all(config: DataConfig, epoch: int) -> str | None:
-    """Reason why the data order is unknown until the training caches are complete; None if it is known."""
+def needs_all(config: DataConfig, epoch: int, needs_reference: bool = False) -> str | None:
+    """Reason why training cannot start until the training caches are complete; None if it can.
+
+    `needs_reference`: the objective compares answers with a reference.
+    """
     if config.shuffle is True:
         return "data.shuffle true requires the complete cache (a number shuffles within blocks and starts earlier)"
     if epoch:
         return "epoch requires the total number of tokens"
     if config.configs is not None and config.stop_strategy == "first_exhausted":
         return "data.stop_strategy first_exhausted requires the total number of tokens"
-    if config.has_pairs:
-        return "pairs of answers are compared with a reference before the first step"
+    if needs_reference:
+        return "the reference of all answers is computed before the first step"
     return None
 
 

@@ -103,3 +103,8 @@ class PairWindows(PackedWindows):
         self._first = np.append(self._first, len(self._sizes) + 2 * packed.first)
         self._begins, self._sizes = np.append(self._begins, begins), np.append(self._sizes, lengths)
         return packed
+
+
+def packed_windows_of(store: TokenStore, seq_len: int) -> PackedWindows:
+    """The windows of a store of documents with targets, which may be pairs."""
+    return PairWindows(store, seq_len) if store.has_pairs else PackedWindows(store, seq_len)

@@ -11,7 +11,7 @@ import functools
 import numpy as np
 
 from lmtrain.data.packing import PackedWindows
-from lmtrain.data.pairs import PairWindows
+from lmtrain.data.pairs import packed_windows_of
 from lmtrain.data.permutation import permute
 from lmtrain.data.token_store import TokenStore, document_starts, read_columns
 
@@ -87,9 +87,7 @@ Windows = TextWindows | PackedWindows
 
 def windows_of(store: TokenStore, seq_len: int, evaluates: bool = False) -> Windows:
     """The windows of a store in sequences of `seq_len` tokens, for training or for evaluation."""
-    if store.has_pairs:
-        return PairWindows(store, seq_len)
-    return PackedWindows(store, seq_len) if store.has_targets else TextWindows(store, seq_len, int(evaluates))
+    return packed_windows_of(store, seq_len) if store.has_targets else TextWindows(store, seq_len, int(evaluates))
 
 
 def wait_for_windows(windows: Windows, examples: np.ndarray, shuffle: Shuffle) -> int:

@@ -31,7 +31,7 @@ def build_eval_step(
     tokens' texts in bytes; without it the third value is 0. `options` are compiler options.
     """
 
-    def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def evaluate(hidden: jax.Array, head: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         mask = batch["loss_mask"]
         if "documents" in batch:  # see `lmtrain/data/pairs.py`
             mask = mask & (batch["documents"] % 2 == 0)
@@ -39,12 +39,30 @@ def build_eval_step(
         lengths = jnp.int32(0)
         if token_bytes is not None:
             lengths = jnp.where(mask, jnp.asarray(token_bytes)[next_token_targets(batch["tokens"])], 0).sum()
-        variables = {"params": cast(params, compute_dtype)}
-        hidden, head = model.apply(variables, batch, True, method=hidden_and_head)
         loss = CrossEntropy().loss_sum(hidden, head, batch, model.vocab_size, model.logit_cap).total
         return loss, mask.sum(), lengths
 
-    jitted = jax.jit(evaluate, out_shardings=layout.replicated, compiler_options=dict(options or {}))
+    return build_forward_step(model, layout, compute_dtype, evaluate, options)
+
+
+def build_forward_step(
+    model: LanguageModel,
+    layout: Layout,
+    compute_dtype: str,
+    function: Callable[[jax.Array, jax.Array, Any], Any],
+    options: Mapping[str, Any] | None = None,
+) -> MeshFunction:
+    """The jitted (params, batch) -> `function(hidden states, head, batch)` on every device, without dropout.
+
+    `options` are compiler options.
+    """
+
+    def forward(params: Any, batch: Any) -> Any:
+        variables = {"params": cast(params, compute_dtype)}
+        hidden, head = model.apply(variables, batch, True, method=hidden_and_head)
+        return function(hidden, head, batch)
+
+    jitted = jax.jit(forward, out_shardings=layout.replicated, compiler_options=dict(options or {}))
     return MeshFunction(layout, jitted)
 
 

@@ -8,10 +8,8 @@ from typing import Any
 import jax
 
 from lmtrain.evaluation.config import EvaluationConfig
-from lmtrain.evaluation.eval_step import read_ahead
+from lmtrain.evaluation.eval_step import build_forward_step, read_ahead
 from lmtrain.evaluation.interface import Context
-from lmtrain.models.interface import hidden_and_head
-from lmtrain.models.params import cast
 from lmtrain.objectives.interface import Objective
 from lmtrain.objectives.preferences import Preferences
 from lmtrain.sharding.mesh_function import MeshFunction
@@ -64,13 +62,8 @@ def _build_step(context: Context, objective: Objective) -> MeshFunction:
     """The jitted (params, batch) -> sums over the pairs of a batch by name, and their number."""
     model = context.model
 
-    def evaluate(params: Any, batch: Any) -> dict[str, jax.Array]:
-        variables = {"params": cast(params, context.compute_dtype)}
-        hidden, head = model.apply(variables, batch, True, method=hidden_and_head)
+    def evaluate(hidden: jax.Array, head: jax.Array, batch: Any) -> dict[str, jax.Array]:
         terms = objective.loss_sum(hidden, head, batch, model.vocab_size, model.logit_cap)
         return {"pairs": objective.weights(batch).sum(), "loss": terms.total, **terms.logged}
 
-    options = dict(context.xla_options)
-    return MeshFunction(
-        context.layout, jax.jit(evaluate, out_shardings=context.layout.replicated, compiler_options=options)
-    )
+    return build_forward_step(model, context.layout, context.compute_dtype, evaluate, context.xla_options)

@@ -105,7 +105,7 @@ def wait_for_enough(config: RunConfig, caches: SplitCaches, build: "Build") -> N
         for name, cache in caches.train.items()
         if config.data.has_weight(name)
     ]
-    reason = needs_all(config.data, config.epoch)
+    reason = needs_all(config.data, config.epoch, config.objective.needs_reference)
     if reason is not None:
         if any(not cache.complete for cache in caches.train.values()):
             log.info(f"waiting for the complete training cache: {reason}")

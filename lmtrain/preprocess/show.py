@@ -67,49 +67,35 @@ def first_documents(config: DataConfig, seq_len: int, number: int) -> Iterator[S
                 tokens += document.length
         else:
             assert not isinstance(config.format, TextFormat)
-            pack_all = _pack_pairs if per_record == 2 else _pack
-            documents = pack_all(documents, seq_len, config.format.too_long, sequences)
+            documents = _pack(documents, seq_len, config.format.too_long, sequences, per_record)
             sequences += sum(len(document.sequences) for document in documents)
         yield from documents
         if not number:
             return
 
 
-def _pack(documents: list[ShownDocument], seq_len: int, too_long: TooLong, before: int) -> list[ShownDocument]:
+def _pack(
+    documents: list[ShownDocument], seq_len: int, too_long: TooLong, before: int, per_record: int
+) -> list[ShownDocument]:
     """The first documents of a shard in sequences, which are numbered from `before` + 1. Each shard is packed alone,
-    and the first documents are packed as if there were all."""
-    lengths = np.array([document.length for document in documents], np.int64)
-    begins = pack(lengths, seq_len, too_long).first.tolist()
-    return [
-        _cut(
-            document,
-            seq_len if document.length <= seq_len or too_long == "cut" else 0,
-            {0: before + 1 + begins.index(number)} if number in begins else {},
-        )
-        for number, document in enumerate(documents)
-    ]
-
-
-def _pack_pairs(documents: list[ShownDocument], seq_len: int, too_long: TooLong, before: int) -> list[ShownDocument]:
-    """As `_pack`, for pairs of answers."""
-    lengths = np.array([document.length for document in documents], np.int64).reshape(-1, 2)
-    begins = pack(lengths.sum(1), seq_len, too_long).first.tolist()
-    kept = np.stack(kept_lengths(lengths[:, 0], lengths[:, 1], seq_len), axis=1)
+    and the first documents are packed as if there were all. `per_record` is 2 for pairs of answers, else 1."""
+    lengths = np.array([document.length for document in documents], np.int64).reshape(-1, per_record)
+    first = pack(lengths.sum(1), seq_len, too_long).first
+    numbers = {per_record * record: before + 1 + index for index, record in enumerate(first.tolist())}
+    kept = np.minimum(lengths, seq_len)
+    if per_record == 2:
+        kept = np.stack(kept_lengths(lengths[:, 0], lengths[:, 1], seq_len), axis=1)
     if too_long == "drop":
         kept[lengths.sum(1) > seq_len] = 0
     return [
-        _cut(
+        replace(
             document,
-            int(kept[number // 2, number % 2]),
-            {0: before + 1 + begins.index(number // 2)} if number % 2 == 0 and number // 2 in begins else {},
+            ids=document.ids[:size],
+            targets=None if document.targets is None else document.targets[:size],
+            sequences={0: numbers[number]} if number in numbers else {},
         )
-        for number, document in enumerate(documents)
+        for number, (document, size) in enumerate(zip(documents, kept.ravel().tolist(), strict=True))
     ]
-
-
-def _cut(document: ShownDocument, kept: int, sequences: dict[int, int]) -> ShownDocument:
-    targets = None if document.targets is None else document.targets[:kept]
-    return replace(document, ids=document.ids[:kept], targets=targets, sequences=sequences)
 
 
 def _documents_of(source: AnySource, config: DataConfig, tokenizer: Tokenizer) -> Iterator[ShownDocument]:

@@ -4,9 +4,9 @@ import shutil
 
 import numpy as np
 import pytest
-import yaml
 from chat_tokenizer import write_chat_tokenizer
 from conftest import log_lines, logged, run_in_process, tiny_settings
+from end_to_end.small_models import train_and_export, write
 from faults.runs import array_bytes, arrays
 
 pytestmark = pytest.mark.end_to_end
@@ -16,21 +16,11 @@ def run(folder, *arguments, code=0):
     return run_in_process(arguments, folder, code)
 
 
-def write(folder, name, settings):
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the model `teacher`, and a run `student`, of another family and size, trained for 8 steps."""
     folder = tmp_path_factory.mktemp("distillation")
-    settings = tiny_settings()
-    sizes = {"hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
-    settings["model"] = {"type": "llama", **sizes, "seq_len": 64}
-    settings["trainer"] |= {"id": "teacher"}
-    write(folder, "teacher", settings)
-    run(folder, "train", "teacher.yaml")
-    run(folder, "export-hf", "teacher.yaml", "--output", "teacher")
+    train_and_export(folder, "teacher", seq_len=64)
     settings = tiny_settings()
     settings["model"] |= {"hidden_dim": 16, "num_layers": 1}
     settings["optimizer"]["lr_schedule"] = "constant"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from conftest import TOKENIZER, logged, run_in_process, tiny_settings
+from end_to_end.small_models import train_and_export, write
 from faults.runs import array_bytes, arrays
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -32,22 +33,12 @@ def run(folder, *arguments, code=0):
     return run_in_process(arguments, folder, code)
 
 
-def write(folder, name, settings):
-    (folder / name).write_text(yaml.safe_dump(settings))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a run `base`, its export `base`, and lora.yaml, trained for 8 steps."""
     folder = tmp_path_factory.mktemp("lora")
-    settings = tiny_settings()
-    sizes = {"hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
-    settings["model"] = {"type": "llama", **sizes, "seq_len": 32}
-    settings["trainer"] |= {"id": "base", "steps_per_eval": 12}
-    write(folder, "base.yaml", settings)
-    write(folder, "lora.yaml", lora_settings())
-    run(folder, "train", "base.yaml")
-    run(folder, "export-hf", "base.yaml", "--output", "base")
+    train_and_export(folder, "base", seq_len=32, steps_per_eval=12)
+    write(folder, "lora", lora_settings())
     (folder / "output.txt").write_text(run(folder, "train", "lora.yaml").stderr)
     return folder
 
@@ -96,7 +87,7 @@ def test_the_command_eval_gives_the_loss_of_training(folder):
 def test_a_run_that_is_resumed_ends_with_the_same_bits(folder):
     settings = lora_settings()
     settings["trainer"]["id"] = "resumed"
-    write(folder, "resumed.yaml", settings)
+    write(folder, "resumed", settings)
     run(folder, "train", "resumed.yaml", "--trainer.num_train_steps", "4")
     output = run(folder, "train", "resumed.yaml").stderr
     assert "resuming after step 4" in output
@@ -141,7 +132,7 @@ def test_a_checkpoint_is_a_base_with_averages_and_tables_trained_in_full(folder)
     base = yaml.safe_load((folder / "base.yaml").read_text())
     settings |= {"model": base["model"], "initialize_from_checkpoint_path": "checkpoints/base"}
     settings["trainer"] |= {"id": "on a checkpoint".replace(" ", "-"), "model_averaging": {"type": "ema", "beta": 0.5}}
-    write(folder, "checkpoint.yaml", settings)
+    write(folder, "checkpoint", settings)
     run(folder, "train", "checkpoint.yaml")
     info = json.loads((folder / "checkpoints/on-a-checkpoint/step-8/run.json").read_text())
     assert info["base"]["step"] == 12
@@ -163,7 +154,7 @@ def test_training_starts_from_a_peft_adapter(folder):
     settings = lora_settings(initialize_from="exports/adapters/step-8")
     settings["trainer"] |= {"id": "continued", "num_train_steps": 2, "steps_per_eval": 1}
     del settings["hf_save_path"], settings["hf_save_steps"]
-    write(folder, "continued.yaml", settings)
+    write(folder, "continued", settings)
     output = run(folder, "train", "continued.yaml").stderr
     assert "starting from the adapters of exports/adapters/step-8" in output
     assert "base model (" not in output
@@ -173,7 +164,7 @@ def test_training_starts_from_a_peft_adapter(folder):
     (folder / "moved").rename(folder / "exports")
     settings["lora"]["r"] = 8
     settings["trainer"]["id"] = "other"
-    write(folder, "other.yaml", settings)
+    write(folder, "other", settings)
     assert "lora.r: this config has 8, the adapter has 4" in run(folder, "train", "other.yaml", code=2).stderr
 
 
@@ -185,7 +176,7 @@ def test_an_adapter_of_another_base_of_the_same_shape_is_refused(folder, tmp_pat
     save_file({name: value * 1.01 for name, value in weights.items()}, other / "model.safetensors", {"format": "pt"})
     settings = lora_settings(initialize_from="exports/adapters/step-8") | {"initialize_from_hf": str(other)}
     settings["trainer"] |= {"id": "other-base", "num_train_steps": 2}
-    write(folder, "another.yaml", settings)
+    write(folder, "another", settings)
     output = run(folder, "train", "another.yaml", code=2).stderr
     assert "lora.initialize_from: exports/adapters/step-8 was trained on another base model" in output
 
@@ -202,11 +193,11 @@ def test_tokens_that_the_base_does_not_have_need_trained_tables(folder):
     settings = lora_settings()
     settings["data"] |= {"tokenizer": "larger", "cache_dir": "larger cache"}
     settings["trainer"] |= {"id": "larger", "num_train_steps": 2}
-    write(folder, "larger.yaml", settings)
+    write(folder, "larger", settings)
     output = run(folder, "train", "larger.yaml", code=2).stderr
     assert "new rows would stay untrained; set lora.modules_to_save: [embed_tokens, lm_head]" in output
     settings["lora"]["modules_to_save"] = ["embed_tokens", "lm_head"]
-    write(folder, "larger.yaml", settings)
+    write(folder, "larger", settings)
     output = run(folder, "train", "larger.yaml").stderr
     assert "2 rows are added to 384" in output
     run(folder, "export-hf", "larger.yaml", "--output", "larger adapter", "--verify")

@@ -6,8 +6,8 @@ import shutil
 
 import numpy as np
 import pytest
-import yaml
 from conftest import TRAIN_FILES, log_lines, logged, run_in_process, tiny_settings
+from end_to_end.small_models import train_and_export, write
 from faults.runs import array_bytes
 
 from lmtrain.preprocess.documents import read_texts
@@ -19,10 +19,6 @@ METRICS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rew
 
 def run(folder, *arguments, code=0):
     return run_in_process(arguments, folder, code)
-
-
-def write(folder, name, settings):
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(settings))
 
 
 def settings_of(name, objective, **more):
@@ -44,13 +40,7 @@ def settings_of(name, objective, **more):
 def folder(tmp_path_factory):
     """A folder with a model `base`, pairs of answers (words in their order, and shuffled), and runs of all kinds."""
     folder = tmp_path_factory.mktemp("preferences")
-    settings = tiny_settings()
-    sizes = {"hidden_dim": 32, "intermediate_dim": 48, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
-    settings["model"] = {"type": "llama", **sizes, "seq_len": 48}
-    settings["trainer"] |= {"id": "base"}
-    write(folder, "base", settings)
-    run(folder, "train", "base.yaml")
-    run(folder, "export-hf", "base.yaml", "--output", "base")
+    train_and_export(folder, "base", seq_len=48)
     texts = [text.split() for text in read_texts(TRAIN_FILES[0], "text")]
     texts = [words[:8] for words in texts if len(words) >= 8]
     shuffle = random.Random(0)

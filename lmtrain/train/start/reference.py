@@ -7,7 +7,7 @@ reference's parameters and of all else that determines them. With LoRA the refer
 import hashlib
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +20,11 @@ from lmtrain.config.errors import UserError, errors_of
 from lmtrain.data.batches import EvalSource
 from lmtrain.data.caches import Cache, Caches
 from lmtrain.data.pairs import PairWindows
-from lmtrain.evaluation.eval_step import read_ahead
+from lmtrain.evaluation.eval_step import build_forward_step, read_ahead
 from lmtrain.evaluation.interface import Context
 from lmtrain.evaluation.validation_sets import ValidationSet
 from lmtrain.lora.fingerprint import fingerprint
 from lmtrain.lora.model import AdaptedModel
-from lmtrain.models.interface import hidden_and_head
-from lmtrain.models.params import cast
 from lmtrain.objectives.preferences import answer_log_probs
 from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.logging import log
@@ -152,15 +150,11 @@ def _build_step(program: Program) -> MeshFunction:
     """The jitted (params, batch) -> log-probabilities of documents, see `answer_log_probs`, on every device."""
     model = program.model.inner if isinstance(program.model, AdaptedModel) else program.model
 
-    def log_probs(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
-        variables = {"params": cast(params, program.config.trainer.precision.compute)}
-        hidden, head = model.apply(variables, batch, True, method=hidden_and_head)
+    def log_probs(hidden: jax.Array, head: jax.Array, batch: Any) -> jax.Array:
         return answer_log_probs(hidden, head, batch, model.vocab_size, model.logit_cap)
 
-    options = dict(program.xla_options)
-    return MeshFunction(
-        program.layout, jax.jit(log_probs, out_shardings=program.layout.replicated, compiler_options=options)
-    )
+    compute = program.config.trainer.precision.compute
+    return build_forward_step(model, program.layout, compute, log_probs, program.xla_options)
 
 
 def _read(path: str, documents: int) -> np.ndarray | None:
