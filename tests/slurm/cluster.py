@@ -108,10 +108,9 @@ class Cluster:
             time.sleep(0.005)
         return result
 
-    def wait(self, job: int, *states: str) -> str:
-        """Wait until the job is in one of the states, by default in one that is final. -> the state"""
-        states = states or ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-        self.until(job, lambda: self.field(job, "JobState") in states)
+    def wait(self, job: int) -> str:
+        """Wait until the job has ended and is not requeued. -> its state"""
+        self.until(job, lambda: not self.call("squeue", "--noheader", f"--jobs={job}"))
         return self.field(job, "JobState")
 
     def end_jobs(self) -> None:

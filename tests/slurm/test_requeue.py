@@ -143,8 +143,7 @@ def test_the_arrays_of_a_ladder_start_its_runs_in_order(cluster, folder):
 def test_runs_that_need_a_failed_one_do_not_start(cluster, folder):
     first, second = submit_ladder(cluster, folder, exits(cluster, folder, 2))
     assert ended(cluster, first) == ("FAILED", "2", "0")
-    cluster.wait(second, "PENDING", "CANCELLED")
-    assert cluster.field(second, "Reason") == "DependencyNeverSatisfied"
+    cluster.until(second, lambda: cluster.field(second, "Reason") == "DependencyNeverSatisfied")
     assert len(starts(folder)) == 1
 
 
