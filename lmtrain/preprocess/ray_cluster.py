@@ -4,6 +4,7 @@ The machines of a cluster must see the same files: inputs and `data.cache_dir` o
 """
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +31,19 @@ from lmtrain.runtime.signals import StoppedError
 _POLL_SECONDS = 0.5
 _CONNECT_SECONDS = 60
 _END_SECONDS = 5
+
+# Tasks submitted but not finished: each core has a next one, and an autoscaler sees that more cores would be used. All
+# jobs at once would take memory for as many arguments, and each wait would be for as many tasks.
+_TASKS_PER_CORE = 2
+
+# Errors of a task whose retries all died with their worker or node.
+_DEATHS = (
+    ray.exceptions.RaySystemError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.NodeDiedError,
+)
 
 # Offset of the port of a run's own cluster from the port of its coordinator.
 _PORT_ABOVE = 1000
@@ -117,12 +132,16 @@ def run_on_ray(
     environment = {"env_vars": {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}}
     task: Any = ray.remote(num_cpus=1, max_retries=3, runtime_env=environment)(_run)
     counts = np.zeros((len(jobs), COUNTS), np.int64)
-    waiting = list(enumerate(jobs))
+    waiting = deque(enumerate(jobs))
     under_way: dict[Any, tuple[int, Job]] = {}
+    limit, counted_at = 0, -math.inf
     try:
         while waiting or under_way:
-            while waiting and len(under_way) < (max_workers or len(jobs)):
-                number, job = waiting.pop(0)
+            if time.monotonic() - counted_at > _POLL_SECONDS:  # nodes join and are lost
+                limit = max_workers or _TASKS_PER_CORE * max(1, _cores())
+                counted_at = time.monotonic()
+            while waiting and len(under_way) < limit:
+                number, job = waiting.popleft()
                 under_way[task.remote(job, os.getcwd())] = number, job
             done, _ = ray.wait(list(under_way), timeout=_POLL_SECONDS)
             for reference in done:
@@ -146,7 +165,12 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="lmtrain")
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         raise _unreachable(address, str(error).splitlines()[0]) from None
-    log.info(f"Ray cluster at {address}: {int(ray.cluster_resources().get('CPU', 0))} cores")
+    log.info(f"Ray cluster at {address}: {_cores()} cores")
+
+
+def _cores() -> int:
+    """Number of cores of the cluster. A request of a millisecond."""
+    return int(ray.cluster_resources().get("CPU", 0))
 
 
 def _wait_for_port(address: str) -> None:
@@ -173,10 +197,10 @@ def _result(reference: Any, job: Job) -> Any:
         result = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         raise (error.cause if isinstance(error.cause, UserError) else error) from None
-    except (ray.exceptions.RaySystemError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError) as error:
+    except _DEATHS as error:
         raise UserError(
-            f"{job.source.label}: the Ray worker died four times, most likely killed for using too much memory; "
-            f"finished shards are kept: {str(error).splitlines()[0]}"
+            f"{job.source.label}: the Ray worker or its node died four times, most likely killed for using too much "
+            f"memory; finished shards are kept: {str(error).splitlines()[0]}"
         ) from None
     job.check(result)
     return result

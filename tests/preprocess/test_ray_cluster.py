@@ -1,17 +1,67 @@
-"""Builds on a real Ray cluster on this machine: the same bytes and errors as local builds."""
+"""Builds on a real Ray cluster of two nodes on this machine: the same bytes and errors as local builds."""
 
+import contextlib
 import json
 import os
+import random
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from forked import run_script
 
 DEADLINE_SECONDS = 300
+COMMAND = [sys.executable, "-m", "lmtrain", "preprocess"]
+
+WAIT_FOR_NODES = """
+import sys, time
+import ray
+ray.init(sys.argv[1], log_to_driver=False)
+while sum(node["Alive"] for node in ray.nodes()) != int(sys.argv[2]):
+    time.sleep(0.1)
+"""
+
+# Prints how many of 100 jobs of 1 MB were submitted but not finished, at most.
+SUBMITTED = """
+import sys
+from lmtrain.preprocess.ray_cluster import run_on_ray
+
+sent = done = most = 0
+
+class Job:
+    def __reduce__(self):
+        global sent, most
+        sent += 1
+        most = max(most, sent - done)
+        return Received, (bytes(1_000_000),)
+
+    def check(self, result):
+        assert result == 1_000_000
+
+    def counts(self, result):
+        return 1, 0, 0
+
+class Received:
+    def __init__(self, data):
+        self.data = data
+
+    def run(self, report):
+        return len(self.data)
+
+for _ in run_on_ray([Job() for _ in range(100)], lambda counts: None, lambda: False, sys.argv[1]):
+    done += 1
+assert sent == done == 100
+print(most)
+"""
 
 
 def free_port():
@@ -20,17 +70,145 @@ def free_port():
         return found.getsockname()[1]
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def command_line(pid: int) -> str:
+    """The command of a process; Ray's workers show the task that they run. Empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def peak_kilobytes(pid: int) -> int:
+    """Peak resident memory of a process; 0 if it has ended."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+class Node:
+    """A node of one core: `ray start --block` in a session of its own, which all of its processes share."""
+
+    def __init__(self, folder: Path, *options: str):
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "1", *options]
+        command += ["--disable-usage-stats", "--object-store-memory", "80000000"]
+        # the head asks the nodes for a sign of life twice a second
+        environment = os.environ | {"RAY_TMPDIR": str(folder), "RAY_health_check_period_ms": "500"}
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def pids(self) -> list[int]:
+        return [pid for pid in all_pids() if session_of(pid) == self.process.pid and command_line(pid)]
+
+    def workers(self) -> list[int]:
+        """Processes that run a task of lmtrain."""
+        return [pid for pid in self.pids() if command_line(pid).startswith("ray::_run")]
+
+    def kill(self) -> None:
+        """Kill all of its processes, as when a machine is lost."""
+        while pids := self.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        self.kill()
+
+
+class Cluster:
+    """A head and one more node, at two addresses of this machine."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        port = free_port()
+        self.address = f"127.0.0.1:{port}"
+        options = ["--port", str(port), "--node-ip-address", "127.0.0.1", "--include-dashboard", "false"]
+        self.head = Node(folder, "--head", *options)
+        self.second: Node | None = None
+
+    def start_second(self) -> Node:
+        """Start the second node, and wait until the head lists two."""
+        if self.second is not None:
+            self.second.stop()
+        from lmtrain.preprocess.ray_cluster import _wait_for_port
+
+        _wait_for_port(self.address)  # else Ray waits for a minute
+        self.second = Node(self.folder, "--address", self.address, "--node-ip-address", "127.0.0.2")
+        run_script(WAIT_FOR_NODES, self.address, 2, folder=self.folder)
+        return self.second
+
+    def stop(self) -> None:
+        for node in (self.second, self.head):
+            if node is not None:
+                node.stop()
+
+
+def users(folder: Path) -> list[int]:
+    """Processes that have a file in `folder` open, as those of Ray have their logs."""
+    found = []
+    for pid in all_pids():
+        with contextlib.suppress(OSError):
+            files = (f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd"))
+            if any(os.readlink(file).startswith(f"{folder}/") for file in files):
+                found.append(pid)
+    return found
+
+
 @pytest.fixture(scope="module")
-def address():
-    """A cluster of one node with two cores."""
-    port = free_port()
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port", str(port), "--block"]
-    options = ["--num-cpus", "2", "--include-dashboard", "false", "--disable-usage-stats"]
-    options += ["--object-store-memory", "80000000", "--node-ip-address", "127.0.0.1"]
-    node = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    yield f"127.0.0.1:{port}"
-    node.terminate()
-    node.wait(300)
+def ray_folder():
+    """Folder of what Ray writes, with a path short enough for its sockets. At the end no process of Ray is left."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    yield folder
+    try:
+        wait_until(lambda: not users(folder))
+    finally:
+        for pid in users(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_folder):
+    cluster = Cluster(ray_folder)
+    try:
+        cluster.start_second()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def address(cluster):
+    return cluster.address
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +228,47 @@ def config(settings, write_config, texts):
 
 def contents(folder: Path):
     return {path.name: path.read_bytes() for path in (folder / "cache" / "train").iterdir()}
+
+
+@contextlib.contextmanager
+def started(command: list[object], folder: Path, **environment: str) -> Iterator[subprocess.Popen]:
+    """A process that is killed at the end if it still runs. Its stderr goes to `<folder>/stderr.txt`."""
+    with (folder / "stderr.txt").open("w") as stderr:
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=folder, stderr=stderr, env=os.environ | {"JAX_PLATFORMS": "cpu", **environment}
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stop_a_task(cache: Path, *nodes: Node) -> int:
+    """Stop a worker of one of the nodes in the middle of a shard of the cache. -> its process id"""
+    stopped = 0
+
+    def try_one() -> bool:
+        nonlocal stopped
+        for file in cache.glob("*.tmp-*"):
+            stopped = int(file.name.rpartition("-")[2])
+            if session_of(stopped) in [node.process.pid for node in nodes]:
+                os.kill(stopped, signal.SIGSTOP)
+                if file.exists():
+                    return True
+                os.kill(stopped, signal.SIGCONT)  # it had just finished
+        return False
+
+    wait_until(try_one)
+    return stopped
+
+
+def finish(process: subprocess.Popen, folder: Path) -> str:
+    """Wait for a build, which has to succeed. -> its stderr"""
+    code = process.wait(DEADLINE_SECONDS)
+    stderr = (folder / "stderr.txt").read_text()
+    assert code == 0, stderr
+    return stderr
 
 
 @pytest.fixture
@@ -82,9 +301,9 @@ def test_a_cluster_finds_the_duplicates_that_a_local_check_finds(config, lmtrain
     assert json.loads(report)["sources"]["train"]["duplicates"] == {"train": 30}
 
 
-def test_the_address_may_come_from_the_environment(config, lmtrain, address, tmp_path):
-    done = lmtrain("preprocess", config, "--dry-run", RAY_ADDRESS=address)
-    assert f"on the Ray cluster at {address}" in done.stdout, done.stderr
+def test_the_address_may_come_from_the_environment(config, lmtrain):
+    done = lmtrain("preprocess", config, "--dry-run", RAY_ADDRESS="10.0.0.1:6379")
+    assert "on the Ray cluster at 10.0.0.1:6379" in done.stdout, done.stderr
 
 
 @pytest.mark.long
@@ -98,21 +317,112 @@ def test_a_bad_line_is_the_same_error_as_in_a_local_build(config, lmtrain, texts
 
 
 @pytest.mark.long
-def test_a_killed_worker_is_restarted(config, undisturbed, address, tmp_path):
-    command = [sys.executable, "-m", "lmtrain", "preprocess", str(config), "--address", address]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+def test_a_killed_worker_is_restarted(config, undisturbed, cluster, tmp_path):
+    with started([*COMMAND, config, "--address", cluster.address], tmp_path) as process:
+        os.kill(stop_a_task(tmp_path / "cache" / "train", cluster.head, cluster.second), signal.SIGKILL)
+        finish(process, tmp_path)
+    assert contents(tmp_path) == undisturbed
+
+
+@pytest.mark.long
+def test_the_tasks_of_a_lost_node_run_on_the_other(settings, write_config, lmtrain, cluster, tmp_path):
+    """A task of each node is stopped in the middle; then the second node is killed. The first builds the rest."""
+    for number in range(12):
+        lines = (json.dumps({"text": f"the river {number} counts {i * 7919 % 10007} and {i}"}) for i in range(3000))
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(lines))
+    settings["data"] |= {"train_urls": ["{0..11}.jsonl"], "validation_urls": None}
+    config = write_config(settings)
+    lmtrain("preprocess", config, "--data.cache_dir", "local", code=0)
     cache = tmp_path / "cache" / "train"
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (found := list(cache.glob("*.tmp-*"))):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    os.kill(int(found[0].name.rpartition("-")[2]), signal.SIGKILL)
-    _, stderr = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 0, stderr
-    left = contents(tmp_path)
-    assert {name: left[name] for name in undisturbed} == undisturbed
-    assert set(left) == set(undisturbed)
+    with started([*COMMAND, config, "--address", cluster.address], tmp_path) as process:
+        kept = stop_a_task(cache, cluster.head)
+        try:
+            lost = stop_a_task(cache, cluster.second)
+            unfinished = [file.name for file in cache.glob(f"*.tmp-{lost}")]
+            cluster.second.kill()
+        finally:
+            os.kill(kept, signal.SIGCONT)
+        finish(process, tmp_path)
+    assert len(unfinished) == 1
+    assert contents(tmp_path) == {path.name: path.read_bytes() for path in (tmp_path / "local" / "train").iterdir()}
+    cluster.start_second()
+
+
+def write_files(folder: Path, count: int) -> None:
+    """Write files of 0 to 11 documents of 3 to 10,000 bytes each, three with one of 3 MB."""
+    folder.mkdir()
+    drawn = random.Random(0)
+    words = "".join(
+        f"{drawn.choice(('river', 'counts', 'stone', 'of', 'a'))}{drawn.randrange(1000)} " for _ in range(500_000)
+    )
+    for number in range(count):
+        if number in (3, count // 2, count - 2):
+            sizes = [3_000_000]
+        else:
+            sizes = [int(10 ** drawn.uniform(0.5, 4)) for _ in range(drawn.randrange(12))]
+        starts = [drawn.randrange(len(words) - size) for size in sizes]
+        lines = (
+            json.dumps({"text": words[start : start + size]}) + "\n" for start, size in zip(starts, sizes, strict=True)
+        )
+        (folder / f"{number:04}.jsonl").write_text("".join(lines))
+
+
+def measured_build(config: Path, cluster: Cluster, folder: Path, *flags: str) -> SimpleNamespace:
+    """Peak memory in kB of the driver and of the largest worker, and the workers of each node."""
+    seen: tuple[set[int], set[int]] = (set(), set())
+    driver = worker = 0
+    with started([*COMMAND, config, "--address", cluster.address, *flags], folder) as process:
+
+        def ended() -> bool:
+            nonlocal driver, worker
+            for pids, node in zip(seen, (cluster.head, cluster.second), strict=True):
+                pids.update(node.workers())
+            driver = max(driver, peak_kilobytes(process.pid))
+            worker = max([worker, *map(peak_kilobytes, seen[0] | seen[1])])
+            time.sleep(0.05)
+            return process.poll() is not None
+
+        wait_until(ended)
+        finish(process, folder)
+    return SimpleNamespace(driver=driver, worker=worker, workers=seen)
+
+
+@pytest.mark.long
+def test_the_memory_of_2000_files_is_that_of_20(settings, write_config, lmtrain, cluster, tmp_path):
+    """Files with documents of very different sizes; the largest are the same in both builds."""
+    settings["data"] |= {"train_urls": ["many/*.jsonl"], "validation_urls": None}
+    config = write_config(settings)
+    write_files(tmp_path / "many", 2000)
+    write_files(tmp_path / "few", 20)
+    few = measured_build(config, cluster, tmp_path, "--data.train_urls", '["few/*.jsonl"]', "--data.cache_dir", "few")
+    many = measured_build(config, cluster, tmp_path)
+    assert all(many.workers), "tasks ran on one node only"
+    assert len(many.workers[0] | many.workers[1]) < 20  # not a process for each file
+    assert many.driver - few.driver < 32_000  # kB
+    assert many.worker - few.worker < 128_000
+    lmtrain("preprocess", config, "--data.cache_dir", "local", code=0)
+    assert contents(tmp_path) == {path.name: path.read_bytes() for path in (tmp_path / "local" / "train").iterdir()}
+
+
+@pytest.mark.long
+def test_each_core_has_one_waiting_task_at_most(cluster, tmp_path):
+    assert int(run_script(SUBMITTED, cluster.address, folder=tmp_path)) <= 4
+
+
+@pytest.mark.parametrize("error", ["WorkerCrashedError", "LocalRayletDiedError", "NodeDiedError"])
+def test_a_task_whose_workers_or_nodes_all_die_is_an_error_that_names_its_source(monkeypatch, error):
+    import ray
+
+    from lmtrain.config.errors import UserError
+    from lmtrain.preprocess import ray_cluster
+
+    def get(reference):
+        raise getattr(ray.exceptions, error)(*["lost"] * (error == "NodeDiedError"))
+
+    monkeypatch.setattr(ray, "get", get)
+    job = SimpleNamespace(source=SimpleNamespace(label="a.jsonl"))
+    with pytest.raises(UserError, match=r"a\.jsonl: the Ray worker or its node died four times"):
+        ray_cluster._result(None, job)
 
 
 def test_a_missing_cluster_is_an_error_that_names_its_address(config, lmtrain, monkeypatch):
@@ -126,21 +436,17 @@ def test_a_missing_cluster_is_an_error_that_names_its_address(config, lmtrain, m
 
 
 @pytest.mark.long
-def test_a_run_of_two_processes_starts_its_own_cluster(config, undisturbed, tmp_path):
-    command = [sys.executable, "-m", "lmtrain", "preprocess", str(config)]
+def test_a_run_of_two_processes_starts_its_own_cluster(config, undisturbed, ray_folder, tmp_path):
+    command = [*COMMAND, config]
     command += ["--trainer.distributed.coordinator_address", f"127.0.0.1:{free_port()}"]
     command += ["--trainer.distributed.num_processes", "2"]
-    processes = [
-        subprocess.Popen(
-            [*command, "--trainer.distributed.process_id", str(number)],
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        for number in range(2)
-    ]
-    stderr = [process.communicate(timeout=DEADLINE_SECONDS)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], stderr
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number in range(2):
+            (folder := tmp_path / str(number)).mkdir()
+            flags = ["--trainer.distributed.process_id", number, "--data.cache_dir", tmp_path / "cache"]
+            process = started([*command, *flags], folder, RAY_TMPDIR=str(ray_folder))
+            processes.append((stack.enter_context(process), folder))
+        stderr = [finish(process, folder) for process, folder in processes]
     assert "4 shards to build, a Ray cluster on the 2 hosts of the run" in stderr[0]
     assert contents(tmp_path) == undisturbed
