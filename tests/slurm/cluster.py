@@ -1,6 +1,6 @@
 """A real Slurm cluster on this machine: slurmctld, munge, and a slurmd for each of two nodes with two GPUs.
 
-The GPUs are files that no test opens. Names of nodes are known only to the processes of the cluster.
+The GPUs are device files that no test opens. Names of nodes are known only to the processes of the cluster.
 """
 
 import os
@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -164,8 +165,8 @@ def _write_settings(folder: Path) -> None:
         host=host, control=control, ports=ports, nodes=NODES, folder=folder, plugins=plugins, first=_first_job()
     )
     (folder / "slurm.conf").write_text(settings)
-    for gpu in ("gpu0", "gpu1"):
-        (folder / gpu).touch()
+    for gpu in range(2):
+        os.mknod(folder / f"gpu{gpu}", stat.S_IFCHR | 0o600, os.makedev(195, gpu))
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
     names = "".join(f"127.0.0.1 {name}\n" for name in (host, *NODES))
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + names)
