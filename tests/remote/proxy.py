@@ -1,10 +1,14 @@
-"""An HTTP proxy in front of an emulator, which refuses, changes or ends what a test chooses."""
+"""An HTTP proxy in front of a store's server, which delays, refuses, changes or ends what a test chooses."""
 
 import http.client
 import itertools
+import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from http.server import BaseHTTPRequestHandler
 from typing import NamedTuple
 
@@ -20,29 +24,39 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer without the emulator."""
+    """An answer without the server."""
 
     status: int
     body: bytes = b""
 
 
+class Cut(Enum):
+    """A connection that is reset."""
+
+    BEFORE = "before the server has the request"
+    INSTEAD = "in place of the server's answer"
+    WITHIN = "in the middle of the answer's body"
+
+
 class Proxy:
     """Forwards to the port `target`, and counts.
 
-    `refuse` returns the reply to a request that is not forwarded, else None. `garble` changes the body of an answer.
+    `refuse` returns the reply to a request that is not forwarded, or where its connection is cut, else None. `garble`
+    changes the body of an answer. `delay` returns the seconds that an answer waits.
     """
 
     def __init__(self, target: int):
         self.target = target
         self.requests: list[Request] = []
         self.refused: list[Request] = []
-        self.refuse: Callable[[Request], Reply | None] = lambda request: None
+        self.refuse: Callable[[Request], Reply | Cut | None] = lambda request: None
+        self.delay: Callable[[Request], float] = lambda request: 0
         self.garble: Callable[[Request, bytes], bytes] = lambda request, body: body
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self.address = ""
 
-    def received(self, method: str, path: str) -> tuple[Request, Reply | None]:
+    def received(self, method: str, path: str) -> tuple[Request, Reply | Cut | None]:
         """Count a request, and decide about it: one at a time, so that shares of the requests are exact."""
         with self._lock:
             request = Request(next(self._numbers), method, path)
@@ -75,7 +89,11 @@ def proxied(target: int) -> Iterator[Proxy]:
             body = self._body()
             request, reply = proxy.received(self.command, self.path)
             headers = {}
-            if reply is None:
+            time.sleep(proxy.delay(request))
+            cut = reply if isinstance(reply, Cut) else None
+            if cut is Cut.BEFORE:
+                return self._reset()
+            if reply is None or cut:
                 connection = http.client.HTTPConnection("127.0.0.1", proxy.target, timeout=60)
                 sent = {k: v for k, v in self.headers.items() if k.lower() not in ("expect", "transfer-encoding")}
                 connection.request(self.command, self.path, body, sent | {"Content-Length": str(len(body))})
@@ -84,6 +102,8 @@ def proxied(target: int) -> Iterator[Proxy]:
                 skipped = ("transfer-encoding", "connection", "date", "server")
                 headers = {k: v for k, v in answer.getheaders() if k.lower() not in skipped}
                 connection.close()
+            if cut is Cut.INSTEAD or (cut and (self.command == "HEAD" or not reply.body)):
+                return self._reset()
             if self.command != "HEAD":
                 headers = {k: v for k, v in headers.items() if k.lower() != "content-length"}
                 headers["Content-Length"] = str(len(reply.body))
@@ -92,7 +112,15 @@ def proxied(target: int) -> Iterator[Proxy]:
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(reply.body)
+                self.wfile.write(reply.body[: len(reply.body) // 2] if cut else reply.body)
+            if cut:
+                self._reset()
+
+        def _reset(self) -> None:
+            """Close the connection with a reset, not with an end."""
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            raise ConnectionResetError  # ends the handler
 
         def _body(self) -> bytes:
             if self.headers.get("Transfer-Encoding", "") == "chunked":
