@@ -33,11 +33,10 @@ def programs() -> dict[str, str]:
     }
 
 
-def with_files(command: Sequence[object], files: Mapping[str, Path], folders: Sequence[str] = ()) -> list[str]:
-    """`command` in a mount namespace in which each key of `files` is its value, and `folders` are empty ones."""
+def with_files(command: Sequence[object], files: Mapping[str, Path], then: str = "true") -> list[str]:
+    """`command` in a mount namespace in which each key of `files` is its value, after the shell command `then`."""
     mounts = [f"mount --bind {shlex.quote(str(new))} {shlex.quote(old)}" for old, new in files.items()]
-    mounts += [f"mount -t tmpfs none {shlex.quote(folder)}" for folder in folders]
-    script = " && ".join([*mounts, 'exec "$@"'])
+    script = " && ".join([*mounts, then, 'exec "$@"'])
     return ["unshare", "--mount", "bash", "-c", script, "bash", *map(str, command)]
 
 

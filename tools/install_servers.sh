@@ -5,7 +5,7 @@
 # Exit code 2 if this system cannot run them: they need Debian or Ubuntu, and root for a mount namespace of their own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-servers=(slurmctld slurmd slurm-client munge openssh-server)
+servers=(slurmctld slurmd slurm-client munge openssh-server openssh-client)
 stamp=.servers/.installed
 wanted=$(cksum < tools/install_servers.sh)
 [ "$(cat "$stamp" 2> /dev/null)" != "$wanted" ] || exit 0

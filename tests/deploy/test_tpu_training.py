@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import logged, run_in_process, tiny_settings
-from deploy.test_tpu import MADE_OF, PLACE, SECRET, Desk
+from deploy.desk import Desk
+from deploy.workers import running_workers
 from faults.runs import complete_steps, last_logged, wait_for, write_config
 
 pytestmark = pytest.mark.end_to_end
@@ -33,12 +34,11 @@ def make_bucket(bucket: Path, cache: Path) -> Path:
 
 def preempt(desk: Desk, number: int) -> None:
     """Preempt like Google: SIGTERM to every process, or SIGKILL for no warning. The disk is lost."""
-    vm = desk.vm
-    desk.signal(vm, number)
-    wait_for(lambda: not desk.processes(vm))
     with desk.state() as state:
-        if state["vm"] and state["vm"]["number"] == vm["number"]:
-            state["vm"]["states"] = ["PREEMPTED"]
+        vm = state["vm"]
+        vm |= {"gone": True, "states": ["PREEMPTED"]}
+        desk.signal(vm, number)
+    wait_for(lambda: not desk.processes(vm))
 
 
 @pytest.fixture
@@ -51,37 +51,39 @@ def undisturbed(tmp_path):
 
 @pytest.mark.long
 def test_preempted_twice_it_finishes_the_same_run_and_loses_no_work(undisturbed, tmp_path):
-    desk = Desk(tmp_path / "desk")
-    # the result of tools/install.sh: lmtrain in ~/lmtrain/.venv/bin
-    program = "#!/bin/sh\nexec " + shlex.join([sys.executable, "-m", "lmtrain"]) + ' "$@"\n'
-    desk.setup.write_text(
-        "mkdir -p ~/lmtrain/.venv/bin && cd ~/lmtrain/.venv/bin\n"
-        f"printf %s {shlex.quote(program)} > lmtrain && chmod +x lmtrain\n"
-    )
-    bucket = tmp_path / "bucket"
+    folder, bucket = tmp_path / "desk", tmp_path / "bucket"
+    folder.mkdir()
     config = make_bucket(bucket, tmp_path / "cache")
     same = [f"{name}={os.environ[name]}" for name in ("JAX_PLATFORMS", "XLA_FLAGS")]
     words = [*same, "lmtrain", "train", str(config), "--trainer.tracker", "{type: json}"]
-    process = desk.start("babysit", *PLACE, *MADE_OF, *desk.own_setup, "--retries", "1", "--", *words, HF_TOKEN=SECRET)
-    try:
-        (log,) = wait_for(lambda: list(bucket.glob("logs/*.metrics.jsonl")))
-        run_id = log.name.removesuffix(".metrics.jsonl")
-        wait_for(lambda: last_logged(bucket, run_id) >= FIRST)
-        preempt(desk, signal.SIGTERM)
-        stopped_at = last_logged(bucket, run_id)
-        assert FIRST <= stopped_at < STEPS
-        assert complete_steps(bucket, run_id)[-1] == stopped_at  # SIGTERM loses no step
-        wait_for(lambda: last_logged(bucket, run_id) >= max(SECOND, stopped_at + 1))
-        preempt(desk, signal.SIGKILL)
-        assert last_logged(bucket, run_id) < STEPS
-        out, printed = process.communicate(timeout=300)
-    finally:
-        desk.end()
-    assert process.returncode == 0, printed
+    with running_workers(folder) as workers:
+        desk = Desk(folder, workers)
+        # the result of tools/install.sh: lmtrain in ~/lmtrain/.venv/bin
+        program = "#!/bin/sh\nexec " + shlex.join([sys.executable, "-m", "lmtrain"]) + ' "$@"\n'
+        desk.setup.write_text(
+            "mkdir -p ~/lmtrain/.venv/bin && cd ~/lmtrain/.venv/bin\n"
+            f"printf %s {shlex.quote(program)} > lmtrain && chmod +x lmtrain\n"
+        )
+        process = desk.start_babysit("--retries", "1", "--", *words, HF_TOKEN="hf_do-not-tell")
+        try:
+            (log,) = wait_for(lambda: list(bucket.glob("logs/*.metrics.jsonl")), [process])
+            run_id = log.name.removesuffix(".metrics.jsonl")
+            wait_for(lambda: last_logged(bucket, run_id) >= FIRST, [process])
+            preempt(desk, signal.SIGTERM)
+            stopped_at = last_logged(bucket, run_id)
+            assert FIRST <= stopped_at < STEPS
+            assert complete_steps(bucket, run_id)[-1] == stopped_at  # SIGTERM loses no step
+            wait_for(lambda: last_logged(bucket, run_id) >= max(SECOND, stopped_at + 1), [process])
+            preempt(desk, signal.SIGKILL)
+            assert last_logged(bucket, run_id) < STEPS
+            out, printed = process.communicate(timeout=300)
+        finally:
+            desk.end()
+    assert process.returncode == 0, out + printed
     assert desk.verbs().count("create") == 3
     assert printed.count(f"RUN_ID={run_id}") == 1
     assert [path.name for path in (bucket / "checkpoints").iterdir()] == [run_id]
-    assert f"resuming after step {stopped_at}" in printed
+    assert f"resuming after step {stopped_at}" in out
     assert logged(bucket, "train/loss", run_id) == undisturbed
     assert list(undisturbed) == list(range(1, STEPS + 1))
     assert complete_steps(bucket, run_id)[-1] == STEPS
