@@ -3,6 +3,8 @@
 #
 #     bash tools/test_long.sh           those of CI
 #     bash tools/test_long.sh --all     also those marked `release`, of which CI has shorter forms
+#
+# Real servers of Slurm and SSH are downloaded (tools/install_servers.sh); LMTRAIN_SYSTEM_TESTS=0 leaves them out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 marker="long and not release"
@@ -10,4 +12,11 @@ if [ "${1:-}" = --all ]; then
     shift
     marker=long
 fi
-exec bash tools/test.sh -n 2 --dist loadfile --no-loadscope-reorder --durations 30 -m "$marker" "$@"
+leave_out=()
+if [ "${LMTRAIN_SYSTEM_TESTS:-1}" = 0 ]; then
+    leave_out=(--ignore=tests/slurm --ignore=tests/deploy/test_tpu_workers.py --ignore=tests/deploy/test_tpu_training.py)
+    echo "test_long: LMTRAIN_SYSTEM_TESTS=0: no tests of Slurm and of workers behind an SSH server" >&2
+else
+    bash tools/install_servers.sh
+fi
+exec bash tools/test.sh ${leave_out[@]+"${leave_out[@]}"} -n 2 --dist loadfile --no-loadscope-reorder --durations 30 -m "$marker" "$@"

@@ -12,7 +12,7 @@ def test_commands_on_the_pages_state_what_they_need():
     assert all(needs(before) for page in DEPLOY.rglob("*.md") for before, _ in blocks(page))
 
 
-@pytest.mark.parametrize(("folder", "count"), [("gpu", 2), ("slurm", 4), ("tpu", 7)])
+@pytest.mark.parametrize(("folder", "count"), [("gpu", 2), ("slurm", 4), ("tpu", 5)])
 def test_shell_scripts_are_clean(folder, count):
     scripts = [path for path in sorted((DEPLOY / folder).iterdir()) if path.suffix != ".md"]
     assert len(scripts) == count
