@@ -51,10 +51,10 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def daemon(command: Sequence[object], log: Path, **environment: str) -> Iterator[subprocess.Popen]:
-    """A running server process in a process group of its own, killed at the end."""
+    """A running server process in a process group of its own, killed at the end, also if this process is killed."""
     with open(log, "ab") as output:
         process = subprocess.Popen(
-            list(map(str, command)),
+            ["setpriv", "--pdeathsig", "KILL", *map(str, command)],
             env=os.environ | environment,
             stdin=subprocess.DEVNULL,
             stdout=output,

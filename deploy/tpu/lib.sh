@@ -105,7 +105,7 @@ look() {
     done
     read -r state workers < "$work/answer" || true
     [ "$state" != READY ] || [ "${workers:-0}" -gt 0 ] || state=CREATING
-    case $state in # waiting is false for FAILED, PREEMPTED, SUSPENDED, ..., which do not end by themselves
+    case $state in # waiting is false for FAILED, PREEMPTED, SUSPENDED, ..., which do not end automatically
         CREATING | STARTING | RESTARTING | REIMAGING | DELETING | STOPPING) waiting=1 ;;
         *) waiting='' ;;
     esac

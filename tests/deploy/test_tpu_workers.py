@@ -36,7 +36,9 @@ def output(done: subprocess.CompletedProcess) -> list[str]:
 
 def test_the_output_and_every_word_of_the_command_arrive_as_given(desk):
     words = ["a  b", "'", '"', "$HOME `id` $(id)", "line\nline\n", "", "*", "\\", "ä€\t", "--", "A=b"]
-    program = "import json, sys, os; print(os.getcwd()); print(json.dumps([sys.argv[1:], os.environ['X'], os.environ['Y']]))"
+    program = (
+        "import json, sys, os; print(os.getcwd()); print(json.dumps([sys.argv[1:], os.environ['X'], os.environ['Y']]))"
+    )
     done = desk.babysit("--", f"X={words[0]}\n$'", "Y=", "python3", "-c", program, *words)
     place, found = output(done)
     assert place == f"{desk.home(1, 0)}/lmtrain"

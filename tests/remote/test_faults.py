@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from remote.proxy import Cut, Reply, Request
-from remote.test_remote import all_tokens, build_in_this_process, config, text_of
 from cache_building import build_cache
+from remote.proxy import Cut, Reply
+from remote.test_remote import all_tokens, build_in_this_process, config, text_of
 
 from lmtrain.checkpoint.arrays import load_arrays
 from lmtrain.checkpoint.checkpointer import SaveError

@@ -71,7 +71,9 @@ class Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def submit(self, cwd: Path, script: str, *arguments: object, options: Sequence[str] = (), **environment: str) -> int:
+    def submit(
+        self, cwd: Path, script: str, *arguments: object, options: Sequence[str] = (), **environment: str
+    ) -> int:
         """-> the id of the job"""
         path = ROOT / "deploy" / "slurm" / script
         return int(self.call("sbatch", "--parsable", *options, path, *arguments, cwd=cwd, **environment))
@@ -86,7 +88,9 @@ class Cluster:
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 command = (path / "cmdline").read_bytes().split(b"\0")
-                words = dict(word.split(b"=", 1) for word in (path / "environ").read_bytes().split(b"\0") if b"=" in word)
+                words = dict(
+                    word.split(b"=", 1) for word in (path / "environ").read_bytes().split(b"\0") if b"=" in word
+                )
             except OSError:
                 continue
             if words.get(b"SLURM_JOB_ID") == b"%d" % job and command[1:2] and command[1].endswith(b"/lmtrain"):
@@ -138,7 +142,13 @@ def running_cluster() -> Iterator[Cluster]:
                 processes.append(daemons.enter_context(daemon(hosts, logs[-1], **cluster.environment)))
 
             names = ("socket", "key-file", "pid-file", "log-file", "seed-file")
-            start("munged", "munged", "--foreground", "--force", *(f"--{n}={folder}/munge.{n.split('-')[0]}" for n in names))
+            start(
+                "munged",
+                "munged",
+                "--foreground",
+                "--force",
+                *(f"--{n}={folder}/munge.{n.split('-')[0]}" for n in names),
+            )
             until((folder / "munge.socket").exists, processes, logs)
             start("slurmctld", "slurmctld", "-D", "-i")
             for node in NODES:

@@ -26,7 +26,9 @@ def programs(cluster: Cluster, folder: Path, code: str) -> dict[str, str]:
     """The environment of an `lmtrain` that runs this Python code; `start` counts its starts by Slurm from 0."""
     (folder / "bin").mkdir()
     file = folder / "bin" / "lmtrain"
-    file.write_text(f'#!{sys.executable}\nimport os, sys\nstart = int(os.environ.get("SLURM_RESTART_COUNT", 0))\n{code}')
+    file.write_text(
+        f'#!{sys.executable}\nimport os, sys\nstart = int(os.environ.get("SLURM_RESTART_COUNT", 0))\n{code}'
+    )
     file.chmod(0o755)
     return {"PATH": f"{file.parent}{os.pathsep}{cluster.environment['PATH']}"}
 

@@ -74,7 +74,9 @@ def undisturbed(_running: Cluster, cache: Path, tmp_path_factory: pytest.TempPat
     return losses(folder, job)
 
 
-def test_a_run_through_its_time_limit_and_a_killed_process_equals_an_undisturbed_one(cluster, undisturbed, config, folder):
+def test_a_run_through_its_time_limit_and_a_killed_process_equals_an_undisturbed_one(
+    cluster, undisturbed, config, folder
+):
     job = cluster.submit(folder, "train.sbatch", config, options=(*TWO_NODES, "--time=60", "--signal=USR1@55"))
     run = f"slurm-{job}"
     halted(cluster, job, folder, run, after=3)
