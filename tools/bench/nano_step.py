@@ -82,7 +82,7 @@ def main() -> None:
     trainer = Trainer(Gpt2(VOCAB, LENGTH, DIM, LAYERS, HEADS))
     torch_tokens = torch.from_numpy(tokens)
     runs = {
-        "torch, eager": lambda: trainer.step(torch_tokens),
+        "torch, eager": lambda: float(trainer.step(torch_tokens)),
         "lmtrain, unrolled": lmtrain_step(tokens, scan_layers=False, gradient_checkpointing=False),
         "lmtrain, scanned": lmtrain_step(tokens, scan_layers=True, gradient_checkpointing=False),
         f"product {PRODUCT}^3": matrix_product(),
