@@ -115,8 +115,16 @@ class Cluster:
 
     def wait(self, job: int) -> str:
         """Wait until the job has ended and is not requeued. -> its state"""
-        self.until(job, lambda: not self.call("squeue", "--noheader", f"--jobs={job}"))
+        self.until(job, lambda: self._has_ended(job))
         return self.field(job, "JobState")
+
+    def _has_ended(self, job: int) -> bool:
+        """Whether Slurm lists it no more. Between its end and a requeue there is a moment in which it is not listed."""
+        if self.call("squeue", "--noheader", f"--jobs={job}"):
+            return False
+        output = Path(self.field(job, "StdOut"))
+        requested = output.read_text().count(" of at most ") if output.exists() else 0
+        return int(self.field(job, "Restarts")) == requested
 
     def end_jobs(self) -> None:
         """Cancel what a failed test has left."""
