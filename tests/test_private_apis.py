@@ -10,7 +10,10 @@ ROOT = Path(lmtrain.__file__).parent
 USED = {
     "runtime/distributed.py": {"jax._src", "_jax"},
     "runtime/lost_processes.py": {"_ZSt13set_terminatePFvvE"},
-    "checkpoint/arrays.py": {"orbax.checkpoint._src.serialization", "_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"},
+    "checkpoint/arrays.py": {
+        *("orbax.checkpoint._src.futures", "_SignalingThread"),
+        *("orbax.checkpoint._src.serialization", "_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"),
+    },
     "tracking/jit_log.py": {"_context"},
     "preprocess/local.py": {"_processes"},
     "commands/arguments.py": {"_actions"},

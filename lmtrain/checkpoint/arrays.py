@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 # The parts of a checkpoint; `average` is optional.
@@ -21,6 +22,8 @@ _PARTS = ("params", "optimizer", "average")
 _RETRIES = {"max_retries": 16, "initial_delay": "100ms", "max_delay": "8s"}
 for _context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
     _context["gcs_request_retries"] = _RETRIES
+# Threads of a failed save wait for each other for minutes; a run that has failed must not wait for them at its end.
+future._SignalingThread = functools.partial(future._SignalingThread, daemon=True)
 # Timeout of a write, with its barriers among several processes; large states on slow disks take minutes.
 _TIMEOUT_SECONDS = 1800
 

@@ -21,6 +21,17 @@ _ADVICE = {
 BUSY_STATUSES = (408, 429, 500, 502, 503, 504)
 _BUSY = "the server is overloaded or unavailable: repeated requests failed too"
 
+# Names of exceptions of aiohttp, botocore, requests and Python for connections that fail, with their subclasses.
+_CONNECTION_ERRORS = {
+    *("ClientConnectionError", "ClientPayloadError"),
+    *("ConnectionError", "HTTPClientError", "IncompleteReadError"),
+    *("Timeout", "TimeoutError"),
+}
+_NO_CONNECTION = (
+    "the server does not answer or its connections break: repeated requests failed too; check the network and the "
+    "address of the server, then run the same command again"
+)
+
 # gcsfs logs a traceback for every exception, and a warning for every request to a bucket without read permission.
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
 
@@ -53,10 +64,10 @@ def _set_defaults(scheme: str) -> None:
     if name == "gs":
         import aiohttp
 
-        from lmtrain.config.retries import retry_soon
+        from lmtrain.config.retries import retry_google
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
-        defaults = {"requests_timeout": timeout, "session_kwargs": {"middlewares": (retry_soon,)}}
+        defaults = {"requests_timeout": timeout, "session_kwargs": {"middlewares": (retry_google,)}}
     elif name == "http":
         from lmtrain.config.retries import retry_soon
 
@@ -102,7 +113,15 @@ def remote_errors(path: str, doing: str, missing_too: bool = True) -> Iterator[N
         status, reason = (None, "no such file or bucket") if missing else _reason(error)
         reason = without(reason, find_secrets(path))  # such as KEY:SECRET@bucket, which s3fs takes for a bucket
         advice = _BUSY if status in BUSY_STATUSES else _ADVICE.get(path.partition("://")[0])
+        if status is None and _is_connection_error(error):
+            advice = _NO_CONNECTION
         raise UserError(f"{path}: cannot be {doing}: {reason}" + (f"\n  {advice}" if advice else "")) from None
+
+
+def _is_connection_error(error: Exception) -> bool:
+    """Whether a connection failed, rather than a request on it."""
+    failures = [failure for failure in (error, error.__cause__) if failure is not None]
+    return any(kind.__name__ in _CONNECTION_ERRORS for failure in failures for kind in type(failure).__mro__)
 
 
 def _reason(error: Exception) -> tuple[int | None, str]:

@@ -31,7 +31,7 @@ async def retry_soon(request: aiohttp.ClientRequest, handler: Any) -> aiohttp.Cl
             response: aiohttp.ClientResponse = await handler(request)
         except aiohttp.ClientConnectorError:  # unreachable: repeating would delay the message
             raise
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError) as error:
             reason = str(error) or type(error).__name__
         else:
             if response.status not in BUSY_STATUSES:
@@ -42,6 +42,18 @@ async def retry_soon(request: aiohttp.ClientRequest, handler: Any) -> aiohttp.Cl
         await asyncio.sleep(_FIRST_SECONDS * 2**attempt * random.uniform(1.0, 2.0))
     last: aiohttp.ClientResponse = await handler(request)
     return last
+
+
+async def retry_google(request: aiohttp.ClientRequest, handler: Any) -> aiohttp.ClientResponse:
+    """`retry_soon`, which also repeats a truncated answer, but not the content of a file: gcsfs may stream that."""
+
+    async def read(sent: aiohttp.ClientRequest) -> aiohttp.ClientResponse:
+        response: aiohttp.ClientResponse = await handler(sent)
+        if sent.url.query.get("alt") != "media":
+            await response.read()
+        return response
+
+    return await retry_soon(request, read)
 
 
 def prepare_s3() -> type:

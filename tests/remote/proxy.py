@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from http.server import BaseHTTPRequestHandler
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from web import serving
 
@@ -28,6 +28,19 @@ class Reply(NamedTuple):
 
     status: int
     body: bytes = b""
+
+
+class Answer(NamedTuple):
+    """An answer of the server."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+_BUSY_BODY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+# of a store that is accessed too fast
+BUSY = (Reply(429, _BUSY_BODY), Reply(503, _BUSY_BODY))
 
 
 class Cut(Enum):
@@ -54,6 +67,7 @@ class Proxy:
         self.garble: Callable[[Request, bytes], bytes] = lambda request, body: body
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        self._uploaded: dict[str, Answer] = {}
         self.address = ""
 
     def received(self, method: str, path: str) -> tuple[Request, Reply | Cut | None]:
@@ -66,14 +80,22 @@ class Proxy:
                 self.refused.append(request)
         return request, reply
 
+    def repeated(self, path: str, answer: "Answer") -> "Answer":
+        """The first answer to an upload with an id, if its client sends it again.
 
-def throttle(request: Request) -> Reply | None:
-    """Refuse every tenth request, with 429 and 503 in turns, as a store that is accessed too fast."""
-    if request.number % 10:
-        return None
-    if request.number % 20:
-        return Reply(429, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>")
-    return Reply(503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>")
+        Cloud Storage answers with the object again, fake-gcs-server with 404.
+        """
+        if "upload_id=" not in path:
+            return answer
+        if answer.status < 300:
+            self._uploaded[path] = answer
+        return self._uploaded.get(path, answer) if answer.status == 404 else answer
+
+
+def every(number: int, *faults: Reply | Cut) -> Callable[[Request], Reply | Cut | None]:
+    """Of each `number` requests one has a fault, of these in turns."""
+    turns = itertools.cycle(faults)
+    return lambda request: next(turns) if request.number % number == 0 else None
 
 
 @contextmanager
@@ -92,18 +114,19 @@ def proxied(target: int) -> Iterator[Proxy]:
             time.sleep(proxy.delay(request))
             cut = reply if isinstance(reply, Cut) else None
             if cut is Cut.BEFORE:
-                return self._reset()
+                self._reset()
             if reply is None or cut:
                 connection = http.client.HTTPConnection("127.0.0.1", proxy.target, timeout=60)
                 sent = {k: v for k, v in self.headers.items() if k.lower() not in ("expect", "transfer-encoding")}
                 connection.request(self.command, self.path, body, sent | {"Content-Length": str(len(body))})
-                answer = connection.getresponse()
-                reply = Reply(answer.status, proxy.garble(request, answer.read()))
+                got = connection.getresponse()
                 skipped = ("transfer-encoding", "connection", "date", "server")
-                headers = {k: v for k, v in answer.getheaders() if k.lower() not in skipped}
+                kept = {k: v for k, v in got.getheaders() if k.lower() not in skipped}
+                status, headers, content = proxy.repeated(self.path, Answer(got.status, kept, got.read()))
+                reply = Reply(status, proxy.garble(request, content))
                 connection.close()
             if cut is Cut.INSTEAD or (cut and (self.command == "HEAD" or not reply.body)):
-                return self._reset()
+                self._reset()
             if self.command != "HEAD":
                 headers = {k: v for k, v in headers.items() if k.lower() != "content-length"}
                 headers["Content-Length"] = str(len(reply.body))
@@ -116,11 +139,12 @@ def proxied(target: int) -> Iterator[Proxy]:
             if cut:
                 self._reset()
 
-        def _reset(self) -> None:
+        def _reset(self) -> NoReturn:
             """Close the connection with a reset, not with an end."""
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
-            raise ConnectionResetError  # ends the handler
+            self.close_connection = True
+            raise ConnectionResetError  # ends the handler, which holds the last references to the socket
 
         def _body(self) -> bytes:
             if self.headers.get("Transfer-Encoding", "") == "chunked":

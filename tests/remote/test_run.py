@@ -21,9 +21,7 @@ def test_a_run_with_config_text_cache_and_checkpoints_in_a_bucket(store, setting
         "mirror_dir": "mirror",
     }
     settings["trainer"] |= {"num_train_steps": 2, "steps_per_eval": 2, "checkpointer": {"save_interval": None}}
-    # The emulator of gs:// returns invalid generations for many simultaneous conditional writes of arrays;
-    # tests/remote/test_checkpoints.py saves few arrays to it.
-    checkpoints = f"{store.url}/checkpoints" if store.scheme == "s3" else "checkpoints"
+    checkpoints = f"{store.url}/checkpoints"
     settings["trainer"]["checkpointer"]["base_path"] = checkpoints
     settings["optimizer"]["warmup"] = 1
     store.put("configs/parts/data.yaml", yaml.safe_dump(settings.pop("data")).encode())
