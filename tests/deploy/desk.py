@@ -18,7 +18,7 @@ DEADLINE_SECONDS = 300
 
 
 class Desk(Cloud):
-    """`do("spin-up", ...)` runs a script. `workers` is the environment that reaches an SSH server, if a test has one."""
+    """`do("spin-up", ...)` runs a script. `workers` is the environment that reaches an SSH server, if there is one."""
 
     def __init__(self, folder: Path, workers: dict[str, str]) -> None:
         super().__init__(folder)

@@ -78,6 +78,14 @@ class Cluster:
         path = ROOT / "deploy" / "slurm" / script
         return int(self.call("sbatch", "--parsable", *options, path, *arguments, cwd=cwd, **environment))
 
+    def with_lmtrain(self, folder: Path, source: str) -> dict[str, str]:
+        """The environment of jobs that find a Python program with this source as `lmtrain`."""
+        (folder / "bin").mkdir()
+        file = folder / "bin" / "lmtrain"
+        file.write_text(f"#!{sys.executable}\n{source}")
+        file.chmod(0o755)
+        return {"PATH": f"{file.parent}{os.pathsep}{self.environment['PATH']}"}
+
     def field(self, job: int, name: str) -> str:
         """A field of `scontrol show job`."""
         return re.search(rf"\b{name}=(\S*)", self.call("scontrol", "show", "job", job))[1]

@@ -1,10 +1,8 @@
 """Which jobs Slurm starts again, with which run id and GPUs, and the arrays of a ladder."""
 
 import json
-import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,13 +22,9 @@ scripts = pytest.mark.parametrize(("script", "options"), [("train.sbatch", ONE_N
 
 def programs(cluster: Cluster, folder: Path, code: str) -> dict[str, str]:
     """The environment of an `lmtrain` that runs this Python code; `start` counts its starts by Slurm from 0."""
-    (folder / "bin").mkdir()
-    file = folder / "bin" / "lmtrain"
-    file.write_text(
-        f'#!{sys.executable}\nimport os, sys\nstart = int(os.environ.get("SLURM_RESTART_COUNT", 0))\n{code}'
+    return cluster.with_lmtrain(
+        folder, f'import os, sys\nstart = int(os.environ.get("SLURM_RESTART_COUNT", 0))\n{code}'
     )
-    file.chmod(0o755)
-    return {"PATH": f"{file.parent}{os.pathsep}{cluster.environment['PATH']}"}
 
 
 def exits(cluster: Cluster, folder: Path, *codes: int) -> dict[str, str]:

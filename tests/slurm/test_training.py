@@ -13,14 +13,15 @@ from lmtrain.runtime.signals import STOPPED_BY_SIGNAL
 
 pytestmark = [pytest.mark.long, pytest.mark.end_to_end]
 
-STEPS = 80
+STEPS = 60
+HELD = Path(__file__).parent / "held_lmtrain.py"
 TWO_NODES = ("--nodes=2", "--gpus-per-node=0")  # of any machine: processes use the CPU
 
 
 def settings(cache: Path) -> dict:
     plain = tiny_settings()
     plain["data"]["cache_dir"] = str(cache)
-    plain["trainer"] |= {"num_train_steps": STEPS, "steps_per_eval": 40}
+    plain["trainer"] |= {"num_train_steps": STEPS, "steps_per_eval": 30}
     plain["trainer"]["checkpointer"] = {"save_interval": None, "keep": [{"every": 25}]}
     return plain
 
@@ -34,17 +35,6 @@ def losses(folder: Path, job: int) -> list[dict]:
 
 def output(folder: Path, job: int) -> str:
     return (folder / f"slurm-{job}.out").read_text()
-
-
-def halted(cluster: Cluster, job: int, folder: Path, run: str, after: int) -> dict[int, int]:
-    """Wait for a step of a run, and halt its processes, which are returned."""
-    cluster.until(job, lambda: last_logged(folder, run) >= after)
-    tasks = cluster.tasks(job)
-    assert len(tasks) == 2
-    for process in tasks.values():
-        os.kill(process, signal.SIGSTOP)
-    assert last_logged(folder, run) < STEPS, "the run ended before it was halted"
-    return tasks
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +64,30 @@ def undisturbed(_running: Cluster, cache: Path, tmp_path_factory: pytest.TempPat
     return losses(folder, job)
 
 
+def hold(folder: Path, step: int) -> None:
+    """Let the run wait at this step: the speed of the machine decides nothing."""
+    (folder / "new").write_text(str(step))
+    (folder / "new").rename(folder / "hold")
+
+
 def test_a_run_through_its_time_limit_and_a_killed_process_equals_an_undisturbed_one(
     cluster, undisturbed, config, folder
 ):
-    job = cluster.submit(folder, "train.sbatch", config, options=(*TWO_NODES, "--time=60", "--signal=USR1@55"))
+    held = cluster.with_lmtrain(folder, HELD.read_text())
+    hold(folder, 5)
+    job = cluster.submit(folder, "train.sbatch", config, options=(*TWO_NODES, "--time=60", "--signal=USR1@55"), **held)
     run = f"slurm-{job}"
-    halted(cluster, job, folder, run, after=3)
-    # The signal is due 5 seconds after the start, and comes when Slurm looks at time limits, every half minute. Halted
-    # processes are continued by it.
+    cluster.until(job, lambda: last_logged(folder, run) >= 3)
+    # The signal is due 5 seconds after the start, and comes when Slurm looks at time limits, every half minute.
     cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=1")
     cluster.until(job, lambda: "requeue 1 of" in output(folder, job))
     cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")  # the next start is not signalled
     stopped_at = last_logged(folder, run)
-    tasks = halted(cluster, job, folder, run, after=stopped_at + 3)
-    os.kill(tasks[1], signal.SIGKILL)
-    os.kill(tasks[0], signal.SIGCONT)
+    hold(folder, stopped_at + 5)
+    cluster.until(job, lambda: last_logged(folder, run) >= stopped_at + 3)
+    os.kill(cluster.tasks(job)[1], signal.SIGKILL)
+    cluster.until(job, lambda: "requeue 2 of" in output(folder, job))
+    (folder / "hold").unlink()
     assert cluster.wait(job) == "COMPLETED", output(folder, job)
     assert cluster.field(job, "Restarts") == "2"
     printed = output(folder, job)
@@ -98,7 +97,9 @@ def test_a_run_through_its_time_limit_and_a_killed_process_equals_an_undisturbed
 
 
 def test_a_cancelled_job_is_not_requeued_and_another_job_finishes_its_run(cluster, undisturbed, config, folder):
-    job = cluster.submit(folder, "train.sbatch", config, options=TWO_NODES)
+    hold(folder, 5)
+    held = cluster.with_lmtrain(folder, HELD.read_text())
+    job = cluster.submit(folder, "train.sbatch", config, options=TWO_NODES, **held)
     run = f"slurm-{job}"
     cluster.until(job, lambda: last_logged(folder, run) >= 3)
     cluster.call("scancel", job)
