@@ -24,7 +24,7 @@ missing=$(apt-get install --simulate --no-install-recommends "${servers[@]}" | s
 rm -rf .servers
 mkdir -p .servers/packages
 # shellcheck disable=SC2086
-(cd .servers/packages && printf '%s\n' $missing "${servers[@]}" slurm-wlm-basic-plugins | sort -u | xargs apt-get download -q)
+(cd .servers/packages && printf '%s\n' $missing "${servers[@]}" slurm-wlm-basic-plugins | sort -u | xargs apt-get -o APT::Sandbox::User=root download -q)
 for package in .servers/packages/*.deb; do
     dpkg-deb --extract "$package" .servers
 done
