@@ -138,6 +138,19 @@ def test_a_cache_is_built_and_read_and_a_model_exported_through_faults(
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # of aiohttp, by gcsfs
+def test_large_files_are_uploaded_through_resets(proxy, store, waits, tmp_path):
+    content = bytes(range(256)) * 20_000
+    (tmp_path / "large").write_bytes(content)
+    proxy.refuse = every(3, Cut.BEFORE, Cut.INSTEAD)
+    for number in range(6):
+        storage.upload(str(tmp_path / "large"), f"{store.url}/{number}")
+    assert len(proxy.refused) >= 2
+    proxy.refuse = lambda request: None
+    assert set(store.contents().values()) == {content}
+
+
+@pytest.mark.long
 def test_a_slow_store_only_delays(proxy, make, store):
     checkpointer = make()
     proxy.delay = lambda request: 0.3 if request.number % 5 == 0 else 0
