@@ -18,13 +18,16 @@ refuse() {
 command -v apt-get > /dev/null || refuse "no apt-get: Slurm and the SSH server come from Debian's or Ubuntu's packages"
 [ "$(id -u)" -eq 0 ] || refuse "the servers need root: run this script as root"
 unshare --mount true 2> /dev/null || refuse "no mount namespaces here (unshare --mount): a container needs --privileged"
-apt-cache show "${servers[@]}" > /dev/null 2>&1 || apt-get update -q
-# The packages that the system lacks, libraries included; the servers even if the system has them.
-missing=$(apt-get install --simulate --no-install-recommends "${servers[@]}" | sed -n 's/^Inst \([^ ]*\).*/\1/p')
-rm -rf .servers
-mkdir -p .servers/packages
-# shellcheck disable=SC2086
-(cd .servers/packages && printf '%s\n' $missing "${servers[@]}" slurm-wlm-basic-plugins | sort -u | xargs apt-get -o APT::Sandbox::User=root download -q)
+download() {
+    # The packages that the system lacks, libraries included; the servers even if the system has them.
+    missing=$(apt-get install --simulate --no-install-recommends "${servers[@]}" | sed -n 's/^Inst \([^ ]*\).*/\1/p')
+    rm -rf .servers
+    mkdir -p .servers/packages
+    # shellcheck disable=SC2086
+    (cd .servers/packages && printf '%s\n' $missing "${servers[@]}" slurm-wlm-basic-plugins | sort -u |
+        xargs apt-get -o APT::Sandbox::User=root download -q)
+}
+download || { apt-get update -q && download; } # the lists of packages may be missing, or older than the mirror
 for package in .servers/packages/*.deb; do
     dpkg-deb --extract "$package" .servers
 done
