@@ -6,7 +6,9 @@
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 program=${0##*/}
-poll=${LMTRAIN_TPU_POLL:-10} # seconds
+poll=${LMTRAIN_TPU_POLL:-10}   # seconds
+grace=${LMTRAIN_TPU_GRACE:-60} # seconds
+run_id='' exists=''
 UNREACHED=69 # exit code
 
 say() { echo "$program: $*" >&2; }
@@ -67,19 +69,26 @@ parse() {
     if [ -z "$repo" ]; then
         git -C "$here" rev-parse --verify --quiet "$branch^{tree}" > /dev/null || \
             mistake "branch $branch not found in the checkout of $here; -r REPO clones it from a repository"
+        branch=$(git -C "$here" rev-parse "$branch^{commit}") # all workers get this commit, now and after preemptions
         [ -z "$(git -C "$here" status --porcelain --untracked-files=no 2> /dev/null)" ] || \
-            say "workers get the committed files ($branch); this checkout has uncommitted changes"
+            say "workers get the committed files; this checkout has uncommitted changes"
     fi
     command -v gcloud > /dev/null || mistake "gcloud not found; install the Google Cloud CLI, then: gcloud auth login"
     umask 077
     work=$(mktemp -d)
-    trap 'rm -rf "$work"' EXIT
+    trap leave EXIT
+}
+
+leave() {
+    rm -rf "$work"
+    [ -z "$exists" ] || say "$name is not deleted and costs money: gcloud compute tpus tpu-vm delete $name --zone $zone"
 }
 
 tpus() { gcloud ${alpha:+alpha} compute tpus tpu-vm "$@" --zone="$zone" --quiet; }
 
 # asked WORD...: as tpus, with errors in $work/error. Exits with 2 if a retry cannot help.
 asked() {
+    mkdir -p "$work" # systems clean their folder of temporary files, and runs last for weeks
     tpus "$@" 2> "$work/error" && return
     if grep -qE "PERMISSION_DENIED|does not have permission|INVALID_ARGUMENT|UNAUTHENTICATED|active account|property \[project\]|unrecognized arguments|Invalid value" "$work/error"; then
         cat "$work/error" >&2
@@ -90,7 +99,7 @@ asked() {
 
 error_has() { grep -qE "$1" "$work/error"; }
 
-print_error() { sed "s/^/$program: gcloud: /" "$work/error" >&2; }
+print_error() { sed "s/^/$program: gcloud: /" "$work/error" >&2 || true; }
 
 # look: sets state (MISSING, or gcloud's) and workers. Failed requests are repeated.
 look() {
@@ -105,6 +114,7 @@ look() {
     done
     read -r state workers < "$work/answer" || true
     [ "$state" != READY ] || [ "${workers:-0}" -gt 0 ] || state=CREATING
+    [ "$state" = MISSING ] && exists='' || exists=1
     case $state in # waiting is false for FAILED, PREEMPTED, SUSPENDED, ..., which do not end automatically
         CREATING | STARTING | RESTARTING | REIMAGING | DELETING | STOPPING) waiting=1 ;;
         *) waiting='' ;;
@@ -114,37 +124,49 @@ look() {
 # create: returns 1, with the reason printed, if there is no capacity now
 create() {
     say "creating $name, a $type${spot:+, spot,} in $zone; this takes minutes"
+    exists=1 # it may exist whatever the answer
     asked create "$name" --accelerator-type="$type" --version="$image" ${subnetwork:+--subnetwork="$subnetwork"} \
         ${spot:+--spot} > /dev/null || error_has ALREADY_EXISTS || { print_error; return 1; }
 }
 
-# on_workers COMMAND: run a shell command on all workers and print its output. Each worker ends with a line `lmtrain-tpu:
-# exit N`. Sets code, one for all: a mistake (2) before a failure before a clean stop (75) before success; 69 if a worker
-# was not reached or its connection broke. The timeout of a dead VM, which sends nothing, is two minutes.
+# on_workers COMMAND [STOP]: run a shell command on all workers and print its output. Each worker ends with a line
+# `lmtrain-tpu: WORKER: exit N`. Sets code, one for all: a mistake (2) before a failure before a clean stop (75) before
+# success; 69 if a worker was not reached or its connection broke. When one has failed, the command STOP runs `grace`
+# seconds later, for those that have not ended. The timeout of a dead VM, which sends nothing, is two minutes.
 on_workers() {
-    local line one ended=0
+    local line one ended=' ' count=0 stopper=''
     code=0
     while IFS= read -r line || [ -n "$line" ]; do
-        if ! [[ $line =~ "lmtrain-tpu: exit "([0-9]+)$ ]]; then
+        if ! [[ $line =~ "lmtrain-tpu: "([^ ]+)": exit "([0-9]+)$ ]]; then
             printf '%s\n' "$line"
             continue
         fi
-        one=${BASH_REMATCH[1]} ended=$((ended + 1))
+        [[ $ended != *" ${BASH_REMATCH[1]} "* ]] || continue
+        ended+="${BASH_REMATCH[1]} " one=${BASH_REMATCH[2]} count=$((count + 1))
         if [ "$one" -ne 0 ] && [ "$code" -ne 2 ]; then
             if [ "$code" -eq 0 ] || [ "$code" -eq 75 ] || [ "$one" -eq 2 ]; then code=$one; fi
         fi
-    done < <(tpus ssh "$name" --worker=all --command="$1" --ssh-flag="-oBatchMode=yes -oConnectTimeout=15" \
-        --ssh-flag="-oServerAliveInterval=30 -oServerAliveCountMax=4" 2>&1 < /dev/null)
-    [ "$ended" -eq "$workers" ] || code=$UNREACHED
+        if [ "$one" -ne 0 ] && [ -n "${2:-}" ] && [ -z "$stopper" ] && [ "$count" -lt "$workers" ]; then
+            { sleep "$grace" > /dev/null 2>&1; say "a worker has failed: stopping the others"; on_all "$2" > /dev/null; } &
+            stopper=$!
+        fi
+    done < <(on_all "$1")
+    [ -z "$stopper" ] || kill "$stopper" 2> /dev/null || true
+    [ "$count" -eq "$workers" ] || code=$UNREACHED
 }
 
-# set_up: send the variables of CMD, secrets and what a worker runs; then run the set-up, once on each VM for the same
-# script and files. Command lines are visible to others, so variables are in a file that only this user can
+on_all() {
+    tpus ssh "$name" --worker=all --command="$1" --ssh-flag="-oBatchMode=yes -oConnectTimeout=15" \
+        --ssh-flag="-oServerAliveInterval=30 -oServerAliveCountMax=4" 2>&1 < /dev/null
+}
+
+# set_up [again]: send the variables of CMD, secrets and what a worker runs; then run the set-up, once on each VM for the
+# same script and files, not under a run that is running. Command lines are visible to others, so variables are in a file that only this user can
 # read, here and on the workers. Sets code.
 set_up() {
     local tree='' stamp variable
     rm -rf "$work/files"
-    mkdir "$work/files"
+    mkdir -p "$work/files"
     for variable in WANDB_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN; do
         [ -z "${!variable:-}" ] || printf '%s=%q\n' "$variable" "${!variable}"
     done > "$work/files/.lmtrain-environment"
@@ -161,7 +183,9 @@ set_up() {
     code=$UNREACHED
     chmod 600 "$work/files"/.lmtrain-*
     tpus scp "$work/files"/.lmtrain-* "$name:" --worker=all < /dev/null > "$work/error" 2>&1 || { print_error; return 0; }
-    on_workers "if [ \"\$(cat ~/.lmtrain-stamp 2> /dev/null)\" = $stamp ]; then code=0; else
-        rm -f ~/.lmtrain-stamp; REPO=$(printf %q "$repo") BRANCH=$(printf %q "$branch") bash ~/.lmtrain-setup.sh; code=\$?
-        [ \$code -ne 0 ] || echo $stamp > ~/.lmtrain-stamp; fi; echo lmtrain-tpu: exit \$code"
+    on_workers "${1:+rm -f ~/.lmtrain-stamp; }lock=~/lmtrain/logs/$run_id.lock; code=0
+        if [ \"\$(cat ~/.lmtrain-stamp 2> /dev/null)\" != $stamp ] && { [ ! -f \$lock ] || flock --shared --nonblock \$lock true; }; then
+            rm -f ~/.lmtrain-stamp; REPO=$(printf %q "$repo") BRANCH=$(printf %q "$branch") bash ~/.lmtrain-setup.sh; code=\$?
+            [ \$code -ne 0 ] || echo $stamp > ~/.lmtrain-stamp
+        fi; echo lmtrain-tpu: \$USER@\$HOSTNAME: exit \$code"
 }

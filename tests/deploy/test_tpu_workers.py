@@ -151,7 +151,7 @@ def test_a_failed_set_up_is_reported_with_its_exit_code(desk):
     done = desk.spin_up(code=9)
     assert "broken" in done.stdout
     assert "exit code 9" in done.stderr
-    assert "my-tpu costs money" in done.stderr
+    assert "my-tpu is not deleted and costs money" in done.stderr
 
 
 def test_launch_leaves_the_command_running_with_a_log_and_refuses_a_second_start(desk):
@@ -212,6 +212,7 @@ def runs(desk: Desk) -> list[str]:
         (3, "exit 6", 6, 3),
         (3, "exit 2", 2, 1),  # a mistake
         (1, "[ $number -ge 4 ] || exit 75", 0, 4),  # clean stops are not failures
+        (1, "exit 255", 255, 1),  # gcloud takes it for a broken connection
     ],
 )
 def test_retries_are_limited_and_the_exit_code_is_that_of_the_command(desk, retries, then, code, starts):
@@ -240,15 +241,11 @@ def test_a_preemption_is_not_a_failure_even_if_gcloud_reports_it_late(desk):
 def test_the_other_workers_are_stopped_when_one_has_failed(desk):
     desk.make_vm(workers=2)
     command = (
-        "[[ $HOME == *-1 ]] || exit 6; trap 'echo TERM >> ~/terms; exit 75' TERM; touch ~/up; "
-        "[ $number -ge 3 ] || while :; do sleep 0.1; done"
+        "[[ $HOME == *-1 ]] || { until [ -e ~/../worker-1/up ]; do sleep 0.1; done; exit 6; }; "
+        "trap 'echo TERM >> ~/terms; exit 75' TERM; touch ~/up; while :; do sleep 0.1; done"
     )
-    process = desk.start_babysit("--retries", "2", "--", *counting(command))
-    wait_for(lambda: (desk.home(0, 1) / "up").exists(), [process])
-    # what a run of lmtrain does within half a minute: it ends when another process of it is lost
-    (pid,) = (desk.home(0, 1) / "lmtrain" / "logs").glob("*.pid")
-    os.killpg(int(pid.read_text()), signal.SIGTERM)
-    finish(process, 6)
+    done = desk.babysit("--retries", "1", "--", *counting(command), code=6, LMTRAIN_TPU_GRACE="1")
+    assert "a worker has failed: stopping the others" in done.stderr
     assert (desk.home(0, 1) / "terms").read_text() == "TERM\n"
 
 
@@ -299,3 +296,53 @@ def test_a_script_that_ends_leaves_the_command_running_and_the_next_one_attaches
     assert output(done)[-1] == "end"
     assert len(runs(desk)) == 1
     assert desk.vm is None
+
+
+def test_a_command_that_ends_without_a_connection_is_not_started_again_and_its_end_is_printed(desk):
+    command = counting("until [ -e ~/go ]; do sleep 0.1; done; echo the reason; exit 2")
+    process = desk.start_babysit("--", *command)
+    wait_for(lambda: runs(desk) and followers(desk), [process])
+    with desk.state() as state:
+        state["vm"]["gone"] = True
+    (ssh,) = processes(["ssh", str(desk.folder / "key")])
+    os.kill(ssh, signal.SIGKILL)
+    (desk.home(1, 0) / "go").touch()
+    (code,) = wait_for(lambda: list((desk.home(1, 0) / "lmtrain" / "logs").glob("*.code")))
+    assert code.read_text().endswith(" 2\n")
+    with desk.state() as state:
+        del state["vm"]["gone"]
+    done = finish(process, 2)
+    assert output(done)[-1] == "the reason"
+    assert len(runs(desk)) == 1
+
+
+def test_a_commit_during_a_run_changes_nothing_under_it(desk, tmp_path):
+    checkout = own_repository(tmp_path / "checkout")
+    babysit = [str(checkout / "deploy" / "tpu" / "babysit"), *PLACE, *MADE_OF, "--"]
+    babysit += counting("until [ -e ~/go ]; do sleep 0.1; done; cat which")
+    first = desk.start(*babysit)
+    wait_for(lambda: runs(desk) and followers(desk), [first])
+    os.killpg(first.pid, signal.SIGTERM)
+    finish(first, 143)
+    (checkout / "which").write_text("another commit")
+    git(checkout, "commit", "-qam", "2")
+    before = followers(desk)
+    second = desk.start(*babysit)
+    wait_for(lambda: followers(desk) - before, [second])
+    (desk.home(1, 0) / "go").touch()
+    assert output(finish(second))[-1] == "the commit"
+
+
+def test_simultaneous_starts_of_a_run_start_it_once(desk):
+    desk.make_vm()
+    home = desk.home(0, 0)
+    environment = desk.environment | {"HOME": str(home), "USER": "me", "HOSTNAME": "here"}
+    for number in range(5):
+        command = [SCRIPTS / "launch", "--follow", "1", f"RUN_ID=run-{number}"]
+        command += ["bash", "-c", "echo once >> ~/starts; sleep 0.3; exit 7"]
+        keywords = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started = [subprocess.Popen(command, **keywords) for _ in range(3)]
+        for process in started:
+            out, err = process.communicate(timeout=100)
+            assert out.endswith("lmtrain-tpu: me@here: exit 7\n"), out + err
+        assert (home / "starts").read_text() == "once\n" * (number + 1)

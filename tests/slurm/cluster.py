@@ -138,7 +138,9 @@ class Cluster:
         """Cancel what a failed test has left."""
         self.call("scancel", "--user=root", "--signal=KILL", "--full")
         self.call("scancel", "--user=root")
-        while self.call("squeue", "--noheader"):
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while left := self.call("squeue", "--noheader"):
+            assert time.monotonic() < deadline, left
             time.sleep(0.1)
 
 

@@ -75,13 +75,13 @@ def test_a_run_through_its_time_limit_and_a_killed_process_equals_an_undisturbed
 ):
     held = cluster.with_lmtrain(folder, HELD.read_text())
     hold(folder, 5)
-    job = cluster.submit(folder, "train.sbatch", config, options=(*TWO_NODES, "--time=60", "--signal=USR1@55"), **held)
+    job = cluster.submit(folder, "train.sbatch", config, options=(*TWO_NODES, "--time=1000", "--signal=USR1@3600"), **held)
     run = f"slurm-{job}"
     cluster.until(job, lambda: last_logged(folder, run) >= 3)
-    # The signal is due 5 seconds after the start, and comes when Slurm looks at time limits, every half minute.
-    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    # From now on the signal is due; it comes when Slurm looks at time limits, every half minute.
+    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     cluster.until(job, lambda: "requeue 1 of" in output(folder, job))
-    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=60")  # the next start is not signalled
+    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=1000")  # the next start is not signalled
     stopped_at = last_logged(folder, run)
     hold(folder, stopped_at + 5)
     cluster.until(job, lambda: last_logged(folder, run) >= stopped_at + 3)
