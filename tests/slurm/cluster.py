@@ -203,8 +203,9 @@ def _write_settings(folder: Path) -> None:
 
 
 def _first_job() -> int:
-    """An id from which on the ports that JAX derives from ids of jobs are free."""
-    for port in range(61440 + os.getpid() % 1000, 65536):
+    """An id from which on the ports that JAX derives from ids of jobs are free, and not those of another cluster."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in range(61440 + 1000 * (worker % 4) + os.getpid() % 900, 65536):
         with socket.socket() as found:
             try:
                 found.bind(("127.0.0.1", port))
