@@ -75,7 +75,9 @@ def test_a_run_through_its_time_limit_and_a_killed_process_equals_an_undisturbed
 ):
     held = cluster.with_lmtrain(folder, HELD.read_text())
     hold(folder, 5)
-    job = cluster.submit(folder, "train.sbatch", config, options=(*TWO_NODES, "--time=1000", "--signal=USR1@3600"), **held)
+    job = cluster.submit(
+        folder, "train.sbatch", config, options=(*TWO_NODES, "--time=1000", "--signal=USR1@3600"), **held
+    )
     run = f"slurm-{job}"
     cluster.until(job, lambda: last_logged(folder, run) >= 3)
     # From now on the signal is due; it comes when Slurm looks at time limits, every half minute.
