@@ -27,7 +27,8 @@ download() {
     (cd .servers/packages && printf '%s\n' $missing "${servers[@]}" slurm-wlm-basic-plugins | sort -u |
         xargs apt-get -o APT::Sandbox::User=root download -q)
 }
-download || { apt-get update -q && download; } # the lists of packages may be missing, or older than the mirror
+# the lists of packages may be missing, or older than the mirror
+download || { apt-get update -q && download; } || refuse "the packages cannot be downloaded"
 for package in .servers/packages/*.deb; do
     dpkg-deb --extract "$package" .servers
 done

@@ -161,8 +161,8 @@ on_all() {
 }
 
 # set_up [again]: send the variables of CMD, secrets and what a worker runs; then run the set-up, once on each VM for the
-# same script and files, not under a run that is running. Command lines are visible to others, so variables are in a file that only this user can
-# read, here and on the workers. Sets code.
+# same script and files, not under a run that is running. Command lines are visible to others, so variables are in a file
+# that only this user can read, here and on the workers. Sets code.
 set_up() {
     local tree='' stamp variable
     rm -rf "$work/files"
