@@ -12,7 +12,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from lmtrain.models.attention.names import PLAIN
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.layers.quantized import EIGHT_BIT_TYPES
 from lmtrain.models.moe.load import BIAS
+
+# Name of the scale of a parameter that is stored in 8 bits, next to it.
+STORED_SCALE = "kernel_scale"
 
 # Between nested maps and maps from slash-separated paths.
 flatten, unflatten = functools.partial(flatten_dict, sep="/"), functools.partial(unflatten_dict, sep="/")
@@ -62,15 +66,18 @@ def parameter_axes(model: LanguageModel) -> Any:
 
 def with_dtype(abstract: Any, dtype: str) -> Any:
     """The same shapes with another dtype, except those of biases that balance the load of experts."""
-    return _all_but_biases(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)
+    return _map_changeable(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), abstract)
 
 
 def cast(params: Any, dtype: str) -> Any:
-    """Every leaf in `dtype`, except biases that balance the load of experts: their updates are small."""
-    return _all_but_biases(lambda leaf: leaf.astype(dtype), params)
+    """Every leaf in `dtype`, except biases that balance the load of experts, since their updates are small, and
+    parameters that are stored in 8 bits."""
+    return _map_changeable(lambda leaf: leaf.astype(dtype), params)
 
 
-def _all_but_biases(function: Callable[[Any], Any], params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf if getattr(path[-1], "key", None) == BIAS else function(leaf), params
-    )
+def _map_changeable(function: Callable[[Any], Any], params: Any) -> Any:
+    def change(path: Any, leaf: Any) -> Any:
+        is_kept = getattr(path[-1], "key", None) in (BIAS, STORED_SCALE) or leaf.dtype in EIGHT_BIT_TYPES
+        return leaf if is_kept else function(leaf)
+
+    return jax.tree_util.tree_map_with_path(change, params)

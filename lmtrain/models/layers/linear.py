@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
 from lmtrain.models.layers.embedding import gather_table, look_up
+from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized, dequantize, product
 from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
 from lmtrain.sharding.local import split_over
 
@@ -62,13 +63,23 @@ class Linear(nn.Module):
         leading = x.shape[: x.ndim - rank]
         if not split_over("act_stream"):
             x = x.reshape(math.prod(leading), *sizes(self.inputs))
-        contracted = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
-        y = jax.lax.dot_general(x, self.kernel, (contracted, ((), ())))
+        y = self._product(x, rank)
         if self.use_bias:
             y = add_bias(y, self.bias)
         if self.has_variable(LORA, "lora_a"):
             y = y + self._adapted(x).reshape(y.shape)
         return y.reshape(*leading, *sizes(self.outputs))
+
+    def _product(self, x: jax.Array, rank: int) -> jax.Array:
+        """x W: in 8 bits if the layer has a copy of its kernel in 8 bits."""
+        kernel = self.kernel
+        if self.has_variable(QUANTIZED, SCALE):
+            scale: jax.Array = self.get_variable(QUANTIZED, SCALE)
+            if self.has_variable(QUANTIZED, KERNEL):
+                return product(x, kernel, Quantized(self.get_variable(QUANTIZED, KERNEL), scale), rank)
+            kernel = dequantize(Quantized(kernel, scale), x.dtype)
+        contracted = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
+        return jax.lax.dot_general(x, kernel, (contracted, ((), ())))
 
     def _adapted(self, x: jax.Array) -> jax.Array:
         """The output of the layer's adapter (Hu et al. 2021, LoRA), [..., out]: x A^T B^T, with dropout on x."""

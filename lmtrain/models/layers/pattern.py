@@ -19,6 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from lmtrain.models.auxiliary import AUXILIARY
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.linear import LORA
+from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.layers.remat import checkpoint
 from lmtrain.models.moe.load import LOAD
 
@@ -70,7 +71,9 @@ class PatternStack(nn.Module):
         """The carry after all blocks; what they sow is sown here, stacked over layers."""
         period = len(self.pattern)
         periods, rest = divmod(self.num_layers, period)
-        stacked = nn.meta.unbox(flatten_dict({name: self.variables.get(name, {}) for name in ("params", LORA)}))
+        stacked = nn.meta.unbox(
+            flatten_dict({name: self.variables.get(name, {}) for name in ("params", LORA, QUANTIZED)})
+        )
         owners = self._owners(stacked, x)
         keys_N = {
             name: jax.random.split(self.make_rng(name), self.num_layers)

@@ -18,9 +18,11 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 SAVED_ATTENTION = "attention"
 SAVED_EXPERTS = "experts"
+SAVED_PRODUCT = "product"
 ROUTED = "routed"
 BLOCK_INPUT = "block_input"
 
@@ -42,12 +44,25 @@ def _all_of(*policies: Any) -> Any:
 
 _EXPERTS = jax.checkpoint_policies.save_only_these_names(SAVED_EXPERTS)
 
+
+def _floating(policy: Any) -> Any:
+    """What the policy saves, except sums of 8-bit integers, which have 32 bits: their scaled value is saved instead."""
+    by_name = jax.checkpoint_policies.save_only_these_names(SAVED_PRODUCT)
+
+    def saveable(operation: Any, *args: Any, **params: Any) -> Any:
+        if args and jnp.issubdtype(args[0].dtype, jnp.integer):
+            return False
+        return policy(operation, *args, **params) or by_name(operation, *args, **params)
+
+    return saveable
+
+
 _POLICIES = {
     "full": _all_of(),
     # the output of a kernel is that of products, too, but no `dot` to JAX
-    "dots": _all_of(jax.checkpoint_policies.dots_saveable, _attention_saveable, _EXPERTS),
-    "dots_no_kernels": _all_of(jax.checkpoint_policies.dots_saveable),
-    "dots_no_batch": _all_of(jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _EXPERTS),
+    "dots": _all_of(_floating(jax.checkpoint_policies.dots_saveable), _attention_saveable, _EXPERTS),
+    "dots_no_kernels": _all_of(_floating(jax.checkpoint_policies.dots_saveable)),
+    "dots_no_batch": _all_of(_floating(jax.checkpoint_policies.dots_with_no_batch_dims_saveable), _EXPERTS),
     "save_attention": _all_of(_attention_saveable),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[ROUTED],

@@ -11,6 +11,7 @@ import flax.linen as nn
 
 from lmtrain.models.layers.linear import LORA
 from lmtrain.models.layers.pattern import SOWN, PatternStack
+from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.layers.remat import remat
 
 
@@ -29,7 +30,7 @@ def stack(
     if len(pattern) > 1:
         return PatternStack(block, tuple(pattern), num_layers, scan, policy)
     shared = {
-        "variable_axes": {"params": 0, LORA: 0, **dict.fromkeys(SOWN, 0)},
+        "variable_axes": {"params": 0, LORA: 0, QUANTIZED: 0, **dict.fromkeys(SOWN, 0)},
         "split_rngs": {"params": True, "dropout": True, LORA: True},
         "length": num_layers,
         "unroll": 1 if scan else num_layers,

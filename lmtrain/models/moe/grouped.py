@@ -59,6 +59,10 @@ def choose_grouped(platform: str) -> Choice:
     raise AssertionError(reasons)
 
 
+def supports(products: str) -> bool:
+    return False
+
+
 def grouped(x_RI: jax.Array, kernel_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """The product of each row with the matrix of its expert, [R, O]; see `GroupedKernel`."""
     with jax.named_scope(SCOPE):

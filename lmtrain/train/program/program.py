@@ -251,6 +251,7 @@ def build_program(
         batching.num_microbatches,
         seed=trainer.seed,
         compute_dtype=trainer.precision.compute,
+        products=trainer.precision.products,
         hessian=config.optimizer.hessian,
         averaging=averaging,
         watch=watch,

@@ -11,8 +11,11 @@ from flax import struct
 
 from lmtrain.models.auxiliary import AUXILIARY, Auxiliary, collect, has_auxiliary
 from lmtrain.models.interface import LanguageModel, hidden_and_head
+from lmtrain.models.layers.quantized import QUANTIZED
+from lmtrain.models.moe.grouped import supports
 from lmtrain.models.moe.load import BY_LAYER, LOAD, REDUCE, balanced, collect_load, load_metrics
 from lmtrain.models.params import cast
+from lmtrain.models.quantization import copies
 from lmtrain.objectives.distillation import TEACHER
 from lmtrain.objectives.interface import LossTerms, Objective, sum_of_weights
 from lmtrain.optim.schedules import Schedule
@@ -62,7 +65,8 @@ class TrainStep:
     microbatch). Auxiliary losses of the model are added (`lmtrain/models/auxiliary.py`), but are not part of
     `train/loss`. Values that the model sows or that `jit_log` receives are part of the metrics. `hessian` is the method
     of the estimate that the optimizer uses, `balance_rate` that of the biases that balance the load of experts. The
-    objective of a run with a `teacher` gets its hidden states and head.
+    objective of a run with a `teacher` gets its hidden states and head. `products`: the blocks' matrices are copied to
+    this 8-bit format once, for the products of all microbatches.
     """
 
     model: LanguageModel
@@ -72,6 +76,7 @@ class TrainStep:
     num_microbatches: Mapping[int, int]
     seed: int = 0
     compute_dtype: str = "float32"
+    products: str | None = None
     hessian: str | None = None
     averaging: Averaging | None = None
     watch: Watch | None = None
@@ -85,9 +90,13 @@ class TrainStep:
         scale = 1.0 / count
         params = cast(state.params, self.compute_dtype)  # once for all microbatches
         base = None if state.base is None else cast(state.base, self.compute_dtype)
+        quantized = {}
+        if self.products is not None:
+            quantized = copies(params if base is None else base, self.products, supports(self.products))
 
         def loss_sum(params: Any, micro: Any, key: jax.Array) -> LossSum:
-            return self._loss_sum(state.replace(base=base).with_base(params), micro, key, state.teacher)
+            variables = {"params": state.replace(base=base).with_base(params), QUANTIZED: quantized}
+            return self._loss_sum(variables, micro, key, state.teacher)
 
         weights: dict[str, jax.Array] = {}
         if has_auxiliary(self.model):
@@ -150,7 +159,7 @@ class TrainStep:
             raise ValueError(f"jit_log: {', '.join(sorted(taken))}: this name is reserved by lmtrain; use another one")
         return after, metrics | logged | means, requests
 
-    def _loss_sum(self, params: Any, batch: Any, key: jax.Array, teacher: Any = None) -> LossSum:
+    def _loss_sum(self, variables: Any, batch: Any, key: jax.Array, teacher: Any = None) -> LossSum:
         """The loss of a batch, without the logits of the entire batch."""
         drops = self.model.has_dropout
         how = {
@@ -159,7 +168,7 @@ class TrainStep:
             "mutable": [METRICS, AUXILIARY, LOAD],
         }
         with collecting() as logged:
-            (hidden, head), sown = self.model.apply({"params": params}, batch, not drops, **how)
+            (hidden, head), sown = self.model.apply(variables, batch, not drops, **how)
             logged.add_sown(sown)
             if self.teacher is not None:
                 taught = self.teacher.apply({"params": teacher}, batch, True, method=hidden_and_head)

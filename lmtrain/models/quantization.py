@@ -1,0 +1,58 @@
+"""Which parameters have 8-bit copies: the matrices of the blocks, except those of routers."""
+
+from typing import Any
+
+import jax
+
+from lmtrain.models.layers.quantized import EIGHT_BIT_TYPES, FORMATS, KERNEL, SCALE, Quantized, quantize
+from lmtrain.models.params import STORED_SCALE, flatten, unflatten
+
+_BLOCKS, _ROUTER, _EXPERTS = "blocks", "router", "experts"
+
+
+def copies(params: Any, products: str, experts: bool = True) -> Any:
+    """The collection `QUANTIZED` for products in a format (`FORMATS`): 8-bit copies of the blocks' matrices.
+
+    Those that are stored in 8 bits are used as they are. Without `experts`, those of experts have no copy.
+    """
+    flat = flatten(params)
+    found: dict[str, jax.Array] = {}
+    for layer in _layers(flat, experts):
+        kernel = flat[f"{layer}/{KERNEL}"]
+        if kernel.dtype in EIGHT_BIT_TYPES:
+            part = Quantized(kernel, flat[f"{layer}/{STORED_SCALE}"])
+        else:
+            part = _by_layer(kernel, products)
+        found |= {f"{layer}/{KERNEL}": part.values, f"{layer}/{SCALE}": part.scale}
+    return unflatten(found)
+
+
+def stored(params: Any, products: str) -> Any:
+    """Frozen parameters with the blocks' matrices in 8 bits, each with its scale next to it."""
+    flat = dict(flatten(params))
+    for layer in _layers(flat, experts=False):
+        part = _by_layer(flat[f"{layer}/{KERNEL}"], products)
+        flat |= {f"{layer}/{KERNEL}": part.values, f"{layer}/{STORED_SCALE}": part.scale}
+    return unflatten(flat)
+
+
+def take_scales(params: Any) -> tuple[Any, Any]:
+    """Parameters without the scales of those that are stored in 8 bits, and the collection `QUANTIZED` of these."""
+    flat = dict(flatten(params))
+    names = [path for path in flat if path.endswith(f"/{STORED_SCALE}")]
+    scales = {path.removesuffix(STORED_SCALE) + SCALE: flat.pop(path) for path in names}
+    return unflatten(flat), unflatten(scales)
+
+
+def _layers(flat: Any, experts: bool) -> list[str]:
+    paths = (path.split("/") for path in flat)
+    return [
+        "/".join(parents)
+        for *parents, name in paths
+        if name == KERNEL and parents[0] == _BLOCKS and parents[-1] != _ROUTER and (experts or _EXPERTS not in parents)
+    ]
+
+
+def _by_layer(kernel: jax.Array, products: str) -> Quantized:
+    """A stack of matrices [layers, ...] in 8 bits, with a scale for each layer."""
+    return quantize(kernel, FORMATS[products].values, tuple(range(1, kernel.ndim)))
