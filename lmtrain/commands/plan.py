@@ -9,7 +9,7 @@ from functools import partial
 
 from lmtrain.commands.arguments import Parser, at_least, parse_run
 from lmtrain.config.errors import UserError
-from lmtrain.plan import report
+from lmtrain.plan import eight_bit, report
 from lmtrain.plan.answers import ask, read_hlo
 from lmtrain.plan.known_models import find_vocab_size, with_model_sizes
 from lmtrain.plan.request import STEPS, Request, Target
@@ -50,6 +50,7 @@ def run(argv: list[str]) -> int:
 def _plan(request: Request, flags: argparse.Namespace, vocabulary: str) -> int:
     with Progress("plan", 1, bar=not flags.json) as progress:
         plan = ask(request, flags.compile_timeout, partial(progress.update, 0))
+        comparison = eight_bit.compare(request, plan, flags.compile_timeout, partial(progress.update, 0))
     if plan.failure:
         _say("\n  ".join(["compiling failed; figures of a compiled step are missing:", *plan.failure.splitlines()]))
     if flags.hlo is not None:
@@ -67,9 +68,14 @@ def _plan(request: Request, flags: argparse.Namespace, vocabulary: str) -> int:
             smaller.largest_that_fits()
     if flags.json:
         changes = None if smaller is None or smaller.best is None else dict(smaller.best.changes)
-        print(json.dumps(report.as_json(plan, accelerator, request.target) | {"largest_that_fits": changes}))
+        print(
+            json.dumps(
+                report.as_json(plan, accelerator, request.target)
+                | {"largest_that_fits": changes, "eight_bit": comparison}
+            )
+        )
     else:
-        print("\n".join(report.plan_lines(plan, accelerator, request.target, vocabulary)))
+        print("\n".join(report.plan_lines(plan, accelerator, request.target, vocabulary, comparison)))
         if fits is False:
             print("\n".join(report.advice_lines(plan, smaller)))
     return 1 if fits is False else 0
@@ -84,7 +90,7 @@ def _search(request: Request, flags: argparse.Namespace) -> int:
         if any(request.config["model"].get(name) for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop")):
             _say("note: dropout draws other random numbers if the number of microbatches changes")
         capacity = report.capacity_of(find_accelerator(program["device"]))
-        search = Search(request, capacity, flags.compile_timeout, _say, show)
+        search = Search(request, capacity, flags.compile_timeout, _say, show, flags.allow_quantization)
         try:
             search.run(flags.minutes)
         except StoppedError:
@@ -104,6 +110,8 @@ def _check_flags(flags: argparse.Namespace) -> None:
             raise UserError("--search requires --device KIND, or --measure to run on this machine's devices")
     elif flags.measure:
         raise UserError("--measure runs on this machine's devices; remove --device")
+    if flags.allow_quantization and not (flags.search or flags.measure):
+        raise UserError("--allow_quantization: is a choice of --search; to plan 8-bit products, set trainer.mp")
     for name in ("hlo", "step"):
         if (flags.search or flags.measure) and getattr(flags, name) is not None:
             raise UserError(f"--{name}: has no effect with --search or --measure; plan the settings found afterwards")
@@ -134,6 +142,12 @@ def _parser() -> Parser:
     add("--no_compile", action="store_true", help="print only the memory of the training state, without compiling")
     add("--search", action="store_true", help="search for the fastest settings that fit; prints YAML")
     add("--measure", action="store_true", help="search by running a few steps on this machine's devices")
+    add(
+        "--allow_quantization",
+        "--allow-quantization",
+        action="store_true",
+        help="--search may try products in 8 bits, which change what the run learns",
+    )
     minutes, timeout = "time limit of --search (default: 15)", "seconds for one compile at most (default: 600)"
     add("--minutes", type=at_least(0.01, float), default=15.0, metavar="M", help=minutes)
     add("--compile_timeout", type=at_least(1, float), default=600.0, metavar="S", help=timeout)

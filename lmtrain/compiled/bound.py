@@ -12,20 +12,28 @@ from lmtrain.runtime.accelerators import Accelerator
 
 
 def bound(
-    flops: float, hbm_bytes: float, collectives: Sequence[Collective], accelerator: Accelerator
+    flops: float,
+    hbm_bytes: float,
+    collectives: Sequence[Collective],
+    accelerator: Accelerator,
+    eight_bit: float = 0.0,
+    products: str | None = None,
 ) -> dict[str, Any]:
     """Seconds of each resource, `total`, and `limited_by`, the limiting resource: products, hbm or wire.
+
+    `eight_bit` of the FLOPs are of products in the format `products`.
 
     Between slices, each device has an equal share of the slow network, and the devices of one slice split the bytes
     of a collective, as in hierarchical algorithms.
     """
     asynchronous = sum(_seconds(collective, accelerator) for collective in collectives if collective.asynchronous)
     synchronous = sum(_seconds(collective, accelerator) for collective in collectives if not collective.asynchronous)
-    products = flops / accelerator.peak_flops
+    peak = accelerator.peak_flops
+    of_products = (flops - eight_bit) / peak + eight_bit / accelerator.eight_bit.get(products or "", peak)
     hbm = hbm_bytes / accelerator.memory_bandwidth
-    total = max(products, hbm, asynchronous) + synchronous
+    total = max(of_products, hbm, asynchronous) + synchronous
     wire = asynchronous + synchronous
-    rates = {"products": products, "hbm": hbm, "wire": wire}
+    rates = {"products": of_products, "hbm": hbm, "wire": wire}
     return rates | {
         "wire_synchronous": synchronous,
         "total": total,

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from lmtrain.compiled.collectives import Collective, Network, find_collectives
 from lmtrain.compiled.executions import Loop, Trips, walk
 from lmtrain.compiled.hlo import parse_hlo
-from lmtrain.compiled.products import call_target, flops
+from lmtrain.compiled.products import call_target, flops, is_8_bit
 from lmtrain.compiled.traffic import hbm_bytes
+
+_CYCLES = r'"estimated_cycles":"(\d+)"'
 
 # Custom calls of the compiler that are not kernels.
 _NO_KERNELS = (
@@ -20,11 +22,12 @@ _NO_KERNELS = (
 
 @dataclass(frozen=True)
 class Product:
-    """Matrix products of one source line. `flops` is the sum over all executions."""
+    """Matrix products of one source line. `flops` is the sum over all executions; `is_8_bit`: both operands are."""
 
     where: str
     op_name: str
     flops: float
+    is_8_bit: bool
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,15 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one device in one execution of the program; `traffic` has bytes of HBM by source line."""
+    """Figures of one device in one execution of the program; `traffic` has bytes of HBM by source line, `cycles` are
+    those that XLA:TPU estimates, without kernels; 0 on other platforms."""
 
     products: Sequence[Product]
     kernels: Sequence[KernelCall]
     traffic: Mapping[str, float]
     collectives: Sequence[Collective]
     loops: Sequence[Loop]
+    cycles: float
 
     @property
     def flops(self) -> float:
@@ -67,13 +72,15 @@ def measure(text: str, network: Network, trips: Trips = lambda op_name: None) ->
     products: list[Product] = []
     kernels: list[KernelCall] = []
     traffic: dict[str, float] = defaultdict(float)
+    cycles = 0.0
     for execution in executions:
         op = execution.instruction
         operations = flops(execution.inside, op) * execution.times
         if operations:
-            products.append(Product(execution.where, op.op_name, operations))
+            products.append(Product(execution.where, op.op_name, operations, is_8_bit(execution.inside, op)))
         target = call_target(op)
         if target and not target.startswith(_NO_KERNELS):
             kernels.append(KernelCall(target, execution.where, op.op_name, execution.times))
         traffic[execution.where] += hbm_bytes(execution) * execution.times
-    return Figures(products, kernels, traffic, find_collectives(executions, network), loops)
+        cycles += int(op.find(_CYCLES) or 0) * execution.times
+    return Figures(products, kernels, traffic, find_collectives(executions, network), loops, cycles)

@@ -9,6 +9,7 @@ import re
 from lmtrain.compiled.hlo import Computation, HloInstruction
 
 _GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__onednn$matmul")
+_EIGHT_BITS = ("s8", "f8e4m3fn", "f8e5m2")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
@@ -29,6 +30,11 @@ def flops(inside: Computation, instruction: HloInstruction) -> float:
         numbers = instruction.find(r'"lhs_contracting_dimensions":\[([^\]]*)\]') or ""
         return _dot(inside, instruction, tuple(map(int, re.findall(r"\d+", numbers))))
     return 0.0
+
+
+def is_8_bit(inside: Computation, instruction: HloInstruction) -> bool:
+    """Whether both operands of a product have 8 bits."""
+    return all(inside.by_name[name].shapes[0].dtype in _EIGHT_BITS for name in instruction.operands[:2])
 
 
 def _dot(inside: Computation, instruction: HloInstruction, contracted: tuple[int, ...]) -> float:

@@ -1,5 +1,6 @@
 """Which parameters have 8-bit copies: the matrices of the blocks, except those of routers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,13 +45,15 @@ def take_scales(params: Any) -> tuple[Any, Any]:
     return unflatten(flat), unflatten(scales)
 
 
+def has_copy(path: Sequence[str], experts: bool = True) -> bool:
+    """Whether the parameter at a path of the model's tree has an 8-bit copy; `experts`: those of experts have."""
+    *layer, name = path
+    is_matrix = name == KERNEL and layer[0] == _BLOCKS and layer[-1] != _ROUTER
+    return is_matrix and (experts or _EXPERTS not in layer)
+
+
 def _layers(flat: Any, experts: bool) -> list[str]:
-    paths = (path.split("/") for path in flat)
-    return [
-        "/".join(parents)
-        for *parents, name in paths
-        if name == KERNEL and parents[0] == _BLOCKS and parents[-1] != _ROUTER and (experts or _EXPERTS not in parents)
-    ]
+    return [path.rpartition("/")[0] for path in flat if has_copy(path.split("/"), experts)]
 
 
 def _by_layer(kernel: jax.Array, products: str) -> Quantized:

@@ -1,6 +1,6 @@
 """Candidates of `plan --search`: settings that change how a run is executed, not what it learns.
 
-The global batch, `seq_len`, the optimizer, precision and dropout are fixed.
+The global batch, `seq_len`, the optimizer and dropout are fixed, and precision unless 8-bit products are allowed.
 """
 
 import math
@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from lmtrain.plan.eight_bit import formats_for, with_products
 from lmtrain.plan.request import Request
 from lmtrain.run.config import RunConfig
 
@@ -46,8 +47,11 @@ def data_shards(request: Request, config: RunConfig) -> int:
     return request.target.num_devices // (config.trainer.model_axis_size * config.trainer.context_axis_size)
 
 
-def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Changes]]:
-    """Pairs of name and `current` with one setting changed, memory settings first. Some may not divide or not fit."""
+def alternatives(request: Request, current: Changes, eight_bit: bool = False) -> Iterator[tuple[str, Changes]]:
+    """Pairs of name and `current` with one setting changed, memory settings first. Some may not divide or not fit.
+
+    With `eight_bit`, also products in 8 bits, in the formats that pay on the request's devices.
+    """
     config = request.changed(current).run_config
     recomputes = "full" if config.model.gradient_checkpointing is True else config.model.gradient_checkpointing
     for policy in POLICIES:
@@ -67,6 +71,8 @@ def alternatives(request: Request, current: Changes) -> Iterator[tuple[str, Chan
     for size in [size for size in sizes if size > now] + smaller:
         yield f"per_device_parallelism {size}", {**current, "trainer.per_device_parallelism": size}
     yield from _meshes(request, config, current)
+    if eight_bit:
+        yield from _products(request, config, current)
     other = not config.model.scan_layers
     yield f"scan_layers {other}".lower(), {**current, "model.scan_layers": other}
 
@@ -91,6 +97,14 @@ def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[t
     for copies in (1, 2, 4, 8):
         if copies != config.trainer.replica_ici_axis_size and near % (copies * config.trainer.model_axis_size) == 0:
             yield f"replica_ici_axis_size {copies}", {**current, "trainer.replica_ici_axis_size": copies}
+
+
+def _products(request: Request, config: RunConfig, current: Changes) -> Iterator[tuple[str, Changes]]:
+    precision, topology = config.trainer.precision, request.target.topology
+    for products in (None, *formats_for(topology.accelerator if topology else None)):
+        if products != precision.products and precision.compute != "float32":
+            mp = with_products(precision, products)
+            yield f"mp {mp}", {**current, "trainer.mp": mp}
 
 
 def to_yaml(changes: Changes) -> list[str]:

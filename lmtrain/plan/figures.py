@@ -80,6 +80,8 @@ def compiled_figures(
         "step": step,
         "memory": memory_of(compiled, program.platform),
         "flops": flops,
+        "products": _products(measured, flops["experts_by_formula"], flops["experts_in_8_bits"]),
+        "cycles": measured.cycles or None,
         "hbm_bytes": measured.hbm_bytes,
         "hbm_sources": _by_file(measured.traffic),
         "wire_bytes": measured.wire_bytes,
@@ -95,7 +97,14 @@ def compiled_figures(
     }
     if accelerator is None:
         return figures
-    seconds = bound(flops["compiled"] + flops["attention"], measured.hbm_bytes, measured.collectives, accelerator)
+    seconds = bound(
+        flops["compiled"] + flops["attention"],
+        measured.hbm_bytes,
+        measured.collectives,
+        accelerator,
+        flops["eight_bit"],
+        program.config.trainer.precision.products,
+    )
     model_flops = flops["model"] + flops["attention_model"]
     return figures | {
         "seconds": seconds,
@@ -175,6 +184,7 @@ def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:
     scores, causal_scores = program.config.model.attention_flops(full, causal)
     sums = dict.fromkeys(("attention", "sometimes", "optimizer", "recomputed", "other"), 0.0)
     experts, experts_again = expert_flops(program, measured, step, _RECOMPUTED)
+    experts_in_8_bits = experts if step == "train" and program.experts_in_8_bits else 0.0
     sums["recomputed"] += experts_again
     sums["other"] += experts - experts_again
     for product in measured.products:
@@ -203,7 +213,20 @@ def _flops(program: Program, measured: Figures, step: str) -> dict[str, float]:
         "attention": sums["attention"] + by_formula,
         "attention_is_formula": bool(by_formula),
         "experts_by_formula": experts,
+        "experts_in_8_bits": experts_in_8_bits,
+        "eight_bit": sum(product.flops for product in measured.products if product.is_8_bit) + experts_in_8_bits,
     }
+
+
+def _products(measured: Figures, experts: float, experts_in_8_bits: float) -> list[dict[str, Any]]:
+    """FLOPs of products by source and operands, in decreasing order."""
+    rows: dict[tuple[str, bool], float] = defaultdict(float)
+    for product in measured.products:
+        rows[product.where, product.is_8_bit] += product.flops
+    rows["experts", True] += experts_in_8_bits
+    rows["experts", False] += experts - experts_in_8_bits
+    found = [{"where": where, "eight_bit": small, "flops": flops} for (where, small), flops in rows.items() if flops]
+    return sorted(found, key=lambda row: -row["flops"])
 
 
 def _collectives(measured: Figures) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lmtrain.plan import eight_bit
 from lmtrain.plan.answers import Plan
 from lmtrain.plan.candidates import to_yaml
 from lmtrain.plan.request import Target
@@ -27,8 +28,14 @@ def capacity_of(accelerator: Accelerator | None) -> float | None:
     return accelerator.memory * (1.0 if accelerator.platform == "tpu" else USABLE_OF_GPU)
 
 
-def plan_lines(plan: Plan, accelerator: Accelerator | None, target: Target, vocabulary: str) -> Iterator[str]:
-    """The complete text of a plan, up to its verdict."""
+def plan_lines(
+    plan: Plan,
+    accelerator: Accelerator | None,
+    target: Target,
+    vocabulary: str,
+    comparison: Mapping[str, Any] | None = None,
+) -> Iterator[str]:
+    """The complete text of a plan, up to its verdict. `comparison`: see `lmtrain/plan/eight_bit.py`."""
     program, topology = plan.program, target.topology
     kind = accelerator.name if accelerator else program["device"]
     shape = f" ({topology.name})" if topology and topology.num_devices > 1 else ""
@@ -39,6 +46,10 @@ def plan_lines(plan: Plan, accelerator: Accelerator | None, target: Target, voca
         yield f"  {name:<26}{format_bytes(size):>12}"
     for figures in plan.steps.values():
         yield from step_lines(figures, accelerator)
+    if (training := plan.steps.get("train", {})).get("flops", {}).get("eight_bit"):
+        yield ""
+        yield "products in 8 bits"
+        yield from eight_bit.lines(training, comparison)
     yield ""
     yield verdict(plan, accelerator)
 

@@ -44,7 +44,7 @@ class Trial:
 class Search:
     """A search within `capacity` bytes per device, None if unknown; a trial compiles or runs the request's last step.
 
-    `timeout` of one compile in seconds. `report` is called with a line for each trial, `progress` with other lines.
+    `timeout` of one compile in seconds. `eight_bit`: products in 8 bits may be tried. `report` is called with a line for each trial, `progress` with other lines.
     `best`, `trials`, and the counts `too_large` and `untried` are valid at any moment, for example when the user
     interrupts.
     """
@@ -54,6 +54,7 @@ class Search:
     timeout: float
     report: Callable[[str], None] = lambda line: None
     progress: Callable[[str], None] = lambda line: None
+    eight_bit: bool = False
     best: Trial | None = None
     trials: list[Trial] = field(default_factory=list)
     too_large: int = 0
@@ -69,7 +70,7 @@ class Search:
         improved = True
         while improved and self.best is not None:
             before = self.best
-            waiting = list(alternatives(self.request, before.changes))
+            waiting = list(alternatives(self.request, before.changes, self.eight_bit))
             for number, (name, changes) in enumerate(waiting):
                 self.untried = len(waiting) - number  # in case it ends here, at the time limit or by an interrupt
                 if self._left() <= 0:

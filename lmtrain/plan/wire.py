@@ -6,9 +6,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from lmtrain.lora.model import ADAPTERS
+from lmtrain.lora.model import ADAPTERS, BASE
 from lmtrain.models.attention.split import exchange_size
 from lmtrain.models.params import abstract_params
+from lmtrain.models.quantization import has_copy
 from lmtrain.plan.experts import exchanged_tokens
 from lmtrain.sharding.axes import as_names
 from lmtrain.train.program.program import Program
@@ -18,7 +19,8 @@ def wire_minimum(program: Program, step: str) -> float:
     """The minimum number of bytes that a device has to send in a step.
 
     FSDP over n devices, of data, experts and context, gathers each weight twice for each microbatch, forward and
-    backward, and scatters its gradient once, (n - 1) / n of it each time; evaluation gathers once. Gradients of
+    backward, and scatters its gradient once, (n - 1) / n of it each time; evaluation gathers once. Weights of products
+    in 8 bits are gathered in 8 bits. Gradients of
     embedding tables and of the head are summed in float32, others in the compute dtype. Frozen weights have no
     gradients. Replicas sum their gradients once per step. Tensor parallelism sums activations after attention and after
     the MLP, forward and backward, and once more where the forward pass is recomputed; context parallelism exchanges the
@@ -30,14 +32,15 @@ def wire_minimum(program: Program, step: str) -> float:
     parts = program.batching.num_microbatches
     microbatches = parts[max(parts)]
     gathered = reduced = 0.0
-    for size, names, axes, is_trained in _parameters(program):
+    for size, names, axes, is_trained, is_8_bit in _parameters(program):
         is_table, of_expert = bool({"vocab", "position"} & names), sizes["expert"] if "expert" in names else 1
         parts_of_state = math.prod(sizes[axis] for axis in ("data", "expert", "context") if axis in axes) // of_expert
         share = (parts_of_state - 1) / parts_of_state
         held = size / of_expert / (sizes["model"] if "model" in axes else 1)
         table = 4 if is_table else width
         scattered = table if is_trained else 0
-        gathered += held * share * (2 * width + scattered) if step == "train" else held * share * width
+        each = 1 if is_8_bit else width
+        gathered += held * share * (2 * each + scattered) if step == "train" else held * share * width
         if not is_trained:
             continue
         shards = sizes["data"] * sizes["expert"] * sizes["context"]
@@ -82,8 +85,10 @@ def _context_parallel(program: Program, passes: int, batch: int) -> float:
     return passes * model.num_layers * rows * model.head_width * width * sent
 
 
-def _parameters(program: Program) -> list[tuple[int, set[str], set[str], bool]]:
-    """For each parameter: size, the names of its dimensions, the mesh axes that split it, and whether it is trained."""
+def _parameters(program: Program) -> list[tuple[int, set[str], set[str], bool, bool]]:
+    """For each parameter: size, the names of its dimensions, the mesh axes that split it, whether it is trained, and
+    whether its products in training have 8 bits."""
+    has_8_bits = program.config.trainer.precision.products is not None
     rules = dict(program.layout.parameter_rules)
     boxes = jax.tree_util.tree_leaves_with_path(
         abstract_params(program.model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
@@ -92,5 +97,7 @@ def _parameters(program: Program) -> list[tuple[int, set[str], set[str], bool]]:
     for path, box in boxes:
         axes = {axis for name in box.names for axis in as_names(rules.get(name))}
         is_trained = program.config.lora is None or path[0].key == ADAPTERS
-        parameters.append((math.prod(box.value.shape), set(box.names), axes, is_trained))
+        keys = [key.key for key in path if key.key not in (BASE, ADAPTERS)]
+        is_8_bit = has_8_bits and has_copy(keys, program.experts_in_8_bits)
+        parameters.append((math.prod(box.value.shape), set(box.names), axes, is_trained, is_8_bit))
     return parameters

@@ -63,23 +63,26 @@ class Linear(nn.Module):
         leading = x.shape[: x.ndim - rank]
         if not split_over("act_stream"):
             x = x.reshape(math.prod(leading), *sizes(self.inputs))
-        y = self._product(x, rank)
+        quantized = self._in_8_bits()
+        if self.has_variable(QUANTIZED, KERNEL):
+            y = product(x, self.kernel, quantized, rank)
+        else:
+            kernel = self.kernel if quantized is None else dequantize(quantized, x.dtype)
+            contracted = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
+            y = jax.lax.dot_general(x, kernel, (contracted, ((), ())))
         if self.use_bias:
             y = add_bias(y, self.bias)
         if self.has_variable(LORA, "lora_a"):
             y = y + self._adapted(x).reshape(y.shape)
         return y.reshape(*leading, *sizes(self.outputs))
 
-    def _product(self, x: jax.Array, rank: int) -> jax.Array:
-        """x W: in 8 bits if the layer has a copy of its kernel in 8 bits."""
-        kernel = self.kernel
-        if self.has_variable(QUANTIZED, SCALE):
-            scale: jax.Array = self.get_variable(QUANTIZED, SCALE)
-            if self.has_variable(QUANTIZED, KERNEL):
-                return product(x, kernel, Quantized(self.get_variable(QUANTIZED, KERNEL), scale), rank)
-            kernel = dequantize(Quantized(kernel, scale), x.dtype)
-        contracted = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
-        return jax.lax.dot_general(x, kernel, (contracted, ((), ())))
+    def _in_8_bits(self) -> Quantized | None:
+        """The 8-bit copy of the kernel, or the kernel itself if it is stored so; None: it has 16 or 32 bits."""
+        if not self.has_variable(QUANTIZED, SCALE):
+            return None
+        has_copy = self.has_variable(QUANTIZED, KERNEL)
+        values = self.get_variable(QUANTIZED, KERNEL) if has_copy else self.kernel
+        return Quantized(values, self.get_variable(QUANTIZED, SCALE))
 
     def _adapted(self, x: jax.Array) -> jax.Array:
         """The output of the layer's adapter (Hu et al. 2021, LoRA), [..., out]: x A^T B^T, with dropout on x."""

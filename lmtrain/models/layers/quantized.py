@@ -13,7 +13,6 @@ Values that are not finite make the scale, and so every result, infinite or NaN.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +66,7 @@ def quantize(x: jax.Array, kind: Any, axes: tuple[int, ...]) -> Quantized:
 
 def dequantize(quantized: Quantized, dtype: Any) -> jax.Array:
     """The numbers in `dtype`."""
-    return _times(quantized.values.astype(jnp.float32), quantized.scale, dtype)
+    return times(quantized.values.astype(jnp.float32), quantized.scale, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -86,7 +85,7 @@ def _forward(x: jax.Array, kernel: jax.Array, quantized: Quantized, inputs: int)
     x8 = _by_device(x, leading, quantized.values.dtype)
     y = _dot(x8.values, quantized.values, _dims(x8, 2 * leading), tuple(range(inputs)), x.dtype)
     scale = _scale_of(x8, leading, y.ndim) * quantized.scale.reshape(())
-    y = _times(y, scale, x.dtype).reshape(*x.shape[:leading], *quantized.values.shape[inputs:])
+    y = times(y, scale, x.dtype).reshape(*x.shape[:leading], *quantized.values.shape[inputs:])
     if jnp.issubdtype(x8.values.dtype, jnp.integer):
         y = checkpoint_name(y, SAVED_PRODUCT)
     return y, (x8, quantized, jnp.zeros(0, x.dtype), jnp.zeros(0, kernel.dtype))
@@ -98,18 +97,18 @@ def _backward(inputs: int, saved: Any, d_y: jax.Array) -> tuple[jax.Array, jax.A
     leading = d_y.ndim - (values.ndim - inputs)
     d8 = _by_device(d_y, leading, gradient_type(values.dtype))
     d_x = _dot(d8.values, values, _dims(d8, 2 * leading), tuple(range(inputs, values.ndim)), like_x.dtype)
-    d_x = _times(d_x, _scale_of(d8, leading, d_x.ndim) * quantized.scale.reshape(()), like_x.dtype)
+    d_x = times(d_x, _scale_of(d8, leading, d_x.ndim) * quantized.scale.reshape(()), like_x.dtype)
     d_x = d_x.reshape(*d_y.shape[:leading], *values.shape[:inputs])
     if like_kernel.dtype in EIGHT_BIT_TYPES:  # a frozen parameter
         return d_x, None, None
     # a product for each device's tokens, since each has its scale; their sum is the collective of the gradient
     rows, parts = tuple(range(1, 2 * leading, 2)), tuple(range(0, 2 * leading, 2))
-    accumulated = _accumulator(x8.values.dtype, like_kernel.dtype)
+    accumulated = accumulator(x8.values.dtype, like_kernel.dtype)
     d_kernel = jax.lax.dot_general(
         x8.values, d8.values, ((rows, rows), (parts, parts)), preferred_element_type=accumulated
     )
     scale = (x8.scale.reshape(-1) * d8.scale.reshape(-1)).reshape(*d_kernel.shape[:leading], *(1,) * values.ndim)
-    d_kernel = _times(d_kernel, scale, like_kernel.dtype)
+    d_kernel = times(d_kernel, scale, like_kernel.dtype)
     zero = jnp.zeros((), d_kernel.dtype)
     return d_x, jax.lax.reduce(d_kernel, zero, jax.lax.add, tuple(range(leading))), None
 
@@ -146,17 +145,18 @@ def _scale_of(quantized: Quantized, leading: int, rank: int) -> jax.Array:
     return quantized.scale.reshape(*shape, *(1,) * (rank - len(shape)))
 
 
-def _accumulator(kind: Any, dtype: Any) -> Any:
+def accumulator(kind: Any, dtype: Any) -> Any:
+    """The type of sums of products of operands of type `kind`, for results in `dtype`."""
     return jnp.int32 if jnp.issubdtype(kind, jnp.integer) else dtype
 
 
 def _dot(x: jax.Array, kernel: jax.Array, of_x: tuple[int, ...], of_kernel: tuple[int, ...], dtype: Any) -> jax.Array:
-    kind = _accumulator(x.dtype, dtype)
+    kind = accumulator(x.dtype, dtype)
     y: jax.Array = jax.lax.dot_general(x, kernel, ((of_x, of_kernel), ((), ())), preferred_element_type=kind)
     return y
 
 
-def _times(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def times(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """x * scale: of sums in 16 bits without more precision, which a power of two does not need."""
     kind = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype
     return (x.astype(kind) * scale.astype(kind)).astype(dtype)

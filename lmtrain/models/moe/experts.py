@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from lmtrain.models.layers.linear import declare, sizes
 from lmtrain.models.layers.mlp import ACTIVATIONS
+from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized
 from lmtrain.models.layers.remat import SAVED_EXPERTS
 from lmtrain.models.moe.dispatch import Rows, part_of, sort_by_expert, sum_of_rows, to_rows, weights_of_rows
 from lmtrain.models.moe.grouped import grouped
@@ -35,11 +36,14 @@ EXPERTS_SCOPE, ROUNDS = "sparse_experts", "rounds_of_experts"
 
 
 class Matrices(NamedTuple):
-    """The matrices of experts: gate and up [E, D, F], down [E, F, D]."""
+    """The matrices of experts: gate and up [E, D, F], down [E, F, D]; or their 8-bit copies (`Quantized`), or None."""
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    gate: Any
+    up: Any
+    down: Any
+
+
+_NO_COPIES = Matrices(None, None, None)
 
 
 class Experts(nn.Module):
@@ -58,10 +62,12 @@ class Experts(nn.Module):
         self.down = ExpertMatrices((experts, width, embed), self.kernel_init)
 
     def __call__(self, x_BSD: jax.Array, experts_BSK: jax.Array, weights_BSK: jax.Array) -> jax.Array:
-        matrices = Matrices(self.gate(), self.up(), self.down())
+        modules = Matrices(self.gate, self.up, self.down)
+        matrices = Matrices(*(module() for module in modules))
         if self.is_initializing():
             return x_BSD
-        return apply_experts(x_BSD, experts_BSK, weights_BSK, matrices, self.activation)
+        copies = Matrices(*(module.copy() for module in modules))
+        return apply_experts(x_BSD, experts_BSK, weights_BSK, matrices, self.activation, copies)
 
 
 class ExpertMatrices(nn.Module):
@@ -70,30 +76,51 @@ class ExpertMatrices(nn.Module):
     dims: tuple[tuple[str, int], ...]
     kernel_init: Initializer
 
-    @nn.compact
+    def setup(self) -> None:
+        self.kernel = self.param(KERNEL, declare(self.kernel_init, self.dims), sizes(self.dims), jnp.float32)
+
     def __call__(self) -> jax.Array:
-        kernel: jax.Array = self.param("kernel", declare(self.kernel_init, self.dims), sizes(self.dims), jnp.float32)
+        kernel: jax.Array = self.kernel
         return kernel
+
+    def copy(self) -> Quantized | None:
+        """The 8-bit copy, if there is one."""
+        if not self.has_variable(QUANTIZED, KERNEL):
+            return None
+        return Quantized(*(self.get_variable(QUANTIZED, name) for name in (KERNEL, SCALE)))
 
 
 def apply_experts(
-    x_BSD: jax.Array, experts_BSK: jax.Array, weights_BSK: jax.Array, matrices: Matrices, activation: str
+    x_BSD: jax.Array,
+    experts_BSK: jax.Array,
+    weights_BSK: jax.Array,
+    matrices: Matrices,
+    activation: str,
+    copies: Matrices = _NO_COPIES,
 ) -> jax.Array:
-    """The weighted sum of each token's experts, [B, S, D]."""
+    """The weighted sum of each token's experts, [B, S, D]; with `copies`, products are in 8 bits."""
     split = _Split.of(*x_BSD.shape[:2])
 
-    def on_device(x: jax.Array, experts: jax.Array, weights: jax.Array, *of_device: jax.Array) -> jax.Array:
-        local = Matrices(*of_device)
+    def whole(local: Matrices) -> Matrices:
+        """The parts of matrices that FSDP splits, joined."""
         gate, up = (gather(gather(m, split.embed, 1), split.width, 2) for m in local[:2])
-        down = gather(gather(local.down, split.embed, 2), split.width, 1)
+        return Matrices(gate, up, gather(gather(local.down, split.embed, 2), split.width, 1))
+
+    def on_device(
+        x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Matrices, copies: Matrices
+    ) -> jax.Array:
+        matrices = whole(matrices)
+        if copies.gate is not None:
+            values = whole(Matrices(*(copy.values for copy in copies)))
+            copies = Matrices(*(Quantized(v, copy.scale) for v, copy in zip(values, copies, strict=True)))
         x, experts, weights = (
             gather(gather(a, split.gather_positions, 1), split.gather_batch, 0) for a in (x, experts, weights)
         )
         shape = x.shape
         x, experts, weights = (a.reshape(-1, a.shape[-1]) for a in (x, experts, weights))
         if split.over_experts:
-            experts = experts - jax.lax.axis_index(split.over_experts) * len(gate)
-        y = _of_tokens(x, experts, weights, Matrices(gate, up, down), activation, num_parts(split.over_experts))
+            experts = experts - jax.lax.axis_index(split.over_experts) * len(matrices.gate)
+        y = _of_tokens(x, experts, weights, matrices, activation, num_parts(split.over_experts), copies)
         y = y.reshape(shape)
         if split.sum_over:
             y = jax.lax.psum(y, split.sum_over)
@@ -103,9 +130,13 @@ def apply_experts(
     embed, width = split.embed, split.width + split.tensor
     into = PartitionSpec(split.over_experts, embed, width)
     out = PartitionSpec(split.over_experts, width, embed)
-    mapped = per_device(on_device, (by_token, by_token, by_token, into, into, out), by_token)
+    specs = Matrices(into, into, out)
+    of_copies = Matrices(
+        *(None if copy is None else Quantized(spec, PartitionSpec()) for spec, copy in zip(specs, copies, strict=True))
+    )
+    mapped = per_device(on_device, (by_token, by_token, by_token, specs, of_copies), by_token)
     with jax.named_scope(EXPERTS_SCOPE):
-        y: jax.Array = mapped(x_BSD, experts_BSK, weights_BSK, *matrices)
+        y: jax.Array = mapped(x_BSD, experts_BSK, weights_BSK, matrices, copies)
     return y
 
 
@@ -154,14 +185,20 @@ class _Split(NamedTuple):
 
 
 def _of_tokens(
-    x_TD: jax.Array, experts_TK: jax.Array, weights_TK: jax.Array, matrices: Matrices, activation: str, parts: int
+    x_TD: jax.Array,
+    experts_TK: jax.Array,
+    weights_TK: jax.Array,
+    matrices: Matrices,
+    activation: str,
+    parts: int,
+    copies: Matrices = _NO_COPIES,
 ) -> jax.Array:
     """The results of this device's experts, of `parts` times as many, for tokens that it has, [T, D]."""
     rows = sort_by_expert(experts_TK, len(matrices.gate))
     of_rows = functools.partial(_of_rows, activation=activation)
     if parts == 1:
-        return of_rows(x_TD, weights_TK, matrices, rows)
-    return _in_rounds(of_rows, rows_of_round(experts_TK.size, parts), x_TD, weights_TK, matrices, rows)
+        return of_rows(x_TD, weights_TK, matrices, rows, copies)
+    return _in_rounds(of_rows, rows_of_round(experts_TK.size, parts), x_TD, weights_TK, matrices, rows, copies)
 
 
 def rows_of_round(rows: int, parts: int) -> int:
@@ -169,27 +206,36 @@ def rows_of_round(rows: int, parts: int) -> int:
     return rows if parts == 1 else min(math.ceil(rows / parts * _PER_MEAN / _MULTIPLE) * _MULTIPLE, rows)
 
 
-def _of_rows(x_TD: jax.Array, weights_TK: jax.Array, matrices: Matrices, rows: Rows, activation: str) -> jax.Array:
+def _of_rows(
+    x_TD: jax.Array, weights_TK: jax.Array, matrices: Matrices, rows: Rows, copies: Matrices, activation: str
+) -> jax.Array:
     """The weighted sums of these rows, [T, D]. Weights multiply hidden units, so that no gradient needs the outputs."""
     x = to_rows(x_TD, rows)
     gate, up = (
-        checkpoint_name(grouped(x, matrix, rows.sizes), SAVED_EXPERTS) for matrix in (matrices.gate, matrices.up)
+        checkpoint_name(grouped(x, matrix, rows.sizes, copy), SAVED_EXPERTS)
+        for matrix, copy in zip(matrices[:2], copies[:2], strict=True)
     )
     hidden = ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)
     hidden = (hidden * weights_of_rows(weights_TK, rows)[:, None]).astype(x.dtype)
-    return sum_of_rows(grouped(hidden, matrices.down, rows.sizes), rows)
+    return sum_of_rows(grouped(hidden, matrices.down, rows.sizes, copies.down), rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _in_rounds(
-    of_rows: Any, length: int, x_TD: jax.Array, weights_TK: jax.Array, matrices: Matrices, rows: Rows
+    of_rows: Any,
+    length: int,
+    x_TD: jax.Array,
+    weights_TK: jax.Array,
+    matrices: Matrices,
+    rows: Rows,
+    copies: Matrices,
 ) -> jax.Array:
     """The sum of `of_rows` for `length` rows at a time, as many times as there are rows. Each device has its own number
     of rounds: they contain no communication."""
 
     def add(number: jax.Array, total: jax.Array) -> jax.Array:
         part = part_of(rows, number * length, length)
-        return total + of_rows(x_TD, weights_TK, matrices, part).astype(jnp.float32)
+        return total + of_rows(x_TD, weights_TK, matrices, part, copies).astype(jnp.float32)
 
     zeros = jnp.zeros(x_TD.shape, jnp.float32)
     with jax.named_scope(ROUNDS):
@@ -205,18 +251,18 @@ def _forward(of_rows: Any, length: int, *arguments: Any) -> tuple[jax.Array, Any
 
 
 def _backward(of_rows: Any, length: int, saved: Any, d_y: jax.Array) -> tuple[Any, ...]:
-    *inputs, rows = saved
+    *inputs, rows, copies = saved
 
     def add(number: jax.Array, totals: Any) -> Any:
         part = part_of(rows, number * length, length)
-        again = jax.checkpoint(functools.partial(of_rows, rows=part), prevent_cse=False)
+        again = jax.checkpoint(functools.partial(of_rows, rows=part, copies=copies), prevent_cse=False)
         _, pull = jax.vjp(again, *inputs)
         return jax.tree.map(lambda total, new: total + new.astype(total.dtype), totals, pull(d_y))
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tuple(inputs))
     with jax.named_scope(ROUNDS):
         totals = jax.lax.fori_loop(0, _rounds(rows, length), add, zeros)
-    return *jax.tree.map(lambda total, x: total.astype(x.dtype), totals, tuple(inputs)), None
+    return *jax.tree.map(lambda total, x: total.astype(x.dtype), totals, tuple(inputs)), None, None
 
 
 _in_rounds.defvjp(_forward, _backward)

@@ -35,38 +35,29 @@ def _up(size: int) -> int:
     return -(-size // 128) * 128
 
 
-def megablox(x_RI: jax.Array, kernel_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool, dtype: Any) -> jax.Array:
     """See `GroupedKernel`."""
-    rows, tile = len(x_RI), tile_for(len(x_RI), len(kernel_EIO))
-    padded = jnp.pad(x_RI, ((0, -rows % tile), (0, 0)))
-    return _product(padded, kernel_EIO, sizes_E)[:rows]
-
-
-@jax.custom_vjp
-def _product(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _by_rows(x, kernel, sizes, transposed=False)
-
-
-def _by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # slow to import
 
-    outputs = kernel.shape[1 if transposed else 2]
-    tiles = _tiles(len(x), len(kernel), x.shape[1], outputs)
-    y = gmm(x, kernel, sizes, x.dtype, tiles, transpose_rhs=transposed, interpret=platform() != "tpu")
+    rows, x = len(x), _whole_tiles(x, len(kernel))
+    tiles = _tiles(rows, len(kernel), x.shape[1], kernel.shape[1 if transposed else 2])
+    y = gmm(x, kernel, sizes, dtype, tiles, transpose_rhs=transposed, interpret=platform() != "tpu")
     # the kernel does not write rows after the last expert's
-    return jnp.where((jnp.arange(len(y)) < sizes.sum())[:, None], y, 0)
+    return jnp.where((jnp.arange(len(y)) < sizes.sum())[:, None], y, 0)[:rows]
 
 
-def _backward(saved: Any, d_y: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def d_kernel(x: jax.Array, d_y: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
+    """See `GroupedKernel`."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    x, kernel, sizes = saved
-    tiles = _tiles(len(x), *kernel.shape)
-    d_kernel = tgmm(x.swapaxes(0, 1), d_y, sizes, kernel.dtype, tiles, interpret=platform() != "tpu")
-    return _by_rows(d_y, kernel, sizes, transposed=True), d_kernel, None
+    tiles = _tiles(len(x), len(sizes), x.shape[1], d_y.shape[1])
+    x, d_y = (_whole_tiles(array, len(sizes)) for array in (x, d_y))
+    summed: jax.Array = tgmm(x.swapaxes(0, 1), d_y, sizes, dtype, tiles, interpret=platform() != "tpu")
+    return summed
 
 
-_product.defvjp(lambda x, kernel, sizes: (_product(x, kernel, sizes), (x, kernel, sizes)), _backward)
+def _whole_tiles(x: jax.Array, experts: int) -> jax.Array:
+    return jnp.pad(x, ((0, -len(x) % tile_for(len(x), experts)), (0, 0)))
 
 
 def _rows_computed(rows: int, experts: int) -> float:
@@ -74,4 +65,4 @@ def _rows_computed(rows: int, experts: int) -> float:
     return rows + (experts - 1) * (tile_for(rows, experts) - 1)
 
 
-KERNEL = GroupedKernel("megablox", megablox, _rows_computed)
+KERNEL = GroupedKernel("megablox", by_rows, d_kernel, _rows_computed)

@@ -4,6 +4,8 @@ interpreted: slow, and only for tests.
     R rows, sorted by expert  E experts  I inputs  O outputs
 """
 
+from typing import Any
+
 import jax
 
 from lmtrain.models.attention.kernel import missing_in_jax
@@ -32,11 +34,16 @@ def rows_computed(rows: int, experts: int) -> float:
     return rows + experts * (2 * (tile - 1) / 2 + (min(tile, ADDED) - 1) / 2) / 3
 
 
-def grouped(x_RI: jax.Array, kernel_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """See `GroupedKernel`; `x` and `kernel` have the same type. -> [R, O]"""
-    from lmtrain.models.moe.triton_kernels import product  # imports Pallas, which is slow
+def _by_rows(*arguments: Any) -> jax.Array:
+    from lmtrain.models.moe.triton_kernels import by_rows  # imports Pallas, which is slow
 
-    return product(x_RI, kernel_EIO, sizes_E)
+    return by_rows(*arguments)
+
+
+def _d_kernel(*arguments: Any) -> jax.Array:
+    from lmtrain.models.moe.triton_kernels import d_kernel
+
+    return d_kernel(*arguments)
 
 
 def _unavailable() -> str:
@@ -44,4 +51,6 @@ def _unavailable() -> str:
     return missing_in_jax("jax.experimental.pallas.triton", "the Triton backend of Pallas")
 
 
-KERNEL = GroupedKernel("triton", grouped, rows_computed, unavailable=_unavailable)
+KERNEL = GroupedKernel(
+    "triton", _by_rows, _d_kernel, rows_computed, unavailable=_unavailable, formats=frozenset({"fp8"})
+)

@@ -48,25 +48,6 @@ def _blocks_for(rows: int) -> Blocks:
     return (LARGE if is_hopper_or_later(device_kind()) else SMALL)[rows]
 
 
-@jax.custom_vjp
-def product(x_RI: jax.Array, kernel_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """See `GroupedKernel`; `x` and `kernel` have the same type. -> [R, O]"""
-    assert x_RI.dtype == kernel_EIO.dtype
-    return _by_rows(x_RI, kernel_EIO, sizes_E, transposed=False)
-
-
-def _forward(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    return product(x, kernel, sizes), (x, kernel, sizes)
-
-
-def _backward(saved: Any, d_y: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, kernel, sizes = saved
-    return _by_rows(d_y, kernel, sizes, transposed=True), _d_kernel(x, d_y, sizes, kernel), None
-
-
-product.defvjp(_forward, _backward)
-
-
 class Items(NamedTuple):
     """Work items, int32: the expert, or E for rows after the last expert's; the first row; where the expert's end."""
 
@@ -93,8 +74,9 @@ def _ends(sizes_E: jax.Array) -> jax.Array:
     return jnp.cumsum(sizes_E.astype(jnp.int32))
 
 
-def _by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
-    """The product of each row with the matrix of its expert, or with the transposed matrix."""
+def by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool, dtype: Any) -> jax.Array:
+    """See `GroupedKernel`; `x` and `kernel` have the same number of bits."""
+    assert x.dtype.itemsize == kernel.dtype.itemsize
     (rows, inputs), outputs = x.shape, kernel.shape[1 if transposed else 2]
     tile = tile_for(rows, len(kernel))
     blocks = _blocks_for(tile)
@@ -105,7 +87,7 @@ def _by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool
         "grouped_product_transposed" if transposed else "grouped_product",
         blocks,
         (_NEIGHBOURS, pl.cdiv(outputs, columns), len(items.begin) // _NEIGHBOURS),
-        jax.ShapeDtypeStruct((rows, outputs), x.dtype),
+        jax.ShapeDtypeStruct((rows, outputs), dtype),
     )(items, x, kernel)
     return y
 
@@ -127,22 +109,22 @@ def _rows_kernel(
     _store(y_ref, total, rows, column)
 
 
-def _d_kernel(x: jax.Array, d_y: jax.Array, sizes: jax.Array, kernel: jax.Array) -> jax.Array:
-    """For each expert the product of its rows, x^T d_y."""
-    experts, inputs, outputs = kernel.shape
+def d_kernel(x: jax.Array, d_y: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
+    """See `GroupedKernel`."""
+    experts, inputs, outputs = len(sizes), x.shape[1], d_y.shape[1]
     blocks = _blocks_for(_INPUTS)
     tile, columns = _tile_of(inputs, _INPUTS), _tile_of(outputs, blocks.columns)
     tiles, part = pl.cdiv(inputs, tile), min(tile_for(len(x), experts), _added(x))
     neighbours = math.gcd(experts * tiles, _NEIGHBOURS)
     ends = _ends(sizes)
-    d_kernel: jax.Array = _call(
+    summed: jax.Array = _call(
         functools.partial(_d_kernel_kernel, tile=tile, columns=columns, part=part, tiles=tiles),
         "grouped_product_d_kernel",
         blocks,
         (neighbours, pl.cdiv(outputs, columns), experts * tiles // neighbours),
-        jax.ShapeDtypeStruct(kernel.shape, kernel.dtype),
+        jax.ShapeDtypeStruct((experts, inputs, outputs), dtype),
     )(ends - sizes, ends, x, d_y)
-    return d_kernel
+    return summed
 
 
 def _d_kernel_kernel(

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 
 from lmtrain.config.describe import written
+from lmtrain.config.errors import UserError
 from lmtrain.evaluation.eval_step import build_eval_step
 from lmtrain.lora.model import adapt, trainable
 from lmtrain.models.attention.choose import Choice, choose_attention, log_attention
 from lmtrain.models.attention.split import describe_split
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.moe.grouped import choose_grouped
+from lmtrain.models.moe.grouped import choose_grouped, kernel_of
 from lmtrain.models.params import parameter_axes
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.registry import build_objective
@@ -149,6 +150,12 @@ class Program:
         return total + count(tokens, causal=False), causal_total + count(tokens, causal=True)
 
     @property
+    def experts_in_8_bits(self) -> bool:
+        """Whether products of experts have 8 bits in training: if the run has such products and the kernel can."""
+        products = self.config.trainer.precision.products
+        return self.products is not None and products in kernel_of(self.products.name).formats
+
+    @property
     def rows(self) -> int:
         """The maximum number of sequences that a device computes at once."""
         shards = self.layout.num_batch_shards
@@ -201,6 +208,8 @@ def build_program(
     platform = accelerator.platform if accelerator else platform_of(devices[0])
     kind = accelerator.name if accelerator else devices[0].device_kind
     teacher = build_teacher(config, vocab_size, platform, kind)
+    if accelerator is not None:
+        _check_products(trainer.precision.products, accelerator)
     needs = config.attention_needs()
     attention = choose_attention(needs, platform, kind)
     if (parts := trainer.sequence_parts) > 1:
@@ -277,3 +286,12 @@ def build_program(
         factors,
         teacher,
     )
+
+
+def _check_products(products: str | None, accelerator: Accelerator) -> None:
+    """Raise `UserError` for an 8-bit format that the devices do not have."""
+    if products is None or products in accelerator.eight_bit:
+        return
+    faster = [f"q={name}" for name in accelerator.eight_bit]
+    instead = f"use {' or '.join(faster)}, or remove q" if faster else "remove q"
+    raise UserError(f"trainer.mp: {accelerator.name} has no faster products in {products}; {instead}")

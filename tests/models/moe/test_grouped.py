@@ -23,8 +23,7 @@ def both(name, x, kernel, d_y, sizes):
 
     @jax.jit
     def run(x, kernel, d_y):
-        call = kernel_of(name).call
-        y, pull = jax.vjp(lambda x, kernel: call(x, kernel, jnp.array(sizes, jnp.int32)), x, kernel)
+        y, pull = jax.vjp(lambda x, kernel: grouped.product(name, x, kernel, jnp.array(sizes, jnp.int32)), x, kernel)
         return y, *pull(d_y)
 
     return run(x, kernel, d_y)

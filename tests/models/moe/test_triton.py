@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from lmtrain.models.moe import triton_kernels
-from lmtrain.models.moe.triton import grouped, rows_computed, tile_for
+from lmtrain.models.moe.grouped import product
+from lmtrain.models.moe.triton import rows_computed, tile_for
 from lmtrain.models.moe.triton_kernels import items_of
 
 # Sizes of the groups, rows, inputs, outputs.
@@ -31,7 +32,7 @@ def both(x, kernel, d_y, sizes):
 
     @jax.jit
     def run(x, kernel, d_y):
-        y, pull = jax.vjp(lambda x, kernel: grouped(x, kernel, jnp.array(sizes, jnp.int32)), x, kernel)
+        y, pull = jax.vjp(lambda x, kernel: product("triton", x, kernel, jnp.array(sizes, jnp.int32)), x, kernel)
         return y, *pull(d_y)
 
     return run(x, kernel, d_y)
