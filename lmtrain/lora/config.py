@@ -32,6 +32,12 @@ class LoraConfig(Section):
     base_dtype: Literal["float32", "bfloat16", "float16"] | None = identity(
         None, description="Dtype of the frozen parameters; null: that of the base model"
     )
+    base_quantization: Literal["fp8", "int8"] | None = changeable(
+        None,
+        description="Store the matrices of the frozen blocks in 8 bits during training, in half of the memory; their "
+        "products have the compute dtype, or 8 bits with the same q in trainer.mp. Exports and other commands use the "
+        "base as it is; null: off",
+    )
 
     @property
     def scale(self) -> float:

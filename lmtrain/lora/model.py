@@ -22,7 +22,9 @@ from lmtrain.lora.sites import (
 from lmtrain.models.config import ModelConfig
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.layers.linear import LORA, RATE
+from lmtrain.models.layers.quantized import QUANTIZED
 from lmtrain.models.params import abstract_params, flatten, shapes_by_path, unflatten
+from lmtrain.models.quantization import take_scales
 from lmtrain.models.registry import hf_family
 
 # The parts of the parameters.
@@ -74,7 +76,7 @@ class AdaptedModel:
         """Linen's apply of `inner`, with the adapters as a collection of variables."""
         parts = variables["params"]
         flat = flatten(parts[ADAPTERS])
-        base = parts[BASE]
+        base, scales = take_scales(parts[BASE])
         if full := trained_in_full(flat):
             base = unflatten(flatten(base) | {path: flat.pop(path) for path in full})
         for name in [name for name in flat if name.endswith(f"/{B}")]:
@@ -87,6 +89,8 @@ class AdaptedModel:
                 lead = flat[name].shape[:-2]
                 flat[f"{name.removesuffix(A)}{RATE}"] = jnp.full(lead, self.rate, jnp.float32)
         everything = {**variables, "params": base, LORA: unflatten(flat)}
+        if scales:
+            everything[QUANTIZED] = unflatten(flatten(scales) | flatten(variables.get(QUANTIZED, {})))
         return self.inner.apply(everything, *arguments, rngs=rngs or None, **keywords)
 
 

@@ -28,13 +28,22 @@ def copies(params: Any, products: str, experts: bool = True) -> Any:
     return unflatten(found)
 
 
-def stored(params: Any, products: str) -> Any:
-    """Frozen parameters with the blocks' matrices in 8 bits, each with its scale next to it."""
+def stored(params: Any, storage: str | None) -> Any:
+    """Frozen parameters with the blocks' matrices in the 8-bit format `storage`, each with its scale next to it. Those
+    of experts stay as they are."""
+    if storage is None:
+        return params
     flat = dict(flatten(params))
     for layer in _layers(flat, experts=False):
-        part = _by_layer(flat[f"{layer}/{KERNEL}"], products)
+        part = _by_layer(flat[f"{layer}/{KERNEL}"], storage)
         flat |= {f"{layer}/{KERNEL}": part.values, f"{layer}/{STORED_SCALE}": part.scale}
     return unflatten(flat)
+
+
+def storage_of(abstract: Any) -> str | None:
+    """The 8-bit format in which parameters are stored; None: none is."""
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(abstract)}
+    return next((name for name, types in FORMATS.items() if types.values in kinds), None)
 
 
 def take_scales(params: Any) -> tuple[Any, Any]:

@@ -50,7 +50,7 @@ def describe(program: Program, accelerator: Accelerator | None) -> dict[str, Any
         "microbatches": use.microbatches,
         "flops_per_token": full,
         "causal_flops_per_token": causal,
-        "layout": layout_table(program.model, program.layout, config.trainer.precision.params, config.base_dtype),
+        "layout": layout_table(program.model, program.layout, program.abstract.with_base(program.abstract.params)),
         "state": dict(use.state),
         "advice": use.advice(accelerator.memory if accelerator else None),
     }

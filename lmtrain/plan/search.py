@@ -44,7 +44,8 @@ class Trial:
 class Search:
     """A search within `capacity` bytes per device, None if unknown; a trial compiles or runs the request's last step.
 
-    `timeout` of one compile in seconds. `eight_bit`: products in 8 bits may be tried. `report` is called with a line for each trial, `progress` with other lines.
+    `timeout` of one compile in seconds. `eight_bit`: products in 8 bits may be tried.
+    `report` is called with a line for each trial, `progress` with other lines.
     `best`, `trials`, and the counts `too_large` and `untried` are valid at any moment, for example when the user
     interrupts.
     """

@@ -136,6 +136,18 @@ class RunConfig(HuggingFaceConfig):
             raise field_error("z_loss_weight", f"has no effect with objective {kind}; set it to 0.0")
         if not objective.needs_reference:
             return
+        for name, value in (
+            ("trainer.mp", self.trainer.precision.products),
+            ("lora.base_quantization", self.base_quantization),
+        ):
+            if value is not None:
+                raise field_error(
+                    name,
+                    f"{kind} compares with log-probabilities of a reference, which has no products in 8 bits; "
+                    "remove q from it"
+                    if name == "trainer.mp"
+                    else f"{kind} needs the exact base as its reference; set it to null",
+                )
         if self.trainer.initialize_from:
             raise field_error(
                 "trainer.initialize_from",
@@ -159,6 +171,11 @@ class RunConfig(HuggingFaceConfig):
         if not (self.initialize_from_hf or self.initialize_from_checkpoint_path):
             raise field_error(
                 "lora", "adapters need a base model: set initialize_from_hf or initialize_from_checkpoint_path"
+            )
+        products = self.trainer.precision.products
+        if self.base_quantization is not None and products not in (None, self.base_quantization):
+            raise field_error(
+                "lora.base_quantization", f"is {self.base_quantization}, but q in trainer.mp {products}; use the same"
             )
         if self.model.balance_rate:
             raise field_error(
@@ -208,6 +225,11 @@ class RunConfig(HuggingFaceConfig):
     def base_dtype(self) -> str | None:
         """Dtype of the frozen parameters; None without LoRA."""
         return None if self.lora is None else self.lora.base_dtype or self.trainer.precision.params
+
+    @property
+    def base_quantization(self) -> str | None:
+        """The 8-bit format in which frozen parameters are stored; None: none is."""
+        return None if self.lora is None else self.lora.base_quantization
 
     @property
     def batch_types(self) -> dict[str, str]:

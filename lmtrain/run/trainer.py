@@ -72,7 +72,13 @@ class LoopConfig(Section):
         -1, description="Evaluation batch size: sequences at once, counted as in per_device_parallelism. -1: the same"
     )
     mp: str = changeable(
-        "f32", description="Mixed-precision policy: f32, bf16, or p=f32,c=bfloat16 (parameters, computation)"
+        "f32",
+        description="Mixed-precision policy: f32, bf16, or p=f32,c=bfloat16 (parameters, computation). q=fp8 or q=int8 "
+        "computes the products of the blocks in 8 bits, forward and backward; aliases of fp8: float8, fp8_full",
+    )
+    allow_slow_products: bool = execution(
+        False,
+        description="Accept q of mp on devices where 8-bit products save hardly any time, such as int8 on TPU v6e",
     )
     model_averaging: AveragingConfig | None = changeable(
         None,

@@ -9,6 +9,7 @@ from lmtrain.lora.adapters import start_from
 from lmtrain.lora.model import ADAPTERS, BASE
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.params import initializer
+from lmtrain.models.quantization import storage_of, stored
 
 
 def new_params(
@@ -23,7 +24,9 @@ def new_params(
     if abstract_base is None:
         return _like(params, abstract), None
     adapters = start_from(params[ADAPTERS], params[BASE] if base is None else base)
-    return _like(adapters, abstract), None if base is not None else _like(params[BASE], abstract_base)
+    if base is not None:
+        return _like(adapters, abstract), None
+    return _like(adapters, abstract), _like(stored(params[BASE], storage_of(abstract_base)), abstract_base)
 
 
 def _like(params: Any, abstract: Any) -> Any:

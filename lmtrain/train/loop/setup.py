@@ -82,6 +82,7 @@ def set_up(
     program = build_program(config, tokenizer.vocab_size)
     log_program(program)
     program.memory_use.check_fits()
+    program.check_products_pay()
 
     # Data
     batches = TrainBatches(config, caches, program.layout)
@@ -103,6 +104,7 @@ def set_up(
             )
             if exporter is not None:
                 exporter.set_base(base.identity)
+            base = base._replace(params=program.in_storage(base.params))
         run_info = describe_run(config, run.id, tokenizer.identity, caches, program, base)
         reference = None
         if config.objective.needs_reference and (own is not None or base is not None):

@@ -8,9 +8,8 @@ import flax.linen as nn
 import jax
 from clu.parameter_overview import make_table
 
-from lmtrain.lora.model import BASE
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import abstract_params
+from lmtrain.models.params import abstract_params, flatten
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.sharding.axes import as_names
 from lmtrain.sharding.mesh import Layout
@@ -24,11 +23,12 @@ class _ParameterRow:
     on_each_device: str
 
 
-def layout_table(model: LanguageModel, layout: Layout, dtype: str, base_dtype: str | None = None) -> list[str]:
+def layout_table(model: LanguageModel, layout: Layout, abstract: Any) -> list[str]:
     """A table of the parameters: dimensions by name, size and mesh axis, number of scalars, and bytes per device.
 
-    With LoRA, the frozen parameters have `base_dtype`.
+    `abstract` are the parameters as they are stored.
     """
+    as_stored = flatten(abstract)
     boxes: Any = jax.tree_util.tree_leaves_with_path(
         abstract_params(model), is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
     )
@@ -39,8 +39,7 @@ def layout_table(model: LanguageModel, layout: Layout, dtype: str, base_dtype: s
         dims = [f"{name} {size:,}{_over(rules.get(name), layout)}" if name else f"{size:,}" for name, size in named]
         parts = math.prod(layout.mesh.shape[axis] for name in box.names for axis in as_names(rules.get(name)))
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        own = base_dtype if base_dtype and name.startswith(f"{BASE}/") else dtype
-        size = math.prod(box.value.shape) * jax.numpy.dtype(own).itemsize // parts
+        size = math.prod(box.value.shape) * as_stored[name].dtype.itemsize // parts
         rows.append(_ParameterRow(name, ", ".join(dims), math.prod(box.value.shape), format_bytes(size)))
     lines: list[str] = make_table(rows).splitlines()
     lines[1] = lines[1].replace("_", " ")  # headings are field names of _ParameterRow

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,13 +18,14 @@ from lmtrain.models.attention.split import describe_split
 from lmtrain.models.interface import LanguageModel
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
 from lmtrain.models.params import parameter_axes
+from lmtrain.models.quantization import stored
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.registry import build_objective
 from lmtrain.optim.optimizer import build_optimizer
 from lmtrain.optim.schedules import build_schedule
 from lmtrain.run.batching import Batching, check_seq_len, choose_batching
 from lmtrain.run.config import RunConfig
-from lmtrain.runtime.accelerators import Accelerator, find_accelerator
+from lmtrain.runtime.accelerators import SLOW_FORMATS, Accelerator, find_accelerator
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.xla_options import Option, refused_option, xla_options
 from lmtrain.sharding.axes import used_axes
@@ -85,6 +87,24 @@ class Program:
             teacher=self.teacher.model if self.teacher else None,
             teacher_params=teacher,
         )
+
+    def in_storage(self, base: Any) -> Any:
+        """The frozen base as the state stores it."""
+        if (storage := self.config.base_quantization) is None:
+            return base
+        return jax.jit(partial(stored, storage=storage), out_shardings=self.shardings.base)(base)
+
+    def check_products_pay(self) -> None:
+        """Raise `UserError` for products in 8 bits that save hardly any time on this run's devices."""
+        products, kind = self.config.trainer.precision.products, self.layout.mesh.devices.flat[0].device_kind
+        accelerator = find_accelerator(kind)
+        if products is None or accelerator is None or self.config.trainer.allow_slow_products:
+            return
+        if (accelerator.kind, products) in SLOW_FORMATS:
+            raise UserError(
+                f"trainer.mp: products in {products} save hardly any time on {accelerator.name} (`lmtrain plan` "
+                "compares them with 16 bits), and they round more; remove q, or set trainer.allow_slow_products: true"
+            )
 
     def example(self) -> tuple[Any, Any]:
         """An abstract state and the largest batch, each array with its sharding."""
@@ -225,7 +245,7 @@ def build_program(
     def state_in(layout: Layout) -> tuple[TrainState, TrainState]:
         params = trainer.precision.params
         abstract, shardings = state_shardings(
-            model, optimizer, layout, params, averaging is not None, config.base_dtype
+            model, optimizer, layout, params, averaging is not None, config.base_dtype, config.base_quantization
         )
         if teacher is None:
             return abstract, shardings

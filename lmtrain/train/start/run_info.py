@@ -25,7 +25,7 @@ def log_program(program: Program) -> None:
     if program.abstract.base is not None:
         trained = f", of which LoRA trains {sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params)):,}"
     log.info(f"{config.model.type}, {count_parameters(model):,} parameters{trained}, {config.trainer.precision}")
-    for line in layout_table(model, program.layout, config.trainer.precision.params, config.base_dtype):
+    for line in layout_table(model, program.layout, program.abstract.with_base(program.abstract.params)):
         log.info(f"  {line}")
     state = format_bytes(sum(program.state_bytes.values()))
     log.info(f"  training state: {state} per device; `lmtrain plan` compiles the step for its peak memory")

@@ -1,5 +1,6 @@
 """The training state: parameters, optimizer state, and the number of updates done."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ from flax import struct
 
 from lmtrain.lora.model import ADAPTERS, BASE, AdaptedModel, trainable
 from lmtrain.models.interface import LanguageModel
-from lmtrain.models.params import abstract_params, with_dtype
+from lmtrain.models.params import abstract_params, flatten, unflatten, with_dtype
+from lmtrain.models.quantization import stored
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import bytes_per_device, like_parameters, parameter_shardings
 from lmtrain.weights.new import new_params
@@ -74,16 +76,20 @@ def state_shardings(
     dtype: str,
     averages: bool = False,
     base_dtype: str | None = None,
+    base_storage: str | None = None,
 ) -> tuple[TrainState, TrainState]:
     """The abstract `TrainState` of a model with parameters in `dtype`, and the sharding of each of its leaves.
 
-    With LoRA, the base has `base_dtype`.
+    With LoRA, the base has `base_dtype`, and its blocks' matrices the 8-bit format `base_storage`, if any.
     """
     boxed = abstract_params(model)
     abstract, placed = nn.meta.unbox(boxed), parameter_shardings(layout, boxed)
     base, base_shardings = None, None
     if isinstance(model, AdaptedModel):
-        base, base_shardings = with_dtype(abstract[BASE], base_dtype or dtype), placed[BASE]
+        base = with_dtype(abstract[BASE], base_dtype or dtype)
+        base = jax.eval_shape(functools.partial(stored, storage=base_storage), base)
+        shardings_by_path = flatten(placed[BASE])
+        base_shardings = unflatten({path: shardings_by_path.get(path, layout.replicated) for path in flatten(base)})
     params, shardings = with_dtype(trainable(model, abstract), dtype), trainable(model, placed)
     moments = jax.eval_shape(optimizer.init, params)
     state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, params if averages else None, base)

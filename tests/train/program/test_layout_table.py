@@ -5,7 +5,7 @@ import jax
 
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
-from lmtrain.models.params import abstract_params
+from lmtrain.models.params import abstract_params, with_dtype
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import build_layout
 from lmtrain.train.program.layout_table import layout_table
@@ -28,7 +28,7 @@ def unboxed():
 
 def rows(layout, dtype: str = "float32") -> dict[str, list[str]]:
     """First cell of each row -> its other cells."""
-    lines = layout_table(MODEL, layout, dtype)
+    lines = layout_table(MODEL, layout, with_dtype(unboxed(), dtype))
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return {first: rest for first, *rest in cells}
 
