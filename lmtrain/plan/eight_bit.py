@@ -48,15 +48,17 @@ def compare(
 
 def lines(figures: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> Iterator[str]:
     """Which products have 8 bits, and whether they pay."""
-    rows, flops = figures["products"], figures["flops"]
+    rows, eight_bit = figures["products"], figures["flops"]["eight_bit"]
     total = sum(row["flops"] for row in rows)
-    for small, name in ((True, "8 bits"), (False, "16 bits or more")):
+    for is_small, name in ((True, "8 bits"), (False, "16 or more")):
         sources = ", ".join(
-            f"{row['flops']:.3g} {row['where'] or 'elsewhere'}" for row in rows if row["eight_bit"] is small
+            f"{row['flops'] / 1e12:.3g} TFLOP {row['where'] or 'elsewhere'}"
+            for row in rows
+            if row["eight_bit"] is is_small
         )
-        share = flops["eight_bit"] if small else total - flops["eight_bit"]
-        yield f"  {name:<16}{100 * share / total if total else 0:.0f} % of the products' FLOPs: {sources or 'none'}"
+        share = eight_bit if is_small else total - eight_bit
+        yield f"  {name:<12}{100 * share / total if total else 0:.0f} %: {sources or 'none'}"
     if comparison is not None:
-        by = "estimated cycles" if comparison["cycles"] is not None else "bound"
-        verdict = "they pay" if comparison["pays"] else f"not advised: remove q={comparison['format']} from trainer.mp"
-        yield f"  {by} {comparison['time']:.2f} x those of 16-bit products: {verdict}"
+        by = "bound" if comparison["cycles"] is None else "estimate"
+        advice = "" if comparison["pays"] else f"; not advised: remove q={comparison['format']} from trainer.mp"
+        yield f"  time        {comparison['time']:.2f} x that with products in 16 bits, by the {by}{advice}"

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from lmtrain.models.params import flatten
 from lmtrain.run.config import RunConfig
 from lmtrain.train.program.program import build_program
 
@@ -27,6 +28,35 @@ def test_the_base_is_stored_in_its_own_dtype_and_has_no_moments():
     assert adapted.state_bytes["optimizer"] == pytest.approx(2 * adapted.state_bytes["params"], abs=100)
     assert set(adapted.abstract.parts) == {"params", "optimizer"}
     assert "base" in adapted.memory_use.state
+
+
+@pytest.mark.parametrize("products", ["", ",q=fp8"])
+def test_a_base_in_8_bits_takes_half_of_the_memory_and_its_adapters_are_trained(products):
+    mp = f"p=f32,c=bfloat16{products}"
+    trainer = {"train_batch_size": 4, "mp": mp}
+    lora = {"r": 2, "base_dtype": "bfloat16"}
+    whole, program = (
+        plan(lora=lora | more, trainer=trainer, optimizer={"learning_rate": 0.1, "warmup": 0})
+        for more in ({}, {"base_quantization": "fp8"})
+    )
+    kinds = {path: leaf.dtype.name for path, leaf in flatten(program.abstract.base).items()}
+    assert kinds["blocks/mlp/up/kernel"] == "float8_e4m3fn"
+    assert kinds["tokens/embedding"] == "bfloat16"
+    in_blocks = sum(
+        leaf.size
+        for path, leaf in flatten(whole.abstract.base).items()
+        if path.startswith("blocks/") and "kernel" in path
+    )
+    saved = whole.state_bytes["base"] - program.state_bytes["base"]
+    assert saved == in_blocks - 4 * 2 * 7  # a float32 scale for each of 7 matrices of 2 layers
+    state = program.init(program.in_storage(whole.init().base))
+    batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), program.example()[1])
+    before = jax.tree.map(np.asarray, state.params)
+    for _ in range(2):
+        state, metrics, _ = program.train_step(state, batch)
+    assert np.isfinite(metrics["train/loss"])
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.params), strict=True):
+        assert np.abs(new - old).max() > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

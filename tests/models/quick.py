@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from lmtrain.models.interface import NO_DOCUMENTS, Documents
 from lmtrain.models.layers.linear import Embed, Linear
@@ -128,6 +129,21 @@ def check_microbatches(model: Any, values: Any, batch: Any, numbers: Sequence[in
             assert largest > 0, path
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * largest, err_msg=f"{number} {path}")
     return loss, gradients
+
+
+def operands(function: Any, *arguments: Any) -> list[tuple[str, str]]:
+    """The types of the operands of all products that a function computes, also those in its loops."""
+
+    def found(jaxpr: Any) -> list[tuple[str, str]]:
+        types = []
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                types.append(tuple(str(operand.aval.dtype) for operand in equation.invars))
+            for inner in jaxprs_in_params(equation.params):
+                types += found(inner)
+        return types
+
+    return found(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
 class TwoTokenLM(nn.Module):

@@ -1,0 +1,119 @@
+"""Which products of a training step have 8 bits, by the types in its program; copies and stored parameters."""
+
+from collections import defaultdict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import families, quick
+from parity.variants import make, tokens
+
+from lmtrain.models.layers.quantized import FORMATS, QUANTIZED
+from lmtrain.models.llama.config import LlamaConfig
+from lmtrain.models.params import flatten
+from lmtrain.models.quantization import copies, has_copy, storage_of, stored, take_scales
+from lmtrain.models.registry import build_model
+from lmtrain.objectives.cross_entropy import CrossEntropy
+from lmtrain.train.step.step import TrainStep
+
+EIGHT_BITS = {str(kind) for types in FORMATS.values() for kind in types}
+# Products with weights in a block.
+BLOCK = {"gpt2": 4, "mistral": 7, "mpt": 4, "backpack": 4}
+
+
+def step_operands(model, values, batch, products, dtype="bfloat16"):
+    number = defaultdict(lambda: 1)
+    step = TrainStep(
+        model, CrossEntropy(), quick.KEEPER, lambda step: 0.5, number, compute_dtype=dtype, products=products
+    )
+    return quick.operands(step, quick.new_state(values), batch)
+
+
+@pytest.mark.parametrize("products", FORMATS)
+@pytest.mark.parametrize("family", BLOCK)
+def test_all_products_with_the_blocks_matrices_have_8_bits_and_no_others(family, products):
+    """The head, embeddings, attention and what a Backpack has outside its blocks keep the type of the computation."""
+    small = make(family)
+    batch = {"tokens": tokens(), "loss_mask": np.ones(tokens().shape, bool)}
+    before = step_operands(small.model, small.params, batch, None)
+    after = step_operands(small.model, small.params, batch, products)
+    values, gradients = (str(kind) for kind in FORMATS[products])
+    small_ones = [pair for pair in after if EIGHT_BITS & set(pair)]
+    each = BLOCK[family]
+    # the text of a loop over layers has each product once
+    expected = [(values, values)] * each + [(gradients, values)] * each + [(values, gradients)] * each
+    assert sorted(small_ones) == sorted(expected)
+    assert len(after) == len(before)
+    assert not any(EIGHT_BITS & set(pair) for pair in before)
+
+
+@pytest.mark.parametrize("products", FORMATS)
+def test_experts_have_products_in_8_bits_and_routers_do_not(products):
+    model = families.moe_model(**families.MIXED)
+    values = quick.random_params(model, 0.5)
+    found = copies(values, products)
+    assert {path.split("/")[1] for path in flatten(found)} == {"attn", "moe", "mlp"}
+    assert not any("router" in path for path in flatten(found))
+    assert any("experts/down/kernel" in path for path in flatten(found))
+    assert not any("experts" in path for path in flatten(copies(values, products, experts=False)))
+    kind = str(FORMATS[products].values)
+    operands = step_operands(model, values, families.BATCH, products)
+    # gate, up and down, each with the products of both gradients, in loops over experts and tiles
+    assert sum(pair == (kind, kind) for pair in operands) >= 9
+
+
+def test_without_q_the_program_is_the_same_as_without_the_setting():
+    small = make("mistral")
+    batch = {"tokens": tokens(), "loss_mask": np.ones(tokens().shape, bool)}
+    assert not any(EIGHT_BITS & set(pair) for pair in step_operands(small.model, small.params, batch, None, "float32"))
+    assert flatten(copies({"tokens": {"embedding": jnp.ones((2, 2))}}, "fp8")) == {}
+
+
+@pytest.mark.parametrize(("path", "expected"), [
+    ("blocks/mlp/up/kernel", True), ("blocks/moe/experts/up/kernel", True), ("blocks/moe/router/kernel", False),
+    ("blocks/mlp/up/bias", False), ("unembed/embedding", False), ("senses/mlp/up/kernel", False),
+])  # fmt: skip
+def test_matrices_of_blocks_have_copies(path, expected):
+    assert has_copy(path.split("/")) is expected
+
+
+def test_gradients_are_those_of_the_unrounded_model_within_the_rounding():
+    """Those of a larger model on text: tools/bench/gradients.py."""
+    sizes = {"hidden_dim": 64, "intermediate_dim": 128, "num_heads": 4, "num_layers": 2, "seq_len": families.LENGTH}
+    model = build_model(LlamaConfig(**sizes, pad_vocab_to_multiple_of=8), families.VOCAB)
+    values = quick.random_params(model, 0.1)
+    exact_loss, exact = quick.loss_and_gradients(model, values, families.BATCH)
+    for products, most in (("fp8", 0.15), ("int8", 0.08)):
+        loss, found = quick.loss_and_gradients(model, values, families.BATCH, products=products)
+        assert 0 < abs(loss - exact_loss) < 0.01 * exact_loss
+        for (path, expected), gradient in zip(
+            jax.tree_util.tree_leaves_with_path(exact), jax.tree.leaves(found), strict=True
+        ):
+            error = np.linalg.norm(gradient - expected) / np.linalg.norm(expected)
+            assert 0 < error < most, (products, path)
+
+
+@pytest.mark.parametrize("storage", FORMATS)
+def test_stored_parameters_have_a_scale_for_each_layer_and_are_used_as_copies(storage):
+    small = make("mistral")
+    kept = stored(small.params, storage)
+    assert storage_of(kept) == storage
+    assert storage_of(small.params) is None
+    without, scales = take_scales(kept)
+    assert flatten(without).keys() == flatten(small.params).keys()
+    layers = small.config.num_layers
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(scales)} == {layers}
+    for one, other in zip(
+        jax.tree.leaves(copies(kept, storage)), jax.tree.leaves(copies(small.params, storage)), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+def test_a_stored_layer_computes_with_its_numbers_in_the_type_of_the_computation():
+    small = make("mistral")
+    without, scales = take_scales(stored(small.params, "fp8"))
+    apply = jax.jit(lambda variables: small.model.apply(variables, tokens()))
+    found = apply({"params": without, QUANTIZED: scales})
+    exact = apply({"params": small.params})
+    assert 0 < np.abs(found - exact).max() < 0.2 * np.abs(exact).max()
