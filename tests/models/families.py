@@ -34,6 +34,12 @@ def window_model(num_layers: int = 7, **changes: Any) -> LlamaLM:
     return LlamaLM(LlamaConfig(**sizes, **layers, pad_vocab_to_multiple_of=8, **changes), VOCAB)
 
 
+def dense_model() -> LlamaLM:
+    """Llama, wide enough that errors of rounding average out."""
+    sizes = {"hidden_dim": 64, "intermediate_dim": 128, "num_heads": 4, "num_layers": 2, "seq_len": LENGTH}
+    return LlamaLM(LlamaConfig(**sizes, pad_vocab_to_multiple_of=8), VOCAB)
+
+
 def moe_model(num_layers: int = 3, moe: Any = None, **changes: Any) -> LlamaLM:
     """Llama with mixtures of eight experts."""
     sizes = {"hidden_dim": 16, "intermediate_dim": 24, "num_heads": 4, "num_kv_heads": 2, "seq_len": LENGTH}

@@ -1,7 +1,8 @@
 """A script: steps_on_meshes.py OUTPUT. Loss, metrics and gradients of the test families on meshes of 1 and 8 devices.
 
 Writes, for each model and mesh: metrics, and for each parameter the largest difference of its gradient to that of one
-device with one microbatch, relative to the largest gradient.
+device with one microbatch, relative to the largest gradient; and `rounding`, the same
+relative to one device without products in 8 bits.
 """
 
 import json
@@ -24,27 +25,42 @@ MESHES = {
 CAPS = {"attention_logit_cap": 2.0, "final_logit_cap": 3.0}
 ALL = PartitioningConfig(expert_axis_size=2, context_axis_size=2, model_axis_size=2, tensor_parallel_axes=["mlp"])
 EXPERTS = {"one": MESHES["one"], "fsdp and experts": (8, PartitioningConfig(expert_axis_size=4), 2), "all": (8, ALL, 1)}
+CONTEXT = PartitioningConfig(context_axis_size=2)
+FP8, INT8 = {"products": "fp8"}, {"products": "int8"}
+SPLIT = {name: MESHES[name] for name in ("one", "fsdp and tensor")} | {"fsdp and context": (8, CONTEXT, 1)}
+# model, meshes, arguments of the step
 MODELS = {
-    "window": (families.window_model(4, **CAPS), MESHES),
-    "auxiliary": (families.auxiliary_model(), MESHES),
-    "moe": (families.moe_model(), {"one": MESHES["one"], "fsdp and tensor": MESHES["fsdp and tensor"]}),
-    "mixed": (families.moe_model(**families.MIXED), EXPERTS),
+    "window": (families.window_model(4, **CAPS), MESHES, {}),
+    "auxiliary": (families.auxiliary_model(), MESHES, {}),
+    "moe": (families.moe_model(), {"one": MESHES["one"], "fsdp and tensor": MESHES["fsdp and tensor"]}, {}),
+    "mixed": (families.moe_model(**families.MIXED), EXPERTS, {}),
+    "dense": (families.dense_model(), {"one": MESHES["one"]}, {}),
+    "dense in fp8": (families.dense_model(), SPLIT, FP8),
+    "dense in int8": (families.dense_model(), {name: MESHES[name] for name in ("one", "fsdp")}, INT8),
+    "mixed in fp8": (families.moe_model(**families.MIXED), {name: EXPERTS[name] for name in ("one", "all")}, FP8),
 }
 
-found = {}
-for name, (model, meshes) in MODELS.items():
-    values, expected = quick.random_params(model, 0.5), None
+
+def errors(gradients, expected):
+    each = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)), gradients, expected)
+    return jax.tree.leaves(each)
+
+
+found, exact = {}, {}
+for name, (model, meshes, how) in MODELS.items():
+    values, expected = quick.random_params(model, 0.1 if "dense" in name else 0.5), None
     for mesh, (devices, config, microbatches) in meshes.items():
         layout = build_layout(config, jax.devices()[:devices])
-        step = quick.build_step(model, microbatches=microbatches, layout=layout)
+        step = quick.build_step(model, microbatches=microbatches, layout=layout, **how)
         state, metrics, _ = step(quick.new_state(values), families.BATCH)
         gradients = jax.device_get(state.opt_state[0].trace)
         expected = expected or gradients
-        errors = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)), gradients, expected)
+        unrounded = exact.setdefault(name.partition(" in ")[0], gradients)
         metrics |= {f"{key}/layers": value for key, value in metrics.pop("by_layer", {}).items()}
         found[f"{name}, {mesh}"] = {
             "metrics": {key: np.asarray(value, np.float64).tolist() for key, value in metrics.items()},
-            "errors": jax.tree.leaves(errors),
+            "errors": errors(gradients, expected),
+            "rounding": errors(gradients, unrounded),
         }
 with open(sys.argv[1], "w") as file:
     json.dump(found, file)

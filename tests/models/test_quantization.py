@@ -10,10 +10,8 @@ from models import families, quick
 from parity.variants import make, tokens
 
 from lmtrain.models.layers.quantized import FORMATS, QUANTIZED
-from lmtrain.models.llama.config import LlamaConfig
 from lmtrain.models.params import flatten
 from lmtrain.models.quantization import copies, has_copy, storage_of, stored, take_scales
-from lmtrain.models.registry import build_model
 from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.train.step.step import TrainStep
 
@@ -80,8 +78,7 @@ def test_matrices_of_blocks_have_copies(path, expected):
 
 def test_gradients_are_those_of_the_unrounded_model_within_the_rounding():
     """Those of a larger model on text: tools/bench/gradients.py."""
-    sizes = {"hidden_dim": 64, "intermediate_dim": 128, "num_heads": 4, "num_layers": 2, "seq_len": families.LENGTH}
-    model = build_model(LlamaConfig(**sizes, pad_vocab_to_multiple_of=8), families.VOCAB)
+    model = families.dense_model()
     values = quick.random_params(model, 0.1)
     exact_loss, exact = quick.loss_and_gradients(model, values, families.BATCH)
     for products, most in (("fp8", 0.15), ("int8", 0.08)):
