@@ -3,17 +3,14 @@
 import functools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 
-from lmtrain.compiled.executions import walk
 from lmtrain.compiled.hlo import Module, parse_hlo
 
 KEPT = tempfile.mkdtemp(prefix="lmtrain-plans-")
 _SECONDS = 900
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 # Four layers for scanned stacks: a loop's body is compiled once for any number of layers.
 FOUR = ("--model.num_layers", "4")
@@ -72,10 +69,3 @@ def modules(*arguments: str) -> Module:
     assert done.returncode in (0, 1), done.stderr
     with open(path) as file:
         return parse_hlo(file.read())
-
-
-def cycles(module: Module) -> float:
-    """Cycles of a step as estimated by XLA:TPU, without kernels."""
-    executions, _ = walk(module, lambda op_name: None)
-    found = ((_CYCLES.search(one.instruction.attributes), one.times) for one in executions)
-    return sum(int(match[1]) * times for match, times in found if match)

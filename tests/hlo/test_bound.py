@@ -18,3 +18,10 @@ def test_the_bound_hides_asynchronous_communication_and_nothing_else():
     assert seconds["wire_synchronous"] == pytest.approx(half)
     assert seconds["total"] == pytest.approx(1.0 + half)
     assert seconds["limited_by"] == "products"
+
+
+def test_products_in_8_bits_have_the_rate_of_their_format():
+    h100, v5e = ACCELERATORS["h100"], ACCELERATORS["v5e"]
+    assert bound(2 * 989e12, 0.0, [], h100, 989e12, "fp8")["products"] == pytest.approx(1.5, rel=1e-3)
+    assert bound(197e12, 0.0, [], v5e, 197e12, "int8")["products"] == pytest.approx(0.5)
+    assert bound(989e12, 0.0, [], h100, 0.0, None)["products"] == pytest.approx(1.0)

@@ -11,6 +11,7 @@ from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import identity
 
 BASE = {"initialize_from_hf": "base"}
+DPO = BASE | {"objective": {"type": "dpo"}, "data": {"format": {"type": "preference"}}}
 
 
 def test_the_names_of_peft_are_accepted(tmp_path):
@@ -30,6 +31,12 @@ def test_the_names_of_peft_are_accepted(tmp_path):
         ({**BASE, "lora": {"r": 0}}, "greater than or equal to 1"),
         ({**BASE, "lora": {"dropout": 1.0}}, "less than 1"),
         ({**BASE, "lora": {"alpha": 0}}, "greater than 0"),
+        (
+            {**BASE, "lora": {"base_quantization": "int8"}, "trainer": {"mp": "c=bf16,q=fp8"}},
+            "is int8, but q in trainer.mp fp8; use the same",
+        ),
+        (DPO | {"lora": {"base_quantization": "fp8"}}, "dpo needs the exact base as its reference"),
+        (DPO | {"trainer": {"mp": "c=bf16,q=fp8"}}, "a reference, which has no products in 8 bits; remove q from it"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):

@@ -1,8 +1,11 @@
 """Candidates of the search, and their form in a config."""
 
+from dataclasses import replace
+
 from plan.workers import request
 
 from lmtrain.plan.candidates import alternatives, parallelisms, to_yaml
+from lmtrain.plan.request import Target
 
 
 def test_candidates_do_not_change_training_dynamics():
@@ -21,6 +24,18 @@ def test_candidates_do_not_change_training_dynamics():
     assert "gradient_checkpointing full" not in names  # the config has it already
     assert "gradient_checkpointing false, scan_layers false" in names  # each alone gains nothing
     assert len(names) == len(set(names))
+
+
+def test_products_in_8_bits_are_candidates_only_if_allowed_and_where_they_pay():
+    def precisions(kind, allowed):
+        target = Target(kind, (8,)) if kind else Target()
+        plain = replace(request(), target=target).changed({"trainer.mp": "p=f32,c=bfloat16"})
+        return [changes["trainer.mp"] for _, changes in alternatives(plain, {}, allowed) if "trainer.mp" in changes]
+
+    assert precisions("h100", False) == []
+    assert precisions("h100", True) == ["p=float32,c=bfloat16,q=fp8", "p=float32,c=bfloat16,q=int8"]
+    assert precisions("v5e", True) == ["p=float32,c=bfloat16,q=int8"]
+    assert precisions("v6e", True) == precisions("v4", True) == precisions(None, True) == []
 
 
 def test_long_sequences_are_split_and_one_slice_has_no_replicas():

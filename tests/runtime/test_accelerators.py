@@ -47,4 +47,5 @@ def test_every_figure_is_plausible():
         assert 50e12 < accelerator.peak_flops < 1e16, kind
         assert 2**34 <= accelerator.memory < 2**38, kind
         assert 2e11 < accelerator.memory_bandwidth < 1e13, kind
+        assert all(1.9 < rate / accelerator.peak_flops < 2.1 for rate in accelerator.eight_bit.values()), kind
         assert accelerator.dcn_bandwidth < accelerator.link_bandwidth < accelerator.memory_bandwidth, kind

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lmtrain.models.layers.quantized import FORMATS, dequantize, quantize
 from lmtrain.models.moe import grouped
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
 
@@ -48,6 +49,32 @@ def test_values_and_gradients_are_those_of_a_loop_over_experts(name, shape):
         np.testing.assert_allclose(y[begin:end], x[begin:end] @ kernel[expert], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(d_x[begin:end], d_y[begin:end] @ kernel[expert].T, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(d_kernel[expert], x[begin:end].T @ d_y[begin:end], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "products"), [("tiled", "fp8"), ("tiled", "int8"), ("triton", "fp8")])
+def test_products_in_8_bits_are_those_of_the_rounded_numbers(name, products):
+    assert products in kernel_of(name).formats
+    sizes, rows, inputs, outputs = SHAPES["empty experts"]
+    rng = np.random.default_rng(0)
+    x, kernel, d_y = (
+        rng.normal(size=size).astype(np.float32)
+        for size in ((rows, inputs), (len(sizes), inputs, outputs), (rows, outputs))
+    )
+    kind = FORMATS[products].values
+    copy = quantize(jnp.asarray(kernel), kind, (0, 1, 2))
+
+    @jax.jit
+    def run(x, kernel, d_y):
+        sizes_E = jnp.array(sizes, jnp.int32)
+        y, pull = jax.vjp(lambda x, kernel: grouped.product_8_bit(name, x, kernel, sizes_E, copy), x, kernel)
+        return y, *pull(d_y)
+
+    rounded = [
+        np.asarray(dequantize(quantize(jnp.asarray(array), kind, tuple(range(array.ndim))), jnp.float32))
+        for array in (x, kernel, d_y)
+    ]
+    for found, expected in zip(run(x, kernel, d_y), both("tiled", *rounded, sizes), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("platform", "name"), [("cpu", "tiled"), ("gpu", "triton"), ("tpu", "megablox")])
