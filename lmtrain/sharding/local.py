@@ -30,7 +30,7 @@ def num_parts(names: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def per_device(function: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], out_specs: Any) -> Callable[..., Any]:
+def per_device(function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """`function` applied to each device's shard of its arguments; unchanged with one device."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:

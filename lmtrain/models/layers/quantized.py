@@ -43,10 +43,11 @@ EIGHT_BIT_TYPES = {kind for types in FORMATS.values() for kind in types}
 
 
 class Quantized(NamedTuple):
-    """8-bit `values`, which stand for values * scale; the float32 `scale` has their rank."""
+    """8-bit `values`, which stand for values * scale; the float32 `scale` has their rank. Or what belongs to these two
+    arrays, such as their shardings."""
 
-    values: jax.Array
-    scale: jax.Array
+    values: Any
+    scale: Any
 
 
 def quantize(x: jax.Array, kind: Any, axes: tuple[int, ...]) -> Quantized:

@@ -66,7 +66,7 @@ class Experts(nn.Module):
         matrices = Matrices(*(module() for module in modules))
         if self.is_initializing():
             return x_BSD
-        copies = Matrices(*(module.copy() for module in modules))
+        copies = Matrices(*(module.quantized() for module in modules))
         return apply_experts(x_BSD, experts_BSK, weights_BSK, matrices, self.activation, copies)
 
 
@@ -83,7 +83,7 @@ class ExpertMatrices(nn.Module):
         kernel: jax.Array = self.kernel
         return kernel
 
-    def copy(self) -> Quantized | None:
+    def quantized(self) -> Quantized | None:
         """The 8-bit copy, if there is one."""
         if not self.has_variable(QUANTIZED, KERNEL):
             return None

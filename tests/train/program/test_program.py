@@ -54,7 +54,7 @@ def test_training_refuses_a_format_that_saves_no_time_unless_it_is_allowed(monke
             patch.setattr("lmtrain.train.program.program.find_accelerator", lambda kind: ACCELERATORS["v6e"])
             planned.check_products_pay()
 
-    with pytest.raises(UserError, match="save hardly any time on TPU v6e .* trainer.allow_slow_products: true"):
+    with pytest.raises(UserError, match=r"save hardly any time on TPU v6e .* trainer.allow_slow_products: true"):
         check()
     check(allow_slow_products=True)
     check(mp="c=bf16")
