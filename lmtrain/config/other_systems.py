@@ -20,7 +20,7 @@ ADVICE = {
     "jax_config": f"{_REMOVE}, and set JAX's environment variables",
     "profiler_start_step": "set trainer.profiler: {start_step: 5, num_steps: 100}",
     "profiler_num_steps": "set trainer.profiler: {start_step: 5, num_steps: 100}",
-    "quantization": "unsupported: set trainer.mp for bfloat16",
+    "quantization": "set q in trainer.mp, such as p=f32,c=bfloat16,q=fp8",
     "log_entropy": "unsupported",
     "peft_save_path": "set hf_save_path: exports of a run with lora are adapters",
     "peft_hf_upload": "set hf_upload: exports of a run with lora are adapters",
