@@ -1,4 +1,4 @@
-"""Loss of training with products in 8 bits, beside 16 bits: a Llama of 10.7 M parameters on Python's standard library.
+"""Loss of training with products in 8 bits and in 16 bits: a Llama of 10.7 M parameters on Python's standard library.
 
     .venv/bin/python tools/bench/eight_bit.py FOLDER [--seeds 3] [--steps 250] [--formats bf16 fp8 int8]
 
