@@ -65,6 +65,8 @@ def _dtype(name: str) -> str:
     name = name.strip()
     if name in _FP16:
         raise ValueError("float16 needs loss scaling, which is unsupported; use bf16 (p=f32,c=bfloat16)")
+    if name in _FORMATS:
+        raise ValueError(f"{name} is a format of products only; write p=f32,c=bfloat16,q={_FORMATS[name]}")
     if name not in _DTYPES:
         raise ValueError(f"unknown dtype {name!r}; expected f32 or bf16, or a list such as p=f32,c=bfloat16")
     return _DTYPES[name]

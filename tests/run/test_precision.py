@@ -42,7 +42,7 @@ def test_defaults_of_missing_parts(text, expected):
         ("p=f32,", "'' has no dtype"),
         ("p=f32,params=bf16", "params is set twice"),
         ("p=f32,q=int4", "unknown format of products q=int4; expected fp8 or int8, or remove q"),
-        ("fp8", "unknown dtype 'fp8'; expected f32 or bf16, or a list such as p=f32,c=bfloat16"),
+        ("fp8", "fp8 is a format of products only; write p=f32,c=bfloat16,q=fp8"),
     ],
 )
 def test_invalid_policies_are_refused(text, message):
