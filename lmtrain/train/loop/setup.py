@@ -82,7 +82,6 @@ def set_up(
     program = build_program(config, tokenizer.vocab_size)
     log_program(program)
     program.memory_use.check_fits()
-    program.check_products_pay()
 
     # Data
     batches = TrainBatches(config, caches, program.layout)

@@ -71,7 +71,7 @@ def check_before_data(run: Run, data_identity: str, processes: Processes) -> Non
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.vocab_size)
     with nothing_logged():  # it is built again after the data, which may end the run earlier
         program = build_program(config, tokenizer.vocab_size)
-        program.check_products_pay()
+    program.check_products_pay()
     program.memory_use.check_fits()
     encode_prompts(trainer.sample_prompts, trainer.sample_length, tokenizer, config.model.seq_len)
     with ExitStack() as stack:
