@@ -81,6 +81,7 @@ def set_up(
     # Program: what each device computes and holds. Unsupported settings are refused before the state exists.
     program = build_program(config, tokenizer.vocab_size)
     log_program(program)
+    program.check_products_pay()
     program.memory_use.check_fits()
 
     # Data
