@@ -89,8 +89,11 @@ def _search(request: Request, flags: argparse.Namespace) -> int:
         request = replace(request, target=replace(request.target, local=program["devices"]))
         if any(request.config["model"].get(name) for name in ("embed_pdrop", "resid_pdrop", "attn_pdrop")):
             _say("note: dropout draws other random numbers if the number of microbatches changes")
-        capacity = report.capacity_of(find_accelerator(program["device"]))
-        search = Search(request, capacity, flags.compile_timeout, _say, show, flags.allow_quantization)
+        accelerator = find_accelerator(program["device"])
+        products = eight_bit.format_for(accelerator) if flags.allow_quantization else None
+        if flags.allow_quantization and products is None:
+            _say(f"note: products in 8 bits save no time on {accelerator.name if accelerator else program['device']}")
+        search = Search(request, report.capacity_of(accelerator), flags.compile_timeout, _say, show, products)
         try:
             search.run(flags.minutes)
         except StoppedError:

@@ -1,6 +1,6 @@
 """Which parameters have 8-bit copies: the matrices of the blocks, except those of routers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,19 +23,19 @@ def copies(params: Any, products: str, experts: bool = True) -> Any:
         if kernel.dtype in EIGHT_BIT_TYPES:
             part = Quantized(kernel, flat[f"{layer}/{STORED_SCALE}"])
         else:
-            part = _by_layer(kernel, products)
+            part = by_layer(kernel, products)
         found |= {f"{layer}/{KERNEL}": part.values, f"{layer}/{SCALE}": part.scale}
     return unflatten(found)
 
 
-def stored(params: Any, storage: str | None) -> Any:
+def stored(params: Any, storage: str | None, convert: Callable[[jax.Array, str], Quantized] | None = None) -> Any:
     """Frozen parameters with the blocks' matrices in the 8-bit format `storage`, each with its scale next to it. Those
-    of experts stay as they are."""
+    of experts stay as they are. `convert` converts a stack of matrices [layers, ...]."""
     if storage is None:
         return params
     flat = dict(flatten(params))
     for layer in _layers(flat, experts=False):
-        part = _by_layer(flat[f"{layer}/{KERNEL}"], storage)
+        part = (convert or by_layer)(flat.pop(f"{layer}/{KERNEL}"), storage)
         flat |= {f"{layer}/{KERNEL}": part.values, f"{layer}/{STORED_SCALE}": part.scale}
     return unflatten(flat)
 
@@ -65,6 +65,6 @@ def _layers(flat: Any, experts: bool) -> list[str]:
     return [path.rpartition("/")[0] for path in flat if has_copy(path.split("/"), experts)]
 
 
-def _by_layer(kernel: jax.Array, products: str) -> Quantized:
+def by_layer(kernel: jax.Array, products: str) -> Quantized:
     """A stack of matrices [layers, ...] in 8 bits, with a scale for each layer."""
     return quantize(kernel, FORMATS[products].values, tuple(range(1, kernel.ndim)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lmtrain.plan.eight_bit import formats_for, with_products
+from lmtrain.plan.eight_bit import with_products
 from lmtrain.plan.request import Request
 from lmtrain.run.config import RunConfig
 
@@ -47,10 +47,10 @@ def data_shards(request: Request, config: RunConfig) -> int:
     return request.target.num_devices // (config.trainer.model_axis_size * config.trainer.context_axis_size)
 
 
-def alternatives(request: Request, current: Changes, eight_bit: bool = False) -> Iterator[tuple[str, Changes]]:
+def alternatives(request: Request, current: Changes, eight_bit: str | None = None) -> Iterator[tuple[str, Changes]]:
     """Pairs of name and `current` with one setting changed, memory settings first. Some may not divide or not fit.
 
-    With `eight_bit`, also products in 8 bits, in the formats that pay on the request's devices.
+    With `eight_bit`, also products in this format.
     """
     config = request.changed(current).run_config
     recomputes = "full" if config.model.gradient_checkpointing is True else config.model.gradient_checkpointing
@@ -72,7 +72,7 @@ def alternatives(request: Request, current: Changes, eight_bit: bool = False) ->
         yield f"per_device_parallelism {size}", {**current, "trainer.per_device_parallelism": size}
     yield from _meshes(request, config, current)
     if eight_bit:
-        yield from _products(request, config, current)
+        yield from _products(config, current, eight_bit)
     other = not config.model.scan_layers
     yield f"scan_layers {other}".lower(), {**current, "model.scan_layers": other}
 
@@ -99,9 +99,9 @@ def _meshes(request: Request, config: RunConfig, current: Changes) -> Iterator[t
             yield f"replica_ici_axis_size {copies}", {**current, "trainer.replica_ici_axis_size": copies}
 
 
-def _products(request: Request, config: RunConfig, current: Changes) -> Iterator[tuple[str, Changes]]:
-    precision, topology = config.trainer.precision, request.target.topology
-    for products in (None, *formats_for(topology.accelerator if topology else None)):
+def _products(config: RunConfig, current: Changes, eight_bit: str) -> Iterator[tuple[str, Changes]]:
+    precision = config.trainer.precision
+    for products in (None, eight_bit):
         if products != precision.products and precision.compute != "float32":
             mp = with_products(precision, products)
             yield f"mp {mp}", {**current, "trainer.mp": mp}

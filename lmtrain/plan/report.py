@@ -46,7 +46,8 @@ def plan_lines(
         yield f"  {name:<26}{format_bytes(size):>12}"
     for figures in plan.steps.values():
         yield from step_lines(figures, accelerator)
-    if (training := plan.steps.get("train", {})).get("flops", {}).get("eight_bit"):
+    training = plan.steps.get("train", {})
+    if comparison is not None or training.get("flops", {}).get("eight_bit"):
         yield ""
         yield "products in 8 bits"
         yield from eight_bit.lines(training, comparison)

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from lmtrain.config.errors import UserError
 from lmtrain.plan.answers import Plan, ask
 from lmtrain.plan.candidates import POLICIES, Changes, alternatives, parallelisms
+from lmtrain.plan.eight_bit import MOST_TIME
 from lmtrain.plan.request import Request
 
 # A compile that started before the deadline has at least this timeout, in seconds.
@@ -33,8 +34,13 @@ class Trial:
     seconds: float
     peak: float
     fits: bool
+    products: str | None = None
+    cycles: float | None = None
 
     def is_better_than(self, other: "Trial") -> bool:
+        if self.products != other.products:  # products in 8 bits have to pay, and else 16 bits are better
+            time = self.cycles / other.cycles if self.cycles and other.cycles else self.seconds / other.seconds
+            return time <= MOST_TIME if other.products is None else time < 1 / MOST_TIME
         if self.seconds < (1 - _MIN_GAIN) * other.seconds:
             return True
         return self.seconds <= other.seconds and self.peak < (1 - _MIN_MEMORY_GAIN) * other.peak
@@ -44,8 +50,8 @@ class Trial:
 class Search:
     """A search within `capacity` bytes per device, None if unknown; a trial compiles or runs the request's last step.
 
-    `timeout` of one compile in seconds. `eight_bit`: products in 8 bits may be tried.
-    `report` is called with a line for each trial, `progress` with other lines.
+    `timeout` of one compile in seconds. `eight_bit`: a format of products to try. `report` is called with a line for
+    each trial, `progress` with other lines.
     `best`, `trials`, and the counts `too_large` and `untried` are valid at any moment, for example when the user
     interrupts.
     """
@@ -55,7 +61,7 @@ class Search:
     timeout: float
     report: Callable[[str], None] = lambda line: None
     progress: Callable[[str], None] = lambda line: None
-    eight_bit: bool = False
+    eight_bit: str | None = None
     best: Trial | None = None
     trials: list[Trial] = field(default_factory=list)
     too_large: int = 0
@@ -139,7 +145,8 @@ class Search:
             plan = ask(candidate, limit, self.progress)
         except (UserError, ValidationError):
             return None
-        trial = _trial(name, changes, plan, self.request.steps[-1], self.capacity)
+        products = candidate.run_config.trainer.precision.products
+        trial = _trial(name, changes, plan, self.request.steps[-1], self.capacity, products)
         if trial is None:
             why = plan.failure.splitlines()[0] if plan.failure else "no figures"
             self.report(f"  {name}: {why if limit == self.timeout else 'not compiled within --minutes'}")
@@ -151,14 +158,17 @@ class Search:
         return trial
 
 
-def _trial(name: str, changes: Changes, plan: Plan, step: str, capacity: float | None) -> Trial | None:
+def _trial(
+    name: str, changes: Changes, plan: Plan, step: str, capacity: float | None, products: str | None
+) -> Trial | None:
     figures = plan.steps.get(step, {})
     if "does_not_fit" in figures:
         return Trial(name, changes, math.inf, math.nan, False)
     if "seconds" not in figures:
         return None
     peak = figures["memory"]["peak"]
-    return Trial(name, changes, figures["seconds"]["total"], peak, capacity is None or peak <= capacity)
+    fits = capacity is None or peak <= capacity
+    return Trial(name, changes, figures["seconds"]["total"], peak, fits, products, figures.get("cycles"))
 
 
 def _line(trial: Trial) -> str:

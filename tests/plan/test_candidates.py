@@ -1,11 +1,10 @@
 """Candidates of the search, and their form in a config."""
 
-from dataclasses import replace
-
 from plan.workers import request
 
 from lmtrain.plan.candidates import alternatives, parallelisms, to_yaml
-from lmtrain.plan.request import Target
+from lmtrain.plan.eight_bit import format_for
+from lmtrain.runtime.accelerators import ACCELERATORS
 
 
 def test_candidates_do_not_change_training_dynamics():
@@ -27,15 +26,15 @@ def test_candidates_do_not_change_training_dynamics():
 
 
 def test_products_in_8_bits_are_candidates_only_if_allowed_and_where_they_pay():
-    def precisions(kind, allowed):
-        target = Target(kind, (8,)) if kind else Target()
-        plain = replace(request(), target=target).changed({"trainer.mp": "p=f32,c=bfloat16"})
-        return [changes["trainer.mp"] for _, changes in alternatives(plain, {}, allowed) if "trainer.mp" in changes]
+    def precisions(eight_bit):
+        plain = request().changed({"trainer.mp": "p=f32,c=bfloat16"})
+        return [changes["trainer.mp"] for _, changes in alternatives(plain, {}, eight_bit) if "trainer.mp" in changes]
 
-    assert precisions("h100", False) == []
-    assert precisions("h100", True) == ["p=float32,c=bfloat16,q=fp8", "p=float32,c=bfloat16,q=int8"]
-    assert precisions("v5e", True) == ["p=float32,c=bfloat16,q=int8"]
-    assert precisions("v6e", True) == precisions("v4", True) == precisions(None, True) == []
+    assert precisions(None) == []
+    assert precisions("fp8") == ["p=float32,c=bfloat16,q=fp8"]
+    kinds = {kind: format_for(ACCELERATORS[kind]) for kind in ("h100", "v5e", "v6e", "v4")}
+    assert kinds == {"h100": "fp8", "v5e": "int8", "v6e": None, "v4": None}
+    assert format_for(None) is None
 
 
 def test_long_sequences_are_split_and_one_slice_has_no_replicas():

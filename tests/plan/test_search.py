@@ -4,7 +4,7 @@ import pytest
 from plan.workers import FakeCompiler, request
 
 from lmtrain.plan.report import search_json, search_lines
-from lmtrain.plan.search import Search
+from lmtrain.plan.search import Search, Trial
 from lmtrain.runtime.signals import StoppedError
 
 
@@ -58,6 +58,18 @@ def test_of_equally_fast_settings_the_one_with_less_memory_is_kept(search):
     assert result.best is not None
     assert result.best.changes["model.gradient_checkpointing"] == "offload"
     assert result.best.changes["trainer.per_device_parallelism"] == 12
+
+
+def test_products_in_8_bits_are_kept_only_if_they_pay_by_cycles_if_there_are():
+    def trial(seconds, products=None, cycles=None):
+        return Trial("", {}, seconds, 1.0, True, products, cycles)
+
+    assert trial(0.9, "fp8").is_better_than(trial(1.0))
+    assert not trial(0.95, "fp8").is_better_than(trial(1.0))
+    assert not trial(0.5, "int8", 0.95e9).is_better_than(trial(1.0, None, 1e9))
+    assert trial(1.0).is_better_than(trial(0.95, "fp8"))
+    assert not trial(1.0).is_better_than(trial(0.9, "fp8"))
+    assert trial(0.98, "fp8").is_better_than(trial(1.0, "fp8"))
 
 
 def test_without_settings_that_fit_the_search_says_so(search):

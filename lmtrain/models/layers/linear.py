@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
 from lmtrain.models.layers.embedding import gather_table, look_up
-from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized, dequantize, product
+from lmtrain.models.layers.quantized import KERNEL, QUANTIZED, SCALE, Quantized, product, stored_product
 from lmtrain.sharding.axes import PARAMETER_AXES, check_axes
 from lmtrain.sharding.local import split_over
 
@@ -64,12 +64,13 @@ class Linear(nn.Module):
         if not split_over("act_stream"):
             x = x.reshape(math.prod(leading), *sizes(self.inputs))
         quantized = self._in_8_bits()
-        if self.has_variable(QUANTIZED, KERNEL):
+        if quantized is None:
+            contracted = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
+            y = jax.lax.dot_general(x, self.kernel, (contracted, ((), ())))
+        elif self.has_variable(QUANTIZED, KERNEL):
             y = product(x, self.kernel, quantized, rank)
         else:
-            kernel = self.kernel if quantized is None else dequantize(quantized, x.dtype)
-            contracted = tuple(range(x.ndim - rank, x.ndim)), tuple(range(rank))
-            y = jax.lax.dot_general(x, kernel, (contracted, ((), ())))
+            y = stored_product(x, quantized, rank)
         if self.use_bias:
             y = add_bias(y, self.bias)
         if self.has_variable(LORA, "lora_a"):

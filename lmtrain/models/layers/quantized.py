@@ -13,6 +13,7 @@ Values that are not finite make the scale, and so every result, infinite or NaN.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,10 @@ from lmtrain.sharding.local import num_parts, split_over
 # layer's parameter itself is stored in 8 bits, and its products are not.
 QUANTIZED = "quantized"
 KERNEL, SCALE = "kernel", "scale"
+
+
+# Rows of a weight gradient that int32 can add: 127^2 of them for each.
+_MOST_ROWS = 2**31 // 127**2
 
 
 class Format(NamedTuple):
@@ -62,6 +67,7 @@ def quantize(x: jax.Array, kind: Any, axes: tuple[int, ...]) -> Quantized:
     scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)  # also of zeros: 1 / scale is finite
     if is_integer:
         return Quantized(jnp.round(x.astype(jnp.float32) * (1 / scale)).astype(kind), scale)
+    x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x  # whose range is smaller than that of 1 / scale
     return Quantized((x * (1 / scale).astype(x.dtype)).astype(kind), scale)
 
 
@@ -122,6 +128,23 @@ def gradient_type(kind: Any) -> Any:
     return next(types.gradients for types in FORMATS.values() if types.values == kind)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def stored_product(x: jax.Array, kernel: Quantized, inputs: int) -> jax.Array:
+    """x [..., *inputs] times a frozen kernel that is stored in 8 bits, in the type of x -> [..., *outputs]. Its numbers
+    are computed again for the gradient: kept, they would take more memory than 8 bits save."""
+    dims = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
+    return jax.lax.dot_general(x, dequantize(kernel, x.dtype), (dims, ((), ())))
+
+
+def _stored_backward(inputs: int, kernel: Quantized, d_y: jax.Array) -> tuple[jax.Array, None]:
+    outputs = kernel.values.ndim - inputs
+    dims = tuple(range(d_y.ndim - outputs, d_y.ndim)), tuple(range(inputs, kernel.values.ndim))
+    return jax.lax.dot_general(d_y, dequantize(kernel, d_y.dtype), (dims, ((), ()))), None
+
+
+stored_product.defvjp(lambda x, kernel, inputs: (stored_product(x, kernel, inputs), kernel), _stored_backward)
+
+
 def _by_device(x: jax.Array, leading: int, kind: Any) -> Quantized:
     """`x` in 8 bits, with a scale for each device's part; every leading dimension [n] is split in two, [parts, n /
     parts]."""
@@ -129,6 +152,9 @@ def _by_device(x: jax.Array, leading: int, kind: Any) -> Quantized:
     for size, axis in zip(x.shape[:leading], ("act_batch", "act_seq"), strict=False):
         parts = num_parts(split_over(axis))
         shape += [parts, size // parts] if size % parts == 0 else [1, size]
+    if jnp.issubdtype(kind, jnp.integer):
+        while math.prod(shape[1::2]) > _MOST_ROWS and shape[1] % 2 == 0:
+            shape[:2] = [2 * shape[0], shape[1] // 2]
     return quantize(
         x.reshape(*shape, *x.shape[leading:]),
         kind,

@@ -16,9 +16,10 @@ from lmtrain.lora.model import adapt, trainable
 from lmtrain.models.attention.choose import Choice, choose_attention, log_attention
 from lmtrain.models.attention.split import describe_split
 from lmtrain.models.interface import LanguageModel
+from lmtrain.models.layers.quantized import Quantized
 from lmtrain.models.moe.grouped import choose_grouped, kernel_of
 from lmtrain.models.params import parameter_axes
-from lmtrain.models.quantization import stored
+from lmtrain.models.quantization import by_layer, stored
 from lmtrain.models.registry import build_model
 from lmtrain.objectives.registry import build_objective
 from lmtrain.optim.optimizer import build_optimizer
@@ -89,10 +90,17 @@ class Program:
         )
 
     def in_storage(self, base: Any) -> Any:
-        """The frozen base as the state stores it."""
-        if (storage := self.config.base_quantization) is None:
-            return base
-        return jax.jit(partial(stored, storage=storage), out_shardings=self.shardings.base)(base)
+        """The frozen base as the state stores it. Matrices that are stored in 8 bits are converted one by one, and
+        deleted, so that a device never holds two copies of all."""
+
+        def convert(kernel: jax.Array, storage: str) -> Quantized:
+            out = Quantized(kernel.sharding, self.layout.replicated)
+            converted: Quantized = jax.jit(partial(by_layer, products=storage), out_shardings=out)(kernel)
+            jax.block_until_ready(converted)
+            kernel.delete()
+            return converted
+
+        return stored(base, self.config.base_quantization, convert)
 
     def check_products_pay(self) -> None:
         """Raise `UserError` for products in 8 bits that save hardly any time on this run's devices."""

@@ -25,6 +25,10 @@ def log_program(program: Program) -> None:
     if program.abstract.base is not None:
         trained = f", of which LoRA trains {sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params)):,}"
     log.info(f"{config.model.type}, {count_parameters(model):,} parameters{trained}, {config.trainer.precision}")
+    if config.trainer.precision.products and program.products and not program.experts_in_8_bits:
+        log.info(
+            f"  products of experts ({program.products.name}) have no 8 bits in {config.trainer.precision.products}"
+        )
     for line in layout_table(model, program.layout, program.abstract.with_base(program.abstract.params)):
         log.info(f"  {line}")
     state = format_bytes(sum(program.state_bytes.values()))

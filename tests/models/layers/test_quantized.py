@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from models import quick
 
-from lmtrain.models.layers.quantized import FORMATS, dequantize, product, quantize
+from lmtrain.models.layers.quantized import _MOST_ROWS, FORMATS, dequantize, product, quantize, stored_product
 
 RNG = np.random.default_rng(0)
 TYPES = {kind: kind for types in FORMATS.values() for kind in types}
@@ -54,6 +54,33 @@ def test_zeros_stay_zeros(kind):
     found = quantize(jnp.zeros((4, 4), jnp.bfloat16), jnp.dtype(kind), (0, 1))
     assert not np.asarray(dequantize(found, jnp.float32)).any()
     assert np.isfinite(1 / found.scale).all()
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e-3, 6e4])
+def test_float16_numbers_do_not_overflow(kind, size):
+    """A frozen base may have them; the inverse of a scale may be larger than they can be."""
+    x = jnp.full((8, 8), size, jnp.float16)
+    np.testing.assert_allclose(dequantize(quantize(x, jnp.dtype(kind), (0, 1)), jnp.float32), x, rtol=0.13)
+
+
+def test_int32_sums_of_a_weight_gradient_do_not_overflow():
+    rows = 2 * _MOST_ROWS // 16 * 16
+    ones = jnp.ones((rows, 8)), jnp.ones((8, 4)), jnp.ones((rows, 4))
+    _, _, d_kernel = jax.jit(lambda *arrays: with_gradients("int8", *arrays))(*ones)
+    np.testing.assert_allclose(d_kernel, rows, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stored_kernel_is_not_kept_in_more_bits_for_the_gradient(name):
+    x, kernel, d_y = numbers(2, 3, 16), numbers(16, 2, 4), numbers(2, 3, 2, 4)
+    stored = quantize(kernel, FORMATS[name].values, (0, 1, 2))
+    y, pull = jax.vjp(lambda x: stored_product(x, stored, 1), x)
+    exact = np.asarray(dequantize(stored, jnp.float32))
+    np.testing.assert_allclose(y, np.tensordot(x, exact, 1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(pull(d_y)[0], np.tensordot(d_y, exact, ((2, 3), (1, 2))), rtol=1e-5, atol=1e-5)
+    kept = {str(leaf.dtype) for leaf in jax.tree.leaves(pull) if leaf.size == kernel.size}
+    assert kept == {str(FORMATS[name].values)}
 
 
 def with_gradients(name, x, kernel, d_y, inputs=1):
