@@ -49,7 +49,10 @@ def test_a_base_in_8_bits_takes_half_of_the_memory_and_its_adapters_are_trained(
     )
     saved = whole.state_bytes["base"] - program.state_bytes["base"]
     assert saved == in_blocks - 4 * 2 * 7  # a float32 scale for each of 7 matrices of 2 layers
-    state = program.init(program.in_storage(whole.init().base))
+    base = whole.init().base
+    state = program.init(program.in_storage(base))
+    assert base["blocks"]["mlp"]["up"]["kernel"].is_deleted()  # a device never holds two copies of all
+    assert not base["tokens"]["embedding"].is_deleted()
     batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), program.example()[1])
     before = jax.tree.map(np.asarray, state.params)
     for _ in range(2):
