@@ -1,4 +1,4 @@
-"""Loss of training with products in 8 bits and in 16 bits: a Llama of 10.2 M parameters on bytes of Python code.
+"""Loss of training with products in 8 bits and in 16 bits: a Llama of 10.8 M parameters on bytes of Python code.
 
     .venv/bin/python tools/bench/eight_bit.py FOLDER [--seeds 3] [--steps 250] [--formats bf16 fp8 int8]
 
