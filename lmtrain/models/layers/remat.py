@@ -50,7 +50,7 @@ def _floating(policy: Any) -> Any:
     by_name = jax.checkpoint_policies.save_only_these_names(SAVED_PRODUCT)
 
     def saveable(operation: Any, *args: Any, **params: Any) -> Any:
-        if args and jnp.issubdtype(args[0].dtype, jnp.integer):
+        if args and jnp.issubdtype(getattr(args[0], "dtype", jnp.float32), jnp.integer):
             return False
         return policy(operation, *args, **params) or by_name(operation, *args, **params)
 
