@@ -136,18 +136,14 @@ class RunConfig(HuggingFaceConfig):
             raise field_error("z_loss_weight", f"has no effect with objective {kind}; set it to 0.0")
         if not objective.needs_reference:
             return
-        for name, value in (
-            ("trainer.mp", self.trainer.precision.products),
-            ("lora.base_quantization", self.base_quantization),
-        ):
-            if value is not None:
-                raise field_error(
-                    name,
-                    f"{kind} compares with log-probabilities of a reference, which has no products in 8 bits; "
-                    "remove q from it"
-                    if name == "trainer.mp"
-                    else f"{kind} needs the exact base as its reference; set it to null",
-                )
+        if self.trainer.precision.products is not None:
+            raise field_error(
+                "trainer.mp",
+                f"{kind} compares with log-probabilities of a reference, which has no products in 8 bits; remove q "
+                "from it",
+            )
+        if self.base_quantization is not None:
+            raise field_error("lora.base_quantization", f"{kind} needs the exact base as its reference; set it to null")
         if self.trainer.initialize_from:
             raise field_error(
                 "trainer.initialize_from",

@@ -28,7 +28,6 @@ from lmtrain.sharding.local import num_parts, split_over
 QUANTIZED = "quantized"
 KERNEL, SCALE = "kernel", "scale"
 
-
 # Rows of a weight gradient that int32 can add: 127^2 of them for each.
 _MOST_ROWS = 2**31 // 127**2
 
@@ -184,6 +183,6 @@ def _dot(x: jax.Array, kernel: jax.Array, of_x: tuple[int, ...], of_kernel: tupl
 
 
 def times(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """x * scale: of sums in 16 bits without more precision, which a power of two does not need."""
-    kind = jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype
+    """x * scale in `dtype`: in float32 for integers, else in the type of x, which a power of two does not round."""
+    kind = jnp.float32 if jnp.issubdtype(x.dtype, jnp.integer) else x.dtype
     return (x.astype(kind) * scale.astype(kind)).astype(dtype)

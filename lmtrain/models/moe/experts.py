@@ -101,7 +101,7 @@ def apply_experts(
     """The weighted sum of each token's experts, [B, S, D]; with `copies`, products are in 8 bits."""
     split = _Split.of(*x_BSD.shape[:2])
 
-    def whole(local: Matrices) -> Matrices:
+    def joined(local: Matrices) -> Matrices:
         """The parts of matrices that FSDP splits, joined."""
         gate, up = (gather(gather(m, split.embed, 1), split.width, 2) for m in local[:2])
         return Matrices(gate, up, gather(gather(local.down, split.embed, 2), split.width, 1))
@@ -109,9 +109,9 @@ def apply_experts(
     def on_device(
         x: jax.Array, experts: jax.Array, weights: jax.Array, matrices: Matrices, copies: Matrices
     ) -> jax.Array:
-        matrices = whole(matrices)
+        matrices = joined(matrices)
         if copies.gate is not None:
-            values = whole(Matrices(*(copy.values for copy in copies)))
+            values = joined(Matrices(*(copy.values for copy in copies)))
             copies = Matrices(*(Quantized(v, copy.scale) for v, copy in zip(values, copies, strict=True)))
         x, experts, weights = (
             gather(gather(a, split.gather_positions, 1), split.gather_batch, 0) for a in (x, experts, weights)

@@ -29,8 +29,8 @@ class GroupedKernel:
     `rows_computed(rows, experts)` is the mean number of rows that a product computes with balanced random routing: more
     than `rows`, since a tile has one expert. `mean_trips(rows, experts)` is the mean number of tiles of an expert, if
     its products are in the text of a compiled program, in loops over tiles; None for kernels, whose FLOPs are counted
-    by formula. `unavailable` returns why the kernel cannot run with the installed JAX;
-    empty if it can. `formats`: 8-bit formats of its operands (`lmtrain/models/layers/quantized.py`).
+    by formula. `unavailable` returns why the kernel cannot run with the installed JAX; empty if it can. `formats`:
+    8-bit formats of its operands (`lmtrain/models/layers/quantized.py`).
     """
 
     name: str
