@@ -27,6 +27,14 @@ def _chat_template() -> Any:
     )
 
 
+def _ignored_fields() -> Any:
+    return identity(
+        [],
+        description="Keys of records, and of their messages, that are passed over although they look like a part of "
+        "the prompt or a mark of what has a loss",
+    )
+
+
 def _template_variables() -> Any:
     return identity({}, description="Variables for the template; a record's own chat_template_kwargs take precedence")
 
@@ -45,6 +53,7 @@ class ChatFormat(Section):
     messages_field: str = identity("messages", min_length=1, description="Key of the list of messages in each record")
     chat_template: str | None = _chat_template()
     chat_template_kwargs: dict[str, Any] = _template_variables()
+    ignored_fields: list[str] = _ignored_fields()
     loss_on: Literal["assistant", "all", "last"] = identity(
         "assistant", description="Targets: tokens of the assistant's messages, of all messages, or of its last message"
     )
@@ -65,6 +74,7 @@ class CompletionFormat(Section):
     input_field: str = identity("prompt", min_length=1, description="Key of the prompt in each record")
     output_field: str = identity("completion", min_length=1, description="Key of the completion in each record")
     separate_with: str = identity("", description="Text between prompt and completion; not a target")
+    ignored_fields: list[str] = _ignored_fields()
     too_long: TooLong = identity(
         "cut", description="Action for a record longer than seq_len: cut off its end, or drop it"
     )
@@ -88,6 +98,7 @@ class PreferenceFormat(Section):
     rejected_field: str = identity("rejected", min_length=1, description="Key of the other answer in each record")
     chat_template: str | None = _chat_template()
     chat_template_kwargs: dict[str, Any] = _template_variables()
+    ignored_fields: list[str] = _ignored_fields()
     too_long: TooLong = identity(
         "cut",
         description="Action for a pair whose answers are together longer than seq_len: cut off the end of the longer "

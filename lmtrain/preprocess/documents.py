@@ -14,8 +14,11 @@ from lmtrain.config.remote import remote_errors
 from lmtrain.preprocess.formats import READERS, UnreadableError
 from lmtrain.preprocess.hf_dataset import DatasetRows, DatasetShard
 from lmtrain.preprocess.records import (
+    AnswerPair,
     BadRecordError,
     Document,
+    EqualAnswersError,
+    InstructionText,
     Record,
     RecordReader,
     Texts,
@@ -48,11 +51,17 @@ class DocumentReader:
 
     A record that cannot be read raises a `UserError` with its location. With `skip_bad` it is counted in `skipped`
     instead, and the first few are described in `bad_records`. A corrupt file is always an error.
+
+    Pairs of equal answers are left out. It is an error, at the end, if all pairs are, or if most documents have an
+    answer that starts with its prompt: then the prompt is in the answers, too, and would be learned.
     """
 
     def __init__(self, source: AnySource, reader: RecordReader, skip_bad: bool = False):
         self.skipped = 0
         self.bad_records: list[str] = []
+        self._read = 0
+        self._equal: list[int] = []  # numbers of records
+        self._repeated: list[int] = []
         self._source = source
         self._reader = reader
         self._skip_bad = skip_bad
@@ -90,7 +99,13 @@ class DocumentReader:
     def __iter__(self) -> Iterator[tuple[int, Document]]:
         for number, record in self._rows or self._records_of_file():
             try:
-                yield number, read_document(self._reader, record)
+                document = read_document(self._reader, record)
+                self._read += 1
+                if isinstance(document, InstructionText | AnswerPair) and document.repeats_prompt:
+                    self._repeated.append(number)
+                yield number, document
+            except EqualAnswersError:
+                self._equal.append(number)
             except BadRecordError as error:
                 message = f"{self.place(number)}: {error}"
                 if not self._skip_bad:
@@ -100,6 +115,30 @@ class DocumentReader:
                     self.bad_records.append(message)
             except UserError as error:  # of the template, not of the record: raised even if bad records are skipped
                 raise UserError(f"{self.place(number)}: {error}") from None
+        if self._equal and not self._read:
+            raise UserError(
+                f"{self.place(self._equal[0])}: both answers are equal, as in all {len(self._equal):,} pairs of this "
+                "source; no preference can be learned from them"
+            )
+        if 2 * len(self._repeated) > self._read:
+            raise UserError(
+                f"{self.place(self._repeated[0])}: the answer starts with the prompt, which would be written twice and "
+                f"learned, as in {len(self._repeated):,} of {self._read:,} records of this source; remove the prompt "
+                "from the answers, or, of preferences, the key of the prompt"
+            )
+
+    @property
+    def warnings(self) -> list[str]:
+        """What was noticed about the records that have been read, with the first of them."""
+        noticed = (
+            (self._equal, "{} pairs of equal answers are left out"),
+            (self._repeated, f"{{}} of {self._read:,} answers start with their prompt"),
+        )
+        return [
+            f"{self.place(numbers[0])}: {text.format(f'{len(numbers):,}')}; this is the first"
+            for numbers, text in noticed
+            if numbers
+        ]
 
     def _records_of_file(self) -> Iterator[Record]:
         assert isinstance(self._source, Source)

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from lmtrain.config.encodings import likely_encoding, not_utf8
 from lmtrain.config.json_text import parse_json
-from lmtrain.preprocess.records import BadRecordError, Record, RecordReader, Texts, TokenIds, no_object
+from lmtrain.preprocess.records import BadRecordError, Record, RecordReader, Texts, TokenIds, no_object, row_of_table
 
 _CHUNK_BYTES = 1 << 20
 _PARQUET_ROWS = 256
@@ -109,9 +109,9 @@ def read_parquet(file: IO[Any], reader: RecordReader) -> Iterator[Record]:
         table = parquet.ParquetFile(file)
         present = table.schema_arrow.names
         reader.check_keys(present)
-        columns = [column for column in reader.columns if column in present]
+        columns = list(filter(reader.reads, present))
         batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
-        yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
+        yield from enumerate(chain.from_iterable(map(row_of_table, batch.to_pylist()) for batch in batches), start=1)
     except BadRecordError as error:
         raise UnreadableError(str(error)) from None
     except pyarrow.ArrowException as error:
@@ -133,8 +133,10 @@ def read_arrow(file: IO[Any], reader: RecordReader) -> Iterator[Record]:
             batches = table = pyarrow.ipc.open_stream(source)
         present = table.schema.names
         reader.check_keys(present)
-        columns = [column for column in reader.columns if column in present]
-        yield from enumerate(chain.from_iterable(batch.select(columns).to_pylist() for batch in batches), start=1)
+        columns = list(filter(reader.reads, present))
+        yield from enumerate(
+            chain.from_iterable(map(row_of_table, batch.select(columns).to_pylist()) for batch in batches), start=1
+        )
     except BadRecordError as error:
         raise UnreadableError(str(error)) from None
     except pyarrow.ArrowException as error:

@@ -10,7 +10,7 @@ from typing import Any
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import SourceConfig
 from lmtrain.hf.hub import prepare_hub
-from lmtrain.preprocess.records import Record
+from lmtrain.preprocess.records import Record, row_of_table
 
 # Approximate size of the shards of a downloaded dataset; a stream has one shard per file.
 _SHARD_BYTES = 256_000_000
@@ -85,7 +85,7 @@ class DatasetRows:
         dataset = _load(shard.id, shard.name, shard.stream)[shard.split].shard(shard.count, shard.index)
         rows = 0 if shard.stream else len(dataset)
         for number, row in enumerate(dataset, start=1):
-            yield number, row
+            yield number, row_of_table(row)
             self.position = shard.bytes * number // max(rows, 1)
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmtrain.hf.chat_template import ChatTemplate, Rendered, TemplateError
-from lmtrain.preprocess.messages import ASSISTANT, find_key, message_keys, parsed, read_messages
+from lmtrain.preprocess.messages import ASSISTANT, REASONING, Conversation, find_key, read_conversation, reads_key
+from lmtrain.preprocess.record_keys import FUNCTIONS, SYSTEM, TOOLS, may_matter, refuse_others, without
 from lmtrain.preprocess.records import (
     PREFERENCE,
     READ_PREFERENCES,
@@ -15,66 +16,66 @@ from lmtrain.preprocess.records import (
     listed_keys,
 )
 
-# Keys of a record besides the messages that reach the template.
-TOOLS, VARIABLES = "tools", "chat_template_kwargs"
+# Keys of a record that belong to its prompt, and have no place in a completion.
+_CONTEXT = (*SYSTEM, TOOLS, FUNCTIONS, "input", "context")
 # Stands before a conversation that the assistant starts, to learn what the template writes for its message elsewhere.
 _OPENING = {"role": "user", "content": "x"}
+# Between what a model thinks and its reply, where both are in its content.
+_END_OF_THINKING = "</think>"
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """Reads records with conversations. `loss_on` is a setting of `ChatFormat`."""
+    """Reads records with conversations. `loss_on` and `ignored_fields` are settings of `ChatFormat`."""
 
     template: ChatTemplate
     messages_field: str
     loss_on: str
     variables: Mapping[str, Any] = field(default_factory=dict)
+    ignored_fields: Sequence[str] = ()
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Keys of a record that are read."""
-        return *message_keys(self.messages_field), TOOLS, VARIABLES
+    def key(self) -> str:
+        return self.messages_field
+
+    def reads(self, key: str) -> bool:
+        return reads_key(key, self.messages_field)
 
     def check_keys(self, keys: Collection[str]) -> None:
         find_key(keys, self.messages_field)
 
     def read(self, record: Mapping[str, Any]) -> InstructionText:
         """The conversation of a record. Raises `BadRecordError`, and `UserError` for a fault of the template."""
-        messages = read_messages(record, self.messages_field)
-        rendering = Rendering.of(self.template, messages, record, self.variables)
+        conversation = read_conversation(record, self.messages_field, self.ignored_fields)
+        rendering = Rendering(self.template, conversation, self.variables)
         return rendering.as_text(rendering.targets(self.loss_on))
 
 
 class Rendering:
     """A conversation as text, and its targets."""
 
-    def __init__(self, template: ChatTemplate, messages: list[dict[str, Any]], tools: Any, variables: Any):
+    def __init__(self, template: ChatTemplate, conversation: Conversation, variables: Mapping[str, Any]):
         self._template = template
-        self._messages = messages
-        self._more = (tools, variables)
-        whole = self._render(messages)
+        self._messages = conversation.messages
+        self._marks = conversation.marks
+        self._more = (conversation.tools, {**variables, **conversation.variables})
+        whole = self._render(self._messages)
         self.text = whole.text
         self._marked = tuple(span for span in whole.generated if span[0] < span[1])
 
-    @classmethod
-    def of(
-        cls,
-        template: ChatTemplate,
-        messages: list[dict[str, Any]],
-        record: Mapping[str, Any],
-        variables: Mapping[str, Any],
-    ) -> "Rendering":
-        """These messages of a record, which may have tools and variables of its own."""
-        tools, own = (parsed(record.get(name), name) for name in (TOOLS, VARIABLES))
-        return cls(template, messages, tools or None, {**variables, **(own or {})})
-
     def as_text(self, targets: tuple[Span, ...]) -> InstructionText:
         """The text with these targets."""
-        replies = [message for message in self._messages if message["role"] == ASSISTANT]
-        written = all(_is_written(message, self.text) for message in replies)
-        return InstructionText(self.text, targets, _strings(self._messages), written)
+        tools = [_function(tool).get("name") for tool in self._more[0] or ()]
+        written = all(_is_written(message, self.text) for message in self._messages)
+        return InstructionText(
+            self.text,
+            targets,
+            _strings(self._messages),
+            is_written=written and all(str(name) in self.text for name in tools if name),
+            has_reasoning=all(text in self.text for message in self._messages for text in _reasoning(message)),
+        )
 
     def answer(self, number: int) -> Span:
         """The part of the text from message `number` (from 0) to the end, after the message's header."""
@@ -85,15 +86,39 @@ class Rendering:
         )
 
     def targets(self, loss_on: str) -> tuple[Span, ...]:
-        """The parts of the text that are targets, ascending."""
-        if loss_on == "all":
-            return ((0, len(self.text)),)
+        """The parts of the text that are targets, ascending. Marks of messages exclude some from those of `loss_on`.
+
+        Raises `BadRecordError` if a message is marked that `loss_on` excludes by its role.
+        """
         turns = [number for number, message in enumerate(self._messages) if message["role"] == ASSISTANT]
-        if not self._marked:
-            return tuple(self._turn(number) for number in (turns[-1:] if loss_on == "last" else turns))
-        if loss_on == "last" and len(turns) > 1:
-            return self._marked_from(turns[-1])
-        return self._marked
+        for number, mark in enumerate(self._marks):
+            if mark and loss_on != "all" and number not in turns:
+                raise BadRecordError(
+                    f"message {number + 1} (role {self._messages[number]['role']}) is marked as a target, but "
+                    f"data.format.loss_on is {loss_on}; set it to all, with weight: 0 for messages without a loss, or "
+                    "add the mark to data.format.ignored_fields"
+                )
+        if loss_on == "all":
+            spans: tuple[Span, ...] = ((0, len(self.text)),)
+        elif not self._marked:
+            wanted = turns[-1:] if loss_on == "last" else turns
+            return tuple(self._turn(number) for number in wanted if self._marks[number] is not False)
+        elif loss_on == "last" and len(turns) > 1:
+            spans = self._marked_from(turns[-1])
+        else:
+            spans = self._marked
+        for number, mark in enumerate(self._marks):
+            if mark is False:
+                spans = _outside(spans, self._message(number))
+        return spans
+
+    def _message(self, number: int) -> Span:
+        """The part of the text that the template writes for message `number` (from 0), with its header."""
+        ends = [
+            self._end(self._render(self._messages[:last]).text, last - 1, "remove the mark") if last else 0
+            for last in (number, number + 1)
+        ]
+        return ends[0], ends[1]
 
     def _marked_from(self, number: int) -> tuple[Span, ...]:
         """The parts that the template marks in message `number` (from 0) and later ones. A message may have several."""
@@ -159,16 +184,19 @@ class Rendering:
 
 @dataclass(frozen=True)
 class Completions:
-    """Reads records with a prompt and a completion."""
+    """Reads records with a prompt and a completion. The other fields are settings of `CompletionFormat`."""
 
     input_field: str
     output_field: str
     separate_with: str
+    ignored_fields: Sequence[str] = ()
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Keys of a record that are read."""
-        return self.input_field, self.output_field
+    def key(self) -> str:
+        return self.input_field
+
+    def reads(self, key: str) -> bool:
+        return key in (self.input_field, self.output_field) or reads_context(key)
 
     def check_keys(self, keys: Collection[str]) -> None:
         for key, setting in ((self.input_field, "input_field"), (self.output_field, "output_field")):
@@ -179,7 +207,10 @@ class Completions:
     def read(self, record: Mapping[str, Any]) -> InstructionText:
         """Prompt and completion of a record. Raises `BadRecordError`."""
         self.check_keys(record)
-        prompt, completion = (checked_text(record[key], key) for key in self.columns)
+        record = without(record, self.ignored_fields)
+        keys = (self.input_field, self.output_field)
+        prompt, completion = (checked_text(record.get(key), key) for key in keys)
+        refuse_context(record, keys, prompt)
         if not completion:
             raise BadRecordError(f"{self.output_field!r} is empty")
         before = prompt + self.separate_with
@@ -188,16 +219,56 @@ class Completions:
             ((len(before), len(before) + len(completion)),),
             (prompt, completion),
             is_plain=True,
+            repeats_prompt=not self.separate_with.strip() and starts_with(completion, prompt),
         )
 
 
+def reads_context(key: str) -> bool:
+    """Whether a key may be more of a prompt, or a mark."""
+    return key in _CONTEXT or may_matter(key)
+
+
+def refuse_context(record: Mapping[str, Any], read: Collection[str], prompt: str) -> None:
+    """Raise `BadRecordError` if a record has more than its texts under the keys of `read`: other parts of the prompt
+    under usual names, whose text the prompt lacks, or marks of what has a loss."""
+    refuse_others(record, (*read, *_CONTEXT))
+    for name in _CONTEXT:
+        value = record.get(name)
+        if name not in read and value not in (None, "", [], {}) and not (isinstance(value, str) and value in prompt):
+            raise BadRecordError(
+                f"{name!r} is not read: write it into the prompt, write messages for a chat template, or add it to "
+                "data.format.ignored_fields"
+            )
+
+
+def starts_with(answer: str, prompt: str) -> bool:
+    """Whether an answer starts with the words of the prompt."""
+    words, start = prompt.strip(), answer.lstrip()
+    more = start[len(words) : len(words) + 1]
+    return bool(words) and start.startswith(words) and not (words[-1].isalnum() and more.isalnum())
+
+
 def _is_written(message: Mapping[str, Any], text: str) -> bool:
-    """Whether a text has the content of a message and the names of its calls. Templates may drop its reasoning."""
-    calls = message.get("tool_calls") or []
-    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
-    names = [function.get("name") for function in functions if isinstance(function, Mapping)]
-    content = str(message.get("content") or "").rpartition("</think>")[2].strip()
-    return content in text and all(str(name) in text for name in names if name)
+    """Whether a text has the content of a message and the names of its calls. Templates may drop its reasoning, and
+    write the results of tools in another form."""
+    names = [_function(call).get("name") for call in message.get("tool_calls") or []]
+    content = str(message.get("content") or "").rpartition(_END_OF_THINKING)[2].strip()
+    is_result = message["role"] in ("tool", "function")
+    return (is_result or content in text) and all(str(name) in text for name in names if name)
+
+
+def _reasoning(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message that the model thinks before its reply."""
+    if message["role"] != ASSISTANT:
+        return []
+    before = str(message.get("content") or "").rpartition(_END_OF_THINKING)[0].rpartition("<think>")[2]
+    return [text.strip() for text in (before, *(message.get(name) for name in REASONING)) if isinstance(text, str)]
+
+
+def _function(call: Any) -> Mapping[str, Any]:
+    """The function of a tool or of its call, with its name; empty for anything else."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -209,3 +280,9 @@ def _strings(value: Any) -> tuple[str, ...]:
     if isinstance(value, Sequence):
         return tuple(text for part in value for text in _strings(part))
     return ()
+
+
+def _outside(spans: Sequence[Span], excluded: Span) -> tuple[Span, ...]:
+    """The parts of ascending spans that are outside of another one."""
+    parts = [part for start, end in spans for part in ((start, min(end, excluded[0])), (max(start, excluded[1]), end))]
+    return tuple(dict.fromkeys(part for part in parts if part[0] < part[1]))

@@ -1,4 +1,4 @@
-"""Messages of a conversation, from records of any common shape.
+"""Conversations from records of any common shape.
 
     {"messages": [{"role": "user", "content": "..."}, ...]}           OpenAI; content may be a list of text parts
     {"conversations": [{"from": "human", "value": "..."}, ...]}       ShareGPT
@@ -8,11 +8,23 @@ The last two are recognized if a record has no key `messages` and `messages_fiel
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from lmtrain.config.json_text import parse_json
 from lmtrain.data.formats import ChatFormat
+from lmtrain.preprocess.record_keys import (
+    MARKS,
+    SYSTEM,
+    mark_of,
+    may_matter,
+    parsed,
+    refuse_others,
+    system_text,
+    tools_of,
+    variables_of,
+    without,
+)
 from lmtrain.preprocess.records import (
     COMPLETION,
     PREFERENCE,
@@ -25,17 +37,50 @@ from lmtrain.preprocess.records import (
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ASSISTANT = "assistant"
+# Keys of a message that hold what the model thinks before its reply.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_SYSTEM_ROLES = ("system", "developer")
 _OPENAI: str = ChatFormat.model_fields["messages_field"].default
-_SHAREGPT = "conversations"
-_INSTRUCTION, _INPUT, _OUTPUT, _SYSTEM, _HISTORY = "instruction", "input", "output", "system", "history"
-_ALPACA = (_INSTRUCTION, _INPUT, _OUTPUT, _SYSTEM, _HISTORY)
+SHAREGPT = "conversations"
+_INSTRUCTION, _INPUT, _OUTPUT, _HISTORY = "instruction", "input", "output", "history"
+_ALPACA = (_INSTRUCTION, _INPUT, _OUTPUT)
+_PROMPT = "prompt"
 # Names of roles in `from`, in addition to ROLES.
 _FROM = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "observation": "tool"}
 
 
-def message_keys(messages_field: str) -> tuple[str, ...]:
-    """Keys of a record that may hold messages."""
-    return (messages_field, _SHAREGPT, *_ALPACA) if messages_field == _OPENAI else (messages_field,)
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as templates expect them: `role`, and `content` as text. `marks` says of each message whether it is a
+    target, None: by its role. `tools` and `variables` reach the template, too."""
+
+    messages: list[dict[str, Any]]
+    marks: list[bool | None]
+    tools: list[Any] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def __add__(self, other: "Conversation") -> "Conversation":
+        """The messages of both, which must not be two of the assistant in a row."""
+        joined = Conversation(self.messages + other.messages, self.marks + other.marks, self.tools, self.variables)
+        _check_turns(joined.messages)
+        return joined
+
+    def with_system(self, text: str) -> "Conversation":
+        """With this system message, unless it is there. Raises `BadRecordError` if there is another one."""
+        if not text:
+            return self
+        if self.messages and self.messages[0]["role"] in _SYSTEM_ROLES:
+            if self.messages[0].get("content", "").strip() == text.strip():
+                return self
+            raise BadRecordError("a system text next to the messages, and another one among them; keep one of them")
+        first = {"role": "system", "content": text}
+        return Conversation([first, *self.messages], [None, *self.marks], self.tools, self.variables)
+
+
+def reads_key(name: str, messages_field: str) -> bool:
+    """Whether a key of a record is read: one of the messages, or one that changes what is learned."""
+    shapes = (_OPENAI, SHAREGPT, *_ALPACA, _HISTORY, _PROMPT) if messages_field == _OPENAI else ()
+    return name == messages_field or name in shapes or may_matter(name)
 
 
 def find_key(keys: Collection[str], messages_field: str) -> str:
@@ -45,8 +90,8 @@ def find_key(keys: Collection[str], messages_field: str) -> str:
     """
     if messages_field in keys:
         return messages_field
-    if messages_field == _OPENAI and _SHAREGPT in keys:
-        return _SHAREGPT
+    if messages_field == _OPENAI and SHAREGPT in keys:
+        return SHAREGPT
     if messages_field == _OPENAI and {_INSTRUCTION, _OUTPUT} <= set(keys):
         return _INSTRUCTION
     setting = "data.format.messages_field to the key of the messages"
@@ -55,58 +100,89 @@ def find_key(keys: Collection[str], messages_field: str) -> str:
     raise BadRecordError(f"no key {messages_field!r} (it has {listed_keys(keys)}); set {setting}")
 
 
-def read_messages(record: Mapping[str, Any], messages_field: str) -> list[dict[str, Any]]:
-    """The messages of a record, as templates expect them: `role`, and `content` as text.
+def read_conversation(record: Mapping[str, Any], messages_field: str, ignored: Collection[str] = ()) -> Conversation:
+    """The conversation of a record without its `ignored` keys, nor those in its messages.
 
-    Raises `BadRecordError` if they cannot be read.
+    Raises `BadRecordError` if it cannot be read, or has a key that changes what should be learned and is not supported.
     """
+    record = without(record, ignored)
     key = find_key(record, messages_field)
-    return check_messages(parsed(record[key], key) if key != _INSTRUCTION else _from_alpaca(record), key)
+    read = {key, "tools", "functions", "chat_template_kwargs", *SYSTEM}
+    if key == _INSTRUCTION:
+        refuse_others(record, read | set(_ALPACA))
+        listed: Any = _from_alpaca(record)
+    else:
+        refuse_others(record, read)
+        listed = parsed(record[key], key)
+    found = check_messages(listed, key, ignored)
+    found = Conversation(found.messages, found.marks, tools_of(record), variables_of(record))
+    if key not in (_INSTRUCTION, _PROMPT) and _PROMPT in record:
+        check_prompt(record[_PROMPT], found.messages, _PROMPT)
+    return found.with_system(system_text(record))
 
 
-def check_messages(listed: Any, key: str) -> list[dict[str, Any]]:
+def check_messages(listed: Any, key: str, ignored: Collection[str] = ()) -> Conversation:
     """The messages of a list under `key`. Raises `BadRecordError` if it is none."""
     if not isinstance(listed, list) or not listed:
         what = "an empty list" if listed == [] else type(listed).__name__
         raise BadRecordError(f"{key!r} is {what}, not a list of messages")
-    messages = [_checked(message, number) for number, message in enumerate(listed, start=1)]
+    messages, marks = [], []
+    for number, message in enumerate(listed, start=1):
+        place = f"message {number}: "
+        if not isinstance(message, dict):
+            raise BadRecordError(f"message {number} is {type(message).__name__}, not a map with role and content")
+        message = dict(without(message, ignored))
+        marks.append(mark_of(message, place))
+        messages.append(_checked({name: message[name] for name in message if name not in MARKS}, number))
+        refuse_others(messages[-1], ("role", "content"), place)
+    _check_turns(messages)
+    return Conversation(messages, marks)
+
+
+def check_prompt(prompt: Any, messages: list[dict[str, Any]], key: str) -> None:
+    """Raise `BadRecordError` if a prompt that is not read, since the messages have it, is not among them."""
+    contents = [str(message.get("content", "")).strip() for message in messages]
+    if isinstance(prompt, list):
+        inside = [message.get("content", message.get("value")) for message in prompt if isinstance(message, dict)]
+        missing = any(str(content or "").strip() not in contents for content in inside)
+    else:  # one of the contents, or a text that was made of them
+        text = str(prompt or "").strip()
+        missing = bool(text) and not any(text in content or (content and content in text) for content in contents)
+    if missing:
+        raise BadRecordError(
+            f"{key!r} is not read, since the messages should have it, but they do not; write it as a message, or add "
+            "it to data.format.ignored_fields"
+        )
+
+
+def _check_turns(messages: list[dict[str, Any]]) -> None:
     for number, (before, after) in enumerate(pairwise(messages), start=2):
         if before["role"] == after["role"] == ASSISTANT:
             raise BadRecordError(f"messages {number - 1} and {number} both have the role assistant")
-    return messages
-
-
-def parsed(value: Any, key: str) -> Any:
-    """A list or map; some datasets store them as JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value)
-    except ValueError as error:
-        raise BadRecordError(f"{key!r} is text, but not JSON: {error}") from None
 
 
 def _from_alpaca(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if record.get(_HISTORY):
-        raise BadRecordError(f"{_HISTORY!r} of a record with {_INSTRUCTION!r} is not supported; write messages")
     texts = {name: checked_text(record.get(name) or "", name) for name in _ALPACA}
     asked = "\n\n".join(text for text in (texts[_INSTRUCTION], texts[_INPUT]) if text)
-    system = [{"role": "system", "content": texts[_SYSTEM]}] if texts[_SYSTEM] else []
-    return [*system, {"role": "user", "content": asked}, {"role": ASSISTANT, "content": texts[_OUTPUT]}]
+    return [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": texts[_OUTPUT]}]
 
 
-def _checked(message: Any, number: int) -> dict[str, Any]:
+def _checked(message: dict[str, Any], number: int) -> dict[str, Any]:
     """A message without null values, as transformers passes it to templates: many would write "None"."""
-    if not isinstance(message, dict):
-        raise BadRecordError(f"message {number} is {type(message).__name__}, not a map with role and content")
     if message.get("role") is None and message.keys() >= {"from", "value"}:
-        message = {**message, "role": _FROM.get(message["from"], message["from"]), "content": message["value"]}
+        role = message["from"]
+        role = _FROM.get(role, role) if isinstance(role, str) else role
+        message = {**message, "role": role, "content": message["value"]}
         message = {name: value for name, value in message.items() if name not in ("from", "value")}
     kept = {name: value for name, value in message.items() if value is not None}
     if "role" not in kept:
         raise BadRecordError(f"message {number} has no role (it has {listed_keys(kept)})")
     if kept["role"] not in ROLES:
         raise BadRecordError(f"message {number}: unknown role {kept['role']!r}; known are {', '.join(ROLES)}")
+    if call := kept.pop("function_call", None):  # OpenAI's older form of one tool call
+        if kept.get("tool_calls"):
+            raise BadRecordError(f"message {number} has function_call and tool_calls; keep one of them")
+        kept["tool_calls"] = [{"type": "function", "function": call}]
     if isinstance(kept.get("content"), list):
         kept["content"] = _joined(kept["content"], number)
     elif not isinstance(kept.get("content", ""), str):
@@ -129,5 +205,8 @@ def _joined(parts: list[Any], number: int) -> str:
             raise BadRecordError(
                 f"message {number}: content has a part of type {kind!r}; only {{type: text, text: ...}} is supported"
             )
+        if mark_of(part, f"message {number}: ") is False:
+            raise BadRecordError(f"message {number}: one part of its content is no target; mark complete messages")
+        refuse_others(part, ("type", "text", *MARKS), f"message {number}: ")
         texts.append(part["text"])
     return "".join(texts)

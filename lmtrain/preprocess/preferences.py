@@ -2,20 +2,44 @@
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}                  texts
     {"prompt": [messages], "chosen": [messages], "rejected": [messages]}   messages, written by the chat template
+    {"prompt": "...", "chosen": [messages], "rejected": [messages]}        the prompt is a message of the user
     {"chosen": ..., "rejected": ...}                                       with the prompt at the start of both answers
 
-As in TRL, a prompt that is a text next to answers that are messages is ignored: the messages have it.
+Answers that are messages may repeat the prompt, which is then read once. As in TRL, a prompt that is a text is ignored
+if both answers have it among their messages.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.hf.chat_template import ChatTemplate
-from lmtrain.preprocess.instructions import TOOLS, VARIABLES, Rendering
-from lmtrain.preprocess.messages import check_messages
-from lmtrain.preprocess.records import AnswerPair, BadRecordError, InstructionText, checked_text, listed_keys
+from lmtrain.preprocess.instructions import Rendering, reads_context, refuse_context, starts_with
+from lmtrain.preprocess.messages import ASSISTANT, Conversation, check_messages, check_prompt
+from lmtrain.preprocess.record_keys import (
+    FUNCTIONS,
+    SYSTEM,
+    TOOLS,
+    VARIABLES,
+    parsed,
+    refuse_others,
+    system_text,
+    tools_of,
+    variables_of,
+    without,
+)
+from lmtrain.preprocess.records import (
+    AnswerPair,
+    BadRecordError,
+    EqualAnswersError,
+    InstructionText,
+    checked_text,
+    listed_keys,
+)
+
+# Of conversations, some of which have the prompt of two answers there.
+_CONVERSATIONS = ("messages", "conversations")
 
 
 @dataclass(frozen=True)
@@ -27,11 +51,18 @@ class Preferences:
     rejected_field: str
     template: ChatTemplate | None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    ignored_fields: Sequence[str] = ()
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Keys of a record that are read."""
-        return self.chosen_field, self.rejected_field, self.prompt_field, TOOLS, VARIABLES
+    def key(self) -> str:
+        return self.chosen_field
+
+    def reads(self, key: str) -> bool:
+        return key in (*self._fields, *_CONVERSATIONS) or reads_context(key)
+
+    @property
+    def _fields(self) -> tuple[str, str, str]:
+        return self.prompt_field, self.chosen_field, self.rejected_field
 
     def check_keys(self, keys: Collection[str]) -> None:
         for key, setting in ((self.chosen_field, "chosen_field"), (self.rejected_field, "rejected_field")):
@@ -41,21 +72,39 @@ class Preferences:
                 )
 
     def read(self, record: Mapping[str, Any]) -> AnswerPair:
-        """The pair of a record. Raises `BadRecordError`, and `UserError` for a fault of the template."""
+        """The pair of a record. Raises `BadRecordError`, `EqualAnswersError`, and `UserError` for a fault of the
+        template."""
         self.check_keys(record)
-        chosen, rejected = record[self.chosen_field], record[self.rejected_field]
-        prompt = record.get(self.prompt_field)
+        record = without(record, self.ignored_fields)
+        prompt, chosen, rejected = (_messages(record.get(name)) for name in self._fields)
+        if chosen is not None and chosen == rejected:
+            raise EqualAnswersError
         if isinstance(chosen, list) and isinstance(rejected, list):
-            return self._read_messages(prompt, chosen, rejected, record)
+            pair = self._read_messages(prompt, chosen, rejected, record)
+        else:
+            pair = self._read_texts(prompt, chosen, rejected, record)
+        if pair.chosen.text == pair.rejected.text:  # such as in what the template leaves out
+            raise EqualAnswersError
+        return pair
+
+    def _read_texts(self, prompt: Any, chosen: Any, rejected: Any, record: Mapping[str, Any]) -> AnswerPair:
         texts = (checked_text(chosen, self.chosen_field), checked_text(rejected, self.rejected_field))
-        if prompt is None:
+        is_given = prompt is not None
+        if not is_given:
             prompt = _common_text(*texts)
             texts = (texts[0][len(prompt) :], texts[1][len(prompt) :])
         elif isinstance(prompt, list):
             raise BadRecordError(f"{self.prompt_field!r} is a list of messages, but {self.chosen_field!r} is text")
         prompt = checked_text(prompt, self.prompt_field)
+        refuse_context(record, self._fields, prompt)
         of_text = (
-            InstructionText(prompt + text, ((len(prompt), len(prompt) + len(text)),), (prompt, text), is_plain=True)
+            InstructionText(
+                prompt + text,
+                ((len(prompt), len(prompt) + len(text)),),
+                (prompt, text),
+                is_plain=True,
+                repeats_prompt=is_given and starts_with(text, prompt),
+            )
             for text in texts
         )
         return AnswerPair(*of_text)
@@ -66,21 +115,80 @@ class Preferences:
                 f"{self.chosen_field!r} has messages, but the tokenizer has no chat template; set "
                 "data.format.chat_template, or use a tokenizer with one (`lmtrain tokenizer extend`)"
             )
-        asked = prompt if isinstance(prompt, list) else []
-        conversations = [
-            check_messages(asked + chosen, self.chosen_field),
-            check_messages(asked + rejected, self.rejected_field),
-        ]
-        shared = len(asked) or _common(*conversations)
-        if not shared:
-            raise BadRecordError("the answers have no message in common at their start; write the prompt under its key")
-        if shared == min(map(len, conversations)):
+        refuse_others(record, (*self._fields, *SYSTEM, TOOLS, FUNCTIONS, VARIABLES))
+        if not (chosen and rejected):
             raise BadRecordError("an answer has no message")
+        answers = [
+            check_messages(messages, key, self.ignored_fields)
+            for messages, key in ((chosen, self.chosen_field), (rejected, self.rejected_field))
+        ]
+        asked, answers = self._prompt_and_answers(prompt, answers)
+        for name in _CONVERSATIONS:
+            if record.get(name):
+                check_prompt(parsed(record[name], name), [*asked.messages, *answers[0].messages], name)
+        asked = replace(asked, tools=tools_of(record), variables=variables_of(record))
+        asked = asked.with_system(system_text(record))
         parts = []
-        for messages in conversations:
-            rendering = Rendering.of(self.template, messages, record, self.variables)
-            parts.append(rendering.as_text((rendering.answer(shared),)))
+        for answer in answers:
+            if False in answer.marks:
+                raise BadRecordError("a message of an answer is marked as no target, which pairs do not support")
+            rendering = Rendering(self.template, asked + answer, self.variables)
+            parts.append(rendering.as_text((rendering.answer(len(asked.messages)),)))
         return AnswerPair(*parts)
+
+    def _prompt_and_answers(self, prompt: Any, answers: list[Conversation]) -> tuple[Conversation, list[Conversation]]:
+        """The prompt's messages, and those of the answers after it."""
+        messages = [answer.messages for answer in answers]
+        if isinstance(prompt, list) and prompt:
+            asked = check_messages(prompt, self.prompt_field, self.ignored_fields)
+            repeated = next((n for n in range(len(prompt), 0, -1) if _starts(messages, asked.messages[-n:])), 0)
+        elif isinstance(prompt, str) and prompt.strip() and all(own[0]["role"] == ASSISTANT for own in messages):
+            asked, repeated = check_messages([{"role": "user", "content": prompt}], self.prompt_field), 0
+        elif prompt is None or isinstance(prompt, str | list):
+            shared = _common(*messages)
+            if not shared:
+                raise BadRecordError(
+                    "the answers have no message in common at their start; write the prompt under its key"
+                )
+            check_prompt(prompt, messages[0][:shared], self.prompt_field)
+            asked, repeated = _part(answers[0], 0, shared), shared
+        else:
+            raise BadRecordError(f"{self.prompt_field!r} is {type(prompt).__name__}, not text or a list of messages")
+        answers = [_part(answer, repeated, None) for answer in answers]
+        if not all(answer.messages for answer in answers):
+            raise BadRecordError("an answer has no message")
+        if isinstance(prompt, list) and any(_same_role(asked, answer) for answer in answers):
+            raise BadRecordError(
+                f"{self.prompt_field!r} ends with a message of the user, and an answer starts with another one"
+            )
+        return asked, answers
+
+
+def _messages(value: Any) -> Any:
+    """An answer or a prompt. A single message is a list of one, and messages may be stored as JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        try:
+            found = parsed(value, "")
+        except BadRecordError:
+            return value  # a text
+        is_list = isinstance(found, list) and all(
+            isinstance(part, dict) and {"role", "from"} & part.keys() for part in found
+        )
+        return found if is_list else value
+    return [value] if isinstance(value, dict) else value
+
+
+def _starts(conversations: list[list[dict[str, Any]]], messages: list[dict[str, Any]]) -> bool:
+    """Whether all conversations start with these messages."""
+    return all(conversation[: len(messages)] == messages for conversation in conversations)
+
+
+def _part(conversation: Conversation, start: int, end: int | None) -> Conversation:
+    return replace(conversation, messages=conversation.messages[start:end], marks=conversation.marks[start:end])
+
+
+def _same_role(asked: Conversation, answer: Conversation) -> bool:
+    return asked.messages[-1]["role"] == answer.messages[0]["role"] == "user"
 
 
 def _common_text(chosen: str, rejected: str) -> str:
@@ -93,8 +201,6 @@ def _common_text(chosen: str, rejected: str) -> str:
 def _common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     """The length of what both have in common at their start; less than that of each, as in TRL."""
     if chosen == rejected:
-        raise BadRecordError(
-            "both answers are equal, so it is unknown where they begin; write the prompt under its key"
-        )
+        raise EqualAnswersError
     shortest = min(len(chosen), len(rejected)) - 1
     return next((at for at in range(shortest) if chosen[at] != rejected[at]), shortest)

@@ -12,8 +12,8 @@ from lmtrain.hf.chat_template import DEFAULT_TEMPLATE, ChatTemplate, find_templa
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, find_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
 
-# Number of the rules by which conversations become texts and targets. A cache of other rules has other targets.
-_CHAT_RULES = 2
+# Number of the rules by which conversations and pairs become texts and targets. Caches of other rules have others.
+_CHAT_RULES = 3
 
 
 def recipe_of(
@@ -35,14 +35,16 @@ def recipe_of(
     elif not isinstance(config.format, ChatFormat):
         documents["enforce_bos"] = config.enforce_bos
     if isinstance(config.format, CompletionFormat):
-        documents["format"] = config.format.model_dump(exclude={"too_long"})
+        documents["format"] = config.format.model_dump(exclude={"too_long", "ignored_fields"})
     elif isinstance(config.format, PreferenceFormat):
-        described = config.format.model_dump(exclude={"too_long", "chat_template"})
-        documents["format"] = described | {"template": template and template.digest}
+        described = config.format.model_dump(exclude={"too_long", "chat_template", "ignored_fields"})
+        documents["format"] = described | {"template": template and template.digest, "rules": _CHAT_RULES}
     elif isinstance(config.format, ChatFormat):
         assert template is not None
         described = config.format.model_dump(include={"type", "messages_field", "loss_on", "chat_template_kwargs"})
         documents["format"] = described | {"template": template.digest, "rules": _CHAT_RULES}
+    if not isinstance(config.format, TextFormat | TokensFormat) and config.format.ignored_fields:
+        documents["format"]["ignored_fields"] = config.format.ignored_fields
     return redact({"tokenizer": tokenizer.identity, "documents": documents})
 
 

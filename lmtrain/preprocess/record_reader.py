@@ -17,14 +17,15 @@ def record_reader(
     if isinstance(config.format, TokensFormat):
         return TokenRows(config.format.input_ids_field, vocab_size, labelled)
     if isinstance(config.format, CompletionFormat):
-        return Completions(config.format.input_field, config.format.output_field, config.format.separate_with)
+        own = config.format
+        return Completions(own.input_field, own.output_field, own.separate_with, own.ignored_fields)
     if isinstance(config.format, TextFormat):
         if config.vocab_size is not None:
             return TokenIds(config.text_key, vocab_size=config.vocab_size)
         return Texts(config.text_key, config.text_documents)
     if isinstance(config.format, PreferenceFormat):
         fields = config.format.prompt_field, config.format.chosen_field, config.format.rejected_field
-        return Preferences(*fields, template, config.format.chat_template_kwargs)
+        return Preferences(*fields, template, config.format.chat_template_kwargs, config.format.ignored_fields)
     assert template is not None
     chat = config.format
-    return Conversations(template, chat.messages_field, chat.loss_on, chat.chat_template_kwargs)
+    return Conversations(template, chat.messages_field, chat.loss_on, chat.chat_template_kwargs, chat.ignored_fields)

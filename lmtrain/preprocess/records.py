@@ -11,17 +11,27 @@ class BadRecordError(Exception):
     """What is wrong with a record, without its place."""
 
 
+class EqualAnswersError(Exception):
+    """Two answers are equal, so that no preference can be learned from them."""
+
+
 @dataclass(frozen=True)
 class InstructionText:
     """A conversation or a completion as text. `targets` are the parts that the model learns to write, as [start, end)
-    in characters; `contents` are the texts that it was made of, without those of the template. `is_written`: the text
-    has all that the assistant says or calls. `is_plain`: no template has written it, so that it gets an EOS token."""
+    in characters; `contents` are the texts that it was made of, without those of the template.
+
+    `is_written`: the text has all that the messages say or call, and the tools. `has_reasoning`: it has all that the
+    assistant thinks. `is_plain`: no template has written it, so that it gets an EOS token. `repeats_prompt`: the answer
+    starts with the prompt, perhaps since both stand under its key.
+    """
 
     text: str
     targets: tuple[tuple[int, int], ...]
     contents: tuple[str, ...]
     is_written: bool = True
+    has_reasoning: bool = True
     is_plain: bool = False
+    repeats_prompt: bool = False
 
     def __len__(self) -> int:
         return len(self.text)
@@ -40,6 +50,10 @@ class AnswerPair:
     @property
     def prompt(self) -> str:
         return self.chosen.text[: self.chosen.targets[0][0]]
+
+    @property
+    def repeats_prompt(self) -> bool:
+        return self.chosen.repeats_prompt and self.rejected.repeats_prompt
 
 
 @dataclass(frozen=True)
@@ -71,8 +85,11 @@ class RecordReader(Protocol):
     """Reads the documents of records."""
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Keys of a record that are read."""
+    def key(self) -> str:
+        """The key that every record has."""
+
+    def reads(self, key: str) -> bool:
+        """Whether this key of a record is read."""
 
     def check_keys(self, keys: Collection[str]) -> None:
         """Raise `BadRecordError`, which names the setting to change, if records with these keys lack a document."""
@@ -90,9 +107,8 @@ class Texts:
     text_documents: str = "line"
     advise: Callable[[Collection[str]], str] = lambda keys: f"set {_setting_for(keys)}"
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.key,)
+    def reads(self, key: str) -> bool:
+        return key == self.key
 
     def check_keys(self, keys: Collection[str]) -> None:
         if self.key not in keys:
@@ -139,6 +155,19 @@ def read_document(reader: RecordReader, record: Any) -> Document:
     return document
 
 
+def row_of_table(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the nulls that Arrow adds to its maps: it gives each of them the keys of those in other rows."""
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list) and value and not isinstance(value[0], int | float | str):
+        return list(map(_without_nulls, value))
+    return value
+
+
 def texts_of(document: Document) -> list[str]:
     """The texts of a document; none of token ids."""
     if isinstance(document, AnswerPair):
@@ -157,7 +186,7 @@ def checked_text(value: Any, key: str) -> str:
 
 def no_object(reader: RecordReader) -> str:
     """Message for a record that is no map."""
-    return f"expected a JSON object with the key {reader.columns[0]!r}"
+    return f"expected a JSON object with the key {reader.key!r}"
 
 
 def listed_keys(keys: Collection[str]) -> str:

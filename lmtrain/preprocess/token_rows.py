@@ -24,9 +24,11 @@ class TokenRows:
     labelled: bool | None = None
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Keys of a record that are read."""
-        return self.input_ids_field, _LABELS, _PADDING, *_MASKS
+    def key(self) -> str:
+        return self.input_ids_field
+
+    def reads(self, key: str) -> bool:
+        return key in (self.input_ids_field, _LABELS, _PADDING, *_MASKS)
 
     def check_keys(self, keys: Collection[str]) -> None:
         if self.input_ids_field not in keys:

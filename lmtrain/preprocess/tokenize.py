@@ -20,7 +20,7 @@ _GROUP_CHARACTERS = 2_000_000
 class TokenBatch(NamedTuple):
     """Concatenated token ids of documents, [tokens], and the length of each, int64 [documents]. Of instructions also
     which tokens are targets, bool [tokens], and the numbers of documents whose contents spell a special token, without
-    targets, with something from the assistant that the template does not write, and in pairs of equal answers."""
+    targets, with something that the template does not write, and with reasoning that it does not write."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -28,7 +28,7 @@ class TokenBatch(NamedTuple):
     spelled: int = 0
     without_targets: int = 0
     unwritten: int = 0
-    equal: int = 0
+    unreasoned: int = 0
 
     def only(self, kept: np.ndarray) -> "TokenBatch":
         """The documents of `kept`, bool [documents]. The other counts stay those of all documents."""
@@ -143,7 +143,7 @@ def _tokenize_instructions(
         sum(any(token in content for token in special for content in document.contents) for document in documents),
         sum(not part.any() for part in targets),
         sum(not document.is_written for document in documents),
-        sum(2 for record in records if isinstance(record, AnswerPair) and record.chosen == record.rejected),
+        sum(not document.has_reasoning for document in documents),
     )
 
 

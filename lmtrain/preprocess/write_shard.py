@@ -39,9 +39,9 @@ _WRITER_OPTIONS = "group_size:1,uncompressed"
 _WARNINGS = {
     "spelled": "the contents of {} spell special tokens, which are encoded as such, as in transformers",
     "without_targets": "{} have no target token, such as no message of the assistant; they are read without a loss",
-    "unwritten": "the chat template does not write the reply, or the tool call, of {} as it is; is a name in the "
+    "unwritten": "the chat template does not write a message, a tool call or a tool of {} as it is; is a name in the "
     "template misspelt, such as message.contnt?",
-    "equal": "{} are pairs of equal answers, from which no preference is learned",
+    "unreasoned": "the chat template does not write the reasoning of {}, which is not learned",
 }
 
 
@@ -122,7 +122,8 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
                 f"{job.source.label}: {_WARNINGS[name].format(f'{count:,} of {blocks.documents:,} documents')}"
                 for name, count in counts.items()
                 if count
-            ],
+            ]
+            + reader.warnings,
             bytes=os.path.getsize(temporary),
             sha256=file_sha256(temporary),
             tokens=blocks.tokens,

@@ -82,6 +82,37 @@ def test_loss_on_the_last_message_and_on_all(folder):
     assert all(tokens_and_targets(folder, CONVERSATION, "all")[1])
 
 
+@pytest.mark.parametrize(
+    ("loss_on", "marks", "texts"),
+    [
+        ("assistant", {2: False}, ["Nobody counts the stars.<|im_end|>"]),
+        ("assistant", {2: True, 4: False}, ["The robot.<|im_end|>"]),
+        ("assistant", {0: False, 2: False, 4: False}, []),
+        ("last", {2: True}, ["Nobody counts the stars.<|im_end|>"]),
+        ("last", {4: False}, []),
+        ("all", {1: True, 2: False}, None),
+    ],
+)
+def test_messages_that_are_marked_as_no_target_are_none(folder, loss_on, marks, texts):
+    messages = [{**m, "weight": int(marks[n])} if n in marks else m for n, m in enumerate(CONVERSATION)]
+    tokens, targets = tokens_and_targets(folder, messages, loss_on)
+    assert tokens == tokens_and_targets(folder, CONVERSATION, loss_on)[0]
+    found = [text.rstrip("\n") for text in decoded(folder, tokens, targets)]
+    if texts is None:
+        assert "Who counts" in found[0]
+        assert found[1].startswith("<|im_start|>user\nAnd the stars?")
+        assert not any("The robot." in text for text in found)
+    else:
+        assert found == texts
+
+
+def test_a_message_that_is_marked_as_a_target_against_its_role_is_an_error(folder):
+    messages = [CONVERSATION[1] | {"train": True}, CONVERSATION[2]]
+    with pytest.raises(BadRecordError, match=r"message 1 .*data.format.loss_on"):
+        tokens_and_targets(folder, messages)
+    assert all(tokens_and_targets(folder, messages, "all")[1])
+
+
 def test_a_template_that_rewrites_earlier_turns_is_an_error_that_names_the_turn(tmp_path):
     earlier = "(message.content.split(' ')[-1] if message.role == 'assistant' and not loop.last else message.content)"
     thinking = PLAIN.replace("message.content", earlier)
@@ -219,7 +250,16 @@ def test_replies_that_the_template_does_not_write_are_counted(tmp_path):
     folder = write_chat_tokenizer(tmp_path / "tokenizer", misspelt)
     path = write_chats(tmp_path / "chats.jsonl", [CONVERSATION] * 3)
     (shard,) = build_cache(chat_config(tmp_path, folder, path), "train").shards
-    assert "does not write the reply, or the tool call, of 3 of 3 documents" in shard.warnings[0]
+    assert "a tool call or a tool of 3 of 3 documents" in shard.warnings[0]
+    thoughts = [
+        {**CONVERSATION[2], "reasoning_content": "Hm."},
+        {**CONVERSATION[2], "content": "<think>Hm.</think>Me."},
+    ]
+    strip = PLAIN.replace("message.content", "message.content.split('</think>')[-1]")
+    folder = write_chat_tokenizer(tmp_path / "strip", strip)
+    path = write_chats(tmp_path / "thoughts.jsonl", [[CONVERSATION[1], reply] for reply in thoughts])
+    (shard,) = build_cache(chat_config(tmp_path / "strip", folder, path), "train").shards
+    assert ["reasoning of 2 of 2 documents" in text for text in shard.warnings] == [True]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "fetch_weather"}}]}
     reasoning = {"role": "assistant", "content": "<think>Hm.</think>\n\nThe robot."}
     reader = Conversations(
@@ -290,6 +330,12 @@ def test_completions_are_targets_and_end_in_an_eos_token(folder):
         ({"prompt": "a"}, ["no key 'completion'", "data.format.output_field"]),
         ({"prompt": "a", "completion": 3}, ["'completion' is int"]),
         ({"prompt": "a", "completion": ""}, ["'completion' is empty"]),
+        ({"prompt": "a", "completion": "b", "system": "S"}, ["'system'", "data.format.ignored_fields"]),
+        ({"prompt": "a", "completion": "b", "input": "c"}, ["'input'"]),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "c"}]}, ["'tools'"]),
+        ({"prompt": "a", "completion": "b", "history": [["c", "d"]]}, ["'history'"]),
+        ({"prompt": "a", "completion": "b", "label": False}, ["'label'", "data.format.ignored_fields"]),
+        ({"prompt": "a", "completion": "b", "loss_mask": [0, 1]}, ["'loss_mask'"]),
     ],
 )
 def test_a_damaged_completion_is_an_error(record, words):
@@ -297,6 +343,34 @@ def test_a_damaged_completion_is_an_error(record, words):
         Completions("prompt", "completion", "").read(record)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_keys_of_a_completion_that_change_nothing_are_accepted():
+    record = {"prompt": "S a", "completion": "b", "system": "S", "label": True, "weight": 1, "tools": [], "id": 3}
+    assert Completions("prompt", "completion", "").read(record).text == "S ab"
+    assert Completions("prompt", "completion", "", ["input"]).read(record | {"input": "c"}).text == "S ab"
+
+
+@pytest.mark.parametrize("separator", ["", "\n", " Answer: "])
+def test_answers_that_repeat_their_prompt_are_an_error_if_most_do_and_counted_else(tmp_path, separator):
+    rows = [("Who is it?", "Who is it? Me."), ("Hello", "Hello there."), ("The", "Then no."), ("", "x"), ("a", "b")]
+
+    def reader(rows):
+        lines = (json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows)
+        (tmp_path / "rows.jsonl").write_text("".join(lines))
+        return DocumentReader(
+            describe_source(str(tmp_path / "rows.jsonl")), Completions("prompt", "completion", separator)
+        )
+
+    if separator.strip():  # a text of its own between them, so that both are meant
+        assert (len(list(some := reader(rows[:1]))), some.warnings) == (1, [])
+        return
+    some = reader([rows[4], *rows])
+    assert len(list(some)) == 6
+    assert len(some.warnings) == 1
+    assert "rows.jsonl:2: 2 of 6 " in some.warnings[0]
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*in 2 of 3 records"):
+        list(reader(rows[:3]))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json", "jsonl.gz"])

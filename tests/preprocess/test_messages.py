@@ -13,13 +13,17 @@ from lmtrain.hf.chat_template import find_template
 from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.instructions import Conversations
-from lmtrain.preprocess.messages import read_messages
+from lmtrain.preprocess.messages import read_conversation
 from lmtrain.preprocess.recipe import chat_template_of
 from lmtrain.preprocess.record_reader import record_reader
 from lmtrain.preprocess.records import BadRecordError
 from lmtrain.preprocess.sources import describe_source
 
 ASKED = [{"role": "user", "content": "Who counts?"}, {"role": "assistant", "content": "The robot."}]
+
+
+def read_messages(record, field, **settings):
+    return read_conversation(record, field, **settings).messages
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,102 @@ def test_roles_of_sharegpt_and_parts_of_alpaca():
     assert [message["role"] for message in found] == ["system", "user", "assistant", "tool", "assistant"]
     record = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief."}
     assert [m["content"] for m in read_messages(record, "messages")] == ["Be brief.", "Add.\n\n1 2", "3"]
+
+
+CALL = {"name": "count", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": ASKED, "system": "S"},
+        {"messages": ASKED, "system_prompt": "S", "system": None},
+        {"conversations": ASKED, "system": "S", "system_message": "S"},
+        {"messages": [{"role": "system", "content": "S"}, *ASKED], "system": " S"},
+        {"instruction": "Who counts?", "output": "The robot.", "system_prompt": "S"},
+        {"messages": ASKED, "system": "S", "weight": 1, "training": "sft", "loss": None, "score": 0.5},
+        {"messages": ASKED, "system": "S", "prompt": "Who counts?", "history": []},
+        {"messages": ASKED, "system": "S", "prompt": [ASKED[0]], "tools": "", "functions": []},
+    ],
+)
+def test_a_system_text_next_to_the_messages_is_the_first_message(record):
+    assert read_messages(record, "messages") == [{"role": "system", "content": "S"}, *ASKED]
+
+
+def test_functions_and_function_calls_are_tools_and_calls_of_tools():
+    record = {
+        "messages": [ASKED[0], {"role": "assistant", "content": None, "function_call": CALL}],
+        "functions": [CALL],
+    }
+    found = read_conversation(record, "messages")
+    assert found.messages[1] == {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
+    assert found.tools == [{"type": "function", "function": CALL}]
+    assert read_conversation({"messages": ASKED, "tools": [json.dumps(CALL)]}, "messages").tools == [CALL]
+
+
+def with_key(**more):
+    return [ASKED[0], {**ASKED[1], **more}]
+
+
+@pytest.mark.parametrize(
+    ("more", "marks"),
+    [
+        ({"weight": 0}, [None, False]),
+        ({"weight": 1.0, "train": None}, [None, True]),
+        ({"train": False, "loss": False}, [None, False]),
+        ({"training": True}, [None, True]),
+        ({"label": "good", "trained_by": "x", "maskot": 1}, [None, None]),
+    ],
+)
+def test_marks_of_messages_say_what_is_a_target(more, marks):
+    found = read_conversation({"messages": with_key(**more)}, "messages")
+    assert found.marks == marks
+    assert not {"weight", "train", "training", "loss"} & found.messages[1].keys()
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": with_key(weight=0.5)}, ["message 2", "'weight' is 0.5", "data.format.ignored_fields"]),
+        ({"messages": with_key(train="no")}, ["message 2", "'train' is 'no'"]),
+        ({"messages": with_key(train=True, weight=0)}, ["message 2", "'weight' and 'train'"]),
+        ({"messages": with_key(lossWeight=0)}, ["message 2", "'lossWeight'", "data.format.ignored_fields"]),
+        ({"messages": with_key(is_masked=True)}, ["message 2", "'is_masked'"]),
+        ({"messages": with_key(mask=1)}, ["message 2", "'mask'"]),
+        ({"messages": with_key(loss_mask=[1, 0])}, ["message 2", "'loss_mask'"]),
+        ({"messages": with_key(train_detail=[{"begin_offset": 0}])}, ["message 2", "'train_detail'"]),
+        ({"messages": with_key(prefix=True)}, ["message 2", "'prefix'"]),
+        ({"messages": with_key(content=[{"type": "text", "text": "a", "weight": 0}])}, ["message 2", "part"]),
+        ({"messages": ASKED, "weight": 0}, ["'weight'"]),
+        ({"messages": ASKED, "train_on_inputs": False}, ["'train_on_inputs'"]),
+        ({"messages": ASKED, "mask": "User"}, ["'mask'"]),
+        ({"messages": ASKED, "label": False}, ["'label'"]),
+        ({"messages": ASKED, "images": ["a.png"]}, ["'images'", "text"]),
+        ({"messages": ASKED, "history": [["a", "b"]]}, ["'history'"]),
+        ({"messages": ASKED, "documents": [{"text": "a"}]}, ["'documents'", "chat_template_kwargs"]),
+        ({"messages": [{"role": "system", "content": "T"}, *ASKED], "system": "S"}, ["system"]),
+        ({"messages": ASKED, "system": "S", "system_prompt": "T"}, ["'system' and 'system_prompt'"]),
+        ({"messages": ASKED, "system": ["S"]}, ["'system' is list"]),
+        ({"messages": ASKED, "prompt": "You are a pirate."}, ["'prompt'"]),
+        ({"messages": ASKED, "prompt": [{"role": "system", "content": "S"}]}, ["'prompt'"]),
+        ({"messages": ASKED, "tools": {"name": "a"}}, ["'tools' is dict"]),
+        ({"messages": ASKED, "tools": ["count"]}, ["'tools'", "not JSON"]),
+        ({"messages": ASKED, "tools": [CALL], "functions": [CALL]}, ["'tools' and 'functions'"]),
+        ({"messages": ASKED, "chat_template_kwargs": [1]}, ["'chat_template_kwargs' is list"]),
+        ({"messages": [{"from": ["human"], "value": "a"}]}, ["message 1: unknown role"]),
+        ({"messages": [{**ASKED[0], "function_call": CALL, "tool_calls": [CALL]}]}, ["function_call and tool_calls"]),
+    ],
+)
+def test_a_key_that_changes_what_is_learned_is_never_passed_over(record, words):
+    with pytest.raises(BadRecordError) as caught:
+        read_messages(record, "messages")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_ignored_fields_are_not_read_in_records_and_in_messages():
+    record = {"messages": with_key(weight=0.5), "weight": 3.0, "system": "S"}
+    found = read_conversation(record, "messages", ["weight", "system"])
+    assert (found.messages, found.marks) == (ASKED, [None, None])
 
 
 def test_a_null_content_next_to_tool_calls_is_missing_for_the_template_as_in_transformers(tmp_path):
@@ -99,6 +199,36 @@ def test_other_shapes_are_not_read_if_the_field_is_set():
     assert read_messages(record, "turns") == ASKED
     with pytest.raises(BadRecordError, match=r"no key 'chats' .*; set data.format.messages_field"):
         read_messages(record, "chats")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_nulls_that_a_table_adds_are_no_part_of_calls_and_tools(tmp_path, kind):
+    """A key of one row is a null in all others."""
+    rows = []
+    for name, argument in (("weather", "city"), ("time", "zone")):
+        call = {"type": "function", "function": {"name": name, "arguments": {argument: "X"}}}
+        chat = [{"role": "user", "content": "w"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        rows.append({"messages": chat, "tools": [{"name": name, "parameters": {argument: {"type": "string"}}}]})
+    table = pyarrow.Table.from_pylist(rows)
+    if kind == "parquet":
+        parquet.write_table(table, tmp_path / "calls.parquet")
+    else:
+        with pyarrow.ipc.new_stream(str(tmp_path / "calls.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    (tmp_path / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    config = DataConfig(
+        tokenizer=str(write_chat_tokenizer(tmp_path / "tokenizer", template)),
+        format={"type": "chat", "loss_on": "all"},
+    )
+
+    def texts(name):
+        reader = record_reader(config, 0, chat_template_of(config))
+        # a table does not keep the order of keys
+        parts = (json.JSONDecoder().raw_decode(doc.text)[0] for _, doc in DocumentReader(describe_source(name), reader))
+        return [*parts, [len(doc.text) for _, doc in DocumentReader(describe_source(name), reader)]]
+
+    assert texts(str(tmp_path / f"calls.{kind}")) == texts(str(tmp_path / "calls.jsonl"))
 
 
 @pytest.mark.parametrize("format", [{"type": "text"}, {"type": "chat"}])

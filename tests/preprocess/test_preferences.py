@@ -17,9 +17,11 @@ from lmtrain.data.config import DataConfig
 from lmtrain.data.pairs import PairWindows
 from lmtrain.data.shards import Shards
 from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.preprocess.documents import DocumentReader
 from lmtrain.preprocess.recipe import chat_template_of, recipe_of
 from lmtrain.preprocess.record_reader import record_reader
-from lmtrain.preprocess.records import BadRecordError, read_document
+from lmtrain.preprocess.records import BadRecordError, EqualAnswersError, read_document
+from lmtrain.preprocess.sources import describe_source
 from lmtrain.preprocess.tokenize import tokenize
 
 ASK, GOOD, BAD = (
@@ -77,12 +79,35 @@ def test_a_bos_token_is_no_target():
         {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
         {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": "Who?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},  # the prompt is in the messages, too
+        {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": "Who?", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "messages": [ASK, GOOD], "score_chosen": 8.0},
+        {"prompt": json.dumps([ASK]), "chosen": json.dumps([GOOD]), "rejected": json.dumps([BAD])},
     ],
 )
 def test_messages_are_written_by_the_template_and_targets_start_after_the_header(folder, record):
     texts, targets = read(record, folder)
     asked = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
     assert targets == ["Me.<|im_end|>\n", "No one.<|im_end|>\n"]
+    assert texts == [f"<|endoftext|>{asked}{target}" for target in targets]
+
+
+SYSTEM = {"role": "system", "content": "S"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "system": "S"},
+        {"prompt": [SYSTEM, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": [SYSTEM, ASK], "chosen": [SYSTEM, ASK, GOOD], "rejected": [SYSTEM, ASK, BAD], "system": "S"},
+        {"chosen": [ASK, GOOD], "rejected": [ASK, BAD], "system_prompt": "S"},
+    ],
+)
+def test_a_system_text_is_a_part_of_the_prompt_and_a_repeated_prompt_is_read_once(folder, record):
+    texts, targets = read(record, folder)
+    assert targets == ["Me.<|im_end|>\n", "No one.<|im_end|>\n"]
+    asked = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
     assert texts == [f"<|endoftext|>{asked}{target}" for target in targets]
 
 
@@ -104,7 +129,6 @@ def test_answers_may_have_several_messages(folder):
         ({"chosen": "a b"}, "no key 'rejected' .*set data.format.rejected_field"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' is int, not text"),
         ({"chosen": None, "rejected": "b"}, "'chosen' is NoneType, not text"),
-        ({"chosen": "a b", "rejected": "a b"}, "both answers are equal, so it is unknown where they begin"),
         ({"chosen": "a", "rejected": "b"}, "no prompt in common"),
         ({"chosen": "", "rejected": "b"}, "no prompt in common"),
         ({"prompt": [ASK], "chosen": "a", "rejected": "b"}, "'prompt' is a list of messages, but 'chosen' is text"),
@@ -113,6 +137,17 @@ def test_answers_may_have_several_messages(folder):
         ({"chosen": [GOOD], "rejected": [BAD]}, "no message in common"),
         ({"prompt": [ASK], "chosen": [{"role": "assistant"}], "rejected": [BAD]}, "has no content"),
         ({"prompt": "a", "chosen": "\ud800", "rejected": "b"}, "not UTF-8"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "S"}, "'system'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "history": [["d", "e"]]}, "'history'"),
+        ({"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "weight": 0.5}, "'weight'"),
+        ({"prompt": [ASK], "chosen": [GOOD | {"weight": 0}], "rejected": [BAD]}, "marked as no target"),
+        (
+            {"prompt": [ASK], "chosen": [{"role": "user", "content": "x"}, GOOD], "rejected": [BAD]},
+            "starts with another",
+        ),
+        ({"prompt": "No.", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "'prompt'"),
+        ({"conversations": [SYSTEM, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "'conversations'"),
+        ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, "'prompt' is int"),
     ],
 )
 def test_a_damaged_record_is_one_clear_error(folder, record, reason):
@@ -138,6 +173,9 @@ def test_texts_of_any_kind_are_kept(prompt, chosen, rejected):
     config = DataConfig(tokenizer=str(TOKENIZER), format={"type": "preference"})
     try:
         pair = read_document(record_reader(config, 0), {"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    except EqualAnswersError:
+        assert chosen == rejected
+        return
     except BadRecordError as error:
         assert "not UTF-8" in str(error)  # noqa: PT017
         return
@@ -147,7 +185,7 @@ def test_texts_of_any_kind_are_kept(prompt, chosen, rejected):
     assert batch.targets[ends - 1].all()  # each has at least an EOS token
 
 
-def test_a_cache_keeps_pairs_together_counts_equal_ones_and_drops_duplicates_as_pairs(tmp_path):
+def test_a_cache_keeps_pairs_together_leaves_out_equal_ones_and_drops_duplicates_as_pairs(tmp_path):
     rows = [{"prompt": "A star", "chosen": f" is {n}.", "rejected": f" has {n} robots."} for n in range(5)]
     rows.append({"prompt": "A star", "chosen": " is.", "rejected": " is."})
     path = tmp_path / "pairs.jsonl"
@@ -162,17 +200,32 @@ def test_a_cache_keeps_pairs_together_counts_equal_ones_and_drops_duplicates_as_
     manifest = build_cache(config, "train")
     assert load_manifest(f"{config.cache_dir}/train") == manifest
     (shard,) = manifest.shards
-    assert shard.documents == 12
-    assert shard.warnings == [
-        f"{path}: 2 of 12 documents are pairs of equal answers, from which no preference is learned"
-    ]
+    assert shard.documents == 10
+    assert len(shard.warnings) == 1
+    assert f"{path}:6: 1 " in shard.warnings[0]
     cache = Cache(f"{config.cache_dir}/train", manifest.recipe, [], manifest.dtype, Shards.of(manifest), "cut")
     assert cache.has_pairs
     windows = PairWindows(open_store(config, cache), 64)
     number = windows.for_training()
     ranges = [windows.range_of(window) for window in range(number)]
     assert [part.start % 2 for part in ranges] == [0] * number
-    assert [document for part in ranges for document in range(part.start, part.stop)] == list(range(12))
+    assert [document for part in ranges for document in range(part.start, part.stop)] == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"prompt": "A star", "chosen": " is.", "rejected": " is."}, "equal"),
+        ({"chosen": "A star is.", "rejected": "A star is."}, "equal"),
+        ({"prompt": "A star", "chosen": "A star is.", "rejected": "A star has."}, "prompt"),
+    ],
+)
+def test_a_source_of_which_nothing_or_the_prompt_would_be_learned_is_an_error(tmp_path, record, words):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(2 * (json.dumps(record) + "\n"))
+    config = DataConfig(tokenizer=str(TOKENIZER), format={"type": "preference"})
+    with pytest.raises(UserError, match=rf"pairs\.jsonl:1: .*{words}"):
+        list(DocumentReader(describe_source(str(path)), record_reader(config, 0)))
 
 
 def test_the_recipe_has_what_changes_the_tokens():
@@ -184,4 +237,5 @@ def test_the_recipe_has_what_changes_the_tokens():
 
     assert recipe() == recipe(too_long="drop")
     assert recipe() != recipe(chosen_field="better")
+    assert recipe() != recipe(ignored_fields=["system"])
     assert recipe() != recipe(chat_template=PLAIN)

@@ -1,0 +1,134 @@
+"""Keys of records and messages that change what a model should learn, besides those of the texts: one table.
+
+Each is read, or refused with its value. A key that is not in the table but looks like a mark of what has a loss is
+refused, too: a mark that is passed over trains on what its author has excluded. `data.format.ignored_fields` names the
+keys that mean something else.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lmtrain.config.json_text import parse_json
+from lmtrain.preprocess.records import BadRecordError
+
+# The system message, next to the other messages: of ShareGPT, OpenHermes and others.
+SYSTEM = ("system", "system_prompt", "system_message")
+# What reaches the template besides the messages. OpenAI's older name of tools is functions.
+TOOLS, FUNCTIONS, VARIABLES = "tools", "functions", "chat_template_kwargs"
+# Whether a message is a target: of OpenAI, SlimOrca (weight), axolotl (train, training), ms-swift (loss).
+MARKS = ("weight", "train", "training", "trainable", "loss", "loss_weight")
+# Refused with what to do, unless they are empty.
+_REFUSED = {
+    "history": "write its turns as messages",
+    "mask": "mark messages with weight: 0",
+    "train_detail": "mark messages with weight: 0",
+    "documents": "put them under chat_template_kwargs, for the template",
+    "prefix": "a prefix of a reply that is not learned is not supported",
+    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "only text is supported"),
+}
+# Words of other names that look like marks: is_masked, lossWeight, train-on-turn.
+_WORDS = {"weight", "weights", "train", "training", "trainable", "loss", "mask", "masks", "masked", "label", "labels"}
+_INVERSE = {"mask", "masks", "masked"}
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_IGNORE = "; if it means something else, add it to data.format.ignored_fields"
+
+
+def without(record: Mapping[str, Any], ignored: Collection[str]) -> Mapping[str, Any]:
+    """A record or message without the `ignored` keys."""
+    return {name: value for name, value in record.items() if name not in ignored} if ignored else record
+
+
+def may_matter(name: str) -> bool:
+    """Whether a key is in the table, or looks as if it belonged there."""
+    return name in (*SYSTEM, TOOLS, FUNCTIONS, VARIABLES) or name in _REFUSED or bool(_words(name) & _WORDS)
+
+
+def refuse_others(record: Mapping[str, Any], read: Collection[str] = (), place: str = "") -> None:
+    """Raise `BadRecordError` for keys other than those of `read` that change what should be learned.
+
+    Texts are no marks, and the value 1 of a mark changes nothing.
+    """
+    for name, value in record.items():
+        if name in read or value is None or value in ("", [], {}, ()):
+            continue
+        if name in _REFUSED:
+            raise BadRecordError(f"{place}{name!r} is not read: {_REFUSED[name]}{_IGNORE}")
+        words = _words(name) & _WORDS
+        values = value if isinstance(value, list) else [value]
+        if words and all(isinstance(one, bool | int | float) for one in values):
+            if all(one == 1 for one in values) and not words & _INVERSE:
+                continue
+            raise BadRecordError(
+                f"{place}{name!r} looks like a mark of what has a loss, and is not read: mark messages with weight: 0 "
+                f"or 1{_IGNORE}"
+            )
+
+
+def mark_of(message: Mapping[str, Any], place: str) -> bool | None:
+    """Whether a message is marked as a target; None without a mark. Raises `BadRecordError` for other values."""
+    found: dict[str, bool] = {}
+    for name in MARKS:
+        value = message.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise BadRecordError(
+                f"{place}{name!r} is {value!r}; only 0 and 1, or false and true, are supported{_IGNORE}"
+            )
+        found[name] = bool(value)
+    if len(set(found.values())) > 1:
+        raise BadRecordError(f"{place}{' and '.join(map(repr, found))} contradict each other")
+    return next(iter(found.values()), None)
+
+
+def system_text(record: Mapping[str, Any]) -> str:
+    """The text of a record's system message next to its messages; empty without one."""
+    texts = {name: record[name] for name in SYSTEM if record.get(name) not in (None, "", [])}
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise BadRecordError(f"{name!r} is {type(value).__name__}, not text")
+    if len(set(texts.values())) > 1:
+        raise BadRecordError(f"{' and '.join(map(repr, texts))} are different texts; keep one of them")
+    return next(iter(texts.values()), "")
+
+
+def tools_of(record: Mapping[str, Any]) -> list[Any] | None:
+    """The tools of a record, as templates expect them; None without any."""
+    listed = {name: _tools(record.get(name), name) for name in (TOOLS, FUNCTIONS)}
+    if listed[TOOLS] and listed[FUNCTIONS]:
+        raise BadRecordError(f"has {TOOLS!r} and {FUNCTIONS!r}; keep one of them")
+    wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed[FUNCTIONS]]
+    return listed[TOOLS] or wrapped or None
+
+
+def variables_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record's own variables for the template."""
+    variables = parsed(record.get(VARIABLES), VARIABLES) or {}
+    if not isinstance(variables, Mapping):
+        raise BadRecordError(f"{VARIABLES!r} is {type(variables).__name__}, not a map")
+    return variables
+
+
+def parsed(value: Any, key: str) -> Any:
+    """A list or map; some datasets store them as JSON text. An empty text is None."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value) if value.strip() else None
+    except ValueError as error:
+        raise BadRecordError(f"{key!r} is text, but not JSON: {error}") from None
+
+
+def _tools(value: Any, key: str) -> list[Mapping[str, Any]]:
+    listed = parsed(value, key) or []
+    if not isinstance(listed, list):
+        raise BadRecordError(f"{key!r} is {type(listed).__name__}, not a list of tools")
+    tools = [parsed(tool, key) for tool in listed]
+    if other := next((tool for tool in tools if not isinstance(tool, Mapping)), None):
+        raise BadRecordError(f"{key!r} has {type(other).__name__}, not maps that describe tools")
+    return tools
+
+
+def _words(name: str) -> set[str]:
+    return {word.lower() for word in _WORD.findall(name)}
