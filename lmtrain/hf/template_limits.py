@@ -1,25 +1,28 @@
 """Limits of time and memory for chat templates, which are programs written by others.
 
-Jinja's sandbox restricts what a template can reach, but not what it can use:
+Jinja's sandbox restricts what a template can reach, but not what it can use. Both limits are those of one conversation
+and of the thread that renders it; nothing of the process changes.
 
     time       CPU time of the thread, so that a busy machine does not make a template fail; read at the iterations of
                loops and at calls, since signals do not arrive in threads
-    memory     the address space of the process, read likewise, and limited by the operating system for one operation
+    memory     an estimate of what operations produce, added up: each is estimated before it is computed where its
+               result can be far larger than its operands (such as 'a' * 10**10, or a list that is in itself many times)
     integers   their bits, since one operation with large ones takes hours
 """
 
+import functools
 import itertools
-import os
-import resource
+import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import Template, TemplateRuntimeError, nodes
 from jinja2.filters import do_round
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 # For one conversation: far more than any has, and little enough for every machine.
 MAX_SECONDS = 10.0
@@ -27,17 +30,27 @@ MAX_BYTES = 1 << 30
 MAX_BITS = 1 << 16
 
 _STEPS_BETWEEN_CHECKS = 256
+_CHARACTER, _PIECE, _ITEM = 4, 64, 64
 
-# The output is kept in pieces and joined, and a character has up to four bytes.
-_BYTES_OF_PIECE, _BYTES_OF_OUTPUT = 16, 8
+# Filters that are put around parts of a template; no template can spell their names.
+_LOOP, _MADE, _JOINED = "(loop)", "(made)", "(joined)"
 
-# The filter that is put around what a loop iterates over; no template can spell its name.
-_COUNTED = "(counted)"
+# Filters and methods of texts whose result grows with a number that they are given.
+_SIZED = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "tojson", "truncate", "wordwrap", "zfill"}
+# Width or precision of a field of a formatted text.
+_WIDTH = re.compile(r"[%:.][-+ #<>=^]*(\d+)")
 
 _steps = itertools.count(1)
-# Of the conversation that holds the lock: the end of its CPU time, the largest address space.
-_deadline, _max_address_space = float("inf"), 0
-_lock = threading.RLock()  # the limit of memory is that of the process
+
+
+class _Used(threading.local):
+    """What the conversation that this thread renders has used, and the end of its CPU time."""
+
+    bytes = 0
+    deadline = float("inf")
+
+
+_used = _Used()
 
 
 class TemplateLimitError(TemplateRuntimeError):
@@ -48,14 +61,8 @@ class LimitedTemplate(Template):
     """A template whose conversations are limited. Raises `MemoryError` above the limit of memory."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Iterator[str]:
-        size = 0
         with _limits():
-            pieces: Any = super().generate(*args, **kwargs)
-            for piece in pieces:
-                size += _BYTES_OF_PIECE + _BYTES_OF_OUTPUT * len(piece)
-                if size > MAX_BYTES:
-                    pieces.throw(MemoryError())  # inside the template: the error then has its line
-                yield piece
+            yield from super().generate(*args, **kwargs)
 
     def render(self, *args: Any, **kwargs: Any) -> str:
         return "".join(self.generate(*args, **kwargs))
@@ -65,71 +72,194 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with limits. Raises `TemplateLimitError` while a template renders."""
 
     template_class = LimitedTemplate
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.filters |= {_COUNTED: _counted, "round": _round}
+        super().__init__(*args, finalize=_written, **kwargs)
+        own = {_LOOP: _loop, _MADE: lambda value: value, _JOINED: lambda parts: "".join(map(str, parts))}
+        self.filters = _LimitedFilters(self.filters | own | {"round": _round})
         del self.globals["lipsum"]  # random words, without a limit to their number
 
     def from_string(self, source: str | nodes.Template, *args: Any, **kwargs: Any) -> Template:
         tree = self.parse(source) if isinstance(source, str) else source
-        for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.iter.lineno)
         with _limits():  # constant expressions are computed here
-            return super().from_string(tree, *args, **kwargs)
+            return super().from_string(_Rewritten().visit(tree), *args, **kwargs)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         _step()
-        return super().call(context, function, *args, **kwargs)
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # of a format method, wrapped
+        if isinstance(owner, str):
+            args = _check_method(owner, function.__name__, args, kwargs)
+        return _charge(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int):
             power = left.bit_length() * max(right, 0)
             bits = power if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > MAX_BITS:
+            if bits > MAX_BITS and operator in ("*", "**"):
                 raise TemplateLimitError(f"computes with integers of more than {MAX_BITS:,} bits")
-        return super().call_binop(context, operator, left, right)
+        elif operator == "*":
+            times, of = (left, right) if isinstance(left, int) else (right, left)
+            _check(_shallow(of) * max(times, 0) if isinstance(times, int) else 0)
+        elif operator == "+":
+            _check(_shallow(left) + _shallow(right))
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left, right)
+        return _charge(super().call_binop(context, operator, left, right))
+
+
+class _Rewritten(NodeTransformer):
+    """Puts the filters of this module around loops, and around what makes values without an operator or a call."""
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        node = self.generic_visit(node, *args, **kwargs)
+        if isinstance(node, nodes.For):
+            data = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
+            node.iter = _around(node.iter, _LOOP, nodes.Const(data, lineno=node.lineno))
+        elif isinstance(node, nodes.Concat):
+            return _around(nodes.List(node.nodes, lineno=node.lineno), _JOINED)
+        elif isinstance(node, nodes.List | nodes.Dict | nodes.Getitem):
+            is_new = not isinstance(node, nodes.Getitem) or isinstance(node.arg, nodes.Slice)
+            return _around(node, _MADE) if is_new else node
+        return node
+
+
+def _around(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
+
+
+class _LimitedFilters(dict[str, Callable[..., Any]]):
+    """Filters whose operands and results are limited, also those that are set later."""
+
+    def __init__(self, filters: Mapping[str, Callable[..., Any]]):
+        super().__init__()
+        for name, function in filters.items():
+            self[name] = function
+
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        skipped = int(hasattr(function, "jinja_pass_arg"))  # the environment, or the like
+
+        @functools.wraps(function)
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            operands = [*args[skipped:], *kwargs.values()]
+            if name != _MADE:
+                _check(sum(map(_size, operands)))
+            if operands and isinstance(operands[0], str):
+                _check_method(operands[0], name, tuple(args[skipped + 1 :]), kwargs)
+            elif name == "join" and len(operands) > 1:
+                _check(_shallow(operands[1]) * len(operands[0]) if hasattr(operands[0], "__len__") else 0)
+            _check_numbers(name, operands[:1], operands[1:])
+            return _charge(function(*args, **kwargs))
+
+        super().__setitem__(name, limited)
 
 
 @contextmanager
 def _limits() -> Iterator[None]:
-    """Limit the thread's time and the process's memory within the context."""
-    global _deadline, _max_address_space
-    with _lock:
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        used = _address_space()
-        _deadline = time.thread_time() + MAX_SECONDS
-        _max_address_space = used + MAX_BYTES
-        allowed = _max_address_space + MAX_BYTES // 4  # some is left to raise the error
-        try:
-            if used and (soft == resource.RLIM_INFINITY or allowed < soft):
-                resource.setrlimit(resource.RLIMIT_AS, (allowed, hard))
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _address_space() -> int:
-    """Size of the process's address space in bytes; 0 on systems other than Linux, where memory is not limited."""
+    """Limit the thread's time and memory within the context."""
+    _used.bytes, _used.deadline = 0, time.thread_time() + MAX_SECONDS
     try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:
-        return 0
+        yield
+    finally:
+        _used.bytes, _used.deadline = 0, float("inf")
+
+
+def _check(estimate: int) -> None:
+    """Raise `MemoryError` if a result of so many bytes is too large."""
+    if _used.bytes + estimate > MAX_BYTES:
+        raise MemoryError
+
+
+def _charge(value: Any) -> Any:
+    """Count a value that was made. -> the value"""
+    _used.bytes += _shallow(value)
+    _check(0)
+    return value
+
+
+def _written(value: Any) -> Any:
+    """Count the text of a value that is written, before it is made. -> the value"""
+    _used.bytes += _PIECE + _size(value)
+    _check(0)
+    return value
+
+
+def _shallow(value: Any) -> int:
+    """Estimated bytes of a value without its items."""
+    if isinstance(value, str):
+        return _CHARACTER * len(value)
+    return _ITEM * (len(value) + 1) if isinstance(value, list | tuple | dict | set) else 0
+
+
+def _size(value: Any) -> int:
+    """Estimated bytes of a value's text. Items that are in it several times are counted as often."""
+    if not isinstance(value, list | tuple | dict):
+        return _shallow(value)
+    known: dict[int, int] = {}
+
+    def size(part: Any) -> int:
+        if not isinstance(part, list | tuple | dict):
+            return _shallow(part)
+        if id(part) not in known:
+            _step()
+            known[id(part)] = 0  # of a part that contains itself
+            items = itertools.chain(part, part.values()) if isinstance(part, dict) else part
+            known[id(part)] = _shallow(part) + sum(map(size, items))
+        return known[id(part)]
+
+    return size(value)
+
+
+def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Check the size of the result of a text's method, or of the filter of this name. -> its arguments"""
+    values = [*args, *kwargs.values()]
+    if name == "replace" and len(values) > 1:
+        _check(text.count(str(values[0])) * _shallow(str(values[1])))
+    elif name == "join" and values:
+        parts = list(values[0])
+        _check(_shallow(text) * len(parts) + _size(parts))
+        return (parts,)
+    elif name == "translate" and values and isinstance(values[0], Mapping):
+        _check(len(text) * max(map(_shallow, values[0].values()), default=0))
+    elif name in ("format", "format_map"):
+        _check_format(text, values)
+    elif name in ("split", "rsplit", "splitlines"):
+        separator = values[0] if values and isinstance(values[0], str) and values[0] else None
+        _check(_ITEM * (text.count(separator) if separator else sum(text.count(space) for space in " \t\r\n")))
+    _check_numbers(name, [text], values)
+    return args
+
+
+def _check_numbers(name: str, operands: Iterable[Any], values: Iterable[Any]) -> None:
+    """Check the size of a result that grows with the numbers or texts that a sized filter or method is given."""
+    if name in _SIZED:
+        numbers = [
+            abs(value) if isinstance(value, int) else len(value) for value in values if isinstance(value, int | str)
+        ]
+        _check(_CHARACTER * max(numbers, default=0) * (1 + sum(map(_size, operands)) // _CHARACTER))
+
+
+def _check_format(text: str, values: Any) -> None:
+    """Check the size of a formatted text: each field may have any of the values, and one of the widths or values."""
+    listed = values if isinstance(values, list | tuple) else [values]
+    widths = [int(digits) for digits in _WIDTH.findall(text)]
+    if "*" in text or ":{" in text:
+        widths += [abs(value) for value in listed if isinstance(value, int)]
+    fields = text.count("%") + text.count("{")
+    _check(fields * max([_CHARACTER * width for width in widths] + list(map(_size, listed)), default=0))
 
 
 def _step() -> None:
-    if next(_steps) % _STEPS_BETWEEN_CHECKS == 0:
-        if time.thread_time() > _deadline:
-            raise TemplateLimitError(f"runs longer than {MAX_SECONDS:g} s; is there a loop without an end?")
-        if _address_space() > _max_address_space:
-            raise MemoryError
+    if next(_steps) % _STEPS_BETWEEN_CHECKS == 0 and time.thread_time() > _used.deadline:
+        raise TemplateLimitError(f"runs longer than {MAX_SECONDS:g} s; is there a loop without an end?")
 
 
-def _counted(items: Iterable[Any]) -> Iterator[Any]:
+def _loop(items: Iterable[Any], data: int) -> Iterator[Any]:
+    """What a loop iterates over; each iteration writes at most `data` characters besides values."""
     for item in items:
         _step()
+        _used.bytes += _CHARACTER * data
+        _check(0)
         yield item
 
 
