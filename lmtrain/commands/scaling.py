@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +28,8 @@ from lmtrain.scaling.arguments import as_overrides
 
 if TYPE_CHECKING:
     from lmtrain.scaling.fitted import FittedLadder
+    from lmtrain.scaling.ladder import Ladder
+    from lmtrain.scaling.points import Point
     from lmtrain.scaling.predict import Speed
 
 
@@ -42,6 +44,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--vocab_size", type=count, metavar="N", help="vocabulary size, if the tokenizer is unknown")
     jobs = parser.add_argument_group("run")
     jobs.add_argument("--commands", action="store_true", help="print the commands of the runs instead of running them")
+    jobs.add_argument("--only", metavar="ID", help="train this run only, once, in this process")
     jobs.add_argument("--slurm", metavar="DIR", help="write Slurm arrays of the runs and a script that submits them")
     big = parser.add_argument_group("predict")
     big.add_argument("--config", metavar="BIG", help="CONFIG of the large run (default: that of the ladder)")
@@ -64,7 +67,7 @@ def _run(arguments: argparse.Namespace) -> int:
     """train all runs that are not done"""
     from lmtrain.scaling.fitted import check_data
     from lmtrain.scaling.jobs import shell_lines, write_arrays
-    from lmtrain.scaling.points import arguments_of, points
+    from lmtrain.scaling.points import find_point, points, public_arguments
     from lmtrain.scaling.results import check, check_existing, read_results, stages
     from lmtrain.scaling.runner import train_all
 
@@ -80,12 +83,14 @@ def _run(arguments: argparse.Namespace) -> int:
         check_data(ladder, [point.tokens for point in law], available)
         return available is not None
 
+    if arguments.only is not None:
+        return _train_one(ladder, find_point(ladder, arguments.only), data_is_enough)
     if not arguments.commands and arguments.slurm is None:
         return train_all(ladder, data_is_enough) or _status(arguments)
     data_is_enough()
     check_existing(ladder)
     results = check(read_results(ladder))
-    lines, more = [[arguments_of(ladder, point) for point in stage] for stage in stages(results)], not results.law
+    lines, more = [[public_arguments(ladder, point) for point in stage] for stage in stages(results)], not results.law
     if not lines:
         print(f"{ladder.name}: all runs are done", file=sys.stderr)
     elif arguments.slurm is None:
@@ -94,6 +99,19 @@ def _run(arguments: argparse.Namespace) -> int:
         script = write_arrays(arguments.slurm, ladder.name, lines, more)
         print(f"run: bash {shlex.quote(script)} [OPTIONS OF SBATCH]")
     return 0
+
+
+def _train_one(ladder: "Ladder", point: "Point", data_is_enough: Callable[[], bool]) -> int:
+    """Train one run in this process, as `lmtrain train`. -> its exit code"""
+    from lmtrain.commands.train import run as train
+    from lmtrain.scaling.points import arguments_of
+    from lmtrain.scaling.results import Results, check, read_result
+    from lmtrain.scaling.runner import check_start
+
+    check(Results([], [read_result(ladder, point)]))
+    data_is_enough()
+    check_start(ladder, point)
+    return train(arguments_of(ladder, point)[1:])
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -242,8 +260,9 @@ def config_text(written: Mapping[str, Any], settings: Mapping[str, Any], title: 
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    if arguments.commands and arguments.slurm is not None:
-        raise UserError("--commands and --slurm: choose one")
+    jobs = {"--commands": arguments.commands, "--slurm": arguments.slurm, "--only": arguments.only}
+    if len(given := [flag for flag, value in jobs.items() if value]) > 1:
+        raise UserError(f"{' and '.join(given)}: choose one")
     for action, flags in _FLAGS.items():
         for flag in flags if arguments.action != action else ():
             if getattr(arguments, flag) is not None and getattr(arguments, flag) is not False:
@@ -252,12 +271,12 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise UserError("--mfu is the utilization itself, --efficiency a fraction of the plan's bound; remove one")
     if arguments.hours is not None and arguments.hours > _MOST_HOURS:
         raise UserError(f"--hours {arguments.hours:g}: expected at most {_MOST_HOURS:g}")
-    given = {
+    others = {
         "--topology": arguments.topology,
         "--mfu": arguments.mfu,
         "--efficiency": arguments.efficiency,
     }
-    if arguments.device is None and (name := next((name for name, value in given.items() if value is not None), None)):
+    if arguments.device is None and (name := next((name for name, value in others.items() if value is not None), None)):
         raise UserError(f"{name}: is for --device KIND")
     if arguments.device is not None and arguments.run is not None:
         raise UserError("--run is the speed of a run, --device that of a plan; remove one")
@@ -276,7 +295,7 @@ def _fraction(text: str) -> float:
 
 # Flags of one action.
 _FLAGS = {
-    "run": ("commands", "slurm"),
+    "run": ("commands", "slurm", "only"),
     "predict": ("config", "device", "devices", "topology", "hours", "efficiency", "mfu", "run", "write"),
 }
 _MOST_HOURS = 1e6

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lmtrain.config.counts import counted
+from lmtrain.config.redact import redact
 from lmtrain.scaling.fitted import FittedLadder
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.law import Interval
@@ -39,7 +40,7 @@ def status_lines(ladder: Ladder, results: Results) -> Iterator[str]:
     yield from rate_lines(ladder, results)
     left = [point for stage in stages(results) for point in stage]
     if all(result.state == "not started" for result in results.all):
-        yield f"no run has a log in {ladder.run.trainer.log_dir}"
+        yield redact(f"no run has a log in {ladder.run.trainer.log_dir}")
     more = "" if results.law else ", and those of the law once the learning rates have been tried"
     flops = sum(point.flops for point in left)
     yield f"left: {counted(len(left), 'run')}, {flops:.3g} FLOPs{more}" if left or more else "complete"

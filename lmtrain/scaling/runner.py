@@ -4,6 +4,8 @@ A ladder keeps no state but the logs and checkpoints of its runs, so that it can
 it resumes the run that was interrupted.
 """
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -18,14 +20,16 @@ from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.points import Point, arguments_of, trials
 from lmtrain.scaling.results import Result, check, check_existing, read_result, read_results, stages
 
-# `lmtrain train`, which ends at once if the ladder is killed: no run is left behind that holds its folder.
+# `lmtrain train`, which ends at once if the ladder is killed: no run is left behind that holds its folder. Its arguments
+# come from a pipe, as other users see command lines, and these may have secrets.
 _TRAIN = """
-import os, sys
+import json, sys
 from lmtrain.runtime.signals import end_at_once
 end_at_once()
 from lmtrain.runtime.lost_parent import end_with_parent
 end_with_parent(int(sys.argv.pop(1)))
 from lmtrain.cli import main
+sys.argv[1:] = json.load(sys.stdin)
 main()
 """
 _POLL_SECONDS = 0.2
@@ -44,7 +48,7 @@ def train_all(ladder: Ladder, data_is_enough: Callable[[], bool]) -> int:
     while left := [point for stage in stages(check(read_results(ladder))) for point in stage]:
         for number, point in enumerate(left):
             is_enough = is_enough or data_is_enough()
-            _check_start(ladder, point)
+            check_start(ladder, point)
             more = len(left) - number - 1
             then = f", then {counted(more, 'run')}" if more else ""
             print(f"{ladder.name}: {point.id}{then}", file=sys.stderr, flush=True)
@@ -76,7 +80,7 @@ def _check_done(ladder: Ladder, result: Result, is_trial: bool, code: int) -> No
         )
 
 
-def _check_start(ladder: Ladder, point: Point) -> None:
+def check_start(ladder: Ladder, point: Point) -> None:
     """Raise `UserError` if the checkpoint from which a run branches off is missing."""
     folder = point.settings.get("trainer.initialize_from", "")
     if folder and "://" not in folder and not os.path.isdir(folder):
@@ -90,10 +94,13 @@ def _check_start(ladder: Ladder, point: Point) -> None:
 
 def _train(ladder: Ladder, point: Point) -> int:
     """Train one run. -> its exit code"""
-    command = [sys.executable, "-c", _TRAIN, str(os.getpid()), *arguments_of(ladder, point)]
+    command = [sys.executable, "-c", _TRAIN, str(os.getpid())]
     with StopRequest("stopping the current run") as stop:
         # in a session of its own, so that Ctrl-C reaches it once, through this process
-        process = subprocess.Popen(command, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # its exit code says why it has ended
+            pipe.write(json.dumps(arguments_of(ladder, point)).encode())
         forwarded = False
         for code in _poll(process):
             if code is not None:

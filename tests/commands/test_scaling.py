@@ -221,6 +221,50 @@ def test_commands_are_those_of_the_ladder(tmp_path, run_cli, monkeypatch):
     assert not expected
 
 
+SECRETS = {
+    "data.train_urls": ["https://me:pass-word-1@host/a.jsonl", "https://host/b.jsonl?v=1&X-Amz-Signature=signature-2"],
+    "trainer.tracker": {"type": "wandb", "settings": {"api_key": "key-of-wandb-3"}, "config": {"hub_token": "token-4"}},
+}
+
+
+@pytest.mark.parametrize("flags", [("--commands",), ("--slurm", "jobs")])
+def test_commands_have_no_secrets(tmp_path, run_cli, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    path = write_ladder(tmp_path, overrides=SECRETS)
+    ended = run_cli("scaling", "run", path, *flags, code=0)
+    files = [file.read_text() for file in (tmp_path / "jobs").glob("*")]
+    text = "\n".join([ended.stdout, ended.stderr, *files])
+    for secret in ("pass-word-1", "signature-2", "key-of-wandb-3", "token-4"):
+        assert secret not in text
+    ladder = read_ladder(path, None)
+    trained = []
+    monkeypatch.setattr("lmtrain.commands.train.run", lambda argv: trained.append(argv) or 75)
+    commands = [line for line in text.splitlines() if "--only" in line]
+    assert len(commands) == 12
+    for line, point in zip(commands[:4], [p for p in points(ladder, [1e-2] * 4) if not p.parent], strict=True):
+        run_cli(*shlex.split(line.removeprefix("lmtrain ")), code=75)
+        config, *others = trained.pop()
+        overrides = [tuple(flag.removeprefix("--").split("=", 1)) for flag in others]
+        assert load_config(RunConfig, config, overrides).config == ladder.load(point.settings, point.id)
+
+
+def test_secrets_of_folders_are_in_no_command(tmp_path, run_cli):
+    """The URL from which a branch starts is that of the config's checkpoints."""
+    base = BASE | {"trainer": BASE["trainer"] | dirs(tmp_path) | {"checkpointer": {"base_path": "s3://me:word@bucket/"}}}
+    path = write_ladder(tmp_path, base)
+    lines = run_cli("scaling", "run", path, "--commands", code=0).stdout.splitlines()
+    assert "word" not in "\n".join(lines)
+    assert [sum(part in line for line in lines) for part in ("--trainer.id", "--only")] == [4, 8]
+
+
+def test_one_run_of_a_ladder_is_one_that_it_has(tmp_path, run_cli):
+    path = write_ladder(tmp_path)
+    ended = run_cli("scaling", "run", path, "--only", "ladder-16x1-20x-lr0.1-seed0", code=2)
+    assert "did you mean ladder-16x1-20x-lr0.01-seed0" in ended.stderr
+    ended = run_cli("scaling", "run", path, "--only", "ladder-16x1-10x-lr0.01-seed0", code=2)
+    assert "step-" in ended.stderr
+    assert "which does not exist" in ended.stderr
+
 def test_commands_of_a_ladder_without_rates_say_that_more_follow(tmp_path, run_cli):
     write_ladder(tmp_path, **RATES)
     lines = run_cli("scaling", "run", "ladder.yaml", "--commands", code=0).stdout.splitlines()
@@ -244,6 +288,7 @@ def test_a_complete_ladder_runs_nothing(done, run_cli):
     ("flags", "message"),
     [
         (("run", "--commands", "--slurm", "jobs"), "--commands and --slurm: choose one"),
+        (("run", "--commands", "--only", "x"), "--commands and --only: choose one"),
         (("fit", "--hours", 1), "--hours: is for `lmtrain scaling predict`"),
         (("status", "--slurm", "x"), "--slurm: is for `lmtrain scaling run`"),
         (("predict", "--hours", 1, "--device", "h100", "--mfu", 0.5, "--efficiency", 0.5), "remove one"),

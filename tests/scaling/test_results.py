@@ -12,6 +12,7 @@ from lmtrain.scaling.points import points, trials
 from lmtrain.scaling.results import check, read_results, read_speed, stages
 from lmtrain.scaling.runner import train_all
 
+WANDB = {"type": "wandb", "settings": {"api_key": "key-of-wandb"}}
 RATES = {"learning_rates": [5e-3, 1e-2, 2e-2]}
 
 
@@ -228,3 +229,23 @@ def test_a_log_that_cannot_be_read_is_an_error(tmp_path):
     (tmp_path / "logs" / f"{point.id}.metrics.jsonl").mkdir(parents=True)
     with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read: Is a directory"):
         read_results(ladder)
+
+
+def test_arguments_of_a_run_are_in_no_command_line(tmp_path, monkeypatch):
+    ladder = read_ladder(write_ladder(tmp_path, overrides={"trainer.tracker": WANDB}), None)
+    started = []
+
+    class Process:
+        def __init__(self, command, **_):
+            self.command, self.stdin = command, (tmp_path / "pipe").open("wb")
+            started.append(self)
+
+        def wait(self, _):
+            return 2
+
+    monkeypatch.setattr("subprocess.Popen", Process)
+    with pytest.raises(UserError, match="was refused"):
+        train_all(ladder, lambda: True)
+    (process,) = started
+    assert "key-of-wandb" not in " ".join(process.command)
+    assert "key-of-wandb" in (tmp_path / "pipe").read_text()
