@@ -65,11 +65,12 @@ def run(argv: list[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     """train all runs that are not done"""
+    from lmtrain.scaling.describe import rate_lines
     from lmtrain.scaling.fitted import check_data
     from lmtrain.scaling.jobs import shell_lines, write_arrays
     from lmtrain.scaling.points import find_point, points, public_arguments
     from lmtrain.scaling.results import check, check_existing, read_results, stages
-    from lmtrain.scaling.runner import train_all
+    from lmtrain.scaling.runner import remaining, train_all
 
     ladder = read_ladder(arguments.ladder, arguments.vocab_size)
     if len(ladder.sizes) < 3:
@@ -90,10 +91,14 @@ def _run(arguments: argparse.Namespace) -> int:
     data_is_enough()
     check_existing(ladder)
     results = check(read_results(ladder))
+    remaining(ladder, results)
     lines, more = [[public_arguments(ladder, point) for point in stage] for stage in stages(results)], not results.law
     if not lines:
         print(f"{ladder.name}: all runs are done", file=sys.stderr)
-    elif arguments.slurm is None:
+        return 0
+    for line in rate_lines(ladder, results):
+        print(f"{ladder.name}: {line}", file=sys.stderr)
+    if arguments.slurm is None:
         print("\n".join(shell_lines(lines, more)))
     else:
         script = write_arrays(arguments.slurm, ladder.name, lines, more)

@@ -1,5 +1,6 @@
 """Ladders, fits and predictions as text and as JSON."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -54,18 +55,23 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def rate_lines(ladder: Ladder, results: Results) -> Iterator[str]:
-    """The best learning rate of each size that tried them, with a warning if it is the first or the last one."""
+    """The best learning rate of each size that has tried all, with a warning if it is the first or the last one."""
+    if len(ladder.rates) == 1:
+        yield f"learning rate: {ladder.rates[0]:g}, the only one; learning_rates of the ladder tries others"
     for number, size in enumerate(ladder.sizes):
         ended = [r for r in results.trials if r.point.size == number and r.state in ("done", "diverged")]
         losses = {r.point.rate: r.loss for r in ended if r.loss is not None}
         if not losses or len(losses) < len(ladder.rates):
             continue
         best = min(losses, key=lambda rate: losses[rate])
-        tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items())
-        yield f"learning rate of {size.label}: {best:g} ({tried})"
-        if best in (ladder.rates[0], ladder.rates[-1]):
-            end = "lowest" if best == ladder.rates[0] else "highest"
-            yield f"  the best one is the {end} tried; add others to learning_rates"
+        tried = ", ".join(
+            f"{rate:g}: {'diverged' if loss == math.inf else f'{loss:.4f}'}" for rate, loss in losses.items()
+        )
+        edge = {
+            ladder.rates[0]: "; it is the lowest tried, add lower ones to learning_rates",
+            ladder.rates[-1]: "; it is the highest tried, add higher ones to learning_rates",
+        }
+        yield f"learning rate of {size.label}: {best:g} ({tried}){edge.get(best, '')}"
 
 
 def fit_lines(fitted: FittedLadder) -> Iterator[str]:

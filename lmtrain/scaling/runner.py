@@ -16,9 +16,10 @@ from lmtrain.config.counts import counted
 from lmtrain.config.errors import RunError, UserError
 from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
+from lmtrain.scaling.describe import rate_lines
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.points import Point, arguments_of, trials
-from lmtrain.scaling.results import Result, check, check_existing, read_result, read_results, stages
+from lmtrain.scaling.results import Result, Results, check, check_existing, is_complete, read_result, read_results, stages
 
 # `lmtrain train`, which ends at once if the ladder is killed: no run is left behind that holds its folder. Its arguments
 # come from a pipe, as other users see command lines, and these may have secrets.
@@ -44,8 +45,10 @@ def train_all(ladder: Ladder, data_is_enough: Callable[[], bool]) -> int:
     Raises `UserError` if a run refuses its settings, and `RunError` if one fails.
     """
     is_enough, tried = False, {trial.id for trial in trials(ladder)}
+    said: set[str] = set()
     check_existing(ladder)
-    while left := [point for stage in stages(check(read_results(ladder))) for point in stage]:
+    while left := remaining(ladder, check(read_results(ladder))):
+        _say_rates(ladder, said)
         for number, point in enumerate(left):
             is_enough = is_enough or data_is_enough()
             check_start(ladder, point)
@@ -57,7 +60,28 @@ def train_all(ladder: Ladder, data_is_enough: Callable[[], bool]) -> int:
                 print(f"{ladder.name}: stopped; run the same command again to resume", file=sys.stderr, flush=True)
                 return code
             _check_done(ladder, read_result(ladder, point), point.id in tried, code)
+            if point.id in tried:
+                _say_rates(ladder, said)
     return 0
+
+
+def _say_rates(ladder: Ladder, said: set[str]) -> None:
+    """Print the best learning rates once they are known, while the ladder can still be stopped and others be added."""
+    for line in rate_lines(ladder, read_results(ladder)):
+        if line not in said:
+            said.add(line)
+            print(f"{ladder.name}: {line}", file=sys.stderr, flush=True)
+
+
+def remaining(ladder: Ladder, results: Results) -> list[Point]:
+    """The runs that are not done, in order. Raises `UserError` if one branches off from a run that is done, without the
+    checkpoint."""
+    left = [point for stage in stages(results) for point in stage]
+    ids = {point.id for point in left}
+    for point in left:
+        if point.parent not in ids:
+            check_start(ladder, point)
+    return left
 
 
 def _check_done(ladder: Ladder, result: Result, is_trial: bool, code: int) -> None:
@@ -70,6 +94,8 @@ def _check_done(ladder: Ladder, result: Result, is_trial: bool, code: int) -> No
         raise UserError(f"{result.point.id} was refused; see above")
     elif code:
         raise RunError(f"{result.point.id} failed with exit code {code}; run the same command again to resume")
+    elif result.state == "not saved":
+        raise RunError(f"{result.point.id} was not saved after its last step; run the same command again to resume")
     elif result.state != "done":
         trainer = ladder.run.trainer
         raise UserError(
@@ -81,13 +107,13 @@ def _check_done(ladder: Ladder, result: Result, is_trial: bool, code: int) -> No
 
 
 def check_start(ladder: Ladder, point: Point) -> None:
-    """Raise `UserError` if the checkpoint from which a run branches off is missing."""
+    """Raise `UserError` if the checkpoint from which a run branches off is missing or not complete."""
     folder = point.settings.get("trainer.initialize_from", "")
-    if folder and "://" not in folder and not os.path.isdir(folder):
+    if folder and not is_complete(folder):
         trainer, parent = ladder.run.trainer, str(point.parent)
         raise UserError(
-            f"{point.id} starts from {folder}, which does not exist: {parent} was trained without this length, or its "
-            f"checkpoints were removed. Remove {trainer.checkpointer.run_folder(parent)} and its log in "
+            f"{point.id} starts from {folder}, which is no complete checkpoint: {parent} was trained without this "
+            f"length, its save failed, or its checkpoints were removed. Remove {trainer.checkpointer.run_folder(parent)} and its log in "
             f"{fill_run_id(trainer.log_dir, parent)} to train it again"
         )
 

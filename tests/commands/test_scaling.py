@@ -60,7 +60,7 @@ def test_the_status_is_a_table(tmp_path, run_cli):
 def test_the_best_rate_at_the_end_of_the_list_is_said(tmp_path, run_cli):
     path = write_ladder(tmp_path, learning_rates=[1e-2, 2e-2])
     write_results(tmp_path, path, done=lambda point: point.size == 0)
-    assert "the best one is the lowest tried; add others" in run_cli("scaling", "status", path, code=0).stdout
+    assert "it is the lowest tried, add lower ones" in run_cli("scaling", "status", path, code=0).stdout
 
 
 def test_the_fit_is_the_law(done, run_cli):
@@ -263,7 +263,7 @@ def test_one_run_of_a_ladder_is_one_that_it_has(tmp_path, run_cli):
     assert "did you mean ladder-16x1-20x-lr0.01-seed0" in ended.stderr
     ended = run_cli("scaling", "run", path, "--only", "ladder-16x1-10x-lr0.01-seed0", code=2)
     assert "step-" in ended.stderr
-    assert "which does not exist" in ended.stderr
+    assert "which is no complete checkpoint" in ended.stderr
 
 def test_commands_of_a_ladder_without_rates_say_that_more_follow(tmp_path, run_cli):
     write_ladder(tmp_path, **RATES)

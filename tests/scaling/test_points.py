@@ -146,6 +146,7 @@ def test_runs_of_wsd_have_the_settings_of_their_longest(make):
             "one batch",
         ),
         ({"overrides": {"epoch": 1}}, "epoch: the ladder sets it"),
+        ({"overrides": {"trainer.checkpointer.append_run_id_to_base_path": False}}, "append_run_id_to_base_path"),
     ],
 )
 def test_a_bad_ladder_is_an_error(make, changes, message):
