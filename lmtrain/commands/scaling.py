@@ -184,6 +184,7 @@ def _best(
     effects = repetitions(best.prediction.tokens, train_tokens(big.config))
     lines = [*effect_lines(effects), *best_lines(best, speed, arguments.hours), cost_line(best.prediction.flops, speed)]
     answer = prediction_json(best.prediction) | {"range": list(best.range), "settings": dict(best.settings)}
+    answer["size_interval"] = list(best.interval)
     answer["unknown_effects"] = effects
     if arguments.write is None:
         lines.append("settings  (--write FILE writes a config)")

@@ -6,13 +6,11 @@ from typing import Any
 
 from lmtrain.config.counts import counted
 from lmtrain.config.redact import redact
-from lmtrain.scaling.fitted import FittedLadder
+from lmtrain.scaling.fitted import INFORMATIVE, FittedLadder
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.law import Interval
 from lmtrain.scaling.predict import Best, Prediction, Speed
 from lmtrain.scaling.results import Result, Results, stages
-
-_FAR = 100  # times the largest N
 
 _UNKNOWNS = {
     "E": "the loss that no size and no data falls below",
@@ -85,10 +83,14 @@ def fit_lines(fitted: FittedLadder) -> Iterator[str]:
     )
     if fitted.missing:
         yield f"left out, as they are not done: {counted(fitted.missing, 'run')}"
+    if unchecked := sum(not run.is_checked for run in runs):
+        yield f"not checked, as their log folder has no config.yaml: the settings of {counted(unchecked, 'run')}"
     yield "L(N, D) = E + A / N^alpha + B / D^beta, in nats per token; intervals of 95 %"
     for name, meaning in _UNKNOWNS.items():
         value, (low, high) = getattr(fit.law, name), fit.interval(name)
         note = "NOT IDENTIFIED by these runs" if name in fit.unidentified else meaning
+        if name in fit.at_bounds:
+            note = f"NOT IDENTIFIED: at its bound of {fit.at_bounds[name]:g}"
         yield f"  {name:<6}{value:>10.4g}   {low:>9.4g} to {high:<9.4g} {note}"
     yield f"noise     {100 * fit.noise:.2g} % of the loss of one run ({fit.degrees} degrees of freedom)"
     worst = max(range(len(runs)), key=lambda i: abs(fit.residuals[i]))
@@ -101,15 +103,17 @@ def _backtest_lines(fitted: FittedLadder) -> Iterator[str]:
         yield "backtest  not possible: without the largest run, too few are left for a fit; add a size"
         return
     names = ", ".join(dict.fromkeys(fitted.ladder.sizes[test.result.point.size].label for test in fitted.backtest))
-    covered = sum(test.is_covered for test in fitted.backtest)
-    yield (
-        f"backtest  a fit without {counted(len(fitted.backtest), 'run')} of {names} predicts them; {covered} of "
-        f"{len(fitted.backtest)} in the interval of 95 %"
-    )
+    runs, informative = len(fitted.backtest), [test for test in fitted.backtest if test.is_informative]
+    covered = sum(test.is_covered for test in informative)
+    verdict = f"{covered} of {runs} in the interval of 95 %"
+    if len(informative) < runs:
+        wide = f"wider than {100 * INFORMATIVE:g} % of the loss"
+        verdict += f", {runs - len(informative)} NOT INFORMATIVE, with intervals {wide}"
+    yield f"backtest  a fit without {counted(runs, 'run')} of {names} predicts them; {verdict}"
     for test in fitted.backtest:
         yield (
-            f"  {test.result.point.id}: {test.predicted:.4f} ({interval_text(test.interval)}) instead of "
-            f"{test.result.loss:.4f}, {100 * test.error:+.2f} %"
+            f"  {test.result.point.id}: {test.predicted:.4f} ({interval_text(test.interval)}, width "
+            f"{100 * test.width:.2g} %) instead of {test.result.loss:.4f}, {100 * test.error:+.2f} %"
         )
 
 
@@ -122,7 +126,7 @@ def prediction_lines(prediction: Prediction) -> Iterator[str]:
         f"beyond    the ladder's largest run by {p.size_factor:.3g} x in N, {p.token_factor:.3g} x in D, "
         f"{p.flops_factor:.3g} x in FLOPs"
     )
-    far = "; far outside the ladder: a direction, not a prediction" if p.size_factor > _FAR else ""
+    far = "; far outside the ladder: a direction, not a prediction" if p.is_far else ""
     yield f"loss      {p.loss:.4f} ({interval_text(p.interval)} with 95 %){far}"
 
 
@@ -144,10 +148,11 @@ def cost_line(flops: float, speed: Speed) -> str:
 
 def best_lines(best: Best, speed: Speed, hours: float) -> Iterator[str]:
     """The best run for a budget."""
-    low, high = best.range
+    (low, high), (least, most) = best.range, best.interval
     yield (
         f"budget    {speed.devices} x {speed.device} for {hours:g} h: {speed.flops(hours):.3g} FLOPs; the best N is "
-        f"{count(best.parameters)}, and from {count(low)} to {count(high)} the loss is within 0.1 %"
+        f"{count(best.parameters)} ({count(least)} to {count(most)} with 95 %), and from {count(low)} to {count(high)} "
+        "the loss is within 0.1 %"
     )
     yield from prediction_lines(best.prediction)
 
@@ -161,6 +166,7 @@ def fit_json(fitted: FittedLadder) -> dict[str, Any]:
         "law": {name: getattr(fit.law, name) for name in _UNKNOWNS},
         "intervals": {name: list(fit.interval(name)) for name in _UNKNOWNS},
         "unidentified": fit.unidentified,
+        "at_bounds": dict(fit.at_bounds),
         "noise": fit.noise,
         "residuals": {run.point.id: float(value) for run, value in zip(fitted.runs, fit.residuals, strict=True)},
         "backtest": {
@@ -168,6 +174,8 @@ def fit_json(fitted: FittedLadder) -> dict[str, Any]:
                 "predicted": test.predicted,
                 "interval": list(test.interval),
                 "loss": test.result.loss,
+                "width": test.width,
+                "informative": test.is_informative,
             }
             for test in fitted.backtest
         },

@@ -40,7 +40,7 @@ class Result:
     """The state of a run. `loss` is that after its last step, None before; infinite if it has diverged.
 
     It is done if it also `is_saved`, with the checkpoint of its last step. `differences` are settings with which it was
-    trained instead of those of the ladder.
+    trained instead of those of the ladder; not `is_checked`: its config is not there to compare.
     """
 
     point: Point
@@ -48,6 +48,7 @@ class Result:
     loss: float | None = None
     differences: Sequence[str] = ()
     is_saved: bool = True
+    is_checked: bool = True
 
     @property
     def state(self) -> str:
@@ -134,12 +135,13 @@ def read_result(ladder: Ladder, point: Point) -> Result:
         elif _TRAIN_LOSS in values:
             loss = None if _finite(values[_TRAIN_LOSS]) < math.inf else math.inf
     config = os.path.join(fill_run_id(ladder.run.trainer.log_dir, point.id), point.id, "config.yaml")
-    other = differences(ladder.load(point.settings, point.id), config) if step and os.path.exists(config) else []
+    is_checked = not step or os.path.exists(config)
+    other = differences(ladder.load(point.settings, point.id), config) if step and is_checked else []
     if step > point.steps and not other:
         other = [f"{step:,} steps instead of {point.steps:,}"]
     if loss is not None and not is_saved:  # killed before it logged the save
         is_saved = is_complete(step_folder(ladder.run.trainer.checkpointer.run_folder(point.id), point.steps))
-    return Result(point, step, loss, other, is_saved)
+    return Result(point, step, loss, other, is_saved, is_checked)
 
 
 def is_complete(checkpoint: str) -> bool:

@@ -19,10 +19,19 @@ from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
 from lmtrain.scaling.describe import rate_lines
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.points import Point, arguments_of, trials
-from lmtrain.scaling.results import Result, Results, check, check_existing, is_complete, read_result, read_results, stages
+from lmtrain.scaling.results import (
+    Result,
+    Results,
+    check,
+    check_existing,
+    is_complete,
+    read_result,
+    read_results,
+    stages,
+)
 
-# `lmtrain train`, which ends at once if the ladder is killed: no run is left behind that holds its folder. Its arguments
-# come from a pipe, as other users see command lines, and these may have secrets.
+# `lmtrain train`, which ends at once if the ladder is killed: no run is left behind that holds its folder. Its
+# arguments come from a pipe, as other users see command lines, and these may have secrets.
 _TRAIN = """
 import json, sys
 from lmtrain.runtime.signals import end_at_once
@@ -74,8 +83,8 @@ def _say_rates(ladder: Ladder, said: set[str]) -> None:
 
 
 def remaining(ladder: Ladder, results: Results) -> list[Point]:
-    """The runs that are not done, in order. Raises `UserError` if one branches off from a run that is done, without the
-    checkpoint."""
+    """The runs that are not done, in order. Raises `UserError` if one branches off from a run that is done, and the
+    checkpoint is missing."""
     left = [point for stage in stages(results) for point in stage]
     ids = {point.id for point in left}
     for point in left:
@@ -113,8 +122,9 @@ def check_start(ladder: Ladder, point: Point) -> None:
         trainer, parent = ladder.run.trainer, str(point.parent)
         raise UserError(
             f"{point.id} starts from {folder}, which is no complete checkpoint: {parent} was trained without this "
-            f"length, its save failed, or its checkpoints were removed. Remove {trainer.checkpointer.run_folder(parent)} and its log in "
-            f"{fill_run_id(trainer.log_dir, parent)} to train it again"
+            f"length, its save failed, or its checkpoints were removed. Remove "
+            f"{trainer.checkpointer.run_folder(parent)} and its log in {fill_run_id(trainer.log_dir, parent)} to train "
+            "it again"
         )
 
 

@@ -165,6 +165,7 @@ def test_the_settings_of_the_ladder_itself_are_no_difference(tmp_path):
     [
         (lambda point: point.size < 2, "2 sizes done, and the law's exponents need 3 or more"),
         (lambda point: point.ratio == 20, "1 ratio done, and the law's exponents need 2 or more"),
+        (lambda point: point.ratio == 20 or point.id == "ladder-16x1-5x-lr0.01-seed0", "5 runs done, and the law"),
         (lambda point: point.size > 1 or (point.size == 0 and point.ratio == 5), None),
     ],
 )
@@ -174,6 +175,24 @@ def test_runs_that_do_not_determine_the_exponents_are_refused(tmp_path, done, me
         assert fit_ladder(ladder, read_results(ladder), None).missing == 5
         return
     with pytest.raises(UserError, match=message):
+        fit_ladder(ladder, read_results(ladder), None)
+
+
+def test_seeds_are_no_points_of_the_law(tmp_path):
+    """Of 8 runs there are 4 points, and the law has 5 unknowns."""
+    path = write_ladder(tmp_path, schedule="cosine", seeds=[0, 1])
+    done = {(0, 5), (1, 5), (2, 5), (2, 10)}
+    ladder = write_results(tmp_path, path, done=lambda point: (point.size, point.ratio) in done)
+    with pytest.raises(UserError, match="4 runs done, and the law's exponents need 6 or more"):
+        fit_ladder(ladder, read_results(ladder), None)
+
+
+def test_a_copy_of_a_run_is_refused(tmp_path):
+    ladder = write_results(tmp_path, write_ladder(tmp_path, schedule="cosine", seeds=[0, 1]))
+    one, other = (point for point in points(ladder, [1e-2] * 4) if (point.size, point.ratio) == (2, 10))
+    for point in (one, other):
+        write_log(tmp_path, point, 3.25)
+    with pytest.raises(UserError, match=f"{one.id} and {other.id} have the same loss of 3.25"):
         fit_ladder(ladder, read_results(ladder), None)
 
 
@@ -281,7 +300,7 @@ def test_a_missing_checkpoint_of_a_branch_is_said_before_the_first_run(tmp_path,
     """Also if other runs would be trained before it."""
     ladder = write_results(tmp_path, write_ladder(tmp_path), done=lambda point: point.size == 0 and point.ratio == 20)
     monkeypatch.setattr("subprocess.Popen", None)
-    with pytest.raises(UserError, match="ladder-16x1-10x-lr0.01-seed0 starts from"):
+    with pytest.raises(UserError, match=r"ladder-16x1-10x-lr0\.01-seed0 starts from"):
         train_all(ladder, lambda: True)
 
 
