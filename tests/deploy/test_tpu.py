@@ -38,6 +38,7 @@ def test_help_lists_every_accepted_flag(desk, name):
         ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-s", "nowhere"], "set-up script not found: nowhere"),
         ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-b", "nowhere"], "branch nowhere not found"),
         ("spin-up", ["my-tpu", "-z", "a", "-t", "v9-8"], "v9-8; set it with -i"),
+        ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-r", "https://word@host/x"], "has a password or token"),
         ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8"], "CMD is missing"),
         ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "A=1"], "CMD is missing"),
         ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "true"], "CMD comes after --"),
