@@ -65,16 +65,16 @@ def run(argv: list[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     """train all runs that are not done"""
-    from lmtrain.scaling.describe import rate_lines
-    from lmtrain.scaling.fitted import check_data
+    from lmtrain.scaling.describe import few_sizes, rate_lines
+    from lmtrain.scaling.fitted import MIN_SIZES, check_data
     from lmtrain.scaling.jobs import shell_lines, write_arrays
     from lmtrain.scaling.points import find_point, points, public_arguments
     from lmtrain.scaling.results import check, check_existing, read_results, stages
     from lmtrain.scaling.runner import remaining, train_all
 
     ladder = read_ladder(arguments.ladder, arguments.vocab_size)
-    if len(ladder.sizes) < 3:
-        print(f"{ladder.path}: fewer than 3 sizes, from which no law can be fitted", file=sys.stderr)
+    if len(ladder.sizes) < MIN_SIZES:
+        print(f"{ladder.name}: {few_sizes(ladder)}", file=sys.stderr)
     law = points(ladder, ladder.rates[:1] * len(ladder.sizes))
     for point in law:  # errors of all runs before the first one
         ladder.load(point.settings, point.id)

@@ -6,7 +6,7 @@ from typing import Any
 
 from lmtrain.config.counts import counted
 from lmtrain.config.redact import redact
-from lmtrain.scaling.fitted import INFORMATIVE, FittedLadder
+from lmtrain.scaling.fitted import INFORMATIVE, MIN_SIZES, FittedLadder
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.law import Interval
 from lmtrain.scaling.predict import Best, Prediction, Speed
@@ -36,6 +36,8 @@ def status_lines(ladder: Ladder, results: Results) -> Iterator[str]:
             yield "  ".join("-" * width for width in widths)
     yield from (f"{r.point.id}: {'; '.join(r.differences)}" for r in results.all if r.differences)
     yield ""
+    if len(ladder.sizes) < MIN_SIZES:
+        yield few_sizes(ladder)
     yield from rate_lines(ladder, results)
     left = [point for stage in stages(results) for point in stage]
     if all(result.state == "not started" for result in results.all):
@@ -43,6 +45,11 @@ def status_lines(ladder: Ladder, results: Results) -> Iterator[str]:
     more = "" if results.law else ", and those of the law once the learning rates have been tried"
     flops = sum(point.flops for point in left)
     yield f"left: {counted(len(left), 'run')}, {flops:.3g} FLOPs{more}" if left or more else "complete"
+
+
+def few_sizes(ladder: Ladder) -> str:
+    """That a ladder has too few sizes."""
+    return f"{counted(len(ladder.sizes), 'size')}: no law can be fitted to fewer than {MIN_SIZES}"
 
 
 def _row(result: Result) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.law import Interval
 from lmtrain.scaling.results import Result, Results, check
 
+MIN_SIZES = 3
 _MIN_POINTS = NUM_UNKNOWN + 1
 # An interval of a backtest that is wider than this, as a fraction of the loss, says nothing about the law.
 INFORMATIVE = 0.1
@@ -82,7 +83,7 @@ def usable_runs(ladder: Ladder, results: Results, train_tokens: float | None) ->
     runs = [result for result in results.law if result.state == "done"]
     check_data(ladder, [run.point.tokens for run in runs], train_tokens)
     for found, least, what in (
-        ({run.point.parameters for run in runs}, 3, "size"),
+        ({run.point.parameters for run in runs}, MIN_SIZES, "size"),
         ({run.point.ratio for run in runs}, 2, "ratio"),
         ({run.point.tokens for run in runs}, 3, "number of tokens"),
         (_distinct(runs), _MIN_POINTS, "run"),
@@ -139,7 +140,7 @@ def _backtest(runs: Sequence[Result]) -> list[Tested]:
         lambda run: run.point.flops_per_token * run.point.tokens == most,
     ):
         kept, out = [run for run in runs if not is_out(run)], [run for run in runs if is_out(run)]
-        if len(_distinct(kept)) >= _MIN_POINTS and len({run.point.parameters for run in kept}) >= 3:
+        if len(_distinct(kept)) >= _MIN_POINTS and len({run.point.parameters for run in kept}) >= MIN_SIZES:
             fit = _fit(kept)
             return [
                 Tested(

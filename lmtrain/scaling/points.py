@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.config.suggest import suggest_name
 from lmtrain.optim.cycles import num_steps
 from lmtrain.scaling.arguments import as_arguments
 from lmtrain.scaling.ladder import Ladder, training_flops
+
+_MIN_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,18 @@ def _runs(ladder: Ladder, number: int, rate: float, seed: int) -> list[Point]:
     """The runs of a size, seed and learning rate, the longest one first."""
     size = ladder.sizes[number]
     ratios = sorted(ladder.config.tokens_per_parameter, reverse=True)
-    if ladder.config.schedule == "cosine":
-        return [_point(ladder, number, ratio, seed, rate, size.parameters * ratio) for ratio in ratios]
-    runs = [_point(ladder, number, ratio, seed, rate, size.parameters * ratios[0]) for ratio in ratios]
-    return _branch(ladder, runs)
+    is_cosine = ladder.config.schedule == "cosine"
+    runs = [
+        _point(ladder, number, ratio, seed, rate, size.parameters * (ratio if is_cosine else ratios[0]))
+        for ratio in ratios
+    ]
+    for run, longer in zip(runs, [None, *runs], strict=False):
+        if run.steps < _MIN_STEPS or (longer and longer.tokens == run.tokens):
+            raise UserError(
+                f"{ladder.path}: {run.id} has {counted(run.steps, 'step')}: lengths need {_MIN_STEPS} or more, and "
+                "different ones; increase tokens_per_parameter, or decrease trainer.train_batch_size"
+            )
+    return runs if is_cosine else _branch(ladder, runs)
 
 
 def _point(ladder: Ladder, number: int, ratio: float, seed: int, rate: float, tokens: float) -> Point:
