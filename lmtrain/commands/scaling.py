@@ -151,7 +151,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     check_config(ladder, big.path, config)
     speed = _speed(arguments, fitted, config)
     lines = [*fit_lines(fitted), ""]
-    answer: dict[str, Any] = {"speed": asdict(speed)}
+    answer: dict[str, Any] = {"speed": asdict(speed), "unidentified": fitted.fit.unidentified}
     if arguments.config is not None:
         prediction = predict(fitted, config.model, tokens_of(config))
         effects = unknown_effects(fitted, config, train_tokens(config))

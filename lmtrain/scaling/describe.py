@@ -206,7 +206,8 @@ def status_json(results: Results) -> list[dict[str, Any]]:
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
     """A prediction."""
     names = ("parameters", "tokens", "flops", "loss", "size_factor", "token_factor", "flops_factor")
-    return {**{name: getattr(prediction, name) for name in names}, "interval": list(prediction.interval)}
+    others = {"interval": list(prediction.interval), "far": prediction.is_far}
+    return {name: getattr(prediction, name) for name in names} | others
 
 
 def count(number: float) -> str:

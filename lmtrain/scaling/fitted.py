@@ -71,13 +71,13 @@ def fit_ladder(ladder: Ladder, results: Results, train_tokens: float | None) -> 
 
 def usable_runs(ladder: Ladder, results: Results, train_tokens: float | None) -> list[Result]:
     """The runs of the law that are done. Raises `UserError` as `fit_ladder`."""
-    if not results.law:
+    if not check(results).law:
         left = sum(trial.state not in ("done", "diverged") for trial in results.trials)
         raise UserError(
             f"{ladder.path}: the learning rates have not been tried, {counted(left, 'run')} left; "
             f"run `lmtrain scaling run {ladder.path}`"
         )
-    for result in check(results).law:
+    for result in results.law:
         if result.state == "diverged":
             raise UserError(f"{result.point.id} has diverged; add lower learning_rates to the ladder")
     runs = [result for result in results.law if result.state == "done"]

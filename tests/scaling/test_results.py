@@ -150,6 +150,16 @@ def test_runs_with_other_settings_are_refused(tmp_path, changes, named):
         check(results)
 
 
+def test_a_fit_names_other_settings_before_missing_runs(tmp_path):
+    ladder = read_ladder(write_ladder(tmp_path, **RATES), None)
+    trial, *_ = trials(ladder)
+    write_log(tmp_path, trial, 3.0)
+    (tmp_path / "logs" / trial.id).mkdir()
+    (tmp_path / "logs" / trial.id / "config.yaml").write_text("model: [")
+    with pytest.raises(UserError, match=f"{trial.id} was trained with other settings"):
+        fit_ladder(ladder, read_results(ladder), None)
+
+
 def test_the_settings_of_the_ladder_itself_are_no_difference(tmp_path):
     ladder = write_results(tmp_path, write_ladder(tmp_path))
     for point in points(ladder, [1e-2] * 4):
