@@ -17,9 +17,10 @@ _MAX_RATIO = 1.2  # of two ratios of width to depth
 def scaled_model(model: ModelConfig, parameters: float, vocab_size: int) -> ModelConfig:
     """The model closest to this number of parameters with the proportions of `model`.
 
-    The ratio of width to depth is within a fifth of that of `model` if whole groups of heads allow it, each head as wide
-    as before; else a factor on the number of parameters counts as much as its square on the ratio. MLPs are in proportion to the width, in multiples of 128 where they are wider than 2,048.
-    Raises `UserError` if no depth fits the model's settings.
+    The ratio of width to depth is within a fifth of that of `model` if whole groups of heads allow it, each head as
+    wide as before; else a factor on the number of parameters counts as much as its square on the ratio. MLPs are in
+    proportion to the width, in multiples of 128 where they are wider than 2,048. Raises `UserError` if no depth
+    fits the model's settings.
     """
     best: ModelConfig | None = None
     distance = lowest = math.inf
