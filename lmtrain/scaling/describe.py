@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 from lmtrain.config.counts import counted
@@ -11,6 +12,8 @@ from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.law import Interval
 from lmtrain.scaling.predict import Best, Prediction, Speed
 from lmtrain.scaling.results import Result, Results, stages
+
+_OUTLIER = 10  # times the median residual
 
 _UNKNOWNS = {
     "E": "the loss that no size and no data falls below",
@@ -100,8 +103,11 @@ def fit_lines(fitted: FittedLadder) -> Iterator[str]:
             note = f"NOT IDENTIFIED: at its bound of {fit.at_bounds[name]:g}"
         yield f"  {name:<6}{value:>10.4g}   {low:>9.4g} to {high:<9.4g} {note}"
     yield f"noise     {100 * fit.noise:.2g} % of the loss of one run ({fit.degrees} degrees of freedom)"
-    worst = max(range(len(runs)), key=lambda i: abs(fit.residuals[i]))
-    yield f"residuals {100 * float(abs(fit.residuals).max()):.2g} % at most, of {runs[worst].point.id}"
+    sizes_of_residuals = [abs(float(residual)) for residual in fit.residuals]
+    largest, run = max(zip(sizes_of_residuals, (run.point.id for run in runs), strict=True))
+    is_outlier = largest > max(_OUTLIER * median(sizes_of_residuals), 0.01)
+    note = f"; an outlier, which may have diverged: `lmtrain report {run}` shows its loss" if is_outlier else ""
+    yield f"residuals {100 * largest:.2g} % at most, of {run}{note}"
     yield from _backtest_lines(fitted)
 
 
@@ -120,7 +126,7 @@ def _backtest_lines(fitted: FittedLadder) -> Iterator[str]:
     for test in fitted.backtest:
         yield (
             f"  {test.result.point.id}: {test.predicted:.4f} ({interval_text(test.interval)}, width "
-            f"{100 * test.width:.2g} %) instead of {test.result.loss:.4f}, {100 * test.error:+.2f} %"
+            f"{100 * test.width:.3g} %) instead of {test.result.loss:.4f}, {100 * test.error:+.2f} %"
         )
 
 

@@ -79,6 +79,16 @@ def test_the_fit_is_the_law(done, run_cli):
     assert ("NOT IDENTIFIED" in text) == bool(found["unidentified"])
 
 
+def test_a_run_that_is_far_from_the_law_is_named(tmp_path, run_cli):
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    assert "outlier" not in run_cli("scaling", "fit", "ladder.yaml", code=0).stdout
+    point = points(ladder, [1e-2] * 4)[7]
+    write_log(tmp_path, point, 1.5 * LAW.loss(point.parameters, point.tokens))
+    text = run_cli("scaling", "fit", "ladder.yaml", code=0).stdout
+    (line,) = [line for line in text.splitlines() if line.startswith("residuals ")]
+    assert f"of {point.id}; an outlier" in line
+
+
 def test_a_prediction_has_a_loss_and_a_cost(done, tmp_path, run_cli):
     answer = json.loads(run_cli("scaling", "predict", "ladder.yaml", "--config", "big.yaml", "--json", code=0).stdout)
     config = load_config(RunConfig, str(tmp_path / "big.yaml")).config
