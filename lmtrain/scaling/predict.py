@@ -137,7 +137,7 @@ def check_identified(fit: Fit) -> None:
     makes them wrong."""
     if wrong := [name for name in fit.unidentified if name != "E" or name in fit.at_bounds]:
         raise UserError(
-            f"these runs do not identify {' and '.join(wrong)} of the law, so that it has no best size: `lmtrain "
+            f"these runs do not identify {', '.join(wrong)} of the law, so that it has no best size: `lmtrain "
             "scaling fit` shows the intervals; add sizes that differ more, lengths or seeds to the ladder"
         )
 
