@@ -73,6 +73,8 @@ parse() {
         [ -z "$(git -C "$here" status --porcelain --untracked-files=no 2> /dev/null)" ] || \
             say "workers get the committed files; this checkout has uncommitted changes"
     fi
+    [[ ! $repo =~ ^https?://[^/]*@ ]] || \
+        mistake "-r: command lines are visible to others, and this URL has a password or token; leave -r out, and this checkout is copied"
     command -v gcloud > /dev/null || mistake "gcloud not found; install the Google Cloud CLI, then: gcloud auth login"
     umask 077
     work=$(mktemp -d)

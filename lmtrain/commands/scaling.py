@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +28,8 @@ from lmtrain.scaling.arguments import as_overrides
 
 if TYPE_CHECKING:
     from lmtrain.scaling.fitted import FittedLadder
+    from lmtrain.scaling.ladder import Ladder
+    from lmtrain.scaling.points import Point
     from lmtrain.scaling.predict import Speed
 
 
@@ -42,6 +44,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--vocab_size", type=count, metavar="N", help="vocabulary size, if the tokenizer is unknown")
     jobs = parser.add_argument_group("run")
     jobs.add_argument("--commands", action="store_true", help="print the commands of the runs instead of running them")
+    jobs.add_argument("--only", metavar="ID", help="train this run only, once, in this process")
     jobs.add_argument("--slurm", metavar="DIR", help="write Slurm arrays of the runs and a script that submits them")
     big = parser.add_argument_group("predict")
     big.add_argument("--config", metavar="BIG", help="CONFIG of the large run (default: that of the ladder)")
@@ -62,15 +65,16 @@ def run(argv: list[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     """train all runs that are not done"""
-    from lmtrain.scaling.fitted import check_data
+    from lmtrain.scaling.describe import few_sizes, rate_lines
+    from lmtrain.scaling.fitted import MIN_SIZES, check_data
     from lmtrain.scaling.jobs import shell_lines, write_arrays
-    from lmtrain.scaling.points import arguments_of, points
+    from lmtrain.scaling.points import find_point, points, public_arguments
     from lmtrain.scaling.results import check, check_existing, read_results, stages
-    from lmtrain.scaling.runner import train_all
+    from lmtrain.scaling.runner import remaining, train_all
 
     ladder = read_ladder(arguments.ladder, arguments.vocab_size)
-    if len(ladder.sizes) < 3:
-        print(f"{ladder.path}: fewer than 3 sizes, from which no law can be fitted", file=sys.stderr)
+    if len(ladder.sizes) < MIN_SIZES:
+        print(f"{ladder.name}: {few_sizes(ladder)}", file=sys.stderr)
     law = points(ladder, ladder.rates[:1] * len(ladder.sizes))
     for point in law:  # errors of all runs before the first one
         ladder.load(point.settings, point.id)
@@ -80,20 +84,39 @@ def _run(arguments: argparse.Namespace) -> int:
         check_data(ladder, [point.tokens for point in law], available)
         return available is not None
 
+    if arguments.only is not None:
+        return _train_one(ladder, find_point(ladder, arguments.only), data_is_enough)
     if not arguments.commands and arguments.slurm is None:
         return train_all(ladder, data_is_enough) or _status(arguments)
     data_is_enough()
     check_existing(ladder)
     results = check(read_results(ladder))
-    lines, more = [[arguments_of(ladder, point) for point in stage] for stage in stages(results)], not results.law
+    remaining(ladder, results)
+    lines, more = [[public_arguments(ladder, point) for point in stage] for stage in stages(results)], not results.law
     if not lines:
         print(f"{ladder.name}: all runs are done", file=sys.stderr)
-    elif arguments.slurm is None:
+        return 0
+    for line in rate_lines(ladder, results):
+        print(f"{ladder.name}: {line}", file=sys.stderr)
+    if arguments.slurm is None:
         print("\n".join(shell_lines(lines, more)))
     else:
         script = write_arrays(arguments.slurm, ladder.name, lines, more)
         print(f"run: bash {shlex.quote(script)} [OPTIONS OF SBATCH]")
     return 0
+
+
+def _train_one(ladder: "Ladder", point: "Point", data_is_enough: Callable[[], bool]) -> int:
+    """Train one run in this process, as `lmtrain train`. -> its exit code"""
+    from lmtrain.commands.train import run as train
+    from lmtrain.scaling.points import arguments_of
+    from lmtrain.scaling.results import Results, check, read_result
+    from lmtrain.scaling.runner import check_start
+
+    check(Results([], [read_result(ladder, point)]))
+    data_is_enough()
+    check_start(ladder, point)
+    return train(arguments_of(ladder, point)[1:])
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -128,7 +151,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     check_config(ladder, big.path, config)
     speed = _speed(arguments, fitted, config)
     lines = [*fit_lines(fitted), ""]
-    answer: dict[str, Any] = {"speed": asdict(speed)}
+    answer: dict[str, Any] = {"speed": asdict(speed), "unidentified": fitted.fit.unidentified}
     if arguments.config is not None:
         prediction = predict(fitted, config.model, tokens_of(config))
         effects = unknown_effects(fitted, config, train_tokens(config))
@@ -161,6 +184,7 @@ def _best(
     effects = repetitions(best.prediction.tokens, train_tokens(big.config))
     lines = [*effect_lines(effects), *best_lines(best, speed, arguments.hours), cost_line(best.prediction.flops, speed)]
     answer = prediction_json(best.prediction) | {"range": list(best.range), "settings": dict(best.settings)}
+    answer["size_interval"] = list(best.interval)
     answer["unknown_effects"] = effects
     if arguments.write is None:
         lines.append("settings  (--write FILE writes a config)")
@@ -242,8 +266,9 @@ def config_text(written: Mapping[str, Any], settings: Mapping[str, Any], title: 
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    if arguments.commands and arguments.slurm is not None:
-        raise UserError("--commands and --slurm: choose one")
+    jobs = {"--commands": arguments.commands, "--slurm": arguments.slurm, "--only": arguments.only}
+    if len(given := [flag for flag, value in jobs.items() if value]) > 1:
+        raise UserError(f"{' and '.join(given)}: choose one")
     for action, flags in _FLAGS.items():
         for flag in flags if arguments.action != action else ():
             if getattr(arguments, flag) is not None and getattr(arguments, flag) is not False:
@@ -252,12 +277,12 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         raise UserError("--mfu is the utilization itself, --efficiency a fraction of the plan's bound; remove one")
     if arguments.hours is not None and arguments.hours > _MOST_HOURS:
         raise UserError(f"--hours {arguments.hours:g}: expected at most {_MOST_HOURS:g}")
-    given = {
+    others = {
         "--topology": arguments.topology,
         "--mfu": arguments.mfu,
         "--efficiency": arguments.efficiency,
     }
-    if arguments.device is None and (name := next((name for name, value in given.items() if value is not None), None)):
+    if arguments.device is None and (name := next((name for name, value in others.items() if value is not None), None)):
         raise UserError(f"{name}: is for --device KIND")
     if arguments.device is not None and arguments.run is not None:
         raise UserError("--run is the speed of a run, --device that of a plan; remove one")
@@ -276,7 +301,7 @@ def _fraction(text: str) -> float:
 
 # Flags of one action.
 _FLAGS = {
-    "run": ("commands", "slurm"),
+    "run": ("commands", "slurm", "only"),
     "predict": ("config", "device", "devices", "topology", "hours", "efficiency", "mfu", "run", "write"),
 }
 _MOST_HOURS = 1e6

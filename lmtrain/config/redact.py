@@ -154,8 +154,8 @@ def _is_credential(name: str) -> bool:
 
 
 def _snake_case(name: str) -> str:
-    """`X-Amz-Date` -> `x_amz_date`, `apiKey` -> `api_key`."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|-", "_", name).lower()
+    """`X-Amz-Date` -> `x_amz_date`, `apiKey` -> `api_key`, `tracker.token` -> `tracker_token`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-.]", "_", name).lower()
 
 
 def _parents(path: _Path) -> tuple[str | int, ...]:

@@ -4,6 +4,7 @@ import base64
 from collections.abc import Mapping, Sequence
 
 from lmtrain import __version__
+from lmtrain.config.redact import redact
 from lmtrain.report.draw import to_png
 from lmtrain.report.page import package_file, template, write_page
 from lmtrain.report.scaling_plots import scaling_plots
@@ -34,13 +35,13 @@ def write_scaling_report(
     pictures = {name: to_png(figure) for name, figure in figures.items()}
     law = [reason] if fitted is None else list(fit_lines(fitted))
     for name, prediction in predictions.items():
-        law += ["", name, *effects[name], *prediction_lines(prediction)]
+        law += ["", redact(name), *effects[name], *prediction_lines(prediction)]
     page = template("scaling.html").render(
         version=__version__,
         light=css_variables(0),
         style=package_file("page.css"),
         title=ladder.name,
-        path=ladder.path,
+        path=redact(ladder.path),
         law="\n".join(law),
         runs="\n".join(status_lines(ladder, results)),
         settings=settings,

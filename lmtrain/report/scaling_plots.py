@@ -11,6 +11,7 @@ from lmtrain.report.theme import light
 from lmtrain.scaling.describe import count
 from lmtrain.scaling.fitted import FittedLadder
 from lmtrain.scaling.ladder import Ladder
+from lmtrain.scaling.law import Law
 from lmtrain.scaling.predict import Prediction
 from lmtrain.scaling.results import Results
 
@@ -117,14 +118,8 @@ def _equal_loss(fitted: FittedLadder, predictions: Sequence[Prediction]) -> "Fig
         figure, axes = _axes("Lines of equal loss", "parameters N", "tokens D")
         lines = axes.contour(x, y, losses, levels=_LEVELS, colors=light("soft"), linewidths=0.8)
         axes.clabel(lines, fontsize=7, fmt="%.3g")
-        products = np.geomspace(x[0] * y[0], x[-1] * y[-1], 100)
-        best = np.array([law.best(product) for product in products])
-        flat = np.array([law.flat_range(product) for product in products])
-        axes.plot(best[:, 0], best[:, 1], color=light("c1"), linewidth=1.6, label="best N for its FLOPs")
-        for column in (0, 1):
-            label = "0.1 % more loss" if column == 0 else None
-            style: dict[str, Any] = {"color": light("c1"), "linewidth": 0.8, "linestyle": (0, (3, 2))}
-            axes.plot(flat[:, column], products / flat[:, column], label=label, **style)
+        if not {"A", "alpha", "B", "beta"} & set(fitted.fit.unidentified):
+            _best_sizes(axes, law, np.geomspace(x[0] * y[0], x[-1] * y[-1], 100))
         runs = len(fitted.runs)
         axes.plot(n[:runs], d[:runs], "o", color=light("c0"), markersize=4, label="runs of the ladder")
         if predictions:
@@ -133,6 +128,17 @@ def _equal_loss(fitted: FittedLadder, predictions: Sequence[Prediction]) -> "Fig
         axes.set(xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
         figure.legend(loc="outside lower left", ncols=2)
     return figure
+
+
+def _best_sizes(axes: "Axes", law: Law, products: np.ndarray) -> None:
+    """The best N at these N * D, between those with 0.1 % more loss."""
+    best = np.array([law.best(product) for product in products])
+    flat = np.array([law.flat_range(product) for product in products])
+    axes.plot(best[:, 0], best[:, 1], color=light("c1"), linewidth=1.6, label="best N for its FLOPs")
+    for column in (0, 1):
+        label = "0.1 % more loss" if column == 0 else None
+        style: dict[str, Any] = {"color": light("c1"), "linewidth": 0.8, "linestyle": (0, (3, 2))}
+        axes.plot(flat[:, column], products / flat[:, column], label=label, **style)
 
 
 def _learning_rates(ladder: Ladder, results: Results) -> "Figure":

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from lmtrain.config.errors import field_error
 from lmtrain.config.section import Section
 
-Positive = Annotated[float, Field(gt=0)]
+Ratio = Annotated[float, Field(gt=0, le=1e5)]
 
 
 class GrowthConfig(Section):
@@ -25,7 +25,7 @@ class LadderConfig(Section):
     config: str = Field(min_length=1, description="CONFIG of all runs: a file next to the ladder, or as for train")
     overrides: dict[str, Any] = Field({}, description="Settings of all runs, by dotted name, as on the command line")
     sizes: list[dict[str, Any]] = Field(min_length=1, description="Settings of model for each size")
-    tokens_per_parameter: list[Positive] = Field(
+    tokens_per_parameter: list[Ratio] = Field(
         min_length=2, description="Lengths of the runs of each size: ratios of tokens to parameters, ascending"
     )
     schedule: Literal["wsd", "cosine"] = Field(

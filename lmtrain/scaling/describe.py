@@ -1,16 +1,19 @@
 """Ladders, fits and predictions as text and as JSON."""
 
+import math
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any
 
 from lmtrain.config.counts import counted
-from lmtrain.scaling.fitted import FittedLadder
+from lmtrain.config.redact import redact
+from lmtrain.scaling.fitted import INFORMATIVE, MIN_SIZES, FittedLadder
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.law import Interval
 from lmtrain.scaling.predict import Best, Prediction, Speed
 from lmtrain.scaling.results import Result, Results, stages
 
-_FAR = 100  # times the largest N
+_OUTLIER = 10  # times the median residual
 
 _UNKNOWNS = {
     "E": "the loss that no size and no data falls below",
@@ -36,13 +39,20 @@ def status_lines(ladder: Ladder, results: Results) -> Iterator[str]:
             yield "  ".join("-" * width for width in widths)
     yield from (f"{r.point.id}: {'; '.join(r.differences)}" for r in results.all if r.differences)
     yield ""
+    if len(ladder.sizes) < MIN_SIZES:
+        yield few_sizes(ladder)
     yield from rate_lines(ladder, results)
     left = [point for stage in stages(results) for point in stage]
     if all(result.state == "not started" for result in results.all):
-        yield f"no run has a log in {ladder.run.trainer.log_dir}"
+        yield redact(f"no run has a log in {ladder.run.trainer.log_dir}")
     more = "" if results.law else ", and those of the law once the learning rates have been tried"
     flops = sum(point.flops for point in left)
     yield f"left: {counted(len(left), 'run')}, {flops:.3g} FLOPs{more}" if left or more else "complete"
+
+
+def few_sizes(ladder: Ladder) -> str:
+    """That a ladder has too few sizes."""
+    return f"{counted(len(ladder.sizes), 'size')}: no law can be fitted to fewer than {MIN_SIZES}"
 
 
 def _row(result: Result) -> tuple[str, ...]:
@@ -53,18 +63,23 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def rate_lines(ladder: Ladder, results: Results) -> Iterator[str]:
-    """The best learning rate of each size that tried them, with a warning if it is the first or the last one."""
+    """The best learning rate of each size that has tried all, with a warning if it is the first or the last one."""
+    if len(ladder.rates) == 1:
+        yield f"learning rate: {ladder.rates[0]:g}, the only one; learning_rates of the ladder tries others"
     for number, size in enumerate(ladder.sizes):
         ended = [r for r in results.trials if r.point.size == number and r.state in ("done", "diverged")]
         losses = {r.point.rate: r.loss for r in ended if r.loss is not None}
         if not losses or len(losses) < len(ladder.rates):
             continue
         best = min(losses, key=lambda rate: losses[rate])
-        tried = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses.items())
-        yield f"learning rate of {size.label}: {best:g} ({tried})"
-        if best in (ladder.rates[0], ladder.rates[-1]):
-            end = "lowest" if best == ladder.rates[0] else "highest"
-            yield f"  the best one is the {end} tried; add others to learning_rates"
+        tried = ", ".join(
+            f"{rate:g}: {'diverged' if loss == math.inf else f'{loss:.4f}'}" for rate, loss in losses.items()
+        )
+        edge = {
+            ladder.rates[0]: "; it is the lowest tried, add lower ones to learning_rates",
+            ladder.rates[-1]: "; it is the highest tried, add higher ones to learning_rates",
+        }
+        yield f"learning rate of {size.label}: {best:g} ({tried}){edge.get(best, '')}"
 
 
 def fit_lines(fitted: FittedLadder) -> Iterator[str]:
@@ -78,14 +93,21 @@ def fit_lines(fitted: FittedLadder) -> Iterator[str]:
     )
     if fitted.missing:
         yield f"left out, as they are not done: {counted(fitted.missing, 'run')}"
+    if unchecked := sum(not run.is_checked for run in runs):
+        yield f"not checked, as their log folder has no config.yaml: the settings of {counted(unchecked, 'run')}"
     yield "L(N, D) = E + A / N^alpha + B / D^beta, in nats per token; intervals of 95 %"
     for name, meaning in _UNKNOWNS.items():
         value, (low, high) = getattr(fit.law, name), fit.interval(name)
         note = "NOT IDENTIFIED by these runs" if name in fit.unidentified else meaning
+        if name in fit.at_bounds:
+            note = f"NOT IDENTIFIED: at its bound of {fit.at_bounds[name]:g}"
         yield f"  {name:<6}{value:>10.4g}   {low:>9.4g} to {high:<9.4g} {note}"
     yield f"noise     {100 * fit.noise:.2g} % of the loss of one run ({fit.degrees} degrees of freedom)"
-    worst = max(range(len(runs)), key=lambda i: abs(fit.residuals[i]))
-    yield f"residuals {100 * float(abs(fit.residuals).max()):.2g} % at most, of {runs[worst].point.id}"
+    sizes_of_residuals = [abs(float(residual)) for residual in fit.residuals]
+    largest, run = max(zip(sizes_of_residuals, (run.point.id for run in runs), strict=True))
+    is_outlier = largest > max(_OUTLIER * median(sizes_of_residuals), 0.01)
+    note = f"; an outlier, which may have diverged: `lmtrain report {run}` shows its loss" if is_outlier else ""
+    yield f"residuals {100 * largest:.2g} % at most, of {run}{note}"
     yield from _backtest_lines(fitted)
 
 
@@ -94,15 +116,17 @@ def _backtest_lines(fitted: FittedLadder) -> Iterator[str]:
         yield "backtest  not possible: without the largest run, too few are left for a fit; add a size"
         return
     names = ", ".join(dict.fromkeys(fitted.ladder.sizes[test.result.point.size].label for test in fitted.backtest))
-    covered = sum(test.is_covered for test in fitted.backtest)
-    yield (
-        f"backtest  a fit without {counted(len(fitted.backtest), 'run')} of {names} predicts them; {covered} of "
-        f"{len(fitted.backtest)} in the interval of 95 %"
-    )
+    runs, informative = len(fitted.backtest), [test for test in fitted.backtest if test.is_informative]
+    covered = sum(test.is_covered for test in informative)
+    verdict = f"{covered} of {runs} in the interval of 95 %"
+    if len(informative) < runs:
+        wide = f"wider than {100 * INFORMATIVE:g} % of the loss"
+        verdict += f", {runs - len(informative)} NOT INFORMATIVE, with intervals {wide}"
+    yield f"backtest  a fit without {counted(runs, 'run')} of {names} predicts them; {verdict}"
     for test in fitted.backtest:
         yield (
-            f"  {test.result.point.id}: {test.predicted:.4f} ({interval_text(test.interval)}) instead of "
-            f"{test.result.loss:.4f}, {100 * test.error:+.2f} %"
+            f"  {test.result.point.id}: {test.predicted:.4f} ({interval_text(test.interval)}, width "
+            f"{100 * test.width:.3g} %) instead of {test.result.loss:.4f}, {100 * test.error:+.2f} %"
         )
 
 
@@ -115,7 +139,7 @@ def prediction_lines(prediction: Prediction) -> Iterator[str]:
         f"beyond    the ladder's largest run by {p.size_factor:.3g} x in N, {p.token_factor:.3g} x in D, "
         f"{p.flops_factor:.3g} x in FLOPs"
     )
-    far = "; far outside the ladder: a direction, not a prediction" if p.size_factor > _FAR else ""
+    far = "; far outside the ladder: a direction, not a prediction" if p.is_far else ""
     yield f"loss      {p.loss:.4f} ({interval_text(p.interval)} with 95 %){far}"
 
 
@@ -137,10 +161,11 @@ def cost_line(flops: float, speed: Speed) -> str:
 
 def best_lines(best: Best, speed: Speed, hours: float) -> Iterator[str]:
     """The best run for a budget."""
-    low, high = best.range
+    (low, high), (least, most) = best.range, best.interval
     yield (
         f"budget    {speed.devices} x {speed.device} for {hours:g} h: {speed.flops(hours):.3g} FLOPs; the best N is "
-        f"{count(best.parameters)}, and from {count(low)} to {count(high)} the loss is within 0.1 %"
+        f"{count(best.parameters)} ({count(least)} to {count(most)} with 95 %), and from {count(low)} to {count(high)} "
+        "the loss is within 0.1 %"
     )
     yield from prediction_lines(best.prediction)
 
@@ -154,6 +179,7 @@ def fit_json(fitted: FittedLadder) -> dict[str, Any]:
         "law": {name: getattr(fit.law, name) for name in _UNKNOWNS},
         "intervals": {name: list(fit.interval(name)) for name in _UNKNOWNS},
         "unidentified": fit.unidentified,
+        "at_bounds": dict(fit.at_bounds),
         "noise": fit.noise,
         "residuals": {run.point.id: float(value) for run, value in zip(fitted.runs, fit.residuals, strict=True)},
         "backtest": {
@@ -161,6 +187,8 @@ def fit_json(fitted: FittedLadder) -> dict[str, Any]:
                 "predicted": test.predicted,
                 "interval": list(test.interval),
                 "loss": test.result.loss,
+                "width": test.width,
+                "informative": test.is_informative,
             }
             for test in fitted.backtest
         },
@@ -184,7 +212,8 @@ def status_json(results: Results) -> list[dict[str, Any]]:
 def prediction_json(prediction: Prediction) -> dict[str, Any]:
     """A prediction."""
     names = ("parameters", "tokens", "flops", "loss", "size_factor", "token_factor", "flops_factor")
-    return {**{name: getattr(prediction, name) for name in names}, "interval": list(prediction.interval)}
+    others = {"interval": list(prediction.interval), "far": prediction.is_far}
+    return {name: getattr(prediction, name) for name in names} | others
 
 
 def count(number: float) -> str:

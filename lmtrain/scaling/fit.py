@@ -11,7 +11,8 @@ what the law does not describe, each time with another draw of its unknown size:
 Student's. All samples are fitted at once.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -22,10 +23,12 @@ from lmtrain.scaling.law import Interval, Law, Laws
 
 HUBER = 1e-3
 SAMPLES = 1000
-NUM_UNKNOWN = 5
+UNKNOWNS = ("E", "A", "alpha", "B", "beta")
+NUM_UNKNOWN = len(UNKNOWNS)
 
 _EXPONENTS = np.linspace(0.05, 1.5, 30)
 _BOUNDS = (0.01, 3.0)  # of exponents
+_LEAST = 1e-3  # E, and the terms of N and D, of the smallest loss: their logs have no bound, and these are as good as 0
 _STARTS = 24
 _ITERATIONS = 300
 
@@ -33,13 +36,15 @@ _ITERATIONS = 300
 @dataclass(frozen=True)
 class Fit:
     """A fitted law, with the laws of samples. `residuals` are log(law) - log(loss), `noise` their standard deviation in
-    a single run, and `degrees` its degrees of freedom."""
+    a single run, and `degrees` its degrees of freedom. `at_bounds` are the unknowns whose values are a bound, with it:
+    their intervals say little."""
 
     law: Law
     laws: Laws
     residuals: np.ndarray
     noise: float
     degrees: int
+    at_bounds: Mapping[str, float]
 
     def interval(self, name: str) -> Interval:
         """The interval of `E`, `A`, `alpha`, `B` or `beta`."""
@@ -47,10 +52,13 @@ class Fit:
 
     @property
     def unidentified(self) -> list[str]:
-        """What these runs do not determine: exponents whose interval spans a factor of 3, and E if it may be 0."""
-        exponents = [name for name in ("alpha", "beta") if self.interval(name).high > 3 * self.interval(name).low]
+        """What these runs do not determine: unknowns at a bound, exponents whose interval spans a factor of 3, and E if
+        it may be 0."""
+        found = set(self.at_bounds)
+        found |= {name for name in ("alpha", "beta") if self.interval(name).high > 3 * self.interval(name).low}
+        found |= {exponent for factor, exponent in (("A", "alpha"), ("B", "beta")) if factor in self.at_bounds}
         low, high = self.interval("E")
-        return (["E"] if low < 0.2 * high else []) + exponents
+        return [name for name in UNKNOWNS if name in found or (name == "E" and low < 0.2 * high)]
 
 
 def fit_law(parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float], seed: int = 0) -> Fit:
@@ -70,7 +78,22 @@ def fit_law(parameters: Sequence[float], tokens: Sequence[float], losses: Sequen
     factors = np.exp(noise.of_run * size * rng.standard_normal(SAMPLES))
     law = Law(*(float(values[0]) for values in problem.unscale(best[None])))
     E, A, alpha, B, beta = problem.unscale(laws)
-    return Fit(law, Laws(E, A, alpha, B, beta, factors), residuals, noise.of_run, noise.degrees)
+    laws_of_samples = Laws(E, A, alpha, B, beta, factors)
+    return Fit(law, laws_of_samples, residuals, noise.of_run, noise.degrees, _at_bounds(law, n, d, y))
+
+
+def _at_bounds(law: Law, n: np.ndarray, d: np.ndarray, losses: np.ndarray) -> dict[str, float]:
+    """The unknowns at a bound, and the bound."""
+    least = 2 * _LEAST * losses.min()
+    terms = {"E": law.E, "A": law.A / n.min() ** law.alpha, "B": law.B / d.min() ** law.beta}
+    found = {name: 0.0 for name, largest in terms.items() if largest <= least}
+    exponents = {"alpha": law.alpha, "beta": law.beta}
+    return found | {
+        name: bound
+        for name, value in exponents.items()
+        for bound in _BOUNDS
+        if math.isclose(value, bound, rel_tol=1e-6)
+    }
 
 
 class _Noise(NamedTuple):
@@ -143,7 +166,7 @@ class _Problem:
                     best = cost, solution
             if best[0] < np.inf:
                 break  # terms that are zero without need only add to the cost
-        smallest = 1e-3 * losses.min()
+        smallest = _LEAST * losses.min()
         e, a, b = np.log(np.maximum(best[1], smallest))
         return best[0], np.array([e, a, alpha, b, beta])
 

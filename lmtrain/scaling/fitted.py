@@ -10,7 +10,10 @@ from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.law import Interval
 from lmtrain.scaling.results import Result, Results, check
 
-_MIN_RUNS = NUM_UNKNOWN + 1
+MIN_SIZES = 3
+_MIN_POINTS = NUM_UNKNOWN + 1
+# An interval of a backtest that is wider than this, as a fraction of the loss, says nothing about the law.
+INFORMATIVE = 0.1
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,15 @@ class Tested:
     @property
     def is_covered(self) -> bool:
         return self.result.loss in self.interval
+
+    @property
+    def width(self) -> float:
+        """Width of the interval as a fraction of the predicted loss."""
+        return (self.interval.high - self.interval.low) / self.predicted
+
+    @property
+    def is_informative(self) -> bool:
+        return self.width <= INFORMATIVE
 
 
 @dataclass(frozen=True)
@@ -59,29 +71,47 @@ def fit_ladder(ladder: Ladder, results: Results, train_tokens: float | None) -> 
 
 def usable_runs(ladder: Ladder, results: Results, train_tokens: float | None) -> list[Result]:
     """The runs of the law that are done. Raises `UserError` as `fit_ladder`."""
-    if not results.law:
+    if not check(results).law:
         left = sum(trial.state not in ("done", "diverged") for trial in results.trials)
         raise UserError(
             f"{ladder.path}: the learning rates have not been tried, {counted(left, 'run')} left; "
             f"run `lmtrain scaling run {ladder.path}`"
         )
-    for result in check(results).law:
+    for result in results.law:
         if result.state == "diverged":
             raise UserError(f"{result.point.id} has diverged; add lower learning_rates to the ladder")
     runs = [result for result in results.law if result.state == "done"]
     check_data(ladder, [run.point.tokens for run in runs], train_tokens)
-    sizes, ratios = ({getattr(run.point, name) for run in runs} for name in ("size", "ratio"))
     for found, least, what in (
-        (sizes, 3, "size"),
-        (ratios, 2, "ratio"),
-        (runs, _MIN_RUNS, "run"),
+        ({run.point.parameters for run in runs}, MIN_SIZES, "size"),
+        ({run.point.ratio for run in runs}, 2, "ratio"),
+        ({run.point.tokens for run in runs}, 3, "number of tokens"),
+        (_distinct(runs), _MIN_POINTS, "run"),
     ):
         if len(found) < least:
             raise UserError(
                 f"{ladder.path}: {counted(len(found), what)} done, and the law's exponents need {least} or more; "
                 f"`lmtrain scaling status {ladder.path}` lists the runs"
             )
+    _check_copies(runs)
     return runs
+
+
+def _distinct(runs: Sequence[Result]) -> set[tuple[int, int]]:
+    """N and D of the runs: seeds of a point do not determine the law."""
+    return {(run.point.parameters, run.point.tokens) for run in runs}
+
+
+def _check_copies(runs: Sequence[Result]) -> None:
+    """Raise `UserError` for two runs of one N and D with the same loss to the last digit: they show no noise."""
+    seen: dict[tuple[int, int, float | None], str] = {}
+    for run in runs:
+        first = seen.setdefault((run.point.parameters, run.point.tokens, run.loss), run.point.id)
+        if first != run.point.id:
+            raise UserError(
+                f"{first} and {run.point.id} have the same loss of {run.loss}: one log is a copy of the other, or "
+                "the seed has no effect; remove one of the two, with its log and checkpoints"
+            )
 
 
 def check_data(ladder: Ladder, tokens: Sequence[int], train_tokens: float | None) -> None:
@@ -110,7 +140,7 @@ def _backtest(runs: Sequence[Result]) -> list[Tested]:
         lambda run: run.point.flops_per_token * run.point.tokens == most,
     ):
         kept, out = [run for run in runs if not is_out(run)], [run for run in runs if is_out(run)]
-        if len(kept) >= _MIN_RUNS and len({run.point.size for run in kept}) >= 3:
+        if len(_distinct(kept)) >= _MIN_POINTS and len({run.point.parameters for run in kept}) >= MIN_SIZES:
             fit = _fit(kept)
             return [
                 Tested(

@@ -150,6 +150,12 @@ def check_start(path: str, config: RunConfig) -> None:
 
 def _check_base(path: str, config: RunConfig) -> None:
     check_start(path, config)
+    checkpointer = config.trainer.checkpointer
+    if checkpointer.run_folder("a") == checkpointer.run_folder("b"):
+        raise UserError(
+            f"{path}: config gives all runs the same folder of checkpoints, {checkpointer.base_path}; remove "
+            "trainer.checkpointer.append_run_id_to_base_path"
+        )
     if not config.trainer.evaluates:
         raise UserError(
             f"{path}: config has no evaluation, and the law is fitted to eval/loss; set trainer.steps_per_eval"

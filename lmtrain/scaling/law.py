@@ -83,6 +83,12 @@ class Laws:
         found: np.ndarray = self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta
         return found
 
+    def best_size(self, product: float) -> Interval:
+        """The interval of the N with the lowest loss at a given N * D."""
+        total = self.alpha + self.beta
+        logs = (np.log(self.alpha / self.beta * self.A / self.B) + self.beta * math.log(product)) / total
+        return Interval.of(np.exp(logs))
+
     def interval(self, parameters: float, tokens: float) -> Interval:
         """The interval in which the loss of a single run is."""
         return Interval.of(self.losses(parameters, tokens) * self.noise)

@@ -10,10 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
+from lmtrain.config.redact import redact
+from lmtrain.config.suggest import suggest_name
 from lmtrain.optim.cycles import num_steps
 from lmtrain.scaling.arguments import as_arguments
 from lmtrain.scaling.ladder import Ladder, training_flops
+
+_MIN_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -86,18 +91,52 @@ def points(ladder: Ladder, rates: Sequence[float]) -> list[Point]:
 
 
 def arguments_of(ladder: Ladder, point: Point) -> list[str]:
-    """The arguments of `lmtrain` that train a run."""
+    """The arguments of `lmtrain` that train a run, with its secrets: not for a command line, which others can see."""
     return ["train", *as_arguments(ladder.base.path, {**ladder.config.overrides, **point.settings})]
+
+
+def public_arguments(ladder: Ladder, point: Point) -> list[str]:
+    """Arguments of `lmtrain` that train a run, for a command line: those of a run with secrets refer to the ladder.
+
+    Raises `UserError` if the ladder's own path has secrets.
+    """
+    settings = {**ladder.config.overrides, **point.settings}
+    if redact([ladder.base.path, settings]) == [ladder.base.path, settings]:
+        return arguments_of(ladder, point)
+    if redact(ladder.path) != ladder.path:
+        raise UserError(
+            f"{ladder.path}: the runs have secrets, and their commands would need that of this URL; copy the ladder "
+            "to a file that only you can read"
+        )
+    return ["scaling", "run", ladder.path, "--only", point.id, "--vocab_size", str(ladder.vocab_size)]
+
+
+def find_point(ladder: Ladder, run: str) -> Point:
+    """The run of this id, with any of the learning rates. Raises `UserError` if the ladder has none."""
+    every = [point for rate in ladder.rates for point in points(ladder, [rate] * len(ladder.sizes))]
+    found = next((point for point in every if point.id == run), None)
+    if found is None:
+        hint = suggest_name(run, [point.id for point in every])
+        raise UserError(f"--only {run}: {ladder.path} has no such run" + (f"; did you mean {hint}?" if hint else ""))
+    return found
 
 
 def _runs(ladder: Ladder, number: int, rate: float, seed: int) -> list[Point]:
     """The runs of a size, seed and learning rate, the longest one first."""
     size = ladder.sizes[number]
     ratios = sorted(ladder.config.tokens_per_parameter, reverse=True)
-    if ladder.config.schedule == "cosine":
-        return [_point(ladder, number, ratio, seed, rate, size.parameters * ratio) for ratio in ratios]
-    runs = [_point(ladder, number, ratio, seed, rate, size.parameters * ratios[0]) for ratio in ratios]
-    return _branch(ladder, runs)
+    is_cosine = ladder.config.schedule == "cosine"
+    runs = [
+        _point(ladder, number, ratio, seed, rate, size.parameters * (ratio if is_cosine else ratios[0]))
+        for ratio in ratios
+    ]
+    for run, longer in zip(runs, [None, *runs], strict=False):
+        if run.steps < _MIN_STEPS or (longer and longer.tokens == run.tokens):
+            raise UserError(
+                f"{ladder.path}: {run.id} has {counted(run.steps, 'step')}: lengths need {_MIN_STEPS} or more, and "
+                "different ones; increase tokens_per_parameter, or decrease trainer.train_batch_size"
+            )
+    return runs if is_cosine else _branch(ladder, runs)
 
 
 def _point(ladder: Ladder, number: int, ratio: float, seed: int, rate: float, tokens: float) -> Point:

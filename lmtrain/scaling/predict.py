@@ -4,15 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.models.config import ModelConfig
 from lmtrain.run.config import RunConfig
+from lmtrain.scaling.fit import Fit
 from lmtrain.scaling.fitted import FittedLadder
 from lmtrain.scaling.ladder import Ladder, check_start, multiplying_parameters, training_flops
 from lmtrain.scaling.law import Interval
 from lmtrain.scaling.results import compared, described
 from lmtrain.scaling.shape import scaled_model
 from lmtrain.transfer.config import sizes_of
+
+# Factors beyond the ladder's largest N, D and FLOPs, up to which a law says more than a direction.
+FAR = {"N": 100, "D": 100, "FLOPs": 10_000}
+# The largest factor between the ends of the interval of the best N, with which the law identifies it.
+_MAX_SPAN = 10
+_MIN_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,20 @@ class Prediction:
     token_factor: float
     flops_factor: float
 
+    @property
+    def is_far(self) -> bool:
+        """Whether it is far outside the ladder."""
+        factors = self.size_factor, self.token_factor, self.flops_factor
+        return any(factor > far for factor, far in zip(factors, FAR.values(), strict=True))
+
 
 @dataclass(frozen=True)
 class Best:
-    """The best run for a budget of FLOPs. `range` are the N within 0.1 % of the lowest loss; `settings` those of the
-    run by dotted name."""
+    """The best run for a budget of FLOPs. `interval` is that of its N by the laws of samples, `range` are the N within
+    0.1 % of the lowest loss; `settings` those of the run by dotted name."""
 
     parameters: float
+    interval: Interval
     range: tuple[float, float]
     prediction: Prediction
     settings: Mapping[str, Any]
@@ -83,21 +98,70 @@ def best_run(fitted: FittedLadder, config: RunConfig, shape: ModelConfig, flops:
     """The size and the number of tokens with the lowest loss for a budget, as a run of `config` with a model that has
     the proportions of `shape`.
 
-    The FLOPs of a token are taken in proportion to N, as those of `shape` are. Raises `UserError` if no model fits.
+    The FLOPs of a token are taken in proportion to N, as those of `shape` are. Raises `UserError` if the law does not
+    identify the best size, if it is smaller than the ladder or far beyond it, and if no model or number of steps fits.
     """
     ladder = fitted.ladder
     product = flops * multiplying_parameters(shape, ladder.vocab_size) / training_flops(shape, ladder.vocab_size)
-    parameters, _ = fitted.fit.law.best(product)
+    parameters, tokens = fitted.fit.law.best(product)
+    interval = fitted.fit.laws.best_size(product)
+    check_identified(fitted.fit)
+    if interval.high > _MAX_SPAN * interval.low:
+        raise UserError(
+            f"the law does not identify the best size for this budget: N is from {interval.low:.3g} to "
+            f"{interval.high:.3g} with 95 %, and a factor of {_MAX_SPAN} is the most; add sizes, seeds or lengths to "
+            "the ladder, or use a smaller budget"
+        )
+    _check_range(fitted, parameters, tokens, flops)
     model = scaled_model(shape, parameters, ladder.vocab_size)
     tokens = flops / training_flops(model, ladder.vocab_size)
     settings, tokens = run_settings(fitted, config, model, tokens)
+    if settings["trainer.num_train_steps"] < _MIN_STEPS:
+        raise UserError(
+            f"the best run has {counted(settings['trainer.num_train_steps'], 'step')} of "
+            f"{settings['trainer.train_batch_size']:,} sequences, and {_MIN_STEPS} are the fewest; use a smaller "
+            "trainer.train_batch_size, or a larger budget"
+        )
     if settings["trainer.num_train_steps"] >= 2**31:
         raise UserError(
             f"the best run has {settings['trainer.num_train_steps']:,} steps of "
             f"{settings['trainer.train_batch_size']:,} sequences; use a larger trainer.train_batch_size, or growth in "
             "the ladder"
         )
-    return Best(parameters, fitted.fit.law.flat_range(product), predict(fitted, model, tokens), settings)
+    flat = fitted.fit.law.flat_range(product)
+    return Best(parameters, interval, flat, predict(fitted, model, tokens), settings)
+
+
+def check_identified(fit: Fit) -> None:
+    """Raise `UserError` if the law does not identify the exponents, with which the best size grows; an E at its bound
+    makes them wrong."""
+    if wrong := [name for name in fit.unidentified if name != "E" or name in fit.at_bounds]:
+        raise UserError(
+            f"these runs do not identify {', '.join(wrong)} of the law, so that it has no best size: `lmtrain "
+            "scaling fit` shows the intervals; add sizes that differ more, lengths or seeds to the ladder"
+        )
+
+
+def _check_range(fitted: FittedLadder, parameters: float, tokens: float, flops: float) -> None:
+    """Raise `UserError` if the best run for a budget is smaller than the runs of the ladder, or far beyond them."""
+    points = [run.point for run in fitted.runs]
+    ranges: dict[str, tuple[float, list[float]]] = {
+        "N": (parameters, [point.parameters for point in points]),
+        "D": (tokens, [point.tokens for point in points]),
+        "FLOPs": (flops, [point.flops_per_token * point.tokens for point in points]),
+    }
+    for name, (value, found) in ranges.items():
+        said = f"the best run for this budget, N {parameters:.3g} and D {tokens:.3g}, has"
+        if value > FAR[name] * max(found):
+            raise UserError(
+                f"{said} {value / max(found):,.4g} times the largest {name} of the ladder, and {FAR[name]:,} times are "
+                "the most: use a smaller budget, or a ladder with larger runs"
+            )
+        if value < min(found):
+            raise UserError(
+                f"{said} less than the smallest {name} of the ladder, {min(found):.3g}: use a larger budget, or a "
+                "ladder with smaller runs"
+            )
 
 
 def run_settings(

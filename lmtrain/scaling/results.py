@@ -7,35 +7,48 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+from lmtrain.checkpoint.discovery import step_folder
+from lmtrain.checkpoint.manifest import NAME as MANIFEST
 from lmtrain.config.errors import UserError
 from lmtrain.config.load import load_config
 from lmtrain.config.redact import redact
-from lmtrain.config.tree import dotted, walk_leaves
+from lmtrain.config.tree import dotted, value_at, walk_leaves
 from lmtrain.run.config import RunConfig
 from lmtrain.run.identity import identity
 from lmtrain.runtime.run_path import fill_run_id
+from lmtrain.runtime.storage import file_size, join
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.points import Point, best_rates, points, trials
 from lmtrain.tracking.json_log import read_objects
 
 LOSS = "eval/loss"
 _TRAIN_LOSS = "train/loss"
+_SAVED = "checkpoint/blocking_seconds"  # logged after the last save, if it did not fail
 
 # Settings outside the identity of a run that its loss depends on.
-_OTHER_SETTINGS = ("trainer.num_train_steps", "trainer.mp", "trainer.max_eval_batches", "z_loss_weight")
+_OTHER_SETTINGS = (
+    "trainer.num_train_steps",
+    "trainer.early_stopping",
+    "trainer.mp",
+    "trainer.max_eval_batches",
+    "z_loss_weight",
+)
 
 
 @dataclass(frozen=True)
 class Result:
     """The state of a run. `loss` is that after its last step, None before; infinite if it has diverged.
 
-    `differences` are settings with which it was trained instead of those of the ladder.
+    It is done if it also `is_saved`, with the checkpoint of its last step. `differences` are settings with which it was
+    trained instead of those of the ladder; not `is_checked`: its config is not there to compare.
     """
 
     point: Point
     step: int = 0
     loss: float | None = None
     differences: Sequence[str] = ()
+    is_saved: bool = True
+    is_checked: bool = True
 
     @property
     def state(self) -> str:
@@ -44,7 +57,7 @@ class Result:
         if self.loss == math.inf:
             return "diverged"
         if self.loss is not None:
-            return "done"
+            return "done" if self.is_saved else "not saved"
         return f"at step {self.step:,}" if self.step else "not started"
 
 
@@ -111,18 +124,29 @@ def losses_of(results: Sequence[Result]) -> dict[str, float]:
 
 def read_result(ladder: Ladder, point: Point) -> Result:
     """The state of a run. Raises `UserError` for a log that cannot be read."""
-    step, loss = 0, None
+    step, loss, is_saved = 0, None, False
     for values in _read_log(ladder.run.trainer.log_dir, point.id):
         if not isinstance(values.get("step"), int):
             continue
         step = max(step, values["step"])
+        is_saved = is_saved or (values["step"] == point.steps and _SAVED in values)
         if values["step"] == point.steps and LOSS in values:
             loss = _finite(values[LOSS])
         elif _TRAIN_LOSS in values:
             loss = None if _finite(values[_TRAIN_LOSS]) < math.inf else math.inf
     config = os.path.join(fill_run_id(ladder.run.trainer.log_dir, point.id), point.id, "config.yaml")
-    other = differences(ladder.load(point.settings, point.id), config) if step and os.path.exists(config) else []
-    return Result(point, step, loss, other)
+    is_checked = not step or os.path.exists(config)
+    other = differences(ladder.load(point.settings, point.id), config) if step and is_checked else []
+    if step > point.steps and not other:
+        other = [f"{step:,} steps instead of {point.steps:,}"]
+    if loss is not None and not is_saved:  # killed before it logged the save
+        is_saved = is_complete(step_folder(ladder.run.trainer.checkpointer.run_folder(point.id), point.steps))
+    return Result(point, step, loss, other, is_saved, is_checked)
+
+
+def is_complete(checkpoint: str) -> bool:
+    """Whether the folder, at a path or URL, is a complete checkpoint."""
+    return file_size(join(checkpoint, MANIFEST)) is not None
 
 
 def _finite(loss: Any) -> float:
@@ -181,8 +205,8 @@ def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tup
 
 def described(config: RunConfig) -> dict[str, Any]:
     """What a loss depends on, by dotted name: the identity of the run, and further settings."""
-    plain = dict(walk_leaves(config.model_dump(mode="json")))
+    plain = config.model_dump(mode="json")
     found = {dotted(path): value for path, value in walk_leaves(identity(config))}
     data = redact(config.data.model_dump(mode="json"))
     found |= {f"data.{name}": data[name] for name in ("validation_urls", "train_urls", "id", "tokenizer")}
-    return found | {name: plain[tuple(name.split("."))] for name in _OTHER_SETTINGS}
+    return found | {name: value_at(plain, tuple(name.split("."))) for name in _OTHER_SETTINGS}

@@ -4,6 +4,8 @@ A ladder keeps no state but the logs and checkpoints of its runs, so that it can
 it resumes the run that was interrupted.
 """
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,18 +16,30 @@ from lmtrain.config.counts import counted
 from lmtrain.config.errors import RunError, UserError
 from lmtrain.runtime.run_path import fill_run_id
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
+from lmtrain.scaling.describe import rate_lines
 from lmtrain.scaling.ladder import Ladder
 from lmtrain.scaling.points import Point, arguments_of, trials
-from lmtrain.scaling.results import Result, check, check_existing, read_result, read_results, stages
+from lmtrain.scaling.results import (
+    Result,
+    Results,
+    check,
+    check_existing,
+    is_complete,
+    read_result,
+    read_results,
+    stages,
+)
 
-# `lmtrain train`, which ends at once if the ladder is killed: no run is left behind that holds its folder.
+# `lmtrain train`, which ends at once if the ladder is killed: no run is left behind that holds its folder. Its
+# arguments come from a pipe, as other users see command lines, and these may have secrets.
 _TRAIN = """
-import os, sys
+import json, sys
 from lmtrain.runtime.signals import end_at_once
 end_at_once()
 from lmtrain.runtime.lost_parent import end_with_parent
 end_with_parent(int(sys.argv.pop(1)))
 from lmtrain.cli import main
+sys.argv[1:] = json.load(sys.stdin)
 main()
 """
 _POLL_SECONDS = 0.2
@@ -40,11 +54,13 @@ def train_all(ladder: Ladder, data_is_enough: Callable[[], bool]) -> int:
     Raises `UserError` if a run refuses its settings, and `RunError` if one fails.
     """
     is_enough, tried = False, {trial.id for trial in trials(ladder)}
+    said: set[str] = set()
     check_existing(ladder)
-    while left := [point for stage in stages(check(read_results(ladder))) for point in stage]:
+    while left := remaining(ladder, check(read_results(ladder))):
+        _say_rates(ladder, said)
         for number, point in enumerate(left):
             is_enough = is_enough or data_is_enough()
-            _check_start(ladder, point)
+            check_start(ladder, point)
             more = len(left) - number - 1
             then = f", then {counted(more, 'run')}" if more else ""
             print(f"{ladder.name}: {point.id}{then}", file=sys.stderr, flush=True)
@@ -53,7 +69,28 @@ def train_all(ladder: Ladder, data_is_enough: Callable[[], bool]) -> int:
                 print(f"{ladder.name}: stopped; run the same command again to resume", file=sys.stderr, flush=True)
                 return code
             _check_done(ladder, read_result(ladder, point), point.id in tried, code)
+            if point.id in tried:
+                _say_rates(ladder, said)
     return 0
+
+
+def _say_rates(ladder: Ladder, said: set[str]) -> None:
+    """Print the best learning rates once they are known, while the ladder can still be stopped and others be added."""
+    for line in rate_lines(ladder, read_results(ladder)):
+        if line not in said:
+            said.add(line)
+            print(f"{ladder.name}: {line}", file=sys.stderr, flush=True)
+
+
+def remaining(ladder: Ladder, results: Results) -> list[Point]:
+    """The runs that are not done, in order. Raises `UserError` if one branches off from a run that is done, and the
+    checkpoint is missing."""
+    left = [point for stage in stages(results) for point in stage]
+    ids = {point.id for point in left}
+    for point in left:
+        if point.parent not in ids:
+            check_start(ladder, point)
+    return left
 
 
 def _check_done(ladder: Ladder, result: Result, is_trial: bool, code: int) -> None:
@@ -66,6 +103,8 @@ def _check_done(ladder: Ladder, result: Result, is_trial: bool, code: int) -> No
         raise UserError(f"{result.point.id} was refused; see above")
     elif code:
         raise RunError(f"{result.point.id} failed with exit code {code}; run the same command again to resume")
+    elif result.state == "not saved":
+        raise RunError(f"{result.point.id} was not saved after its last step; run the same command again to resume")
     elif result.state != "done":
         trainer = ladder.run.trainer
         raise UserError(
@@ -76,24 +115,28 @@ def _check_done(ladder: Ladder, result: Result, is_trial: bool, code: int) -> No
         )
 
 
-def _check_start(ladder: Ladder, point: Point) -> None:
-    """Raise `UserError` if the checkpoint from which a run branches off is missing."""
+def check_start(ladder: Ladder, point: Point) -> None:
+    """Raise `UserError` if the checkpoint from which a run branches off is missing or not complete."""
     folder = point.settings.get("trainer.initialize_from", "")
-    if folder and "://" not in folder and not os.path.isdir(folder):
+    if folder and not is_complete(folder):
         trainer, parent = ladder.run.trainer, str(point.parent)
         raise UserError(
-            f"{point.id} starts from {folder}, which does not exist: {parent} was trained without this length, or its "
-            f"checkpoints were removed. Remove {trainer.checkpointer.run_folder(parent)} and its log in "
-            f"{fill_run_id(trainer.log_dir, parent)} to train it again"
+            f"{point.id} starts from {folder}, which is no complete checkpoint: {parent} was trained without this "
+            f"length, its save failed, or its checkpoints were removed. Remove "
+            f"{trainer.checkpointer.run_folder(parent)} and its log in {fill_run_id(trainer.log_dir, parent)} to train "
+            "it again"
         )
 
 
 def _train(ladder: Ladder, point: Point) -> int:
     """Train one run. -> its exit code"""
-    command = [sys.executable, "-c", _TRAIN, str(os.getpid()), *arguments_of(ladder, point)]
+    command = [sys.executable, "-c", _TRAIN, str(os.getpid())]
     with StopRequest("stopping the current run") as stop:
         # in a session of its own, so that Ctrl-C reaches it once, through this process
-        process = subprocess.Popen(command, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # its exit code says why it has ended
+            pipe.write(json.dumps(arguments_of(ladder, point)).encode())
         forwarded = False
         for code in _poll(process):
             if code is not None:

@@ -11,26 +11,30 @@ from lmtrain.models.config import ModelConfig
 from lmtrain.scaling.ladder import multiplying_parameters
 
 _MAX_LAYERS = 256
+_MAX_RATIO = 1.2  # of two ratios of width to depth
 
 
 def scaled_model(model: ModelConfig, parameters: float, vocab_size: int) -> ModelConfig:
     """The model closest to this number of parameters with the proportions of `model`.
 
-    The ratio of width to depth is within a fifth of that of `model`, or as close as whole groups of heads allow, each
-    head as wide as before. MLPs are in proportion to the width, in multiples of 128 where they are wider than 2,048.
-    Raises `UserError` if no depth fits the model's settings.
+    The ratio of width to depth is within a fifth of that of `model` if whole groups of heads allow it, each head as
+    wide as before; else a factor on the number of parameters counts as much as its square on the ratio. MLPs are in
+    proportion to the width, in multiples of 128 where they are wider than 2,048. Raises `UserError` if no depth
+    fits the model's settings.
     """
     best: ModelConfig | None = None
-    distance = math.inf
+    distance = lowest = math.inf
     shapes = list(_shapes(model, parameters / multiplying_parameters(model, vocab_size)))
     for layers, heads in shapes:
         try:
             found = type(model).model_validate(_settings(model, layers, heads))
         except ValidationError:  # such as a layer_pattern that does not divide the number of layers
             continue
-        size = multiplying_parameters(found, vocab_size)
-        if abs(math.log(size / parameters)) < distance:
-            best, distance = found, abs(math.log(size / parameters))
+        size = abs(math.log(multiplying_parameters(found, vocab_size) / parameters))
+        ratio = abs(math.log(heads / layers / (model.num_heads / model.num_layers)))
+        cost = 2 * size + max(0.0, ratio - math.log(_MAX_RATIO))
+        if cost < lowest:
+            best, distance, lowest = found, size, cost
     if shapes and best is None:
         raise UserError("no other number of layers fits the model's settings, such as layer_pattern")
     if best is None or distance > math.log(2):
@@ -51,7 +55,7 @@ def _shapes(model: ModelConfig, ratio: float) -> Iterator[tuple[int, int]]:
         wanted = model.num_heads * math.sqrt(ratio * model.num_layers / layers)
         if not nearest / 3 < wanted < 3 * nearest:
             continue
-        heads = min(max(wanted, nearest / 1.2), nearest * 1.2)
+        heads = min(max(wanted, nearest / _MAX_RATIO), nearest * _MAX_RATIO)
         step = group if heads <= 16 else math.lcm(group, 8)
         first = math.floor(heads / step)
         for number in range(max(1, first - 1), first + 3):

@@ -12,6 +12,7 @@ from lmtrain.commands import scaling
 from lmtrain.commands.ladders import read_ladder
 from lmtrain.config.load import load_config
 from lmtrain.run.config import RunConfig
+from lmtrain.scaling.describe import count
 from lmtrain.scaling.ladder import multiplying_parameters
 from lmtrain.scaling.points import points
 from lmtrain.scaling.predict import tokens_of
@@ -60,7 +61,7 @@ def test_the_status_is_a_table(tmp_path, run_cli):
 def test_the_best_rate_at_the_end_of_the_list_is_said(tmp_path, run_cli):
     path = write_ladder(tmp_path, learning_rates=[1e-2, 2e-2])
     write_results(tmp_path, path, done=lambda point: point.size == 0)
-    assert "the best one is the lowest tried; add others" in run_cli("scaling", "status", path, code=0).stdout
+    assert "it is the lowest tried, add lower ones" in run_cli("scaling", "status", path, code=0).stdout
 
 
 def test_the_fit_is_the_law(done, run_cli):
@@ -76,6 +77,16 @@ def test_the_fit_is_the_law(done, run_cli):
     for name in found["unidentified"]:
         assert f"{found['law'][name]:.4g}" in text
     assert ("NOT IDENTIFIED" in text) == bool(found["unidentified"])
+
+
+def test_a_run_that_is_far_from_the_law_is_named(tmp_path, run_cli):
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    assert "outlier" not in run_cli("scaling", "fit", "ladder.yaml", code=0).stdout
+    point = points(ladder, [1e-2] * 4)[7]
+    write_log(tmp_path, point, 1.5 * LAW.loss(point.parameters, point.tokens))
+    text = run_cli("scaling", "fit", "ladder.yaml", code=0).stdout
+    (line,) = [line for line in text.splitlines() if line.startswith("residuals ")]
+    assert f"of {point.id}; an outlier" in line
 
 
 def test_a_prediction_has_a_loss_and_a_cost(done, tmp_path, run_cli):
@@ -147,7 +158,7 @@ def test_configs_of_another_scale_are_refused(done, tmp_path, run_cli, changes, 
 
 def test_repeated_data_of_the_large_run_is_said(done, tmp_path, run_cli, monkeypatch):
     monkeypatch.setattr(scaling, "train_tokens", lambda config: 5e6)
-    command = ("scaling", "predict", "ladder.yaml", "--config", "big.yaml", "--hours", 1, "--device", "h100")
+    command = ("scaling", "predict", "ladder.yaml", "--config", "big.yaml", "--hours", 0.015, "--device", "h100")
     text = run_cli(*command, "--mfu", 0.4, code=0).stdout
     assert "repeated data (1.28 epochs)" in text
     assert text.count("repeated data") == 2
@@ -163,15 +174,43 @@ def test_only_files_of_the_command_are_overwritten(done, tmp_path, run_cli):
         run_cli(*command, "best.yaml", code=0)
 
 
-def test_large_budgets_are_answered(done, run_cli):
-    command = ("scaling", "predict", "ladder.yaml", "--device", "h100", "--mfu", 0.4, "--hours")
-    text = run_cli(*command, 10, "--devices", 64, code=0).stdout
+def test_many_heads_are_a_multiple_of_eight(done, tmp_path, run_cli):
+    write_big(tmp_path, {"model": BIG | {"num_heads": 32}})
+    flags = ("--config", "big.yaml", "--device", "h100", "--mfu", 0.4, "--hours", 0.005, "--json")
+    best = json.loads(run_cli("scaling", "predict", "ladder.yaml", *flags, code=0).stdout)["best"]
+    assert best["settings"]["model.num_heads"] > 16
+    assert best["settings"]["model.num_heads"] % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "batch", "message"),
+    [
+        (("--hours", 10, "--device", "h100", "--mfu", 0.4), 4, "times the largest N of the ladder, and 100 times are"),
+        (("--hours", 1e6, "--device", "h100", "--devices", 65_536, "--mfu", 0.4), 4, "use a smaller budget"),
+        (("--hours", 1e-6), 4, "less than the smallest N of the ladder"),
+        (("--hours", 1e-4, "--device", "h100", "--mfu", 0.4), 16_384, "and 100 are the fewest"),
+    ],
+)
+def test_budgets_outside_the_ladder_are_refused(done, tmp_path, run_cli, flags, batch, message):
+    write_big(tmp_path, {"trainer": BASE["trainer"] | dirs(tmp_path) | {"train_batch_size": batch}})
+    ended = run_cli("scaling", "predict", "ladder.yaml", "--config", "big.yaml", *flags, "--write", "best.yaml", code=2)
+    assert message in ended.stderr
+    assert ended.stdout == ""
+    assert not (tmp_path / "best.yaml").exists()
+
+
+def test_a_law_that_is_not_identified_has_no_best_size(tmp_path, run_cli):
+    """Noise of 5 %: the exponents may be anything. The best N is not, and a run is far outside by its tokens alone."""
+    write_results(tmp_path, write_ladder(tmp_path), noise=0.05)
+    write_big(tmp_path, {"trainer": BASE["trainer"] | dirs(tmp_path) | {"num_train_steps": 5_000_000}})
+    command = ("scaling", "predict", "ladder.yaml", "--config", "big.yaml", "--device", "h100", "--mfu", 0.4)
+    ended = run_cli(*command, "--hours", 1e-5, code=2)
+    assert "best size" in ended.stderr
+    text = run_cli(*command, code=0).stdout
+    assert "NOT IDENTIFIED" in text
+    assert "3 NOT INFORMATIVE, with intervals wider than 10 %" in text
+    assert "0 of 3 in the interval" in text
     assert "far outside the ladder" in text
-    heads = int(text.split("model.num_heads: ")[1].split()[0])
-    assert heads % 8 == 0
-    assert "a larger trainer.train_batch_size, or growth" in run_cli(*command, 1000, "--devices", 64, code=2).stderr
-    ended = run_cli(*command, 1e6, "--devices", 65_536, code=2)
-    assert "no model of at most 256 layers with these proportions" in ended.stderr
 
 
 def test_the_best_run_is_a_config(done, tmp_path, run_cli):
@@ -181,6 +220,10 @@ def test_the_best_run_is_a_config(done, tmp_path, run_cli):
     assert answer["flops"] == pytest.approx(8 * 0.4 * 989.4e12 * 3.6, rel=0.05)
     low, high = answer["range"]
     assert low < answer["parameters"] < high
+    least, most = answer["size_interval"]
+    assert 1.1 < most / least < 2
+    text = run_cli(*command, code=0).stdout
+    assert f"({count(least)} to {count(most)} with 95 %)" in text
     assert answer["loss"] == pytest.approx(LAW.loss(answer["parameters"], answer["tokens"]), rel=0.02)
     text = run_cli(*command, "--write", "best.yaml", code=0).stdout
     assert "does not know" not in text
@@ -221,6 +264,53 @@ def test_commands_are_those_of_the_ladder(tmp_path, run_cli, monkeypatch):
     assert not expected
 
 
+SECRETS = {
+    "data.train_urls": ["https://me:pass-word-1@host/a.jsonl", "https://host/b.jsonl?v=1&X-Amz-Signature=signature-2"],
+    "trainer.tracker": {"type": "wandb", "settings": {"api_key": "key-of-wandb-3"}, "config": {"hub_token": "token-4"}},
+}
+
+
+@pytest.mark.parametrize("flags", [("--commands",), ("--slurm", "jobs")])
+def test_commands_have_no_secrets(tmp_path, run_cli, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    path = write_ladder(tmp_path, overrides=SECRETS)
+    ended = run_cli("scaling", "run", path, *flags, code=0)
+    files = [file.read_text() for file in (tmp_path / "jobs").glob("*")]
+    text = "\n".join([ended.stdout, ended.stderr, *files])
+    for secret in ("pass-word-1", "signature-2", "key-of-wandb-3", "token-4"):
+        assert secret not in text
+    ladder = read_ladder(path, None)
+    trained = []
+    monkeypatch.setattr("lmtrain.commands.train.run", lambda argv: trained.append(argv) or 75)
+    commands = [line for line in text.splitlines() if "--only" in line]
+    assert len(commands) == 12
+    for line, point in zip(commands[:4], [p for p in points(ladder, [1e-2] * 4) if not p.parent], strict=True):
+        run_cli(*shlex.split(line.removeprefix("lmtrain ")), code=75)
+        config, *others = trained.pop()
+        overrides = [tuple(flag.removeprefix("--").split("=", 1)) for flag in others]
+        assert load_config(RunConfig, config, overrides).config == ladder.load(point.settings, point.id)
+
+
+def test_secrets_of_folders_are_in_no_command(tmp_path, run_cli):
+    """The URL from which a branch starts is that of the config's checkpoints."""
+    base = BASE | {
+        "trainer": BASE["trainer"] | dirs(tmp_path) | {"checkpointer": {"base_path": "s3://me:word@bucket/"}}
+    }
+    path = write_ladder(tmp_path, base)
+    lines = run_cli("scaling", "run", path, "--commands", code=0).stdout.splitlines()
+    assert "word" not in "\n".join(lines)
+    assert [sum(part in line for line in lines) for part in ("--trainer.id", "--only")] == [4, 8]
+
+
+def test_one_run_of_a_ladder_is_one_that_it_has(tmp_path, run_cli):
+    path = write_ladder(tmp_path)
+    ended = run_cli("scaling", "run", path, "--only", "ladder-16x1-20x-lr0.1-seed0", code=2)
+    assert "did you mean ladder-16x1-20x-lr0.01-seed0" in ended.stderr
+    ended = run_cli("scaling", "run", path, "--only", "ladder-16x1-10x-lr0.01-seed0", code=2)
+    assert "step-" in ended.stderr
+    assert "which is no complete checkpoint" in ended.stderr
+
+
 def test_commands_of_a_ladder_without_rates_say_that_more_follow(tmp_path, run_cli):
     write_ladder(tmp_path, **RATES)
     lines = run_cli("scaling", "run", "ladder.yaml", "--commands", code=0).stdout.splitlines()
@@ -244,6 +334,7 @@ def test_a_complete_ladder_runs_nothing(done, run_cli):
     ("flags", "message"),
     [
         (("run", "--commands", "--slurm", "jobs"), "--commands and --slurm: choose one"),
+        (("run", "--commands", "--only", "x"), "--commands and --only: choose one"),
         (("fit", "--hours", 1), "--hours: is for `lmtrain scaling predict`"),
         (("status", "--slurm", "x"), "--slurm: is for `lmtrain scaling run`"),
         (("predict", "--hours", 1, "--device", "h100", "--mfu", 0.5, "--efficiency", 0.5), "remove one"),
@@ -257,7 +348,7 @@ def test_a_complete_ladder_runs_nothing(done, run_cli):
         (("predict", "--hours", 1, "--device", "h1000"), "h1000"),
         (("predict", "--hours", 1, "--run", "none"), "none has no log with its speed"),
         (("predict", "--config", "nothing.yaml"), "nothing.yaml"),
-        (("predict", "--hours", 1, "--write", "no/best.yaml"), "--write no/best.yaml cannot be written"),
+        (("predict", "--hours", 0.01, "--write", "no/best.yaml"), "--write no/best.yaml cannot be written"),
     ],
 )
 def test_bad_arguments_are_errors(done, run_cli, flags, message):

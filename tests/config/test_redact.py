@@ -77,7 +77,7 @@ def test_urls_inside_other_text_are_masked(text, expected):
     "name",
     [
         *("api_key", "apiKey", "API-KEY", "wandb_api_key", "password", "db_password_2", "secret", "client-secret"),
-        *("credentials", "credentials_file", "hub_token", "accessToken", "token", "aws_access_key_id"),
+        *("credentials", "credentials_file", "hub_token", "accessToken", "token", "tracker.token", "aws_access_key_id"),
     ],
 )
 def test_a_value_is_masked_by_its_name_at_any_depth(name):

@@ -38,11 +38,14 @@ def test_help_lists_every_accepted_flag(desk, name):
         ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-s", "nowhere"], "set-up script not found: nowhere"),
         ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-b", "nowhere"], "branch nowhere not found"),
         ("spin-up", ["my-tpu", "-z", "a", "-t", "v9-8"], "v9-8; set it with -i"),
+        ("spin-up", ["my-tpu", "-z", "a", "-t", "v3-8", "-r", "https://word@host/x"], "has a password or token"),
         ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8"], "CMD is missing"),
         ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "A=1"], "CMD is missing"),
         ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "true"], "CMD comes after --"),
         ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "--retries", "0", "--", "true"], "--retries"),
         ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "RUN_ID=../x", "true"], "RUN_ID"),
+        ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "lmtrain", "--a.api_key=b"], "a secret in --a.api_key,"),
+        ("babysit", ["my-tpu", "-z", "a", "-t", "v3-8", "--", "lmtrain", "--a", "s3://b:c@d/e"], "a secret in s3,"),
     ],
 )
 def test_a_mistake_in_the_flags_is_one_line_without_a_call_to_gcloud(desk, name, words, message):

@@ -60,6 +60,7 @@ def write_log(folder, point, loss, steps=None):
         {"step": 0, "parameter_count": 1, "throughput/device_kind": "cpu", "throughput/device_count": 2},
         {"step": 1, "train/loss": 5.0, "throughput/gflops_per_second": 40.0},
         {"step": steps or point.steps, "eval/loss": loss, "throughput/gflops_per_second": 60.0},
+        {"step": steps or point.steps, "checkpoint/blocking_seconds": 0.1},
     ]
     (folder / "logs").mkdir(exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in lines)

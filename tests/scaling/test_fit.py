@@ -68,6 +68,34 @@ def test_what_the_runs_do_not_determine_is_named():
     assert {"alpha", "beta"} <= set(fit.unidentified)
 
 
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda n, d: 40 / n**0.34 + 41 / d**0.28 - 0.05, {"E": 0}),
+        (lambda n, d: 2 + 1e-10 * n + 410 / d**0.28, {"A": 0, "alpha": 0.01}),
+        (lambda n, d: 1.7 + 400 / n**0.34, {"B": 0}),
+        (lambda n, d: 3.0, {"A": 0, "B": 0}),
+        (lambda n, d: 1.7 + 400 / n**0.34 + 410 / d**0.28, {}),
+    ],
+)
+def test_values_at_a_bound_are_not_identified(loss, expected):
+    """A loss below what E = 0 allows, one that rises with N, or that does not depend on D."""
+    noise = np.exp(1e-4 * np.random.default_rng(0).standard_normal(len(RUNS)))
+    fit = fit_law(N, D, noise * [loss(n, d) for n, d in RUNS])
+    assert expected.items() <= fit.at_bounds.items()
+    assert bool(fit.at_bounds) == bool(expected)
+    assert set(fit.at_bounds) <= set(fit.unidentified)
+    if "B" in expected:
+        assert "beta" in fit.unidentified
+
+
+def test_the_interval_of_the_best_size_covers_it():
+    fit = fit_law(N, D, noisy(1e-3, 0))
+    best, interval = LAW.best(1e20)[0], fit.laws.best_size(1e20)
+    assert best in interval
+    assert interval.high < 2 * interval.low
+
+
 def test_noise_of_seeds_widens_intervals():
     """Seeds that differ more than the residuals of their means."""
     n, d, losses = np.repeat(N, 2), np.repeat(D, 2), np.repeat(LOSSES, 2)

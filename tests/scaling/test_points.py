@@ -123,6 +123,7 @@ def test_runs_of_wsd_have_the_settings_of_their_longest(make):
     [
         ({"tokens_per_parameter": [20]}, "at least 2"),
         ({"tokens_per_parameter": [20, 10]}, "expected ascending numbers"),
+        ({"tokens_per_parameter": [5e6, 1e7]}, "less than or equal to 100000"),
         ({"seeds": [1, 1]}, "a seed occurs twice"),
         ({"overrides": {"trainer.seed": 1}}, "trainer.seed: the ladder sets it"),
         ({"overrides": {"transfer.base": {}}}, "transfer.base: the ladder sets it"),
@@ -146,11 +147,19 @@ def test_runs_of_wsd_have_the_settings_of_their_longest(make):
             "one batch",
         ),
         ({"overrides": {"epoch": 1}}, "epoch: the ladder sets it"),
+        ({"overrides": {"trainer.checkpointer.append_run_id_to_base_path": False}}, "append_run_id_to_base_path"),
     ],
 )
 def test_a_bad_ladder_is_an_error(make, changes, message):
     with pytest.raises(UserError, match=message):
         make(**changes)
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+@pytest.mark.parametrize("lengths", [[0.001, 0.002], [0.01, 0.3], [5.1, 5.1001]])
+def test_runs_of_a_few_steps_or_of_the_same_length_are_an_error(make, schedule, lengths):
+    with pytest.raises(UserError, match=r"ladder-16x1-\S+ has .* steps?: .*increase tokens_per_parameter"):
+        points(make(tokens_per_parameter=lengths, schedule=schedule), [1e-2] * 4)
 
 
 def test_too_few_steps_are_an_error(make, tmp_path):

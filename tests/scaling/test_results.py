@@ -12,6 +12,7 @@ from lmtrain.scaling.points import points, trials
 from lmtrain.scaling.results import check, read_results, read_speed, stages
 from lmtrain.scaling.runner import train_all
 
+WANDB = {"type": "wandb", "settings": {"api_key": "key-of-wandb"}}
 RATES = {"learning_rates": [5e-3, 1e-2, 2e-2]}
 
 
@@ -86,7 +87,7 @@ def test_runs_of_another_rate_are_checked_before_the_first_run(tmp_path):
 def test_a_branch_without_its_checkpoint_is_an_error_before_it_starts(tmp_path):
     ladder = write_results(tmp_path, write_ladder(tmp_path), done=lambda point: point.ratio != 10)
     (point, *_) = [result.point for result in read_results(ladder).law if result.state != "done"]
-    with pytest.raises(UserError, match=f"{point.id} starts from .*step-{point.start}, which does not exist"):
+    with pytest.raises(UserError, match=f"{point.id} starts from .*step-{point.start}, which is no complete"):
         train_all(ladder, lambda: True)
 
 
@@ -123,6 +124,7 @@ def test_an_unfinished_line_of_a_killed_run_is_ignored(tmp_path):
     ("changes", "named"),
     [
         ({"optimizer": {"weight_decay": 0.2}}, "optimizer.weight_decay 0.2 instead of 0.1"),
+        ({"trainer": {"early_stopping": {"patience": 2}}}, "trainer.early_stopping"),
         ({"trainer": {"max_eval_batches": 8}}, "trainer.max_eval_batches 8 instead of 4"),
         ({"trainer": {"num_train_steps": 9999}}, "trainer.num_train_steps 9999 instead of"),
         ({"data": {"validation_urls": ["other.jsonl"]}}, "data.validation_urls"),
@@ -148,6 +150,16 @@ def test_runs_with_other_settings_are_refused(tmp_path, changes, named):
         check(results)
 
 
+def test_a_fit_names_other_settings_before_missing_runs(tmp_path):
+    ladder = read_ladder(write_ladder(tmp_path, **RATES), None)
+    trial, *_ = trials(ladder)
+    write_log(tmp_path, trial, 3.0)
+    (tmp_path / "logs" / trial.id).mkdir()
+    (tmp_path / "logs" / trial.id / "config.yaml").write_text("model: [")
+    with pytest.raises(UserError, match=f"{trial.id} was trained with other settings"):
+        fit_ladder(ladder, read_results(ladder), None)
+
+
 def test_the_settings_of_the_ladder_itself_are_no_difference(tmp_path):
     ladder = write_results(tmp_path, write_ladder(tmp_path))
     for point in points(ladder, [1e-2] * 4):
@@ -163,6 +175,7 @@ def test_the_settings_of_the_ladder_itself_are_no_difference(tmp_path):
     [
         (lambda point: point.size < 2, "2 sizes done, and the law's exponents need 3 or more"),
         (lambda point: point.ratio == 20, "1 ratio done, and the law's exponents need 2 or more"),
+        (lambda point: point.ratio == 20 or point.id == "ladder-16x1-5x-lr0.01-seed0", "5 runs done, and the law"),
         (lambda point: point.size > 1 or (point.size == 0 and point.ratio == 5), None),
     ],
 )
@@ -172,6 +185,24 @@ def test_runs_that_do_not_determine_the_exponents_are_refused(tmp_path, done, me
         assert fit_ladder(ladder, read_results(ladder), None).missing == 5
         return
     with pytest.raises(UserError, match=message):
+        fit_ladder(ladder, read_results(ladder), None)
+
+
+def test_seeds_are_no_points_of_the_law(tmp_path):
+    """Of 8 runs there are 4 points, and the law has 5 unknowns."""
+    path = write_ladder(tmp_path, schedule="cosine", seeds=[0, 1])
+    done = {(0, 5), (1, 5), (2, 5), (2, 10)}
+    ladder = write_results(tmp_path, path, done=lambda point: (point.size, point.ratio) in done)
+    with pytest.raises(UserError, match="4 runs done, and the law's exponents need 6 or more"):
+        fit_ladder(ladder, read_results(ladder), None)
+
+
+def test_a_copy_of_a_run_is_refused(tmp_path):
+    ladder = write_results(tmp_path, write_ladder(tmp_path, schedule="cosine", seeds=[0, 1]))
+    one, other = (point for point in points(ladder, [1e-2] * 4) if (point.size, point.ratio) == (2, 10))
+    for point in (one, other):
+        write_log(tmp_path, point, 3.25)
+    with pytest.raises(UserError, match=f"{one.id} and {other.id} have the same loss of 3.25"):
         fit_ladder(ladder, read_results(ladder), None)
 
 
@@ -228,3 +259,84 @@ def test_a_log_that_cannot_be_read_is_an_error(tmp_path):
     (tmp_path / "logs" / f"{point.id}.metrics.jsonl").mkdir(parents=True)
     with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read: Is a directory"):
         read_results(ladder)
+
+
+def test_arguments_of_a_run_are_in_no_command_line(tmp_path, monkeypatch):
+    ladder = read_ladder(write_ladder(tmp_path, overrides={"trainer.tracker": WANDB}), None)
+    started = []
+
+    class Process:
+        def __init__(self, command, **_):
+            self.command, self.stdin = command, (tmp_path / "pipe").open("wb")
+            started.append(self)
+
+        def wait(self, _):
+            return 2
+
+    monkeypatch.setattr("subprocess.Popen", Process)
+    with pytest.raises(UserError, match="was refused"):
+        train_all(ladder, lambda: True)
+    (process,) = started
+    assert "key-of-wandb" not in " ".join(process.command)
+    assert "key-of-wandb" in (tmp_path / "pipe").read_text()
+
+
+def test_a_run_without_its_last_checkpoint_is_not_done(tmp_path):
+    ladder = read_ladder(write_ladder(tmp_path), None)
+    point, *_ = points(ladder, [1e-2] * 4)
+    write_log(tmp_path, point, 3.0)
+    path = tmp_path / "logs" / f"{point.id}.metrics.jsonl"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "blocking_seconds" not in line))
+    results = read_results(ladder)
+    assert (results.law[0].state, results.law[0].loss) == ("not saved", 3.0)
+    assert point.id in {left.id for left in stages(results)[0]}
+    folder = tmp_path / "checkpoints" / point.id / f"step-{point.steps}"
+    folder.mkdir(parents=True)
+    assert read_results(ladder).law[0].state == "not saved"
+    (folder / "manifest.json").write_text("{}")
+    assert read_results(ladder).law[0].state == "done"
+
+
+def test_a_longer_run_of_the_same_id_is_another(tmp_path):
+    ladder = write_results(tmp_path, write_ladder(tmp_path))
+    point, *_ = points(ladder, [1e-2] * 4)
+    with open(tmp_path / "logs" / f"{point.id}.metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": point.steps + 5, "train/loss": 3.0}) + "\n")
+    with pytest.raises(UserError, match=f"{point.steps + 5:,} steps instead of {point.steps:,}"):
+        check(read_results(ladder))
+
+
+def test_a_missing_checkpoint_of_a_branch_is_said_before_the_first_run(tmp_path, monkeypatch):
+    """Also if other runs would be trained before it."""
+    ladder = write_results(tmp_path, write_ladder(tmp_path), done=lambda point: point.size == 0 and point.ratio == 20)
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(UserError, match=r"ladder-16x1-10x-lr0\.01-seed0 starts from"):
+        train_all(ladder, lambda: True)
+
+
+def test_the_best_rate_is_said_once_it_is_known(tmp_path, monkeypatch, capsys):
+    ladder = write_results(tmp_path, write_ladder(tmp_path, **RATES), best=5e-3, done=lambda point: point.rate != 2e-2)
+
+    class Process:
+        """A trial that is trained, and then a run that is refused."""
+
+        def __init__(self, *_, **__):
+            self.stdin = (tmp_path / "pipe").open("wb")
+
+        def wait(self, _):
+            self.stdin.close()
+            settings = json.loads((tmp_path / "pipe").read_text())
+            (trial,) = [each for each in trials(ladder) if f"--trainer.id={each.id}" in settings] or [None]
+            if trial is None:
+                return 2
+            assert "learning rate of" not in capsys.readouterr().err
+            write_log(tmp_path, trial, 90.0)
+            return 0
+
+    monkeypatch.setattr("subprocess.Popen", Process)
+    (tmp_path / "logs" / "ladder-32x2-20x-lr0.005-seed0.metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="was refused"):
+        train_all(ladder, lambda: True)
+    assert "learning rate of 16x1: 0.005" in (text := capsys.readouterr().err)
+    assert "it is the lowest tried" in text
+    assert text.index("lowest tried") < text.index("ladder-32x2-20x")
