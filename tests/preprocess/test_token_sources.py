@@ -15,8 +15,13 @@ from token_files import EOS, begun, documents, ended, llm_c, megatron, nano_gpt,
 from lmtrain.config.errors import UserError
 from lmtrain.data.caches import open_store
 from lmtrain.data.config import DataConfig
+from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import document_starts
+from lmtrain.data.verification import verify
 from lmtrain.data.windows import windows_of
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.preprocess.show import first_documents
+from lmtrain.preprocess.sources import list_sources
 from lmtrain.preprocess.split_cache import find_cache
 
 SEQ_LEN = 50
@@ -185,7 +190,7 @@ def test_an_id_that_is_not_in_the_vocabulary_is_named_with_its_place(folder):
     assert message.startswith("rows.parquet:11: token id 999 is not in the vocabulary of 257 tokens")
 
 
-@pytest.mark.parametrize("change", ["content", "time", "shorter", "index"])
+@pytest.mark.parametrize("change", ["content", "shorter", "index", "index only", "deleted"])
 def test_a_file_that_changes_is_refused_by_the_run_and_by_a_resumed_one(folder, change):
     docs = documents(vocab=200)
     megatron(folder / "a.bin", docs)
@@ -193,17 +198,50 @@ def test_a_file_that_changes_is_refused_by_the_run_and_by_a_resumed_one(folder, 
     build_cache(wanted, "train")
     store = open_store(wanted, find_cache(wanted, "train"))
     store.read(np.array([0]), SEQ_LEN)
+    other_borders = [docs[0][:-1], np.append(docs[0][-1], docs[1]), *docs[2:]]
+    name = "a.idx" if change == "index only" else "a.bin"
     if change == "index":
-        megatron(folder / "a.bin", [docs[0][:-1], np.append(docs[0][-1], docs[1]), *docs[2:]])
+        megatron(folder / "a.bin", other_borders)
+    elif change == "index only":
+        megatron(folder / "b.bin", other_borders)
+        os.replace("b.idx", name)
     elif change == "shorter":
         megatron(folder / "a.bin", docs[:-1])
     elif change == "content":
         megatron(folder / "a.bin", [ids ^ 1 for ids in docs])
-    os.utime("a.bin", ns=(0, 0))
-    with pytest.raises(UserError, match=r"a.bin: this file has changed since the run first read it"):
+    elif change == "deleted":
+        os.remove(name)
+    if change != "deleted":
+        os.utime(name, ns=(0, 0))
+    with pytest.raises(UserError, match=rf"{name}: this file has changed since the run first read it"):
         store.read(np.array([0]), SEQ_LEN)
-    with pytest.raises(UserError, match=r"a.bin has changed since it was cached"):
+    with pytest.raises(UserError, match=r"a.bin has changed since it was cached|no such file: a.bin"):
         find_cache(wanted, "train")
+
+
+def test_a_file_whose_time_changes_is_read_on_and_that_is_logged_once(folder, caplog):
+    caplog.set_level("INFO", "lmtrain")
+    docs = documents()
+    megatron(folder / "a.bin", docs)
+    wanted = config("a.bin")
+    build_cache(wanted, "train")
+
+    def logged():
+        said = [record.message for record in caplog.records if "modification time" in record.message]
+        caplog.clear()
+        return [os.path.basename(message.partition(":")[0]) for message in said]
+
+    stores = [open_store(wanted, find_cache(wanted, "train")) for _ in range(2)]
+    before = stores[0].read(np.array([0]), SEQ_LEN)
+    for name in ("a.bin", "a.idx"):
+        os.utime(name, ns=(0, 0))
+    for store in stores:
+        assert_same(store.read(np.array([0]), SEQ_LEN), before)
+    assert logged() == ["a.bin", "a.idx"]
+    build_cache(wanted, "train")
+    assert logged() == ["a.bin"]
+    build_cache(wanted, "train")
+    assert logged() == []
 
 
 def test_copies_in_another_folder_are_used(folder):
@@ -240,6 +278,52 @@ def test_truncated_files_are_refused(folder, write, file, size, message):
     cut(file, size)
     with pytest.raises(UserError, match=message):
         find_cache(config(f"a{'.npy' if file == 'a.npy' else '.bin'}"), "train")
+
+
+def without_index(path, docs):
+    megatron(path, docs, dtype="<i4")
+    os.remove(path.with_suffix(".idx"))
+
+
+def other_version(path, docs):
+    llm_c(path, docs)
+    content = bytearray(path.read_bytes())
+    content[4] = 3
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("write", "settings", "message"),
+    [
+        (lambda path, docs: nano_gpt(path, docs, "<u4"), {}, "data.format.dtype: uint32"),
+        (without_index, {}, "data.format.dtype: uint32.*put its .idx next to it"),
+        (nano_gpt, {"dtype": "uint32"}, "data.format.dtype: uint16"),
+        (other_version, {}, "of version 3"),
+        (lambda path, docs: path.write_text("1 2 3\n" * 100), {}, "looks like text"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.bin", "a.npy"])
+def test_files_of_another_kind_are_refused(folder, name, write, settings, message):
+    write(folder / name, documents())
+    with pytest.raises(UserError, match=f"{name}: .*{message}"):
+        find_cache(config(name, format=settings), "train")
+
+
+def test_a_corrupt_index_is_found_before_there_is_a_cache_and_in_one_that_exists(folder):
+    megatron(folder / "a.bin", documents())
+    wanted = config("a.bin")
+    content = bytearray((folder / "a.idx").read_bytes())
+    content[-16:-8] = bytes(8)  # the last but one document begins at sequence 0
+    (folder / "a.idx").write_bytes(content)
+    with pytest.raises(UserError, match=r"a.idx: corrupt: document 59 begins at sequence 0"):
+        find_cache(wanted, "train")
+    with pytest.raises(UserError, match=r"a.idx: corrupt: document 59 begins at sequence 0"):
+        list(first_documents(wanted, SEQ_LEN, 1))
+    (source,) = list_sources(wanted, "train", open_tokenizer("byte"))
+    shards = Shards.of_one(source.info)
+    verify(str(folder / "cache"), shards)  # as of a cache that an earlier version made
+    with pytest.raises(UserError, match=r"a.idx: corrupt: document 59 begins at sequence 0"):
+        shards.check()
 
 
 def test_what_is_missing_is_asked_for(folder):
@@ -309,6 +393,19 @@ for kind in (np.uint16, np.int32):
         ended = np.append(ids, EOS)
         builder.add_document(torch.tensor(ended, dtype=torch.int64), [len(ended)])
     builder.finalize(f"megatron-{kind.__name__}.idx")
+builder = IndexedDatasetBuilder("several.bin", dtype=np.uint16, multimodal=True)
+for number, ids in enumerate(documents()):
+    ended = torch.tensor(np.append(ids, EOS), dtype=torch.int64)
+    if number % 2:
+        builder.add_document(ended, [len(ended) // 2, 0, len(ended) - len(ended) // 2], [0, 1, 0])
+    else:
+        builder.add_item(ended)
+        builder.end_document()
+builder.end_document()
+builder.finalize("several.idx")
+merged = IndexedDatasetBuilder("merged.bin", dtype=np.uint16, multimodal=True)
+merged.add_index("several")
+merged.finalize("merged.idx")
 for ids in documents():
     theirs.write([*ids.tolist(), EOS])
 theirs.close()
@@ -320,5 +417,5 @@ def test_files_that_megatron_core_and_datatrove_write(folder):
     path = os.pathsep.join([os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH", "")])
     subprocess.run([sys.executable, "-c", _PEERS], check=True, env={**os.environ, "PYTHONPATH": path})
     right = expected(documents())
-    for name in ("megatron-uint16", "megatron-int32", "datatrove"):
+    for name in ("megatron-uint16", "megatron-int32", "several", "merged", "datatrove"):
         assert_same(windows(config(f"{name}.bin", cache_dir=name)), right)
