@@ -24,6 +24,7 @@ from lmtrain.data.formats import TextFormat
 from lmtrain.data.shards import Shards
 from lmtrain.data.targets import check_contents
 from lmtrain.data.token_file import log_touched
+from lmtrain.data.verification import forget
 from lmtrain.hf.chat_template import check_tokens
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
@@ -171,6 +172,7 @@ class SplitCache(Cache):
                 check_contents(self.folder, self.shards.infos, self.recipe)
             self.manifest = CacheManifest(self.split, self.recipe, self._urls, self.dtype, list(self.shards.infos))
             save_manifest(self.folder, self.manifest)
+            forget(self.folder)
         return self.manifest
 
     def save_times(self) -> None:
