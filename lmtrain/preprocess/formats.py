@@ -18,6 +18,7 @@ from typing import IO, Any
 from lmtrain.config.encodings import likely_encoding, not_utf8
 from lmtrain.config.json_text import parse_json
 from lmtrain.preprocess.records import BadRecordError, Record, RecordReader, Texts, TokenIds, no_object
+from lmtrain.preprocess.token_rows import TokenRows
 
 _CHUNK_BYTES = 1 << 20
 _PARQUET_ROWS = 256
@@ -107,9 +108,7 @@ def read_parquet(file: IO[Any], reader: RecordReader) -> Iterator[Record]:
 
     try:
         table = parquet.ParquetFile(file)
-        present = table.schema_arrow.names
-        reader.check_keys(present)
-        columns = [column for column in reader.columns if column in present]
+        columns = _columns(reader, table.schema_arrow)
         batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=columns)
         yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
     except BadRecordError as error:
@@ -131,14 +130,24 @@ def read_arrow(file: IO[Any], reader: RecordReader) -> Iterator[Record]:
             batches: Iterable[Any] = map(table.get_batch, range(table.num_record_batches))
         else:
             batches = table = pyarrow.ipc.open_stream(source)
-        present = table.schema.names
-        reader.check_keys(present)
-        columns = [column for column in reader.columns if column in present]
+        columns = _columns(reader, table.schema)
         yield from enumerate(chain.from_iterable(batch.select(columns).to_pylist() for batch in batches), start=1)
     except BadRecordError as error:
         raise UnreadableError(str(error)) from None
     except pyarrow.ArrowException as error:
         raise UnreadableError(f"corrupt, or not Arrow: {error}") from None
+
+
+def _columns(reader: RecordReader, schema: Any) -> list[str]:
+    """The columns to read. Raises `BadRecordError` if there is no document."""
+    from pyarrow import types
+
+    reader.check_keys(schema.names)
+    wanted = set(reader.columns)
+    if isinstance(reader, TokenRows) and reader.reads_all:
+        kinds = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+        wanted |= {field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)}
+    return [column for column in schema.names if column in wanted]
 
 
 READERS: dict[str, Callable[[IO[Any], RecordReader], Iterator[Record]]] = {

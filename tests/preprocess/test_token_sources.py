@@ -370,6 +370,23 @@ def test_wrong_labels_are_named_with_their_row(more, message):
         windows(config("rows.jsonl"))
 
 
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl"])
+@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
+def test_numbers_of_each_token_that_have_no_known_meaning_are_refused(name, on_bad_record):
+    rows([np.array([4, 5]), np.array([5, 6])], source=["a", "b"], train_on=[[0, 1, 1], [1, 1, 1]])
+    with pytest.raises(UserError, match=rf"{name}:1: 'train_on' has a number for each token"):
+        find_cache(config(name, on_bad_record=on_bad_record), "train")
+
+
+def test_marks_of_tokens_are_not_passed_over_by_the_passthrough_tokenizer():
+    rows([np.array([4, 5]), np.array([5, 6])], loss_mask=[[0, 1, 1], [1, 1, 1]])
+    settings = {"tokenizer": "passthrough", "vocab_size": 300, "enforce_eos": False, "text_key": "input_ids"}
+    for name in ("rows.jsonl", "rows.parquet"):
+        wanted = DataConfig(train_urls=[name], cache_dir=name, num_preprocess_workers=1, **settings)
+        with pytest.raises(UserError, match=rf"{name}.*'loss_mask' is not read.*input_ids_field: input_ids"):
+            list(first_documents(wanted, SEQ_LEN, 1))
+
+
 def test_labels_in_some_files_only_are_refused(folder):
     docs = documents()
     nano_gpt(folder / "a.bin", docs)
