@@ -8,7 +8,7 @@ import bisect
 import functools
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -156,13 +156,14 @@ def _is_unchanged(path: str, modified: int, checksum: str) -> bool:
     size = os.path.getsize(path)
     is_same = sample_checksum(size, functools.partial(read_range, path)) == checksum
     if is_same:
-        log_touched(path)
+        log_touched([path])
     return is_same
 
 
-def log_touched(path: str) -> None:
-    """Log that only the time of a file has changed."""
-    log.info(f"{path}: modification time only has changed; its size and samples are the same, so it is read on")
+def log_touched(paths: Sequence[str]) -> None:
+    """Log that only the times of files have changed."""
+    more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+    log.info(f"{paths[0]}{more}: modification time only has changed; size and samples are the same, so it is accepted")
 
 
 def _read(file: int, size: int, place: int) -> bytes:

@@ -220,9 +220,9 @@ def find_cache(config: DataConfig, split: str, is_read: bool = True, dropped: Dr
         if is_read:
             check_contents(folder, present.shards, recipe)
         pairs = list(zip(finished.shards, present.shards, strict=True))
-        touched = [now for before, now in pairs if is_touched(before.source, now.source)]
-        for info in touched:
-            log_touched(info.file)
+        touched = [now.file for before, now in pairs if is_touched(before.source, now.source)]
+        if touched:
+            log_touched(touched)
         return SplitCache(config, split, recipe, dtype, [], present, is_read, has_new_times=bool(touched))
     sources = list_sources(config, split, tokenizer)
     for source in sources:

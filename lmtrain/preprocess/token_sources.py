@@ -8,6 +8,7 @@ a folder with a manifest.json  a token cache of lmtrain
 """
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from lmtrain.data.token_file import TokenLayout
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.token_headers import LLM_C_BYTES, NUMPY, read_llm_c, read_numpy
 from lmtrain.preprocess.token_types import check_content
+from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import file_size, is_url, read_range
 
 EXTENSIONS = (".bin", ".npy")
@@ -45,6 +47,7 @@ class TokenSource:
     url: str
     bytes: int
     info: ShardInfo
+    has_eos: bool = True  # in the parts that were read, if documents are divided by EOS tokens
 
     @property
     def label(self) -> str:
@@ -77,6 +80,7 @@ def is_cache(url: str) -> bool:
 
 def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSource:
     """A file of token ids as a source. Raises `UserError` if it is damaged, or none that is known."""
+    modified = None if is_url(url) else os.stat(url).st_mtime_ns  # before it is read
     size = _size(url)
     sample: dict[int, bytes] = {}
 
@@ -107,14 +111,20 @@ def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSour
                 f"but the file has {size:,} bytes"
             )
     elif start.startswith(NUMPY):
-        dtype, offset, tokens = read_numpy(url, size, partial(read_range, url))
+        dtype, offset, tokens = read_numpy(
+            url, size, lambda first, end: start[first:end] if end <= len(start) else read_range(url, first, end)
+        )
         layout = replace(layout, dtype=dtype, offset=offset, tokens=tokens)
     else:
+        if not size:
+            raise UserError(f"{url}: is empty; write it again, or remove it from the list")
         dtype = _DTYPES[own.dtype or "uint16"]
         check_content(url, size, sample, dtype, ids)
         width = np.dtype(dtype).itemsize
         if size % width:
-            raise UserError(f"{url}: its {size:,} bytes are no multiple of {width}: truncated, or not {own.dtype}")
+            raise UserError(
+                f"{url}: its {size:,} bytes are no multiple of {width}: truncated, or not {own.dtype or 'uint16'}"
+            )
         if own.dtype is None and ids > 65536:
             raise UserError(
                 f"{url}: has no header, and 2 bytes per token cannot hold the {ids:,} tokens of the tokenizer "
@@ -129,13 +139,51 @@ def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSour
             f"{url}: where its documents end is unknown, since the tokenizer {tokenizer.path!r} has no EOS token; set "
             "data.format.eos_id to the id between documents, or data.mask_across_documents: false"
         )
-    modified = None if is_url(url) else os.stat(url).st_mtime_ns
     fingerprint = checksum[:16] + (layout.index.checksum[:16] if layout.index else "")
     source = {"url": redact(url), "bytes": size, "fingerprint": fingerprint, "modified": modified}
     described = asdict(layout)
     file = url if is_url(url) else os.path.realpath(url)
     info = ShardInfo(file, source, size, checksum, layout.tokens, documents, layout=described)
-    return TokenSource(url, size, info)
+    return TokenSource(url, size, info, _has_eos(sample, layout))
+
+
+def _has_eos(sample: Mapping[int, bytes], layout: TokenLayout) -> bool:
+    """Whether an EOS token is in these parts of a file, or none is needed."""
+    if layout.index is not None or layout.eos is None or not layout.tokens:
+        return True
+    dtype = np.dtype(layout.dtype)
+    for start, part in sample.items():
+        begin = max(layout.offset - start, 0)
+        begin += (layout.offset - start - begin) % dtype.itemsize
+        count = max(len(part) - begin, 0) // dtype.itemsize
+        if count and (np.frombuffer(part, dtype, count, begin) == layout.eos).any():
+            return True
+    return False
+
+
+def warn_of_settings(config: DataConfig, sources: Sequence[object]) -> None:
+    """Log settings of `TokensFormat` that have no effect on the sources of a split, or seem to be wrong."""
+    own = config.format
+    assert isinstance(own, TokensFormat)
+    files = [s for s in sources if isinstance(s, TokenSource) and s.info.layout is not None]
+    by_eos = [source for source in files if source.info.layout and source.info.layout["index"] is None]
+    if own.dtype is not None and not files:
+        log.warning("data.format.dtype: has no effect, since there is no .bin or .npy")
+    for name, value in (("eos_id", own.eos_id), ("eos_at", own.eos_at)):
+        if value is not None and not by_eos:
+            log.warning(f"data.format.{name}: has no effect, since indices or rows say where documents begin")
+    if own.input_ids_field != TokensFormat().input_ids_field and all(
+        isinstance(source, TokenSource) for source in sources
+    ):
+        log.warning("data.format.input_ids_field: has no effect, since there are no rows of token ids")
+    without = [source.label for source in by_eos if not source.has_eos]
+    if without and (config.mask_across_documents or config.has_positions):
+        more = f" and {len(without) - 1:,} more" if len(without) > 1 else ""
+        log.warning(
+            f"{without[0]}{more}: the EOS token is not in the parts that were sampled, so documents may not be "
+            "divided; set data.format.eos_id to the id between documents, or data.mask_across_documents: false. A .bin "
+            "of Megatron-LM needs its .idx next to it"
+        )
 
 
 def find_shards(folder: str, tokenizer: Tokenizer) -> list[TokenSource]:
@@ -165,10 +213,12 @@ def _size(url: str) -> int:
 
 
 def _index_of(url: str) -> str | None:
-    """The .idx next to a .bin, None if there is none."""
-    stem, extension = os.path.splitext(url)
-    index = f"{stem}.idx"
-    return index if extension == ".bin" and file_size(index) is not None else None
+    """The .idx next to a .bin, or next to the file that it links to; None if there is none."""
+    for name in (url,) if is_url(url) else (url, os.path.realpath(url)):
+        stem, extension = os.path.splitext(name)
+        if extension == ".bin" and file_size(f"{stem}.idx") is not None:
+            return f"{stem}.idx"
+    return None
 
 
 def _megatron(url: str, index_url: str, size: int, layout: TokenLayout) -> TokenLayout:

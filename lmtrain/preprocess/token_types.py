@@ -15,6 +15,9 @@ of two small ids are not counted: padding, zeros, a file that is mostly EOS toke
 say nothing; nor do files of less than 32 such pairs. A false alarm needs an id up to k at every second place of all
 parts. Such data can be saved with a header, by `numpy.save`.
 
+**Floats** of four or eight bytes are all integers from 0 to 2^24; those that the bytes of ids make are not: they are
+below 1, or have fractions.
+
 **Narrower ids.** Two ids of two bytes, read as one of four bytes, give a number whose upper half is often above its
 lower half. In ids below 2^20 this is so for 120 of them at most, as the upper half is at most 15. So a file has ids of
 two bytes if at least 32 *different* ids are of that kind, and a quarter of all different ids. Padding and EOS tokens
@@ -64,6 +67,8 @@ _NAMES = {
     ">u2": "big-endian uint16",
     ">u4": "big-endian uint32 or int32",
     ">i8": "big-endian int64",
+    "<f4": "float32",
+    "<f8": "float64",
 }
 _SETTINGS = {"<u2": "uint16", "<u4": "uint32"}
 
@@ -95,6 +100,8 @@ def check_content(url: str, size: int, sample: Mapping[int, bytes], dtype: str, 
 def _likely_type(content: bytes, dtype: str, vocab_size: int) -> str | None:
     """The type of ids that these bytes look like, if it is clear."""
     halves = np.frombuffer(content, "<u2").reshape(-1, 4)
+    if floats := next((kind for kind in ("<f4", "<f8") if _are_integers(np.frombuffer(content, kind))), None):
+        return floats
     if wider := _wider(halves, vocab_size):
         return wider
     ids = np.frombuffer(content, dtype)
@@ -122,6 +129,12 @@ def _wider(halves: np.ndarray, vocab_size: int) -> str | None:
             if (parts[:, 1::2] <= most).all() and (parts[:, ::2] > most).sum() >= _PAIRS:
                 return f"{order}u4"
     return None
+
+
+def _are_integers(floats: np.ndarray) -> bool:
+    with np.errstate(invalid="ignore"):
+        is_integer = (floats >= 0) & (floats <= 1 << 24) & (floats == np.floor(floats))
+    return bool(is_integer.all()) and np.count_nonzero(floats) >= _PAIRS
 
 
 def _entropy(values: np.ndarray) -> float:

@@ -1,5 +1,6 @@
 """Token ids of other systems give the batches that a cache of the same documents gives, and errors name the place."""
 
+import json
 import os
 import subprocess
 import sys
@@ -106,6 +107,19 @@ def test_rows_are_converted(name):
     docs = documents()
     rows(docs)
     assert_same(windows(config(name)), expected(docs))
+
+
+def test_rows_that_are_empty_or_padding_add_nothing(folder):
+    rows_of = [
+        {"input_ids": []},
+        {"input_ids": [1, EOS]},
+        {"input_ids": [7], "attention_mask": [0]},
+        {"input_ids": [2]},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of))
+    tokens, firsts, _ = windows(config("rows.jsonl"))
+    assert tokens[0, :4].tolist() == [1, EOS, 2, 0]
+    assert firsts[0, :3].tolist() == [0, 0, 2]
 
 
 def test_padding_of_rows_is_dropped():
@@ -244,6 +258,38 @@ def test_a_file_whose_time_changes_is_read_on_and_that_is_logged_once(folder, ca
     assert logged() == []
 
 
+def test_an_index_next_to_the_file_that_a_link_names_is_used(folder):
+    docs = documents(vocab=200)
+    (folder / "store").mkdir()
+    megatron(folder / "store" / "a.bin", docs, sentences=2)
+    os.symlink("store/a.bin", "link.bin")
+    cache = find_cache(config("link.bin", format={"eos_id": 7}), "train")
+    assert cache.shards.infos[0].documents == len(docs)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("a.bin", {}, []),
+        ("a.bin", {"eos_id": 200}, ["a.bin", "data.format.eos_id", ".idx"]),
+        ("m.bin", {}, []),
+        ("m.bin", {"eos_id": 200}, ["data.format.eos_id"]),
+        ("m.bin", {"eos_at": "last"}, ["data.format.eos_at"]),
+        ("a.bin", {"input_ids_field": "ids"}, ["data.format.input_ids_field"]),
+        ("rows.jsonl", {"dtype": "uint32"}, ["data.format.dtype"]),
+    ],
+)
+def test_settings_without_effect_and_files_without_eos_are_logged(folder, caplog, name, settings, words):
+    docs = documents(vocab=199)
+    nano_gpt(folder / "a.bin", docs)
+    megatron(folder / "m.bin", docs)
+    rows(docs)
+    find_cache(config(name, format=settings), "train")
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == bool(words)
+    assert all(word in messages[0] for word in words)
+
+
 def test_copies_in_another_folder_are_used(folder):
     docs = documents()
     megatron(folder / "a.bin", docs)
@@ -300,6 +346,7 @@ def other_version(path, docs):
         (nano_gpt, {"dtype": "uint32"}, "data.format.dtype: uint16"),
         (other_version, {}, "of version 3"),
         (lambda path, docs: path.write_text("1 2 3\n" * 100), {}, "looks like text"),
+        (lambda path, docs: path.write_bytes(b""), {}, "is empty"),
     ],
 )
 @pytest.mark.parametrize("name", ["a.bin", "a.npy"])
