@@ -15,8 +15,8 @@ of two small ids are not counted: padding, zeros, a file that is mostly EOS toke
 say nothing; nor do files of less than 32 such pairs. A false alarm needs an id up to k at every second place of all
 parts. Such data can be saved with a header, by `numpy.save`.
 
-**Floats** of four or eight bytes are all integers from 0 to 2^24; those that the bytes of ids make are not: they are
-below 1, or have fractions.
+**Floats** are all integers, up to 2^11 in two bytes and 2^24 in four, and at least 32 different ones; those that the
+bytes of ids make are not: they are below 1, or have fractions.
 
 **Narrower ids.** Two ids of two bytes, read as one of four bytes, give a number whose upper half is often above its
 lower half. In ids below 2^20 this is so for 120 of them at most, as the upper half is at most 15. So a file has ids of
@@ -67,6 +67,7 @@ _NAMES = {
     ">u2": "big-endian uint16",
     ">u4": "big-endian uint32 or int32",
     ">i8": "big-endian int64",
+    "<f2": "float16",
     "<f4": "float32",
     "<f8": "float64",
 }
@@ -100,8 +101,9 @@ def check_content(url: str, size: int, sample: Mapping[int, bytes], dtype: str, 
 def _likely_type(content: bytes, dtype: str, vocab_size: int) -> str | None:
     """The type of ids that these bytes look like, if it is clear."""
     halves = np.frombuffer(content, "<u2").reshape(-1, 4)
-    if floats := next((kind for kind in ("<f4", "<f8") if _are_integers(np.frombuffer(content, kind))), None):
-        return floats
+    for kind, largest in (("<f2", 1 << 11), ("<f4", 1 << 24), ("<f8", 1 << 24)):
+        if _are_integers(np.frombuffer(content, kind), largest):
+            return kind
     if wider := _wider(halves, vocab_size):
         return wider
     ids = np.frombuffer(content, dtype)
@@ -131,10 +133,10 @@ def _wider(halves: np.ndarray, vocab_size: int) -> str | None:
     return None
 
 
-def _are_integers(floats: np.ndarray) -> bool:
+def _are_integers(floats: np.ndarray, largest: int) -> bool:
     with np.errstate(invalid="ignore"):
-        is_integer = (floats >= 0) & (floats <= 1 << 24) & (floats == np.floor(floats))
-    return bool(is_integer.all()) and np.count_nonzero(floats) >= _PAIRS
+        is_integer = (floats >= 0) & (floats <= largest) & (floats == np.floor(floats))
+    return bool(is_integer.all()) and len(np.unique(floats)) >= _PAIRS
 
 
 def _entropy(values: np.ndarray) -> float:
