@@ -13,7 +13,7 @@ big-endian ids it is the other way round. In a file of ids of two bytes an id is
 documents have odd and even lengths: each of the 32 pairs is a coin that falls on the same side, 2^-31 together. Pairs
 of two small ids are not counted: padding, zeros, a file that is mostly EOS tokens, and vocabularies of up to 16 tokens
 say nothing; nor do files of less than 32 such pairs. A false alarm needs an id up to k at every second place of all
-parts. Such data can be saved with a header, by `numpy.save`.
+parts, such as the bytes of texts in UTF-16. Such data can be saved with a header, by `numpy.save`.
 
 **Floats** are all integers, up to 2^11 in two bytes and 2^24 in four, and at least 32 different ones; those that the
 bytes of ids make are not: they are below 1, or have fractions.

@@ -1,8 +1,17 @@
 """Rows of token ids: what they say of their tokens is honoured or refused, and never passed over."""
 
-import pytest
+import json
 
+import numpy as np
+import pytest
+from token_files import EOS, documents
+from token_windows import SEQ_LEN, assert_same, config, expected, rows, windows
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.records import BadRecordError
+from lmtrain.preprocess.show import first_documents
+from lmtrain.preprocess.split_cache import find_cache
 from lmtrain.preprocess.token_rows import TokenRows
 
 READER = TokenRows("input_ids", 100)
@@ -91,3 +100,81 @@ def test_what_rows_say_is_honoured(more, ids, targets):
 def test_what_cannot_be_honoured_is_refused(more, message):
     with pytest.raises(BadRecordError, match=message):
         READER.read({"input_ids": IDS} | more)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "stream.arrow", "rows.jsonl"])
+def test_rows_are_converted(name):
+    docs = documents()
+    rows(docs)
+    assert_same(windows(config(name)), expected(docs))
+
+
+def test_rows_that_are_empty_or_padding_add_nothing(folder):
+    rows_of = [
+        {"input_ids": []},
+        {"input_ids": [1, EOS]},
+        {"input_ids": [7], "attention_mask": [0]},
+        {"input_ids": [2]},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of))
+    tokens, firsts, _ = windows(config("rows.jsonl"))
+    assert tokens[0, :4].tolist() == [1, EOS, 2, 0]
+    assert firsts[0, :3].tolist() == [0, 0, 2]
+
+
+def test_padding_of_rows_is_dropped():
+    docs = documents()
+    rows([np.append(ids, [0, 0]) for ids in docs], attention_mask=[[1] * len(ids) + [0, 0, 1] for ids in docs])
+    assert_same(windows(config("rows.parquet")), expected(docs))
+
+
+def test_labels_and_masks_select_the_targets():
+    docs = [np.arange(1, 9), np.arange(20, 29)]
+    labels = [[-100] * 4 + np.append(ids, EOS).tolist()[4:] for ids in docs]
+    masks = [[1] * len(ids) + [0] for ids in docs]
+    rows(docs, labels=labels, loss_mask=masks)
+    tokens, _, mask = windows(config("rows.parquet"))
+    targets = np.roll(tokens, -1, axis=1)[mask]
+    assert targets.tolist() == [5, 6, 7, 8, 24, 25, 26, 27, 28]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"labels": [[5, EOS, -100], [5, 6, EOS]]}, r"rows.jsonl:1: labels must be the ids.*shift them by one"),
+        (
+            {"labels": [[7, 8, EOS], [5, 6, EOS]]},
+            r"rows.jsonl:1: labels must be the ids of the same positions, or -100",
+        ),
+        ({"labels": [[4, 5, EOS], None]}, r"rows.jsonl:2: has no labels, but the first row of the source has some"),
+        ({"loss_mask": [[1, 1], [1, 1, 1]]}, r"rows.jsonl:1: 'loss_mask' has 2 numbers, but there are 3 token ids"),
+        ({"labels": [[0.5] * 3, [0.5] * 3]}, r"rows.jsonl:1: 'labels' is not a list of integers"),
+    ],
+)
+def test_wrong_labels_are_named_with_their_row(more, message):
+    rows([np.array([4, 5]), np.array([5, 6])], **more)
+    with pytest.raises(UserError, match=message):
+        windows(config("rows.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl"])
+@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
+def test_numbers_of_each_token_that_have_no_known_meaning_are_refused(name, on_bad_record):
+    rows([np.array([4, 5]), np.array([5, 6])], source=["a", "b"], train_on=[[0, 1, 1], [1, 1, 1]])
+    with pytest.raises(UserError, match=rf"{name}:1: 'train_on' has a number for each token"):
+        find_cache(config(name, on_bad_record=on_bad_record), "train")
+
+
+def test_marks_of_tokens_are_not_passed_over_by_the_passthrough_tokenizer():
+    rows([np.array([4, 5]), np.array([5, 6])], loss_mask=[[0, 1, 1], [1, 1, 1]])
+    settings = {"tokenizer": "passthrough", "vocab_size": 300, "enforce_eos": False, "text_key": "input_ids"}
+    for name in ("rows.jsonl", "rows.parquet"):
+        wanted = DataConfig(train_urls=[name], cache_dir=name, num_preprocess_workers=1, **settings)
+        with pytest.raises(UserError, match=rf"{name}.*'loss_mask' is not read.*input_ids_field: input_ids"):
+            list(first_documents(wanted, SEQ_LEN, 1))

@@ -1,17 +1,15 @@
 """Token ids of other systems give the batches that a cache of the same documents gives, and errors name the place."""
 
-import json
 import os
 import subprocess
 import sys
 
 import numpy as np
-import pyarrow
 import pytest
 from cache_building import build_cache
-from pyarrow import parquet
 from pydantic import ValidationError
 from token_files import EOS, begun, documents, ended, llm_c, megatron, nano_gpt, numpy_array
+from token_windows import SEQ_LEN, assert_same, config, expected, rows, windows
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.caches import open_store
@@ -19,54 +17,16 @@ from lmtrain.data.config import DataConfig
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import document_starts
 from lmtrain.data.verification import verify
-from lmtrain.data.windows import windows_of
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.preprocess.show import first_documents
 from lmtrain.preprocess.sources import list_sources
 from lmtrain.preprocess.split_cache import find_cache
-
-SEQ_LEN = 50
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def config(*urls, cache_dir="cache", tokenizer="byte", **changes):
-    format = {"type": "tokens", **changes.pop("format", {})}
-    settings = {"num_preprocess_workers": 1, "cache_dir": cache_dir, "format": format, **changes}
-    return DataConfig(train_urls=list(urls), tokenizer=tokenizer, **settings)
-
-
-def windows(wanted):
-    """Tokens, starts of documents, 0 in padding, and loss masks of all windows."""
-    build_cache(wanted, "train")
-    found = windows_of(open_store(wanted, find_cache(wanted, "train")), SEQ_LEN)
-    tokens, firsts, mask = found.read(np.arange(found.for_evaluation()), range(SEQ_LEN))
-    firsts.reshape(-1)[found.store.shards.tokens :] = 0
-    return tokens, firsts, mask
-
-
-def expected(docs, eos_first=False):
-    """The windows of documents by definition."""
-    ids = begun(docs) if eos_first else ended(docs)
-    starts = np.cumsum([0, *(len(document) + 1 for document in docs)])
-    count = -(-len(ids) // SEQ_LEN)
-    tokens = np.zeros(count * SEQ_LEN, np.int32)
-    tokens[: len(ids)] = ids
-    begins = np.searchsorted(starts, np.arange(count * SEQ_LEN), side="right") - 1
-    firsts = np.maximum(starts[begins].reshape(count, SEQ_LEN) - SEQ_LEN * np.arange(count)[:, None], 0)
-    mask = np.arange(1, count * SEQ_LEN + 1).reshape(count, SEQ_LEN) < len(ids)
-    mask[:, -1] = False
-    firsts.reshape(-1)[len(ids) :] = 0
-    return tokens.reshape(count, SEQ_LEN), firsts, mask
-
-
-def assert_same(found, wanted):
-    for got, right in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(got, right)
 
 
 WRITERS = {
@@ -89,53 +49,6 @@ def test_files_are_read_in_place(folder, name):
     write(folder / name, docs, **how)
     assert_same(windows(config(name, **settings)), expected(docs, write is llm_c))
     assert os.listdir("cache/train") == ["manifest.json"]
-
-
-def rows(docs, **more):
-    table = pyarrow.table({"input_ids": [np.append(ids, EOS).tolist() for ids in docs], **more})
-    parquet.write_table(table, "rows.parquet")
-    with pyarrow.OSFile("rows.arrow", "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    with pyarrow.OSFile("stream.arrow", "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    with open("rows.jsonl", "w") as file:
-        file.writelines(f"{row}\n".replace("'", '"').replace("None", "null") for row in table.to_pylist())
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "stream.arrow", "rows.jsonl"])
-def test_rows_are_converted(name):
-    docs = documents()
-    rows(docs)
-    assert_same(windows(config(name)), expected(docs))
-
-
-def test_rows_that_are_empty_or_padding_add_nothing(folder):
-    rows_of = [
-        {"input_ids": []},
-        {"input_ids": [1, EOS]},
-        {"input_ids": [7], "attention_mask": [0]},
-        {"input_ids": [2]},
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of))
-    tokens, firsts, _ = windows(config("rows.jsonl"))
-    assert tokens[0, :4].tolist() == [1, EOS, 2, 0]
-    assert firsts[0, :3].tolist() == [0, 0, 2]
-
-
-def test_padding_of_rows_is_dropped():
-    docs = documents()
-    rows([np.append(ids, [0, 0]) for ids in docs], attention_mask=[[1] * len(ids) + [0, 0, 1] for ids in docs])
-    assert_same(windows(config("rows.parquet")), expected(docs))
-
-
-def test_labels_and_masks_select_the_targets():
-    docs = [np.arange(1, 9), np.arange(20, 29)]
-    labels = [[-100] * 4 + np.append(ids, EOS).tolist()[4:] for ids in docs]
-    masks = [[1] * len(ids) + [0] for ids in docs]
-    rows(docs, labels=labels, loss_mask=masks)
-    tokens, _, mask = windows(config("rows.parquet"))
-    targets = np.roll(tokens, -1, axis=1)[mask]
-    assert targets.tolist() == [5, 6, 7, 8, 24, 25, 26, 27, 28]
 
 
 def test_a_cache_by_its_path_is_read_in_place(folder):
@@ -396,42 +309,6 @@ def test_what_is_missing_is_asked_for(folder):
         find_cache(config("b_text_document.idx", cache_dir="c"), "train")
     with pytest.raises(UserError, match=r"for files of token ids \(.bin .npy\) set data.format: {type: tokens}"):
         find_cache(DataConfig(train_urls=["a.bin"], tokenizer="byte", cache_dir="c"), "train")
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"labels": [[5, EOS, -100], [5, 6, EOS]]}, r"rows.jsonl:1: labels must be the ids.*shift them by one"),
-        (
-            {"labels": [[7, 8, EOS], [5, 6, EOS]]},
-            r"rows.jsonl:1: labels must be the ids of the same positions, or -100",
-        ),
-        ({"labels": [[4, 5, EOS], None]}, r"rows.jsonl:2: has no labels, but the first row of the source has some"),
-        ({"loss_mask": [[1, 1], [1, 1, 1]]}, r"rows.jsonl:1: 'loss_mask' has 2 numbers, but there are 3 token ids"),
-        ({"labels": [[0.5] * 3, [0.5] * 3]}, r"rows.jsonl:1: 'labels' is not a list of integers"),
-    ],
-)
-def test_wrong_labels_are_named_with_their_row(more, message):
-    rows([np.array([4, 5]), np.array([5, 6])], **more)
-    with pytest.raises(UserError, match=message):
-        windows(config("rows.jsonl"))
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl"])
-@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
-def test_numbers_of_each_token_that_have_no_known_meaning_are_refused(name, on_bad_record):
-    rows([np.array([4, 5]), np.array([5, 6])], source=["a", "b"], train_on=[[0, 1, 1], [1, 1, 1]])
-    with pytest.raises(UserError, match=rf"{name}:1: 'train_on' has a number for each token"):
-        find_cache(config(name, on_bad_record=on_bad_record), "train")
-
-
-def test_marks_of_tokens_are_not_passed_over_by_the_passthrough_tokenizer():
-    rows([np.array([4, 5]), np.array([5, 6])], loss_mask=[[0, 1, 1], [1, 1, 1]])
-    settings = {"tokenizer": "passthrough", "vocab_size": 300, "enforce_eos": False, "text_key": "input_ids"}
-    for name in ("rows.jsonl", "rows.parquet"):
-        wanted = DataConfig(train_urls=[name], cache_dir=name, num_preprocess_workers=1, **settings)
-        with pytest.raises(UserError, match=rf"{name}.*'loss_mask' is not read.*input_ids_field: input_ids"):
-            list(first_documents(wanted, SEQ_LEN, 1))
 
 
 def test_labels_in_some_files_only_are_refused(folder):
