@@ -13,7 +13,6 @@ from lmtrain.runtime.processes import ALONE
 def build_cache(config: DataConfig, split: str) -> CacheManifest:
     """Build the missing shards of one split, and return the manifest of the finished cache."""
     cache = find_cache(config, split)
-    if cache.manifest is None:
-        wait(Build([cache], choose_executor(RayConfig(), config.num_preprocess_workers, ALONE)).start())
+    wait(Build([cache], choose_executor(RayConfig(), config.num_preprocess_workers, ALONE)).start())
     assert cache.manifest is not None
     return cache.manifest

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 
 from lmtrain.commands.arguments import Parser, at_least, parse_run
 from lmtrain.config.counts import counted
@@ -10,7 +11,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.redact import redact
 from lmtrain.data.cache_manifest import count_documents
 from lmtrain.data.caches import describe_epochs
-from lmtrain.data.verification import verify
+from lmtrain.data.verification import bytes_to_verify, verify
 from lmtrain.evaluation.benchmarks.check import check_benchmarks
 from lmtrain.evaluation.benchmarks.config import EvalHarnessConfig
 from lmtrain.preprocess.dropped import Dropped
@@ -22,6 +23,7 @@ from lmtrain.run.masked import require_secrets
 from lmtrain.runtime.distributed import start_processes
 from lmtrain.runtime.logging import log, start_console_log
 from lmtrain.runtime.processes import ALONE, Processes
+from lmtrain.runtime.progress import Progress, format_bytes
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
 from lmtrain.weights.hf_config import resolve_hf
 
@@ -62,15 +64,34 @@ def run(argv: list[str]) -> int:
                 wait(build, stop)
             finally:
                 build.stop()
+            _verify_files(caches, processes, stop)
         except StoppedError:
             log.info("stopped; finished shards are kept: run the same command again to resume")
             return STOPPED_BY_SIGNAL
-    for cache in caches.all:
-        if any(shard.layout for shard in cache.shards.infos):  # ids that a run would refuse
-            verify(cache.folder, cache.shards)
-            cache.shards.check()
     _log_result(config, caches)
     return 0
+
+
+def _verify_files(caches: SplitCaches, processes: Processes, stop: StopRequest) -> None:
+    """Read the files of token ids that are read in place, whose ids a run might refuse; each once on a machine.
+
+    Raises `UserError` for these, and `StoppedError` after a request to `stop`.
+    """
+    to_read = [cache for cache in caches.all if any(shard.layout for shard in cache.shards.infos)]
+    total, done, began = sum(bytes_to_verify(cache.folder, cache.shards) for cache in to_read), 0, time.monotonic()
+    with Progress("verify", total, quiet=not processes.is_first or not total) as progress:
+
+        def report(read: int) -> None:
+            nonlocal done
+            if stop.requested:
+                raise StoppedError
+            done += read
+            rate = format_bytes(done / max(time.monotonic() - began, 1e-9))
+            progress.update(done, f"{format_bytes(done)} of {format_bytes(total)}, {rate}/s")
+
+        for cache in to_read:
+            verify(cache.folder, cache.shards, report)
+            cache.shards.check()
 
 
 def _add_check_flags(parser: Parser) -> None:

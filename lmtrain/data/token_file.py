@@ -7,32 +7,21 @@ read with `pread`, since a file that shrinks under a memory map kills the proces
 import bisect
 import functools
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from lmtrain.config.errors import UserError
+from lmtrain.data.megatron_index import MegatronIndex, check_index
+from lmtrain.data.sampled import sample_checksum
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import read_range
 
 # Ids that are checked at once.
 _SCANNED = 1 << 22
-
-
-@dataclass(frozen=True)
-class MegatronIndex:
-    """The tables of an .idx: where each sequence begins, in bytes of the .bin, and the first sequence of each document,
-    with the number of sequences as its last entry. `pointers` and `documents` are bytes of the .idx where they start.
-    `file`, `bytes` and `checksum` are those of the .idx.
-    """
-
-    file: str
-    bytes: int
-    checksum: str
-    sequences: int
-    entries: int
-    pointers: int
-    documents: int
 
 
 @dataclass(frozen=True)
@@ -59,19 +48,23 @@ class TokenLayout:
 
 
 class TokenFile:
-    """Random access to the ids of a file, whose index is `index_path` if it has one. `modified` is when the file was
-    last modified, in ns; None for a copy that nothing else writes.
+    """Random access to the ids of a file, whose index is `index_path` if it has one. `checksum` is the sampled one of
+    the file, and `modified` is when it was last modified, in ns; None for a copy that nothing else writes.
 
-    Raises `UserError` if the file has changed or an id is not in the vocabulary.
+    Raises `UserError` if the file or its index has changed, or an id is not in the vocabulary.
     """
 
-    def __init__(self, path: str, layout: TokenLayout, modified: int | None, index_path: str | None = None):
+    def __init__(
+        self, path: str, layout: TokenLayout, checksum: str, modified: int | None, index_path: str | None = None
+    ):
         self.path = path
         self._layout = layout
         self._dtype = np.dtype(layout.dtype)
         self._file = os.open(path, os.O_RDONLY)
         self._index = None if index_path is None else os.open(index_path, os.O_RDONLY)
-        self._modified = modified
+        self._known = [] if modified is None else [(path, modified, checksum)]
+        if index_path is not None and layout.index is not None and layout.index.modified is not None:
+            self._known.append((index_path, layout.index.modified, layout.index.checksum))
         self._check()
         self._begin = functools.lru_cache(1 << 14)(self._read_begin)
 
@@ -94,10 +87,20 @@ class TokenFile:
             return ids, np.zeros(0, np.int64)
         return ids, np.flatnonzero(ids == layout.eos) + int(layout.eos_at == "last")
 
-    def scan(self) -> None:
-        """Read all ids. Raises `UserError` for one that is not in the vocabulary."""
-        for start in range(0, self._layout.tokens, _SCANNED):
-            self._ids(start, min(_SCANNED, self._layout.tokens - start))
+    def scan(self, report: Callable[[int], None] = lambda read: None) -> int:
+        """Read the index and all ids, and return the CRC-32 of the ids. `report` gets the number of bytes of each part.
+
+        Raises `UserError` for a corrupt index, or an id that is not in the vocabulary.
+        """
+        layout, checksum = self._layout, 0
+        if layout.index is not None:
+            size = layout.tokens * self._dtype.itemsize
+            check_index(layout.index, self._read_index, self._dtype.itemsize, size)
+        for start in range(0, layout.tokens, _SCANNED):
+            ids = self._ids(start, min(_SCANNED, layout.tokens - start))
+            checksum = zlib.crc32(ids, checksum)
+            report(ids.nbytes)
+        return checksum
 
     def _ids(self, start: int, count: int) -> np.ndarray:
         layout = self._layout
@@ -118,29 +121,49 @@ class TokenFile:
         return ids
 
     def _check(self) -> None:
-        """Raise `UserError` if another program has written the file."""
-        if self._modified is None:
-            return
-        status = os.stat(self.path)  # not of the open file, which may have been replaced
-        if status.st_mtime_ns != self._modified:
-            raise changed(self.path)
+        """Raise `UserError` if another program has written the file or its index."""
+        for path, modified, checksum in self._known:
+            try:
+                now = os.stat(path).st_mtime_ns  # not of the open file, which may have been replaced
+            except FileNotFoundError:
+                raise changed(path) from None
+            if now != modified and not _is_unchanged(path, now, checksum):
+                raise changed(path)
 
     def _read_begin(self, entry: int) -> int:
         """The token at which document `entry` begins; for the last entry the number of tokens."""
         index = self._layout.index
         assert index is not None
-        assert self._index is not None
         sequence = self._number(index.documents + 8 * entry)
         if sequence >= index.sequences:
             return self._layout.tokens
         return self._number(index.pointers + 8 * sequence) // self._dtype.itemsize
 
     def _number(self, place: int) -> int:
-        assert self._index is not None
-        content = os.pread(self._index, 8, place)
+        content = self._read_index(place, place + 8)
         if len(content) < 8:
             raise changed(self.path)
         return int.from_bytes(content, "little", signed=True)
+
+    def _read_index(self, start: int, end: int) -> bytes:
+        assert self._index is not None
+        return _read(self._index, end - start, start)
+
+
+@functools.lru_cache(1 << 14)
+def _is_unchanged(path: str, modified: int, checksum: str) -> bool:
+    """Whether a file that was last `modified` at another time still has this sampled checksum; then logs it, once."""
+    size = os.path.getsize(path)
+    is_same = sample_checksum(size, functools.partial(read_range, path)) == checksum
+    if is_same:
+        log_touched([path])
+    return is_same
+
+
+def log_touched(paths: Sequence[str]) -> None:
+    """Log that only the times of files have changed."""
+    more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+    log.info(f"{paths[0]}{more}: modification time only has changed; size and samples are the same, so it is accepted")
 
 
 def _read(file: int, size: int, place: int) -> bytes:

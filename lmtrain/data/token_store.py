@@ -161,9 +161,10 @@ def open_token_file(info: ShardInfo, locate: Callable[[ShardInfo], str]) -> Toke
             index = locate(
                 replace(info, file=layout.index.file, bytes=layout.index.bytes, sha256=layout.index.checksum)
             )
-        return TokenFile(locate(info), layout, info.source["modified"], index)
-    except FileNotFoundError as error:
-        raise UserError(f"{error.filename}: no such file; data.train_urls names it, and it is read in place") from None
+        return TokenFile(locate(info), layout, info.sha256, info.source["modified"], index)
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise UserError(f"{error.filename}: {reason}; data.train_urls names it, and it is read in place") from None
 
 
 def read_columns(store: TokenStore, starts: np.ndarray, columns: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,16 +10,22 @@ import json
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from lmtrain.config.errors import ReadError, UserError
 from lmtrain.data.cache_manifest import ShardInfo, shard_path
 from lmtrain.data.shards import Shards
+from lmtrain.data.token_file import changed
 from lmtrain.data.token_store import corrupt_shard, open_token_file
 from lmtrain.runtime.atomic_files import file_sha256, write_atomically
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
+from lmtrain.runtime.signals import StoppedError
 from lmtrain.runtime.storage import is_url
+
+_SECONDS_BETWEEN_RECORDS = 60.0
 
 
 def verify_in_background(folder: str, shards: Shards) -> threading.Thread:
@@ -35,27 +41,38 @@ def verify_in_background(folder: str, shards: Shards) -> threading.Thread:
     return thread
 
 
-def verify(folder: str, shards: Shards) -> None:
-    """Verify the shards that this machine has not verified before, also those that are still to come."""
-    record = _record_path(folder)
-    verified = _read_record(record)
-    size = 0
+def verify(folder: str, shards: Shards, report: Callable[[int], None] = lambda read: None) -> None:
+    """Verify the shards that this machine has not verified before, also those that are still to come.
+
+    `report` gets the number of bytes of each part that has been read of files of token ids. It may raise
+    `StoppedError`: then the files before are recorded.
+    """
+    verified = _read_record(folder)
+    size, saved = 0, time.monotonic()
     try:
         for info in shards.follow():
             path = shard_path(folder, info)
             if is_url(path):
                 continue  # verified when it is downloaded
-            described = _describe(path, info)
-            if verified.get(info.file) == described:
+            before, now = verified.get(info.file, []), _describe(path, info)
+            if before[: len(now)] == now:
                 continue
             if info.layout is not None:
                 with contextlib.closing(open_token_file(info, lambda info: info.file)) as file:
-                    file.scan()
+                    now.append(file.scan(report))
+                # the samples of its parts are the same, or it would have been refused; are all ids?
+                if len(before) == len(now) and before[2] == now[2] and before[-1] != now[-1]:
+                    raise changed(path)
             elif file_sha256(path) != info.sha256:
                 shards.fail(corrupt_shard(path, "has another checksum than in the manifest"))
                 return
-            verified[info.file] = described
+            verified[info.file] = now
             size += info.bytes
+            if time.monotonic() - saved > _SECONDS_BETWEEN_RECORDS:
+                _save_record(folder, verified)
+                saved = time.monotonic()
+    except StoppedError:
+        raise
     except UserError as error:  # the file has changed, or has a wrong id
         shards.fail(error)
     except OSError:
@@ -63,11 +80,27 @@ def verify(folder: str, shards: Shards) -> None:
     except Exception as error:  # of the build, which its readers get, too
         log.debug(f"{folder}: {error}")
         return
+    finally:
+        if size:
+            _save_record(folder, verified)
     if size:
         log.info(f"{folder}: checksums of {format_bytes(size)} verified")
-        with contextlib.suppress(OSError):  # without a record they are verified again next time
-            os.makedirs(os.path.dirname(record), exist_ok=True)
-            write_atomically(record, json.dumps(verified).encode(), durable=False)
+
+
+def bytes_to_verify(folder: str, shards: Shards) -> int:
+    """Number of bytes of files of token ids that `verify` will read."""
+    verified, size = _read_record(folder), 0
+    for info in shards.infos:
+        if info.layout is not None and not is_url(info.file):
+            now = _describe(info.file, info)
+            size += 0 if verified.get(info.file, [])[: len(now)] == now else info.bytes
+    return size
+
+
+def forget(folder: str) -> None:
+    """Forget what was verified of a cache, since it is a new one."""
+    with contextlib.suppress(OSError):
+        os.remove(_record_path(folder))
 
 
 def _record_path(folder: str) -> str:
@@ -77,15 +110,28 @@ def _record_path(folder: str) -> str:
     return os.path.join(root, "lmtrain", "verified", f"{name}.json")
 
 
-def _read_record(path: str) -> dict[str, Any]:
+def _read_record(folder: str) -> dict[str, list[Any]]:
+    """What was verified, by file: sizes, times and checksums of the file and its index, then the CRC-32 of all ids."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(_record_path(folder), encoding="utf-8") as file:
             record = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) else {}
+    items = record.items() if isinstance(record, dict) else ()
+    return {name: described for name, described in items if isinstance(described, list)}
+
+
+def _save_record(folder: str, verified: dict[str, list[Any]]) -> None:
+    record = _record_path(folder)
+    with contextlib.suppress(OSError):  # without a record they are verified again next time
+        os.makedirs(os.path.dirname(record), exist_ok=True)
+        write_atomically(record, json.dumps(verified).encode(), durable=False)
 
 
 def _describe(path: str, info: ShardInfo) -> list[Any]:
     status = os.stat(path)
-    return [status.st_size, status.st_mtime_ns, info.sha256]
+    described = [status.st_size, status.st_mtime_ns, info.sha256]
+    if info.layout is not None and (index := info.layout["index"]) is not None:
+        status = os.stat(index["file"])
+        described += [status.st_size, status.st_mtime_ns, index["checksum"]]
+    return described

@@ -32,6 +32,7 @@ class Build:
         self.done_bytes = 0
         self.text = "starting"
         self._caches = [cache for cache in caches if not cache.complete or cache.manifest is None]
+        self._finished = [cache for cache in caches if cache not in self._caches]
         self.total_bytes = max(1, sum(job.source.bytes for cache in self._caches for job in cache.missing.values()))
         self._executor = executor
         self.follows = follows
@@ -40,6 +41,8 @@ class Build:
         self._thread = threading.Thread(target=self._run, name="build caches", daemon=True)
 
     def start(self) -> "Build":
+        for cache in self._finished if not self.follows else []:
+            cache.save_times()
         for cache in self._caches:
             cache.make_folder()
         if self._caches:

@@ -21,15 +21,16 @@ def check_recipe(folder: str, cached: Mapping[str, Any], wanted: Mapping[str, An
 def check_sources(folder: str, cached: Mapping[Any, _Source], wanted: Mapping[Any, _Source], complete: bool) -> None:
     """Raise `UserError` if the sources of the shards of a cache, by name or index, are not those of the config.
 
-    Their files may have moved to another folder. A cache that is not `complete` may lack some.
+    Their files may have moved to another folder, and may have another time (`is_touched`). A cache that is not
+    `complete` may lack some.
     """
     if all(_is_same(source, wanted.get(shard)) for shard, source in cached.items()) and (
         not complete or len(cached) == len(wanted)
     ):
         return
     before, now = (dict.fromkeys(map(_name, sources.values())) for sources in (cached, wanted))
-    contents = list(wanted.values())
-    changed = [_name(source) for source in cached.values() if source not in contents]
+    contents = [_without_time(source) for source in wanted.values()]
+    changed = [_name(source) for source in cached.values() if _without_time(source) not in contents]
     lines = [f"{name} is in the cache, but no source of this config" for name in before if name not in now]
     lines += [f"{name} has changed since it was cached" for name in changed if name in now]
     if complete:
@@ -38,15 +39,22 @@ def check_sources(folder: str, cached: Mapping[Any, _Source], wanted: Mapping[An
 
 
 def _is_same(cached: _Source, wanted: _Source | None) -> bool:
-    """Whether these are the same source: an unchanged file, or a copy of it in another folder."""
-    if wanted is None or (cached["url"] == wanted["url"] and cached.get("modified") != wanted.get("modified")):
-        return False
-    return _content(cached) == _content(wanted)
+    """Whether these are the same source: a file of the same content, or a copy of it in another folder."""
+    return wanted is not None and _content(cached) == _content(wanted)
+
+
+def is_touched(cached: _Source, now: _Source) -> bool:
+    """Whether two records of the same source differ in the time of a file that is read in place."""
+    return cached["url"] == now["url"] and cached.get("modified") != now.get("modified")
 
 
 def _content(source: _Source) -> dict[str, Any]:
     """A source without its folder and time."""
-    return {**source, "url": os.path.basename(source["url"]), "modified": None}
+    return {**_without_time(source), "url": os.path.basename(source["url"])}
+
+
+def _without_time(source: _Source) -> dict[str, Any]:
+    return {**source, "modified": None}
 
 
 def _name(source: _Source) -> str:

@@ -81,6 +81,11 @@ READ_COMPLETIONS = "data.format: {type: completion} to read prompts with complet
 READ_PREFERENCES = "data.format: {type: preference} to read pairs of answers"
 
 
+# Keys that say what the tokens of a row are: labels, padding, and 1 for targets: of Megatron and others, of TRL's
+# completions, of chat templates in transformers.
+TOKEN_MARKS = ("labels", "attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask")
+
+
 class RecordReader(Protocol):
     """Reads the documents of records."""
 
@@ -124,6 +129,14 @@ class TokenIds(Texts):
     """Reads lists of token ids below `vocab_size` under `key`."""
 
     vocab_size: int = 0
+
+    def check_keys(self, keys: Collection[str]) -> None:
+        super().check_keys(keys)
+        if marks := [key for key in TOKEN_MARKS if key in keys and key != self.key]:
+            raise BadRecordError(
+                f"{marks[0]!r} is not read; set data.format: {{type: tokens, input_ids_field: {self.key}}} and remove "
+                "data.text_key to read it"
+            )
 
     def read(self, record: Mapping[str, Any]) -> Document:
         self.check_keys(record)

@@ -19,7 +19,15 @@ from lmtrain.data.formats import TokensFormat
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.formats import READERS
 from lmtrain.preprocess.hf_dataset import DatasetShard, dataset_splits, list_dataset_shards
-from lmtrain.preprocess.token_sources import EXTENSIONS, TokenSource, find_layout, find_shards, is_cache, is_in_place
+from lmtrain.preprocess.token_sources import (
+    EXTENSIONS,
+    TokenSource,
+    find_layout,
+    find_shards,
+    is_cache,
+    is_in_place,
+    warn_of_settings,
+)
 from lmtrain.runtime.storage import is_url
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
@@ -79,7 +87,10 @@ def list_sources(config: DataConfig, split: str, tokenizer: Tokenizer) -> list[A
             parts = list(pool.map(describe, urls))
     else:  # local files need no threads, each of which takes memory
         parts = list(map(describe, urls))
-    return list(chain.from_iterable(parts))
+    sources = list(chain.from_iterable(parts))
+    if isinstance(config.format, TokensFormat):
+        warn_of_settings(config, sources)
+    return sources
 
 
 def _describe(config: DataConfig, tokenizer: Tokenizer, url: str) -> Sequence[AnySource]:
@@ -88,7 +99,8 @@ def _describe(config: DataConfig, tokenizer: Tokenizer, url: str) -> Sequence[An
         if is_cache(url):
             return find_shards(url, tokenizer)
         if is_in_place(url):
-            return [find_layout(url, config, tokenizer)]
+            with remote_errors(url, "read"):
+                return [find_layout(url, config, tokenizer)]
     file = describe_source(url)
     unsplit = config.text_documents != "line"  # parts are split at lines
     return [file] if unsplit and format_of(url)[0] == ".txt" else split_source(file, config.split_bytes)

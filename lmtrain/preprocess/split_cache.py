@@ -1,5 +1,6 @@
 """Cache of one split of a source: its shards, which of them exist, and whether they match the config."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,10 +23,12 @@ from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TextFormat
 from lmtrain.data.shards import Shards
 from lmtrain.data.targets import check_contents
+from lmtrain.data.token_file import log_touched
+from lmtrain.data.verification import forget
 from lmtrain.hf.chat_template import check_tokens
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
-from lmtrain.preprocess.cache_match import check_recipe, check_sources
+from lmtrain.preprocess.cache_match import check_recipe, check_sources, is_touched
 from lmtrain.preprocess.dropped import Dropped
 from lmtrain.preprocess.labels import has_labels
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
@@ -53,6 +56,7 @@ class SplitCache(Cache):
         finished: CacheManifest | None,
         is_read: bool = True,
         dropped: Dropped | None = None,
+        has_new_times: bool = False,
     ):
         super().__init__(
             split_folder(config, split),
@@ -65,6 +69,7 @@ class SplitCache(Cache):
         self.split = split
         self.manifest = finished
         self.is_read = is_read
+        self.has_new_times = has_new_times
         self.jobs = {} if finished else self._jobs(config, sources, dropped)
         self._urls = describe_urls(config, split)
         self._infos = (
@@ -167,7 +172,15 @@ class SplitCache(Cache):
                 check_contents(self.folder, self.shards.infos, self.recipe)
             self.manifest = CacheManifest(self.split, self.recipe, self._urls, self.dtype, list(self.shards.infos))
             save_manifest(self.folder, self.manifest)
+            forget(self.folder)
         return self.manifest
+
+    def save_times(self) -> None:
+        """Record the present times of files that are read in place, if only these have changed, so that this is not
+        logged again. Without access it is."""
+        if self.has_new_times and self.manifest is not None:
+            with contextlib.suppress(OSError, UserError):
+                save_manifest(self.folder, self.manifest)
 
 
 def make_folder(folder: str) -> None:
@@ -203,11 +216,18 @@ def find_cache(config: DataConfig, split: str, is_read: bool = True, dropped: Dr
             recipe["dropped"] = finished.recipe["dropped"]
             log.info(f"{folder}: without {_describe_dropped(finished)}")
         check_recipe(folder, finished.recipe, recipe)
-        finished = _with_sources(config, split, folder, finished, tokenizer)
+        present = _with_sources(config, split, folder, finished, tokenizer)
         if is_read:
-            check_contents(folder, finished.shards, recipe)
-        return SplitCache(config, split, recipe, dtype, [], finished, is_read)
+            check_contents(folder, present.shards, recipe)
+        pairs = list(zip(finished.shards, present.shards, strict=True))
+        touched = [now.file for before, now in pairs if is_touched(before.source, now.source)]
+        if touched:
+            log_touched(touched)
+        return SplitCache(config, split, recipe, dtype, [], present, is_read, has_new_times=bool(touched))
     sources = list_sources(config, split, tokenizer)
+    for source in sources:
+        if isinstance(source, TokenSource):
+            source.check_index()
     recipe = recipe_of(config, tokenizer, template, has_labels(sources, config, tokenizer.vocab_size))
     cache = SplitCache(config, split, _with_dropped(recipe, dropped), dtype, sources, None, is_read, dropped)
     cache.find_finished()

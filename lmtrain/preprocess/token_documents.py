@@ -25,7 +25,8 @@ class PlacedDocument(NamedTuple):
 
 
 def documents_in_place(source: TokenSource, config: DataConfig, vocab_size: int) -> Iterator[PlacedDocument]:
-    """The documents of a file, as its layout divides it."""
+    """The documents of a file, as its layout divides it. Raises `UserError` if its index is corrupt."""
+    source.check_index()
     shards, dtype = Shards.of_one(source.info), token_dtype(vocab_size).str
     too_long: TooLong | None = None if source.info.targets is None else "cut"
     store = open_store(config, Cache(config.cache_dir, {}, [], dtype, shards, too_long))

@@ -7,9 +7,8 @@
 a folder with a manifest.json  a token cache of lmtrain
 """
 
-import io
 import os
-import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,27 +21,22 @@ from lmtrain.config.remote import without_query
 from lmtrain.data.cache_manifest import CacheManifest, ShardInfo, load_manifest, manifest_path, shard_path
 from lmtrain.data.config import DataConfig
 from lmtrain.data.formats import TokensFormat
+from lmtrain.data.megatron_index import check_index, read_index
 from lmtrain.data.sampled import sample_checksum
-from lmtrain.data.token_file import MegatronIndex, TokenLayout
+from lmtrain.data.token_file import TokenLayout
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.preprocess.token_headers import LLM_C_BYTES, NUMPY, read_llm_c, read_numpy
+from lmtrain.preprocess.token_types import check_content
+from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import file_size, is_url, read_range
 
 EXTENSIONS = (".bin", ".npy")
 
-# Headers of llm.c are 256 numbers of four bytes: this one, a version, and the number of tokens.
-_LLM_C_BYTES = 1024
-_LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-
-_MEGATRON = b"MMIDIDX\x00\x00"
-_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
-# Integer types by their codes in an .idx.
-_MEGATRON_TYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-
 # Types of `TokensFormat`.
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 
-_NUMPY = b"\x93NUMPY"
-_NUMPY_BYTES = 4096
+# Enough for every header but large ones of numpy.
+_START_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -53,6 +47,7 @@ class TokenSource:
     url: str
     bytes: int
     info: ShardInfo
+    has_eos: bool = True  # in the parts that were read, if documents are divided by EOS tokens
 
     @property
     def label(self) -> str:
@@ -63,6 +58,12 @@ class TokenSource:
     def recorded(self) -> dict[str, Any]:
         """The source as in manifests."""
         return self.info.source
+
+    def check_index(self) -> None:
+        """Raise `UserError` if its index is corrupt. Reads all of it, which is done once, before there is a cache."""
+        if self.info.layout is not None and (index := TokenLayout.of(self.info.layout).index) is not None:
+            item_bytes = np.dtype(self.info.layout["dtype"]).itemsize
+            check_index(index, partial(read_range, index.file), item_bytes, self.bytes)
 
 
 def is_in_place(url: str) -> bool:
@@ -79,11 +80,17 @@ def is_cache(url: str) -> bool:
 
 def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSource:
     """A file of token ids as a source. Raises `UserError` if it is damaged, or none that is known."""
+    modified = None if is_url(url) else os.stat(url).st_mtime_ns  # before it is read
     size = _size(url)
-    read = partial(read_range, url)
+    sample: dict[int, bytes] = {}
+
+    def read(start: int, end: int) -> bytes:
+        sample[start] = read_range(url, start, end)
+        return sample[start]
+
     own, ids = config.format, tokenizer.vocab_size
     assert isinstance(own, TokensFormat)
-    start = read(0, _NUMPY_BYTES)
+    start = read_range(url, 0, _START_BYTES)
     index_url = _index_of(url)
     eos = own.eos_id if own.eos_id is not None else tokenizer.eos_id
     if eos is not None and eos >= ids:
@@ -95,20 +102,29 @@ def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSour
         layout = _megatron(url, index_url, size, replace(layout, eos=None))
         assert layout.index is not None
         documents = layout.index.entries - 1
-    elif (dtype := _LLM_C.get(_llm_c_kind(start))) is not None:
+    elif (dtype := read_llm_c(url, start)) is not None:
         tokens = int.from_bytes(start[8:12], "little")
-        layout = replace(layout, dtype=dtype, offset=_LLM_C_BYTES, tokens=tokens, eos_at=own.eos_at or "first")
+        layout = replace(layout, dtype=dtype, offset=LLM_C_BYTES, tokens=tokens, eos_at=own.eos_at or "first")
         if size != layout.offset + tokens * np.dtype(dtype).itemsize:
             raise UserError(
                 f"{url}: truncated, or damaged: its header has {tokens:,} tokens of {np.dtype(dtype).itemsize} bytes, "
                 f"but the file has {size:,} bytes"
             )
-    elif start.startswith(_NUMPY):
-        layout = _numpy(url, start, size, layout)
+    elif start.startswith(NUMPY):
+        dtype, offset, tokens = read_numpy(
+            url, size, lambda first, end: start[first:end] if end <= len(start) else read_range(url, first, end)
+        )
+        layout = replace(layout, dtype=dtype, offset=offset, tokens=tokens)
     else:
-        width = np.dtype(dtype := _DTYPES[own.dtype or "uint16"]).itemsize
+        if not size:
+            raise UserError(f"{url}: is empty; write it again, or remove it from the list")
+        dtype = _DTYPES[own.dtype or "uint16"]
+        check_content(url, size, sample, dtype, ids)
+        width = np.dtype(dtype).itemsize
         if size % width:
-            raise UserError(f"{url}: its {size:,} bytes are no multiple of {width}: truncated, or not {own.dtype}")
+            raise UserError(
+                f"{url}: its {size:,} bytes are no multiple of {width}: truncated, or not {own.dtype or 'uint16'}"
+            )
         if own.dtype is None and ids > 65536:
             raise UserError(
                 f"{url}: has no header, and 2 bytes per token cannot hold the {ids:,} tokens of the tokenizer "
@@ -123,13 +139,51 @@ def find_layout(url: str, config: DataConfig, tokenizer: Tokenizer) -> TokenSour
             f"{url}: where its documents end is unknown, since the tokenizer {tokenizer.path!r} has no EOS token; set "
             "data.format.eos_id to the id between documents, or data.mask_across_documents: false"
         )
-    modified = None if is_url(url) else os.stat(url).st_mtime_ns
     fingerprint = checksum[:16] + (layout.index.checksum[:16] if layout.index else "")
     source = {"url": redact(url), "bytes": size, "fingerprint": fingerprint, "modified": modified}
     described = asdict(layout)
     file = url if is_url(url) else os.path.realpath(url)
     info = ShardInfo(file, source, size, checksum, layout.tokens, documents, layout=described)
-    return TokenSource(url, size, info)
+    return TokenSource(url, size, info, _has_eos(sample, layout))
+
+
+def _has_eos(sample: Mapping[int, bytes], layout: TokenLayout) -> bool:
+    """Whether an EOS token is in these parts of a file, or none is needed."""
+    if layout.index is not None or layout.eos is None or not layout.tokens:
+        return True
+    dtype = np.dtype(layout.dtype)
+    for start, part in sample.items():
+        begin = max(layout.offset - start, 0)
+        begin += (layout.offset - start - begin) % dtype.itemsize
+        count = max(len(part) - begin, 0) // dtype.itemsize
+        if count and (np.frombuffer(part, dtype, count, begin) == layout.eos).any():
+            return True
+    return False
+
+
+def warn_of_settings(config: DataConfig, sources: Sequence[object]) -> None:
+    """Log settings of `TokensFormat` that have no effect on the sources of a split, or seem to be wrong."""
+    own = config.format
+    assert isinstance(own, TokensFormat)
+    files = [s for s in sources if isinstance(s, TokenSource) and s.info.layout is not None]
+    by_eos = [source for source in files if source.info.layout and source.info.layout["index"] is None]
+    if own.dtype is not None and not files:
+        log.warning("data.format.dtype: has no effect, since there is no .bin or .npy")
+    for name, value in (("eos_id", own.eos_id), ("eos_at", own.eos_at)):
+        if value is not None and not by_eos:
+            log.warning(f"data.format.{name}: has no effect, since indices or rows say where documents begin")
+    if own.input_ids_field != TokensFormat().input_ids_field and all(
+        isinstance(source, TokenSource) for source in sources
+    ):
+        log.warning("data.format.input_ids_field: has no effect, since there are no rows of token ids")
+    without = [source.label for source in by_eos if not source.has_eos]
+    if without and (config.mask_across_documents or config.has_positions):
+        more = f" and {len(without) - 1:,} more" if len(without) > 1 else ""
+        log.warning(
+            f"{without[0]}{more}: the EOS token is not in the parts that were sampled, so documents may not be "
+            "divided; set data.format.eos_id to the id between documents, or data.mask_across_documents: false. A .bin "
+            "of Megatron-LM needs its .idx next to it"
+        )
 
 
 def find_shards(folder: str, tokenizer: Tokenizer) -> list[TokenSource]:
@@ -159,62 +213,22 @@ def _size(url: str) -> int:
 
 
 def _index_of(url: str) -> str | None:
-    """The .idx next to a .bin, None if there is none."""
-    stem, extension = os.path.splitext(url)
-    index = f"{stem}.idx"
-    return index if extension == ".bin" and file_size(index) is not None else None
-
-
-def _llm_c_kind(start: bytes) -> tuple[int, int]:
-    return int.from_bytes(start[:4], "little"), int.from_bytes(start[4:8], "little")
+    """The .idx next to a .bin, or next to the file that it links to; None if there is none."""
+    for name in (url,) if is_url(url) else (url, os.path.realpath(url)):
+        stem, extension = os.path.splitext(name)
+        if extension == ".bin" and file_size(f"{stem}.idx") is not None:
+            return f"{stem}.idx"
+    return None
 
 
 def _megatron(url: str, index_url: str, size: int, layout: TokenLayout) -> TokenLayout:
-    index_size = _size(index_url)
-    start = read_range(index_url, 0, _MEGATRON_HEADER.size)
-    if len(start) < _MEGATRON_HEADER.size or not start.startswith(_MEGATRON):
-        raise UserError(f"{index_url}: not an index of Megatron-LM, but {url} is next to it; rename one of them")
-    _, version, code, sequences, entries = _MEGATRON_HEADER.unpack(start)
-    if version != 1:
-        raise UserError(f"{index_url}: version {version} of Megatron-LM's index is not supported, only 1")
-    if code not in _MEGATRON_TYPES:
-        raise UserError(f"{index_url}: its data type (code {code}) is not one of token ids")
-    pointers = _MEGATRON_HEADER.size + 4 * sequences
-    documents = pointers + 8 * sequences
-    if index_size < documents + 8 * entries or not entries:
-        raise UserError(f"{index_url}: truncated: {index_size:,} bytes for {sequences:,} sequences")
-    dtype = np.dtype(_MEGATRON_TYPES[code])
-    end = 0
-    if sequences:
-        last = int.from_bytes(read_range(index_url, documents - 8, documents), "little")
-        end = last + int.from_bytes(read_range(index_url, pointers - 4, pointers), "little") * dtype.itemsize
-    if end != size:
-        raise UserError(f"{url}: has {size:,} bytes, but {index_url} describes {end:,}: one of them is truncated")
-    index = MegatronIndex(
-        index_url if is_url(index_url) else os.path.realpath(index_url),
-        index_size,
-        sample_checksum(index_size, partial(read_range, index_url)),
-        sequences,
-        entries,
-        pointers,
-        documents,
+    index_size, read = _size(index_url), partial(read_range, index_url)
+    modified = None if is_url(index_url) else os.stat(index_url).st_mtime_ns
+    dtype, index = read_index(index_url, index_size, read, url, size)
+    index = replace(
+        index,
+        file=index_url if is_url(index_url) else os.path.realpath(index_url),
+        checksum=sample_checksum(index_size, read),
+        modified=modified,
     )
     return replace(layout, dtype=dtype.str, tokens=size // dtype.itemsize, index=index)
-
-
-def _numpy(url: str, start: bytes, size: int, layout: TokenLayout) -> TokenLayout:
-    """The layout of an array as `numpy.save` writes it."""
-    file = io.BytesIO(start)
-    try:
-        version = np.lib.format.read_magic(file)
-        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = reader(file)
-    except ValueError as error:
-        raise UserError(f"{url}: not an array of numpy: {error}") from None
-    if dtype.kind not in "ui" or dtype.byteorder == ">":
-        raise UserError(f"{url}: an array of {dtype}, not of token ids (little-endian integers)")
-    if len(shape) != 1:
-        raise UserError(f"{url}: an array of shape {shape}; token ids are expected in one dimension")
-    if size != file.tell() + shape[0] * dtype.itemsize:
-        raise UserError(f"{url}: truncated, or damaged: {size:,} bytes for {shape[0]:,} ids of {dtype}")
-    return replace(layout, dtype=dtype.str, offset=file.tell(), tokens=shape[0])

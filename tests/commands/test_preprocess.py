@@ -1,7 +1,12 @@
 """`lmtrain preprocess`: what it lists before it builds, and what it logs afterwards."""
 
+import signal
+
 import pytest
 from conftest import TRAIN_FILES
+from token_files import documents, nano_gpt
+
+from lmtrain.runtime.progress import Progress
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +42,32 @@ def test_a_dry_run_with_a_missing_demo_says_what_is_made_first(run_cli, tmp_path
 def test_listing_and_showing_exclude_each_other(run_cli):
     done = run_cli("preprocess", "tiny.yaml", "--show", "1", "--dry-run", code=2)
     assert "argument --dry-run: not allowed with argument --show" in done.stderr
+
+
+def test_reading_files_of_token_ids_shows_progress_and_stops_at_a_signal(run_cli, tmp_path, monkeypatch):
+    names = ["a.bin", "b.bin"]
+    for number, name in enumerate(names):
+        nano_gpt(tmp_path / name, documents(number))
+    (tmp_path / "tokens.yaml").write_text(
+        "data: {train_urls: [a.bin, b.bin], format: {type: tokens}, tokenizer: byte, cache_dir: tokens}\n"
+        "model: {type: gpt2, hidden_dim: 32, num_heads: 2, num_layers: 2, seq_len: 32}\n"
+    )
+    update, sizes = Progress.update, [(tmp_path / name).stat().st_size for name in names]
+    read = []
+
+    def stop_after_the_first(self, done, *text):
+        update(self, done, *text)
+        if self.label == "verify":
+            read.append((done, self.total))
+            if len(read) == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Progress, "update", stop_after_the_first)
+    stopped = run_cli("preprocess", "tokens.yaml", code=75).stderr
+    assert f"verify {sizes[0] / 1024:.1f} KiB of {sum(sizes) / 1024:.1f} KiB, " in stopped
+    assert "/s, " in stopped
+    assert " left" in stopped
+    run_cli("preprocess", "tokens.yaml", code=0)
+    assert read == [(sizes[0], sum(sizes)), (sizes[1], sizes[1])]
+    run_cli("preprocess", "tokens.yaml", code=0)
+    assert len(read) == 2

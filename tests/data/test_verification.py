@@ -92,3 +92,32 @@ def test_a_failed_build_ends_the_verification(built):
     thread.join()
     with pytest.raises(UserError, match="no tokens"):
         shards.check()
+
+
+def token_file(path, ids):
+    """Ids in a .bin, a cache of it that an earlier start has recorded, and its shards."""
+    ids.astype("<u2").tofile(path)
+    config = DataConfig(
+        train_urls=[str(path)], tokenizer="byte", cache_dir=str(path.parent / "cache"), format={"type": "tokens"}
+    )
+    return Shards.of(build_cache(config, "train"))
+
+
+def test_an_id_that_changes_between_the_samples_is_found_although_only_the_time_differs(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user cache"))
+    ids = np.random.default_rng(0).integers(0, 257, 1 << 17)  # twice as much as is sampled
+    path, folder = tmp_path / "a.bin", str(tmp_path / "cache" / "train")
+    shards = token_file(path, ids)
+    for _ in range(2):
+        verify(folder, shards)
+        shards.check()
+        os.utime(path, ns=(0, 0))
+    ids[3000] ^= 1
+    ids.astype("<u2").tofile(path)
+    verify(folder, shards)
+    with pytest.raises(UserError, match=r"a.bin: this file has changed"):
+        shards.check()
+    shutil.rmtree(folder)
+    shards = token_file(path, ids)  # a new cache, of what the file has now
+    verify(folder, shards)
+    shards.check()

@@ -63,10 +63,14 @@ def test_a_file_that_changes_under_a_run_ends_it(tmp_path):
     settings = tokenized(tmp_path, 10)
     runs.write_config(tmp_path, settings)
     run_in_process(["train", "tiny.json", "--trainer.id", "one"], tmp_path, code=0)
-    os.utime(tmp_path / "nano.bin", ns=(0, 0))
+    content = bytearray((tmp_path / "nano.bin").read_bytes())
+    content[1000] ^= 1
+    (tmp_path / "nano.bin").write_bytes(content)
+    os.utime(tmp_path / "validation.bin", ns=(0, 0))  # changes nothing
     longer = ["train", "tiny.json", "--trainer.id", "one", "--trainer.num_train_steps", "20"]
     done = run_in_process(longer, tmp_path, code=2)
     assert "nano.bin has changed since it was cached" in done.stderr
+    assert "validation.bin has changed" not in done.stderr
 
 
 @pytest.mark.long

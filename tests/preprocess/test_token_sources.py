@@ -5,62 +5,28 @@ import subprocess
 import sys
 
 import numpy as np
-import pyarrow
 import pytest
 from cache_building import build_cache
-from pyarrow import parquet
 from pydantic import ValidationError
 from token_files import EOS, begun, documents, ended, llm_c, megatron, nano_gpt, numpy_array
+from token_windows import SEQ_LEN, assert_same, config, expected, rows, windows
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.caches import open_store
 from lmtrain.data.config import DataConfig
+from lmtrain.data.shards import Shards
 from lmtrain.data.token_store import document_starts
-from lmtrain.data.windows import windows_of
+from lmtrain.data.verification import verify
+from lmtrain.hf.find_tokenizer import open_tokenizer
+from lmtrain.preprocess.show import first_documents
+from lmtrain.preprocess.sources import list_sources
 from lmtrain.preprocess.split_cache import find_cache
-
-SEQ_LEN = 50
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def config(*urls, cache_dir="cache", tokenizer="byte", **changes):
-    format = {"type": "tokens", **changes.pop("format", {})}
-    settings = {"num_preprocess_workers": 1, "cache_dir": cache_dir, "format": format, **changes}
-    return DataConfig(train_urls=list(urls), tokenizer=tokenizer, **settings)
-
-
-def windows(wanted):
-    """Tokens, starts of documents, 0 in padding, and loss masks of all windows."""
-    build_cache(wanted, "train")
-    found = windows_of(open_store(wanted, find_cache(wanted, "train")), SEQ_LEN)
-    tokens, firsts, mask = found.read(np.arange(found.for_evaluation()), range(SEQ_LEN))
-    firsts.reshape(-1)[found.store.shards.tokens :] = 0
-    return tokens, firsts, mask
-
-
-def expected(docs, eos_first=False):
-    """The windows of documents by definition."""
-    ids = begun(docs) if eos_first else ended(docs)
-    starts = np.cumsum([0, *(len(document) + 1 for document in docs)])
-    count = -(-len(ids) // SEQ_LEN)
-    tokens = np.zeros(count * SEQ_LEN, np.int32)
-    tokens[: len(ids)] = ids
-    begins = np.searchsorted(starts, np.arange(count * SEQ_LEN), side="right") - 1
-    firsts = np.maximum(starts[begins].reshape(count, SEQ_LEN) - SEQ_LEN * np.arange(count)[:, None], 0)
-    mask = np.arange(1, count * SEQ_LEN + 1).reshape(count, SEQ_LEN) < len(ids)
-    mask[:, -1] = False
-    firsts.reshape(-1)[len(ids) :] = 0
-    return tokens.reshape(count, SEQ_LEN), firsts, mask
-
-
-def assert_same(found, wanted):
-    for got, right in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(got, right)
 
 
 WRITERS = {
@@ -83,40 +49,6 @@ def test_files_are_read_in_place(folder, name):
     write(folder / name, docs, **how)
     assert_same(windows(config(name, **settings)), expected(docs, write is llm_c))
     assert os.listdir("cache/train") == ["manifest.json"]
-
-
-def rows(docs, **more):
-    table = pyarrow.table({"input_ids": [np.append(ids, EOS).tolist() for ids in docs], **more})
-    parquet.write_table(table, "rows.parquet")
-    with pyarrow.OSFile("rows.arrow", "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    with pyarrow.OSFile("stream.arrow", "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    with open("rows.jsonl", "w") as file:
-        file.writelines(f"{row}\n".replace("'", '"').replace("None", "null") for row in table.to_pylist())
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "stream.arrow", "rows.jsonl"])
-def test_rows_are_converted(name):
-    docs = documents()
-    rows(docs)
-    assert_same(windows(config(name)), expected(docs))
-
-
-def test_padding_of_rows_is_dropped():
-    docs = documents()
-    rows([np.append(ids, [0, 0]) for ids in docs], attention_mask=[[1] * len(ids) + [0, 0, 1] for ids in docs])
-    assert_same(windows(config("rows.parquet")), expected(docs))
-
-
-def test_labels_and_masks_select_the_targets():
-    docs = [np.arange(1, 9), np.arange(20, 29)]
-    labels = [[-100] * 4 + np.append(ids, EOS).tolist()[4:] for ids in docs]
-    masks = [[1] * len(ids) + [0] for ids in docs]
-    rows(docs, labels=labels, loss_mask=masks)
-    tokens, _, mask = windows(config("rows.parquet"))
-    targets = np.roll(tokens, -1, axis=1)[mask]
-    assert targets.tolist() == [5, 6, 7, 8, 24, 25, 26, 27, 28]
 
 
 def test_a_cache_by_its_path_is_read_in_place(folder):
@@ -185,7 +117,7 @@ def test_an_id_that_is_not_in_the_vocabulary_is_named_with_its_place(folder):
     assert message.startswith("rows.parquet:11: token id 999 is not in the vocabulary of 257 tokens")
 
 
-@pytest.mark.parametrize("change", ["content", "time", "shorter", "index"])
+@pytest.mark.parametrize("change", ["content", "shorter", "index", "index only", "deleted"])
 def test_a_file_that_changes_is_refused_by_the_run_and_by_a_resumed_one(folder, change):
     docs = documents(vocab=200)
     megatron(folder / "a.bin", docs)
@@ -193,17 +125,82 @@ def test_a_file_that_changes_is_refused_by_the_run_and_by_a_resumed_one(folder, 
     build_cache(wanted, "train")
     store = open_store(wanted, find_cache(wanted, "train"))
     store.read(np.array([0]), SEQ_LEN)
+    other_borders = [docs[0][:-1], np.append(docs[0][-1], docs[1]), *docs[2:]]
+    name = "a.idx" if change == "index only" else "a.bin"
     if change == "index":
-        megatron(folder / "a.bin", [docs[0][:-1], np.append(docs[0][-1], docs[1]), *docs[2:]])
+        megatron(folder / "a.bin", other_borders)
+    elif change == "index only":
+        megatron(folder / "b.bin", other_borders)
+        os.replace("b.idx", name)
     elif change == "shorter":
         megatron(folder / "a.bin", docs[:-1])
     elif change == "content":
         megatron(folder / "a.bin", [ids ^ 1 for ids in docs])
-    os.utime("a.bin", ns=(0, 0))
-    with pytest.raises(UserError, match=r"a.bin: this file has changed since the run first read it"):
+    elif change == "deleted":
+        os.remove(name)
+    if change != "deleted":
+        os.utime(name, ns=(0, 0))
+    with pytest.raises(UserError, match=rf"{name}: this file has changed since the run first read it"):
         store.read(np.array([0]), SEQ_LEN)
-    with pytest.raises(UserError, match=r"a.bin has changed since it was cached"):
+    with pytest.raises(UserError, match=r"a.bin has changed since it was cached|no such file: a.bin"):
         find_cache(wanted, "train")
+
+
+def test_a_file_whose_time_changes_is_read_on_and_that_is_logged_once(folder, caplog):
+    caplog.set_level("INFO", "lmtrain")
+    docs = documents()
+    megatron(folder / "a.bin", docs)
+    wanted = config("a.bin")
+    build_cache(wanted, "train")
+
+    def logged():
+        said = [record.message for record in caplog.records if "modification time" in record.message]
+        caplog.clear()
+        return [os.path.basename(message.partition(":")[0]) for message in said]
+
+    stores = [open_store(wanted, find_cache(wanted, "train")) for _ in range(2)]
+    before = stores[0].read(np.array([0]), SEQ_LEN)
+    for name in ("a.bin", "a.idx"):
+        os.utime(name, ns=(0, 0))
+    for store in stores:
+        assert_same(store.read(np.array([0]), SEQ_LEN), before)
+    assert logged() == ["a.bin", "a.idx"]
+    build_cache(wanted, "train")
+    assert logged() == ["a.bin"]
+    build_cache(wanted, "train")
+    assert logged() == []
+
+
+def test_an_index_next_to_the_file_that_a_link_names_is_used(folder):
+    docs = documents(vocab=200)
+    (folder / "store").mkdir()
+    megatron(folder / "store" / "a.bin", docs, sentences=2)
+    os.symlink("store/a.bin", "link.bin")
+    cache = find_cache(config("link.bin", format={"eos_id": 7}), "train")
+    assert cache.shards.infos[0].documents == len(docs)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("a.bin", {}, []),
+        ("a.bin", {"eos_id": 200}, ["a.bin", "data.format.eos_id", ".idx"]),
+        ("m.bin", {}, []),
+        ("m.bin", {"eos_id": 200}, ["data.format.eos_id"]),
+        ("m.bin", {"eos_at": "last"}, ["data.format.eos_at"]),
+        ("a.bin", {"input_ids_field": "ids"}, ["data.format.input_ids_field"]),
+        ("rows.jsonl", {"dtype": "uint32"}, ["data.format.dtype"]),
+    ],
+)
+def test_settings_without_effect_and_files_without_eos_are_logged(folder, caplog, name, settings, words):
+    docs = documents(vocab=199)
+    nano_gpt(folder / "a.bin", docs)
+    megatron(folder / "m.bin", docs)
+    rows(docs)
+    find_cache(config(name, format=settings), "train")
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == bool(words)
+    assert all(word in messages[0] for word in words)
 
 
 def test_copies_in_another_folder_are_used(folder):
@@ -242,6 +239,53 @@ def test_truncated_files_are_refused(folder, write, file, size, message):
         find_cache(config(f"a{'.npy' if file == 'a.npy' else '.bin'}"), "train")
 
 
+def without_index(path, docs):
+    megatron(path, docs, dtype="<i4")
+    os.remove(path.with_suffix(".idx"))
+
+
+def other_version(path, docs):
+    llm_c(path, docs)
+    content = bytearray(path.read_bytes())
+    content[4] = 3
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("write", "settings", "message"),
+    [
+        (lambda path, docs: nano_gpt(path, docs, "<u4"), {}, "data.format.dtype: uint32"),
+        (without_index, {}, "data.format.dtype: uint32.*put its .idx next to it"),
+        (nano_gpt, {"dtype": "uint32"}, "data.format.dtype: uint16"),
+        (other_version, {}, "of version 3"),
+        (lambda path, docs: path.write_text("1 2 3\n" * 100), {}, "looks like text"),
+        (lambda path, docs: path.write_bytes(b""), {}, "is empty"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.bin", "a.npy"])
+def test_files_of_another_kind_are_refused(folder, name, write, settings, message):
+    write(folder / name, documents())
+    with pytest.raises(UserError, match=f"{name}: .*{message}"):
+        find_cache(config(name, format=settings), "train")
+
+
+def test_a_corrupt_index_is_found_before_there_is_a_cache_and_in_one_that_exists(folder):
+    megatron(folder / "a.bin", documents())
+    wanted = config("a.bin")
+    content = bytearray((folder / "a.idx").read_bytes())
+    content[-16:-8] = bytes(8)  # the last but one document begins at sequence 0
+    (folder / "a.idx").write_bytes(content)
+    with pytest.raises(UserError, match=r"a.idx: corrupt: document 59 begins at sequence 0"):
+        find_cache(wanted, "train")
+    with pytest.raises(UserError, match=r"a.idx: corrupt: document 59 begins at sequence 0"):
+        list(first_documents(wanted, SEQ_LEN, 1))
+    (source,) = list_sources(wanted, "train", open_tokenizer("byte"))
+    shards = Shards.of_one(source.info)
+    verify(str(folder / "cache"), shards)  # as of a cache that an earlier version made
+    with pytest.raises(UserError, match=r"a.idx: corrupt: document 59 begins at sequence 0"):
+        shards.check()
+
+
 def test_what_is_missing_is_asked_for(folder):
     docs = documents()
     nano_gpt(folder / "a.bin", docs)
@@ -267,25 +311,6 @@ def test_what_is_missing_is_asked_for(folder):
         find_cache(DataConfig(train_urls=["a.bin"], tokenizer="byte", cache_dir="c"), "train")
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"labels": [[5, EOS, -100], [5, 6, EOS]]}, r"rows.jsonl:1: labels must be the ids.*shift them by one"),
-        (
-            {"labels": [[7, 8, EOS], [5, 6, EOS]]},
-            r"rows.jsonl:1: labels must be the ids of the same positions, or -100",
-        ),
-        ({"labels": [[4, 5, EOS], None]}, r"rows.jsonl:2: has no labels, but the first row of the source has some"),
-        ({"loss_mask": [[1, 1], [1, 1, 1]]}, r"rows.jsonl:1: 'loss_mask' has 2 numbers, but there are 3 token ids"),
-        ({"labels": [[0.5] * 3, [0.5] * 3]}, r"rows.jsonl:1: 'labels' is not a list of integers"),
-    ],
-)
-def test_wrong_labels_are_named_with_their_row(more, message):
-    rows([np.array([4, 5]), np.array([5, 6])], **more)
-    with pytest.raises(UserError, match=message):
-        windows(config("rows.jsonl"))
-
-
 def test_labels_in_some_files_only_are_refused(folder):
     docs = documents()
     nano_gpt(folder / "a.bin", docs)
@@ -309,6 +334,19 @@ for kind in (np.uint16, np.int32):
         ended = np.append(ids, EOS)
         builder.add_document(torch.tensor(ended, dtype=torch.int64), [len(ended)])
     builder.finalize(f"megatron-{kind.__name__}.idx")
+builder = IndexedDatasetBuilder("several.bin", dtype=np.uint16, multimodal=True)
+for number, ids in enumerate(documents()):
+    ended = torch.tensor(np.append(ids, EOS), dtype=torch.int64)
+    if number % 2:
+        builder.add_document(ended, [len(ended) // 2, 0, len(ended) - len(ended) // 2], [0, 1, 0])
+    else:
+        builder.add_item(ended)
+        builder.end_document()
+builder.end_document()
+builder.finalize("several.idx")
+merged = IndexedDatasetBuilder("merged.bin", dtype=np.uint16, multimodal=True)
+merged.add_index("several")
+merged.finalize("merged.idx")
 for ids in documents():
     theirs.write([*ids.tolist(), EOS])
 theirs.close()
@@ -320,5 +358,5 @@ def test_files_that_megatron_core_and_datatrove_write(folder):
     path = os.pathsep.join([os.path.dirname(os.path.dirname(__file__)), os.environ.get("PYTHONPATH", "")])
     subprocess.run([sys.executable, "-c", _PEERS], check=True, env={**os.environ, "PYTHONPATH": path})
     right = expected(documents())
-    for name in ("megatron-uint16", "megatron-int32", "datatrove"):
+    for name in ("megatron-uint16", "megatron-int32", "several", "merged", "datatrove"):
         assert_same(windows(config(f"{name}.bin", cache_dir=name)), right)

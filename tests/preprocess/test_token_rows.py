@@ -1,0 +1,180 @@
+"""Rows of token ids: what they say of their tokens is honoured or refused, and never passed over."""
+
+import json
+
+import numpy as np
+import pytest
+from token_files import EOS, documents
+from token_windows import SEQ_LEN, assert_same, config, expected, rows, windows
+
+from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.preprocess.records import BadRecordError
+from lmtrain.preprocess.show import first_documents
+from lmtrain.preprocess.split_cache import find_cache
+from lmtrain.preprocess.token_rows import TokenRows
+
+READER = TokenRows("input_ids", 100)
+IDS = [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("more", "ids", "targets"),
+    [
+        ({}, IDS, None),
+        ({"attention_mask": [1, 1, 1, 0]}, [5, 6, 7], None),
+        ({"attention_mask": [False, True, True, True]}, [6, 7, 8], None),
+        ({"loss_mask": [0.0, 0.0, 1.0, 1.0]}, IDS, [0, 0, 1, 1]),
+        ({"assistant_masks": [0, 1, 1, 1], "labels": [5, 6, 7, -100]}, IDS, [0, 1, 1, 0]),
+        ({"labels": [-100, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}, [5, 6, 7], [0, 1, 1]),
+        ({"position_ids": [0, 1, 2, 3], "token_type_ids": [0] * 4, "segment_ids": [1] * 4}, IDS, None),
+        ({"position_ids": [1, 0, 1, 2], "attention_mask": [0, 1, 1, 1]}, [6, 7, 8], None),
+        ({"position_ids": None, "labels": None, "loss_mask": None, "pixel_values": None}, IDS, None),
+        ({"seq_lengths": [4], "cu_seqlens": [0, 4], "weight": 1.0, "loss_weights": [1, 1, 1, 1]}, IDS, None),
+        ({"prompt_length": 2, "loss_mask": [0, 0, 1, 1]}, IDS, [0, 0, 1, 1]),
+        ({"prompt_length": 0}, IDS, None),
+        (
+            {"special_tokens_mask": [0, 0, 0, 1], "length": 4, "id": 7, "text": "abcd", "tokens": list("abcd")},
+            IDS,
+            None,
+        ),
+        ({"scores": [0.5, 0.25], "label": 3}, IDS, None),
+        ({"input_ids": []}, [], None),
+    ],
+)
+def test_what_rows_say_is_honoured(more, ids, targets):
+    read = READER.read({"input_ids": IDS} | more)
+    assert read.ids.tolist() == ids
+    assert (None if read.targets is None else read.targets.tolist()) == (targets and [bool(one) for one in targets])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"input_ids": [5.0, 6.0]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [5, True]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [True, False]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [5, None]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [5, "6"]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": ["5", "6"]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [[5, 6], [7, 8]]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [[5, 6], [7]]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [[]]}, "'input_ids' is not a list of integers"),
+        ({"input_ids": None}, "'input_ids' is not a list of integers"),
+        ({"input_ids": "5 6"}, "'input_ids' is not a list of integers"),
+        ({"input_ids": b"\5\0"}, "'input_ids' is not a list of integers"),
+        ({"input_ids": 5}, "'input_ids' is not a list of integers"),
+        ({"input_ids": {"0": 5}}, "'input_ids' is not a list of integers"),
+        ({"input_ids": [5, -1]}, "token id -1 is not in the vocabulary"),
+        ({"input_ids": [5, 100]}, "token id 100 is not in the vocabulary"),
+        ({"input_ids": [5, 1 << 63]}, "'input_ids' "),
+        ({"input_ids": [5, 1 << 70]}, "'input_ids' is not a list of integers"),
+        ({"labels": [5, 6, 7]}, "'labels' has 3 numbers, but there are 4"),
+        ({"labels": [[5, 6, 7, 8]]}, "'labels' is not a list"),
+        ({"labels": [5, 6, None, 8]}, "'labels' is not a list"),
+        ({"labels": [6, 7, 8, -100]}, "shift them by one"),
+        ({"loss_mask": [1, 1, 0.5, 1]}, "'loss_mask' has 0.5"),
+        ({"loss_mask": [1, 1, 2, 1]}, "'loss_mask' has 2"),
+        ({"loss_mask": [1, 1, -100, 1]}, "'loss_mask' has -100"),
+        ({"loss_mask": [1, 1, float("nan"), 1]}, "'loss_mask' has nan"),
+        ({"loss_mask": [1, 1, None, 1]}, "'loss_mask' is not a list"),
+        ({"attention_mask": [1, 1, 2, 2]}, "'attention_mask' has 2.*write a row for each"),
+        ({"attention_mask": [[1, 1, 1, 1]]}, "'attention_mask' is not a list"),
+        ({"attention_mask": [1]}, "'attention_mask' has 1 numbers"),
+        ({"position_ids": [0, 1, 0, 1]}, "'position_ids'.*a row for each"),
+        ({"position_ids": [2, 3, 4, 5]}, "'position_ids'"),
+        ({"position_ids": [0, 1]}, "'position_ids' has 2 numbers"),
+        ({"segment_ids": [1, 1, 2, 2]}, "'segment_ids'.*a row for each"),
+        ({"token_type_ids": [0, 0, 1, 1]}, "'token_type_ids'"),
+        ({"seq_idx": [0, 0, 1, 1]}, "'seq_idx'"),
+        ({"seq_lengths": [2, 2]}, "'seq_lengths'.*a row for each"),
+        ({"cu_seqlens": [0, 2, 4]}, "'cu_seqlens'"),
+        ({"cu_seqlens": [[0, 4], 4]}, "'cu_seqlens'"),
+        ({"weight": 0}, "'weight' has weights other than 1"),
+        ({"loss_weights": [1, 1, 0.5, 1]}, "'loss_weights' has weights other than 1"),
+        ({"token_weights": [1, "a"]}, "'token_weights' has weights other than 1"),
+        ({"prompt_length": 2}, "'prompt_length'.*add labels or a loss_mask"),
+        ({"pixel_values": [[0.5]]}, "'pixel_values' is an input of another kind of model"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(more, message):
+    with pytest.raises(BadRecordError, match=message):
+        READER.read({"input_ids": IDS} | more)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "stream.arrow", "rows.jsonl"])
+def test_rows_are_converted(name):
+    docs = documents()
+    rows(docs)
+    assert_same(windows(config(name)), expected(docs))
+
+
+def test_rows_that_are_empty_or_padding_add_nothing(folder):
+    rows_of = [
+        {"input_ids": []},
+        {"input_ids": [1, EOS]},
+        {"input_ids": [7], "attention_mask": [0]},
+        {"input_ids": [2]},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of))
+    tokens, firsts, _ = windows(config("rows.jsonl"))
+    assert tokens[0, :4].tolist() == [1, EOS, 2, 0]
+    assert firsts[0, :3].tolist() == [0, 0, 2]
+
+
+def test_padding_of_rows_is_dropped():
+    docs = documents()
+    rows([np.append(ids, [0, 0]) for ids in docs], attention_mask=[[1] * len(ids) + [0, 0, 1] for ids in docs])
+    assert_same(windows(config("rows.parquet")), expected(docs))
+
+
+def test_labels_and_masks_select_the_targets():
+    docs = [np.arange(1, 9), np.arange(20, 29)]
+    labels = [[-100] * 4 + np.append(ids, EOS).tolist()[4:] for ids in docs]
+    masks = [[1] * len(ids) + [0] for ids in docs]
+    rows(docs, labels=labels, loss_mask=masks)
+    tokens, _, mask = windows(config("rows.parquet"))
+    targets = np.roll(tokens, -1, axis=1)[mask]
+    assert targets.tolist() == [5, 6, 7, 8, 24, 25, 26, 27, 28]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"labels": [[5, EOS, -100], [5, 6, EOS]]}, r"rows.jsonl:1: labels must be the ids.*shift them by one"),
+        (
+            {"labels": [[7, 8, EOS], [5, 6, EOS]]},
+            r"rows.jsonl:1: labels must be the ids of the same positions, or -100",
+        ),
+        ({"labels": [[4, 5, EOS], None]}, r"rows.jsonl:2: has no labels, but the first row of the source has some"),
+        ({"loss_mask": [[1, 1], [1, 1, 1]]}, r"rows.jsonl:1: 'loss_mask' has 2 numbers, but there are 3 token ids"),
+        ({"labels": [[0.5] * 3, [0.5] * 3]}, r"rows.jsonl:1: 'labels' is not a list of integers"),
+    ],
+)
+def test_wrong_labels_are_named_with_their_row(more, message):
+    rows([np.array([4, 5]), np.array([5, 6])], **more)
+    with pytest.raises(UserError, match=message):
+        windows(config("rows.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl"])
+@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
+def test_numbers_of_each_token_that_have_no_known_meaning_are_refused(name, on_bad_record):
+    rows([np.array([4, 5]), np.array([5, 6])], source=["a", "b"], train_on=[[0, 1, 1], [1, 1, 1]])
+    with pytest.raises(UserError, match=rf"{name}:1: 'train_on' has a number for each token"):
+        find_cache(config(name, on_bad_record=on_bad_record), "train")
+
+
+def test_marks_of_tokens_are_not_passed_over_by_the_passthrough_tokenizer():
+    rows([np.array([4, 5]), np.array([5, 6])], loss_mask=[[0, 1, 1], [1, 1, 1]])
+    settings = {"tokenizer": "passthrough", "vocab_size": 300, "enforce_eos": False, "text_key": "input_ids"}
+    for name in ("rows.jsonl", "rows.parquet"):
+        wanted = DataConfig(train_urls=[name], cache_dir=name, num_preprocess_workers=1, **settings)
+        with pytest.raises(UserError, match=rf"{name}.*'loss_mask' is not read.*input_ids_field: input_ids"):
+            list(first_documents(wanted, SEQ_LEN, 1))
