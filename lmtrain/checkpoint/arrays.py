@@ -72,11 +72,11 @@ def load_arrays(path: str, part: str, like: Any) -> Any:
         return orbax.restore(_full(path), args=ocp.args.Composite(**{part: args}))[part]
 
 
-def stored_shapes(path: str, part: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of a part's arrays by name, such as `blocks/mlp/up/kernel`; empty if the part is missing."""
+def stored_arrays(path: str, part: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and types of a part's arrays by name, such as `blocks/mlp/up/kernel`; empty if the part is missing."""
     if not _has(path, part):
         return {}
-    return {name: tuple(leaf.shape) for name, leaf in _named(_stored(path, part)).items()}
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in _named(_stored(path, part)).items()}
 
 
 def load_some_arrays(path: str, part: str, like: Any, fresh: Any) -> Any:

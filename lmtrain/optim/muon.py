@@ -19,6 +19,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
 from lmtrain.optim.config import MuonConfig
+from lmtrain.optim.moments import in_float32, widen
 from lmtrain.sharding.local import spread
 
 # Axes along which a parameter stacks matrices; each matrix is orthogonalized separately.
@@ -36,7 +37,7 @@ def muon_or_adam(config: MuonConfig, axes: Any) -> optax.GradientTransformation:
         optax.stateless(lambda updates, _: _map_matrices(partial(_scale_by_shape, config), updates, numbers)),
     )
     adam = optax.chain(
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        in_float32(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon), narrow=["mu"]),
         optax.scale(config.adam_lr / config.learning_rate),
     )
     return optax.partition({"muon": muon, "adam": adam}, labels_of(axes))
@@ -73,7 +74,8 @@ def _orthogonalized_momentum(config: MuonConfig, numbers: Any) -> optax.Gradient
 
     def update(gradients: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         def average(old: jax.Array, new: jax.Array) -> jax.Array:
-            return beta * old + (1 - beta) * new
+            mean: jax.Array = beta * widen(old) + (1 - beta) * widen(new)
+            return mean.astype(old.dtype)
 
         momentum = jax.tree.map(average, state.mu, gradients)
         ahead = jax.tree.map(average, momentum, gradients) if config.nesterov else momentum

@@ -17,6 +17,7 @@ from lmtrain.optim.config import (
     OptimizerConfig,
     SophiaConfig,
 )
+from lmtrain.optim.moments import in_float32
 from lmtrain.optim.schedules import Schedule
 from lmtrain.optim.skip_step import skip_bad_steps
 from lmtrain.optim.weight_decay import decay_mask
@@ -63,9 +64,10 @@ def _multiply(factors: Any) -> optax.GradientTransformation:
 def _direction(config: OptimizerConfig, axes: Any) -> list[optax.GradientTransformation]:
     match config:
         case AdamConfig():
-            return [optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, nesterov=config.nesterov)]
+            adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, nesterov=config.nesterov)
+            return [in_float32(adam, narrow=["mu"])]
         case LionConfig():
-            return [optax.scale_by_lion(config.beta1, config.beta2)]
+            return [in_float32(optax.scale_by_lion(config.beta1, config.beta2), narrow=["mu"])]
         case MuonConfig():
             from lmtrain.optim.muon import muon_or_adam
 
@@ -102,13 +104,13 @@ def _adafactor(config: AdafactorConfig, axes: Any) -> list[optax.GradientTransfo
     rows and columns are those of the projection matrix.
     """
     factored = optax.scale_by_factored_rms(True, config.decay_rate, 0, config.min_dim_size_to_factor, config.epsilon)
-    parts: list[optax.GradientTransformation] = [_with_merged_heads(factored, axes)]
+    parts: list[optax.GradientTransformation] = [_with_merged_heads(in_float32(factored), axes)]
     if config.clipping_threshold is not None:
         parts.append(optax.clip_by_block_rms(config.clipping_threshold))
     if config.multiply_by_parameter_scale:
         parts.append(optax.scale_by_param_block_rms())
     if config.momentum is not None:
-        parts.append(optax.ema(config.momentum, debias=False))
+        parts.append(in_float32(optax.ema(config.momentum, debias=False), narrow=["ema"]))
     return parts
 
 

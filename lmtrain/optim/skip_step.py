@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from lmtrain.optim.moments import widen
+
 _MIN_DEVIATION = 1e-6  # lower bound of the standard deviation, for losses that hardly vary
 
 
@@ -37,7 +39,7 @@ def skip_bad_steps(
     def update(
         gradients: Any, state: SkipStepState, params: Any = None, *, loss: jax.Array, **extra: Any
     ) -> tuple[Any, SkipStepState]:
-        norm = optax.tree.norm(gradients).astype(jnp.float32)
+        norm = optax.tree.norm(widen(gradients)).astype(jnp.float32)
         loss = loss.astype(jnp.float32)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         known = jnp.arange(length) < state.seen

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 import optax
 
 from lmtrain.optim.config import SophiaConfig
+from lmtrain.optim.moments import widen
 
 # key -> an estimate of the Hessian's diagonal, a tree like the parameters
 HessianEstimate = Callable[[jax.Array], Any]
 
 
 class SophiaState(NamedTuple):
-    """`step` int32: number of updates; `mu`: momentum, `hessian`: running estimate, both trees like the parameters."""
+    """`step` int32: number of updates; `mu`: momentum, in the parameters' dtype, `hessian`: running estimate, float32;
+    both are trees like the parameters."""
 
     step: jax.Array
     mu: Any
@@ -37,13 +39,18 @@ def scale_by_sophia(config: SophiaConfig) -> optax.GradientTransformationExtraAr
     beta1, beta2, limit = config.beta1, config.beta2, config.clip_threshold
 
     def init(params: Any) -> SophiaState:
-        mu, hessian = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))  # two: each is donated to the step
+        mu = jax.tree.map(jnp.zeros_like, params)
+        hessian = jax.tree.map(jnp.zeros_like, widen(params))
         return SophiaState(jnp.int32(0), mu, hessian)
 
     def update(
         gradients: Any, state: SophiaState, params: Any = None, *, hessian: HessianEstimate, **_: Any
     ) -> tuple[Any, SophiaState]:
-        mu = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, gradients)
+        def average(m: jax.Array, g: jax.Array) -> jax.Array:
+            mean: jax.Array = beta1 * widen(m) + (1 - beta1) * widen(g)
+            return mean.astype(m.dtype)
+
+        mu = jax.tree.map(average, state.mu, gradients)
 
         def estimate(h: Any) -> Any:
             new = hessian(jax.random.fold_in(jax.random.key(config.rng_seed), state.step))

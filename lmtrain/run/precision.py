@@ -13,8 +13,9 @@ _OUTPUT = "the output dtype cannot be set: logits have the dtype of the computat
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtype names: `params` for parameters and optimizer state, `compute` for the computation.
+    """Dtype names: `params` for parameters and first moments, `compute` for the computation.
 
+    Averages of squared gradients and of the parameters are float32: they move by less than bfloat16 represents.
     Logits have the compute dtype; softmax, loss and all sums over tokens are float32. `products`: the 8-bit format of
     the blocks' products in training, fp8 or int8; None: the compute dtype.
     """

@@ -1,19 +1,24 @@
 """Factors of each parameter's initial values, learning rate, epsilon and gradient, relative to a smaller model.
 
-With m the ratio of a matrix's inputs to those of the base, and l that of the depths, CompleteP (Dey et al. 2025, table
-1, with alpha = 1) multiplies the outputs of attention and MLP by 1 / l and the logits by 1 / m, and scales rates and
-initial values of hidden matrices. A multiplier c on a matrix W' is folded into W = c W', so that a model has no
-multipliers and is an ordinary one for every other program: initial values and rate times c, epsilon divided by c, and
-gradients multiplied by c before they are clipped.
+With m the ratio of a matrix's inputs to those of the base, w that of the widths and l that of the depths, CompleteP
+(Dey et al. 2025, table 1, with alpha = 1) multiplies the outputs of attention and MLP by 1 / l and the logits by 1 / w,
+and scales rates and initial values of hidden matrices. A multiplier c on a matrix W' is folded into W = c W', so that a
+model has no multipliers and is an ordinary one for every other program: initial values and rate times c, epsilon
+divided by c, and gradients multiplied by c before they are clipped.
 
     parameter                      initial values   rate       multiplier c   epsilon, of W'
-    embeddings, positions          1                1          1              1 / m
-    q, k, v, gate, up, experts'    m^-1/2           1 / m      1              1 / (m l)
-    out, down                      m^-1/2 / l       1 / (m l)  1 / l          1 / (m l)
-    their biases                   0                1 / l      1 / l          1 / (m l)
-    norms and biases of blocks     1                1          1              1 / (m l)
-    untied head                    1 / m            1 / m      1 / m          1
-    final norm of a tied head      1 / m            1 / m      1 / m          1
+    embeddings, positions          1                1          1              1 / w
+    q, k, v, gate, up, experts'    m^-1/2           1 / m      1              1 / (w l)
+    out, down                      m^-1/2 / l       1 / (m l)  1 / l          1 / (w l)
+    their biases                   0                1 / l      1 / l          1 / (w l)
+    norms and biases of blocks     1                1          1              1 / (w l)
+    untied head                    1 / w            1 / w      1 / w          1 / w
+    final norm of a tied head      1 / w            1 / w      1 / w          1 / w
+    final norm of an untied head   1                1          1              1 / w
+
+Epsilon follows the gradient of W': that of the stream is 1 / w, as the logits are multiplied by 1 / w, and that of what
+is added to it 1 / (w l), whatever the inputs of the matrix. The authors' code divides by w l outside of the blocks too;
+their table names the blocks only, and no gradient outside of them depends on the depth.
 
 Lion has the rates of Adam. Muon's updates of matrices have a size of their own, so that their rate has the multiplier
 only, and with `use_kimi_scaling` the root of the ratio of the larger dimensions (Liu et al. 2025).
@@ -21,9 +26,9 @@ only, and with `use_kimi_scaling` the root of the ratio of the larger dimensions
 Weight decay multiplies the parameter by 1 - rate * weight_decay for any size: it has no factor.
 
 Not in the publications, and derived: with norms after attention and MLP, their gains have the 1 / l; a norm that scales
-by 1 + w begins at c - 1; embeddings that the model multiplies by sqrt(D) have c = m^-1/2; where the width of heads
+by 1 + gain begins at c - 1; embeddings that the model multiplies by sqrt(D) have c = w^-1/2; where the width of heads
 differs, queries have a factor that makes the scale of scores 1 / width; Backpack's logits have no norm before them, so
-that 1 / m is a factor of the sense vectors.
+that 1 / w is a factor of the sense vectors.
 """
 
 import math
@@ -134,15 +139,14 @@ class _Rules:
 
     def _table(self, path: str) -> Factor:
         spread = self.base.initial_range(self.base.hidden_dim) / self.config.initial_range(self.config.hidden_dim)
-        if path.startswith("unembed/"):
-            return Factor(spread).times(1 / self.width)
         table = Factor(spread, epsilon=1 / self.width)
+        if path.startswith("unembed/"):
+            return table.times(1 / self.width)
         return table.times(self.width**-0.5) if self.scales_embeddings and path.startswith("tokens/") else table
 
     def _final_norm(self, leaf: str) -> Factor:
-        if not self.is_tied or self.is_backpack:
-            return Factor()
-        return self._gain(leaf, self.width**-0.5 if self.scales_embeddings else 1 / self.width, 1.0)
+        c = self.width**-0.5 if self.scales_embeddings else 1 / self.width
+        return self._gain(leaf, c if self.is_tied and not self.is_backpack else 1.0, 1 / self.width)
 
     def _gain(self, leaf: str, c: float, epsilon: float) -> Factor:
         """A norm's scale or bias with the multiplier `c`."""
@@ -169,7 +173,7 @@ class _Rules:
         inputs, base_inputs = (_inputs(axes, sizes) for sizes in (shape, base))
         m, adds = inputs / base_inputs, axes[-1] in _EMBED and path.startswith("blocks/")
         spread = self.base.initial_range(base_inputs, adds) / self.config.initial_range(inputs, adds)
-        factor = Factor(spread * m**-0.5, 1 / m, 1.0, 1 / (m * depth))
+        factor = Factor(spread * m**-0.5, 1 / m, 1.0, 1 / (self.width * depth))
         if axes[-1] in _EMBED:
             return factor.times(self._added(depth) * self._of_senses(path))
         return factor.times(self._of_queries(path, axes))

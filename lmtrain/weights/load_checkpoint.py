@@ -25,13 +25,14 @@ def restore_params(
 ) -> Any:
     """Only the parameters, in the dtype they were saved in: for sampling, evaluation and export.
 
-    For a run with `model_averaging`, their average if `averaged`. For one with LoRA, only the adapters.
+    For a run with `model_averaging`, their average, in float32, if `averaged`. For one with LoRA, only the adapters.
     """
     trainer, part = checkpoint.read_run_info()["config"]["trainer"], "params"
+    dtype = parse_precision(trainer["mp"]).params
     if averaged and trainer.get("model_averaging") is not None:
-        part = "average"
+        part, dtype = "average", "float32"
         log.info(f"{checkpoint.path}: using the EMA of the parameters (trainer.model_averaging)")
     boxed = trainable(model, abstract_params(model))
-    abstract = with_dtype(nn.meta.unbox(boxed), parse_precision(trainer["mp"]).params)
+    abstract = with_dtype(nn.meta.unbox(boxed), dtype)
     with local_copy(checkpoint, [part], staging_dir) as path:
         return load_arrays(path, part, with_shardings(abstract, parameter_shardings(layout, boxed)))

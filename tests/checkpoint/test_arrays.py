@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lmtrain.checkpoint.arrays import ArrayWriter, load_arrays, load_some_arrays, stored_shapes, with_shardings
+from lmtrain.checkpoint.arrays import ArrayWriter, load_arrays, load_some_arrays, stored_arrays, with_shardings
 
 PARAMS = {
     "a": {"kernel": np.arange(6.0, dtype=np.float32).reshape(2, 3)},
@@ -48,11 +48,13 @@ def test_loaded_arrays_are_bitwise_equal_to_the_saved_ones(write):
             assert np.asarray(one).tobytes() == other.tobytes()
 
 
-def test_stored_shapes_and_loading_of_some_arrays(write):
+def test_stored_arrays_and_loading_of_some_arrays(write):
     path = write({"params": PARAMS})
     shapes = {"a/kernel": (2, 3), "all of bfloat16": (65536,), "all of float16": (65536,)}
-    assert stored_shapes(path, "params") == shapes
-    assert stored_shapes(path, "average") == {}
+    found = stored_arrays(path, "params")
+    assert {name: array.shape for name, array in found.items()} == shapes
+    assert found["all of bfloat16"].dtype == jnp.bfloat16
+    assert stored_arrays(path, "average") == {}
     fresh = {"a": {"kernel": jnp.zeros((2, 3)), "bias": jnp.ones(2)}}
     loaded = load_some_arrays(path, "params", like(fresh), fresh)
     np.testing.assert_array_equal(loaded["a"]["kernel"], PARAMS["a"]["kernel"])

@@ -19,6 +19,7 @@ from lmtrain.objectives.cross_entropy import CrossEntropy
 from lmtrain.sharding.config import PartitioningConfig
 from lmtrain.sharding.mesh import Layout, build_layout
 from lmtrain.sharding.mesh_function import MeshFunction
+from lmtrain.train.step.ema import new_average
 from lmtrain.train.step.state import TrainState, add_teacher, state_shardings
 from lmtrain.train.step.step import TrainStep, build_train_step
 
@@ -99,8 +100,8 @@ def build_step(
 
 def new_state(values: Any, optimizer: Any = KEEPER, step: int = 0, averages: bool = False) -> TrainState:
     """A new state for each call, since the step donates it."""
-    params, average = (jax.tree.map(jnp.array, values) for _ in range(2))
-    return TrainState(jnp.int32(step), params, optimizer.init(params), average if averages else None)
+    params = jax.tree.map(jnp.array, values)
+    return TrainState(jnp.int32(step), params, optimizer.init(params), new_average(params) if averages else None)
 
 
 def metrics_and_gradients(model: Any, values: Any, batch: Any, **how: Any) -> tuple[dict[str, float], Any]:

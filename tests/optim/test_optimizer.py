@@ -273,3 +273,38 @@ def test_adafactor_factors_the_matrices_of_attention_whatever_a_heads_width():
     direction = gradients["out"].reshape(2, 256, 256) / scale
     direction /= max(1.0, np.sqrt(np.square(direction).mean()))
     np.testing.assert_allclose(updates["out"].reshape(2, 256, 256), -0.1 * direction, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AdamConfig(beta2=0.999),
+        MuonConfig(beta2=0.999),
+        LionConfig(),
+        AdafactorConfig(momentum=0.9, multiply_by_parameter_scale=False),
+        SophiaHConfig(beta2=0.999, update_interval=1, clip_threshold=None),
+    ],
+    ids=lambda c: c.type,
+)
+def test_moments_of_parameters_in_bfloat16_follow_smaller_gradients(config):
+    """A second moment in bfloat16 would keep its largest value, since 0.1 % less is rounded to the same."""
+    config = config.model_copy(update={"weight_decay": 0.0, "max_grad_norm": None})
+    gradient = jax.tree.map(lambda g: jnp.asarray(g, jnp.bfloat16), GRADIENTS[0])
+    sizes = jnp.where(jnp.arange(2000) < 200, 1.0, 1 / 16)
+
+    def last_update(dtype):
+        params = jax.tree.map(lambda p: jnp.asarray(p, dtype), PARAMS)
+        optimizer = build_optimizer(config, lambda count: 1.0, AXES)
+
+        def step(state, size):
+            g = jax.tree.map(lambda g: g.astype(dtype) * size.astype(dtype), gradient)
+            hessian = jax.tree.map(lambda g: jnp.square(g.astype(jnp.float32)), g)
+            updates, state = optimizer.update(g, state, params, loss=size, hessian=lambda key: hessian)
+            return state, updates
+
+        _, updates = jax.jit(jax.lax.scan, static_argnums=0)(step, optimizer.init(params), sizes)
+        # without the matrix, whose update Muon computes in bfloat16
+        return [np.float64(updates[layer][name][-1]) for layer, name in (("tokens", "embedding"), ("layer", "bias"))]
+
+    for found, expected in zip(last_update("bfloat16"), last_update("float32"), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0.15)

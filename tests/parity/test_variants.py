@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from hf_tensors import to_hf
+from models import quick
 from parity.variants import VARIANTS, VOCAB, make, tokens
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lmtrain.config.errors import UserError
 from lmtrain.generation.sample import SamplingSettings, sample
@@ -149,6 +150,42 @@ def test_loss_and_every_gradient_agree(in_torch, name):
     for name, gradient in mapped.items():
         other = found[name].grad.numpy()
         assert np.abs(gradient - other).max() < 1e-4 * max(1, np.abs(other).max()), name
+
+
+def test_an_imported_mixture_minimizes_the_loss_of_transformers(tmp_path, layout):
+    """With its balancing loss, over one sequence and layer, since lmtrain balances each sequence and layer. The last
+    token, which has no target, is masked."""
+    values = MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=0.02,
+    )
+    theirs = MixtralForCausalLM(values).float()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    ids = torch.from_numpy(tokens()[:1].astype(np.int64))
+    mask = torch.arange(ids.shape[1])[None] < ids.shape[1] - 1
+    theirs(ids, attention_mask=mask.long(), labels=ids).loss.backward()
+
+    config = config_of(str(tmp_path)).model
+    model = build_model(config, VOCAB)
+    state = quick.new_state(load_hf_params(str(tmp_path), config, model, layout, "float32"))
+    batch = {"tokens": ids.numpy().astype(np.int32), "loss_mask": mask.numpy()}
+    gradients = quick.build_step(model)(state, batch)[0].opt_state[0].trace
+    mapped = to_hf(hf_family(config.type).table(config), jax.device_get(gradients), 1, VOCAB)
+    found = {name.replace(".mlp.gate", ".block_sparse_moe.gate"): p for name, p in theirs.named_parameters()}
+    shared = mapped.keys() & found.keys()
+    assert len(shared) >= 10  # all but the experts, which transformers 5 stacks
+    for name in shared:
+        expected = found[name].grad.numpy()
+        assert np.linalg.norm(mapped[name] - expected) < 1e-4 * np.linalg.norm(expected), name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Twenty steps of a Llama with published multipliers, and with their folded form. `run(tied)` -> losses of both."""
+"""Twenty steps of a Llama with published multipliers, and with their folded form. `run(tied)` -> losses of both.
+
+The published numbers are written here as in table 1 of Dey et al. 2025 and the authors' code (EleutherAI/nanoGPT-mup,
+branch completep), not computed by lmtrain."""
 
 import json
 import os
@@ -18,24 +21,27 @@ from lmtrain.run.config import RunConfig  # noqa: E402
 from lmtrain.transfer.factors import factor_trees  # noqa: E402
 
 VOCAB, RATE, DECAY, STEPS = 64, 2.0**-6, 0.125, 20
-WIDTH, DEPTH = 4.0, 2.0
+WIDTH, DEPTH, MLP = 4.0, 2.0, 16.0
 ADAM = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-3}  # large enough to matter
-BASE = {"hidden_dim": 16, "num_heads": 2, "num_layers": 1, "intermediate_dim": 32}
+BASE = {"hidden_dim": 16, "num_heads": 2, "num_layers": 1, "intermediate_dim": 8}
 MODEL = {"type": "llama", "hidden_dim": 64, "num_heads": 8, "num_layers": 2, "intermediate_dim": 128, "seq_len": 8}
 
 
 def published(path, tied):
-    """The multiplier, and the rate and epsilon relative to the base (Dey et al. 2025, table 1)."""
+    """The multiplier, and initial values, rate and epsilon relative to the base. The code's epsilon is divided by the
+    width everywhere; by the depth, as the table says, in the blocks. Inputs of `down` have a ratio of their own, which
+    is in its initial values and rate; in the publication it is that of the widths."""
     name = path.split("/")[-2]
     if path == "tokens/embedding":
-        return 1.0, 1.0, 1 / WIDTH
+        return 1.0, 1.0, 1.0, 1 / WIDTH
     if path == "unembed/embedding":
-        return 1 / WIDTH, 1.0, 1.0
-    if name == "norm_final":
-        return (1 / WIDTH if tied else 1.0), 1.0, 1.0
+        return 1 / WIDTH, 1.0, 1.0, 1 / WIDTH
+    if name == "norm_final":  # a multiplier of the logits, where the table is the embeddings' too
+        return (1 / WIDTH if tied else 1.0), 1.0, 1.0, 1 / WIDTH
     if name.startswith("norm"):
-        return 1.0, 1.0, 1 / (WIDTH * DEPTH)
-    return (1 / DEPTH if name in ("out", "down") else 1.0), 1 / WIDTH, 1 / (WIDTH * DEPTH)
+        return 1.0, 1.0, 1.0, 1 / (WIDTH * DEPTH)
+    inputs = MLP if name == "down" else WIDTH
+    return (1 / DEPTH if name in ("out", "down") else 1.0), inputs**-0.5, 1 / inputs, 1 / (WIDTH * DEPTH)
 
 
 def run(tied):
@@ -49,7 +55,7 @@ def run(tied):
     factors = {name: flatten(tree) for name, tree in trees.items()}
     folded = {path: new[path] * factors["initial"][path] for path in new}
     rows = {path: published(path, tied) for path in new}
-    own = {path: folded[path] / rows[path][0] for path in new}
+    own = {path: new[path] * rows[path][1] for path in new}
 
     def loss(params, tokens):
         logits = model.apply({"params": unflatten(params)}, tokens[:, :-1])
@@ -57,7 +63,7 @@ def run(tied):
 
     ours = build_optimizer(config.optimizer, lambda count: RATE, None, trees)
     clip = optax.clip_by_global_norm(0.5)
-    each = {path: optax.scale_by_adam(0.9, 0.95, ADAM["epsilon"] * row[2]) for path, row in rows.items()}
+    each = {path: optax.scale_by_adam(0.9, 0.95, ADAM["epsilon"] * row[3]) for path, row in rows.items()}
 
     # one program for both: compiled twice, it could be fused and rounded differently
     gradient_of = jax.jit(jax.value_and_grad(loss))
@@ -75,7 +81,7 @@ def run(tied):
         for path, transformation in each.items():
             update, states_after[path] = transformation.update(gradients[path], states[path])
             decay = DECAY * RATE * params[path] if path.endswith("kernel") else 0.0
-            after[path] = params[path] - (RATE * rows[path][1] * update + decay)
+            after[path] = params[path] - (RATE * rows[path][2] * update + decay)
         return after, states_after, value
 
     tree, state = unflatten(folded), ours.init(unflatten(folded))

@@ -1,9 +1,13 @@
 """Factors of each kind of parameter; a base equal to the model changes nothing."""
 
+import flax.linen as nn
 import jax
 import numpy as np
+import optax
 import pytest
 
+from lmtrain.models.params import flatten, initializer, unflatten
+from lmtrain.models.registry import build_model
 from lmtrain.run.config import RunConfig
 from lmtrain.train.program.program import build_program
 from lmtrain.transfer.factors import describe, factors_of
@@ -75,13 +79,13 @@ EXPECTED = {
         "blocks/mlp/down/bias": (1 / 2, 1 / 2, 1 / 2, 1 / 8, 0),
         "blocks/attn/q/bias": (1, 1, 1, 1 / 8, 0),
         "blocks/norm_mlp/scale": (1, 1, 1, 1 / 8, 0),
-        "norm_final/scale": (1, 1, 1, 1, 0),
-        "unembed/embedding": (1 / 4, 1 / 4, 1 / 4, 1, 0),
+        "norm_final/scale": (1, 1, 1, 1 / 4, 0),
+        "unembed/embedding": (1 / 4, 1 / 4, 1 / 4, 1 / 4, 0),
     },
     # its out and down begin with the spread of the base's depth
     "gpt2": {
         "blocks/attn/out/kernel": (2**0.5 / 4, 1 / 8, 1 / 2, 1 / 8, 0),
-        "norm_final/bias": (1 / 4, 1 / 4, 1 / 4, 1, 0),
+        "norm_final/bias": (1 / 4, 1 / 4, 1 / 4, 1 / 4, 0),
         "positions/embedding": (1, 1, 1, 1 / 4, 0),
     },
     # matrices and table begin with the spread of the base's number of inputs
@@ -92,13 +96,13 @@ EXPECTED = {
     },
     "gemma": {
         "tokens/embedding": (1 / 2, 1 / 2, 1 / 2, 1 / 4, 0),
-        "norm_final/scale": (1 / 2, 1 / 2, 1 / 2, 1, -1 / 2),
+        "norm_final/scale": (1 / 2, 1 / 2, 1 / 2, 1 / 4, -1 / 2),
         "blocks/mlp/down/kernel": (1 / 2, 1 / 4, 1, 1 / 8, 0),
         "blocks/norm_added/scale": (1 / 2, 1 / 2, 1 / 2, 1 / 8, -1 / 2),
         "blocks/norm_mlp/scale": (1, 1, 1, 1 / 8, 0),
     },
     "backpack": {
-        "norm_final/scale": (1, 1, 1, 1, 0),
+        "norm_final/scale": (1, 1, 1, 1 / 4, 0),
         "senses/mlp/down/kernel": (1 / 2, 1 / 4, 1, 1 / 4, 0),
         "senses/to_senses/down/kernel": (1 / 8, 1 / 16, 1 / 4, 1 / 4, 0),
     },
@@ -142,3 +146,28 @@ def test_a_parameter_that_the_table_names_is_in_the_listing():
     lines = describe(factors(config("gpt2", width=128, layers=4)))
     (line,) = [line for line in lines if line.startswith("blocks/mlp/down/kernel")]
     assert line.split()[1:] == ["0.3536", "0.125", "0.25"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_epsilon_follows_the_gradient(name):
+    """At the initial values, of 4 times the width and twice the depth: the root mean square of each gradient with its
+    factor, relative to the base's."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (8, 17))
+
+    def sizes(run):
+        model, found = build_model(run.model, VOCAB), factors(run)
+        params = flatten(nn.meta.unbox(initializer(model)(jax.random.key(0))))
+        params = {path: params[path] * factor.initial + factor.offset for path, factor in found.items()}
+
+        def loss(params):
+            logits = model.apply({"params": unflatten(params)}, tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        gradients = jax.jit(jax.grad(loss))(params)
+        return {path: np.sqrt(np.mean(np.square(gradients[path] * found[path].gradient))) for path in params}
+
+    large, base = config(name, width=128, layers=4), config(name, width=32)
+    of_base = sizes(base)
+    for path, size in sizes(large).items():
+        if of_base[path] > 1e-6 * max(of_base.values()):  # a bias on keys has no gradient
+            assert size / of_base[path] == pytest.approx(factors(large)[path].epsilon, rel=0.5), path

@@ -270,4 +270,11 @@ def test_settings_of_experts_that_the_model_does_not_have_are_refused(tmp_path, 
 
 def test_losses_of_the_routers_may_be_set(tmp_path):
     moe = with_moe(tmp_path, MIXTRAL, {"aux_loss": 0.5, "dropout": 0.1}).moe
-    assert (moe.num_experts, moe.aux_loss, moe.dropout) == (4, 0.5, 0.1)
+    assert (moe.num_experts, moe.aux_loss, moe.z_loss, moe.dropout) == (4, 0.5, 0.0, 0.1)
+
+
+@pytest.mark.parametrize(("values", "aux_loss"), [({"router_aux_loss_coef": 0.02}, 0.04), ({}, 0.002)])
+def test_routers_have_the_losses_of_their_config_json(tmp_path, values, aux_loss):
+    """Without a coefficient that of transformers; no type has a z-loss."""
+    moe = with_moe(tmp_path, MIXTRAL | values, {}).moe
+    assert (moe.aux_loss, moe.z_loss) == (pytest.approx(aux_loss), 0.0)

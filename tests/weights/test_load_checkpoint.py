@@ -1,4 +1,4 @@
-"""Parameters are restored alone, in the dtype they were saved in; with model averaging, their average."""
+"""Parameters are restored alone, in the dtype they were saved in; with model averaging, their average in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,10 @@ MODEL = TwoTokenLM(8, 12)
 def test_parameters_are_restored_alone_in_their_saved_dtype(tmp_path, dtype, averaging):
     rng = np.random.default_rng(0)
     shapes = meta.unbox(abstract_params(MODEL))
-    params, average = (jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), dtype), shapes) for _ in "ab")
+    params, average = (
+        jax.tree.map(lambda leaf, kind=kind: jnp.asarray(rng.normal(size=leaf.shape), kind), shapes)
+        for kind in (dtype, "float32")
+    )
     checkpointer = Checkpointer(str(tmp_path), CheckpointerConfig())
     info = {"config": {"trainer": {"mp": f"p={dtype},c=float32", "model_averaging": averaging}}}
     checkpointer.save(7, Kind.PERMANENT, {"params": params, "average": average}, info)

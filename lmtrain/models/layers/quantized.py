@@ -3,7 +3,7 @@
 A tensor x is stored as x / scale in 8 bits, with one scale for a layer's matrix, and one for the tokens of each device:
 no scale depends on another device's tokens, so that none is waited for. Scales are dynamic: the largest magnitude
 becomes the format's largest. Those of parameters are computed once per step, those of activations and gradients at each
-product. Sums are in float32 (fp8) or int32 (int8).
+product. Sums are in float32 (fp8) or int32 (int8), which is enough for 2^17 products: longer sums are added in parts.
 
     fp8    e4m3 for parameters and activations, e5m2 for gradients (Micikevicius et al. 2022, "FP8 Formats for Deep
            Learning"); scales are powers of two, so that they round nothing
@@ -13,7 +13,8 @@ Values that are not finite make the scale, and so every result, infinite or NaN.
 """
 
 import functools
-import math
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +29,9 @@ from lmtrain.sharding.local import num_parts, split_over
 QUANTIZED = "quantized"
 KERNEL, SCALE = "kernel", "scale"
 
-# Rows of a weight gradient that int32 can add: 127^2 of them for each.
-_MOST_ROWS = 2**31 // 127**2
+# The number of products of two integers that are added in int32, over all devices. It could add 133,144 of 127 * 127;
+# with a power of two, parts of a sum begin at multiples of a device's tiles.
+MOST_ADDED = 2**17
 
 
 class Format(NamedTuple):
@@ -109,10 +111,7 @@ def _backward(inputs: int, saved: Any, d_y: jax.Array) -> tuple[jax.Array, jax.A
         return d_x, None, None
     # a product for each device's tokens, since each has its scale; their sum is the collective of the gradient
     rows, parts = tuple(range(1, 2 * leading, 2)), tuple(range(0, 2 * leading, 2))
-    accumulated = accumulator(x8.values.dtype, like_kernel.dtype)
-    d_kernel = jax.lax.dot_general(
-        x8.values, d8.values, ((rows, rows), (parts, parts)), preferred_element_type=accumulated
-    )
+    d_kernel = contract(x8.values, d8.values, ((rows, rows), (parts, parts)), like_kernel.dtype)
     scale = (x8.scale.reshape(-1) * d8.scale.reshape(-1)).reshape(*d_kernel.shape[:leading], *(1,) * values.ndim)
     d_kernel = times(d_kernel, scale, like_kernel.dtype)
     zero = jnp.zeros((), d_kernel.dtype)
@@ -151,9 +150,6 @@ def _by_device(x: jax.Array, leading: int, kind: Any) -> Quantized:
     for size, axis in zip(x.shape[:leading], ("act_batch", "act_seq"), strict=False):
         parts = num_parts(split_over(axis))
         shape += [parts, size // parts] if size % parts == 0 else [1, size]
-    if jnp.issubdtype(kind, jnp.integer):
-        while math.prod(shape[1::2]) > _MOST_ROWS and shape[1] % 2 == 0:
-            shape[:2] = [2 * shape[0], shape[1] // 2]
     return quantize(
         x.reshape(*shape, *x.shape[leading:]),
         kind,
@@ -171,15 +167,40 @@ def _scale_of(quantized: Quantized, leading: int, rank: int) -> jax.Array:
     return quantized.scale.reshape(*shape, *(1,) * (rank - len(shape)))
 
 
-def accumulator(kind: Any, dtype: Any) -> Any:
-    """The type of sums of products of operands of type `kind`, for results in `dtype`."""
-    return jnp.int32 if jnp.issubdtype(kind, jnp.integer) else dtype
+def contract(x: jax.Array, y: jax.Array, dims: Any, dtype: Any) -> jax.Array:
+    """`dot_general` of 8-bit arrays with these dimension numbers, in `dtype`, or for integers int32; in float32 if the
+    sums are longer than int32 can add."""
+    (of_x, of_y), _ = dims
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return jax.lax.dot_general(x, y, dims, preferred_element_type=dtype)
+    total = None
+    for part in _parts([x.shape[dim] for dim in of_x]):
+        own_x, own_y = x, y
+        for dim_x, dim_y, (begin, end) in zip(of_x, of_y, part, strict=True):
+            own_x = jax.lax.slice_in_dim(own_x, begin, end, axis=dim_x)
+            own_y = jax.lax.slice_in_dim(own_y, begin, end, axis=dim_y)
+        added = jax.lax.dot_general(own_x, own_y, dims, preferred_element_type=jnp.int32)
+        total = added if total is None else total.astype(jnp.float32) + added.astype(jnp.float32)
+    assert total is not None
+    return total
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Ranges along dimensions of these sizes, of at most `MOST_ADDED` numbers each."""
+    steps, room = [], MOST_ADDED
+    for size in reversed(sizes):
+        steps.append(max(1, min(size, room)))
+        room //= steps[-1]
+    return itertools.product(
+        *(
+            [(begin, min(begin + step, size)) for begin in range(0, max(size, 1), step)]
+            for size, step in zip(sizes, reversed(steps), strict=True)
+        )
+    )
 
 
 def _dot(x: jax.Array, kernel: jax.Array, of_x: tuple[int, ...], of_kernel: tuple[int, ...], dtype: Any) -> jax.Array:
-    kind = accumulator(x.dtype, dtype)
-    y: jax.Array = jax.lax.dot_general(x, kernel, ((of_x, of_kernel), ((), ())), preferred_element_type=kind)
-    return y
+    return contract(x, kernel, ((of_x, of_kernel), ((), ())), dtype)
 
 
 def times(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:

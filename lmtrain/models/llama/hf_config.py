@@ -10,6 +10,7 @@ from lmtrain.models.llama.hf_moe import has_experts, read_experts, write_experts
 from lmtrain.models.llama.hf_rope import read_rope, write_rope
 from lmtrain.models.llama.layer_kind import LayerKind, shortest_period
 from lmtrain.models.llama.relatives import RELATIVES, Relative, has_rope, relative_of
+from lmtrain.runtime.logging import log
 
 _SETTINGS = [
     SameSetting("hidden_dim", "hidden_size", None),
@@ -91,6 +92,8 @@ def from_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
     length = values.get("max_position_embeddings", relative.length)
     if values.get("use_bidirectional_attention") and kind.startswith("gemma"):
         raise UserError("config.json: use_bidirectional_attention is not supported; attention is causal")
+    if rate := values.get("attention_dropout"):
+        log.warning(f"config.json: attention_dropout {rate} is not supported: training has no dropout on attention")
     settings: dict[str, Any] = {
         "type": "llama",
         **relative.settings,

@@ -57,7 +57,7 @@ def write_experts(config: LlamaConfig, names: HfExperts) -> dict[str, Any]:
 
 
 def read_experts(values: Values, names: HfExperts) -> dict[str, Any]:
-    """The settings of `model.moe` that a `config.json` describes."""
+    """The settings of `model.moe` that a `config.json` describes. No type has a z-loss."""
     for key, neutral in _ROUTER_KEYS.items():
         if values.get(key) not in (None, neutral):
             raise UserError(f"config.json: {key} {values[key]} is not supported")
@@ -68,6 +68,7 @@ def read_experts(values: Values, names: HfExperts) -> dict[str, Any]:
         "experts_per_token": per_token,
         "normalize": values.get("norm_topk_prob", False) if names.can_be_unnormalized else True,
         "aux_loss": values.get("router_aux_loss_coef", names.aux_loss) * per_token,
+        "z_loss": 0.0,
     }
     if names.width_key != "intermediate_size":
         settings["intermediate_dim"] = values.get(names.width_key, 768)

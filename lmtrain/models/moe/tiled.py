@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lmtrain.models.layers.quantized import accumulator
+from lmtrain.models.layers.quantized import contract
 from lmtrain.models.moe.grouped import GroupedKernel
 
 # A tile has this part of the mean number of an expert's rows, within limits: the last one of each is partly empty.
@@ -27,7 +27,6 @@ def tile_for(rows: int, experts: int) -> int:
 def by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool, dtype: Any) -> jax.Array:
     """See `GroupedKernel`."""
     tile = tile_for(len(x), len(kernel))
-    accumulated = accumulator(x.dtype, dtype)
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
     padded = jnp.pad(x, ((0, tile), (0, 0)))
 
@@ -38,7 +37,7 @@ def by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool,
             """The rows of a tile after the expert's have wrong values until the next expert's are written."""
             at = begin + number * tile
             rows = jax.lax.dynamic_slice_in_dim(padded, at, tile)
-            y = jax.lax.dot_general(rows, matrix, dims, preferred_element_type=accumulated).astype(dtype)
+            y = contract(rows, matrix, dims, dtype).astype(dtype)
             return jax.lax.dynamic_update_slice_in_dim(out, y, at, 0)
 
         return jax.lax.fori_loop(0, -(-size // tile), add, out), None
@@ -51,7 +50,6 @@ def by_rows(x: jax.Array, kernel: jax.Array, sizes: jax.Array, transposed: bool,
 def d_kernel(x: jax.Array, d_y: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
     """See `GroupedKernel`."""
     tile = tile_for(len(x), len(sizes))
-    accumulated = accumulator(x.dtype, jnp.float32)
     padded, d_padded = (jnp.pad(_of_experts(array, sizes), ((0, tile), (0, 0))) for array in (x, d_y))
 
     def of_expert(_: None, part: Any) -> tuple[None, jax.Array]:
@@ -63,7 +61,7 @@ def d_kernel(x: jax.Array, d_y: jax.Array, sizes: jax.Array, dtype: Any) -> jax.
             )
             of_this = (jnp.arange(tile) < size - number * tile)[:, None]
             d_rows = jnp.where(of_this, d_rows, jnp.zeros((), d_rows.dtype))
-            added = jax.lax.dot_general(rows, d_rows, (((0,), (0,)), ((), ())), preferred_element_type=accumulated)
+            added = contract(rows, d_rows, (((0,), (0,)), ((), ())), jnp.float32)
             return total + added.astype(jnp.float32)
 
         total = jax.lax.fori_loop(0, -(-size // tile), add, jnp.zeros((x.shape[1], d_y.shape[1]), jnp.float32))

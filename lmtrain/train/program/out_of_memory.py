@@ -103,7 +103,9 @@ class MemoryUse:
                 "optimizer.type: lion stores half of Adam's moments, adafactor almost none; changes training dynamics"
             )
         if precision.params != precision.compute:
-            lines.append("trainer.mp: bf16 stores parameters and moments in bfloat16, not float32; lower precision")
+            lines.append(
+                "trainer.mp: bf16 stores parameters and first moments in bfloat16, not float32; lower precision"
+            )
         return lines
 
 

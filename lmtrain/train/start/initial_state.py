@@ -31,6 +31,7 @@ from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.train.program.program import Program
 from lmtrain.train.start.restore import restore_state
 from lmtrain.train.start.resume import check_same_run
+from lmtrain.train.step.ema import new_average
 from lmtrain.train.step.state import TrainState
 from lmtrain.weights.lora_base import LoraBase
 
@@ -136,7 +137,7 @@ def _begin(
         from lmtrain.weights.load_hf import load_hf_params
 
         params = load_hf_params(begin_from_hf, config.model, program.model, program.layout, trainer.precision.params)
-        ema_params = trainer.model_averaging and jax.tree.map(jnp.copy, params)
+        ema_params = trainer.model_averaging and new_average(params)
         state = state.replace(params=params, ema_params=ema_params)
         log.info(f"starting from the weights of {begin_from_hf}")
     else:
@@ -158,7 +159,7 @@ def _new_adapters(program: Program, base: LoraBase, teacher: Any) -> TrainState:
     check_base(lora, base.identity)
     params = load_peft_adapter(program.config, program.model, program.layout, lora.initialize_from)
     log.info(f"starting from the adapters of {lora.initialize_from}")
-    return state.replace(params=params, ema_params=state.ema_params and jax.tree.map(jnp.copy, params))
+    return state.replace(params=params, ema_params=state.ema_params and new_average(params))
 
 
 def _restore(program: Program, checkpoint: Checkpoint, partial: bool, base: Any = None) -> TrainState:

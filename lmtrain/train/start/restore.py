@@ -5,11 +5,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from lmtrain.checkpoint.arrays import load_arrays, load_some_arrays, stored_shapes, with_shardings
+from lmtrain.checkpoint.arrays import load_arrays, load_some_arrays, stored_arrays, with_shardings
 from lmtrain.checkpoint.discovery import Checkpoint
 from lmtrain.checkpoint.staging import local_copy
 from lmtrain.config.errors import UserError
 from lmtrain.runtime.logging import log
+from lmtrain.train.step.ema import new_average
 from lmtrain.train.step.state import TrainState
 
 _MAX_LISTED = 5
@@ -29,7 +30,7 @@ def restore_state(
     """
     step = jax.device_put(jnp.int32(checkpoint.step), shardings.step)
     with local_copy(checkpoint, list(abstract.parts), staging_dir) as path:
-        copies = abstract.ema_params is not None and not stored_shapes(path, "average")
+        copies = abstract.ema_params is not None and not stored_arrays(path, "average")
         if copies:
             log.info(f"{checkpoint.path}: no EMA in the checkpoint, initialized from the parameters")
             abstract = abstract.replace(ema_params=None)
@@ -47,23 +48,29 @@ def restore_state(
         else:
             parts = {name: load_arrays(path, name, part) for name, part in wanted.items()}
     if copies:
-        parts["average"] = jax.tree.map(jnp.copy, parts["params"])
+        parts["average"] = new_average(parts["params"])
     return TrainState.from_parts(step, parts)
 
 
 def _missing(checkpoint: Checkpoint, path: str, abstract: TrainState) -> list[str]:
-    """Names of arrays missing from the checkpoint, read at `path`. Raises `UserError` for those of another shape."""
-    missing = []
+    """Names of arrays missing from the checkpoint, read at `path`; logs the parts that are converted to float32. Raises
+    `UserError` for arrays of another shape."""
+    missing, converted = [], {}
     for part, tree in abstract.parts.items():
-        stored = stored_shapes(path, part)
+        stored = stored_arrays(path, part)
         for where, leaf in jax.tree_util.tree_leaves_with_path(tree):
             name = jax.tree_util.keystr(where, simple=True, separator="/")
             if name not in stored:
                 missing.append(f"{part}/{name}")
-            elif stored[name] != leaf.shape:
+            elif stored[name].shape != leaf.shape:
                 raise UserError(
-                    f"{checkpoint.path}: {part}/{name} is {list(stored[name])}, expected {list(leaf.shape)}"
+                    f"{checkpoint.path}: {part}/{name} is {list(stored[name].shape)}, expected {list(leaf.shape)}"
                 )
+            elif leaf.dtype == jnp.float32 != stored[name].dtype:
+                converted[part] = str(stored[name].dtype)
+    if converted:
+        parts = ", ".join(f"{part} ({kind})" for part, kind in converted.items())
+        log.info(f"{checkpoint.path}: converted to float32: {parts}")
     return missing
 
 

@@ -29,10 +29,20 @@ def log_program(program: Program) -> None:
         log.info(
             f"  products of experts ({program.products.name}) have no 8 bits in {config.trainer.precision.products}"
         )
+    moe = getattr(config.model, "moe", None)
+    if moe is not None:
+        log.info(
+            f"  losses added for the routers: model.moe.aux_loss {moe.aux_loss:g}, model.moe.z_loss {moe.z_loss:g}"
+        )
     for line in layout_table(model, program.layout, program.abstract.with_base(program.abstract.params)):
         log.info(f"  {line}")
     state = format_bytes(sum(program.state_bytes.values()))
     log.info(f"  training state: {state} per device; `lmtrain plan` compiles the step for its peak memory")
+    if config.trainer.precision.params == "bfloat16":
+        log.warning(
+            "trainer.mp: parameters are stored in bfloat16: an update of less than 1/512 of a parameter is rounded "
+            "away; p=f32,c=bfloat16 stores them in float32"
+        )
     if config.objective.needs_reference and program.model.has_dropout:
         log.warning(
             f"objective {config.objective.type}: the model has dropout in training, its reference has none; set "

@@ -33,10 +33,10 @@ def build_averaging(config: EmaConfig | EmaDecaySqrtConfig | None) -> Averaging 
 
 
 def move_average(average: Any, params: Any, share: jax.Array) -> Any:
-    """average + share * (params - average) for each leaf, computed in float32, returned in the leaf's own dtype."""
+    """average + share * (params - average) for each leaf, of a float32 average."""
+    return jax.tree.map(lambda old, new: old + share * (new.astype(jnp.float32) - old), average, params)
 
-    def move(old: jax.Array, new: jax.Array) -> jax.Array:
-        old32, new32 = old.astype(jnp.float32), new.astype(jnp.float32)
-        return (old32 + share * (new32 - old32)).astype(old.dtype)
 
-    return jax.tree.map(move, average, params)
+def new_average(params: Any) -> Any:
+    """A copy of the parameters in float32, whatever their dtype: bfloat16 would round away what an update moves."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)

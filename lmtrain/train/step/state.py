@@ -16,6 +16,7 @@ from lmtrain.models.params import abstract_params, flatten, unflatten, with_dtyp
 from lmtrain.models.quantization import stored
 from lmtrain.sharding.mesh import Layout
 from lmtrain.sharding.placement import bytes_per_device, like_parameters, parameter_shardings
+from lmtrain.train.step.ema import new_average
 from lmtrain.weights.new import new_params
 
 # Fields of the state -> parts of a checkpoint, whose names never change.
@@ -24,7 +25,8 @@ ON_DISK = {"params": "params", "opt_state": "optimizer", "ema_params": "average"
 
 
 class TrainState(struct.PyTreeNode):
-    """Training state. `step`: int32 scalar; the others: trees of arrays, `ema_params` None without model averaging.
+    """Training state. `step`: int32 scalar; the others: trees of arrays. `ema_params` is float32, None without model
+    averaging.
 
     With LoRA, `params` are the adapters, and `base` the parameters of the frozen model; `teacher` are those of the
     frozen teacher of a distillation. No checkpoint has either.
@@ -92,7 +94,8 @@ def state_shardings(
         base_shardings = unflatten({path: shardings_by_path.get(path, layout.replicated) for path in flatten(base)})
     params, shardings = with_dtype(trainable(model, abstract), dtype), trainable(model, placed)
     moments = jax.eval_shape(optimizer.init, params)
-    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, params if averages else None, base)
+    average = jax.eval_shape(new_average, params) if averages else None
+    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, moments, average, base)
     moment_shardings = like_parameters(layout, moments, params, shardings)
     return state, TrainState(
         layout.replicated, shardings, moment_shardings, shardings if averages else None, base_shardings
@@ -132,7 +135,7 @@ def init_state(
         params, frozen = new_params(model, key, abstract.params, abstract.base, base)
         if factors is not None:
             params = jax.tree.map(_scaled, params, factors["initial"], factors["offset"])
-        ema_params = None if abstract.ema_params is None else jax.tree.map(jnp.copy, params)
+        ema_params = None if abstract.ema_params is None else new_average(params)
         taught = None if new_teacher is None else new_params(new_teacher, key, abstract.teacher)[0]
         return TrainState(jnp.int32(0), params, optimizer.init(params), ema_params, frozen, taught)
 

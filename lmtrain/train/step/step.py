@@ -18,6 +18,7 @@ from lmtrain.models.params import cast
 from lmtrain.models.quantization import copies
 from lmtrain.objectives.distillation import TEACHER
 from lmtrain.objectives.interface import LossTerms, Objective, sum_of_weights
+from lmtrain.optim.moments import widen
 from lmtrain.optim.schedules import Schedule
 from lmtrain.sharding.local import num_parts, split_over
 from lmtrain.sharding.mesh import Layout
@@ -114,7 +115,7 @@ class TrainStep:
 
         sums, gradients = sum_over_microbatches(value_and_grad, batch, key, parts)
         loss = sums.objective.total * scale
-        gradients = jax.tree.map(lambda g, p: g.astype(p.dtype) * scale.astype(p.dtype), gradients, state.params)
+        gradients = jax.tree.map(lambda g, p: (widen(g) * scale).astype(p.dtype), gradients, state.params)
         extra: dict[str, Any] = {"loss": loss}
         if (method := self.hessian) is not None:
             extra["hessian"] = lambda key: estimate_hessian(

@@ -1,12 +1,14 @@
 """8-bit numbers and their products: types, scales, exactness, and values that are not finite."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import quick
 
-from lmtrain.models.layers.quantized import _MOST_ROWS, FORMATS, dequantize, product, quantize, stored_product
+from lmtrain.models.layers.quantized import FORMATS, dequantize, product, quantize, stored_product
 
 RNG = np.random.default_rng(0)
 TYPES = {kind: kind for types in FORMATS.values() for kind in types}
@@ -64,11 +66,27 @@ def test_float16_numbers_do_not_overflow(kind, size):
     np.testing.assert_allclose(dequantize(quantize(x, jnp.dtype(kind), (0, 1)), jnp.float32), x, rtol=0.13)
 
 
-def test_int32_sums_of_a_weight_gradient_do_not_overflow():
-    rows = 2 * _MOST_ROWS // 16 * 16
-    ones = jnp.ones((rows, 8)), jnp.ones((8, 4)), jnp.ones((rows, 4))
-    _, _, d_kernel = jax.jit(lambda *arrays: with_gradients("int8", *arrays))(*ones)
-    np.testing.assert_allclose(d_kernel, rows, rtol=1e-3)
+PRIME = 2**18 + 3
+
+
+@pytest.mark.parametrize(
+    ("leading", "inputs", "outputs"),
+    [
+        ((3, 65_536), 2, 3),
+        ((17, 8_192), 2, 3),
+        ((2, PRIME), 2, 3),
+        ((PRIME,), 2, 3),
+        ((133_144,), 2, 3),
+        ((2, 3), PRIME, 2),
+        ((5,), 2, PRIME),
+    ],
+)
+def test_int32_sums_do_not_overflow(leading, inputs, outputs):
+    """Ones are the largest integers, 127: int32 adds 133,144 products of them."""
+    ones = jnp.ones((*leading, inputs)), jnp.ones((inputs, outputs)), jnp.ones((*leading, outputs))
+    y, d_x, d_kernel = jax.jit(lambda *arrays: with_gradients("int8", *arrays))(*ones)
+    for found, terms in ((y, inputs), (d_x, outputs), (d_kernel, math.prod(leading))):
+        np.testing.assert_allclose(found, terms, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -308,3 +308,11 @@ def test_config_json_is_readable_by_both_versions_of_transformers():
     assert values["rope_parameters"]["rope_theta"] == values["rope_theta"] == 500.0
     assert values["rope_scaling"] == {name: v for name, v in values["rope_parameters"].items() if name != "rope_theta"}
     assert values["rope_scaling"]["rope_type"] == "llama3"
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "warned"), [("llama", 0.1, True), ("mixtral", 0.1, True), ("qwen3", 0.0, False)]
+)
+def test_dropout_on_attention_is_warned_of(caplog, kind, rate, warned):
+    read(kind, attention_dropout=rate)
+    assert any(f"attention_dropout {rate}" in message for message in caplog.messages) == warned

@@ -33,6 +33,8 @@ def test_the_state_depends_on_precision_and_averaging():
     plain = use(train_batch_size=32).state
     assert use(train_batch_size=32, mp="bf16").state["params"] == plain["params"] // 2
     assert use(train_batch_size=32, model_averaging={}).state["average"] == plain["params"]
+    half = use(train_batch_size=32, mp="bf16", model_averaging={}).state
+    assert half["average"] == plain["params"]  # float32
 
 
 def test_out_of_memory_errors_list_what_uses_memory_and_what_to_change():

@@ -52,3 +52,19 @@ def test_the_complete_state_is_restored_with_its_shardings(saved):
     assert_bitwise_equal(loaded, state)
     for leaf, sharding in zip(jax.tree.leaves(loaded), jax.tree.leaves(shardings), strict=True):
         assert leaf.sharding == sharding
+
+
+def test_an_average_and_moments_of_an_older_checkpoint_in_bfloat16_are_converted_and_logged(tmp_path, caplog):
+    """They had the dtype of the parameters."""
+    abstract, shardings = state_shardings(MODEL, OPTIMIZER, LAYOUT, "bfloat16", averages=True)
+    assert {leaf.dtype for leaf in jax.tree.leaves(abstract.ema_params)} == {jnp.dtype("float32")}
+    params, average = (random_like(abstract.params) for _ in range(2))
+    state = TrainState(jnp.int32(7), params, random_like(abstract.opt_state), average)
+    checkpointer = Checkpointer(str(tmp_path), CheckpointerConfig())
+    checkpointer.save(7, Kind.PERMANENT, state.parts, {})
+    checkpointer.close()
+    with caplog.at_level("INFO"):
+        loaded = restore_state(find_checkpoints(str(tmp_path))[-1], abstract, shardings)
+    assert any("converted to float32: average (bfloat16)" in message for message in caplog.messages)
+    assert_bitwise_equal(loaded.params, params)
+    assert_bitwise_equal(loaded.ema_params, jax.tree.map(lambda x: x.astype(jnp.float32), average))

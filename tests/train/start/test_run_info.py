@@ -18,7 +18,7 @@ CACHES = Caches({}, {})
 
 def program(**settings):
     trainer = {"train_batch_size": 4, "per_device_parallelism": 2, "mp": "p=f32,c=bf16"}
-    return build_program(RunConfig.model_validate({"model": MODEL, "trainer": trainer, **settings}), 64)
+    return build_program(RunConfig.model_validate({"model": MODEL, "trainer": trainer} | settings), 64)
 
 
 OF_BASE = {"initialize_from_hf": "https://a:b@host/x", "fingerprint": "f"}
@@ -37,6 +37,12 @@ def test_the_run_info_is_plain_data_with_the_identity_and_the_base_without_secre
     assert set(info["versions"]) > {"lmtrain", "jax"}
     expected = {"initialize_from_hf": "https://***@host/x", "fingerprint": "f"}
     assert info.get("base") == (None if base is None else expected)
+
+
+@pytest.mark.parametrize(("mp", "warned"), [("bf16", True), ("p=bf16,c=f32", True), ("p=f32,c=bf16", False)])
+def test_parameters_in_bfloat16_are_warned_of(caplog, mp, warned):
+    log_program(program(trainer={"train_batch_size": 4, "mp": mp}))
+    assert any(line.startswith("trainer.mp: ") for line in caplog.messages) == warned
 
 
 def test_the_log_has_the_parameters_and_those_that_lora_trains(caplog):
