@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT, SIGUSR1 and SIGHUP at any moment, to a single process or one of two: saved, exit code 75, nothing lost."""
+"""SIGTERM, SIGINT, SIGUSR1, SIGHUP at any moment, to one process or one of two: saved, exit code 75, nothing lost."""
 
 import random
 import re
