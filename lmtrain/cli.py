@@ -5,6 +5,7 @@ anything else.
 """
 
 import importlib
+import os
 import sys
 import traceback
 
@@ -69,6 +70,10 @@ def _run(argv: list[str]) -> int:
         raise UserError(
             f"unknown command {verb!r}; " + (f"did you mean {hint!r}?" if hint else f"one of: {', '.join(VERBS)}")
         )
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder has been deleted; change to another one") from None
     if verb != "doctor":  # doctor looks for all devices, and reports why there are none
         keep_to_cpus()
     command = importlib.import_module(f"lmtrain.commands.{VERBS[verb][0]}")
