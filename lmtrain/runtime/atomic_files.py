@@ -36,7 +36,7 @@ def file_sha256(path: str) -> str:
 def remove_temporaries(folder: str, of: str = "", age: float | None = None) -> None:
     """Delete temporary files and folders of killed writers: all in the folder, or only those of the file called `of`.
 
-    `age`: only those that have not changed for so many seconds, for a folder to which other processes may write now.
+    `age`: only those that have not changed for this number of seconds, for a folder to which others may write now.
     """
     with contextlib.suppress(FileNotFoundError):  # the folder may have been deleted
         for name in os.listdir(folder):
