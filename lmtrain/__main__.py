@@ -1,10 +1,12 @@
 """The program `lmtrain`, also `python -m lmtrain`: signals get their handlers before anything slow is imported."""
 
+from lmtrain.runtime.output import open_descriptors
 from lmtrain.runtime.signals import end_at_once
 
 
 def main() -> None:
     """Run the command of `sys.argv`, and exit with its code."""
+    open_descriptors()
     end_at_once()
     from lmtrain.cli import main as run
 

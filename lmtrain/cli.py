@@ -5,6 +5,7 @@ anything else.
 """
 
 import importlib
+import os
 import sys
 import traceback
 
@@ -13,6 +14,7 @@ from lmtrain.config.errors import RunError, UserError
 from lmtrain.config.redact import redact
 from lmtrain.runtime.logging import logging_restored
 from lmtrain.runtime.machine import keep_to_cpus
+from lmtrain.runtime.output import OutputError, discard_unwritten, standard_streams
 
 # command -> (module in lmtrain.commands, what it does)
 VERBS = {
@@ -33,26 +35,34 @@ VERBS = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
-        sys.exit(0 if argv else 2)
-    if argv[0] in ("-V", "--version"):
-        print(f"lmtrain {__version__}")
-        sys.exit(0)
+    with standard_streams(has_result=True):
+        code = _main(sys.argv[1:] if argv is None else argv)
+    discard_unwritten()
+    sys.exit(code)
+
+
+def _main(argv: list[str]) -> int:
     try:
-        sys.exit(_run(argv[0], argv[1:]))
-    except (UserError, RunError) as error:
-        print(f"lmtrain: error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError) else 1)
-    except BrokenPipeError:
-        sys.exit(1)
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except (UserError, RunError, OutputError) as error:
+        if not isinstance(error, OutputError) or error.has_reader:
+            print(f"lmtrain: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
     except Exception:
         print(redact(traceback.format_exc()), end="", file=sys.stderr)
-        sys.exit(1)
+        return 1
 
 
-def _run(verb: str, argv: list[str]) -> int:
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        print(f"lmtrain {__version__}")
+        return 0
+    verb = argv[0]
     if verb not in VERBS:
         from lmtrain.config.suggest import suggest_name
 
@@ -60,11 +70,18 @@ def _run(verb: str, argv: list[str]) -> int:
         raise UserError(
             f"unknown command {verb!r}; " + (f"did you mean {hint!r}?" if hint else f"one of: {', '.join(VERBS)}")
         )
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder has been deleted; change to another one") from None
     if verb != "doctor":  # doctor looks for all devices, and reports why there are none
         keep_to_cpus()
     command = importlib.import_module(f"lmtrain.commands.{VERBS[verb][0]}")
-    with logging_restored():
-        code: int = command.run(argv)
+    try:
+        with logging_restored():
+            code: int = command.run(argv[1:])
+    except SystemExit as done:  # of --help, and of unknown arguments
+        code = int(done.code or 0)
     return code
 
 

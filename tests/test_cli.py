@@ -84,6 +84,15 @@ def test_a_log_folder_that_cannot_be_created_is_a_user_error(lmtrain, settings, 
     assert f"trainer.log_dir: {folder}" in lmtrain("train", "tiny.yaml", "--trainer.log_dir", folder, code=2).stderr
 
 
+def test_a_current_folder_that_has_been_deleted_is_a_user_error(tmp_path):
+    script = (
+        "import os, sys; os.rmdir(os.getcwd()); from lmtrain.cli import main; main(['config', 'check', 'gpt2_nano'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "lmtrain: error: the current folder has been deleted; change to another one\n"
+
+
 def test_a_closed_pipe_prints_no_traceback(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)

@@ -11,7 +11,7 @@ from lmtrain.commands.arguments import Parser, at_least, parse_run
 from lmtrain.config.errors import UserError
 from lmtrain.plan import eight_bit, report
 from lmtrain.plan.answers import ask, read_hlo
-from lmtrain.plan.known_models import find_vocab_size, with_model_sizes
+from lmtrain.plan.known_models import find_vocab_size, teacher_config, with_model_sizes
 from lmtrain.plan.request import STEPS, Request, Target
 from lmtrain.plan.search import Search
 from lmtrain.runtime.accelerators import find_accelerator
@@ -37,7 +37,8 @@ def run(argv: list[str]) -> int:
     # a search compiles one step, and --hlo writes one
     steps = STEPS if flags.step is None and flags.hlo is None and not searches else (flags.step or "train",)
     steps = ("measure",) if flags.measure else steps
-    request = Request.of(run.config, vocab_size, target, steps, not install and not flags.no_compile)
+    teacher = teacher_config(run.config)
+    request = Request.of(run.config, vocab_size, target, steps, not install and not flags.no_compile, teacher)
     try:
         if searches:
             return _search(request, flags)

@@ -20,8 +20,10 @@ from lmtrain.preprocess.prepare_demo import missing_demo, prepare_demo
 from lmtrain.preprocess.sources import describe_urls, has_text
 from lmtrain.run.config import RunConfig
 from lmtrain.run.masked import require_secrets
+from lmtrain.run.run import Run
 from lmtrain.runtime.distributed import start_processes
 from lmtrain.runtime.logging import log, start_console_log
+from lmtrain.runtime.output import standard_streams
 from lmtrain.runtime.processes import ALONE, Processes
 from lmtrain.runtime.progress import Progress, format_bytes
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StoppedError, StopRequest
@@ -52,6 +54,11 @@ def run(argv: list[str]) -> int:
     if arguments.show is not None:
         _show_documents(resolve_hf(run).config, arguments.show)
         return 0
+    return _build(arguments, run)
+
+
+@standard_streams(has_result=False)
+def _build(arguments: argparse.Namespace, run: Run) -> int:
     processes = start_processes(run.config.trainer.distributed)
     start_console_log(processes)
     config = resolve_hf(run).config

@@ -19,6 +19,7 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.load import LoadedConfig, load_config
 from lmtrain.config.redact import redact
 from lmtrain.plan.answers import ask
+from lmtrain.plan.known_models import teacher_config
 from lmtrain.plan.request import Request, Target
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.atomic_files import write_atomically
@@ -225,7 +226,7 @@ def _speed(arguments: argparse.Namespace, fitted: "FittedLadder", config: RunCon
         raise UserError(
             f"--device {arguments.device}: its compiler is not installed ({install}); install it, or add --mfu F"
         )
-    request = Request.of(config, fitted.ladder.vocab_size, target, ("train",), True)
+    request = Request.of(config, fitted.ladder.vocab_size, target, ("train",), True, teacher_config(config))
     with Progress("plan", 1, bar=not arguments.json) as progress:
         plan = ask(request, 3600.0, partial(progress.update, 0))
     figures = plan.steps.get("train", {})

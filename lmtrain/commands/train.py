@@ -24,6 +24,7 @@ from lmtrain.run.run import Run, resolve
 from lmtrain.runtime.distributed import ending_for_all, gather, start_processes
 from lmtrain.runtime.logging import log, logging_restored, start_console_log
 from lmtrain.runtime.machine import is_cpu_only, keep_freed_memory
+from lmtrain.runtime.output import standard_streams
 from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.signals import STOPPED_BY_SIGNAL, StopRequest
 from lmtrain.train.start.checks import check_before_data, check_evaluation, check_services, check_settings
@@ -43,20 +44,19 @@ def run(argv: list[str]) -> int:
     _, run = parse_run(Parser("train", description, lists_settings=True), argv)
     secrets = find_secrets(run.config.model_dump())
     sys.argv[1:] = [without(redact(argument), secrets) for argument in sys.argv[1:]]  # W&B saves the command line
-    return _start(run, began)
+    with standard_streams(has_result=False):
+        return _start(run, began)
 
 
 def train_config(config: RunConfig, name: str = "python") -> "TrainedModel":
     """Train as `lmtrain train` does, with a config made in Python; `name` replaces the file's name in the run id.
 
     The same call resumes the same run. Returns the model from the run's newest checkpoint. Raises `UserError` for a
-    user error, and SystemExit with the command's exit code if the run was stopped (75) or failed (1). The program must
-    be importable, with its main code under `if __name__ == "__main__":`, since text is tokenized in separate
-    processes.
+    user error, and SystemExit with the command's exit code if the run was stopped (75) or failed (1).
     """
     began = time.time()
     run = Run(LoadedConfig(config, path=name), run_id(config, name))
-    with logging_restored():
+    with standard_streams(has_result=False), logging_restored():
         code = _start(run, began)
     if code != 0:
         raise SystemExit(code)

@@ -10,7 +10,7 @@ from lmtrain.data.cache_manifest import ShardInfo, shard_path
 from lmtrain.data.sampled import sample_checksum
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_file import changed
-from lmtrain.runtime.atomic_files import file_sha256
+from lmtrain.runtime.atomic_files import UNUSED_SECONDS, file_sha256, remove_temporaries
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import download, is_url, join, read_range, read_reliably
 
@@ -30,6 +30,7 @@ class Mirror:
         self._recent: list[str] = []
         try:
             os.makedirs(self._folder, exist_ok=True)
+            remove_temporaries(self._folder, age=UNUSED_SECONDS)  # other processes may use the same folder
         except OSError as error:
             raise UserError(f"data.mirror_dir: {folder} cannot be created: {error.strerror}") from None
 

@@ -19,7 +19,7 @@ from lmtrain.data.cache_manifest import ShardInfo, shard_path
 from lmtrain.data.shards import Shards
 from lmtrain.data.token_file import changed
 from lmtrain.data.token_store import corrupt_shard, open_token_file
-from lmtrain.runtime.atomic_files import file_sha256, write_atomically
+from lmtrain.runtime.atomic_files import UNUSED_SECONDS, file_sha256, remove_temporaries, write_atomically
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.progress import format_bytes
 from lmtrain.runtime.signals import StoppedError
@@ -125,6 +125,7 @@ def _save_record(folder: str, verified: dict[str, list[Any]]) -> None:
     record = _record_path(folder)
     with contextlib.suppress(OSError):  # without a record they are verified again next time
         os.makedirs(os.path.dirname(record), exist_ok=True)
+        remove_temporaries(os.path.dirname(record), age=UNUSED_SECONDS)
         write_atomically(record, json.dumps(verified).encode(), durable=False)
 
 

@@ -34,6 +34,7 @@ from lmtrain.hf.tokenizer import (
     similar_folder,
     token_text,
 )
+from lmtrain.runtime.atomic_files import UNUSED_SECONDS, remove_temporaries
 from lmtrain.runtime.storage import read_bytes
 
 PASSTHROUGH = "passthrough"
@@ -99,6 +100,7 @@ def _once(name: str, make: Callable[[str], None]) -> str:
         temporary = f"{folder}.tmp-{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
         os.makedirs(temporary)
+        remove_temporaries(cache_folder(), age=UNUSED_SECONDS)
         try:
             make(temporary)
             try:

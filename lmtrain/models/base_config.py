@@ -84,6 +84,11 @@ class BaseModelConfig(Section):
         """
         return self.model_dump(include=settings_of(type(self), Role.ARCHITECTURE))
 
+    def computation(self) -> dict[str, Any]:
+        """All settings but those of execution, with defaults filled in: if they and the parameters of two models are
+        equal, the models compute the same, except for rounding."""
+        return self.model_dump(mode="json", include=settings_of(type(self), *set(Role) - {Role.EXECUTION}))
+
     @property
     def head_width(self) -> int:
         """Width of a head."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from lmtrain.config.errors import UserError
 from lmtrain.plan.request import Request
+from lmtrain.runtime.atomic_files import UNUSED_SECONDS, remove_temporaries
 from lmtrain.runtime.signals import StoppedError, StopRequest
 
 _POLL_SECONDS = 0.05
@@ -81,6 +82,7 @@ def ask(request: Request, timeout: float, progress: Callable[[str], None] = lamb
     if known is not None and len(known.steps) == len(steps):
         return known
     folder.mkdir(parents=True, exist_ok=True)
+    remove_temporaries(str(folder), age=UNUSED_SECONDS)
     missing = tuple(step for step in steps if known is None or step not in known.steps)
     # workers of concurrent plans write the same bytes, each file under a unique temporary name first
     with StopRequest("ending the compiler") as stop, tempfile.TemporaryDirectory(prefix="lmtrain-plan-") as temporary:

@@ -1,11 +1,15 @@
 """Sizes of public models and of their tokenizers, to plan runs without downloading their files."""
 
 import os
+from typing import Any
 
-from lmtrain.config.errors import UserError
+from lmtrain.config.errors import UserError, errors_of
 from lmtrain.data.config import DataConfig
+from lmtrain.hf.weight_files import read_model_config
 from lmtrain.models.registry import hf_family
+from lmtrain.objectives.config import DistillConfig
 from lmtrain.preprocess.prepare_demo import VOCAB_SIZE, missing_demo_tokenizer
+from lmtrain.run.config import RunConfig
 from lmtrain.run.run import ResolvedSettings, Run, resolve
 from lmtrain.weights.hf_config import hf_ref, resolve_hf
 
@@ -51,6 +55,14 @@ KNOWN_TOKENIZERS = {
 
 # Made by tools/demo_chat.py: the demo's tokenizer with two more tokens.
 _DEMO_CHAT = "demo/chat/tokenizer"
+
+
+def teacher_config(config: RunConfig) -> dict[str, Any] | None:
+    """The config.json of the teacher of a distillation. Raises `UserError` if it cannot be read."""
+    if not isinstance(config.objective, DistillConfig):
+        return None
+    with errors_of("objective.teacher"):
+        return read_model_config(config.objective.teacher)
 
 
 def with_model_sizes(run: Run) -> Run:

@@ -93,17 +93,27 @@ class Target:
 
 @dataclass(frozen=True)
 class Request:
-    """One request. `compile` is false if only the state's memory is needed, or if no compiler is installed."""
+    """One request. `compile` is false if only the state's memory is needed, or if no compiler is installed.
+
+    `teacher`: of a distillation, the teacher's config.json, on which the program depends as on the config.
+    """
 
     config: Mapping[str, Any]
     vocab_size: int
     target: Target
     steps: tuple[str, ...] = ("train",)
     compile: bool = True
+    teacher: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
-        cls, config: RunConfig, vocab_size: int, target: Target, steps: tuple[str, ...], compile_it: bool
+        cls,
+        config: RunConfig,
+        vocab_size: int,
+        target: Target,
+        steps: tuple[str, ...],
+        compile_it: bool,
+        teacher: Mapping[str, Any] | None = None,
     ) -> "Request":
         """The request for a config, of which it has the settings that a compiled program depends on."""
         include = {"model", "optimizer", "trainer", "objective", "z_loss_weight"}
@@ -119,7 +129,7 @@ class Request:
             kept["format"] = {"type": "preference"}
         if config.loss_weights is not None:
             kept["configs"] = {name: {} for name in config.loss_weights}
-        return cls(values | {"data": kept}, vocab_size, target, steps, compile_it)
+        return cls(values | {"data": kept}, vocab_size, target, steps, compile_it, teacher)
 
     def changed(self, changes: Mapping[str, Any], **fields: Any) -> "Request":
         """A copy with changed settings, `{"trainer.model_axis_size": 2}`, and changed fields."""

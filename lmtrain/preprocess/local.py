@@ -1,24 +1,31 @@
-"""Local executor: runs jobs in one process per core. Workers are spawned, so that they import no JAX."""
+"""Local executor: runs jobs in one process per core. Workers are spawned, so that they import no JAX, and without the
+program that called lmtrain, whose main code need not be guarded by `if __name__ == "__main__":`.
+"""
 
 import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from lmtrain.config.errors import UserError
+from lmtrain.config.errors import RunError, UserError
 from lmtrain.preprocess.job import COUNTS, Job
 from lmtrain.runtime.machine import usable_cores
 from lmtrain.runtime.signals import STOP_SIGNALS, StoppedError
 
 _POLL_SECONDS = 0.2
-_DIED = "died without an error, most likely killed for using too much memory"
+# Between the end of a process and its exit code, at most.
+_EXIT_SECONDS = 10.0
+_KEPT = "finished shards are kept"
 
 # In a worker: the counts of each job, shared with the parent.
 _counters: Any = None
@@ -41,12 +48,14 @@ def run_locally(
     # no lock: each row has one writer, and readers only display it
     counters = context.RawArray(ctypes.c_int64, COUNTS * len(jobs))
     counts = np.frombuffer(counters, np.int64).reshape(-1, COUNTS)
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (counters, cores // workers, background))
-    pending: set[Future[Any]] = set()
     workers_seen: set[Any] = set()
     finished = False
+    with _starting():
+        pool = ProcessPoolExecutor(workers, context, _start_worker, (counters, cores // workers, background))
+    pending: set[Future[Any]] = set()
     try:
-        numbers = {pool.submit(_run, number, job): number for number, job in enumerate(jobs)}
+        with _starting():
+            numbers = {pool.submit(_run, number, job): number for number, job in enumerate(jobs)}
         pending = set(numbers)
         while pending:
             done, pending = wait(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -60,17 +69,52 @@ def run_locally(
             if stopped() and pending:
                 raise StoppedError
         finished = True
-    except (BrokenProcessPool, MemoryError) as error:
-        what = "ran out of memory" if isinstance(error, MemoryError) else _DIED
-        raise UserError(
-            f"a tokenizer process {what}; finished shards are kept. Run the same command again with a smaller "
-            "data.num_preprocess_workers"
-        ) from None
+    except MemoryError:
+        raise _out_of_memory("ran out of memory") from None
+    except BrokenProcessPool:
+        raise _ended(workers_seen) from None
     finally:
         if not finished:  # an error or a request to stop: unfinished shards are discarded
             for child in workers_seen | set((pool._processes or {}).values()):
                 child.kill()  # they ignore the signals that the pool would send
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Context in which processes are started: they inherit that signals are blocked (those to the entire process group
+    are for the parent; `multiprocessing` also starts a process that SIGHUP would end), and do not import the program.
+    """
+    main = sys.modules["__main__"]
+    spec, file = main.__spec__, main.__dict__.pop("__file__", None)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    main.__spec__ = None  # without it and `__file__`, multiprocessing finds no program to import
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        if file is not None:
+            main.__file__ = file
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ended(workers: Iterable[Any]) -> UserError | RunError:
+    """The error of workers of which one has ended, or is about to: its files are closed before its exit code exists."""
+    deadline, codes = time.monotonic() + _EXIT_SECONDS, list[int]()
+    while not codes and time.monotonic() < deadline:
+        time.sleep(_EXIT_SECONDS / 1000)
+        codes = [code for worker in workers if (code := worker.exitcode) is not None]
+    code = next(filter(None, codes), 0)
+    if code == -signal.SIGKILL:
+        return _out_of_memory("was killed (SIGKILL), most likely for using too much memory")
+    how = f"exited with code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+    return RunError(f"a tokenizer process {how}; its messages are on stderr, above. {_KEPT.capitalize()}")
+
+
+def _out_of_memory(what: str) -> UserError:
+    return UserError(
+        f"a tokenizer process {what}; {_KEPT}. Run the same command again with a smaller data.num_preprocess_workers"
+    )
 
 
 def _start_worker(counters: Any, threads: int, background: bool) -> None:

@@ -1,5 +1,6 @@
 """The log of a run: messages go to the terminal and to `<log_dir>/<run_id>.log`, to which restarts append."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ from logging.handlers import WatchedFileHandler
 from typing import Any
 
 from lmtrain.config.redact import redact
+from lmtrain.runtime.output import take_problems
 from lmtrain.runtime.processes import ALONE, Processes
 
 log = logging.getLogger("lmtrain")
@@ -34,7 +36,35 @@ class _StderrHandler(logging.StreamHandler[Any]):
 
 
 class _FileHandler(WatchedFileHandler):
-    """Handler that creates its file again if it is removed, with its folder."""
+    """Handler that creates its file again if it is removed, with its folder. It also logs `take_problems`.
+
+    An error of its file is said on stderr, once, and ends nothing.
+    """
+
+    _has_failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            for problem in take_problems():
+                super().emit(log.makeRecord(log.name, logging.WARNING, "", 0, problem, (), None))
+            super().emit(record)
+        except OSError:  # of its folder
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            # not logged: another thread may hold the lock of the live view, and wait for that of this handler
+            sys.stderr.write(f"{self.baseFilename} cannot be written: {error.strerror}; messages are shown only here\n")
+
+    def close(self) -> None:
+        for problem in take_problems():
+            self.handle(log.makeRecord(log.name, logging.WARNING, "", 0, problem, (), None))
+        with contextlib.suppress(OSError):
+            super().close()
 
     def _open(self) -> TextIOWrapper:
         os.makedirs(os.path.dirname(self.baseFilename), exist_ok=True)

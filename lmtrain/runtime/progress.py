@@ -1,5 +1,6 @@
 """Progress display: a live bar on a terminal, otherwise a plain line every few seconds."""
 
+import os
 import sys
 import time
 from types import TracebackType
@@ -28,7 +29,6 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self._may_draw and sys.stderr.isatty() and not self._quiet:
-            from rich.console import Console
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bar
 
@@ -37,7 +37,7 @@ class Progress:
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[text]}", markup=False),
             )
-            self._bar = Bar(*columns, console=Console(stderr=True), refresh_per_second=5)
+            self._bar = Bar(*columns, console=stderr_console(), refresh_per_second=5)
             self._task = self._bar.add_task(self.label, total=self.total, completed=self._start, text="")
             self._bar.start()
         return self
@@ -79,6 +79,14 @@ class Progress:
         if seconds is None:
             seconds = (time.monotonic() - self._began) * (self.total - done) / gained
         return f", {format_seconds(seconds)} left"
+
+
+def stderr_console() -> Any:
+    """Rich's console on stderr."""
+    from rich.console import Console
+
+    # at a width of 0, some tools' "unknown", it would show nothing, not even the log
+    return Console(stderr=True, width=80 if os.environ.get("COLUMNS") == "0" else None)
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,8 +1,8 @@
-"""What SIGTERM, SIGINT and SIGUSR1 do. Slurm sends SIGUSR1 if `--signal` is set; clouds and Kubernetes announce a
-preemption by SIGTERM.
+"""What SIGTERM, SIGINT, SIGUSR1 and SIGHUP do. Slurm sends SIGUSR1 if `--signal` is set; clouds and Kubernetes announce
+a preemption by SIGTERM; a terminal that closes sends SIGHUP, which `nohup` lets a command ignore.
 
 From the first moment of any command they end the process at once, as there is nothing to save (`end_at_once`). Within
-a `StopRequest` the first one requests a stop, and the second one ends the process at once.
+a `StopRequest` the first one requests a stop, and the second one ends the process at once, unless it is SIGHUP.
 
 Python runs a handler in the main thread, between two bytecodes: not while that thread compiles a program, waits for a
 device, or is stuck in a library. So the process is ended by a thread, which reads the numbers of the signals from a
@@ -15,16 +15,17 @@ This file imports nothing slow, since it is loaded before everything else.
 """
 
 import atexit
+import contextlib
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType, TracebackType
 
 STOPPED_BY_SIGNAL = 75  # EX_TEMPFAIL: run the same command again
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 _STDERR = 2
 _SHOW_CURSOR = "\x1b[?25h\n"  # a progress display hides it
@@ -48,8 +49,15 @@ class _Handlers:
         os.set_blocking(self._writer, False)  # Python requires it
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
         self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        # nohup starts a command that ignores SIGHUP
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        self._before = {number: signal.signal(number, self._handle) for number in {*STOP_SIGNALS} - ignored}
         _installed.append(self)
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """The signals that have these handlers."""
+        return self._before.keys()
 
     def restore(self) -> None:
         """Restore the handlers that were there before."""
@@ -59,8 +67,13 @@ class _Handlers:
         signal.set_wakeup_fd(self._outer)
         os.close(self._writer)  # ends the thread
 
+    def _counts(self, number: int) -> bool:
+        """Whether a signal is the first or the second. SIGHUP is neither if it requests a stop: a closed terminal sends
+        it several times (the kernel and the shell), and systemd sends it after SIGTERM."""
+        return number in STOP_SIGNALS and (number != signal.SIGHUP or self._allowed == 0)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._handled += 1
+        self._handled += self._counts(number)
         if self._handled > self._allowed:
             _end(number)
         self._receive(number)
@@ -69,7 +82,7 @@ class _Handlers:
         seen = 0
         while numbers := os.read(reader, 64):
             for number in numbers:
-                seen += number in STOP_SIGNALS
+                seen += self._counts(number)
                 if seen > self._allowed:
                     _end(number)
         os.close(reader)
@@ -110,7 +123,8 @@ class StopRequest:
         from lmtrain.runtime.logging import log
 
         self.requested = True
-        log.info(f"{signal.Signals(number).name}: {self.doing}; send it again to exit immediately")
+        again = "" if number == signal.SIGHUP else "; send it again to exit immediately"
+        log.info(f"{signal.Signals(number).name}: {self.doing}{again}")
 
 
 def end_at_once() -> None:
@@ -122,10 +136,11 @@ def end_at_once() -> None:
 def _end(number: int) -> None:
     if _ending.acquire(blocking=False):
         text = f"{signal.Signals(number).name}: exiting immediately; run the same command again\n"
-        if os.isatty(_STDERR):
-            text = _SHOW_CURSOR + text
-        if select.select([], [_STDERR], [], 0)[1]:  # a full pipe would block
-            os.write(_STDERR, text.encode())
+        with contextlib.suppress(OSError, ValueError):  # stderr may be closed, or its disk full
+            if os.isatty(_STDERR):
+                text = _SHOW_CURSOR + text
+            if select.select([], [_STDERR], [], 0)[1]:  # a full pipe would block
+                os.write(_STDERR, text.encode())
     else:  # the other thread is writing the line
         time.sleep(1)
     os._exit(STOPPED_BY_SIGNAL)
@@ -135,7 +150,7 @@ def _forget_in_child() -> None:
     """A forked process has the pipes of its parent, but not the threads: without this, its signals end the parent."""
     if _installed:
         signal.set_wakeup_fd(-1)
-        for number in STOP_SIGNALS:
+        for number in _installed[0].numbers:
             signal.signal(number, signal.SIG_DFL)
         _installed.clear()
 

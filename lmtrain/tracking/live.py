@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lmtrain.runtime.progress import format_seconds
+from lmtrain.runtime.progress import format_seconds, stderr_console
 
 _BARS = "▁▂▃▄▅▆▇█"
 _POINTS = 40
@@ -45,7 +45,6 @@ class LiveView:
     """A live view on stderr; use as a context manager. `title` names the run, `losses` are those up to `start`."""
 
     def __init__(self, title: str, total: int, start: int, losses: Sequence[float] = (), console: Any = None):
-        from rich.console import Console
         from rich.live import Live
 
         self._title = title
@@ -54,7 +53,7 @@ class LiveView:
         self._losses = array("d", losses)
         self._shown: Shown | None = None
         self._live = Live(
-            console=console or Console(stderr=True),
+            console=console or stderr_console(),
             get_renderable=self.render,
             refresh_per_second=_DRAWS_PER_SECOND,
             transient=False,

@@ -1,5 +1,6 @@
 """Distillation from the command line: a small model learns from a larger one; resumed, planned, and refused."""
 
+import json
 import shutil
 
 import numpy as np
@@ -62,6 +63,17 @@ def test_a_teacher_that_has_changed_is_refused(folder):
     finally:
         shutil.rmtree(folder / "teacher")
         shutil.move(folder / "kept", folder / "teacher")
+
+
+def test_a_teacher_with_the_same_weights_that_computes_something_else_is_refused(folder):
+    path = folder / "teacher" / "config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"rms_norm_eps": 1e-3}))
+    try:
+        output = run(folder, "train", "student.yaml", "--trainer.num_train_steps", 9, code=2).stderr
+        assert "layer_norm_epsilon: the checkpoint has 1e-05, this config has 0.001" in output
+    finally:
+        path.write_text(before)
 
 
 def test_other_commands_read_the_run_without_its_teacher(folder):

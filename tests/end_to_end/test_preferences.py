@@ -101,6 +101,17 @@ def test_a_run_that_is_resumed_is_the_straight_run_with_or_without_its_stored_re
     assert logged(folder, "train/loss", f"{name}-again") == logged(folder, "train/loss", name)
 
 
+def test_stored_values_that_are_corrupt_are_computed_again(folder, trained):
+    before = stored(folder)
+    corrupt = min(before)
+    content = bytearray(corrupt.read_bytes())
+    content[-40:-36] = bytes(4)
+    corrupt.write_bytes(content)
+    output = run(folder, "train", "dpo.yaml", "--trainer.id", "corrupt", "--trainer.num_train_steps", 1).stderr
+    assert output.count(" is corrupt: ") == output.count(": log-probabilities of ") == 1, output
+    assert stored(folder).keys() == before.keys()
+
+
 def test_a_reference_that_has_changed_is_refused(folder, trained):
     run(folder, "train", "dpo.yaml", "--trainer.id", "changed", "--trainer.num_train_steps", 4)
     for path in stored(folder):

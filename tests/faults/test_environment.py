@@ -201,6 +201,18 @@ def test_a_folder_of_logs_that_vanishes_is_written_again_with_every_step(folder)
     assert "done: " in (folder / "logs" / "one.log").read_text()
 
 
+def test_a_run_whose_output_and_folder_of_logs_cannot_be_written_saves_every_step(folder):
+    with running(folder, output="/dev/full") as process:
+        wait_for(lambda: KEEP in complete_steps(folder), [process])
+        with paused(process):
+            before = messages(folder)
+            shutil.rmtree(folder / "logs")
+            (folder / "logs").write_text("in the way")
+        assert process.wait(SECONDS) == 0
+    assert complete_steps(folder)[-1] == LAST
+    assert len([line for line in before if "stderr cannot be written: No space left" in line]) == 1
+
+
 def test_a_second_start_of_a_run_is_refused_and_changes_nothing_and_after_a_kill_it_starts(folder):
     with running(folder, *ENDLESS) as first:
         wait_for(lambda: KEEP in complete_steps(folder), [first])

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 at any moment, to a single process or one of two: saved, exit code 75, nothing lost."""
+"""SIGTERM, SIGINT, SIGUSR1, SIGHUP at any moment, to one process or one of two: saved, exit code 75, nothing lost."""
 
 import random
 import re
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.end_to_end
 STEPS = 300
 STEPS_OF_TWO = 60
 STOPPED = 75
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # When a signal is sent, after a random delay. During start-up it ends the run at once.
 MOMENTS = ("start-up", "save", "step")
 

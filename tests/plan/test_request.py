@@ -1,7 +1,10 @@
 """Requests of the planner: their keys, their devices, and their environment."""
 
+import json
+
 from plan.workers import MODEL, request
 
+from lmtrain.plan.known_models import teacher_config
 from lmtrain.plan.request import Request, Target
 from lmtrain.run.config import RunConfig
 from lmtrain.runtime.topologies import find_topology
@@ -15,6 +18,17 @@ def test_a_request_survives_json_and_its_key_depends_on_the_program():
     assert request(model_axis_size=2).key != plain.key
     assert plain.changed({"trainer.model_axis_size": 2}).key == request(model_axis_size=2).key
     assert plain.changed({}, steps=("eval",)).key != plain.key
+
+
+def test_the_key_depends_on_the_config_of_a_teacher(tmp_path):
+    config = RunConfig(model=MODEL, objective={"type": "distill", "teacher": str(tmp_path)})
+    keys = set()
+    for layers in (2, 3, 3):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": layers}))
+        asked = Request.of(config, 100, Target(), ("train",), True, teacher_config(config))
+        assert Request.from_json(asked.to_json()) == asked
+        keys.add(asked.key)
+    assert len(keys) == 2
 
 
 def test_the_devices_of_this_machine_count_once_they_are_known():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lmtrain.config.errors import UserError
+from lmtrain.config.errors import RunError, UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.preprocess.local import run_locally
 from lmtrain.preprocess.sources import Source, describe_source
@@ -27,13 +27,12 @@ from lmtrain.preprocess.write_shard import ShardJob
 from lmtrain.preprocess.sources import Source
 from lmtrain.data.config import DataConfig
 
-if __name__ == "__main__":
-    import jax  # loaded in a training process, must not be loaded in its workers
+import jax  # loaded in a training process, must not be loaded in its workers
 
-    folder, tokenizer = sys.argv[1:]
-    config = DataConfig(tokenizer=tokenizer)
-    jobs = [ShardJob(Source(f"{folder}/{name}.jsonl", 0, ""), f"{folder}/{name}", config, {}) for name in "ab"]
-    print(list(run_locally(jobs, lambda counts: None, lambda: False, 2)))
+folder, tokenizer = sys.argv[1:]
+config = DataConfig(tokenizer=tokenizer)
+jobs = [ShardJob(Source(f"{folder}/{name}.jsonl", 0, ""), f"{folder}/{name}", config, {}) for name in "ab"]
+print(list(run_locally(jobs, lambda counts: None, lambda: False, 2)))  # workers do not import this program
 """
 
 
@@ -58,7 +57,8 @@ def busy(tmp_path, settings):
         os.mkfifo(tmp_path / f"{name}.jsonl")
     (tmp_path / "parent.py").write_text(PARENT)
     command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path), settings["data"]["tokenizer"]]
-    parent = subprocess.Popen(command)
+    with open(tmp_path / "errors.txt", "w") as errors:
+        parent = subprocess.Popen(command, stderr=errors)
     workers = []
     try:
         wait_for(lambda: len(list(tmp_path.glob("*.tmp-*"))) == 2 or parent.poll() is not None)
@@ -86,11 +86,46 @@ def test_workers_load_no_jax_and_end_when_their_parent_is_killed(busy):
     wait_for(lambda: not any(map(running, workers)))
 
 
-def test_a_killed_worker_ends_the_build_with_an_error(busy):
+@pytest.mark.parametrize(("number", "is_memory"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
+def test_a_worker_that_a_signal_ended_ends_the_build_with_an_error_that_names_it(busy, tmp_path, number, is_memory):
     parent, workers = busy
-    os.kill(workers[0], signal.SIGKILL)
+    os.kill(workers[0], number)
     assert parent.wait(DEADLINE_SECONDS) == 1
+    errors = (tmp_path / "errors.txt").read_text()
+    assert number.name in errors.splitlines()[-1]
+    assert ("memory" in errors) == is_memory
     wait_for(lambda: not any(map(running, workers)))
+
+
+def test_signals_to_the_process_group_end_neither_workers_nor_what_multiprocessing_starts(busy):
+    parent, workers = busy
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    for pid in {*map(int, children), *workers}:
+        os.kill(pid, signal.SIGHUP)
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.1)  # too short for a slow machine: then this test sees less, and does not fail
+    assert all(map(running, [*map(int, children), *workers]))
+
+
+BROKEN = """
+import multiprocessing
+
+if multiprocessing.parent_process() is not None:
+    raise ImportError("a broken library")
+
+class Job:
+    pass
+"""
+
+
+def test_a_worker_that_ends_while_it_imports_is_reported_with_its_exit_code(tmp_path, monkeypatch):
+    (tmp_path / "broken_library.py").write_text(BROKEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    import broken_library
+
+    with pytest.raises(RunError, match="exited with code 1") as error:
+        list(run_locally([broken_library.Job()], lambda counts: None, lambda: False, 1))
+    assert "memory" not in str(error.value)
 
 
 def test_shards_and_progress_of_several_workers_add_up(tmp_path, settings):

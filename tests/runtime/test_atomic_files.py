@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lmtrain.runtime.atomic_files import remove_temporaries, write_atomically
+from lmtrain.runtime.atomic_files import UNUSED_SECONDS, remove_temporaries, write_atomically
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
@@ -57,6 +57,19 @@ def test_a_reader_never_sees_a_partial_file(tmp_path):
     stop.set()
     reader.join()
     assert seen == {(500_000, 1)}
+
+
+def test_where_others_may_write_only_files_are_removed_that_have_not_changed_for_long(tmp_path):
+    names = ("a.tmp-1", "a.tmp-2", "folder.tmp-1/b", "folder.tmp-2/b", "other.tmp-1")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    for name in ("a.tmp-1", "folder.tmp-1", "other.tmp-1"):
+        os.utime(tmp_path / name, (1, 1))
+    remove_temporaries(str(tmp_path), "a", UNUSED_SECONDS)
+    assert sorted(os.listdir(tmp_path)) == ["a.tmp-2", "folder.tmp-1", "folder.tmp-2", "other.tmp-1"]
+    remove_temporaries(str(tmp_path), age=UNUSED_SECONDS)
+    assert sorted(os.listdir(tmp_path)) == ["a.tmp-2", "folder.tmp-2"]
 
 
 def test_only_temporary_files_are_removed(tmp_path):

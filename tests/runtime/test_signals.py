@@ -72,6 +72,37 @@ def test_the_first_signal_requests_a_stop_and_is_logged(child, number):
     assert child.end() == (0, "left\nend\n", notice)
 
 
+@pytest.mark.parametrize("before", [signal.SIGTERM, signal.SIGHUP])
+def test_a_hangup_requests_a_stop_and_never_exits_immediately(child, before):
+    """A closed terminal sends SIGHUP twice; systemd sends it after SIGTERM."""
+    child.process.send_signal(before)
+    child.expect("requested")
+    for number in (signal.SIGHUP, signal.SIGHUP):
+        child.process.send_signal(number)
+    child.process.stdin.write("\n\n")
+    status, stdout, stderr = child.end()
+    assert (status, stdout) == (0, "left\nend\n")
+    assert "SIGHUP: finishing this step and saving\n" in stderr
+
+
+def test_a_command_that_nohup_started_ignores_a_hangup(started):
+    child = started(f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{CHILD}")
+    child.process.send_signal(signal.SIGHUP)
+    child.process.send_signal(signal.SIGTERM)
+    child.expect("requested")
+    child.process.stdin.write("\n\n")
+    notice = "SIGTERM: finishing this step and saving; send it again to exit immediately\n"
+    assert child.end() == (0, "left\nend\n", notice)
+
+
+@pytest.mark.parametrize("stderr", ["/dev/full", None])
+def test_a_signal_ends_a_process_whose_stderr_cannot_be_written(started, stderr):
+    redirect = "os.close(2)" if stderr is None else f"os.dup2(os.open({stderr!r}, os.O_WRONLY), 2)"
+    child = started(STUCK.format(begin=f"import os; {redirect}"))
+    child.process.send_signal(signal.SIGTERM)
+    assert child.end() == (75, "", "")
+
+
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_exits_immediately_with_75(child, second):
     child.process.send_signal(signal.SIGTERM)

@@ -177,10 +177,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_the_complete_log_is_above_the_view(monkeypatch):
+@pytest.mark.parametrize("columns", ["100", "0"])
+def test_on_a_terminal_the_complete_log_is_above_the_view(monkeypatch, columns):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    for name, value in {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}.items():
+    for name, value in {"TERM": "xterm", "COLUMNS": columns, "LINES": "40"}.items():
         monkeypatch.setenv(name, value)
     lines = ["before it", *(f"line {step} [red]of the log[/nothing]" for step in range(1, 6))]
     with logging_restored():

@@ -1,7 +1,8 @@
 """Log-probabilities of answers by the reference of preference tuning: the model that training starts from.
 
 They are computed on the run's devices before the first step, and stored next to each token cache under a hash of the
-reference's parameters and of all else that determines them. With LoRA the reference is the frozen base.
+reference's parameters and of all else that determines them, followed by its checksum. With LoRA the reference is the
+frozen base.
 """
 
 import hashlib
@@ -26,11 +27,13 @@ from lmtrain.evaluation.validation_sets import ValidationSet
 from lmtrain.lora.fingerprint import fingerprint
 from lmtrain.lora.model import AdaptedModel
 from lmtrain.objectives.preferences import answer_log_probs
+from lmtrain.run.config import RunConfig
+from lmtrain.runtime.atomic_files import UNUSED_SECONDS, remove_temporaries
 from lmtrain.runtime.distributed import gather
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.processes import Processes
 from lmtrain.runtime.progress import Progress
-from lmtrain.runtime.storage import join, read_bytes, write_bytes
+from lmtrain.runtime.storage import is_url, join, read_bytes, read_reliably, write_bytes
 from lmtrain.sharding.mesh_function import MeshFunction
 from lmtrain.train.program.program import Program
 from lmtrain.train.start.train_batches import TrainBatches
@@ -42,7 +45,9 @@ from lmtrain.weights.load_hf import load_hf_params
 REFERENCE = "reference"
 
 # Part of the hash that names stored values: changes if the same inputs give other values.
-_VERSION = 1
+_VERSION = 2
+
+_CHECKSUM_BYTES = 32
 
 
 class Reference:
@@ -99,34 +104,23 @@ class Reference:
 
     def _log_probs(self, cache: Cache, own: ValidationSet) -> np.ndarray:
         """The log-probability of each document in the batches of a cache, float32 [documents]; 0 in others."""
-        path = join(cache.folder, f"reference-{self._key(cache, own.source)}.npy")
+        path = join(cache.folder, f"reference-{key_of(self.digest, self._program.config, cache, own.source)}.npy")
         assert isinstance(own.source.windows, PairWindows)
         own.source.windows.for_evaluation()
-        stored = _read(path, own.source.windows.documents)
+        if self._processes.is_first and not is_url(cache.folder):
+            remove_temporaries(cache.folder, "reference-", UNUSED_SECONDS)
+        stored = read_values(path, own.source.windows.documents)
         if all(gather(self._processes, "reference is stored", stored is not None)):
             assert stored is not None
             log.info(f"reference {self.digest[:12]}: {path}")
             return stored
         values = self._compute(own, cache.folder)
         if self._processes.is_first:
-            content = io.BytesIO()
-            np.save(content, values)
-            write_bytes(path, content.getvalue())
+            try:
+                write_values(path, values)
+            except (OSError, UserError) as error:
+                log.warning(f"{path} cannot be written, so the next start computes its values again: {error}")
         return values
-
-    def _key(self, cache: Cache, source: EvalSource) -> str:
-        """A hash of all that determines the values."""
-        described = {
-            "version": _VERSION,
-            "reference": self.digest,
-            "cache": cache.identity,
-            "too_long": cache.too_long,
-            "seq_len": source.seq_len,
-            "compute": self._program.config.trainer.precision.compute,
-            "reset_positions": source.reset_positions,
-            "sequences": len(source) * source.batch_size if len(source) < source.all_batches else None,
-        }
-        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
     def _compute(self, own: ValidationSet, folder: str) -> np.ndarray:
         windows, size = own.source.windows, own.source.batch_size
@@ -157,13 +151,48 @@ def _build_step(program: Program) -> MeshFunction:
     return build_forward_step(model, program.layout, compute, log_probs, program.xla_options)
 
 
-def _read(path: str, documents: int) -> np.ndarray | None:
-    """Stored values; None if there are none, or not of all documents."""
+def key_of(digest: str, config: RunConfig, cache: Cache, source: EvalSource) -> str:
+    """A hash of all that determines the values: those of the reference with this digest in a run with this config."""
+    precision = config.trainer.precision
+    described = {
+        "version": _VERSION,
+        "reference": digest,
+        "model": config.model.computation(),
+        "cache": cache.identity,
+        "too_long": cache.too_long,
+        "seq_len": source.seq_len,
+        "compute": [precision.compute, precision.products],
+        "reset_positions": source.reset_positions,
+        "mask_across_documents": source.mask_across_documents,
+        "sequences": len(source) * source.batch_size if len(source) < source.all_batches else None,
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_values(path: str, values: np.ndarray) -> None:
+    """Store values as a .npy file that is followed by its SHA-256."""
+    file = io.BytesIO()
+    np.save(file, values)
+    write_bytes(path, file.getvalue() + hashlib.sha256(file.getvalue()).digest())
+
+
+def read_values(path: str, documents: int) -> np.ndarray | None:
+    """Stored values; None if there are none, or if they are not those of all documents, unchanged, which is logged."""
     try:
-        values: np.ndarray = np.load(io.BytesIO(read_bytes(path)))
-    except (FileNotFoundError, ValueError, EOFError):
+        content = read_reliably(path, lambda: read_bytes(path), _is_complete)
+    except FileNotFoundError:
         return None
-    return values if values.shape == (documents,) and values.dtype == np.float32 else None
+    if _is_complete(content):
+        values: np.ndarray = np.load(io.BytesIO(content))
+        if values.shape == (documents,) and values.dtype == np.float32:
+            return values
+    log.warning(f"{path} is corrupt: it is not as it was written; its values are computed again and replace it")
+    return None
+
+
+def _is_complete(content: bytes) -> bool:
+    values, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+    return hashlib.sha256(values).digest() == checksum
 
 
 def _initial_params(program: Program, processes: Processes) -> Any:

@@ -38,6 +38,7 @@ def keep_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
     source, folder = os.path.expanduser(tokenizer.path), kept_tokenizer(run)
     with _naming_the_setting(run):
         os.makedirs(folder, exist_ok=True)
+        remove_temporaries(folder)
         contents = tokenizer_contents(source, template_of(run, tokenizer))
         for name in reversed(TOKENIZER_FILES):  # tokenizer.json last: its presence means complete
             if name in contents:
