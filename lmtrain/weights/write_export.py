@@ -17,7 +17,8 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.remote import open_fs, remote_errors
 from lmtrain.hf.chat_template import end_of_turn, tokenizer_contents
 from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
-from lmtrain.hf.tokenizer import SETTINGS_FILE, to_json
+from lmtrain.hf.special_tokens import SETTINGS_FILE
+from lmtrain.hf.tokenizer import to_json
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import delete_folder, is_url, join, read_reliably, write_bytes, write_json
 from lmtrain.weights.export_folder import (
