@@ -75,29 +75,48 @@ def _settings(export: "Export") -> dict[str, Mapping[str, Any]]:
     """Contents of the JSON files with settings, by name."""
     if export.is_adapter:
         return {ADAPTER_MARKS: marks_of(export.origin, with_base=True), ADAPTER_CONFIG: export.config}
-    generation = {
-        "eos_token_id": _end_ids(export),
-        "bos_token_id": export.tokenizer.bos_id,
-        "max_length": export.seq_len,  # else a pipeline of transformers generates past the last position
-    }
-    generation = {name: value for name, value in generation.items() if value is not None}
     # transformers 5 reads `dtype`, version 4 reads `torch_dtype`
     dtypes = {"dtype": export.dtype, "torch_dtype": export.dtype}
     config = {**export.config, **dtypes, **marks_of(export.origin)}
-    return {MODEL_CONFIG: config, "generation_config.json": generation}
+    return {MODEL_CONFIG: config, "generation_config.json": _generation(export)}
+
+
+def _generation(export: "Export") -> dict[str, Any]:
+    """Settings of generation: those of the initial model, and what ends generation of this one."""
+    eos, bos = _end_ids(export), export.tokenizer.bos_id
+    pad = next(iter(_token_ids(export, "pad_token_id")), None)
+    bos = next(iter(_token_ids(export, "bos_token_id")), None) if bos is None else bos
+    ours = {"eos_token_id": eos, "bos_token_id": bos, "pad_token_id": pad}
+    generation = {name: value for name, value in {**export.generation, **ours}.items() if value is not None}
+    if export.max_length is not None:
+        # Transformers generates past the last position otherwise, and fails. Not for other models: next to it every
+        # `generate(max_new_tokens=...)` logs a warning.
+        generation["max_length"] = export.max_length
+    return generation
 
 
 def _end_ids(export: "Export") -> int | list[int] | None:
-    """The tokens that end generation: the EOS token and, after training on conversations, the one that ends a reply."""
+    """The tokens that end generation: after training on conversations the one that ends a reply, the EOS token, and
+    those of the initial model."""
     eos, end = export.tokenizer.eos_id, None
     if export.chat_template is not None:
         try:
             end = end_of_turn(export.chat_template, export.tokenizer)
         except UserError as error:
             log.warning(f"generation_config.json: the token that ends a reply is unknown: {error}")
-    if end is None or end == eos:
-        return eos
-    return end if eos is None else [end, eos]
+    ends = [end, eos, *_token_ids(export, "eos_token_id")]
+    ids = list(dict.fromkeys(number for number in ends if number is not None))
+    return ids[0] if len(ids) == 1 else ids or None
+
+
+def _token_ids(export: "Export", name: str) -> list[int]:
+    """The ids that the initial model's settings of generation have under `name`; not those without a row here."""
+    value = export.generation.get(name)
+    values = value if isinstance(value, list) else [value]
+    unknown = [v for v in values if v is not None and not (type(v) is int and 0 <= v < export.tokenizer.vocab_size)]
+    if unknown:
+        log.warning(f"generation_config.json: {name} of the initial model: {unknown[0]!r} is no token of this model")
+    return [v for v in values if v is not None and v not in unknown]
 
 
 def _tokenizer_files(export: "Export") -> dict[str, bytes]:

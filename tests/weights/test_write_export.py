@@ -23,10 +23,11 @@ TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 7, "b": np.ones(3
 CONFIG = {"model_type": "gpt2"}
 
 
-def write(folder, dtype: str = "float32", tokenizer=TOKENIZER, template=None, **options) -> None:
+def write(folder, dtype: str = "float32", tokenizer=TOKENIZER, template=None, generation=None, **options) -> None:
     pieces = [Piece(name, tensor.shape, Row(name, name), None) for name, tensor in TENSORS.items()]
     extra = {"code.py": b"print()"}
-    export = Export(pieces, CONFIG, extra, load_tokenizer(str(tokenizer)), dtype, seq_len=128, chat_template=template)
+    settings = {"seq_len": 128, "max_length": 128, "chat_template": template, "generation": generation or {}}
+    export = Export(pieces, CONFIG, extra, load_tokenizer(str(tokenizer)), dtype, **settings)
     write_export(str(folder), export, TENSORS.values(), **options)
 
 
@@ -69,6 +70,18 @@ def test_generation_ends_at_the_eos_token_and_at_the_last_position(tmp_path):
 def test_generation_of_a_chat_model_ends_at_the_token_after_a_reply(tmp_path, template, ends):
     write(tmp_path / "model", tokenizer=write_chat_tokenizer(tmp_path / "tok"), template=ChatTemplate(template))
     assert generation_of(tmp_path / "model")["eos_token_id"] == ends
+
+
+def test_settings_of_generation_of_the_initial_model_are_kept(tmp_path, caplog):
+    theirs = {"eos_token_id": [0, 5, 6], "pad_token_id": 7, "temperature": 0.6, "top_p": 0.9, "max_length": 4096}
+    tokenizer, template = write_chat_tokenizer(tmp_path / "tok"), ChatTemplate(MARKED)
+    write(tmp_path / "model", tokenizer=tokenizer, template=template, generation=theirs)
+    kept = {**theirs, "eos_token_id": [385, 0, 5, 6], "bos_token_id": 0, "max_length": 128}
+    assert generation_of(tmp_path / "model") == kept
+    write(tmp_path / "model", generation={"eos_token_id": [0, 9999], "pad_token_id": -1, "bos_token_id": "x"})
+    assert generation_of(tmp_path / "model") == {"eos_token_id": 0, "bos_token_id": 0, "max_length": 128}
+    for unknown in ("eos_token_id of the initial model: 9999", "pad_token_id of the initial model: -1"):
+        assert unknown in caplog.text
 
 
 def test_an_earlier_export_is_replaced_and_bfloat16_is_rounded_to_nearest(tmp_path):
