@@ -194,7 +194,7 @@ def _from_pair(folder: str) -> str:
         end = _GPT2_END if backend.token_to_id(_GPT2_END) is not None else None
         eos, bos = (declared.text(kind) or end for kind in ("eos_token", "bos_token"))
         backend.add_special_tokens(sorted({eos, bos} - {None}))
-        _save_declared(backend, into, declared, eos, bos, templates)
+        _save_declared(backend, into, settings, declared, eos, bos, templates)
 
     parts = [_read(vocab), _read(merges), *(repr(sorted(part.items())).encode() for part in (settings, templates))]
     return _once(f"pair-{_digest(*parts, *_side_files(folder))}", convert)
@@ -203,6 +203,7 @@ def _from_pair(folder: str) -> str:
 def _save_declared(
     backend: Any,
     folder: str,
+    settings: Mapping[str, Any],
     declared: DeclaredTokens,
     eos: str | None,
     bos: str | None,
@@ -211,7 +212,10 @@ def _save_declared(
 ) -> None:
     """Save a converted tokenizer with the tokens that its original folder declares."""
     add_declared(backend, declared)
-    others = {name: text for name, text in declared.texts.items() if name not in ("eos_token", "bos_token")}
+    others: dict[str, Any] = {
+        name: text for name, text in declared.texts.items() if name not in ("eos_token", "bos_token")
+    }
+    others |= {"add_bos_token": True} if settings.get("add_bos_token") else {}
     save_tokenizer(backend, folder, eos, bos, special_text, templates, others)
 
 
@@ -274,7 +278,7 @@ def _from_sentencepiece(name: str, folder: str | None = None) -> str:
             return
         declared = read_declared(folder)
         eos, bos = declared.text("eos_token") or eos, declared.text("bos_token") or bos
-        _save_declared(backend, into, declared, eos, bos, templates, special_text=False)
+        _save_declared(backend, into, settings, declared, eos, bos, templates, special_text=False)
 
     parts = [repr(sorted(part.items())).encode() for part in (settings, templates) if part]
     return _once(f"sentencepiece-3-{_digest(content, *parts, *side_files)}", convert)

@@ -61,6 +61,18 @@ class Tokenizer:
         copy.encode_special_tokens = False
         return copy
 
+    @functools.cached_property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """Ids that transformers adds before and after a text, by the post-processor of tokenizer.json. Training does
+        not: `enforce_bos` and `enforce_eos` decide."""
+        text, complete = (self.backend.encode("x", add_special_tokens=added).ids for added in (False, True))
+        starts = range(len(complete) - len(text) + 1)
+        first = next((start for start in starts if complete[start : start + len(text)] == text), 0)
+        before, after = complete[:first], complete[first + len(text) :]
+        if not before and self.bos_id is not None and read_settings(self.path).get("add_bos_token"):
+            before = [self.bos_id]  # of a folder without a tokenizer.json; transformers ignores it next to one
+        return before, after
+
     @property
     def identity(self) -> dict[str, Any]:
         """Values that are equal for two tokenizers that give the same ids."""
