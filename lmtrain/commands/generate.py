@@ -83,7 +83,7 @@ def run(argv: list[str]) -> int:
 
 def _continue(arguments: argparse.Namespace, trained: TrainedModel) -> None:
     """Print the prompt with its continuation."""
-    ids = encode_prompt(trained.tokenizer, arguments.prompt, "--prompt", _starts_with_bos(trained))
+    ids = encode_prompt(trained.tokenizer, arguments.prompt, "--prompt", starts_with_bos(trained))
     seq_len = trained.config.model.seq_len
     room = seq_len - len(ids)
     if room < 1:
@@ -105,7 +105,7 @@ def _continue(arguments: argparse.Namespace, trained: TrainedModel) -> None:
     print(arguments.prompt + tokenizer.backend.decode(new))
 
 
-def _starts_with_bos(trained: TrainedModel) -> bool:
+def starts_with_bos(trained: TrainedModel) -> bool:
     """Whether prompts start with the BOS token: as the run's documents do, or as transformers does it for the model."""
     tokenizer = trained.tokenizer
     if trained.origin is not None or tokenizer.library is None:

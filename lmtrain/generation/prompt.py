@@ -11,7 +11,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, setting: str, bos: bool) ->
 
     Raises `UserError`, which names the `setting`, for an empty prompt if the tokenizer has neither.
     """
-    ids: list[int] = tokenizer.backend.encode(prompt, add_special_tokens=False).ids
+    with tokenizer.errors():
+        ids: list[int] = tokenizer.backend.encode(prompt, add_special_tokens=False).ids
     if ids:
         return [tokenizer.bos_id, *ids] if bos and tokenizer.bos_id not in (None, ids[0]) else ids
     first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id

@@ -233,7 +233,9 @@ def check_tokens(template: ChatTemplate, tokenizer: Tokenizer, setting: str) -> 
     """Raise `UserError` if the tokenizer would split a token that the template writes, such as <|im_end|>."""
     backend = tokenizer.parsing_backend
     tokens = spelled_tokens(template.text)
-    if missing := [token for token in tokens if len(backend.encode(token, add_special_tokens=False).ids) > 1]:
+    with tokenizer.errors():
+        missing = [token for token in tokens if len(backend.encode(token, add_special_tokens=False).ids) > 1]
+    if missing:
         raise UserError(
             f"{setting}: the template writes {missing[0]}, which is no token of {tokenizer.path}; add it with `lmtrain "
             f"tokenizer extend {tokenizer.path} --special_tokens '{','.join(missing)}' --output NEW`, or use another "
@@ -260,7 +262,8 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer, before: Sequence[M
         return None
     backend = tokenizer.parsing_backend
     special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
-    encoding = backend.encode(text, add_special_tokens=False)
+    with tokenizer.errors():
+        encoding = backend.encode(text, add_special_tokens=False)
     end = text.rfind(PROBE) + len(PROBE)
     after = (number for number, (start, _) in zip(encoding.ids, encoding.offsets, strict=True) if start >= end)
     return next((number for number in after if number in special), None)

@@ -93,19 +93,27 @@ def cache_folder() -> str:
 
 
 def _once(name: str, make: Callable[[str], None]) -> str:
-    """Folder `name` in the cache, created atomically by `make(folder)` if it is missing."""
+    """Folder `name` in the cache, created atomically by `make(folder)` if it is missing.
+
+    Raises `UserError` if it cannot be written.
+    """
     folder = os.path.join(cache_folder(), name)
     if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
         temporary = f"{folder}.tmp-{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
-        os.makedirs(temporary)
         try:
+            os.makedirs(temporary)
             make(temporary)
             try:
                 os.rename(temporary, folder)
             except OSError:  # another process was faster, with the same content
                 if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
                     raise
+        except OSError as error:
+            raise UserError(
+                f"{cache_folder()}: a tokenizer cannot be stored: {error.strerror or error}; set XDG_CACHE_HOME to a "
+                "folder that can be written"
+            ) from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder

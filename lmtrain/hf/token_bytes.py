@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lmtrain.config.errors import UserError
 from lmtrain.hf.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -34,7 +35,12 @@ def text_sizes(tokenizer: Tokenizer) -> TextSizes | None:
         return None
 
     def size(text: str) -> int:
-        return sum(sizes[number] for number in tokenizer.parsing_backend.encode(text, add_special_tokens=False).ids)
+        try:
+            with tokenizer.errors():
+                ids = tokenizer.parsing_backend.encode(text, add_special_tokens=False).ids
+        except UserError:  # a vocabulary without this letter
+            return 0
+        return sum(sizes[number] for number in ids)
 
     known = next((letter for letter in _PROBES if size(letter)), None)
     if known is None or size(known) != 2:

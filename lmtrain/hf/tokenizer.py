@@ -4,7 +4,8 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # The files that make up a tokenizer folder; an export copies those that exist.
 TOKENIZER_FILES = ("tokenizer.json", SETTINGS_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE, "chat_template.jinja")
+# Each id is a row of a model's embeddings; the library takes minutes to list the gaps between very large ones.
+_MAX_VOCABULARY = 2**24
 # Added tokens that are named in the log.
 _SHOWN = 5
 
@@ -50,6 +53,10 @@ class Tokenizer:
             raise UserError(f"tokenizer {self.path!r}: cannot encode or decode text, since its documents are token ids")
         return self.library
 
+    def errors(self) -> AbstractContextManager[None]:
+        """Context in which errors of the library, such as a character for which it has no token, are `UserError`s."""
+        return library_errors(f"tokenizer {self.path!r}: it fails on this text")
+
     @functools.cached_property
     def parsing_backend(self) -> "tokenizers.Tokenizer":
         """The library tokenizer with text that spells a special token encoded as this token, in any folder."""
@@ -65,7 +72,8 @@ class Tokenizer:
     def added_ids(self) -> tuple[list[int], list[int]]:
         """Ids that transformers adds before and after a text, by the post-processor of tokenizer.json. Training does
         not: `enforce_bos` and `enforce_eos` decide."""
-        text, complete = (self.backend.encode("x", add_special_tokens=added).ids for added in (False, True))
+        with self.errors():
+            text, complete = (self.backend.encode("x", add_special_tokens=added).ids for added in (False, True))
         starts = range(len(complete) - len(text) + 1)
         first = next((start for start in starts if complete[start : start + len(text)] == text), 0)
         before, after = complete[:first], complete[first + len(text) :]
@@ -77,6 +85,18 @@ class Tokenizer:
     def identity(self) -> dict[str, Any]:
         """Values that are equal for two tokenizers that give the same ids."""
         return {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size}
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Convert errors of the tokenizers library to a `UserError` that starts with `what`: it raises bare Exception, and
+    panics, which Python does not count among exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {error}") from None
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -105,10 +125,16 @@ def _load(path: str, _identity: tuple[Any, ...]) -> Tokenizer:
 
     folder = os.path.expanduser(path)
     file = os.path.join(folder, "tokenizer.json")
-    try:
+    with library_errors(f"{file}: not a tokenizer"):
         backend = tokenizers.Tokenizer.from_file(file)
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{file}: not a tokenizer: {error}") from None
+    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= _MAX_VOCABULARY:
+        raise UserError(f"{file}: has the token id {largest:,}; ids up to {_MAX_VOCABULARY - 1:,} are supported")
+    if getattr(backend.model, "dropout", None):
+        log.warning(
+            f"{file}: dropout {backend.model.dropout:g} is turned off, with which equal texts have other tokens"
+        )
+        backend.model.dropout = None
     backend.no_truncation()  # a length limit in the folder would drop text
     backend.no_padding()
     declared = read_declared(folder)
@@ -175,7 +201,8 @@ def save_tokenizer(
         config["chat_template"] = templates["default"] if templates.keys() == {"default"} else named
     write_json(os.path.join(folder, SETTINGS_FILE), config)
     temporary = os.path.join(folder, f"tokenizer.json.tmp-{os.getpid()}")
-    backend.save(temporary)
+    with library_errors(f"{temporary}: cannot be written"):
+        backend.save(temporary)
     os.replace(temporary, os.path.join(folder, "tokenizer.json"))  # last: its presence means complete
 
 

@@ -89,7 +89,8 @@ def _encode(tokenizer: Tokenizer, pieces: list[str], dtype: np.dtype) -> Iterato
         group.append(piece)
         characters += len(piece)
         if characters >= _GROUP_CHARACTERS or number == len(pieces):
-            encodings = tokenizer.backend.encode_batch_fast(group, add_special_tokens=False)
+            with tokenizer.errors():
+                encodings = tokenizer.backend.encode_batch_fast(group, add_special_tokens=False)
             ids = [encoding.ids for encoding in encodings]
             counts = np.array([len(part) for part in ids], np.int64)
             yield np.fromiter(chain.from_iterable(ids), dtype, count=int(counts.sum())), counts
@@ -143,8 +144,9 @@ def _tokenize_instructions(
     documents: list[InstructionText] = []
     for record in records:
         documents += [record.chosen, record.rejected] if isinstance(record, AnswerPair) else [record]
-    encodings = tokenizer.parsing_backend.encode_batch([text.text for text in documents], add_special_tokens=False)
-    starts = _answer_starts(records, encodings, tokenizer)
+    with tokenizer.errors():
+        encodings = tokenizer.parsing_backend.encode_batch([text.text for text in documents], add_special_tokens=False)
+        starts = _answer_starts(records, encodings, tokenizer)
     ids, targets, doubled = [], [], 0
     for number, (document, encoding) in enumerate(zip(documents, encodings, strict=True)):
         # TRL does not repeat an EOS token that an answer spells

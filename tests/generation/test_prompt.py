@@ -6,7 +6,7 @@ import pytest
 from conftest import TOKENIZER
 from tokenizers.processors import TemplateProcessing
 
-from lmtrain.commands.generate import _starts_with_bos
+from lmtrain.commands.generate import starts_with_bos
 from lmtrain.generation.prompt import encode_prompt
 from lmtrain.hf.tokenizer import load_tokenizer
 from lmtrain.run.config import RunConfig
@@ -37,5 +37,5 @@ def test_that_of_a_run_follows_its_setting_and_that_of_a_hugging_face_model_its_
     tokenizer = replace(tokenizer, library=library)
     config = RunConfig.model_validate({"data": {"enforce_bos": not adds}})
     model = TrainedModel("x", None, config, tokenizer, lambda *_: None)
-    assert _starts_with_bos(model) == adds
-    assert _starts_with_bos(replace(model, origin=ModelOrigin("run", "data"))) == (not adds)
+    assert starts_with_bos(model) == adds
+    assert starts_with_bos(replace(model, origin=ModelOrigin("run", "data"))) == (not adds)

@@ -65,6 +65,18 @@ def test_an_unfinished_folder_is_neither_used_nor_left(tmp_path):
     assert os.listdir(cache_folder()) == ["byte"]
 
 
+@pytest.mark.parametrize(("variable", "cache"), [("HOME", ".cache"), ("XDG_CACHE_HOME", "")])
+@pytest.mark.parametrize("blocked", ["lmtrain", "lmtrain/tokenizers"])
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch, variable, cache, blocked):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv(variable, str(tmp_path / "home"))
+    file = tmp_path / "home" / cache / blocked
+    file.parent.mkdir(parents=True)
+    file.touch()  # instead of a folder: permissions do not stop root
+    with pytest.raises(UserError, match=r"home/.*lmtrain/tokenizers: .*XDG_CACHE_HOME"):
+        find_tokenizer("byte")
+
+
 def test_a_hub_id_is_read_from_the_hub_cache_when_offline(tmp_path):
     """In a separate process, since the Hub libraries read the location of their cache at import."""
     snapshot = tmp_path / "hf" / "hub" / "models--acme--tiny" / "snapshots" / ("a" * 40)

@@ -7,12 +7,16 @@ import pytest
 from transformers import AutoTokenizer
 
 from lmtrain.config.errors import UserError
+from lmtrain.data.config import DataConfig
+from lmtrain.generation.prompt import encode_prompt
 from lmtrain.hf.chat_template import find_template, tokenizer_contents
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.learn_tokenizer import END_OF_TEXT, learn_bpe
 from lmtrain.hf.special_tokens import NAMES
 from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
+from lmtrain.preprocess.tokenize import tokenize
 
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 TEXT = "def f(x):\n\treturn x  # naïve — 東京 🚀\r\n\x00 end "
 
 
@@ -60,6 +64,18 @@ def test_special_tokens_may_be_written_as_maps(folder):
     [
         ("tokenizer.json", None, "the folder holds no tokenizer.json; make one with `lmtrain tokenizer train"),
         ("tokenizer.json", "{}", "tokenizer.json: not a tokenizer"),
+        ("tokenizer.json", {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "("}}}, "tokenizer.json: not a tokenizer"),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "Other"}}, "tokenizer.json: not a tokenizer"),
+        (
+            "tokenizer.json",
+            {"model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}},
+            "the token id 2,147,483,648",
+        ),
+        (
+            "tokenizer.json",
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+            "tokenizer.json: not a tokenizer",
+        ),
         ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
         ("tokenizer_config.json", '{"a":' * 100_000, "tokenizer_config.json: not valid JSON: nested too deeply"),
         ("tokenizer.json", '{"a":' * 100_000, "tokenizer.json: not a tokenizer: "),
@@ -74,11 +90,43 @@ def test_special_tokens_may_be_written_as_maps(folder):
     ],
 )
 def test_a_corrupt_folder_is_a_user_error(folder, file, content, message):
+    whole = json.loads((folder / "tokenizer.json").read_text())
     (folder / file).unlink(missing_ok=True)
+    if isinstance(content, dict):
+        content = json.dumps(whole | content)
     if content is not None:
         (folder / file).write_text(content)
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_tokenizer": SPLIT | {"pattern": {"Regex": "(a+)+$"}}},  # more steps than the library's limit
+        {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}, "added_tokens": []},
+        {"normalizer": {"type": "Prepend", "prepend": ""}},
+    ],
+)
+def test_a_text_on_which_the_library_fails_is_a_user_error(folder, change):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(content | change))
+    tokenizer = load_tokenizer(str(folder))
+    for encode in (
+        lambda: tokenize(["a" * 40 + "b"], tokenizer, DataConfig(enforce_eos=False)),
+        lambda: encode_prompt(tokenizer, "a" * 40 + "b", "--prompt", bos=False),
+    ):
+        with pytest.raises(UserError, match=str(folder)):
+            encode()
+
+
+def test_dropout_of_merges_is_off_so_that_equal_texts_have_equal_tokens(folder, caplog):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.9
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(folder))
+    assert "dropout 0.9" in caplog.text
+    assert len({tuple(tokenizer.backend.encode("some text to learn").ids) for _ in range(20)}) == 1
 
 
 CONFIG, MAP, ADDED, MODEL = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"
