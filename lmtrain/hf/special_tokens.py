@@ -1,11 +1,12 @@
-"""Tokens that a tokenizer folder declares outside its tokenizer.json, read as transformers 5 reads them.
+"""Tokens that a tokenizer folder declares in addition to its added tokens, read as transformers 5 reads them.
 
+    tokenizer.json              the token of its padding
     tokenizer_config.json       named tokens (`eos_token`), `added_tokens_decoder`, `extra_special_tokens`
     special_tokens_map.json     named tokens and `extra_special_tokens`, which replace those of tokenizer_config.json
     added_tokens.json           ids of added tokens
     the tokenizer's class       named tokens of which the files say nothing, such as `</s>` of LlamaTokenizer
 
-The second and third file count only if tokenizer_config.json has no `added_tokens_decoder`.
+special_tokens_map.json and added_tokens.json count only if tokenizer_config.json has no `added_tokens_decoder`.
 """
 
 import functools
@@ -103,6 +104,8 @@ def _read_declared(folder: str, _versions: tuple[Any, ...]) -> DeclaredTokens:
             is_special = text in special
             numbered[_number(place, index)] = {"content": text, "special": is_special, "normalized": not is_special}
     by_class = _tokens_of_class(folder, settings, named)
+    if "pad_token" not in named and "pad_token" not in by_class and (padding := _padding(folder)) is not None:
+        named["pad_token"] = padding
     named = {name: value for name, value in named.items() if value is not None}
     return DeclaredTokens(named | by_class, numbered, tuple(extra), by_class)
 
@@ -152,6 +155,15 @@ def _tokens_of_class(folder: str, settings: Mapping[str, Any], named: Mapping[st
     except Exception:  # a class with other files, or code of its own: it says nothing about these tokens
         return {}
     return {name: str(theirs[name]) for name in NAMES if name in theirs and name not in named}
+
+
+def _padding(folder: str) -> str | None:
+    """The token of the padding that tokenizer.json switches on; transformers keeps it as `pad_token`."""
+    try:
+        padding = (_read_map(folder, "tokenizer.json").get("padding") or {}).get("pad_token")
+    except (UserError, AttributeError):  # reported when the tokenizer is loaded
+        return None
+    return padding if isinstance(padding, str) else None
 
 
 def _read_map(folder: str, name: str) -> dict[str, Any]:

@@ -137,10 +137,10 @@ def _load(path: str, _identity: tuple[Any, ...]) -> Tokenizer:
         backend.model.dropout = None
     backend.no_truncation()  # a length limit in the folder would drop text
     backend.no_padding()
-    declared = read_declared(folder)
+    declared, settings = read_declared(folder), read_settings(folder)
     added = add_declared(backend, declared)
     _log_added(folder, backend, added, declared)
-    split_special = bool(read_settings(folder).get("split_special_tokens", False))
+    split_special = bool(settings.get("split_special_tokens", False))
     backend.encode_special_tokens = split_special
     eos, bos = declared.text("eos_token"), declared.text("bos_token")
     with open(file, encoding="utf-8") as opened:

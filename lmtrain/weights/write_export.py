@@ -123,7 +123,9 @@ def _tokenizer_files(export: "Export") -> dict[str, bytes]:
     """Files of the tokenizer's folder; none for passthrough."""
     files = tokenizer_contents(os.path.expanduser(export.tokenizer.path), export.chat_template)
     settings = json.loads(files[SETTINGS_FILE]) if SETTINGS_FILE in files else {}
-    if export.seq_len is not None and settings and settings.get("model_max_length", _UNKNOWN_LENGTH) >= _UNKNOWN_LENGTH:
+    known = settings.get("model_max_length")
+    is_known = isinstance(known, int | float) and known < _UNKNOWN_LENGTH
+    if export.seq_len is not None and settings and not is_known:
         settings["model_max_length"] = export.seq_len
         files[SETTINGS_FILE] = to_json(settings)
     return files

@@ -131,6 +131,7 @@ def test_dropout_of_merges_is_off_so_that_equal_texts_have_equal_tokens(folder, 
 
 CONFIG, MAP, ADDED, MODEL = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"
 NEW = {"content": "<new>", "lstrip": False, "rstrip": False, "normalized": True, "single_word": False, "special": False}
+PADDING = {"strategy": "BatchLongest", "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}
 FOLDERS = {
     "special tokens, old key": {CONFIG: {"additional_special_tokens": ["<new>", "<pad>"]}},
     "special tokens": {CONFIG: {"extra_special_tokens": ["<new>"], "additional_special_tokens": ["<pad>"]}},
@@ -153,6 +154,8 @@ FOLDERS = {
     "class without an end of text": {CONFIG: {"tokenizer_class": "GPT2Tokenizer", "eos_token": None}},
     "class of the model": {CONFIG: {"model_max_length": 9}, MODEL: {"model_type": "gpt2"}},
     "generic class": {CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast"}, MODEL: {"model_type": "gpt2"}},
+    "padding of tokenizer.json": {CONFIG: {}, "tokenizer.json": {"padding": PADDING}},
+    "padding of tokenizer.json, null": {CONFIG: {"pad_token": None}, "tokenizer.json": {"padding": PADDING}},
     "unknown class": {CONFIG: {"tokenizer_class": "OurTokenizer", "eos_token": "<new>"}},
 }
 
@@ -160,6 +163,8 @@ FOLDERS = {
 @pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
 def test_tokens_that_the_folder_declares_elsewhere_are_those_of_transformers(folder, files):
     for name, content in files.items():
+        if name == "tokenizer.json":
+            content |= {k: v for k, v in json.loads((folder / name).read_text()).items() if k not in content}
         (folder / name).unlink(missing_ok=True)
         if content is not None:
             (folder / name).write_text(json.dumps(content))

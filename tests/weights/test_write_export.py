@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -47,6 +48,16 @@ def test_the_folder_holds_weights_configs_and_tokenizer(tmp_path):
     assert {name: tensor.tobytes() for name, tensor in found.items()} == {n: t.tobytes() for n, t in TENSORS.items()}
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config == CONFIG | {"dtype": "float32", "torch_dtype": "float32", "lmtrain_version": lmtrain.__version__}
+
+
+@pytest.mark.parametrize(("given", "written"), [(None, 128), ("512", 128), (1e30, 128), (512, 512)])
+def test_the_tokenizer_gets_the_models_length_unless_it_has_one(tmp_path, given, written):
+    shutil.copytree(TOKENIZER, tmp_path / "tok")
+    path = tmp_path / "tok" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": given}))
+    write(tmp_path / "model", tokenizer=tmp_path / "tok")
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == written
 
 
 def generation_of(folder):
