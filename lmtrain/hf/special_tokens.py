@@ -31,7 +31,7 @@ NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 _DECODER, _EXTRA, _OLD_EXTRA = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
 # Classes without tokens of their own. Older versions wrote names with "Fast".
-_PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
+PLAIN_CLASSES = ("PreTrainedTokenizer", "TokenizersBackend")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _flags(token: Any) -> dict[str, Any]:
 def _tokens_of_class(folder: str, settings: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, str]:
     """Named tokens that the files do not mention, and the class in transformers has."""
     name = settings.get("tokenizer_class") or _read_map(folder, "config.json").get("tokenizer_class")
-    is_plain = isinstance(name, str) and name.removesuffix("Fast") in _PLAIN_CLASSES
+    is_plain = isinstance(name, str) and name.removesuffix("Fast") in PLAIN_CLASSES
     unknown = name is None and "model_type" not in _read_map(folder, "config.json")
     has_file = os.path.isfile(os.path.join(folder, "tokenizer.json"))
     if is_plain or unknown or not has_file or named.keys() >= {"eos_token", "bos_token", "unk_token"}:

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -163,6 +164,8 @@ def _log_added(
     folder: str, backend: "tokenizers.Tokenizer", added: "list[tokenizers.AddedToken]", declared: DeclaredTokens
 ) -> None:
     """Log the tokens that tokenizer.json lacks, and those that have another id than the folder says."""
+    if multiprocessing.parent_process() is not None:
+        return  # logged by the process that has started this one
     if added:
         names = ", ".join(token.content for token in added[:_SHOWN]) + (", ..." if len(added) > _SHOWN else "")
         log.info(

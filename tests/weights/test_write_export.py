@@ -7,9 +7,11 @@ import shutil
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from chat_tokenizer import MARKED, write_chat_tokenizer
 from conftest import TOKENIZER
 from safetensors.numpy import load_file
+from transformers import AutoTokenizer
 
 import lmtrain
 from lmtrain.hf.chat_template import ChatTemplate
@@ -58,6 +60,25 @@ def test_the_tokenizer_gets_the_models_length_unless_it_has_one(tmp_path, given,
     write(tmp_path / "model", tokenizer=tmp_path / "tok")
     settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     assert settings["model_max_length"] == written
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "Unknown"}])
+def test_transformers_reads_the_tokenizer_of_an_export_with_the_same_ids(tmp_path, settings):
+    """Without a class, or with Llama's, it would replace rules of tokenizer.json by those of GPT-2 or Llama."""
+    library = tokenizers.Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Digits(individual_digits=True), tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]
+    )
+    library.normalizer = tokenizers.normalizers.NFKC()
+    (tmp_path / "tok").mkdir()
+    library.save(str(tmp_path / "tok" / "tokenizer.json"))
+    if settings is not None:
+        (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps(settings))
+    write(tmp_path / "model", tokenizer=tmp_path / "tok")
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "model"), load_tokenizer(str(tmp_path / "tok"))
+    for text in ("def f(x1234): return 12", " lead", "\ufb01n <|endoftext|>a"):
+        assert theirs.encode(text, add_special_tokens=False) == ours.backend.encode(text, add_special_tokens=False).ids
+    assert theirs.model_max_length == 128
 
 
 def generation_of(folder):
