@@ -151,7 +151,8 @@ def _differs_in_transformers(export: "Export", files: Mapping[str, bytes]) -> bo
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
     texts = [*_PROBES, *(f"{token}{text}" for token in special[:3] for text in _PROBES)]
     with tempfile.TemporaryDirectory() as folder:
-        for file, content in {**files, MODEL_CONFIG: to_json({"model_type": export.config.get("model_type")})}.items():
+        kind = {} if export.is_adapter else {MODEL_CONFIG: to_json({"model_type": export.config["model_type"]})}
+        for file, content in {**files, **kind}.items():
             write_bytes(join(folder, file), content)
         try:
             theirs = open_in_transformers(folder)
