@@ -165,7 +165,7 @@ def _from_file(name: str) -> str:
 
 def _from_url(url: str) -> str:
     contents = {}
-    for file in TOKENIZER_FILES:
+    for file in (*TOKENIZER_FILES, "config.json"):  # which may name the tokenizer's class
         with contextlib.suppress(FileNotFoundError):
             contents[file] = _read(f"{url.rstrip('/')}/{file}", url)
     if "tokenizer.json" not in contents:

@@ -56,6 +56,14 @@ def test_a_url_is_copied_once_and_is_the_same_tokenizer():
     assert os.stat(os.path.join(folder, "tokenizer.json")).st_mtime_ns == before
 
 
+def test_the_class_of_a_tokenizer_at_a_url_counts():
+    files = {"tokenizer.json": (TOKENIZER / "tokenizer.json").read_bytes(), "config.json": b'{"model_type": "gpt2"}'}
+    for name, content in files.items():
+        with fsspec.open(f"memory://of_gpt2/{name}", "wb") as target:
+            target.write(content)
+    assert open_tokenizer("memory://of_gpt2").eos_id == open_tokenizer(str(TOKENIZER)).eos_id
+
+
 def test_an_unfinished_folder_is_neither_used_nor_left(tmp_path):
     folder = find_tokenizer("byte")
     os.remove(os.path.join(folder, "tokenizer.json"))
