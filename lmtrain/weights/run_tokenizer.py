@@ -12,6 +12,7 @@ from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.hf.weight_files import read_model_json
 from lmtrain.run.run import Run
 from lmtrain.runtime.logging import log
+from lmtrain.weights.export_folder import MODEL_CONFIG, marks_of
 from lmtrain.weights.hf_config import hf_ref
 
 GENERATION_CONFIG = "generation_config.json"
@@ -84,9 +85,10 @@ def generation_of(run: Run) -> dict[str, Any]:
     if ref is None:
         return {}
     try:
-        values = read_model_json(ref, GENERATION_CONFIG)
+        values, config = read_model_json(ref, GENERATION_CONFIG), read_model_json(ref, MODEL_CONFIG) or {}
+        if values is not None and marks_of(None).keys() & config.keys():
+            values.pop("max_length", None)  # an export says again where the positions end
         if values is None:
-            config = read_model_json(ref, "config.json") or {}
             values = {name: config[name] for name in _IN_CONFIG if config.get(name) is not None}
     except UserError as error:
         values = read_model_json(kept, GENERATION_CONFIG) if os.path.isdir(kept) else None

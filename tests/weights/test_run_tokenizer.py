@@ -71,6 +71,10 @@ def test_settings_of_generation_are_those_of_the_initial_model_or_of_the_copy(ru
     written = {**settings, "_from_model_config": True, "transformers_version": "5.0.0"}
     (tmp_path / "base/generation_config.json").write_text(json.dumps(written))
     assert generation_of(one) == settings
+    (tmp_path / "base/generation_config.json").write_text(json.dumps({**written, "max_length": 32}))
+    assert generation_of(one) == {**settings, "max_length": 32}
+    (tmp_path / "base/config.json").write_text('{"lmtrain_version": "0.1.0"}')  # says where the positions end
+    assert generation_of(one) == settings
     other = run({"tokenizer": "original"}, initialize_from_hf="./base", allow_other_tokenizer=True)
     assert generation_of(other) == {"top_p": 0.9}
     shutil.copytree(TOKENIZER, "original")
