@@ -169,6 +169,7 @@ def _evaluate(
             seq_len=seq_len,
             batch_size=batch_size,
             folder=folder,
+            enforce_bos=config.data.enforce_bos,
             xla_options=xla_options(trainer.xla_options, platform_of(device), device.device_kind),
             check_stop=StopCheck(ALONE, stop),
             progress=lambda done, total, what: progress.update(done, f"{done:,} of {total:,} {what}", total=total),

@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
 
     model, params, layout = trained.load()
     export, gather = _build(trained, model, arguments)
-    export = replace(export, chat_template=trained.chat_template)
+    export = replace(export, chat_template=trained.chat_template, generation=trained.generation)
 
     def write(folder: str) -> None:
         write_export(folder, export, gather(params, layout))

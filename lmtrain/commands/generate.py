@@ -83,7 +83,7 @@ def run(argv: list[str]) -> int:
 
 def _continue(arguments: argparse.Namespace, trained: TrainedModel) -> None:
     """Print the prompt with its continuation."""
-    ids = encode_prompt(trained.tokenizer, arguments.prompt, "--prompt")
+    ids = encode_prompt(trained.tokenizer, arguments.prompt, "--prompt", starts_with_bos(trained))
     seq_len = trained.config.model.seq_len
     room = seq_len - len(ids)
     if room < 1:
@@ -103,6 +103,14 @@ def _continue(arguments: argparse.Namespace, trained: TrainedModel) -> None:
     if not new:
         log.info("no text generated: the first token was end-of-text; try another --seed")
     print(arguments.prompt + tokenizer.backend.decode(new))
+
+
+def starts_with_bos(trained: TrainedModel) -> bool:
+    """Whether prompts start with the BOS token: as the run's documents do, or as transformers does it for the model."""
+    tokenizer = trained.tokenizer
+    if trained.origin is not None or tokenizer.library is None:
+        return trained.config.data.enforce_bos
+    return tokenizer.bos_id is not None and tokenizer.added_ids[0] == [tokenizer.bos_id]
 
 
 def _chat(arguments: argparse.Namespace, trained: TrainedModel) -> None:

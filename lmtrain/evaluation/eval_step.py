@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lmtrain.hf.token_bytes import TextSizes
 from lmtrain.models.interface import LanguageModel, hidden_and_head
 from lmtrain.models.params import cast
 from lmtrain.objectives.cross_entropy import CrossEntropy, next_token_targets
@@ -21,14 +22,13 @@ def build_eval_step(
     model: LanguageModel,
     layout: Layout,
     compute_dtype: str,
-    token_bytes: Any = None,
+    sizes: TextSizes | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> MeshFunction:
     """The jitted (params, batch) -> (summed loss, targets, bytes of their text), without dropout.
 
     The loss is the plain cross-entropy, regardless of the training objective; of pairs of answers, that of the chosen
-    ones. `token_bytes` [V] are the lengths of the
-    tokens' texts in bytes; without it the third value is 0. `options` are compiler options.
+    ones. `sizes` are those of the tokens' texts; without them the third value is 0. `options` are compiler options.
     """
 
     def evaluate(hidden: jax.Array, head: jax.Array, batch: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -37,12 +37,24 @@ def build_eval_step(
             mask = mask & (batch["documents"] % 2 == 0)
             batch = batch | {"loss_mask": mask}
         lengths = jnp.int32(0)
-        if token_bytes is not None:
-            lengths = jnp.where(mask, jnp.asarray(token_bytes)[next_token_targets(batch["tokens"])], 0).sum()
+        if sizes is not None:
+            lengths = jnp.where(mask, _text_bytes(sizes, batch), 0).sum()
         loss = CrossEntropy().loss_sum(hidden, head, batch, model.vocab_size, model.logit_cap).total
         return loss, mask.sum(), lengths
 
     return build_forward_step(model, layout, compute_dtype, evaluate, options)
+
+
+def _text_bytes(sizes: TextSizes, batch: Any) -> jax.Array:
+    """Bytes of the text of each target, [B, S]."""
+    targets = next_token_targets(batch["tokens"])
+    lengths = jnp.asarray(sizes.sizes)[targets]
+    if sizes.first is None:
+        return lengths
+    starts = jnp.isin(batch["tokens"], jnp.asarray(sizes.after, jnp.int32))
+    if "segments" in batch:  # documents need not have tokens at their ends
+        starts |= next_token_targets(batch["segments"]) != batch["segments"]
+    return jnp.where(starts, jnp.asarray(sizes.first)[targets], lengths)
 
 
 def build_forward_step(

@@ -21,9 +21,9 @@ class Context:
     """What an evaluation may use. Its parameters are placed on `layout`; it computes in `compute_dtype`.
 
     `seq_len` is the model's context in tokens, `folder` the run's log folder, `objective` that of the run, None outside
-    of training. `batch_size` is the number of sequences of `seq_len` tokens in a batch, on all devices. Call
-    `check_stop()` between batches, equally often in all processes; it raises `StoppedError` if the run has to stop.
-    `progress(done, total, what)` may be called equally often.
+    of training; with `enforce_bos` documents start with the BOS token. `batch_size` is the number of sequences of
+    `seq_len` tokens in a batch, on all devices. Call `check_stop()` between batches, equally often in all processes; it
+    raises `StoppedError` if the run has to stop. `progress(done, total, what)` may be called equally often.
     """
 
     model: LanguageModel
@@ -36,6 +36,7 @@ class Context:
     processes: Processes = ALONE
     folder: str = ""
     objective: Objective | None = None
+    enforce_bos: bool = False
     xla_options: Mapping[str, Any] = field(default_factory=dict)
     check_stop: Callable[[], None] = _nothing
     progress: Callable[[int, int, str], None] = _nothing

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lmtrain.evaluation.config import EvaluationConfig
 from lmtrain.evaluation.eval_step import build_eval_step, read_ahead
 from lmtrain.evaluation.interface import Context
-from lmtrain.hf.token_bytes import token_bytes
+from lmtrain.hf.token_bytes import text_sizes
 
 _LARGEST_EXPONENT = 700  # math.exp overflows beyond it
 _OF_A_SET = re.compile(r"eval/(?!ema/)(.+)/loss")
@@ -37,8 +37,8 @@ class Perplexity:
 
     def prepare(self, context: Context) -> bool:
         self._context = context
-        lengths = token_bytes(context.tokenizer) if context.sets else None
-        self._step = build_eval_step(context.model, context.layout, context.compute_dtype, lengths, context.xla_options)
+        sizes = text_sizes(context.tokenizer) if context.sets else None
+        self._step = build_eval_step(context.model, context.layout, context.compute_dtype, sizes, context.xla_options)
         return bool(context.sets)
 
     def evaluate(self, params: Any, step: int) -> dict[str, float]:

@@ -16,11 +16,13 @@ from lmtrain.hf.tokenizer import Tokenizer
 _MAX_CHARACTERS = 300  # of a text in the log
 
 
-def encode_prompts(prompts: Sequence[str], length: int, tokenizer: Tokenizer, seq_len: int) -> list[list[int]]:
+def encode_prompts(
+    prompts: Sequence[str], length: int, tokenizer: Tokenizer, seq_len: int, bos: bool
+) -> list[list[int]]:
     """The token ids of each prompt. Raises `UserError` if one is too long for the model with `length` more tokens."""
     encoded = []
     for prompt in prompts:
-        ids = encode_prompt(tokenizer, prompt, "trainer.sample_prompts")
+        ids = encode_prompt(tokenizer, prompt, "trainer.sample_prompts", bos)
         if len(ids) + length > seq_len:
             raise UserError(
                 f"trainer.sample_prompts: {prompt!r}, {counted(len(ids), 'token')}, with trainer.sample_length "
@@ -47,7 +49,7 @@ class Samples:
     def prepare(self, context: Context) -> bool:
         """Raises `UserError` for a prompt that is too long for the model, and for a tokenizer without text."""
         tokenizer = context.tokenizer
-        ids = encode_prompts(self._prompts, self._length, tokenizer, context.seq_len)
+        ids = encode_prompts(self._prompts, self._length, tokenizer, context.seq_len, context.enforce_bos)
         shards = context.layout.num_batch_shards
         rows = -(-len(ids) // shards) * shards  # the batch is sharded: the last prompt fills it up
         self._lengths = np.array([len(ids[min(row, len(ids) - 1)]) for row in range(rows)], np.int32)

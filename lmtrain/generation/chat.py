@@ -113,5 +113,6 @@ class Chat:
             text = self._template.render(messages, add_generation_prompt=True).text
         except TemplateError as error:
             raise UserError(f"the chat template fails: {error}") from None
-        ids: list[int] = self._tokenizer.parsing_backend.encode(text, add_special_tokens=False).ids
+        with self._tokenizer.errors():
+            ids: list[int] = self._tokenizer.parsing_backend.encode(text, add_special_tokens=False).ids
         return ids

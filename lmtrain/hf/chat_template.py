@@ -15,7 +15,8 @@ from lmtrain.config.encodings import not_utf8
 from lmtrain.config.errors import UserError
 from lmtrain.hf.config import RENDERER_NAMES
 from lmtrain.hf.hub import prepare_hub
-from lmtrain.hf.tokenizer import SETTINGS_FILE, TOKENIZER_FILES, Tokenizer, read_settings, to_json, token_text
+from lmtrain.hf.special_tokens import SETTINGS_FILE, read_declared, read_settings
+from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, to_json
 from lmtrain.runtime.storage import read_bytes
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -24,10 +25,6 @@ DEFAULT_TEMPLATE = "default"
 _UNNAMED = "the chat template, line "
 # Jinja's name of the file of a template that it is given as text.
 _TEMPLATE_FRAME = "<template>"
-
-# Keys of tokenizer_config.json whose tokens templates may use, under the same names.
-_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 # Texts in a template that are certainly meant as one token.
 _SPELLED = re.compile(r"<\|[^|<>\s{}'\"]+\|>")
@@ -183,15 +180,19 @@ def _of_file(path: str, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
 def tokenizer_contents(folder: str, template: ChatTemplate | None = None) -> dict[str, bytes]:
     """The files of a tokenizer folder that make it complete, by name. `template` becomes its default chat template.
 
-    Templates of the folder `additional_chat_templates` are in tokenizer_config.json, their other place.
+    Templates of the folder `additional_chat_templates` are in tokenizer_config.json, their other place; as are tokens
+    that only the tokenizer's class has, since the class may depend on a config.json.
     """
     folder = os.path.expanduser(folder)
     paths = {name: os.path.join(folder, name) for name in TOKENIZER_FILES}
     contents = {name: read_bytes(path) for name, path in paths.items() if os.path.isfile(path)}
     own = read_templates(folder)
     templates = own if template is None else own | {DEFAULT_TEMPLATE: template.text}
+    by_class = read_declared(folder).by_class if contents else {}
+    if by_class:
+        contents[SETTINGS_FILE] = to_json({**read_settings(folder), **by_class})
     if contents and (templates != own or os.path.isdir(os.path.join(folder, _MORE_TEMPLATES))):
-        settings = read_settings(folder)
+        settings = {**read_settings(folder), **by_class}
         settings.pop("chat_template", None)
         contents.pop(TEMPLATE_FILE, None)
         if templates.keys() == {DEFAULT_TEMPLATE}:
@@ -232,7 +233,9 @@ def check_tokens(template: ChatTemplate, tokenizer: Tokenizer, setting: str) -> 
     """Raise `UserError` if the tokenizer would split a token that the template writes, such as <|im_end|>."""
     backend = tokenizer.parsing_backend
     tokens = spelled_tokens(template.text)
-    if missing := [token for token in tokens if len(backend.encode(token, add_special_tokens=False).ids) > 1]:
+    with tokenizer.errors():
+        missing = [token for token in tokens if len(backend.encode(token, add_special_tokens=False).ids) > 1]
+    if missing:
         raise UserError(
             f"{setting}: the template writes {missing[0]}, which is no token of {tokenizer.path}; add it with `lmtrain "
             f"tokenizer extend {tokenizer.path} --special_tokens '{','.join(missing)}' --output NEW`, or use another "
@@ -259,13 +262,13 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer, before: Sequence[M
         return None
     backend = tokenizer.parsing_backend
     special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
-    encoding = backend.encode(text, add_special_tokens=False)
+    with tokenizer.errors():
+        encoding = backend.encode(text, add_special_tokens=False)
     end = text.rfind(PROBE) + len(PROBE)
     after = (number for number, (start, _) in zip(encoding.ids, encoding.offsets, strict=True) if start >= end)
     return next((number for number in after if number in special), None)
 
 
 def _special_tokens(folder: str) -> tuple[tuple[str, str], ...]:
-    settings = read_settings(folder)
-    named = ((name, token_text(settings.get(name))) for name in _TOKENS)
-    return tuple((name, text) for name, text in named if text is not None)
+    """The named tokens, which templates may use under these names."""
+    return tuple(read_declared(folder).texts.items())

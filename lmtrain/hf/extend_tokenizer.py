@@ -21,7 +21,8 @@ from lmtrain.hf.chat_template import (
     spelled_tokens,
 )
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
-from lmtrain.hf.tokenizer import SETTINGS_FILE, Tokenizer, read_settings, save_tokenizer, token_text
+from lmtrain.hf.special_tokens import SETTINGS_FILE, read_declared, read_settings
+from lmtrain.hf.tokenizer import Tokenizer, save_tokenizer
 from lmtrain.runtime.logging import log
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ def extend_tokenizer(name: str, special_tokens: Sequence[str], template: str | N
     chat = None if template is None else _find_template(template, folder)
     tokens = list(dict.fromkeys([*special_tokens, *(_tokens_of(chat) if chat else ())]))
     backend, new = _add_tokens(base, tokens)
-    settings = read_settings(folder)
-    eos, bos = (token_text(settings.get(kind)) for kind in ("eos_token", "bos_token"))
+    named = read_declared(folder).texts
+    eos, bos = named.get("eos_token"), named.get("bos_token")
     templates = read_templates(folder)
     if chat is not None:
         extended = Tokenizer(name, backend, backend.get_vocab_size(), base.eos_id, base.bos_id, fingerprint="")
@@ -99,6 +100,7 @@ def extend_tokenizer(name: str, special_tokens: Sequence[str], template: str | N
             )
         eos = eos if end is None else backend.id_to_token(end)
         templates |= {DEFAULT_TEMPLATE: chat.text}
+    settings = read_settings(folder) | named
     kept = {kind: settings[kind] for kind in _KEPT if settings.get(kind) is not None}
     return ExtendedTokenizer(backend, new, eos, bos, templates, kept)
 

@@ -25,15 +25,15 @@ from lmtrain.config.errors import UserError
 from lmtrain.config.remote import remote_errors
 from lmtrain.hf.chat_template import read_templates
 from lmtrain.hf.hub import prepare_hub
-from lmtrain.hf.tokenizer import (
-    TOKENIZER_FILES,
-    Tokenizer,
-    load_tokenizer,
+from lmtrain.hf.special_tokens import (
+    ADDED_TOKENS_FILE,
+    SPECIAL_TOKENS_FILE,
+    DeclaredTokens,
+    add_declared,
+    read_declared,
     read_settings,
-    save_tokenizer,
-    similar_folder,
-    token_text,
 )
+from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer, save_tokenizer, similar_folder
 from lmtrain.runtime.atomic_files import UNUSED_SECONDS, remove_temporaries
 from lmtrain.runtime.storage import read_bytes
 
@@ -94,20 +94,28 @@ def cache_folder() -> str:
 
 
 def _once(name: str, make: Callable[[str], None]) -> str:
-    """Folder `name` in the cache, created atomically by `make(folder)` if it is missing."""
+    """Folder `name` in the cache, created atomically by `make(folder)` if it is missing.
+
+    Raises `UserError` if it cannot be written.
+    """
     folder = os.path.join(cache_folder(), name)
     if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
         temporary = f"{folder}.tmp-{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
-        os.makedirs(temporary)
         remove_temporaries(cache_folder(), age=UNUSED_SECONDS)
         try:
+            os.makedirs(temporary)
             make(temporary)
             try:
                 os.rename(temporary, folder)
             except OSError:  # another process was faster, with the same content
                 if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
                     raise
+        except OSError as error:
+            raise UserError(
+                f"{cache_folder()}: a tokenizer cannot be stored: {error.strerror or error}; set XDG_CACHE_HOME to a "
+                "folder that can be written"
+            ) from None
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder
@@ -137,7 +145,7 @@ def _in_folder(name: str) -> str:
     has = {file for file in ("tokenizer.json", *_PAIR, "tokenizer.model") if os.path.isfile(_join(name, file))}
     if "tokenizer.json" not in has and has.issuperset(_PAIR):
         return _from_pair(name)
-    return _from_sentencepiece(_join(name, "tokenizer.model")) if has == {"tokenizer.model"} else name
+    return _from_sentencepiece(_join(name, "tokenizer.model"), name) if has == {"tokenizer.model"} else name
 
 
 def _from_file(name: str) -> str:
@@ -159,7 +167,7 @@ def _from_file(name: str) -> str:
 
 def _from_url(url: str) -> str:
     contents = {}
-    for file in TOKENIZER_FILES:
+    for file in (*TOKENIZER_FILES, "config.json"):  # which may name the tokenizer's class
         with contextlib.suppress(FileNotFoundError):
             contents[file] = _read(f"{url.rstrip('/')}/{file}", url)
     if "tokenizer.json" not in contents:
@@ -181,7 +189,7 @@ def _copied(kind: str, contents: Mapping[str, bytes]) -> str:
 def _from_pair(folder: str) -> str:
     """A byte-level BPE from `vocab.json` and `merges.txt`, as GPT-2 was published."""
     vocab, merges = (os.path.expanduser(_join(folder, file)) for file in _PAIR)
-    settings, templates = read_settings(folder), read_templates(folder)
+    settings, templates, declared = read_settings(folder), read_templates(folder), read_declared(folder)
 
     def convert(into: str) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -193,13 +201,38 @@ def _from_pair(folder: str) -> str:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
-        ends = [token_text(settings.get(kind)) or _GPT2_END for kind in ("eos_token", "bos_token")]
-        eos, bos = (end if backend.token_to_id(end) is not None else None for end in ends)
+        end = _GPT2_END if backend.token_to_id(_GPT2_END) is not None else None
+        eos, bos = (declared.text(kind) or end for kind in ("eos_token", "bos_token"))
         backend.add_special_tokens(sorted({eos, bos} - {None}))
-        save_tokenizer(backend, into, eos=eos, bos=bos, templates=templates)
+        _save_declared(backend, into, settings, declared, eos, bos, templates)
 
     parts = [_read(vocab), _read(merges), *(repr(sorted(part.items())).encode() for part in (settings, templates))]
-    return _once(f"pair-{_digest(*parts)}", convert)
+    return _once(f"pair-{_digest(*parts, *_side_files(folder))}", convert)
+
+
+def _save_declared(
+    backend: Any,
+    folder: str,
+    settings: Mapping[str, Any],
+    declared: DeclaredTokens,
+    eos: str | None,
+    bos: str | None,
+    templates: Mapping[str, str],
+    special_text: bool = True,
+) -> None:
+    """Save a converted tokenizer with the tokens that its original folder declares."""
+    add_declared(backend, declared)
+    others: dict[str, Any] = {
+        name: text for name, text in declared.texts.items() if name not in ("eos_token", "bos_token")
+    }
+    others |= {"add_bos_token": True} if settings.get("add_bos_token") else {}
+    save_tokenizer(backend, folder, eos, bos, special_text, templates, others)
+
+
+def _side_files(folder: str) -> list[bytes]:
+    """Contents of the folder's further files with tokens, which determine a conversion."""
+    paths = [_join(folder, name) for name in (SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE)]
+    return [_read(path) for path in paths if os.path.isfile(path)]
 
 
 def _from_hub(name: str) -> str:
@@ -221,30 +254,44 @@ def _from_hub(name: str) -> str:
             ) from None
         if not tokenizer.is_fast:
             raise UserError(f"tokenizer {name!r}: no fast tokenizer available; slow tokenizers are not supported")
-        written = tokenizer.chat_template
+        written, named = tokenizer.chat_template, tokenizer.special_tokens_map
         save_tokenizer(
             tokenizer.backend_tokenizer,
             folder,
             eos=tokenizer.eos_token,
             bos=tokenizer.bos_token,
+            special_text=not tokenizer.split_special_tokens,
             templates={"default": written} if isinstance(written, str) else written,
+            others={name: named[name] for name in ("unk_token", "pad_token") if name in named},
         )
 
     file_name = re.sub(r"[^\w.-]", "--", name)
-    return _once(f"hub-2-{file_name}", convert)
+    return _once(f"hub-3-{file_name}", convert)
 
 
-def _from_sentencepiece(name: str) -> str:
-    """Convert a sentencepiece model for the tokenizers library; the same object tokenizes and is exported."""
+def _from_sentencepiece(name: str, folder: str | None = None) -> str:
+    """Convert a sentencepiece model for the tokenizers library; the same object tokenizes and is exported.
+
+    `folder` is that of a tokenizer with further files, which may declare other tokens and chat templates.
+    """
     content = _read(name)
+    settings, templates, side_files = (
+        ({}, {}, []) if folder is None else (read_settings(folder), read_templates(folder), _side_files(folder))
+    )
 
-    def convert(folder: str) -> None:
+    def convert(into: str) -> None:
         from lmtrain.hf.sentencepiece import convert_sentencepiece
 
         backend, eos, bos = convert_sentencepiece(content, name)
-        save_tokenizer(backend, folder, eos=eos, bos=bos, special_text=False)
+        if folder is None:
+            save_tokenizer(backend, into, eos=eos, bos=bos, special_text=False)
+            return
+        declared = read_declared(folder)
+        eos, bos = declared.text("eos_token") or eos, declared.text("bos_token") or bos
+        _save_declared(backend, into, settings, declared, eos, bos, templates, special_text=False)
 
-    return _once(f"sentencepiece-3-{_digest(content)}", convert)
+    parts = [repr(sorted(part.items())).encode() for part in (settings, templates) if part]
+    return _once(f"sentencepiece-3-{_digest(content, *parts, *side_files)}", convert)
 
 
 def _join(folder: str, file: str) -> str:

@@ -90,6 +90,7 @@ class SafetensorsWeights:
             self._where |= {name: (path, info) for name, info in infos.items()}
         self.shapes = {name: info.shape for name, (_, info) in self._where.items()}
         self.dtypes = {name: str(info.dtype) for name, (_, info) in self._where.items()}
+        self.files = {name: path for name, (path, _) in self._where.items()}
 
     def read(self, name: str) -> np.ndarray:
         return read_tensor(*self._where[name])

@@ -1,13 +1,55 @@
-"""Number of text bytes of each token, used to convert a loss per token into a loss per byte."""
+"""Number of text bytes of tokens, used to convert a loss per token into a loss per byte."""
 
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from lmtrain.config.errors import UserError
 from lmtrain.hf.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Texts of one byte to find out whether a tokenizer adds a space; a small vocabulary may lack some of them.
+_PROBES = "xeatoinsEA01"
+
+
+@dataclass(frozen=True)
+class TextSizes:
+    """Bytes of each token's text, and those that it has as the first token of a text, after any of the tokens `after`:
+    without the space that the tokenizer adds there. `first` is None if it adds none."""
+
+    sizes: list[int]
+    first: list[int] | None = None
+    after: tuple[int, ...] = ()
+
+
+def text_sizes(tokenizer: Tokenizer) -> TextSizes | None:
+    """Sizes of a tokenizer's tokens: those of a document add up to its text, as the tokenizer normalizes it.
+
+    A space at the start of a document is not counted if the tokenizer then adds none: its tokens are the same without.
+    Returns None as `token_bytes` does.
+    """
+    sizes = token_bytes(tokenizer)
+    if sizes is None:
+        return None
+
+    def size(text: str) -> int:
+        try:
+            with tokenizer.errors():
+                ids = tokenizer.parsing_backend.encode(text, add_special_tokens=False).ids
+        except UserError:  # a vocabulary without this letter
+            return 0
+        return sum(sizes[number] for number in ids)
+
+    known = next((letter for letter in _PROBES if size(letter)), None)
+    if known is None or size(known) != 2:
+        return TextSizes(sizes)
+    special = [token for token in tokenizer.parsing_backend.get_added_tokens_decoder().items() if token[1].special]
+    after = {number for number in (tokenizer.eos_id, tokenizer.bos_id) if number is not None}
+    if special and size(special[0][1].content + known) == size(known):  # not only at the start of a text
+        after |= {number for number, _ in special}
+    return TextSizes(sizes, [max(0, size - 1) for size in sizes], tuple(sorted(after)))
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[int] | None:

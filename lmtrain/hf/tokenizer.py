@@ -3,21 +3,37 @@
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.config.suggest import suggest_name
-from lmtrain.runtime.storage import read_json, write_json
+from lmtrain.hf.special_tokens import (
+    ADDED_TOKENS_FILE,
+    SETTINGS_FILE,
+    SPECIAL_TOKENS_FILE,
+    DeclaredTokens,
+    add_declared,
+    read_declared,
+    read_settings,
+)
+from lmtrain.runtime.logging import log
+from lmtrain.runtime.storage import write_json
 
 if TYPE_CHECKING:
     import tokenizers
 
-SETTINGS_FILE = "tokenizer_config.json"
 # The files that make up a tokenizer folder; an export copies those that exist.
-TOKENIZER_FILES = ("tokenizer.json", SETTINGS_FILE, "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", SETTINGS_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE, "chat_template.jinja")
+# Each id is a row of a model's embeddings; the library takes minutes to list the gaps between very large ones.
+_MAX_VOCABULARY = 2**24
+# Added tokens that are named in the log.
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,10 @@ class Tokenizer:
             raise UserError(f"tokenizer {self.path!r}: cannot encode or decode text, since its documents are token ids")
         return self.library
 
+    def errors(self) -> AbstractContextManager[None]:
+        """Context in which errors of the library, such as a character for which it has no token, are `UserError`s."""
+        return library_errors(f"tokenizer {self.path!r}: it fails on this text")
+
     @functools.cached_property
     def parsing_backend(self) -> "tokenizers.Tokenizer":
         """The library tokenizer with text that spells a special token encoded as this token, in any folder."""
@@ -49,10 +69,35 @@ class Tokenizer:
         copy.encode_special_tokens = False
         return copy
 
+    @functools.cached_property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """Ids that transformers adds before and after a text, by the post-processor of tokenizer.json. Training does
+        not: `enforce_bos` and `enforce_eos` decide."""
+        with self.errors():
+            text, complete = (self.backend.encode("x", add_special_tokens=added).ids for added in (False, True))
+        starts = range(len(complete) - len(text) + 1)
+        first = next((start for start in starts if complete[start : start + len(text)] == text), 0)
+        before, after = complete[:first], complete[first + len(text) :]
+        if not before and self.bos_id is not None and read_settings(self.path).get("add_bos_token"):
+            before = [self.bos_id]  # of a folder without a tokenizer.json; transformers ignores it next to one
+        return before, after
+
     @property
     def identity(self) -> dict[str, Any]:
         """Values that are equal for two tokenizers that give the same ids."""
         return {"fingerprint": self.fingerprint, "vocab_size": self.vocab_size}
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Convert errors of the tokenizers library to a `UserError` that starts with `what`: it raises bare Exception, and
+    panics, which Python does not count among exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{what}: {error}") from None
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -81,29 +126,58 @@ def _load(path: str, _identity: tuple[Any, ...]) -> Tokenizer:
 
     folder = os.path.expanduser(path)
     file = os.path.join(folder, "tokenizer.json")
-    try:
+    with library_errors(f"{file}: not a tokenizer"):
         backend = tokenizers.Tokenizer.from_file(file)
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{file}: not a tokenizer: {error}") from None
+    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= _MAX_VOCABULARY:
+        raise UserError(f"{file}: has the token id {largest:,}; ids up to {_MAX_VOCABULARY - 1:,} are supported")
+    if getattr(backend.model, "dropout", None):
+        log.warning(
+            f"{file}: dropout {backend.model.dropout:g} is turned off, with which equal texts have other tokens"
+        )
+        backend.model.dropout = None
     backend.no_truncation()  # a length limit in the folder would drop text
     backend.no_padding()
-    config = read_settings(folder)
-    split_special = bool(config.get("split_special_tokens", False))
+    declared, settings = read_declared(folder), read_settings(folder)
+    added = add_declared(backend, declared)
+    _log_added(folder, backend, added, declared)
+    split_special = bool(settings.get("split_special_tokens", False))
     backend.encode_special_tokens = split_special
-    eos, bos = token_text(config.get("eos_token")), token_text(config.get("bos_token"))
+    eos, bos = declared.text("eos_token"), declared.text("bos_token")
     with open(file, encoding="utf-8") as opened:
         content = json.load(opened)
     defining = [content, eos, bos, *(["split_special_tokens"] if split_special else [])]
+    defining += [sorted(token.__getstate__().items()) for token in added]
     digest = hashlib.sha256(json.dumps(defining, sort_keys=True).encode()).hexdigest()
     return Tokenizer(
         path=path,
         library=backend,
         # ids may have gaps
         vocab_size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
-        eos_id=_token_id(backend, eos, folder),
-        bos_id=_token_id(backend, bos, folder),
+        eos_id=None if eos is None else backend.token_to_id(eos),
+        bos_id=None if bos is None else backend.token_to_id(bos),
         fingerprint=digest[:16],
     )
+
+
+def _log_added(
+    folder: str, backend: "tokenizers.Tokenizer", added: "list[tokenizers.AddedToken]", declared: DeclaredTokens
+) -> None:
+    """Log the tokens that tokenizer.json lacks, and those that have another id than the folder says."""
+    if multiprocessing.parent_process() is not None:
+        return  # logged by the process that has started this one
+    if added:
+        names = ", ".join(token.content for token in added[:_SHOWN]) + (", ..." if len(added) > _SHOWN else "")
+        log.info(
+            f"tokenizer {folder}: {counted(len(added), 'token')} added to those of tokenizer.json, as transformers "
+            f"does: {names}"
+        )
+    for number, token in declared.numbered.items():
+        if (ours := backend.token_to_id(token["content"])) != number:
+            log.warning(
+                f"tokenizer {folder}: {token['content']!r} has the id {ours}, as in transformers, but {number} in "
+                f"{SETTINGS_FILE} or {ADDED_TOKENS_FILE}"
+            )
 
 
 def save_tokenizer(
@@ -130,30 +204,14 @@ def save_tokenizer(
         config["chat_template"] = templates["default"] if templates.keys() == {"default"} else named
     write_json(os.path.join(folder, SETTINGS_FILE), config)
     temporary = os.path.join(folder, f"tokenizer.json.tmp-{os.getpid()}")
-    backend.save(temporary)
+    with library_errors(f"{temporary}: cannot be written"):
+        backend.save(temporary)
     os.replace(temporary, os.path.join(folder, "tokenizer.json"))  # last: its presence means complete
-
-
-def read_settings(folder: str) -> dict[str, Any]:
-    """Content of the folder's tokenizer_config.json; empty if there is none."""
-    file = os.path.join(os.path.expanduser(folder), SETTINGS_FILE)
-    if not os.path.isfile(file):
-        return {}
-    try:
-        config = read_json(file)
-    except ValueError as error:
-        raise UserError(f"{file}: not valid JSON: {error}") from None
-    return config if isinstance(config, dict) else {}
 
 
 def to_json(settings: Mapping[str, Any]) -> bytes:
     """The content of a tokenizer_config.json."""
     return (json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def token_text(token: Any) -> str | None:
-    """Text of a special token, which is written as text or as a map with `content`."""
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def similar_folder(folder: str) -> str:
@@ -166,14 +224,3 @@ def similar_folder(folder: str) -> str:
     tokenizers = [other for other in others if os.path.isfile(os.path.join(parent, other, "tokenizer.json"))]
     similar = suggest_name(name, tokenizers)
     return f"did you mean {os.path.join(parent, similar)!r}? " if similar else ""
-
-
-def _token_id(backend: "tokenizers.Tokenizer", token: str | None, folder: str) -> int | None:
-    if token is None:
-        return None
-    number = backend.token_to_id(token)
-    if number is None:
-        raise UserError(
-            f"{folder}: tokenizer_config.json names the token {token!r}, which tokenizer.json does not have"
-        )
-    return int(number)

@@ -16,8 +16,13 @@ class TorchWeights:
 
     def __init__(self, paths: list[str]):
         self._tensors: dict[str, Any] = {}
+        self.files: dict[str, str] = {}
         for path in paths:
-            self._tensors |= _open(path)
+            tensors = _open(path)
+            if twice := sorted(tensors.keys() & self.files.keys()):
+                raise UserError(f"{path}: {twice[0]} is also in {self.files[twice[0]]}")
+            self._tensors |= tensors
+            self.files |= dict.fromkeys(tensors, path)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._tensors.items()}
 

@@ -1,7 +1,7 @@
 """Weights of a Hugging Face model in a folder, in a folder at a URL, or on the Hub.
 
-model.safetensors, or the files in model.safetensors.index.json        read tensor by tensor, also from URLs
-pytorch_model.bin, or the files in pytorch_model.bin.index.json        local files only; requires torch
+model.safetensors, else the files in model.safetensors.index.json      read tensor by tensor, also from URLs
+pytorch_model.bin, else the files in pytorch_model.bin.index.json      local files only; requires torch
 """
 
 import os
@@ -9,12 +9,14 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
+from lmtrain.config.counts import counted
 from lmtrain.config.errors import UserError
 from lmtrain.hf.safetensors_file import SafetensorsWeights
 from lmtrain.hf.torch_file import TorchWeights
+from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import file_size, is_url, join, read_json
 
-# Tensors by name, with their `shapes` and `dtypes` (such as bfloat16), each read in its stored dtype.
+# Tensors by name, with their `shapes`, `dtypes` (such as bfloat16) and `files`, each read in its stored dtype.
 Weights = SafetensorsWeights | TorchWeights
 
 
@@ -68,19 +70,40 @@ def read_model_config(ref: str) -> dict[str, Any]:
 
 
 def open_weights(ref: str, stem: str = "model") -> Weights:
-    """Open the model's tensors, safetensors first. Raises `UserError` if there are no readable weights.
+    """Open the model's tensors: of the file that transformers reads, safetensors first, one file before an index.
 
-    `stem` of the file names: `model`, or `adapter_model` for adapters of PEFT.
+    `stem` of the file names: `model`, or `adapter_model` for adapters of PEFT. Raises `UserError` if there are no
+    readable weights, or if an index does not describe its files.
     """
     torch_stem = "pytorch_model" if stem == "model" else stem
     for single, kind in ((f"{stem}.safetensors", SafetensorsWeights), (f"{torch_stem}.bin", TorchWeights)):
-        index = read_model_json(ref, f"{single}.index.json")
-        if index is not None:
-            return kind([_file(ref, name) for name in _listed_files(ref, f"{single}.index.json", index)])
-        path = locate(ref, single)
+        name = f"{single}.index.json"
+        index, path = read_model_json(ref, name), locate(ref, single)
+        files = {} if index is None else _listed_files(ref, name, index)
         if path is not None:
+            if others := sorted(set(files.values()) - {single}):
+                log.warning(
+                    f"{ref}: {single} is read, as by transformers, and not the {counted(len(others), 'file')} of {name}"
+                    f" ({others[0]}, ...); one of the two may be older: remove it"
+                )
             return kind([path])
+        if index is not None:
+            paths = {file: _file(ref, file) for file in sorted(set(files.values()))}
+            weights = kind(list(paths.values()))
+            _check_index(f"{ref}: {name}", {tensor: paths[file] for tensor, file in files.items()}, weights)
+            return weights
     raise UserError(f"{ref}: there is no {stem}.safetensors and no {torch_stem}.bin")
+
+
+def _check_index(where: str, listed: Mapping[str, str], weights: Weights) -> None:
+    """Raise `UserError` unless each tensor is in the file that the index lists for it, and in no other."""
+    remedy = "the files may be of different versions of the model; download or save all of them again"
+    for tensor in sorted(listed.keys() | weights.files.keys()):
+        there, here = listed.get(tensor), weights.files.get(tensor)
+        if there is None:
+            raise UserError(f"{where} does not list {tensor}, which {here} has; {remedy}")
+        if there != here:
+            raise UserError(f"{where} lists {tensor} for {there}, which does not have it; {remedy}")
 
 
 def _file(ref: str, name: str) -> str:
@@ -90,8 +113,8 @@ def _file(ref: str, name: str) -> str:
     return path
 
 
-def _listed_files(ref: str, name: str, index: Mapping[str, Any]) -> list[str]:
-    """The files that an index lists. Raises `UserError` for an invalid one, or a file outside of the folder."""
+def _listed_files(ref: str, name: str, index: Mapping[str, Any]) -> dict[str, str]:
+    """The file of each tensor in an index. Raises `UserError` for an invalid one, or a file outside of the folder."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise UserError(f"{ref}: {name} has no weight_map")
@@ -100,4 +123,4 @@ def _listed_files(ref: str, name: str, index: Mapping[str, Any]) -> list[str]:
             raise UserError(
                 f"{ref}: {name} names {file!r}, which is not in the model's folder; nothing outside is read"
             )
-    return sorted(set(weight_map.values()))
+    return weight_map

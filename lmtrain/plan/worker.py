@@ -71,9 +71,11 @@ def lower(program: Any, step: str) -> Any:
     """The program's own training or evaluation step, lowered for its devices."""
     if step == "train":
         return program.train_step.lower(*program.example())
+    from lmtrain.hf.token_bytes import TextSizes
+
     # lengths of tokens in bytes are constants of the program; their values do not affect its figures
     lengths = [1 + token % 7 for token in range(program.model.vocab_size)]
-    return program.eval_step(lengths).lower(*program.eval_example())
+    return program.eval_step(TextSizes(lengths)).lower(*program.eval_example())
 
 
 def _write(folder: str, name: str, content: dict[str, Any]) -> None:

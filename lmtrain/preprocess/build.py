@@ -19,6 +19,8 @@ from lmtrain.runtime.storage import is_url
 
 _POLL_SECONDS = 0.5
 _SHARED_SECONDS = 60
+# Warnings and bad records that are listed.
+_SHOWN = 20
 
 
 class Build:
@@ -156,10 +158,13 @@ def _interleave(caches: list[SplitCache]) -> list[tuple[SplitCache, int, ShardJo
 
 
 def _log_skipped(manifest: CacheManifest) -> None:
-    for warning in [warning for shard in manifest.shards for warning in shard.warnings]:
+    warnings = [warning for shard in manifest.shards for warning in shard.warnings]
+    for warning in warnings[:_SHOWN]:
         log.warning(f"preprocess {manifest.split}: {warning}")
+    if len(warnings) > _SHOWN:
+        log.warning(f"preprocess {manifest.split}: and {len(warnings) - _SHOWN:,} more such warnings of other shards")
     if manifest.skipped:
         records = [record for shard in manifest.shards for record in shard.bad_records]
         more = [f"and {manifest.skipped - len(records):,} more"] if manifest.skipped > len(records) else []
-        report = "\n".join(f"  {line}" for line in [*records[:20], *more])
+        report = "\n".join(f"  {line}" for line in [*records[:_SHOWN], *more])
         log.warning(f"preprocess {manifest.split}: skipped {counted(manifest.skipped, 'bad record')}\n{report}")

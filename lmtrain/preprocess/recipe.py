@@ -1,5 +1,6 @@
 """How documents become tokens: the recipe of a cache, the chat template, special tokens, the dtype of stored ids."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from lmtrain.data.formats import ChatFormat, CompletionFormat, PreferenceFormat,
 from lmtrain.hf.chat_template import DEFAULT_TEMPLATE, ChatTemplate, find_template, read_templates
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, find_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.runtime.logging import log
 
 # Number of the rules by which conversations and pairs become texts and targets. Caches of other rules have others.
 _CHAT_RULES = 3
@@ -68,7 +70,8 @@ def chat_template_of(config: DataConfig) -> ChatTemplate | None:
 
 
 def check_special_tokens(tokenizer: Tokenizer, config: DataConfig) -> None:
-    """Raise `UserError` if a token to be enforced does not exist. Completions always end in the EOS token."""
+    """Raise `UserError` if a token to be enforced does not exist. Completions always end in the EOS token. Warn of
+    tokens that transformers adds to texts and training does not."""
     if isinstance(config.format, ChatFormat | TokensFormat):
         return
     if isinstance(config.format, CompletionFormat | PreferenceFormat) and tokenizer.eos_id is None:
@@ -87,6 +90,28 @@ def check_special_tokens(tokenizer: Tokenizer, config: DataConfig) -> None:
                 else f"{name} token, since its documents are token ids;"
             )
             raise UserError(f"tokenizer {tokenizer.path!r} has no {advice} set data.enforce_{name}: false")
+    _warn_of_added_tokens(tokenizer, config)
+
+
+def _warn_of_added_tokens(tokenizer: Tokenizer, config: DataConfig) -> None:
+    if tokenizer.library is None:
+        return
+    before, after = tokenizer.added_ids
+    if before == [tokenizer.bos_id] and "enforce_bos" not in config.model_fields_set:
+        _warn_once(
+            f"tokenizer {tokenizer.path}: transformers starts each text with {tokenizer.library.id_to_token(before[0])}"
+            ", and training documents get none: data.enforce_bos: true adds it, false keeps them as they are"
+        )
+    others = [number for number in (*before, *after) if number not in (tokenizer.bos_id, tokenizer.eos_id)]
+    if others:
+        names = ", ".join(str(tokenizer.library.id_to_token(number)) for number in others)
+        _warn_once(f"tokenizer {tokenizer.path}: transformers adds {names} to each text; training documents lack it")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Log a warning that applies to every split and source."""
+    log.warning(message)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -20,7 +20,8 @@ _GROUP_CHARACTERS = 2_000_000
 class TokenBatch(NamedTuple):
     """Concatenated token ids of documents, [tokens], and the length of each, int64 [documents]. Of instructions also
     which tokens are targets, bool [tokens], and the numbers of documents whose contents spell a special token, without
-    targets, with something that the template does not write, and with reasoning that it does not write."""
+    targets, with something that the template does not write, and with reasoning that it does not write. `doubled`:
+    documents whose text has the EOS or BOS token that is added to it."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -29,6 +30,7 @@ class TokenBatch(NamedTuple):
     without_targets: int = 0
     unwritten: int = 0
     unreasoned: int = 0
+    doubled: int = 0
 
     def only(self, kept: np.ndarray) -> "TokenBatch":
         """The documents of `kept`, bool [documents]. The other counts stay those of all documents."""
@@ -62,7 +64,9 @@ def tokenize(documents: list[Any], tokenizer: Tokenizer, config: DataConfig, spl
     parts, counts = zip(*_encode(tokenizer, list(chain.from_iterable(pieces)), dtype), strict=True)
     first_piece = np.cumsum([0, *map(len, pieces[:-1])])
     lengths = np.add.reduceat(np.concatenate(counts), first_piece)
-    return _with_ends(np.concatenate(parts), lengths, before, after)
+    tokens = np.concatenate(parts)
+    spelled, doubled = _count_spelled(tokens, lengths, _special_ids(tokenizer), before, after)
+    return _with_ends(tokens, lengths, before, after)._replace(spelled=spelled, doubled=doubled)
 
 
 def _concatenate(documents: list[TokenizedText], tokenizer: Tokenizer) -> TokenBatch:
@@ -85,11 +89,31 @@ def _encode(tokenizer: Tokenizer, pieces: list[str], dtype: np.dtype) -> Iterato
         group.append(piece)
         characters += len(piece)
         if characters >= _GROUP_CHARACTERS or number == len(pieces):
-            encodings = tokenizer.backend.encode_batch_fast(group, add_special_tokens=False)
+            with tokenizer.errors():
+                encodings = tokenizer.backend.encode_batch_fast(group, add_special_tokens=False)
             ids = [encoding.ids for encoding in encodings]
             counts = np.array([len(part) for part in ids], np.int64)
             yield np.fromiter(chain.from_iterable(ids), dtype, count=int(counts.sum())), counts
             group, characters = [], 0
+
+
+def _special_ids(tokenizer: Tokenizer) -> list[int]:
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return [number for number, token in added.items() if token.special]
+
+
+def _count_spelled(
+    tokens: np.ndarray, lengths: np.ndarray, special: list[int], before: int | None, after: int | None
+) -> tuple[int, int]:
+    """Numbers of documents with `special` tokens, and of those that start with `before` or end with `after`."""
+    ends = np.cumsum(lengths)
+    seen = np.concatenate([[0], np.cumsum(np.isin(tokens, special))])
+    spelled = np.flatnonzero(seen[ends] > seen[ends - lengths])
+    starts, last = tokens[(ends - lengths)[spelled]], tokens[ends[spelled] - 1]
+    twice = np.zeros(len(spelled), bool)
+    twice |= False if before is None else starts == before
+    twice |= False if after is None else last == after
+    return len(spelled), int(twice.sum())
 
 
 def _with_ends(tokens: np.ndarray, lengths: np.ndarray, before: int | None, after: int | None) -> TokenBatch:
@@ -120,9 +144,10 @@ def _tokenize_instructions(
     documents: list[InstructionText] = []
     for record in records:
         documents += [record.chosen, record.rejected] if isinstance(record, AnswerPair) else [record]
-    encodings = tokenizer.parsing_backend.encode_batch([text.text for text in documents], add_special_tokens=False)
-    starts = _answer_starts(records, encodings, tokenizer)
-    ids, targets = [], []
+    with tokenizer.errors():
+        encodings = tokenizer.parsing_backend.encode_batch([text.text for text in documents], add_special_tokens=False)
+        starts = _answer_starts(records, encodings, tokenizer)
+    ids, targets, doubled = [], [], 0
     for number, (document, encoding) in enumerate(zip(documents, encodings, strict=True)):
         # TRL does not repeat an EOS token that an answer spells
         ends = document.is_plain and not (starts and encoding.ids[-1:] == [tokenizer.eos_id])
@@ -133,17 +158,19 @@ def _tokenize_instructions(
             inside = np.arange(len(encoding.ids)) >= starts[number]
         else:
             inside = _overlaps(np.array(encoding.offsets, np.int64).reshape(-1, 2), document.targets)
+        doubled += (bool(after) and encoding.ids[-1:] == after) or (bool(before) and encoding.ids[:1] == before)
         targets.append(np.concatenate([np.zeros(len(before), bool), inside, np.ones(len(after), bool)]))
     added = tokenizer.parsing_backend.get_added_tokens_decoder().values()
     special = [token.content for token in added if token.special]
     return TokenBatch(
-        np.concatenate(ids),
-        np.array([len(part) for part in ids], np.int64),
-        np.concatenate(targets),
-        sum(any(token in content for token in special for content in document.contents) for document in documents),
-        sum(not part.any() for part in targets),
-        sum(not document.is_written for document in documents),
-        sum(not document.has_reasoning for document in documents),
+        tokens=np.concatenate(ids),
+        lengths=np.array([len(part) for part in ids], np.int64),
+        targets=np.concatenate(targets),
+        spelled=sum(any(token in text for token in special for text in document.contents) for document in documents),
+        without_targets=sum(not part.any() for part in targets),
+        unwritten=sum(not document.is_written for document in documents),
+        unreasoned=sum(not document.has_reasoning for document in documents),
+        doubled=doubled,
     )
 
 

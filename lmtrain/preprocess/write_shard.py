@@ -35,13 +35,15 @@ _BATCH_DOCUMENTS = 1024
 # Random reads take one block at a time, so records are neither grouped nor compressed: token ids do not compress.
 _WRITER_OPTIONS = "group_size:1,uncompressed"
 
-# Warnings about instructions, by the counts of `TokenBatch`.
+# Warnings about documents, by the counts of `TokenBatch`.
 _WARNINGS = {
     "spelled": "the contents of {} spell special tokens, which are encoded as such, as in transformers",
     "without_targets": "{} have no target token, such as no message of the assistant; they are read without a loss",
     "unwritten": "the chat template does not write a message, a tool call or a tool of {} as it is; is a name in the "
     "template misspelt, such as message.contnt?",
     "unreasoned": "the chat template does not write the reasoning of {}, which is not learned",
+    "doubled": "{} end with the EOS token or start with the BOS token, and get a second one; remove it from the text, "
+    "or set data.enforce_eos or data.enforce_bos to false",
 }
 
 

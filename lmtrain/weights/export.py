@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lmtrain.hf.chat_template import ChatTemplate
@@ -26,7 +26,8 @@ class Export:
     """Contents of an export, except for the values of the tensors.
 
     `origin` is the model's run, if any. `seq_len` is the maximum length in tokens, written as `model_max_length` of
-    the tokenizer unless its settings have one. `is_adapter`: adapters in PEFT's format, whose `config` is an
+    the tokenizer unless its settings have one; `max_length` that of generation, for models that have no position after
+    it. `generation` are further settings of generation. `is_adapter`: adapters in PEFT's format, whose `config` is an
     `adapter_config.json`. `chat_template` is that of the training data; None: the tokenizer's own.
     """
 
@@ -37,8 +38,10 @@ class Export:
     dtype: str
     origin: ModelOrigin | None = None
     seq_len: int | None = None
+    max_length: int | None = None
     is_adapter: bool = False
     chat_template: ChatTemplate | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
@@ -52,7 +55,9 @@ def build_export(
     family = hf_family(config.type)
     hf_config = family.to_hf_config(config, model.vocab_size, tokenizer.eos_id, tokenizer.bos_id)
     extra = family.extra_files() if hasattr(family, "extra_files") else {}
-    return Export(build_hf_pieces(config, model), hf_config, extra, tokenizer, dtype, origin, config.seq_len)
+    max_length = config.seq_len if family.HAS_LEARNED_POSITIONS else None
+    pieces = build_hf_pieces(config, model)
+    return Export(pieces, hf_config, extra, tokenizer, dtype, origin, config.seq_len, max_length)
 
 
 def build_adapter_export(

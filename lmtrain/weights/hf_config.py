@@ -147,7 +147,7 @@ def config_of(ref: str) -> RunConfig:
 
 def has_tokenizer(ref: str) -> bool:
     """Whether the model's repository or folder contains a tokenizer."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "merges.txt")
     return any(locate(ref, name) is not None for name in names)
 
 

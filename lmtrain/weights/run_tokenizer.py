@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template of a run: its config's, or the copies in its log folder if those are gone."""
+"""The tokenizer, chat template and generation settings of a run: its config's, or the copies in its log folder."""
 
 import os
 from collections.abc import Mapping
@@ -9,8 +9,21 @@ from lmtrain.data.formats import ChatFormat, PreferenceFormat
 from lmtrain.hf.chat_template import ChatTemplate, find_template, read_templates
 from lmtrain.hf.find_tokenizer import PASSTHROUGH, open_tokenizer
 from lmtrain.hf.tokenizer import Tokenizer
+from lmtrain.hf.weight_files import read_model_json
 from lmtrain.run.run import Run
 from lmtrain.runtime.logging import log
+from lmtrain.weights.export_folder import MODEL_CONFIG, marks_of
+from lmtrain.weights.hf_config import hf_ref
+
+GENERATION_CONFIG = "generation_config.json"
+# Settings of generation that older models have in their config.json.
+_IN_CONFIG = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Settings of generation whose values are token ids.
+_TOKEN_IDS = {
+    *_IN_CONFIG,
+    *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"),
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias"),
+}
 
 
 def kept_tokenizer(run: Run) -> str:
@@ -61,3 +74,30 @@ def template_of(run: Run, tokenizer: Tokenizer) -> ChatTemplate | None:
     if len(templates) > 1:
         log.warning("data.configs: the sources have several chat templates; exports and chats have that of the first")
     return next(iter(templates.values()), None)
+
+
+def generation_of(run: Run) -> dict[str, Any]:
+    """Settings of generation of the run's initial model, for exports; from the run's copy if the model is gone.
+
+    Without those that name token ids if the run may have another tokenizer than the model. Empty without a model.
+    """
+    ref, kept = hf_ref(run.config), kept_tokenizer(run)
+    if ref is None:
+        return {}
+    try:
+        values, config = read_model_json(ref, GENERATION_CONFIG), read_model_json(ref, MODEL_CONFIG) or {}
+        if values is not None and marks_of(None).keys() & config.keys():
+            values.pop("max_length", None)  # an export says again where the positions end
+        if values is None:
+            values = {name: config[name] for name in _IN_CONFIG if config.get(name) is not None}
+    except UserError as error:
+        values = read_model_json(kept, GENERATION_CONFIG) if os.path.isdir(kept) else None
+        if values is None:
+            log.warning(f"{GENERATION_CONFIG} of an export will lack the settings of initialize_from_hf: {error}")
+            return {}
+    dropped = _TOKEN_IDS if run.config.allow_other_tokenizer else set()
+    return {
+        name: value
+        for name, value in values.items()
+        if not name.startswith("_") and name != "transformers_version" and name not in dropped
+    }

@@ -2,9 +2,9 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmtrain.checkpoint.discovery import Checkpoint, list_checkpoints
@@ -25,7 +25,7 @@ from lmtrain.weights.average import mean_params, named_checkpoints
 from lmtrain.weights.export_folder import BaseIdentity, ModelOrigin
 from lmtrain.weights.hf_config import config_of, hf_ref, resolve_hf
 from lmtrain.weights.lora_base import BASE, load_base
-from lmtrain.weights.run_tokenizer import template_of, tokenizer_of
+from lmtrain.weights.run_tokenizer import generation_of, template_of, tokenizer_of
 
 if TYPE_CHECKING:
     from lmtrain.models.interface import LanguageModel
@@ -44,7 +44,8 @@ class LoadedModel(NamedTuple):
 class TrainedModel:
     """A trained model: its source, its number of training steps if known, its config and its tokenizer.
 
-    `origin` is its run, None if it is from Hugging Face. `chat_template` is that of its training data, if any.
+    `origin` is its run, None if it is from Hugging Face. `chat_template` is that of its training data, if any;
+    `generation` are the settings of generation of its initial model.
     `get_params(model, layout)` loads the arrays; nothing imports JAX before `load`.
     """
 
@@ -55,6 +56,7 @@ class TrainedModel:
     get_params: Callable[..., Any]
     origin: ModelOrigin | None = None
     chat_template: ChatTemplate | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> LoadedModel:
         """The model with its parameters, on the devices of this machine."""
@@ -110,7 +112,7 @@ def from_checkpoint(run: Run, path: str | None, average: str | None = None) -> T
     origin = ModelOrigin(run_info["run_id"], saved["data_tokens"], trained_on)
     template = template_of(run, tokenizer)
     source = checkpoint.path if average is None else f"average of {', '.join(each.path for each in checkpoints)}"
-    return TrainedModel(source, checkpoint.step, config, tokenizer, get_params, origin, template)
+    return TrainedModel(source, checkpoint.step, config, tokenizer, get_params, origin, template, generation_of(run))
 
 
 def _averaged(run: Run, path: str | None, average: str) -> list[Checkpoint]:

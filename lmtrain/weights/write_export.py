@@ -6,6 +6,7 @@ Files are written under a temporary name, read back and compared, and then renam
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,10 @@ import numpy as np
 from lmtrain.config.errors import UserError
 from lmtrain.config.remote import open_fs, remote_errors
 from lmtrain.hf.chat_template import end_of_turn, tokenizer_contents
+from lmtrain.hf.find_tokenizer import open_in_transformers
 from lmtrain.hf.safetensors_file import header_of, read_header, read_tensor, write_tensor
-from lmtrain.hf.tokenizer import SETTINGS_FILE, to_json
+from lmtrain.hf.special_tokens import PLAIN_CLASSES, SETTINGS_FILE
+from lmtrain.hf.tokenizer import to_json
 from lmtrain.runtime.logging import log
 from lmtrain.runtime.storage import delete_folder, is_url, join, read_reliably, write_bytes, write_json
 from lmtrain.weights.export_folder import (
@@ -39,6 +42,8 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 
 _SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
+# Texts by whose ids tokenizers are compared.
+_PROBES = ("Some text, 1234 more.\n\n\tx  = y;", " a", "\u00e9\u6771\u4eac \U0001f642 \ufb01", "a")
 # The model_max_length that transformers writes for an unknown length.
 _UNKNOWN_LENGTH = int(1e30)
 
@@ -74,39 +79,95 @@ def _settings(export: "Export") -> dict[str, Mapping[str, Any]]:
     """Contents of the JSON files with settings, by name."""
     if export.is_adapter:
         return {ADAPTER_MARKS: marks_of(export.origin, with_base=True), ADAPTER_CONFIG: export.config}
-    generation = {
-        "eos_token_id": _end_ids(export),
-        "bos_token_id": export.tokenizer.bos_id,
-        "max_length": export.seq_len,  # else a pipeline of transformers generates past the last position
-    }
-    generation = {name: value for name, value in generation.items() if value is not None}
     # transformers 5 reads `dtype`, version 4 reads `torch_dtype`
     dtypes = {"dtype": export.dtype, "torch_dtype": export.dtype}
     config = {**export.config, **dtypes, **marks_of(export.origin)}
-    return {MODEL_CONFIG: config, "generation_config.json": generation}
+    return {MODEL_CONFIG: config, "generation_config.json": _generation(export)}
+
+
+def _generation(export: "Export") -> dict[str, Any]:
+    """Settings of generation: those of the initial model, and what ends generation of this one."""
+    eos, bos = _end_ids(export), export.tokenizer.bos_id
+    pad = next(iter(_token_ids(export, "pad_token_id")), None)
+    bos = next(iter(_token_ids(export, "bos_token_id")), None) if bos is None else bos
+    ours = {"eos_token_id": eos, "bos_token_id": bos, "pad_token_id": pad}
+    generation = {name: value for name, value in {**export.generation, **ours}.items() if value is not None}
+    if export.max_length is not None:
+        # Transformers generates past the last position otherwise, and fails. Not for other models: next to it every
+        # `generate(max_new_tokens=...)` logs a warning.
+        generation["max_length"] = export.max_length
+    return generation
 
 
 def _end_ids(export: "Export") -> int | list[int] | None:
-    """The tokens that end generation: the EOS token and, after training on conversations, the one that ends a reply."""
+    """The tokens that end generation: after training on conversations the one that ends a reply, the EOS token, and
+    those of the initial model."""
     eos, end = export.tokenizer.eos_id, None
     if export.chat_template is not None:
         try:
             end = end_of_turn(export.chat_template, export.tokenizer)
         except UserError as error:
             log.warning(f"generation_config.json: the token that ends a reply is unknown: {error}")
-    if end is None or end == eos:
-        return eos
-    return end if eos is None else [end, eos]
+    ends = [end, eos, *_token_ids(export, "eos_token_id")]
+    ids = list(dict.fromkeys(number for number in ends if number is not None))
+    return ids[0] if len(ids) == 1 else ids or None
+
+
+def _token_ids(export: "Export", name: str) -> list[int]:
+    """The ids that the initial model's settings of generation have under `name`; not those without a row here."""
+    value = export.generation.get(name)
+    values = value if isinstance(value, list) else [value]
+    unknown = [v for v in values if v is not None and not (type(v) is int and 0 <= v < export.tokenizer.vocab_size)]
+    if unknown:
+        log.warning(f"generation_config.json: {name} of the initial model: {unknown[0]!r} is no token of this model")
+    return [v for v in values if v is not None and v not in unknown]
 
 
 def _tokenizer_files(export: "Export") -> dict[str, bytes]:
-    """Files of the tokenizer's folder; none for passthrough."""
+    """Files of the tokenizer's folder; none for passthrough. Next to them transformers gives the ids of training."""
     files = tokenizer_contents(os.path.expanduser(export.tokenizer.path), export.chat_template)
+    if not files:
+        return files
     settings = json.loads(files[SETTINGS_FILE]) if SETTINGS_FILE in files else {}
-    if export.seq_len is not None and settings and settings.get("model_max_length", _UNKNOWN_LENGTH) >= _UNKNOWN_LENGTH:
+    known = settings.get("model_max_length")
+    is_known = isinstance(known, int | float) and known < _UNKNOWN_LENGTH
+    if export.seq_len is not None and not is_known:
         settings["model_max_length"] = export.seq_len
-        files[SETTINGS_FILE] = to_json(settings)
+    if "tokenizer_class" not in settings or _differs_in_transformers(
+        export, {**files, SETTINGS_FILE: to_json(settings)}
+    ):
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    files[SETTINGS_FILE] = to_json(settings)
     return files
+
+
+def _differs_in_transformers(export: "Export", files: Mapping[str, bytes]) -> bool:
+    """Whether the tokenizer's class in transformers has other rules than its tokenizer.json, as some classes write
+    their own over them. Logs it."""
+    name = json.loads(files[SETTINGS_FILE])["tokenizer_class"]
+    if not isinstance(name, str) or name.removesuffix("Fast") in PLAIN_CLASSES:
+        return False
+    backend = export.tokenizer.parsing_backend
+    special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+    texts = [*_PROBES, *(f"{token}{text}" for token in special[:3] for text in _PROBES)]
+    with tempfile.TemporaryDirectory() as folder:
+        kind = {} if export.is_adapter else {MODEL_CONFIG: to_json({"model_type": export.config["model_type"]})}
+        for file, content in {**files, **kind}.items():
+            write_bytes(join(folder, file), content)
+        try:
+            theirs = open_in_transformers(folder)
+            ids = [theirs.encode(text, add_special_tokens=False, split_special_tokens=False) for text in texts]
+        except Exception as error:  # the class may be unknown, or need other files
+            log.warning(f"tokenizer_config.json of the export: {name} is replaced by the general class: {error}")
+            return True
+    ours = [backend.encode(text, add_special_tokens=False).ids for text in texts]
+    if ids != ours:
+        text = next(text for text, a, b in zip(texts, ids, ours, strict=True) if a != b)
+        log.warning(
+            f"tokenizer_config.json of the export: {name} is replaced by the general class, since transformers gives "
+            f"other ids with it than tokenizer.json, such as for {text!r}"
+        )
+    return ids != ours
 
 
 def choose_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ import pytest
 from models import quick
 
 from lmtrain.evaluation.eval_step import build_eval_step, read_ahead
+from lmtrain.hf.token_bytes import TextSizes
 from lmtrain.models.gpt2.config import Gpt2Config
 from lmtrain.models.gpt2.model import Gpt2LM
 
@@ -18,7 +19,9 @@ def test_the_sums_are_those_of_the_targets_without_dropout():
     tokens = random.integers(0, VOCAB, (3, LENGTH), dtype=np.int32)
     batch = {"tokens": tokens, "loss_mask": np.arange(LENGTH) < np.array([[5], [2], [0]])}
     sizes = 10 ** np.arange(VOCAB) % 10_007  # each sum identifies the tokens in it
-    with_bytes, without = (build_eval_step(MODEL, quick.LAYOUT, "float32", given) for given in (sizes.tolist(), None))
+    first = 2 * sizes
+    given = [TextSizes(sizes.tolist()), TextSizes(sizes.tolist(), first.tolist(), (3, 4)), None]
+    with_bytes, with_prefix, without = (build_eval_step(MODEL, quick.LAYOUT, "float32", each) for each in given)
     loss, count, size = with_bytes(params, batch)
     logits = np.asarray(jax.jit(MODEL.apply)({"params": params}, tokens), np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -27,6 +30,10 @@ def test_the_sums_are_those_of_the_targets_without_dropout():
     assert float(loss) == pytest.approx(-log_probs[rows, positions, targets].sum(), rel=1e-5)
     assert (int(count), int(size)) == (7, sizes[targets].sum())
     assert int(without(params, batch)[2]) == 0
+    batch["segments"] = np.array([[0, 0, 0, 3, 3, 3]] * 3, np.int32)  # the first token of a document has another size
+    starts = np.isin(tokens[rows, positions], (3, 4)) | (positions == 2)
+    assert starts.sum() > 1
+    assert int(with_prefix(params, batch)[2]) == np.where(starts, first[targets], sizes[targets]).sum()
 
 
 def test_some_batches_are_dispatched_ahead_of_the_result_that_is_read():

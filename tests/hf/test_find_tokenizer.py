@@ -16,6 +16,7 @@ from sentencepiece_texts import train
 from lmtrain.config.errors import UserError
 from lmtrain.hf.chat_template import read_templates
 from lmtrain.hf.find_tokenizer import cache_folder, find_tokenizer, open_tokenizer
+from lmtrain.hf.special_tokens import read_declared
 from lmtrain.hf.tokenizer import load_tokenizer
 
 TEXTS = ["def f(x):\n    return x\n", "ünï ☃ 🙂", "", "a  b\t\r\n", "<|endoftext|>"]
@@ -55,6 +56,14 @@ def test_a_url_is_copied_once_and_is_the_same_tokenizer():
     assert os.stat(os.path.join(folder, "tokenizer.json")).st_mtime_ns == before
 
 
+def test_the_class_of_a_tokenizer_at_a_url_counts():
+    files = {"tokenizer.json": (TOKENIZER / "tokenizer.json").read_bytes(), "config.json": b'{"model_type": "gpt2"}'}
+    for name, content in files.items():
+        with fsspec.open(f"memory://of_gpt2/{name}", "wb") as target:
+            target.write(content)
+    assert open_tokenizer("memory://of_gpt2").eos_id == open_tokenizer(str(TOKENIZER)).eos_id
+
+
 def test_an_unfinished_folder_is_neither_used_nor_left(tmp_path):
     folder = find_tokenizer("byte")
     os.remove(os.path.join(folder, "tokenizer.json"))
@@ -62,6 +71,18 @@ def test_an_unfinished_folder_is_neither_used_nor_left(tmp_path):
     os.makedirs(f"{folder}.tmp-{os.getpid()}")
     assert find_tokenizer("byte") == folder
     assert os.listdir(cache_folder()) == ["byte"]
+
+
+@pytest.mark.parametrize(("variable", "cache"), [("HOME", ".cache"), ("XDG_CACHE_HOME", "")])
+@pytest.mark.parametrize("blocked", ["lmtrain", "lmtrain/tokenizers"])
+def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path, monkeypatch, variable, cache, blocked):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv(variable, str(tmp_path / "home"))
+    file = tmp_path / "home" / cache / blocked
+    file.parent.mkdir(parents=True)
+    file.touch()  # instead of a folder: permissions do not stop root
+    with pytest.raises(UserError, match=r"home/.*lmtrain/tokenizers: .*XDG_CACHE_HOME"):
+        find_tokenizer("byte")
 
 
 def test_a_hub_id_is_read_from_the_hub_cache_when_offline(tmp_path):
@@ -151,12 +172,25 @@ def test_the_end_token_in_the_settings_of_the_pair_is_used(tmp_path):
     assert (found.eos_id, found.bos_id) == (256, 257)
 
 
-def test_a_folder_with_only_a_sentencepiece_model_is_converted(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("lmtrain.hf.find_tokenizer._from_sentencepiece", lambda name: asked.append(name) or "found")
-    (tmp_path / "tokenizer.model").write_bytes(b"x")
-    assert find_tokenizer(str(tmp_path)) == "found"
-    assert asked == [str(tmp_path / "tokenizer.model")]
+def test_a_folder_with_only_a_sentencepiece_model_is_converted_with_its_other_tokens_and_template(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(train(model_type="bpe"))
+    alone = open_tokenizer(str(tmp_path))
+    assert alone.identity == open_tokenizer(str(tmp_path / "tokenizer.model")).identity
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<end>": alone.vocab_size}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<end>", "pad_token": "<unk>"}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    extended = open_tokenizer(str(tmp_path))
+    assert (extended.vocab_size, extended.eos_id) == (alone.vocab_size + 1, alone.vocab_size)
+    assert read_templates(extended.path) == {"default": "{{ messages }}"}
+    assert read_declared(extended.path).text("pad_token") == "<unk>"
+
+
+def test_vocab_and_merges_are_converted_with_their_added_tokens(tmp_path):
+    tiny_pair(tmp_path, [])
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<end>": 257, "<new>": 258}))
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eos_id, ids(tokenizer, "<new>")) == (259, 257, [258])
 
 
 def test_a_conversion_of_an_older_version_is_not_used(tmp_path):

@@ -5,11 +5,11 @@ import pytest
 import tokenizers
 from conftest import TOKENIZER, TRAIN_FILES, VALIDATION_FILES
 from sentencepiece_texts import train
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.sentencepiece import convert_sentencepiece
-from lmtrain.hf.token_bytes import token_bytes
+from lmtrain.hf.token_bytes import text_sizes, token_bytes
 from lmtrain.hf.tokenizer import Tokenizer
 from lmtrain.preprocess.documents import read_texts
 
@@ -72,6 +72,76 @@ def test_sentencepiece_tokens_add_up_to_the_text_and_its_prefix_space(kind, pref
     assert len(lengths) == tokenizer.vocab_size
     assert {lengths[vocabulary[f"<0x{byte:02X}>"]] for byte in range(256)} == {1}
     assert [lengths[vocabulary[name]] for name in ("▁", "<s>", "</s>")] == [1, 0, 0]
+
+
+def document_bytes(tokenizer: Tokenizer, text: str) -> int:
+    """The bytes of a document, as evaluation counts them."""
+    sizes, ids = text_sizes(tokenizer), tokenizer.backend.encode(text, add_special_tokens=False).ids
+    first = sizes.first or sizes.sizes
+    return sum((sizes.sizes if index else first)[number] for index, number in enumerate(ids))
+
+
+def metaspace(scheme: str) -> Tokenizer:
+    """As LlamaTokenizer of transformers has it, with bytes for what is not in the vocabulary."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"xeads", "▁a"]
+    library = tokenizers.Tokenizer(
+        models.BPE({name: i for i, name in enumerate(names)}, [("▁", "a")], byte_fallback=True)
+    )
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return of(library)
+
+
+def legacy_llama() -> Tokenizer:
+    tokenizer = metaspace("never")
+    tokenizer.backend.pre_tokenizer = pre_tokenizers.Sequence([])
+    tokenizer.backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
+
+
+def byte_level(prefix: bool) -> Tokenizer:
+    library = tokenizers.Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    return of(library)
+
+
+KINDS = {
+    "byte-level": lambda: byte_level(False),
+    "byte-level, prefix": lambda: byte_level(True),
+    "bpe, prefix": lambda: converted_model(model_type="bpe", byte_fallback=True),
+    "unigram, prefix": lambda: converted_model(model_type="unigram", byte_fallback=True),
+    "bpe, suffix": lambda: converted_model(model_type="bpe", byte_fallback=True, treat_whitespace_as_suffix=True),
+    "bpe": lambda: converted_model(model_type="bpe", byte_fallback=True, add_dummy_prefix=False),
+    "metaspace, always": lambda: metaspace("always"),
+    "metaspace, first": lambda: metaspace("first"),
+    "metaspace, never": lambda: metaspace("never"),
+    "Llama": legacy_llama,
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_the_bytes_of_a_document_are_those_of_its_own_text(make):
+    tokenizer = make()
+    # these add no space before one, and have the same tokens without it
+    loses_space = tokenizer.backend.encode(" x").ids == tokenizer.backend.encode("x").ids
+    for text in TEXTS + HARD:
+        lost = loses_space and text[:1].isspace()
+        assert document_bytes(tokenizer, text) == len(text.encode()) - lost, text
+
+
+def test_after_a_special_token_within_a_text_a_space_is_added_only_by_some():
+    assert text_sizes(byte_level(False)).first is None
+    assert text_sizes(legacy_llama()).after == text_sizes(metaspace("always")).after == (0, 1, 2)
+    assert text_sizes(metaspace("first")).after == ()
+    named = Tokenizer("test", metaspace("first").backend, 300, eos_id=2, bos_id=1, fingerprint="test")
+    assert text_sizes(named).after == (1, 2)
+
+
+def test_bytes_are_those_of_the_normalized_text():
+    tokenizer = byte_level(True)
+    tokenizer.backend.normalizer = normalizers.NFKC()
+    assert document_bytes(tokenizer, "ﬁ") == len("fi")
 
 
 def test_the_unknown_piece_of_sentencepiece_has_no_bytes():

@@ -155,6 +155,52 @@ def test_torch_files_are_read_also_from_several(tmp_path):
         open_weights(str(tmp_path))
 
 
+# of two layouts
+
+
+def test_one_file_is_read_and_not_an_index_next_to_it_as_in_transformers(folder, caplog):
+    save_sharded(
+        folder, "safetensors", lambda path, tensors: write_safetensors(path, dict.fromkeys(tensors, TENSORS["b"]))
+    )
+    write_safetensors(join(folder, "model.safetensors"), TENSORS)
+    assert_same(open_weights(folder))
+    assert "model.safetensors.index.json" in caplog.text
+    caplog.clear()
+    save_index(folder, {"weight_map": dict.fromkeys(TENSORS, "model.safetensors")})
+    assert_same(open_weights(folder))
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda where: where.pop("d"), r"does not list d, which .*model-one\."),
+        (lambda where: where.update(e=where["b"]), r"lists e for .*model-two\..*, which does not have it"),
+        (lambda where: where.update(a=where["b"]), r"lists a for .*model-two\."),
+    ],
+)
+def test_an_index_that_does_not_describe_its_files_is_refused(tmp_path, ending, change, message):
+    save_sharded(tmp_path, ending, write_safetensors if ending == "safetensors" else write_torch)
+    stem = "model" if ending == "safetensors" else "pytorch_model"
+    path = tmp_path / f"{stem}.{ending}.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=message):
+        open_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+def test_a_tensor_in_two_files_is_refused(tmp_path, ending):
+    write = write_safetensors if ending == "safetensors" else write_torch
+    save_sharded(tmp_path, ending, write)
+    stem = "model" if ending == "safetensors" else "pytorch_model"
+    write(str(tmp_path / f"{stem}-two.{ending}"), {"a": TENSORS["a"], "b": TENSORS["b"]})
+    with pytest.raises(UserError, match=rf"a is also in .*{stem}-"):
+        open_weights(str(tmp_path))
+
+
 # config.json, and the folder itself
 
 

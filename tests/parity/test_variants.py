@@ -1,6 +1,7 @@
 """Every family and variant, with random parameters, has the same outputs in transformers, exported and imported."""
 
 import json
+import logging
 
 import jax
 import numpy as np
@@ -250,3 +251,20 @@ def test_keys_of_other_kinds_have_the_effect_that_they_have_in_transformers(expo
         expected = theirs(torch.from_numpy(tokens())).logits.numpy()
     found = np.asarray(model.apply({"params": params}, tokens()))[..., :VOCAB]
     assert np.abs(found - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "gpt2"])
+def test_generate_of_transformers_warns_of_nothing_and_stops_where_positions_end(in_torch, caplog, name):
+    """GPT-2 has no position after `seq_len` 24; other models get no `max_length`, next to which generate warns."""
+    theirs = in_torch(make(name))
+    prompt = torch.from_numpy(tokens()[:1, :20])
+    more = {} if theirs.generation_config.max_length else {"max_new_tokens": 4}
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        found = theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0, eos_token_id=None, **more
+        )
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert found.shape[1] == 24
+    assert caplog.messages == []

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from lmtrain.config.errors import UserError
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.find_tokenizer import open_tokenizer
 from lmtrain.hf.learn_tokenizer import learn_bpe
-from lmtrain.hf.tokenizer import load_tokenizer
+from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
 from lmtrain.preprocess.recipe import chat_template_of, check_special_tokens, recipe_of, token_dtype
 
 
@@ -24,6 +25,30 @@ def test_an_enforced_token_must_exist(tmp_path, name):
     with pytest.raises(UserError, match=f"no {name}_token .*data.enforce_{name}: false"):
         check_special_tokens(tokenizer, DataConfig(enforce_eos=name == "eos", enforce_bos=name == "bos"))
     check_special_tokens(tokenizer, DataConfig(enforce_eos=False))
+
+
+def test_tokens_that_transformers_adds_to_texts_are_warned_of_once_unless_set(tmp_path, caplog):
+    backend = learn_bpe(["some text"], 260)
+    backend.add_special_tokens(["<s>", "<cls>"])
+    numbers = [(token, backend.token_to_id(token)) for token in ("<s>", "<cls>", "<|endoftext|>")]
+    for name, template, warned in (
+        ("bos", "<s> $A <|endoftext|>", ["<s>", "data.enforce_bos"]),
+        ("cls", "<cls> $A", ["<cls>"]),
+        ("eos", "$A <|endoftext|>", []),
+    ):
+        backend.post_processor = TemplateProcessing(single=template, special_tokens=numbers)
+        save_tokenizer(backend, str(tmp_path / name), eos="<|endoftext|>", bos="<s>")
+        tokenizer = load_tokenizer(str(tmp_path / name))
+        caplog.clear()
+        if name == "bos":
+            for enforced in (True, False):
+                check_special_tokens(tokenizer, DataConfig(enforce_bos=enforced))
+            check_special_tokens(tokenizer, DataConfig(format={"type": "chat"}))
+            assert not caplog.messages
+        for _ in range(2):
+            check_special_tokens(tokenizer, DataConfig())
+        assert len(caplog.messages) == bool(warned)
+        assert all(part in caplog.text for part in warned)
 
 
 def test_completions_require_an_eos_token_and_conversations_neither(tmp_path):

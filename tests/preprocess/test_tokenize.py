@@ -7,6 +7,7 @@ import tokenizers
 from lmtrain.data.config import DataConfig
 from lmtrain.hf.learn_tokenizer import learn_bpe
 from lmtrain.hf.tokenizer import load_tokenizer, save_tokenizer
+from lmtrain.preprocess.records import InstructionText
 from lmtrain.preprocess.tokenize import tokenize
 
 TEXTS = ["The quiet river.", "", "naïve 🙂\x00\n", "literal <|endoftext|> inside", " " * 50, "a" * 5000]
@@ -52,6 +53,25 @@ def test_template_truncation_and_padding_in_the_tokenizer_file_are_ignored(tmp_p
     tokens, lengths, *_ = tokenize([text, "x"], load_tokenizer(str(tmp_path)), DataConfig())
     assert tokens.tolist() == [*expected, 0, backend.token_to_id("x"), 0]
     assert lengths.tolist() == [len(expected) + 1, 2]
+
+
+def test_documents_that_spell_special_tokens_and_those_that_get_a_second_one_are_counted(tmp_path):
+    backend = learn_bpe(["some text"], 260)
+    backend.add_special_tokens(["<s>"])
+    save_tokenizer(backend, str(tmp_path), eos="<|endoftext|>", bos="<s>")
+    tokenizer = load_tokenizer(str(tmp_path))
+    texts = ["x", "", "a<|endoftext|>", "<s>a", "<s>a<|endoftext|>", "a<|endoftext|>b", "<|endoftext|>"]
+    for settings, doubled in (
+        ({}, 3),
+        ({"enforce_eos": False}, 0),
+        ({"enforce_bos": True}, 4),
+        ({"enforce_bos": True, "enforce_eos": False}, 2),
+    ):
+        batch = tokenize(texts, tokenizer, DataConfig(**settings))
+        assert (batch.spelled, batch.doubled) == (5, doubled), settings
+    completion = DataConfig(format={"type": "completion"})
+    texts = [InstructionText(text, ((1, len(text)),), (text,), is_plain=True) for text in ("ab<|endoftext|>", "ab")]
+    assert tokenize(texts, tokenizer, completion).doubled == 1
 
 
 def test_no_documents_give_no_tokens(folder):

@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from chat_tokenizer import MARKED, write_chat_tokenizer
 from conftest import TOKENIZER
 from safetensors.numpy import load_file
+from transformers import AutoTokenizer
 
 import lmtrain
 from lmtrain.hf.chat_template import ChatTemplate
@@ -23,10 +26,11 @@ TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 7, "b": np.ones(3
 CONFIG = {"model_type": "gpt2"}
 
 
-def write(folder, dtype: str = "float32", tokenizer=TOKENIZER, template=None, **options) -> None:
+def write(folder, dtype: str = "float32", tokenizer=TOKENIZER, template=None, generation=None, **options) -> None:
     pieces = [Piece(name, tensor.shape, Row(name, name), None) for name, tensor in TENSORS.items()]
     extra = {"code.py": b"print()"}
-    export = Export(pieces, CONFIG, extra, load_tokenizer(str(tokenizer)), dtype, seq_len=128, chat_template=template)
+    settings = {"seq_len": 128, "max_length": 128, "chat_template": template, "generation": generation or {}}
+    export = Export(pieces, CONFIG, extra, load_tokenizer(str(tokenizer)), dtype, **settings)
     write_export(str(folder), export, TENSORS.values(), **options)
 
 
@@ -46,6 +50,35 @@ def test_the_folder_holds_weights_configs_and_tokenizer(tmp_path):
     assert {name: tensor.tobytes() for name, tensor in found.items()} == {n: t.tobytes() for n, t in TENSORS.items()}
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config == CONFIG | {"dtype": "float32", "torch_dtype": "float32", "lmtrain_version": lmtrain.__version__}
+
+
+@pytest.mark.parametrize(("given", "written"), [(None, 128), ("512", 128), (1e30, 128), (512, 512)])
+def test_the_tokenizer_gets_the_models_length_unless_it_has_one(tmp_path, given, written):
+    shutil.copytree(TOKENIZER, tmp_path / "tok")
+    path = tmp_path / "tok" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": given}))
+    write(tmp_path / "model", tokenizer=tmp_path / "tok")
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == written
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "Unknown"}])
+def test_transformers_reads_the_tokenizer_of_an_export_with_the_same_ids(tmp_path, settings):
+    """Without a class, or with Llama's, it would replace rules of tokenizer.json by those of GPT-2 or Llama."""
+    library = tokenizers.Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Digits(individual_digits=True), tokenizers.pre_tokenizers.ByteLevel(use_regex=False)]
+    )
+    library.normalizer = tokenizers.normalizers.NFKC()
+    (tmp_path / "tok").mkdir()
+    library.save(str(tmp_path / "tok" / "tokenizer.json"))
+    if settings is not None:
+        (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps(settings))
+    write(tmp_path / "model", tokenizer=tmp_path / "tok")
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "model"), load_tokenizer(str(tmp_path / "tok"))
+    for text in ("def f(x1234): return 12", " lead", "\ufb01n <|endoftext|>a"):
+        assert theirs.encode(text, add_special_tokens=False) == ours.backend.encode(text, add_special_tokens=False).ids
+    assert theirs.model_max_length == 128
 
 
 def generation_of(folder):
@@ -69,6 +102,18 @@ def test_generation_ends_at_the_eos_token_and_at_the_last_position(tmp_path):
 def test_generation_of_a_chat_model_ends_at_the_token_after_a_reply(tmp_path, template, ends):
     write(tmp_path / "model", tokenizer=write_chat_tokenizer(tmp_path / "tok"), template=ChatTemplate(template))
     assert generation_of(tmp_path / "model")["eos_token_id"] == ends
+
+
+def test_settings_of_generation_of_the_initial_model_are_kept(tmp_path, caplog):
+    theirs = {"eos_token_id": [0, 5, 6], "pad_token_id": 7, "temperature": 0.6, "top_p": 0.9, "max_length": 4096}
+    tokenizer, template = write_chat_tokenizer(tmp_path / "tok"), ChatTemplate(MARKED)
+    write(tmp_path / "model", tokenizer=tokenizer, template=template, generation=theirs)
+    kept = {**theirs, "eos_token_id": [385, 0, 5, 6], "bos_token_id": 0, "max_length": 128}
+    assert generation_of(tmp_path / "model") == kept
+    write(tmp_path / "model", generation={"eos_token_id": [0, 9999], "pad_token_id": -1, "bos_token_id": "x"})
+    assert generation_of(tmp_path / "model") == {"eos_token_id": 0, "bos_token_id": 0, "max_length": 128}
+    for unknown in ("eos_token_id of the initial model: 9999", "pad_token_id of the initial model: -1"):
+        assert unknown in caplog.text
 
 
 def test_an_earlier_export_is_replaced_and_bfloat16_is_rounded_to_nearest(tmp_path):

@@ -33,7 +33,7 @@ from lmtrain.train.start.train_batches import TrainBatches
 from lmtrain.train.step.state import TrainState
 from lmtrain.weights.hf_config import hf_ref
 from lmtrain.weights.lora_base import BASE, LoraBase, load_base
-from lmtrain.weights.run_tokenizer import template_of
+from lmtrain.weights.run_tokenizer import generation_of, template_of
 
 if TYPE_CHECKING:
     from lmtrain.train.start.exporter import Exporter
@@ -159,4 +159,4 @@ def _open_exporter(
     from lmtrain.weights.export_folder import ModelOrigin
 
     origin, template = ModelOrigin(run.id, caches.identity), template_of(run, tokenizer)
-    return Exporter(config, origin, program.model, tokenizer, program.layout, processes, template)
+    return Exporter(config, origin, program.model, tokenizer, program.layout, processes, template, generation_of(run))

@@ -12,6 +12,7 @@ import jax
 from lmtrain.config.describe import written
 from lmtrain.config.errors import UserError
 from lmtrain.evaluation.eval_step import build_eval_step
+from lmtrain.hf.token_bytes import TextSizes
 from lmtrain.lora.model import adapt, trainable
 from lmtrain.models.attention.choose import Choice, choose_attention, log_attention
 from lmtrain.models.attention.split import describe_split
@@ -130,13 +131,13 @@ class Program:
             for name, dtype in self.config.batch_types.items()
         }
 
-    def eval_step(self, token_bytes: Any = None) -> MeshFunction:
+    def eval_step(self, sizes: TextSizes | None = None) -> MeshFunction:
         """The evaluation step: (params, batch) -> (summed loss, targets, bytes of their text).
 
-        `token_bytes` [V] are the lengths of the tokens' texts in bytes, if the tokenizer is known.
+        `sizes` are those of the tokens' texts, if the tokenizer is known.
         """
         precision = self.config.trainer.precision
-        return build_eval_step(self.model, self.layout, precision.compute, token_bytes, self.xla_options)
+        return build_eval_step(self.model, self.layout, precision.compute, sizes, self.xla_options)
 
     def eval_example(self) -> tuple[Any, Any]:
         """Abstract parameters and an abstract evaluation batch, each array with its sharding."""

@@ -73,7 +73,9 @@ def check_before_data(run: Run, data_identity: str, processes: Processes) -> Non
         program = build_program(config, tokenizer.vocab_size)
     program.check_products_pay()
     program.memory_use.check_fits()
-    encode_prompts(trainer.sample_prompts, trainer.sample_length, tokenizer, config.model.seq_len)
+    encode_prompts(
+        trainer.sample_prompts, trainer.sample_length, tokenizer, config.model.seq_len, config.data.enforce_bos
+    )
     with ExitStack() as stack:
         checkpointer = Checkpointer(run.checkpoints, trainer.checkpointer, processes)
         stack.callback(checkpointer.release)

@@ -36,6 +36,7 @@ def open_evaluation(
         processes=processes,
         folder=folder,
         objective=build_objective(config.objective, config.z_loss_weight),
+        enforce_bos=config.data.enforce_bos,
         xla_options=program.xla_options,
     )
 

@@ -3,7 +3,7 @@
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,7 @@ class Exporter:
         layout: Layout,
         processes: Processes,
         chat_template: ChatTemplate | None = None,
+        generation: Mapping[str, Any] | None = None,
     ):
         self._every = config.hf_save_steps
         self._upload_to = config.hf_upload
@@ -67,7 +68,7 @@ class Exporter:
             export = build_adapter_export(config, model, tokenizer, dtype, origin, hf_ref(config))
         else:
             export = build_export(config.model, model, tokenizer, dtype, origin)
-        self._export = replace(export, chat_template=chat_template)
+        self._export = replace(export, chat_template=chat_template, generation=generation or {})
         self._layout = layout
         self._vocab_size = model.vocab_size
         self._processes = processes

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from lmtrain.config.errors import UserError
 from lmtrain.config.show import show
 from lmtrain.hf.chat_template import tokenizer_contents
-from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer
+from lmtrain.hf.tokenizer import TOKENIZER_FILES, Tokenizer, to_json
 from lmtrain.run.config import resolved
 from lmtrain.run.run import Run
 from lmtrain.runtime.atomic_files import remove_temporaries, write_atomically
 from lmtrain.runtime.logging import start_file_log
 from lmtrain.runtime.processes import Processes
-from lmtrain.weights.run_tokenizer import kept_tokenizer, template_of
+from lmtrain.weights.run_tokenizer import GENERATION_CONFIG, generation_of, kept_tokenizer, template_of
 
 
 def open_log(run: Run, processes: Processes) -> None:
@@ -32,7 +32,8 @@ def keep_config(run: Run) -> None:
 
 
 def keep_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Copy the tokenizer's files with the run's chat template, so that the run no longer depends on the originals."""
+    """Copy the tokenizer's files with the run's chat template, and the initial model's settings of generation, so that
+    the run no longer depends on the originals."""
     if tokenizer.library is None:
         return
     source, folder = os.path.expanduser(tokenizer.path), kept_tokenizer(run)
@@ -40,7 +41,9 @@ def keep_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
         os.makedirs(folder, exist_ok=True)
         remove_temporaries(folder)
         contents = tokenizer_contents(source, template_of(run, tokenizer))
-        for name in reversed(TOKENIZER_FILES):  # tokenizer.json last: its presence means complete
+        if generation := generation_of(run):
+            contents[GENERATION_CONFIG] = to_json(generation)
+        for name in (GENERATION_CONFIG, *reversed(TOKENIZER_FILES)):  # tokenizer.json last: its presence means complete
             if name in contents:
                 write_atomically(os.path.join(folder, name), contents[name])
 
