@@ -1,6 +1,7 @@
 """Sources of a split: files, expanded from braces and globs, or the shards of a Hugging Face dataset."""
 
 import hashlib
+import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -186,8 +187,7 @@ def open_source(url: str) -> IO[Any]:
     if not is_url(url):
         return open(url, "rb")
     fs, path = open_fs(url)
-    opened: IO[Any] = fs.open(path, "rb")
-    return opened
+    return io.BufferedReader(fs.open(path, "rb"))  # since fsspec's files read a line of any length
 
 
 def describe_source(url: str) -> Source:

@@ -95,6 +95,7 @@ def build_shard(job: ShardJob, report: Report = lambda *_: None) -> ShardInfo:
         job.source,
         record_reader(job.config, tokenizer.vocab_size, job.template, labelled),
         skip_bad=job.config.on_bad_record == "skip",
+        max_document_bytes=job.config.max_document_bytes,
     )
     counts = dict.fromkeys(_WARNINGS, 0)
     with _published(file) as temporary:
